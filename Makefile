@@ -1,0 +1,61 @@
+# make run           a federated sparse GP on real data, five sites simulated with Ray
+# make test          lint, types and every test: the gate
+# make quick         the tests without those that start a SuperLink
+# make deploy-demo   a SuperLink with TLS and three SuperNodes with a CSV file each, on this machine
+# make clean         removes caches, logs, keys and Flower's own files; results and the environment stay
+#
+# SITES=10 and ARGS="dataset=breast-cancer method=…" change what is run.
+#
+# On Linux, pip's usual build of PyTorch brings several gigabytes of CUDA. Whoever wants the CPU build installs it first,
+# into .venv (python3 -m venv .venv), by PyTorch's own instructions and in the version constraints.txt names; `make` then
+# leaves it alone.
+
+PYTHON ?= python3
+SITES ?= 5
+ARGS ?=
+
+bin := .venv/bin
+installed := .venv/.installed
+
+# Real data sets beside the checkout, where there are any.
+data := $(realpath ../shared/data)
+ifneq ($(data),)
+export FEDGP_DATA ?= $(data)
+endif
+
+.PHONY: setup run test quick lint format deploy-demo clean
+.DELETE_ON_ERROR:
+
+setup: $(installed)
+
+$(installed): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=python3.12")'
+	test -x $(bin)/python || $(PYTHON) -m venv .venv
+	$(bin)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# `exec`, so that a signal reaches the launcher itself, which ends what it started before it leaves.
+run: setup
+	@exec $(bin)/python -m fedgp_flower.launch --sites $(SITES) method=fsgp dataset=diabetes $(ARGS)
+
+deploy-demo: setup
+	@exec $(bin)/python -m fedgp_flower.deploy_demo $(ARGS)
+
+lint: setup
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+
+format: setup
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
+
+test: lint
+	OMP_NUM_THREADS=1 $(bin)/pytest
+
+quick: setup
+	OMP_NUM_THREADS=1 $(bin)/pytest -m "not simulation and not deployment"
+
+clean:
+	rm -rf .flwr .deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info *.fab
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Federated Gaussian-process learning on Flower."""

@@ -1,0 +1,75 @@
+"""The ClientApp: turns messages into ``fit`` and ``evaluate`` calls of the configured method's client, and back."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedgp_flower.clients.base import NAMES_KEY, GPClient
+from fedgp_flower.data.sites import load_site, site_id
+from fedgp_flower.errors import FedGPError
+from fedgp_flower.linalg import counting_repairs
+from fedgp_flower.registry import METHODS, all_phases, load, parse_config
+
+app = ClientApp()
+
+
+def answer(message: Message, context: Context) -> Message:
+    """Answer one message. A site's own error becomes a reply that names the site and says what is wrong."""
+    identity: dict[str, Any] = {
+        "schema-version": 1,
+        "site": site_id(context.node_config),
+        "run": message.content.config_records["config"]["run"],
+    }
+    started = time.perf_counter()
+    try:
+        with counting_repairs() as repairs:
+            arrays, metrics, texts = _call(message, context)
+    except FedGPError as error:
+        content = RecordDict({"config": ConfigRecord({**identity, "error": str(error)})})
+        return Message(content, reply_to=message)
+    metrics |= {f"repairs.{name}": count for name, count in repairs.items()}
+    metrics["seconds"] = time.perf_counter() - started
+    content = RecordDict(
+        {
+            "arrays": ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()}),
+            "metrics": MetricRecord(metrics),
+            "config": ConfigRecord({**identity, **texts}),
+        }
+    )
+    return Message(content, reply_to=message)
+
+
+def _call(message: Message, context: Context) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Arrays, numbers and texts of the reply."""
+    record = message.content.array_records["arrays"]
+    parameters = [array.numpy() for array in record.values()]
+    config: dict[str, Any] = {**message.content.config_records["config"], NAMES_KEY: json.dumps(list(record))}
+    client = make_client(context)
+    if message.metadata.message_type == "evaluate":
+        loss, count, scores = client.evaluate(parameters, config)
+        return {}, {"num-examples": count, "loss": loss, **scores}, {}
+    outputs, count, mixed = client.fit(parameters, config)
+    names = json.loads(str(mixed.pop(NAMES_KEY)))
+    texts = {name: value for name, value in mixed.items() if isinstance(value, str)}
+    numbers = {name: value for name, value in mixed.items() if name not in texts}
+    return dict(zip(names, outputs, strict=True)), {"num-examples": count, **numbers}, texts
+
+
+def make_client(context: Context) -> GPClient:
+    """The client of the configured method, holding this node's data."""
+    flat: Mapping[str, Any] = context.run_config
+    config = parse_config(flat)
+    client: GPClient = load(METHODS[config.method].client)(config, load_site(config, context.node_config))
+    return client
+
+
+for _phase in all_phases():
+    _category, _, _action = _phase.partition(".")
+    getattr(app, _category)(*([_action] if _action else []))(answer)

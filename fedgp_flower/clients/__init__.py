@@ -1,0 +1,1 @@
+"""One NumPyClient per method: a learner behind ``fit`` and ``evaluate``."""

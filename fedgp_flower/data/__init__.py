@@ -1,0 +1,1 @@
+"""Data sets, how they are dealt to sites, and federated standardisation."""

@@ -1,0 +1,137 @@
+"""The data sets a name can mean: built-ins, and tables in the data folder."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+from fedgp_flower.data.synthetic import Made, convolved_signals, five_blocks, plane_wave, sine
+from fedgp_flower.data.tables import SUFFIXES, table_stem
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """A data set that needs neither files nor the network: a fixed table, or one made from the seed."""
+
+    summary: str
+    rows: int
+    inputs: int
+    target: str
+    make: Callable[[int], Made]
+    """The table and its splits, from the seed of the run where the data are synthetic."""
+    splits: int = 0
+    natural: str = ""
+    """The column that names the site of a row; never an input unless ``features`` says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of ``fedgp datasets``."""
+
+    name: str
+    summary: str
+    rows: int
+    inputs: int
+    """Columns besides the target and the natural column."""
+    source: str
+    """``built-in``, or the file."""
+    splits: int = 0
+    """Standard splits, numbered from 0."""
+    natural: str = ""
+
+
+def _diabetes(_seed: int) -> Made:
+    from sklearn.datasets import load_diabetes  # noqa: PLC0415 - slow to import, rarely needed
+
+    frame: pd.DataFrame = load_diabetes(as_frame=True, scaled=False).frame
+    return frame, ()
+
+
+def _breast_cancer(_seed: int) -> Made:
+    from sklearn.datasets import load_breast_cancer  # noqa: PLC0415 - slow to import, rarely needed
+
+    bunch = load_breast_cancer(as_frame=True)
+    frame: pd.DataFrame = bunch.frame.drop(columns="target")
+    return frame.assign(diagnosis=[str(name) for name in bunch.target_names[bunch.target]]), ()
+
+
+BUILTINS: Mapping[str, Builtin] = {
+    "diabetes": Builtin("Disease progression of 442 patients after a year", 442, 10, "target", _diabetes),
+    "breast-cancer": Builtin(
+        "Benign or malignant, from cell images; needs model.likelihood = 'bernoulli'",
+        569,
+        30,
+        "diagnosis",
+        _breast_cancer,
+    ),
+    "sine": Builtin("3 sin(2πx/20) + noise, x on a line", 800, 1, "y", sine, 1),
+    "plane-wave": Builtin("2.5 sin(2π(x1 + x2)/90) + noise, x on a square", 5800, 2, "y", plane_wave, 1),
+    "five-blocks": Builtin("One GP draw seen by five sites on blocks of x", 300, 1, "y", five_blocks, 1, "site"),
+    "convolved-signals": Builtin(
+        "Five units see one curve through windows of their own", 1000, 1, "y", convolved_signals, 1, "unit"
+    ),
+}
+
+
+def data_folder(data_dir: str) -> Path | None:
+    """The folder data set names live in: the configuration's, else the environment's ``FEDGP_DATA``, else none."""
+    chosen = data_dir or os.environ.get("FEDGP_DATA", "")
+    return Path(chosen).expanduser().resolve() if chosen else None
+
+
+def find_file(stem: Path) -> Path | None:
+    """The table of this name: the path itself, or the path with one of the known endings."""
+    if stem.name.endswith(SUFFIXES) and stem.is_file():
+        return stem
+    candidates = (stem.with_name(stem.name + suffix) for suffix in SUFFIXES)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def names_in(folder: Path | None) -> dict[str, Path]:
+    """Tables in the folder and in its folders, by the name that ``dataset`` takes."""
+    if folder is None or not folder.is_dir():
+        return {}
+    files = sorted(path for pattern in ("*", "*/*") for path in folder.glob(pattern))
+    tables = [path for path in files if path.is_file() and path.name.endswith(SUFFIXES)]
+    return {(path.parent / table_stem(path)).relative_to(folder).as_posix(): path for path in tables}
+
+
+def splits_file(table: Path) -> Path:
+    """Where the standard splits of a table are kept."""
+    return table.with_name(f"{table_stem(table)}.splits.json.gz")
+
+
+def count_splits(table: Path) -> int:
+    """How many standard splits come with a table."""
+    listing = splits_file(table)
+    if not listing.is_file():
+        return 0
+    with gzip.open(listing, "rt", encoding="utf-8") as text:
+        return len(json.load(text)["test"])
+
+
+def catalogue(data_dir: str = "") -> list[Entry]:
+    """Every data set that a name reaches now: built-ins first, then the tables of the data folder."""
+    entries = [
+        Entry(name, b.summary, b.rows, b.inputs, "built-in", b.splits, b.natural) for name, b in BUILTINS.items()
+    ]
+    return entries + [_file_entry(name, path) for name, path in names_in(data_folder(data_dir)).items()]
+
+
+def _file_entry(name: str, path: Path) -> Entry:
+    """Counts rows as lines, so that listing a folder stays fast."""
+    if path.name.endswith(".parquet"):
+        facts = pq.ParquetFile(path).metadata
+        rows, columns = facts.num_rows, facts.num_columns
+    else:
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as lines:
+            columns = lines.readline().count(b",") + 1
+            rows = sum(1 for line in lines if line.strip())
+    return Entry(name, "", rows, columns - 1, path.name, count_splits(path))

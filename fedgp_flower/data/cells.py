@@ -1,0 +1,156 @@
+"""Decide what kind a column is, and refuse cells a model cannot use, by file, column and row.
+
+A column is numeric when at least half of its non-empty cells are numbers; its other cells are then errors. Any other
+column is categorical and its cells are levels. Rows are counted from 1 and do not count the header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from fedgp_flower.data.tables import MISSING
+from fedgp_flower.errors import DataError
+
+Kind: TypeAlias = Literal["numeric", "categorical"]
+Mask: TypeAlias = NDArray[np.bool_]
+
+LEAST_ROWS_FOR_IDS = 10
+"""In a shorter table even an ordinary categorical column may have no level twice."""
+
+
+def kind_of(column: pd.Series) -> Kind:
+    """The kind of a column that :func:`typed` returned."""
+    return "numeric" if column.dtype == np.float64 else "categorical"
+
+
+def typed(
+    frame: pd.DataFrame, names: Sequence[str], file: str, kinds: Mapping[str, Kind] | None = None
+) -> pd.DataFrame:
+    """The named columns as float64 (numeric) or text (categorical), every cell usable.
+
+    Args:
+        frame: the table as it was read.
+        names: the columns wanted, all present.
+        file: the name that messages use.
+        kinds: kinds already agreed on; a column not in it is judged by its own cells.
+
+    Raises:
+        DataError: listing, for each bad column, what is wrong, the first row, and how many rows.
+    """
+    columns: dict[str, pd.Series] = {}
+    problems: list[str] = []
+    for name in names:
+        columns[name], found = _typed_column(frame[name], (kinds or {}).get(name))
+        problems += [f"column `{name}`: {problem}" for problem in found]
+    if problems:
+        raise DataError(f"{file}: {'; '.join(problems[:10])}{_more(len(problems) - 10, 'problem')}")
+    return pd.DataFrame(columns, index=frame.index)
+
+
+def _more(count: int, what: str) -> str:
+    return f" and {count} more {what}{'s' if count > 1 else ''}" if count > 0 else ""
+
+
+def _at(mask: Mask) -> str:
+    """``in row 3 and 2 more rows`` for the rows a mask marks."""
+    return f"in row {int(np.argmax(mask)) + 1}{_more(int(mask.sum()) - 1, 'row')}"
+
+
+def _typed_column(column: pd.Series, kind: Kind | None) -> tuple[pd.Series, list[str]]:
+    is_bool = pd.api.types.is_bool_dtype(column.dtype)
+    if pd.api.types.is_numeric_dtype(column.dtype) and not is_bool:
+        if pd.api.types.is_complex_dtype(column.dtype):
+            return column, ["complex numbers; expected real numbers or text"]
+        numbers = pd.Series(column.to_numpy(dtype=np.float64, na_value=np.nan), index=column.index)
+        return _levels(number_labels(numbers)) if kind == "categorical" else _numeric(numbers, None)
+    if pd.api.types.is_datetime64_any_dtype(column.dtype) or pd.api.types.is_timedelta64_dtype(column.dtype):
+        return column, ["dates; expected numbers or text, for example days since a fixed day"]
+    text = column.astype("str").str.strip()
+    text = text.where(~text.isin(MISSING))
+    numbers = pd.to_numeric(text, errors="coerce").astype(np.float64)
+    filled = text.notna()
+    enough = bool(numbers[filled].notna().sum() * 2 >= filled.sum())
+    if kind == "numeric" or (kind is None and enough and not is_bool):
+        return _numeric(numbers, text)
+    return _levels(text)
+
+
+def _numeric(numbers: pd.Series, text: pd.Series | None) -> tuple[pd.Series, list[str]]:
+    """Numbers, and what is wrong with them; ``text`` is what stood in the cells where they were not read as numbers."""
+    bad = numbers.isna().to_numpy()
+    words = bad & text.notna().to_numpy() if text is not None else np.zeros_like(bad)
+    kinds = {
+        "text in a numeric cell": words,
+        "empty or NaN cell": bad & ~words,
+        "infinite number": np.isinf(numbers.to_numpy(dtype=np.float64)),
+    }
+    return numbers, [f"{what} {_at(mask)}" for what, mask in kinds.items() if mask.any()]
+
+
+def _levels(text: pd.Series) -> tuple[pd.Series, list[str]]:
+    missing = text.isna().to_numpy()
+    return text, [f"empty or NaN cell {_at(missing)}"] if missing.any() else []
+
+
+def number_labels(numbers: pd.Series) -> pd.Series:
+    """Numbers as the text of a level: 1.0 becomes ``1``; NaN stays missing."""
+    whole = numbers == numbers.round()
+    small = whole & (numbers.abs() < 2**53)
+    labels = numbers.astype("str")
+    return labels.where(~small, numbers.where(small, 0.0).astype(np.int64).astype("str")).where(numbers.notna())
+
+
+def check_target(target: pd.Series, likelihood: str, file: str) -> None:
+    """Refuse a typed target that is not what the likelihood needs: numbers, counts, or two levels.
+
+    Raises:
+        DataError: naming the target and what ``model.likelihood`` expects.
+    """
+    said = f"{file}: target `{target.name}`"
+    if likelihood == "bernoulli":
+        levels = target.nunique()
+        if levels > 2:
+            raise DataError(f"{said} has {levels} levels; `model.likelihood` = 'bernoulli' needs two")
+        return
+    if kind_of(target) == "categorical":
+        raise DataError(
+            f"{said} holds text; `model.likelihood` = '{likelihood}' needs numbers."
+            " Name another `target`, or set `model.likelihood` to 'bernoulli' for two classes"
+        )
+    values = target.to_numpy(dtype=np.float64)
+    wrong = (values < 0) | (values != np.round(values))
+    if likelihood == "poisson" and wrong.any():
+        raise DataError(f"{said}: expected counts 0, 1, 2, …; another number {_at(wrong)}")
+
+
+def refuse_ids(frame: pd.DataFrame, names: Sequence[str], file: str) -> None:
+    """Raise DataError where a text column has a level of its own in every row: a name or a number of a case.
+
+    Such a column says nothing about a new row, and its levels would travel to the server.
+    """
+    if len(frame) < LEAST_ROWS_FOR_IDS:
+        return
+    ids = [n for n in names if kind_of(frame[n]) == "categorical" and frame[n].nunique() == len(frame)]
+    if ids:
+        raise DataError(
+            f"{file}: text differs in every row of {', '.join(f'`{n}`' for n in ids)}, as an identifier does;"
+            " name the columns to use in `features`"
+        )
+
+
+def refuse_constant(frame: pd.DataFrame, names: Sequence[str], where: str, hint: str) -> None:
+    """Raise DataError naming the columns that hold one value only."""
+    constant = [name for name in names if frame[name].nunique() == 1]
+    if constant:
+        raise DataError(f"{where}: constant column {', '.join(f'`{n}`' for n in constant)}; {hint}")
+
+
+def require_rows(count: int, needed: int, where: str) -> None:
+    """Raise DataError where a site has too few training rows."""
+    if count < needed:
+        raise DataError(f"{where}: {count} training row{'s' if count != 1 else ''}; at least {needed} are needed")

@@ -1,0 +1,228 @@
+"""Resolve the configuration's ``dataset`` to a table: typed rows, feature columns, target, standard splits."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from fedgp_flower.config import CoreConfig
+from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
+from fedgp_flower.data.cells import Kind, check_target, refuse_ids, typed
+from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
+from fedgp_flower.errors import DataError
+
+OPENML = "openml/"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The configuration keys that choose the columns of a table."""
+
+    target: str
+    features: str
+    likelihood: str
+    column: str
+    """Column to partition by; empty means the target."""
+    natural: bool
+    """The partition column names the site of a row, so it is an input only if ``features`` says so."""
+
+    @staticmethod
+    def of(config: CoreConfig) -> Choice:
+        """Take the keys from a run configuration."""
+        natural = config.partitioner == "natural"
+        return Choice(config.target, config.features, config.model.likelihood, config.partition.column, natural)
+
+    def columns(
+        self, names: Sequence[str], file: str, target: str = "", aside: Sequence[str] = ()
+    ) -> tuple[list[str], str]:
+        """Feature columns and target among the columns of a table.
+
+        Args:
+            names: all columns.
+            file: the name that messages use.
+            target: the data set's own target, where it has one.
+            aside: columns that are neither unless the configuration names them.
+        """
+        spare = {*aside, *([self.column] if self.natural else [])}
+        usable = [name for name in names if name not in spare]
+        goal = self.target or target or ("y" if "y" in names else usable[-1] if usable else "")
+        wanted = [name.strip() for name in self.features.split(",") if name.strip()]
+        features = list(dict.fromkeys(wanted)) or [name for name in usable if name != goal]
+        if goal in features:
+            raise DataError(f"`features` names the target `{goal}`; leave it out, or name another `target`")
+        if not features:
+            raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
+        nameless = [] if wanted else [name for name in unnamed(names) if name in features]
+        if nameless:
+            raise DataError(
+                f"{file}: {', '.join(nameless)} has no name, as a saved row index; name the columns in `features`"
+            )
+        return features, goal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """A data set whose every cell is usable; compared by identity, as it is cached."""
+
+    file: str
+    """What messages call it."""
+    frame: pd.DataFrame
+    """Features and target: float64 for numbers, text for levels."""
+    features: tuple[str, ...]
+    target: str
+    column: pd.Series
+    """The partition column, row by row; the target where the configuration names none."""
+    splits: tuple[NDArray[np.int64], ...]
+    """Test rows of each standard split; the training rows are the others."""
+
+    def rows(self, split: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Training and test rows of a standard split; −1 is all rows and none.
+
+        Raises:
+            DataError: the data set has no such split.
+        """
+        everything = np.arange(len(self.frame))
+        if split < 0:
+            return everything, everything[:0]
+        if split >= len(self.splits):
+            have = f"splits 0 to {len(self.splits) - 1}" if self.splits else "no standard splits"
+            raise DataError(f"`split` = {split}: {self.file} has {have}; with -1 every site holds out its own rows")
+        return np.setdiff1d(everything, self.splits[split]), self.splits[split]
+
+
+@dataclass(frozen=True, slots=True)
+class _Raw:
+    """A data set before its cells are checked."""
+
+    file: str
+    frame: pd.DataFrame
+    target: str = ""
+    aside: tuple[str, ...] = ()
+    splits: tuple[NDArray[np.int64], ...] = ()
+
+
+def load_table(config: CoreConfig) -> Table:
+    """The table that ``dataset`` names; a process reads it once.
+
+    Raises:
+        DataError: the name is unknown, or the table cannot be used; see :mod:`fedgp_flower.data.cells`.
+    """
+    path = None if config.dataset in BUILTINS else _locate(config.dataset, data_folder(config.data_dir))
+    stamps = tuple((p.stat().st_mtime_ns, p.stat().st_size) for p in _files(path))
+    return _load(config.dataset, path, Choice.of(config), config.seed if path is None else 0, stamps)
+
+
+def checked(
+    raw: pd.DataFrame,
+    features: Sequence[str],
+    target: str,
+    likelihood: str,
+    file: str,
+    kinds: Mapping[str, Kind] | None = None,
+) -> pd.DataFrame:
+    """Features and target of a table as it was read, typed; ``kinds`` are the features' where they are settled.
+
+    Raises:
+        DataError: naming the file and the columns that are missing or hold cells that cannot be used.
+    """
+    require_columns(raw, [*features, target], file)
+    settled: dict[str, Kind] = {**(kinds or {}), **({target: "categorical"} if likelihood == "bernoulli" else {})}
+    frame = typed(raw, [*features, target], file, settled)
+    check_target(frame[target], likelihood, file)
+    return frame
+
+
+def _files(path: Path | None) -> list[Path]:
+    return [p for p in (path, splits_file(path)) if p.is_file()] if path is not None else []
+
+
+@lru_cache(maxsize=2)
+def _load(name: str, path: Path | None, choice: Choice, seed: int, stamps: tuple[tuple[int, int], ...]) -> Table:
+    """Keyed by everything the table depends on: ``stamps`` are times and sizes of the files, which may be edited."""
+    del stamps
+    raw = _from_file(path) if path is not None else _openml(name) if name.startswith(OPENML) else _builtin(name, seed)
+    features, target = choice.columns([str(c) for c in raw.frame.columns], raw.file, raw.target, raw.aside)
+    by = choice.column or target
+    require_columns(raw.frame, [*features, target, by], raw.file)
+    frame = checked(raw.frame, features, target, choice.likelihood, raw.file)
+    refuse_ids(frame, features, raw.file)
+    column = frame[by] if by in frame else typed(raw.frame, [by], raw.file)[by]
+    return Table(raw.file, frame, tuple(features), target, column, raw.splits)
+
+
+def _locate(name: str, folder: Path | None) -> Path | None:
+    """The file a name means; None for OpenML."""
+    if name.startswith(OPENML):
+        return None
+    found = (find_file(folder / name) if folder is not None else None) or find_file(Path(name).expanduser().resolve())
+    if found is None:
+        here = ", ".join(names_in(folder)) or "none"
+        where = f"in {folder}" if folder is not None else "(set `data-dir` or the environment variable FEDGP_DATA)"
+        raise DataError(
+            f"`dataset` = '{name}' is not known. Built-ins: {', '.join(BUILTINS)}. Files {where}: {here}."
+            f" A path to a table or {OPENML}<name> works too"
+        )
+    return found
+
+
+def _builtin(name: str, seed: int) -> _Raw:
+    builtin = BUILTINS[name]
+    frame, splits = builtin.make(seed)
+    return _Raw(name, frame, builtin.target, (builtin.natural,) if builtin.natural else (), splits)
+
+
+def _from_file(path: Path) -> _Raw:
+    frame = read_table(path)
+    listing = splits_file(path)
+    if listing.is_file():
+        return _Raw(path.name, frame, splits=_read_splits(listing, len(frame)))
+    if "split" in frame and frame["split"].isin(["train", "test"]).all() and frame["split"].nunique() == 2:
+        test = np.flatnonzero(frame["split"].to_numpy() == "test")
+        return _Raw(path.name, frame, aside=("split",), splits=(test,))
+    return _Raw(path.name, frame)
+
+
+def _read_splits(path: Path, rows: int) -> tuple[NDArray[np.int64], ...]:
+    """Test rows from ``{"n": rows, "test": [[row, …], …]}``, rows counted from 0."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as text:
+            content = json.load(text)
+        splits = tuple(np.unique(np.array(test, dtype=np.int64)) for test in content["test"])
+        listed_rows = [len(test) for test in content["test"]]
+        stated = int(content["n"])
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        raise DataError(
+            f'{path.name}: not a list of splits; expected gzipped JSON {{"n": …, "test": [[…], …]}}'
+        ) from None
+    if stated != rows:
+        raise DataError(f"{path.name}: made for {stated} rows, and the table has {rows}")
+    for number, (test, count) in enumerate(zip(splits, listed_rows, strict=True)):
+        if test.size != count or test.size == 0 or test[0] < 0 or test[-1] >= rows:
+            raise DataError(f"{path.name}: split {number} names a row twice, none, or one that the table lacks")
+    return splits
+
+
+def _openml(name: str) -> _Raw:
+    from sklearn.datasets import fetch_openml  # noqa: PLC0415 - slow to import, rarely needed
+
+    short = name.removeprefix(OPENML)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of several versions, scikit-learn takes the oldest active one and says so
+            bunch = fetch_openml(name=short, as_frame=True, parser="auto")
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"`dataset` = '{name}' could not be fetched from OpenML ({type(error).__name__}); is this machine online,"
+            " and is the name spelled as at OpenML?"
+        ) from None
+    targets = bunch.target_names or [""]
+    return _Raw(name, bunch.frame.reset_index(drop=True), str(targets[0]))

@@ -1,0 +1,234 @@
+"""A site's rows: a share of a data set in simulation, or the site's own file when deployed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from fedgp_flower.config import CoreConfig, Value
+from fedgp_flower.data.cells import kind_of, refuse_constant, refuse_ids, require_rows
+from fedgp_flower.data.datasets import Choice, Table, checked, load_table
+from fedgp_flower.data.partitioning import Deal, Indices, deal, row_labels
+from fedgp_flower.data.seeds import generator
+from fedgp_flower.data.standardisation import (
+    Description,
+    Preparation,
+    count_unknown_levels,
+    describe,
+    encode_inputs,
+    encode_targets,
+)
+from fedgp_flower.data.tables import read_table, table_stem
+from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.shapes import Array
+
+LEAST_ROWS = 2
+"""Training rows below which a site has no spread to describe."""
+
+_ONE_AT_A_TIME = Lock()
+"""Sites that share a process wait for one of them to read and deal; silencing a library is not safe beside a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteData:
+    """A site's rows as a model sees them."""
+
+    x: Array  # [N, D]
+    y: Array  # [N]
+    x_test: Array  # [N*, D]
+    y_test: Array  # [N*]
+    unknown_levels: int
+    """Cells whose level no site had when the schema was agreed; their indicators are zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawSite:
+    """A site's checked rows in original units; columns are the features and the target."""
+
+    site: str
+    """The id that seeds, results and the order of updates use."""
+    label: str
+    partitions: int
+    """Number of simulated sites; 0 for a real one."""
+    train: pd.DataFrame
+    test: pd.DataFrame
+    features: tuple[str, ...]
+    target: str
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the rows are a share of a data set that this process holds whole."""
+        return self.partitions > 0
+
+    def describe(self) -> Description:
+        """Sums and level counts of the training rows: the answer to ``query.describe``."""
+        return describe(self.train, self.features, self.target)
+
+    def encode(self, preparation: Preparation) -> SiteData:
+        """The rows, standardised as the sites agreed.
+
+        Raises:
+            DataError: the site's columns do not fit the agreed schema.
+        """
+        both = (self.train, self.test)
+        x, x_test = (encode_inputs(part, preparation) for part in both)
+        if self.target != preparation.target.name:
+            raise DataError(f"the target is `{self.target}` here and `{preparation.target.name}` at the other sites")
+        y, y_test = (encode_targets(part[self.target], preparation) for part in both)
+        return SiteData(x, y, x_test, y_test, sum(count_unknown_levels(part, preparation) for part in both))
+
+
+def site_id(node_config: Mapping[str, Value]) -> str:
+    """The stable id of this node: `site`, else the name of its data file, else its partition; empty if it has none."""
+    if "data-path" in node_config:
+        return str(node_config.get("site", "")) or table_stem(Path(str(node_config["data-path"])))
+    return str(node_config.get("partition-id", ""))
+
+
+def load_site(config: CoreConfig, node_config: Mapping[str, Value]) -> RawSite:
+    """The rows of this node.
+
+    Args:
+        config: the run configuration.
+        node_config: ``data-path`` (and ``test-path``, ``site``, ``label``) of a real site, else ``partition-id`` and
+            ``num-partitions`` of a simulated one.
+
+    Raises:
+        DataError: the node is neither, or its rows cannot be used.
+    """
+    if "data-path" in node_config:
+        return _real_site(config, site_id(node_config), {key: str(value) for key, value in node_config.items()})
+    if "partition-id" in node_config and "num-partitions" in node_config:
+        return _simulated_site(config, int(node_config["partition-id"]), int(node_config["num-partitions"]))
+    raise DataError(
+        "the node configuration names no data: it needs `data-path` (a real site),"
+        " or `partition-id` and `num-partitions` (a simulated one)"
+    )
+
+
+def load_all_sites(config: CoreConfig, num_partitions: int) -> list[RawSite]:
+    """Every simulated site, for a process that may see all rows, in order of the partition ids."""
+    return [_simulated_site(config, site, num_partitions) for site in range(num_partitions)]
+
+
+def natural_sites(config: CoreConfig) -> int:
+    """How many sites the natural groups of a data set make: those with ``partition.min-rows`` training rows or more.
+
+    Raises:
+        ConfigError: rows are not dealt by natural groups, so that their number must be given.
+    """
+    if config.partitioner != "natural":
+        raise ConfigError(
+            f"`partitioner` = {config.partitioner!r} needs a number of sites; only 'natural' knows its own"
+        )
+    table = load_table(config)
+    train, _ = table.rows(config.split)
+    return int((row_labels(table.column).iloc[train].value_counts() >= config.partition.min_rows).sum())
+
+
+def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Path]:
+    """Write the rows of every simulated site to ``site-00.csv``, its held-out rows to ``site-00.test.csv``.
+
+    Returns:
+        The files of training rows, one per site.
+
+    Raises:
+        DataError: the rows cannot be dealt, or a file is there already.
+    """
+    width = max(2, len(str(num_sites - 1)))
+    sites = load_all_sites(config, num_sites)
+    paths = [folder / f"site-{number:0{width}d}.csv" for number in range(num_sites)]
+    tests = [path.with_suffix(".test.csv") for path in paths]
+    there = [path.name for path in (*paths, *tests) if path.exists()]
+    if there:
+        raise DataError(f"{folder}: {there[0]} is there already; choose an empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for site, path, test in zip(sites, paths, tests, strict=True):
+        site.train.to_csv(path, index=False)
+        if len(site.test):
+            site.test.to_csv(test, index=False)
+    return paths
+
+
+def _hold_out(rows: int, config: CoreConfig, site: str) -> tuple[Indices, Indices]:
+    """Positions of a site's training rows and of its held-out rows, the same on every visit."""
+    order = generator(config.seed, "held-out", site).permutation(rows)
+    count = round(config.test_fraction * rows)
+    return np.sort(order[count:]), np.sort(order[:count])
+
+
+def _usable(site: RawSite, where: str, likelihood: str) -> RawSite:
+    require_rows(len(site.train), LEAST_ROWS, where)
+    if likelihood != "bernoulli":
+        refuse_constant(site.train, [site.target], where, "a target without spread cannot be learned from")
+    return site
+
+
+def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
+    if not 0 <= site < partitions:
+        raise DataError(f"`partition-id` = {site} is not one of the {partitions} simulated sites")
+    with _ONE_AT_A_TIME:
+        table = load_table(config)
+        dealt = _dealt(table, config, partitions)
+    train, test = table.rows(config.split)
+    rows, where = train[dealt.rows[site]], f"site {site} of {table.file}"
+    if config.split >= 0:
+        held_out = _share(config, table, test, dealt, site)
+    else:
+        keep, drop = _hold_out(rows.size, config, str(site))
+        rows, held_out = rows[keep], rows[drop]
+    own, others = (table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out))
+    raw = RawSite(str(site), dealt.labels[site], partitions, own, others, table.features, table.target)
+    return _usable(raw, where, config.model.likelihood)
+
+
+def _share(config: CoreConfig, table: Table, test: NDArray[np.int64], dealt: Deal, site: int) -> NDArray[np.int64]:
+    """A site's part of the pooled test rows; the parts of all sites are the whole.
+
+    Where sites are natural groups a test row belongs to its group; all other rows are dealt at random in equal shares.
+    """
+    loose = test
+    own = test[:0]
+    if config.partitioner == "natural":
+        groups = row_labels(table.column).iloc[test]
+        own = test[(groups == dealt.labels[site]).to_numpy()]
+        loose = test[~groups.isin(dealt.labels).to_numpy()]
+    order = generator(config.seed, "test-rows").permutation(loose.size)
+    return np.sort(np.concatenate([own, loose[np.array_split(order, len(dealt.rows))[site]]]))
+
+
+@lru_cache(maxsize=2)
+def _dealt(table: Table, config: CoreConfig, partitions: int) -> Deal:
+    """A process of a simulation serves many sites and deals once."""
+    train, _ = table.rows(config.split)
+    inputs = table.frame[list(table.features)].iloc[train].reset_index(drop=True)
+    return deal(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)
+
+
+def _real_site(config: CoreConfig, site: str, node: Mapping[str, str]) -> RawSite:
+    path = Path(node["data-path"]).expanduser()
+    choice = Choice.of(config)
+    raw = read_table(path)
+    features, target = choice.columns([str(name) for name in raw.columns], path.name)
+    frame = checked(raw, features, target, choice.likelihood, path.name)
+    refuse_ids(frame, features, path.name)
+    if node.get("test-path"):
+        other = Path(node["test-path"]).expanduser()
+        kinds = {name: kind_of(frame[name]) for name in features}
+        train, test = frame, checked(read_table(other), features, target, choice.likelihood, other.name, kinds)
+    else:
+        keep, drop = _hold_out(len(frame), config, site)
+        train, test = (frame.iloc[part].reset_index(drop=True) for part in (keep, drop))
+    result = RawSite(site, node.get("label", "") or site, 0, train, test, tuple(features), target)
+    usable = _usable(result, path.name, choice.likelihood)
+    if config.constant_columns == "error":
+        hint = "leave it out of `features`, or set `constant-columns` to 'keep'"
+        refuse_constant(train, features, path.name, hint)
+    return usable

@@ -1,0 +1,225 @@
+"""A site's half of federated standardisation: describe its rows by sums, and encode them with what was agreed.
+
+The server's half is ``strategies.preparation``. A column of numbers is described by its sum, its sum of squares about
+the site's own mean, and what rounding took from the sum; a categorical column by how often each level occurs. The
+agreed preparation turns numeric columns into one standardised input each and categorical ones into indicators.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from fedgp_flower.data.cells import Kind, kind_of, typed
+from fedgp_flower.data.tables import read_table, require_columns
+from fedgp_flower.errors import DataError, ProtocolError
+from fedgp_flower.shapes import Array, NamedArrays
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the schema; a categorical one lists its levels in sorted order."""
+
+    name: str
+    kind: Kind
+    levels: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the encoded inputs: the column itself, or ``column=level`` for each indicator.
+
+        Two levels need one indicator, that of the second; a single level keeps its own, which is constant.
+        """
+        if self.kind == "numeric":
+            return (self.name,)
+        shown = self.levels[1:] if len(self.levels) == 2 else self.levels
+        return tuple(f"{self.name}={level}" for level in shown)
+
+    def as_json(self) -> dict[str, Any]:
+        """The column as it stands in the schema's JSON."""
+        levels = {"levels": list(self.levels)} if self.kind == "categorical" else {}
+        return {"name": self.name, "kind": self.kind, **levels}
+
+    @staticmethod
+    def from_json(entry: Mapping[str, Any]) -> Column:
+        """The inverse of :meth:`as_json`."""
+        return Column(str(entry["name"]), entry["kind"], tuple(str(level) for level in entry.get("levels", ())))
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What ``query.describe`` sends: sums, level counts and the schema, never a row."""
+
+    arrays: NamedArrays
+    """``features.sum|residual|squares`` [Dn] over the numeric columns in schema order, the same for a numeric
+    ``target`` (0-d), and ``levels.<column>`` int64 for every categorical column; see :func:`summed`."""
+    schema: str
+    """JSON: names, kinds and levels of the feature columns and of the target."""
+    num_examples: int
+
+
+def _column_of(series: pd.Series, name: str) -> Column:
+    kind = kind_of(series)
+    return Column(name, kind, tuple(sorted(series.unique())) if kind == "categorical" else ())
+
+
+def summed(values: Array) -> tuple[Array, Array, Array]:
+    """Sum s, what rounding took from it, and squares about the mean, down the rows of [N, D]: three arrays [D].
+
+    With the mean c = s/N as any machine computes it from s, the second is Σ(x − c) and the third Σ(x − c)². The second
+    is zero but for rounding; it lets sums over sites be exact where a column's offset dwarfs its spread.
+    """
+    total = values.sum(axis=0)
+    deviation = values - total / len(values)
+    return total, deviation.sum(axis=0), (deviation**2).sum(axis=0)
+
+
+def describe(frame: pd.DataFrame, features: Sequence[str], target: str) -> Description:
+    """Describe a site's training rows, whose columns are typed."""
+    columns = [_column_of(frame[name], name) for name in features]
+    goal = _column_of(frame[target], target)
+    numeric = [column.name for column in columns if column.kind == "numeric"]
+    parts = ("sum", "residual", "squares")
+    sums = summed(frame[numeric].to_numpy(dtype=np.float64))
+    arrays: NamedArrays = {f"features.{part}": value for part, value in zip(parts, sums, strict=True)}
+    if goal.kind == "numeric":
+        own = summed(frame[[target]].to_numpy(dtype=np.float64))
+        arrays |= {f"target.{part}": value[0].reshape(()) for part, value in zip(parts, own, strict=True)}
+    for column in (*columns, goal):
+        if column.kind == "categorical":
+            index = _level_index(frame[column.name], column)
+            arrays[f"levels.{column.name}"] = np.bincount(index, minlength=len(column.levels)).astype(np.int64)
+    schema = {"features": [column.as_json() for column in columns], "target": goal.as_json()}
+    return Description(arrays, json.dumps(schema), len(frame))
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What the sites agreed on: the columns in order, and mean and scale of every encoded input and of the target."""
+
+    columns: tuple[Column, ...]
+    target: Column
+    input_mean: Array  # [D]
+    input_scale: Array  # [D]
+    target_mean: float
+    target_scale: float
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the D encoded inputs."""
+        return tuple(name for column in self.columns for name in column.names)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the feature columns of a table."""
+        return tuple(column.name for column in self.columns)
+
+    @staticmethod
+    def from_wire(arrays: Mapping[str, NDArray[np.generic]], schema: str) -> Preparation:
+        """Read the preparation out of a message or a run folder.
+
+        Args:
+            arrays: holds ``input.mean`` [D], ``input.scale`` [D], ``target.mean`` and ``target.scale`` (0-d).
+            schema: the agreed JSON.
+
+        Raises:
+            ProtocolError: an array is missing, has the wrong shape, is not finite, or a scale is not positive.
+        """
+        try:
+            entries = json.loads(schema)
+            columns = tuple(Column.from_json(entry) for entry in entries["features"])
+            target = Column.from_json(entries["target"])
+        except (ValueError, KeyError, TypeError):
+            raise ProtocolError("the agreed schema is not JSON with `features` and `target`") from None
+        width = sum(len(column.names) for column in columns)
+        shapes = {"input.mean": (width,), "input.scale": (width,), "target.mean": (), "target.scale": ()}
+        for name, shape in shapes.items():
+            _require_array(arrays, name, shape)
+        mean, scale = (np.asarray(arrays[f"input.{part}"], dtype=np.float64) for part in ("mean", "scale"))
+        own = [float(np.asarray(arrays[f"target.{part}"], dtype=np.float64)) for part in ("mean", "scale")]
+        return Preparation(columns, target, mean, scale, *own)
+
+
+def _require_array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: tuple[int, ...]) -> None:
+    if name not in arrays:
+        raise ProtocolError(f"the preparation lacks the array `{name}`")
+    value = np.asarray(arrays[name], dtype=np.float64)
+    if value.shape != shape:
+        raise ProtocolError(f"the preparation's `{name}` has shape {value.shape}; the schema needs {shape}")
+    if not np.isfinite(value).all() or (name.endswith("scale") and (value <= 0).any()):
+        raise ProtocolError(f"the preparation's `{name}` must be finite{' and positive' * name.endswith('scale')}")
+
+
+def read_inputs(path: Path, preparation: Preparation) -> pd.DataFrame:
+    """Feature columns of a file of new rows, typed as the sites agreed; other columns are not looked at.
+
+    Raises:
+        DataError: the file lacks a column, or holds cells that cannot be used; names file, column and row.
+    """
+    raw = read_table(path)
+    require_columns(raw, preparation.features, path.name)
+    return typed(raw, preparation.features, path.name, {column.name: column.kind for column in preparation.columns})
+
+
+def _level_index(series: pd.Series, column: Column) -> NDArray[np.int64]:
+    """Position of every cell among the levels, −1 for a level that is not among them."""
+    return np.asarray(pd.Index(list(column.levels), dtype="str").get_indexer(pd.Index(series)), dtype=np.int64)
+
+
+def _require_schema(frame: pd.DataFrame, preparation: Preparation) -> None:
+    require_columns(frame, preparation.features, "the table does not fit the schema agreed by the sites")
+    for column in preparation.columns:
+        if kind_of(frame[column.name]) != column.kind:
+            raise DataError(
+                f"column `{column.name}` is {kind_of(frame[column.name])} here and {column.kind} in the schema that the"
+                " sites agreed on; write its cells the way the other sites do"
+            )
+
+
+def encode_inputs(frame: pd.DataFrame, preparation: Preparation) -> Array:
+    """Standardised inputs [N, D] of typed rows; a level unknown to the schema has all its indicators zero.
+
+    Raises:
+        DataError: the rows lack a column of the schema, or have it in another kind.
+    """
+    _require_schema(frame, preparation)
+    blocks = [np.empty((len(frame), 0))]
+    for column in preparation.columns:
+        series = frame[column.name]
+        if column.kind == "numeric":
+            blocks.append(series.to_numpy(dtype=np.float64)[:, None])
+        else:
+            first = len(column.levels) - len(column.names)
+            shown = np.arange(first, len(column.levels))
+            blocks.append((_level_index(series, column)[:, None] == shown).astype(np.float64))
+    return (np.concatenate(blocks, axis=1) - preparation.input_mean) / preparation.input_scale
+
+
+def count_unknown_levels(frame: pd.DataFrame, preparation: Preparation) -> int:
+    """Cells of categorical columns whose level the sites did not have when they agreed."""
+    categorical = [column for column in preparation.columns if column.kind == "categorical"]
+    return sum(int((_level_index(frame[column.name], column) < 0).sum()) for column in categorical)
+
+
+def encode_targets(series: pd.Series, preparation: Preparation) -> Array:
+    """Standardised targets [N], or 0 and 1 for the first and second of two agreed levels.
+
+    Raises:
+        DataError: the target is of another kind than agreed, or has a level that is not among the two.
+    """
+    target = preparation.target
+    if kind_of(series) != target.kind:
+        raise DataError(f"target `{target.name}` is {kind_of(series)} here and {target.kind} at the other sites")
+    if target.kind == "numeric":
+        return (series.to_numpy(dtype=np.float64) - preparation.target_mean) / preparation.target_scale
+    index = _level_index(series, target)
+    if (index < 0).any():
+        raise DataError(f"target `{target.name}` has a level here that is not among the {len(target.levels)} agreed")
+    return index.astype(np.float64)

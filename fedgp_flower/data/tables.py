@@ -1,0 +1,127 @@
+"""Read a CSV or Parquet file as it is, refusing files that cannot be a table with a header.
+
+Nothing here or in :mod:`fedgp_flower.data.cells` puts the content of a cell into a message: a site's error travels to
+the server. A header that holds numbers may be a row of data, so its names are not repeated either.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from pandas.errors import EmptyDataError, ParserError, ParserWarning
+
+from fedgp_flower.errors import DataError
+
+SUFFIXES = (".csv", ".csv.gz", ".parquet")
+MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "<NA>")
+"""Spellings of a missing cell. A question mark is an ordinary level of a text column."""
+
+
+def table_stem(path: Path) -> str:
+    """The file's name without ``.csv``, ``.csv.gz`` or ``.parquet``."""
+    for suffix in SUFFIXES:
+        if path.name.endswith(suffix) and path.name != suffix:
+            return path.name.removesuffix(suffix)
+    return path.stem
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """The file's columns, by name, with the types the file suggests; missing cells are NaN.
+
+    Raises:
+        DataError: the file is missing, unreadable, empty or of another kind, or its header or a row is wrong.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; check `data-path`, `test-path` or `dataset`")
+    if not path.name.endswith(SUFFIXES):
+        raise DataError(f"{path.name}: not a table this program reads; expected one of {', '.join(SUFFIXES)}")
+    try:
+        frame = _read_parquet(path) if path.name.endswith(".parquet") else _read_csv(path)
+    except DataError:
+        raise
+    except UnicodeDecodeError:
+        raise DataError(f"{path.name}: not UTF-8 text; save the file as UTF-8") from None
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise DataError(f"{path.name}: cannot be read ({type(error).__name__}); is the file whole?") from None
+    if frame.empty:
+        raise DataError(f"{path.name}: no data rows below the header")
+    return frame
+
+
+def _read_parquet(path: Path) -> pd.DataFrame:
+    frame = pd.read_parquet(path)
+    frame.columns = pd.Index(_checked_header([str(name) for name in frame.columns], path.name))
+    return frame.reset_index(drop=True)
+
+
+def _read_csv(path: Path) -> pd.DataFrame:
+    try:
+        first = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, encoding="utf-8-sig")
+        names = _checked_header([str(cell) for cell in first.iloc[0]], path.name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ParserWarning)
+            return pd.read_csv(
+                path,
+                header=0,
+                names=names,
+                index_col=False,
+                keep_default_na=False,
+                na_values=list(MISSING),
+                low_memory=False,
+                encoding="utf-8-sig",
+            )
+    except EmptyDataError:
+        raise DataError(f"{path.name}: the file is empty; expected a header line and data rows") from None
+    except ParserWarning:
+        raise DataError(f"{path.name}: rows have more cells than the header; is a column name missing?") from None
+    except ParserError as error:
+        line = re.search(r"line (\d+)", str(error))
+        row = f"data row {int(line.group(1)) - 1}" if line else "a row"
+        raise DataError(f"{path.name}: {row} has more cells than the header; is a comma unquoted?") from None
+
+
+def _checked_header(names: Sequence[str], file: str) -> list[str]:
+    """Names without surrounding blanks; an unnamed column gets ``column 3`` and is refused where it would be used."""
+    stripped = [name.strip() or f"column {position}" for position, name in enumerate(names, start=1)]
+    if all(_is_number(name) for name in stripped):
+        raise DataError(f"{file}: the first line holds numbers; expected a header line with the names of the columns")
+    twice = sorted({name for name in stripped if stripped.count(name) > 1})
+    if twice:
+        raise DataError(f"{file}: column names must differ; named more than once: {listed(twice)}")
+    return stripped
+
+
+def unnamed(names: Sequence[str]) -> list[str]:
+    """Those of the names that stand for a column whose header cell is empty, such as a saved row index."""
+    return [name for position, name in enumerate(names, start=1) if name == f"column {position}"]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def listed(names: Sequence[str], limit: int = 20) -> str:
+    """Column names for a message; not shown where one of them is a number, because the line may be data."""
+    if any(_is_number(name) for name in names):
+        return f"{len(names)} names, not shown because some are numbers; is the first line a header?"
+    shown = ", ".join(f"`{name}`" for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> None:
+    """Raise DataError naming the columns the table lacks, and those it has."""
+    present = [str(name) for name in frame.columns]
+    missing = [name for name in names if name not in present]
+    if missing:
+        wanted = ", ".join(f"`{name}`" for name in missing)
+        comma = "; cells must be separated by commas" if len(present) == 1 else ""
+        raise DataError(f"{file}: missing column {wanted}; the file has {listed(present)}{comma}")

@@ -1,0 +1,195 @@
+"""A whole deployment on this machine: a SuperLink with TLS, SuperNodes that authenticate, each with its own CSV file.
+
+``python -m fedgp_flower.deploy_demo`` makes an authority, certificates and keys under ``.deploy/``, starts everything,
+runs the app, prints the result and ends exactly what it started. ``--keep`` leaves it up until Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli_w
+
+from fedgp_flower.config import FlatConfig, Value
+from fedgp_flower.credentials import ServerCredentials, create_node_key, create_server_credentials
+from fedgp_flower.data.sites import write_partition
+from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.launch import HOST, complete_config, conclude, guarded, parse_assignments, run_folder
+from fedgp_flower.processes import Processes, free_ports
+from fedgp_flower.registry import parse_config
+from fedgp_flower.submission import Flower, environment, program, project_folder
+
+CONNECTION = "deployment"
+ONLINE_SECONDS = 90.0
+
+# An exchange with real SuperNodes takes seconds, however little it carries: few rounds, each with many local steps.
+DEFAULTS: dict[str, Value] = {
+    "method": "fsgp",
+    "fsgp.objective": "average",
+    "fsgp.server-optimizer": "fedavg",
+    "optimizer.steps": 25,
+    "num-server-rounds": 3,
+    "model.num-inducing": 20,
+    "evaluate-every": 0,
+    "baselines.pooled": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One SuperNode: its name, its CSV file, and the folder that stands for its machine."""
+
+    name: str
+    data: Path
+    folder: Path
+
+    @property
+    def key(self) -> Path:
+        """Private key that the node authenticates with."""
+        return self.folder / "node-key"
+
+    @property
+    def node_config(self) -> str:
+        """What the SuperNode alone is told: where the site's rows lie, held-out rows in a file beside them or not."""
+        test = self.data.with_suffix(".test.csv")
+        told = {"site": self.name, "data-path": self.data, "state-dir": self.folder / "state"}
+        told |= {"test-path": test} if test.is_file() else {}
+        return " ".join(f'{key}="{value}"' for key, value in told.items())
+
+
+def create_sites(folder: Path, files: Sequence[Path]) -> list[Site]:
+    """A site per CSV file, named after it, or ``site1``, ``site2``, … where two files have one name.
+
+    Raises:
+        DataError: for a file that does not exist.
+    """
+    if missing := [str(file) for file in files if not file.is_file()]:
+        raise DataError(f"no such file: {', '.join(missing)}")
+    names = [file.stem for file in files]
+    if len(set(names)) < len(names):
+        names = [f"site{i}" for i in range(1, len(files) + 1)]
+    return [Site(name, file.resolve(), folder / name) for name, file in zip(names, files, strict=True)]
+
+
+def start_superlink(processes: Processes, folder: Path, port: int) -> ServerCredentials:
+    """Start a SuperLink that speaks TLS only and takes registered SuperNodes only."""
+    files = create_server_credentials(folder / "server", HOST)
+    tls = ["--ssl-ca-certfile", files.authority, "--ssl-certfile", files.certificate, "--ssl-keyfile", files.key]
+    command = [program("flower-superlink"), "--host", HOST, "--port", port, *tls, "--enable-supernode-auth"]
+    processes.start("superlink", [*map(str, command), "--database", "superlink.db"], folder / "server")
+    return files
+
+
+def start_supernode(processes: Processes, site: Site, superlink: int, port: int, authority: Path) -> None:
+    """Start the SuperNode of a site; only this process is told where the site's data lie."""
+    options = {
+        "--superlink": f"{HOST}:{superlink}",
+        "--root-certificates": authority,
+        "--auth-supernode-private-key": site.key,
+        "--node-config": site.node_config,
+        "--port": port,
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    variables = {"FLWR_HOME": str(site.folder / "flower"), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+    processes.start(site.name, [program("flower-supernode"), *words], site.folder, variables)
+
+
+def connect(processes: Processes, folder: Path, port: int, authority: Path) -> Flower:
+    """The operator's command line, with a connection to the SuperLink."""
+    home = folder / "operator"
+    home.mkdir()
+    profile = {"address": f"{HOST}:{port}", "root-certificates": str(authority)}
+    document = {"superlink": {"default": CONNECTION, CONNECTION: profile}}
+    (home / "config.toml").write_text(tomli_w.dumps(document), encoding="utf-8")
+    return Flower(processes, home, CONNECTION)
+
+
+def wait_online(flower: Flower, count: int) -> None:
+    """Wait until ``count`` SuperNodes are online.
+
+    Raises:
+        RunError: when they are not after ``ONLINE_SECONDS``, or one has ended.
+    """
+    deadline, online = time.monotonic() + ONLINE_SECONDS, 0
+    while time.monotonic() < deadline:
+        flower.processes.require_alive()
+        nodes = flower.json("supernode", "ls", CONNECTION)["nodes"]
+        online = sum(node["status"] == "online" for node in nodes)
+        if online == count:
+            return
+        time.sleep(1)
+    raise RunError(f"{online} of {count} SuperNodes online after {ONLINE_SECONDS:.0f} s; see {flower.processes.logs}")
+
+
+def deploy(project: Path, folder: Path, sites: Sequence[Site], config: FlatConfig, keep: bool) -> None:
+    """Start, register, run, report and, unless ``keep``, end at once."""
+    superlink, *ports = free_ports(1 + len(sites))
+    for site in sites:
+        (site.folder / "state").mkdir(parents=True)
+    (folder / "server").mkdir()
+    with Processes(environment(folder / "operator"), folder / "logs") as processes:
+        say(f"SuperLink on {HOST}:{superlink}, TLS, node authentication")
+        files = start_superlink(processes, folder, superlink)
+        flower = connect(processes, folder, superlink, files.authority)
+        flower.wait_until_ready(f"https://{HOST}:{superlink}", trust=files.authority)
+        for site, port in zip(sites, ports, strict=True):
+            say(f"SuperNode {site.name}: registered key, {site.data}")
+            flower.json("supernode", "register", str(create_node_key(site.key)), CONNECTION, "--name", site.name)
+            start_supernode(processes, site, superlink, port, files.authority)
+        wait_online(flower, len(sites))
+        say(f"{len(sites)} SuperNodes online; sending the app (each exchange with real nodes takes seconds)")
+        conclude(flower, flower.submit(project, config), run_folder(config))
+        if keep:
+            hold(flower)
+        say("ending the SuperLink and the SuperNodes")
+
+
+def hold(flower: Flower) -> None:
+    """Leave the federation up until a signal comes."""
+    say("the federation stays up until Ctrl-C; from another shell, in another folder than the project's:")
+    print(f"  FLWR_HOME={flower.home} {program('flwr')} supernode ls {flower.connection}", flush=True)
+    signal.pause()
+
+
+def say(line: str) -> None:
+    """Print a line of progress at once."""
+    print(f"[deploy] {line}", flush=True)
+
+
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m fedgp_flower.deploy_demo", description=__doc__)
+    parser.add_argument("assignments", nargs="*", metavar="KEY=VALUE", help="keys of the run configuration")
+    parser.add_argument("--num-sites", type=int, default=3, help="SuperNodes, where no --data is given (default 3)")
+    beside = "a CSV file per site; rows to hold out may lie beside NAME.csv in NAME.test.csv"
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help=beside)
+    parser.add_argument("--folder", type=Path, default=Path(".deploy"), help="where keys, logs and state go")
+    parser.add_argument("--keep", action="store_true", help="leave everything up after the run, until Ctrl-C")
+    return parser.parse_args(words)
+
+
+def _run(chosen: argparse.Namespace) -> None:
+    project = project_folder()
+    folder = chosen.folder.resolve() / time.strftime("%Y%m%d-%H%M%S")
+    chosen_keys = parse_assignments(chosen.assignments)
+    count = len(chosen.data) or chosen.num_sites
+    config = complete_config(DEFAULTS | {"min-sites": count} | chosen_keys, Path.cwd())
+    folder.mkdir(parents=True, mode=0o700)
+    files = chosen.data or write_partition(parse_config(config), count, folder / "data")
+    sites = create_sites(folder, files)
+    deploy(project, folder, sites, config, chosen.keep)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the demonstration; returns the exit status."""
+    chosen = _arguments(words)
+    return guarded(lambda: _run(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

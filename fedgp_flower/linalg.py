@@ -1,0 +1,103 @@
+"""Cholesky factors with the one jitter policy of the project, and what had to be repaired.
+
+A kernel matrix gets ``jitter`` times its prior variance on the diagonal, always, so that a model is the same function
+of its parameters everywhere. If that is not enough, linear_operator's ``psd_safe_cholesky`` adds more, and every such
+repair is counted in the enclosing :func:`counting_repairs` and ends up in the history of the run. Any other matrix that
+is not positive definite is an error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from linear_operator.utils.cholesky import psd_safe_cholesky
+from linear_operator.utils.errors import NanError, NotPSDError
+from linear_operator.utils.warnings import NumericalWarning
+from torch import Tensor
+
+from fedgp_flower.errors import NumericsError
+
+LOG_RANGE = 14.0
+"""Optimisers keep logarithms of hyperparameters within ± this, where kernel matrices have a factor in float64."""
+
+_repairs: ContextVar[Counter[str] | None] = ContextVar("repairs", default=None)
+
+
+@contextmanager
+def counting_repairs() -> Iterator[Counter[str]]:
+    """Count repairs by name of the matrix, as in ``{"K_zz": 2}``, within this block."""
+    counter: Counter[str] = Counter()
+    token = _repairs.set(counter)
+    try:
+        yield counter
+    finally:
+        _repairs.reset(token)
+
+
+def cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
+    """Lower Cholesky factor of a matrix that must be positive definite, batched over leading dimensions.
+
+    Args:
+        matrix: Symmetric, shape [..., M, M].
+        of: What the matrix is, for the message.
+        hint: What to try, for the message.
+
+    Raises:
+        NumericsError: if it is not positive definite or not finite.
+
+    >>> cholesky(torch.tensor([[4.0, 2.0], [2.0, 5.0]]), of="an example")
+    tensor([[2., 0.],
+            [1., 2.]])
+    """
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if not bool((info == 0).all()):
+        raise NumericsError(_indefinite(matrix, of, hint))
+    return factor
+
+
+def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str = "K_zz") -> Tensor:
+    """L with L Lᵀ = K + jitter · variance · I, where more jitter is added, and counted, only if that fails.
+
+    Args:
+        matrix: Kernel matrix K, shape [..., M, M].
+        variance: Prior variance the jitter is relative to, shape [...].
+        jitter: Relative jitter, without unit.
+        of: Name the repair is counted under.
+
+    Raises:
+        NumericsError: if no reasonable jitter makes it positive definite.
+    """
+    size = matrix.shape[-1]
+    eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    stabilised = matrix + (jitter * variance)[..., None, None] * eye
+    factor, info = torch.linalg.cholesky_ex(stabilised)
+    if bool((info == 0).all()):
+        return factor
+    counter = _repairs.get()
+    if counter is not None:
+        counter[of] += 1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NumericalWarning)  # counted above instead
+            return psd_safe_cholesky(stabilised, max_tries=6)
+    except (NotPSDError, NanError):
+        hint = "Raise `model.jitter`, or lower `model.num-inducing`: inducing points may coincide."
+        raise NumericsError(_indefinite(stabilised, of, hint)) from None
+
+
+def _indefinite(matrix: Tensor, of: str, hint: str) -> str:
+    where = f"shape {tuple(matrix.shape)}, {matrix.dtype}"
+    if not bool(torch.isfinite(matrix).all()):
+        return f"{of} has entries that are not finite, {where}. {hint}".rstrip()
+    smallest = float(torch.linalg.eigvalsh(matrix.detach()).min())
+    return f"{of} is not positive definite: smallest eigenvalue {smallest:.2e}, {where}. {hint}".rstrip()
+
+
+def symmetric(matrix: Tensor) -> Tensor:
+    """½ (A + Aᵀ): removes the rounding that makes a product of factors slightly unsymmetric."""
+    return (matrix + matrix.mT) / 2

@@ -1,0 +1,131 @@
+"""GPyTorch kernels from an expression, with every positive parameter in log coordinates.
+
+``rbf``, ``matern32``, ``matern52``, ``periodic`` and ``linear`` combine with ``+`` and ``*``: ``matern52 + linear``.
+Terms of a sum have their own scale; a product has one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import gpytorch
+import torch
+from gpytorch.constraints import Positive
+from gpytorch.kernels import (
+    AdditiveKernel,
+    Kernel,
+    LinearKernel,
+    MaternKernel,
+    PeriodicKernel,
+    ProductKernel,
+    RBFKernel,
+    ScaleKernel,
+)
+
+from fedgp_flower.config import ModelSection
+from fedgp_flower.errors import ConfigError
+
+UNBATCHED = torch.Size()
+ATOMS = ("rbf", "matern32", "matern52", "periodic", "linear")
+
+
+def log_positive() -> Positive:
+    """The constraint θ = exp(raw): GPyTorch's raw parameter *is* log θ."""
+    return Positive(transform=torch.exp, inv_transform=torch.log)
+
+
+def build_kernel(model: ModelSection, num_inputs: int, *, batch_shape: torch.Size = UNBATCHED) -> Kernel:
+    """The kernel of ``model.kernel`` at the initial values of the configuration, in float64.
+
+    Args:
+        model: Kernel expression, ARD, initial lengthscale and outputscale.
+        num_inputs: D, the number of encoded inputs.
+        batch_shape: Batch of independent hyperparameters, for samples of them.
+
+    Raises:
+        ConfigError: if the expression is not a sum or product of known kernels.
+    """
+    try:
+        tree = ast.parse(model.kernel, mode="eval").body
+    except SyntaxError:
+        raise ConfigError(_refusal(model.kernel)) from None
+    kernel = _build(tree, model, num_inputs, batch_shape).double()
+    for name, parameter in kernel.named_parameters():
+        parameter.data.fill_(_initial(name, model))
+    return kernel
+
+
+def _build(node: ast.expr, model: ModelSection, num_inputs: int, batch: torch.Size) -> Kernel:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        terms = [_build(side, model, num_inputs, batch) for side in (node.left, node.right)]
+        return AdditiveKernel(*_joined(terms, AdditiveKernel))
+    if isinstance(node, ast.Name) and node.id == "linear":
+        return _atom("linear", model, num_inputs, batch)  # its variance is its scale
+    base = _unscaled(node, model, num_inputs, batch)
+    return ScaleKernel(base, batch_shape=batch, outputscale_constraint=log_positive())
+
+
+def _unscaled(node: ast.expr, model: ModelSection, num_inputs: int, batch: torch.Size) -> Kernel:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        factors = [_unscaled(side, model, num_inputs, batch) for side in (node.left, node.right)]
+        return ProductKernel(*_joined(factors, ProductKernel))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _build(node, model, num_inputs, batch)
+    if isinstance(node, ast.Name) and node.id in ATOMS:
+        return _atom(node.id, model, num_inputs, batch)
+    raise ConfigError(_refusal(model.kernel))
+
+
+def _atom(name: str, model: ModelSection, num_inputs: int, batch: torch.Size) -> Kernel:
+    dims = num_inputs if model.ard else None
+    if name == "linear":
+        return LinearKernel(batch_shape=batch, variance_constraint=log_positive())
+    if name == "periodic":
+        return PeriodicKernel(
+            batch_shape=batch,
+            ard_num_dims=dims,
+            lengthscale_constraint=log_positive(),
+            period_length_constraint=log_positive(),
+        )
+    if name == "rbf":
+        return RBFKernel(batch_shape=batch, ard_num_dims=dims, lengthscale_constraint=log_positive())
+    nu = {"matern32": 1.5, "matern52": 2.5}[name]
+    return MaternKernel(nu, batch_shape=batch, ard_num_dims=dims, lengthscale_constraint=log_positive())
+
+
+def _joined(parts: list[Kernel], kind: type[AdditiveKernel] | type[ProductKernel]) -> Iterator[Kernel]:
+    for part in parts:
+        if isinstance(part, kind):
+            yield from part.kernels
+        else:
+            yield part
+
+
+def _initial(name: str, model: ModelSection) -> float:
+    value = model.outputscale if "outputscale" in name or "variance" in name else model.lengthscale
+    return float(torch.tensor(value, dtype=torch.float64).log())
+
+
+def _refusal(expression: str) -> str:
+    return (
+        f"`model.kernel` = {expression!r} is not a sum or product of {', '.join(ATOMS)}; example: 'matern52 + linear'"
+    )
+
+
+def wire_name(parameter: str) -> str:
+    """The name a GPyTorch parameter has in messages: ``base_kernel.raw_lengthscale`` is ``log_lengthscale``."""
+    *path, leaf = [part for part in parameter.split(".") if part != "base_kernel"]
+    return ".".join([*path, leaf.replace("raw_", "log_", 1)])
+
+
+def prior_variance(kernel: Kernel, point: torch.Tensor) -> torch.Tensor:
+    """The prior variance k(x, x) averaged over ``point`` [..., M, D], shape [...]: the unit jitter is measured in."""
+    return kernel(point, diag=True).mean(-1)
+
+
+def build_likelihood(model: ModelSection) -> gpytorch.likelihoods.GaussianLikelihood:
+    """A Gaussian likelihood whose noise variance is kept as its logarithm."""
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=log_positive()).double()
+    likelihood.noise = model.noise
+    return likelihood

@@ -1,0 +1,70 @@
+"""The one table of methods: a row ties a Flower Strategy to a NumPyClient and its configuration table."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from fedgp_flower.config import FlatConfig, MethodOptions, RunConfig, Value, defaults, parse
+
+COMMON_PHASES = (
+    *("query.describe", "query.shape", "query.predictions", "query.local_only", "query.pooled"),
+    "evaluate",
+)
+"""Messages every client answers, whatever the method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A row of the registry. Classes are named ``module:attribute`` and imported only when the method is used."""
+
+    summary: str
+    paper: str
+    options: str
+    strategy: str
+    client: str
+    phases: tuple[str, ...]
+    """Message types of its own: ``train``, ``train.<phase>``, ``query.<what>``."""
+
+
+METHODS: Mapping[str, Method] = {
+    "fsgp": Method(
+        summary="Federated sparse GP: averaged or exact training, exact posterior from sums",
+        paper="Guo et al., Federated sparse Gaussian processes (2022); exact mode: Gal et al. (2014)",
+        options="strategies.fsgp:FSGPOptions",
+        strategy="strategies.fsgp:create",
+        client="fedgp_flower.clients.fsgp:FSGPClient",
+        phases=("train", "train.gradient", "query.statistics"),
+    ),
+}
+
+
+def load(reference: str) -> Any:
+    """The object a ``module:attribute`` reference names."""
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@cache
+def option_classes() -> dict[str, type[MethodOptions]]:
+    """The options class of every method."""
+    return {name: load(method.options) for name, method in METHODS.items()}
+
+
+def parse_config(flat: FlatConfig) -> RunConfig:
+    """Validate a run configuration against the tables of all methods; see :func:`fedgp_flower.config.parse`."""
+    return parse(flat, option_classes())
+
+
+def default_config() -> dict[str, Value]:
+    """Every key with its default: what ``[tool.flwr.app.config]`` must hold."""
+    return defaults(option_classes().values())
+
+
+def all_phases() -> tuple[str, ...]:
+    """Every message type the ClientApp must answer, for any method."""
+    own = (phase for method in METHODS.values() for phase in method.phases)
+    return tuple(dict.fromkeys((*COMMON_PHASES, *own)))

@@ -1,0 +1,106 @@
+"""The page of a report as a Jinja2 template (a FAB carries only Python and text, so it lives in a string)."""
+
+STYLE = """
+:root { --ink: #1d2329; --soft: #5b6670; --line: #dfe3e7; --accent: #1f5f99; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #fff; color: var(--ink); line-height: 1.5;
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", Arial, sans-serif; }
+main { max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.5rem 4rem; }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem; font-weight: 650; letter-spacing: -.01em; }
+h2 { font-size: 1.15rem; font-weight: 650; margin: 2.6rem 0 .6rem; padding-top: .9rem;
+  border-top: 1px solid var(--line); }
+.facts { color: var(--soft); margin: 0 0 1.5rem; }
+.verdict { font-size: 1.12rem; border-left: 4px solid var(--accent); padding: .15rem 0 .15rem 1rem; margin: 1.4rem 0; }
+.verdict p { margin: .35rem 0; }
+.warning { color: #8c1d18; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0; }
+th, td { padding: .32rem 1.2rem .32rem 0; text-align: right; vertical-align: top;
+  border-bottom: 1px solid var(--line); }
+th { font-weight: 600; color: var(--soft); font-size: .86rem; }
+th:first-child, td:first-child, td.text, th.text { text-align: left; }
+tr.own td { font-weight: 650; }
+td.text { overflow-wrap: anywhere; }
+.wide { overflow-x: auto; }
+.note, figcaption { color: var(--soft); font-size: .88rem; max-width: 46rem; }
+figure { margin: 1rem 0 1.4rem; }
+figure img { max-width: 100%; height: auto; display: block; }
+details { margin: .5rem 0; } summary { cursor: pointer; color: var(--accent); }
+code, .mono td { font-size: .86rem;
+  font-family: ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; }
+.mono td { text-align: left; padding-top: .12rem; padding-bottom: .12rem; overflow-wrap: anywhere; }
+@media print { main { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } h2 { break-after: avoid; }
+  body { font-size: 11pt; } }
+"""
+
+TEMPLATE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{{ metrics.method }} on {{ metrics.dataset }}</title><style>{{ style }}</style></head><body><main>
+{%- macro picture(panel) %}
+<figure><img src="data:image/png;base64,{{ panel.png }}" width="{{ panel.width }}" alt="{{ panel.title }}">
+<figcaption>{{ panel.caption }}</figcaption></figure>
+{%- endmacro %}
+<h1>{{ metrics.method }} on {{ metrics.dataset }}</h1>
+<p class="facts">{{ facts }}</p>
+<div class="verdict">{% for sentence in verdicts %}<p>{{ sentence }}</p>{% endfor %}</div>
+{%- if metrics.failures %}
+<p class="warning">{{ failed }}</p>
+{%- endif %}
+<div class="wide"><table><thead><tr><th></th>
+{%- for name in headline.titles %}<th>{{ name }}</th>{% endfor %}</tr></thead>
+<tbody>{% for row in headline.rows %}<tr{% if loop.first %} class="own"{% endif %}><td>{{ row[0] }}</td>
+{%- for value in row[1:] %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table></div>
+<p class="note">{{ headline.note }}</p>
+
+<h2>Predictions on held-out rows</h2>
+{% for panel in predictions %}{{ picture(panel) }}{% else %}
+<p class="note">No held-out predictions were kept: real sites never send rows, only sums of their scores.</p>
+{% endfor %}
+{% if calibration %}<h2>Calibration</h2>{{ picture(calibration) }}{% endif %}
+{% if convergence %}<h2>Convergence</h2>{{ picture(convergence) }}{% endif %}
+
+<h2>Sites</h2>
+{% if sites %}{{ picture(sites) }}{% endif %}
+<details{% if site_table.rows | length <= 30 %} open{% endif %}><summary>Figures of each site</summary>
+<div class="wide"><table><thead><tr>{% for name in site_table.titles %}<th>{{ name }}</th>{% endfor %}</tr></thead>
+<tbody>{% for row in site_table.rows %}<tr>
+{%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody>
+</table></div></details>
+
+<h2>Communication and time</h2>
+{% if cost %}{{ picture(cost) }}{% endif %}
+<table><tbody>{% for name, value in totals %}<tr><td>{{ name }}</td><td class="text">{{ value }}</td></tr>{% endfor %}
+</tbody></table>
+
+{%- for panel in extra %}
+<h2>{{ panel.title }}</h2>
+{% if panel.png %}{{ picture(panel) }}{% else %}{{ panel.html }}<p class="note">{{ panel.caption }}</p>{% endif %}
+{%- endfor %}
+
+<h2>Failures and numerical repairs</h2>
+{% if metrics.failures %}<div class="wide"><table><thead><tr><th>round</th><th class="text">site</th>
+<th class="text">reason</th></tr></thead><tbody>
+{%- for row in metrics.failures[:failure_limit] %}<tr><td>{{ row.round }}</td><td class="text">{{ row.site }}</td>
+<td class="text">{{ row.reason }}</td></tr>{% endfor %}</tbody></table></div>
+{%- if metrics.failures | length > failure_limit %}
+<p class="note">The first {{ failure_limit }} of {{ metrics.failures | length }} failures; all are in metrics.json.</p>
+{%- endif %}{% else %}<p>No site failed.</p>{% endif %}
+{% if repairs %}<table><thead><tr><th>numerical repair</th><th>times</th></tr></thead><tbody>
+{%- for name, value in repairs %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</tbody></table>
+{% else %}<p>No numerical repair was needed.</p>{% endif %}
+
+{% if posterior %}<h2>Saved posterior</h2><p><code>{{ posterior.equation }}</code></p>
+<details><summary>Its arrays</summary><div class="wide"><table class="mono"><tbody>
+{%- for name, note in posterior.notes.items() %}<tr><td>{{ name }}</td>
+<td>{{ posterior.arrays[name].shape | join(" × ") }}</td>
+<td>{{ note.coordinates }}</td><td>{{ note.meaning }}</td></tr>{% endfor %}
+</tbody></table></div></details>{% endif %}
+
+<h2>Configuration</h2>
+<details><summary>{{ config | length }} resolved keys</summary><table class="mono"><tbody>
+{%- for key, value in config.items() %}<tr><td>{{ key }}</td><td>{{ value }}</td></tr>{% endfor %}
+</tbody></table></details>
+</main></body></html>
+"""

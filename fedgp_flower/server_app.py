@@ -1,0 +1,108 @@
+"""The ServerApp: validates the configuration, opens the run's folder, runs the Strategy, writes the results."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedgp_flower.artefacts import RunFolder
+from fedgp_flower.config import FlatConfig, RunConfig
+from fedgp_flower.predict import report
+from fedgp_flower.records import ArrayNote, Posterior, RunMetrics
+from fedgp_flower.registry import METHODS, load, parse_config
+from strategies.base import Snapshot
+from strategies.closing import Summary
+
+app = ServerApp()
+logger = logging.getLogger("fedgp")
+
+Progress = Callable[[Mapping[str, float], int], None]
+
+
+class FolderObserver:
+    """Writes history and checkpoints into the run's folder, and tells whoever shows progress."""
+
+    def __init__(self, folder: RunFolder, progress: Progress) -> None:
+        self.folder = folder
+        self.progress = progress
+
+    def on_round(self, row: Mapping[str, float], total: int) -> None:
+        """Append the round to ``history.csv``."""
+        self.folder.append_history(row)
+        self.progress(row, total)
+
+    def on_checkpoint(self, snapshot: Snapshot) -> None:
+        """Replace the checkpoint."""
+        self.folder.checkpoint(snapshot.facts["round"], snapshot.arrays, snapshot.facts)
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Entry point of ``flwr run``: a run that cannot be completed raises, so that its status says so."""
+    _log_to_stderr()
+    folder = execute(grid, context.run_config, log_progress)
+    logger.info("results: %s", folder.resolve())
+
+
+def execute(grid: Grid, flat: FlatConfig, progress: Progress) -> Path:
+    """Run the configured method over a Grid and return the folder of the run.
+
+    Raises:
+        ConfigError: before anything is trained, naming every wrong key.
+        RunError: when the run cannot start or go on.
+    """
+    config = parse_config(flat)
+    folder = RunFolder.open(config)
+    with folder.logging_to_file("fedgp"):
+        saved = folder.restore() if config.resume else None
+        snapshot = None if saved is None else Snapshot(saved.arrays, dict(saved.state))
+        create = load(METHODS[config.method].strategy)
+        strategy = create(config, FolderObserver(folder, progress), snapshot)
+        strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
+        write_results(folder, config, strategy.outcome)
+        report(folder.path)
+    return folder.path
+
+
+def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> None:
+    """Posterior and predictions first; ``metrics.json`` last, as the mark of a finished run."""
+    schema = json.loads(summary.schema)
+    own = summary.posterior
+    if own is not None:
+        notes = {name: ArrayNote(own.coordinates[name], own.meanings[name]) for name in own.arrays}
+        notes |= {name: ArrayNote("original units", "standardisation") for name in summary.preparation}
+        folder.write_posterior(
+            Posterior(
+                arrays={**own.arrays, **summary.preparation},
+                notes=notes,
+                equation=own.equation,
+                model=own.model,
+                schema=schema,
+                method=config.method,
+                likelihood=config.model.likelihood,
+            )
+        )
+    folder.write_predictions(summary.predictions, summary.input_names)
+    folder.write_metrics(RunMetrics(**summary.metrics))
+
+
+def log_progress(row: Mapping[str, Any], total: int) -> None:
+    """A line per round, with the figures that are there."""
+    shown = ("objective", "test_nll", "test_rmse", "test_accuracy")
+    figures = "  ".join(f"{name} {row[name]:.4f}" for name in shown if name in row)
+    logger.info("round %d/%d  %s", row["round"], total, figures)
+
+
+def _log_to_stderr() -> None:
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("fedgp: %(message)s"))
+        logger.addHandler(handler)

@@ -1,0 +1,1 @@
+"""What a server does: state, pure update, Flower Strategy."""

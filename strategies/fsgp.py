@@ -1,0 +1,277 @@
+"""FSGP: a sparse GP whose hyperparameters and inducing points are learned by all sites, with an exact posterior.
+
+Guo et al., *Federated sparse Gaussian processes* (2022). Training is either the paper's federated averaging (this
+module) or the exact gradient of the pooled bound (:mod:`strategies.fsgp_exact`). Prediction is the same for both: sums
+over sites give the optimal q(u) of all rows (paper Eqs. 14-15), whatever the partition.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import operator
+from abc import ABC
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedYogi
+from pydantic import Field
+
+from fedgp_flower.config import CoreConfig, Fraction, MethodOptions, Positive
+from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.shapes import NamedArrays
+from fedgp_flower.statistics import SparseSums, WhitenedPosterior, collapsed_bound_value, exact_posterior
+from strategies.base import GPStrategy, Observer, Snapshot
+from strategies.closing import Posterior
+from strategies.initialisation import initial_inducing_points
+from strategies.wire import Answer, ArraySpec, Specs, answer, array_record, numpy_arrays, sums_over
+
+logger = logging.getLogger("fedgp")
+
+LOG_NOISE = "likelihood.log_noise"
+
+
+class FSGPOptions(MethodOptions):
+    """The table ``fsgp.*``."""
+
+    table: ClassVar[str] = "fsgp"
+
+    objective: Literal["exact", "average"] = "exact"
+    """``exact``: gradient of the pooled bound, L-BFGS or Adam at the server; ``average``: the paper's local steps."""
+    fraction: Fraction = 1.0
+    """Share ρ of the sites that take part in a round of ``average``; at least one does."""
+    server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "lbfgs", "adam"] = "lbfgs"
+    """``lbfgs`` and ``adam`` for ``exact``; ``fedavg`` and Flower's ``fedadam``, ``fedyogi`` for ``average``."""
+    server_learning_rate: Positive = 0.1
+    """Of ``fedadam``, ``fedyogi`` and ``adam``."""
+    tolerance: Annotated[float, Field(ge=0)] = 1e-6
+    """``exact``: stop when the bound per row changes less than this, relative to its size."""
+
+    def check(self, core: CoreConfig) -> None:
+        """A Gaussian likelihood, whole batches, and a server optimiser that fits the objective."""
+        if core.model.likelihood != "gaussian":
+            raise ConfigError(f"`model.likelihood` = {core.model.likelihood!r}: the sums of fsgp need 'gaussian'")
+        if core.optimizer.batch_size:
+            raise ConfigError(
+                "`optimizer.batch-size`: the collapsed bound of fsgp takes all rows of a site; set it to 0"
+            )
+
+
+class SparseStrategy(GPStrategy, ABC):
+    """What both objectives share: parameters w = {β, Z}, sums over sites, and prediction from them."""
+
+    parameters: NamedArrays
+
+    @property
+    def options(self) -> FSGPOptions:
+        """The table ``fsgp.*``."""
+        return cast(FSGPOptions, self.config.options)
+
+    @property
+    def noise(self) -> float:
+        """Noise variance of the standardised target."""
+        return math.exp(float(self.parameters[LOG_NOISE][0]))
+
+    def initialise(self) -> None:
+        """Draw inducing points from federated statistics; hyperparameters start where the configuration says."""
+        answers = self.ask("query.shape", {}, None, self.network.healthy())
+        if not answers:
+            raise RunError("no site answered where its inputs lie; see the failures above")
+        first = next(iter(answers.values())).arrays
+        hyperparameters: NamedArrays = {
+            name: np.median([own.arrays[name] for own in answers.values()], axis=0)
+            for name in first
+            if name.startswith(("kernel.", "likelihood."))
+        }
+        locations = initial_inducing_points(
+            self.config.model.inducing_init,
+            self.config.model.num_inducing,
+            sums_over(answers, "input.histogram"),
+            sums_over(answers, "input.products"),
+            float(sum(own.num_examples for own in answers.values())),
+            np.random.default_rng([self.config.seed, *b"inducing"]),
+        )
+        self.parameters = {"inducing.locations": locations, **hyperparameters}
+
+    def statistics_specs(self) -> Specs:
+        """Shapes of the sums of a site."""
+        return {name: ArraySpec(shape) for name, shape in SparseSums.shapes(self.config.model.num_inducing).items()}
+
+    def usable_sums(self, answers: Mapping[str, Answer]) -> dict[str, SparseSums]:
+        """The sums of each site, without those that cannot come from its rows."""
+        found: dict[str, SparseSums] = {}
+        for site, own in answers.items():
+            reason = sums_refusal(own.arrays, self.preparation.rows[site])
+            if reason:
+                self.network.fail(site, reason)
+            else:
+                found[site] = SparseSums.from_arrays(own.arrays)
+        return found
+
+    def pooled(self) -> SparseSums:
+        """The sums of all rows of all sites that answer, at the current parameters."""
+        answers = self.ask("query.statistics", self.parameters, self.statistics_specs(), retries=1)
+        parts = list(self.usable_sums(answers).values())
+        if not parts:
+            raise RunError("no site sent usable sums; see the failures above")
+        return functools.reduce(operator.add, parts)
+
+    def predictive(self) -> NamedArrays:
+        """Parameters and the exact posterior at them, from one query for sums."""
+        return self.predictive_from(self.pooled())
+
+    def predictive_from(self, sums: SparseSums) -> NamedArrays:
+        """Parameters and the exact posterior that follows from sums at them."""
+        self.bound = collapsed_bound_value(sums, self.noise)
+        self.whitened = exact_posterior(sums, self.noise)
+        return {**self.parameters, **self.whitened.to_arrays()}
+
+    def posterior(self) -> Posterior:
+        """The saved posterior: parameters in natural units, q of whitened inducing values."""
+        return sparse_posterior(self.parameters, self.whitened, self.config)
+
+    def state(self) -> Snapshot:
+        """The parameters."""
+        return Snapshot({f"parameters.{name}": array for name, array in self.parameters.items()}, {})
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Parameters of the checkpoint."""
+        prefix = "parameters."
+        self.parameters = {n.removeprefix(prefix): a for n, a in snapshot.arrays.items() if n.startswith(prefix)}
+
+    def parameter_specs(self) -> Specs:
+        """Shapes of the parameters."""
+        return {name: ArraySpec(array.shape) for name, array in self.parameters.items()}
+
+    def details(self) -> dict[str, Any]:
+        """The pooled bound at the end, in nats, and the noise level."""
+        return {"bound": self.bound, "noise_sd_standardised": math.sqrt(self.noise)}
+
+
+class FSGPAverage(SparseStrategy):
+    """Federated averaging: sampled sites take a few local steps on their own bound per row (paper, Algorithms 1-2)."""
+
+    def __init__(self, config: Any, observer: Observer, snapshot: Snapshot | None = None) -> None:
+        super().__init__(config, observer, snapshot)
+        options = self.options
+        name = options.server_optimizer if options.server_optimizer.startswith("fed") else "fedavg"
+        rules: dict[str, Callable[[], FedAvg]] = {
+            "fedavg": FedAvg,
+            "fedadam": lambda: FedAdam(eta=options.server_learning_rate),
+            "fedyogi": lambda: FedYogi(eta=options.server_learning_rate),
+        }
+        self.flower = rules[name]()
+
+    def train_specs(self) -> Specs:
+        """Parameters come back."""
+        return self.parameter_specs()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample max(⌈ρK⌉, 1) sites and send them the parameters and this round's learning rate."""
+        del arrays, config, grid
+        healthy = self.network.healthy()
+        size = max(math.ceil(self.options.fraction * len(healthy)), 1)
+        chosen = sorted(self.generator("sample").choice(len(healthy), size=size, replace=False))
+        if isinstance(self.flower, FedAdam | FedYogi):
+            self.flower.current_arrays = dict(self.parameters)
+        rate = self.config.optimizer.learning_rate * self.config.optimizer.decay ** (server_round - 1)
+        settings: dict[str, str | float] = {**self.preparation.settings, "learning-rate": rate}
+        request = {**self.preparation.arrays, **self.parameters}
+        return [self.network.message(healthy[i], "train", request, settings) for i in chosen]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Flower's own rule, weights N_k / Σ N_k; a round nobody answered leaves the parameters as they are."""
+        kept = [reply for reply in replies if self._honest_weight(reply)]
+        aggregated, _ = self.flower.aggregate_train(server_round, kept)
+        if aggregated is None:
+            return None, None
+        self.parameters = numpy_arrays(aggregated)
+        weights = [answer("", r).num_examples for r in kept]
+        objective = np.average([answer("", r).number("objective") for r in kept], weights=weights)
+        return array_record(self.parameters), MetricRecord({"objective": float(objective), "noise": self.noise})
+
+    def _honest_weight(self, reply: Message) -> bool:
+        """A site weighs as many rows as it said it had."""
+        site, claimed = self.network.site_of(reply), reply.content.metric_records["metrics"]["num-examples"]
+        if claimed != self.preparation.rows[site]:
+            self.network.fail(site, f"claims {claimed} rows, introduced itself with {self.preparation.rows[site]}")
+        return claimed == self.preparation.rows[site]
+
+    def state(self) -> Snapshot:
+        """Parameters and the moments of a server optimiser that has them."""
+        moments = {
+            f"{kind}.{name}": np.asarray(array)
+            for kind in ("m_t", "v_t")
+            for name, array in (getattr(self.flower, kind, None) or {}).items()
+        }
+        own = super().state()
+        return Snapshot({**own.arrays, **moments}, own.facts)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Parameters and moments of the checkpoint."""
+        super().restore(snapshot)
+        for kind in ("m_t", "v_t"):
+            moments = {n.removeprefix(f"{kind}."): a for n, a in snapshot.arrays.items() if n.startswith(f"{kind}.")}
+            if moments:
+                setattr(self.flower, kind, moments)
+
+
+def sums_refusal(arrays: Mapping[str, np.ndarray], rows: int) -> str | None:
+    """Why sums cannot come from ``rows`` rows: necessary conditions every honest site meets.
+
+    A = W Wᵀ is symmetric and positive semi-definite, tr A ≤ Σ k(x, x) because the whitened projection cannot explain
+    more than the prior variance, and by Cauchy-Schwarz bᵀb ≤ λ_max(A) Σ y².
+    """
+    gram, slack = arrays["sums.gram"], 1e-6
+    if float(arrays["sums.count"]) != rows:
+        return f"sums of {float(arrays['sums.count']):g} rows, introduced itself with {rows}"
+    eigenvalues = np.linalg.eigvalsh((gram + gram.T) / 2)
+    largest = max(float(eigenvalues[-1]), 1e-300)
+    if np.abs(gram - gram.T).max() > slack * largest or eigenvalues[0] < -slack * largest:
+        return "`sums.gram` is not a Gram matrix"
+    if np.trace(gram) > float(arrays["sums.prior_variance"]) * (1 + slack):
+        return "`sums.gram` explains more than the prior variance of the rows"
+    if (arrays["sums.projection"] ** 2).sum() > largest * float(arrays["sums.target_squares"]) * (1 + slack):
+        return "`sums.projection` is larger than the targets allow"
+    return None
+
+
+def sparse_posterior(parameters: NamedArrays, whitened: WhitenedPosterior, config: Any) -> Posterior:
+    """Arrays, meanings and the equation of prediction for a sparse GP with whitened q(v)."""
+    arrays: NamedArrays = {"inducing.locations": parameters["inducing.locations"], **whitened.to_arrays()}
+    for name, array in parameters.items():
+        if ".log_" in name:
+            arrays[name.replace(".log_", ".", 1)] = np.exp(array)
+    meanings = {
+        "inducing.locations": "Z, inducing inputs",
+        "inducing.mean": "m, mean of v = L⁻¹ f(Z)",
+        "inducing.covariance": "S, covariance of v = L⁻¹ f(Z)",
+        "kernel.lengthscale": "lengthscale per input",
+        "kernel.outputscale": "prior variance of f",
+        "likelihood.noise": "σ², noise variance of an observation",
+    }
+    standardised = "standardised"
+    coordinates = dict.fromkeys(arrays, standardised) | dict.fromkeys(
+        ("inducing.mean", "inducing.covariance"), "whitened"
+    )
+    equation = (
+        "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): y(x) ~ N(aᵀm, k(x, x) − aᵀa + aᵀS a + σ²), "
+        "x and y standardised by input.mean, input.scale, target.mean, target.scale."
+    )
+    model = {"family": "sparse", "kernel": config.model.kernel, "ard": config.model.ard, "jitter": config.model.jitter}
+    return Posterior(arrays, {n: meanings.get(n, "hyperparameter") for n in arrays}, coordinates, equation, model)
+
+
+def create(config: Any, observer: Observer, snapshot: Snapshot | None = None) -> SparseStrategy:
+    """The Strategy of ``fsgp.objective``."""
+    from strategies.fsgp_exact import FSGPExact  # noqa: PLC0415  it builds on this module
+
+    return (FSGPExact if config.options.objective == "exact" else FSGPAverage)(config, observer, snapshot)

@@ -1,0 +1,221 @@
+"""FSGP's exact mode: the server maximises the pooled collapsed bound with its exact gradient.
+
+Each evaluation takes two exchanges: sums up (the value, and the derivatives of the bound by the sums), derivatives down
+and each site's share of dF/dw up. The trajectory is that of a centralised sparse GP, whatever the partition (the
+map-reduce of Gal et al., 2014). A *round* is one evaluation.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from scipy.optimize import minimize
+
+from fedgp_flower.linalg import LOG_RANGE
+from fedgp_flower.shapes import Array, NamedArrays
+from fedgp_flower.statistics import SparseSums, bound_gradient
+from strategies.base import Observer, Snapshot
+from strategies.fsgp import LOG_NOISE, SparseStrategy
+from strategies.wire import Specs, answer, array_record, sums_over
+
+logger = logging.getLogger("fedgp")
+
+
+class BudgetSpent(Exception):  # noqa: N818  a signal, not an error
+    """All rounds are used; the best point so far is the result."""
+
+
+class SitesChanged(Exception):  # noqa: N818  a signal, not an error
+    """A site fell silent between two halves of an evaluation: the objective is another one now."""
+
+
+class FSGPExact(SparseStrategy):
+    """L-BFGS or Adam on F(w), the bound of all rows of all sites, in nats per row.
+
+    A segment is one call of the optimiser with fixed sites. When a site fails twice in a row within an evaluation the
+    segment ends and a new one starts from the best point with the sites that are left, so that two different
+    objectives never mix. Evaluations of the running segment are kept in the checkpoint; a resumed run replays them, and
+    the optimiser goes on exactly where it was.
+    """
+
+    def __init__(self, config: Any, observer: Observer, snapshot: Snapshot | None = None) -> None:
+        super().__init__(config, observer, snapshot)
+        self.points: list[Array] = []  # w of each evaluation of this segment
+        self.values: list[float] = []  # -F/N
+        self.gradients: list[Array] = []
+        self.replayed = 0
+        self.segment_sites: list[str] = []
+        self.converged = False
+        self.finished = False
+        self.best: tuple[float, Array] | None = None
+        self.sums: SparseSums
+        self.sums_round = -1
+
+    def train(self, num_rounds: int) -> None:
+        """Segments of the optimiser until it converges or the rounds are used."""
+        self.budget = num_rounds
+        start = self.points[0] if self.points else self.pack(self.parameters)
+        while not self.converged and self.round < num_rounds:
+            try:
+                self._optimise(start)
+                self.converged = True
+            except BudgetSpent:
+                break
+            except SitesChanged:
+                start = self._leave_segment()
+        self.finished = True
+        if self.best is not None:
+            self.parameters = self.unpack(self.best[1])
+
+    def _optimise(self, start: Array) -> None:
+        self.replayed = 0
+        if not self.points:
+            self.segment_sites = self.network.healthy()
+        tolerance = self.options.tolerance
+        if self.options.server_optimizer == "adam":
+            self._adam(start)
+            return
+        options = {"maxcor": 20, "maxiter": 10**6, "maxfun": 10**6, "ftol": tolerance, "gtol": 1e-6}
+        minimize(self.objective, start, jac=True, method="L-BFGS-B", bounds=self._bounds(), options=options)
+
+    def _bounds(self) -> list[tuple[float | None, float | None]]:
+        """Hyperparameters stay where a Cholesky factor exists in double precision; inducing points are free."""
+        limits = ((-LOG_RANGE, LOG_RANGE) if ".log_" in name else (None, None) for name in self._names())
+        return [
+            limit for name, limit in zip(self._names(), limits, strict=True) for _ in range(self.parameters[name].size)
+        ]
+
+    def _adam(self, start: Array) -> None:
+        """Adam on the exact gradient, for those who prefer small steps; never converges by itself."""
+        rate, point = self.options.server_learning_rate, start.copy()
+        first, second = np.zeros_like(point), np.zeros_like(point)
+        for step in range(1, 10**9):
+            _, gradient = self.objective(point)
+            first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
+            point = point - rate * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
+
+    def objective(self, point: Array) -> tuple[float, Array]:
+        """-F/N and its gradient at a point, replayed when a checkpoint has it."""
+        if self.replayed < len(self.points):
+            index, self.replayed = self.replayed, self.replayed + 1
+            return self.values[index], self.gradients[index]
+        if self.round >= self.budget:
+            raise BudgetSpent
+        self.begin_round()
+        self.parameters = self.unpack(point)
+        messages = list(self.configure_train(self.round, ArrayRecord(), ConfigRecord(), self.network.grid))
+        replies = self.network.exchange(messages, self.statistics_specs(), retries=1)
+        self.aggregate_train(self.round, replies)
+        value, gradient = self._gradient()
+        self.points.append(point.copy())
+        self.values.append(value)
+        self.gradients.append(gradient)
+        self.replayed += 1
+        if self.best is None or value <= self.best[0]:
+            self.best = (value, point.copy())
+        self.complete_round({"bound": -value * float(self.sums.count), "objective": -value, "noise": self.noise})
+        return value, gradient
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """First half of an evaluation: ask the sites of the segment for their sums."""
+        del server_round, arrays, config, grid
+        return self.broadcast("query.statistics", self.parameters, self.segment_sites)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Pool the sums of the segment; all its sites must be there, or the objective would be another one."""
+        del server_round
+        answers = {self.network.site_of(reply): reply for reply in replies}
+        found = self.usable_sums({site: answer(site, reply) for site, reply in answers.items()})
+        if set(found) != set(self.segment_sites):
+            raise SitesChanged
+        self.sums = functools.reduce(operator.add, (found[site] for site in self.segment_sites))
+        self.sums_round = self.round
+        return array_record(self.sums.to_arrays()), None
+
+    def _gradient(self) -> tuple[float, Array]:
+        """Second half: send the derivatives of the bound by the sums, add the sites' shares of dF/dw."""
+        bound = bound_gradient(self.sums, float(self.parameters[LOG_NOISE][0]))
+        adjoints: NamedArrays = {
+            "adjoint.gram": bound.gram,
+            "adjoint.projection": bound.projection,
+            "adjoint.prior_variance": bound.prior_variance,
+        }
+        specs, request = self.parameter_specs(), {**self.parameters, **adjoints}
+        answers = self.ask("train.gradient", request, specs, self.segment_sites, retries=1)
+        if set(answers) != set(self.segment_sites):
+            raise SitesChanged
+        gradient = self.pack({name: sums_over(answers, name) for name in specs})
+        gradient[self._noise_index()] += bound.log_noise
+        count = float(self.sums.count)
+        return -bound.value / count, -gradient / count
+
+    def _leave_segment(self) -> Array:
+        """Start of the next segment: the best point of this one."""
+        start = self.best[1] if self.best is not None else self.pack(self.parameters)
+        logger.warning("sites changed; the optimiser starts anew from the best point so far")
+        self.points, self.values, self.gradients, self.best = [], [], [], None
+        return start
+
+    def predictive(self) -> NamedArrays:
+        """While training, the sums of the latest evaluation give the posterior for free."""
+        fresh = self.best is not None and not self.finished and self.sums_round == self.round
+        return self.predictive_from(self.sums) if fresh else super().predictive()
+
+    def details(self) -> dict[str, Any]:
+        """Also whether the optimiser converged within the rounds."""
+        return super().details() | {"converged": self.converged}
+
+    def state(self) -> Snapshot:
+        """The parameters, and the evaluations of the running segment."""
+        own = super().state()
+        segment: NamedArrays = {
+            "segment.points": np.stack(self.points),
+            "segment.values": np.asarray(self.values),
+            "segment.gradients": np.stack(self.gradients),
+        }
+        return Snapshot({**own.arrays, **segment}, {**own.facts, "segment_sites": self.segment_sites})
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Also the evaluations to replay, if the same sites are back; else a new segment from the best of them."""
+        super().restore(snapshot)
+        self.points = list(snapshot.arrays["segment.points"])
+        self.values = [float(value) for value in snapshot.arrays["segment.values"]]
+        self.gradients = list(snapshot.arrays["segment.gradients"])
+        self.segment_sites = list(snapshot.facts["segment_sites"])
+        index = int(np.argmin(self.values))
+        self.best = (self.values[index], self.points[index])
+        if set(self.segment_sites) - set(self.network.sites()):
+            self.parameters = self.unpack(self._leave_segment())
+
+    def _names(self) -> list[str]:
+        return sorted(self.parameters)
+
+    def pack(self, arrays: NamedArrays) -> Array:
+        """Named arrays as one vector w, in the order of their names."""
+        return np.concatenate([np.asarray(arrays[name], dtype=np.float64).ravel() for name in self._names()])
+
+    def unpack(self, point: Array) -> NamedArrays:
+        """The inverse of :meth:`pack`, with the shapes of the current parameters."""
+        sizes = np.cumsum([self.parameters[name].size for name in self._names()])[:-1]
+        pieces = np.split(point, sizes)
+        shapes = [self.parameters[name].shape for name in self._names()]
+        return {n: piece.reshape(shape) for n, piece, shape in zip(self._names(), pieces, shapes, strict=True)}
+
+    def _noise_index(self) -> int:
+        before = self._names()[: self._names().index(LOG_NOISE)]
+        return int(sum(self.parameters[name].size for name in before))
+
+    def train_specs(self) -> Specs:
+        """The first half of an evaluation returns sums."""
+        return self.statistics_specs()

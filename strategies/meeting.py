@@ -1,0 +1,181 @@
+"""How server and sites meet: who is there, which columns they share, and how data are standardised."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedgp_flower.config import RunConfig
+from fedgp_flower.errors import RunError
+from fedgp_flower.shapes import NamedArrays
+from strategies.network import Failure, Network
+from strategies.preparation import SiteDescription, agree
+from strategies.wire import Answer
+
+logger = logging.getLogger("fedgp")
+
+ARRAYS = ("input.mean", "input.scale", "target.mean", "target.scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """The agreed schema and standardisation, sent with every message so that a restarted site needs no memory."""
+
+    arrays: NamedArrays
+    schema: str
+    labels: dict[str, str]
+    rows: dict[str, int]
+    """Training rows of each site, as it introduced itself."""
+    simulated: bool
+    names: tuple[str, ...]
+    """Names of the D encoded inputs."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What travels in the configuration of a message."""
+        return {"schema": self.schema}
+
+    @property
+    def target_scale(self) -> float:
+        """Units of the target per unit of the standardised target."""
+        return float(self.arrays["target.scale"])
+
+    @property
+    def num_inputs(self) -> int:
+        """D, the number of encoded inputs."""
+        return len(self.arrays["input.mean"])
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides the arrays."""
+        return {
+            "schema": self.schema,
+            "labels": self.labels,
+            "rows": self.rows,
+            "simulated": self.simulated,
+            "names": list(self.names),
+        }
+
+    @staticmethod
+    def from_snapshot(snapshot: Any) -> Preparation:
+        """The inverse of :meth:`facts` and of the arrays in a checkpoint."""
+        facts = dict(snapshot.facts["preparation"])
+        names = tuple(facts.pop("names"))
+        return Preparation({name: snapshot.arrays[name] for name in ARRAYS}, names=names, **facts)
+
+
+def meet(network: Network, config: RunConfig, saved: Preparation | None) -> Preparation:
+    """Wait for the sites, hear their descriptions, and agree on schema and standardisation.
+
+    Args:
+        network: Fills its table of sites.
+        config: ``sites``, ``min-sites`` and ``wait-seconds`` say how long to wait.
+        saved: The agreement of a run that is resumed; it stays as it was.
+
+    Raises:
+        RunError: if fewer than ``min-sites`` sites are usable.
+    """
+    described = _gather(network, config)
+    network.require(config.min_sites)
+    if saved is not None:
+        _welcome(network, saved, described)
+        return saved
+    agreement = agree(
+        {site: _description(own) for site, own in described.items()},
+        standardise=config.standardise,
+        likelihood=config.model.likelihood,
+    )
+    for site, reason in agreement.refused.items():
+        dismiss(network, site, reason)
+    network.require(config.min_sites)
+    kept = {site: own for site, own in described.items() if site not in agreement.refused}
+    if agreement.constant:
+        logger.warning("constant at every site, of no use to a model: %s", ", ".join(agreement.constant))
+    return Preparation(
+        arrays=dict(agreement.arrays),
+        schema=agreement.schema,
+        labels={site: own.texts["label"] for site, own in kept.items()},
+        rows=dict(agreement.num_examples),
+        simulated=any(own.number("partitions") > 0 for own in kept.values()),
+        names=agreement.names,
+    )
+
+
+def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
+    described: dict[str, Answer] = {}
+    deadline = time.monotonic() + config.wait_seconds
+    while True:
+        described |= network.introduce("query.describe")
+        partitions = max((int(own.number("partitions")) for own in described.values()), default=0)
+        wanted = config.sites or partitions or config.min_sites
+        if described and len(network.heard) >= wanted:
+            return described
+        if len(network.heard) > 0 and not described and len(network.heard) >= max(wanted, config.min_sites):
+            return described
+        if time.monotonic() > deadline:
+            if len(described) >= config.min_sites:
+                logger.warning("%d of %d sites after %g s; starting", len(described), wanted, config.wait_seconds)
+                return described
+            raise RunError(
+                f"{len(described)} usable site(s) of {len(network.heard)} heard after `wait-seconds` = "
+                f"{config.wait_seconds:g}; wanted {wanted}. "
+                + "; ".join(f"{failure.site}: {failure.reason}" for failure in network.failures)
+            )
+        time.sleep(0.1)
+
+
+def greet(network: Network, preparation: Preparation) -> None:
+    """Hear nodes that are new since the last round: a site that restarted, or one that joins late."""
+    if set(network.grid.get_node_ids()) - network.heard:
+        _welcome(network, preparation, network.introduce("query.describe"))
+
+
+def _welcome(network: Network, preparation: Preparation, described: Mapping[str, Answer]) -> None:
+    own_columns = _columns(preparation.schema)
+    for site, own in described.items():
+        if _columns(own.texts["schema"]) != own_columns:
+            dismiss(network, site, "its columns are not those the other sites agreed on")
+            continue
+        logger.info("site %s %s", site, "is back" if site in preparation.rows else "joined")
+        preparation.labels[site] = own.texts["label"]
+        preparation.rows[site] = own.num_examples
+
+
+def dismiss(network: Network, site: str, reason: str) -> None:
+    """Leave a site out for good and say why."""
+    network.fail(site, reason)
+    network.nodes.pop(site, None)
+
+
+def _columns(schema: str) -> set[tuple[str, str]]:
+    """Names and kinds; a site may have its columns in another order."""
+    parsed = json.loads(schema)
+    return {(column["name"], column["kind"]) for column in [*parsed["features"], parsed["target"]]}
+
+
+def _description(own: Answer) -> SiteDescription:
+    return SiteDescription(arrays=own.arrays, schema=own.texts["schema"], num_examples=own.num_examples)
+
+
+def accounts(network: Network) -> dict[str, Any]:
+    """Traffic, failures and repairs so far, for a checkpoint."""
+    return {
+        "traffic": asdict(network.traffic),
+        "failures": [asdict(failure) for failure in network.failures],
+        "repairs": network.repairs,
+        "site_seconds": network.site_seconds,
+    }
+
+
+def restore_accounts(network: Network, facts: Mapping[str, Any]) -> None:
+    """Add what a checkpoint had counted to what the new process has counted since it started."""
+    before = facts["traffic"]
+    network.traffic.bytes_up += int(before["bytes_up"])
+    network.traffic.bytes_down += int(before["bytes_down"])
+    network.traffic.communications += int(before["communications"])
+    network.failures[:0] = [Failure(**failure) for failure in facts["failures"]]
+    network.repairs = {**facts["repairs"]}
+    network.site_seconds += float(facts["site_seconds"])

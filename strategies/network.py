@@ -1,0 +1,224 @@
+"""The sites behind a Flower Grid: who they are, what travels, and what counts as a failure.
+
+Flower's node ids are random; everything here is keyed by the stable site id that a site gives in its first reply. A
+reply with wrong names, shapes, types or non-finite numbers is that site's failure, never a part of the result.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedgp_flower.errors import RunError
+from strategies.evaluation import natural_order
+from strategies.wire import (
+    SCHEMA_VERSION,
+    Answer,
+    Specs,
+    Texts,
+    answer,
+    array_record,
+    arrays_refusal,
+    claimed_site,
+    content_bytes,
+    last_line,
+)
+
+logger = logging.getLogger("fedgp")
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes and visits so far."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    communications: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Something a site did wrong in some round."""
+
+    round: int
+    site: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Network:
+    """Messages out, valid answers in; failures and bytes are accounted on the way."""
+
+    grid: Grid
+    run: str
+    timeout: float
+    max_failures: int = 3
+    nodes: dict[str, int] = field(default_factory=dict)
+    """Site id → node id, of the sites that have introduced themselves."""
+    heard: set[int] = field(default_factory=set)
+    traffic: Traffic = field(default_factory=Traffic)
+    failures: list[Failure] = field(default_factory=list)
+    repairs: dict[str, int] = field(default_factory=dict)
+    streak: dict[str, int] = field(default_factory=dict)
+    """Failures of a site since its last valid reply."""
+    site_seconds: float = 0.0
+    """Seconds the sites say they computed, summed."""
+    round: int = 0
+
+    def sites(self) -> list[str]:
+        """Every site known, in the one order that results may depend on."""
+        return sorted(self.nodes, key=natural_order)
+
+    def healthy(self) -> list[str]:
+        """Sites that have not failed ``max_failures`` times in a row."""
+        return [site for site in self.sites() if self.streak.get(site, 0) < self.max_failures]
+
+    def message(
+        self, site: str, phase: str, arrays: Mapping[str, np.ndarray], settings: Texts | None = None
+    ) -> Message:
+        """A message of a phase for one site."""
+        return self._message(self.nodes[site], phase, arrays, settings or {})
+
+    def _message(self, node: int, phase: str, arrays: Mapping[str, np.ndarray], settings: Texts) -> Message:
+        config: dict[str, Any] = {
+            "schema-version": SCHEMA_VERSION,
+            "run": self.run,
+            "round": self.round,
+            "communication": self.traffic.communications,
+            "phase": phase,
+            **settings,
+        }
+        content = RecordDict({"arrays": array_record(arrays), "config": ConfigRecord(config)})
+        return Message(content, dst_node_id=node, message_type=phase, group_id=str(self.round))
+
+    def exchange(self, messages: Sequence[Message], specs: Specs | None, *, retries: int = 0) -> list[Message]:
+        """Send, wait, and keep what is valid, in site order; everything else becomes a failure of its site.
+
+        Args:
+            messages: At most one for a site.
+            specs: What the arrays of a reply must look like; None leaves them to the caller.
+            retries: How often a message that failed is sent again at once.
+        """
+        site_of = {node: site for site, node in self.nodes.items()}
+        waiting = {site_of[message.metadata.dst_node_id]: message for message in messages}
+        kept: dict[str, Message] = {}
+        for _ in range(retries + 1):
+            for site, reply in zip(waiting, self.round_trip(list(waiting.values())), strict=True):
+                reason = self.refusal(reply, specs)
+                if reason is None and reply is not None:
+                    kept[site] = reply
+                    self.streak[site] = 0
+                    self._note(answer(site, reply))
+                else:
+                    self.fail(site, reason or "no reply")
+            waiting = {s: self._again(m) for s, m in waiting.items() if s not in kept}
+        self.traffic.communications += len(kept)
+        return [kept[site] for site in sorted(kept, key=natural_order)]
+
+    @staticmethod
+    def _again(message: Message) -> Message:
+        meta = message.metadata
+        return Message(
+            message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id
+        )
+
+    def site_of(self, message: Message) -> str:
+        """The site that sent a reply."""
+        return str(message.content.config_records["config"]["site"])
+
+    def ask(
+        self,
+        phase: str,
+        arrays: Mapping[str, Mapping[str, np.ndarray]],
+        specs: Specs | None,
+        settings: Texts | None = None,
+        *,
+        retries: int = 0,
+    ) -> dict[str, Answer]:
+        """Send each site its arrays and return the valid answers by site."""
+        messages = [self.message(site, phase, own, settings) for site, own in arrays.items()]
+        return {
+            self.site_of(reply): answer(self.site_of(reply), reply)
+            for reply in self.exchange(messages, specs, retries=retries)
+        }
+
+    def introduce(self, phase: str, specs_of: Specs | None = None) -> dict[str, Answer]:
+        """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it."""
+        online = set(self.grid.get_node_ids())
+        new = sorted(online - self.heard)
+        messages = [self._message(node, phase, {}, {}) for node in new]
+        found: dict[str, Answer] = {}
+        for node, reply in zip(new, self.round_trip(messages), strict=True):
+            site = claimed_site(reply)
+            reason = self.refusal(reply, specs_of)
+            if reason is None and site in self.nodes and self.nodes[site] in online:
+                reason = f"two machines say that they are site {site!r}; give each its own `site` in --node-config"
+            self.heard.add(node)
+            if reason is None and reply is not None and site is not None:
+                self.nodes[site] = node
+                found[site] = answer(site, reply)
+            else:
+                self.fail(site or f"node {len(self.heard)}", reason or "no reply")
+        return dict(sorted(found.items(), key=lambda item: natural_order(item[0])))
+
+    def round_trip(self, messages: Sequence[Message]) -> list[Message | None]:
+        """Push all messages and poll until each has its reply or time is up; None where nothing came."""
+        if not messages:
+            return []
+        self.traffic.bytes_down += sum(content_bytes(message) for message in messages)
+        ids = list(self.grid.push_messages(messages))
+        replies: dict[str, Message] = {}
+        deadline, pause = time.monotonic() + self.timeout, 0.01
+        while len(replies) < len(ids) and time.monotonic() < deadline:
+            arrived = list(self.grid.pull_messages([i for i in ids if i not in replies]))
+            replies |= {reply.metadata.reply_to_message_id: reply for reply in arrived}
+            if not arrived:
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.5)
+        self.traffic.bytes_up += sum(content_bytes(reply) for reply in replies.values())
+        return [replies.get(i) for i in ids]
+
+    def refusal(self, reply: Message | None, specs: Specs | None) -> str | None:
+        """Why a reply cannot be used, or None if it can."""
+        if reply is None:
+            return f"no reply within {self.timeout:g} s"
+        if reply.has_error():
+            return f"the site's process failed: {last_line(reply.error.reason)}"
+        config = reply.content.config_records.get("config", ConfigRecord())
+        if "error" in config:
+            return str(config["error"])
+        if not {"arrays", "metrics"} <= set(reply.content) or "site" not in config:
+            return "the reply lacks the records `arrays`, `metrics`, `config`"
+        if config.get("schema-version") != SCHEMA_VERSION:
+            return (
+                f"message schema {config.get('schema-version')!r}, expected {SCHEMA_VERSION}: other version of the app"
+            )
+        return None if specs is None else arrays_refusal(reply, specs)
+
+    def fail(self, site: str, reason: str) -> None:
+        """Count a failure of a site and say so."""
+        self.failures.append(Failure(self.round, site, reason))
+        self.streak[site] = self.streak.get(site, 0) + 1
+        logger.warning("round %d: site %s failed: %s", self.round, site, reason)
+        if self.streak[site] == self.max_failures:
+            logger.warning("site %s failed %d times in a row and is left out of training", site, self.max_failures)
+
+    def require(self, minimum: int) -> None:
+        """Raise RunError when fewer than ``minimum`` sites are healthy."""
+        if len(self.healthy()) < minimum:
+            seen = "; ".join(f"{f.site}: {f.reason}" for f in self.failures[-5:]) or "none failed"
+            raise RunError(f"{len(self.healthy())} usable site(s), `min-sites` = {minimum}. Latest failures: {seen}")
+
+    def _note(self, reply: Answer) -> None:
+        self.site_seconds += reply.number("seconds")
+        for name in reply.metrics:
+            if name.startswith("repairs."):
+                key = name.removeprefix("repairs.")
+                self.repairs[key] = self.repairs.get(key, 0) + int(reply.number(name))

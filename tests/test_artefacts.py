@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedgp_flower.artefacts import HISTORY_COLUMNS, RunFolder, read_posterior, read_run
+from fedgp_flower.config import MethodOptions, parse
+from fedgp_flower.errors import RunError
+from fedgp_flower.files import read_arrays, read_json, write_arrays, write_bytes, write_json
+from fedgp_flower.records import ArrayNote, Posterior, RunMetrics
+
+
+def config(folder, **keys):
+    flat = {"output-dir": str(folder), "name": "a-run", **{k.replace("_", "-"): v for k, v in keys.items()}}
+    return parse(flat, {"fsgp": MethodOptions})
+
+
+def row(number, **more):
+    return dict.fromkeys(HISTORY_COLUMNS, 0) | {"round": number, "seconds": 0.1 * number, "bytes_up": 100, **more}
+
+
+def metrics(**keys):
+    figures = {"rmse": 1.0, "mae": 0.8, "nll": 1.4, "crps": 0.5, "coverage_95": math.nan}
+    core = {"method": "fsgp", "dataset": "d", "sites": 2, "rounds": 1, "communications": 1}
+    costs = {"seconds": {"total": 1.0}, "bytes": {"up": 1, "down": 2}}
+    return RunMetrics(**core, **costs, test=figures, test_standardised=figures, per_site=[], **keys)
+
+
+def posterior():
+    return Posterior(
+        arrays={"inducing.mean": np.arange(6.0).reshape(2, 3).T, "likelihood.noise": np.array(0.1)},
+        notes={
+            "inducing.mean": ArrayNote("standardised", "mean of u"),
+            "likelihood.noise": ArrayNote("natural", "noise"),
+        },
+        equation="mean(x) = k(x, Z) Kzz⁻¹ m",
+        model={"kernel": "rbf", "jitter": 1e-8},
+        schema={"features": [], "target": {"name": "y", "kind": "numeric"}},
+        method="fsgp",
+        likelihood="gaussian",
+    )
+
+
+def finished(tmp_path):
+    folder = RunFolder.open(config(tmp_path))
+    folder.append_history(row(1, rmse=1 / 3))
+    folder.write_posterior(posterior())
+    folder.write_metrics(metrics())
+    return folder
+
+
+def test_a_run_reads_back_as_it_was_written(tmp_path):
+    folder = finished(tmp_path)
+    inputs = np.array([[0.1], [1 / 3]])
+    arrays = {"prediction.mean": np.array([1.0, 2.0]), "prediction.sd": np.array([0.5, 0.25])}
+    arrays |= {"prediction.target": np.array([1.5, math.pi]), "prediction.input": inputs}
+    folder.write_predictions({"NA": arrays, "007": arrays}, ["x"])
+    run = read_run(folder.path)
+    assert run.config == config(tmp_path).flat()
+    assert run.history["rmse"].tolist() == [1 / 3]
+    assert run.metrics.test["rmse"] == 1.0
+    assert run.metrics.test["coverage_95"] is None
+    assert run.posterior is not None
+    for name, expected in posterior().arrays.items():
+        np.testing.assert_array_equal(run.posterior.arrays[name], expected)
+        assert run.posterior.arrays[name].shape == expected.shape
+    assert run.posterior.notes == posterior().notes
+    assert run.predictions is not None
+    assert list(run.predictions.columns) == ["site", "target", "mean", "sd", "input.x"]
+    assert run.predictions["site"].tolist() == ["NA", "NA", "007", "007"]
+    np.testing.assert_array_equal(run.predictions["input.x"], np.tile(inputs[:, 0], 2))
+    assert run.predictions["target"][1] == math.pi
+
+
+def test_a_run_never_enters_the_folder_of_another(tmp_path):
+    finished(tmp_path)
+    before = (tmp_path / "a-run" / "config.toml").read_bytes()
+    with pytest.raises(RunError, match="exists; choose another `name`, or set `resume`"):
+        RunFolder.open(config(tmp_path, seed=9))
+    assert (tmp_path / "a-run" / "config.toml").read_bytes() == before
+
+
+def test_runs_without_a_name_get_names_of_their_own(tmp_path):
+    paths = {RunFolder.open(config(tmp_path, name="", dataset="uci/energy")).path for _ in range(3)}
+    assert len(paths) == 3
+    assert all(path.parent == tmp_path and path.name.startswith("fsgp-uci-energy-2") for path in paths)
+    outside = RunFolder.open(config(tmp_path, name="", dataset="../../some/where/mine.csv")).path
+    assert (outside.parent, outside.name.startswith("fsgp-where-mine.csv-")) == (tmp_path, True)
+
+
+@pytest.mark.parametrize("name", ["../x", "..", "a/b", "/tmp/x", "a\\b"])
+def test_a_name_with_a_path_is_an_error(tmp_path, name):
+    with pytest.raises(RunError, match="without a path"):
+        RunFolder.open(config(tmp_path / "out", name=name))
+
+
+def test_history_grows_columns_and_is_complete_after_every_round(tmp_path):
+    folder = RunFolder.open(config(tmp_path))
+    path = folder.path / "history.csv"
+    folder.append_history(row(0))
+    assert path.read_text() == "round,communications,seconds,bytes_up,bytes_down\n0,0,0.0,100,0\n"
+    folder.append_history(row(1, nll=0.5))
+    folder.append_history(row(2, nll=math.nan))
+    lines = path.read_text().splitlines()
+    assert lines[0] == "round,communications,seconds,bytes_up,bytes_down,nll"
+    assert lines[1].endswith(",")
+    assert lines[2].endswith(",0.5")
+    assert lines[3].endswith(",")
+    assert [path.name for path in folder.path.glob(".*")] == []
+
+
+def test_history_rows_lacking_columns_or_out_of_order_are_errors(tmp_path):
+    folder = RunFolder.open(config(tmp_path))
+    folder.append_history(row(3))
+    with pytest.raises(RunError, match="round 3 of the history follows round 3"):
+        folder.append_history(row(3))
+    with pytest.raises(RunError, match="lacks bytes_down"):
+        folder.append_history({name: 4 for name in HISTORY_COLUMNS if name != "bytes_down"})
+
+
+def test_resume_goes_on_from_the_last_complete_round(tmp_path):
+    folder = RunFolder.open(config(tmp_path, num_server_rounds=3))
+    arrays = {"w": np.array([0.1, 0.2]), "scalar": np.array(np.float32(3)), "counts": np.arange(3)}
+    folder.append_history(row(1))
+    folder.append_history(row(2, nll=0.25))
+    folder.checkpoint(2, arrays, {"communications": 7, "loss": 1 / 3})
+    folder.append_history(row(3, nll=9.0))  # killed before the checkpoint of round 3
+    again = RunFolder.open(config(tmp_path, num_server_rounds=5, resume=True))
+    checkpoint = again.restore()
+    assert checkpoint is not None
+    assert (checkpoint.round, checkpoint.state) == (2, {"communications": 7, "loss": 1 / 3})
+    for name, expected in arrays.items():
+        np.testing.assert_array_equal(checkpoint.arrays[name], expected)
+        assert checkpoint.arrays[name].dtype == expected.dtype
+    again.append_history(row(3, nll=0.125))
+    lines = (again.path / "history.csv").read_text().splitlines()
+    assert lines[1:] == ["1,0,0.1,100,0,", "2,0,0.2,100,0,0.25", f"3,0,{0.1 * 3},100,0,0.125"]
+
+
+def test_resume_before_any_complete_round_starts_afresh(tmp_path):
+    folder = RunFolder.open(config(tmp_path))
+    folder.append_history(row(1))
+    again = RunFolder.open(config(tmp_path, resume=True))
+    assert again.restore() is None
+    again.append_history(row(1))
+
+
+def test_resume_with_other_keys_names_them_and_only_them(tmp_path):
+    RunFolder.open(config(tmp_path, seed=1, num_server_rounds=3))
+    other = config(tmp_path, seed=2, num_server_rounds=9, resume=True, **{"model.kernel": "matern52"})
+    with pytest.raises(RunError, match="another configuration") as caught:
+        RunFolder.open(other)
+    assert "`seed` was 1, now 2" in str(caught.value)
+    assert "`model.kernel` was 'rbf', now 'matern52'" in str(caught.value)
+    assert "num-server-rounds" not in str(caught.value)
+
+
+def test_resume_of_nothing_is_an_error(tmp_path):
+    with pytest.raises(RunError, match="needs `name`"):
+        RunFolder.open(config(tmp_path, name="", resume=True))
+    with pytest.raises(RunError, match=r"nothing to resume: config\.toml is missing"):
+        RunFolder.open(config(tmp_path, resume=True))
+
+
+def test_a_resumed_run_is_not_finished_until_it_ends_again(tmp_path):
+    finished(tmp_path)
+    RunFolder.open(config(tmp_path, resume=True))
+    with pytest.raises(RunError, match=r"metrics\.json is missing.*has not finished"):
+        read_run(tmp_path / "a-run")
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: once raised, every later file operation raises it too."""
+
+
+@pytest.mark.parametrize("step", range(9))
+def test_a_kill_at_any_step_leaves_the_last_complete_checkpoint(tmp_path, monkeypatch, step):
+    folder = RunFolder.open(config(tmp_path))
+    folder.append_history(row(1))
+    folder.checkpoint(1, {"w": np.array([1.0])}, {"k": 1})
+    done = 0
+
+    def dying(operation):
+        def call(*arguments, **options):
+            nonlocal done
+            if done >= step:
+                raise Killed
+            done += 1
+            return operation(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", dying(os.fsync))
+        patch.setattr(os, "replace", dying(os.replace))
+        patch.setattr(Path, "unlink", dying(Path.unlink))
+        try:
+            folder.checkpoint(2, {"w": np.array([2.0])}, {"k": 2})
+            survived = True
+        except Killed:
+            survived = False
+    assert survived == (step >= 7)  # two files of fsync, rename, fsync of the folder; one old file removed
+    found = RunFolder.open(config(tmp_path, resume=True)).restore()
+    assert found is not None
+    committed = 2 if step >= 5 else 1  # the rename of checkpoint.json is the fifth step
+    assert (found.round, found.state["k"], found.arrays["w"].tolist()) == (committed, committed, [float(committed)])
+
+
+def test_later_checkpoints_remove_what_is_left_of_earlier_ones(tmp_path):
+    folder = RunFolder.open(config(tmp_path))
+    folder.append_history(row(1))
+    for number in (1, 2, 3):
+        folder.checkpoint(number, {"w": np.zeros(2)}, {})
+    names = sorted(path.name.split("-")[0] for path in (folder.path / "checkpoint").iterdir())
+    assert names == ["checkpoint.json", "round"]
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
+    folder = RunFolder.open(config(tmp_path))
+    folder.append_history(row(1))
+    folder.checkpoint(1, {}, {})
+    path = folder.path / "checkpoint" / "checkpoint.json"
+    write_json(path, read_json(path) | {"config_digest": "0"})
+    with pytest.raises(RunError, match="another configuration"):
+        folder.restore()
+
+
+def test_json_is_strict_and_plain(tmp_path):
+    path = tmp_path / "x.json"
+    content = {
+        "a": math.nan,
+        "b": [np.float64(-math.inf), np.int64(3)],
+        "c": np.array([1.0, math.inf]),
+        "d": (True, None),
+    }
+    write_json(path, content)
+    text = path.read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert json.loads(text) == {"a": None, "b": [None, 3], "c": [1.0, None], "d": [True, None]}
+
+
+def test_arrays_keep_order_and_zero_dimensions(tmp_path):
+    path = tmp_path / "a.safetensors"
+    transposed = np.arange(12.0).reshape(3, 4).T
+    write_arrays(path, {"t": transposed, "s": np.array(2.5), "every_other": np.arange(6)[::2]})
+    back = read_arrays(path)
+    np.testing.assert_array_equal(back["t"], transposed)
+    assert back["s"].shape == ()
+    assert back["every_other"].tolist() == [0, 2, 4]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    write_bytes(path, b"old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_bytes(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["config.toml", "history.csv", "metrics.json", "posterior.safetensors"])
+def test_reading_names_the_missing_file(tmp_path, name):
+    folder = finished(tmp_path)
+    (folder.path / name).unlink()
+    with pytest.raises(RunError, match=name.replace(".", r"\.") + " is missing"):
+        read_run(folder.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("config.toml", "= 1"), ("metrics.json", "{"), ("posterior.safetensors", "x")]
+)
+def test_reading_names_the_damaged_file(tmp_path, name, content):
+    folder = finished(tmp_path)
+    (folder.path / name).write_text(content)
+    with pytest.raises(RunError, match=name.replace(".", r"\.")):
+        read_run(folder.path)
+
+
+def test_reading_refuses_what_is_not_a_run_or_not_of_this_version(tmp_path):
+    with pytest.raises(RunError, match="not the folder of a run"):
+        read_run(tmp_path / "nowhere")
+    folder = finished(tmp_path)
+    write_json(folder.path / "metrics.json", read_json(folder.path / "metrics.json") | {"surprise": 1})
+    with pytest.raises(RunError, match="surprise"):
+        read_run(folder.path)
+
+
+def test_a_posterior_and_its_notes_must_agree(tmp_path):
+    folder = finished(tmp_path)
+    good = posterior()
+    arrays = {**good.arrays, "extra": np.zeros(1)}
+    words = {name: getattr(good, name) for name in ("notes", "equation", "model", "schema", "method", "likelihood")}
+    with pytest.raises(RunError, match="extra"):
+        folder.write_posterior(Posterior(arrays=arrays, **words))
+    write_arrays(
+        folder.path / "posterior.safetensors", {"inducing.mean": np.zeros(2), "likelihood.noise": np.zeros(())}
+    )
+    with pytest.raises(RunError, match="different arrays"):
+        read_posterior(folder.path)
+
+
+def test_predictions_of_odd_shape_are_errors(tmp_path):
+    folder = RunFolder.open(config(tmp_path))
+    folder.write_predictions({})
+    assert not (folder.path / "predictions.csv").exists()
+    uneven = {"prediction.mean": np.zeros(2), "prediction.target": np.zeros(3)}
+    with pytest.raises(RunError, match="site s sent prediction columns of unequal length"):
+        folder.write_predictions({"s": uneven})
+    with pytest.raises(RunError, match="at 2 inputs, the schema has 1"):
+        folder.write_predictions({"s": {"prediction.mean": np.zeros(3), "prediction.input": np.zeros((3, 2))}}, ["x"])
+
+
+def test_the_log_is_kept_while_the_context_lasts(tmp_path):
+    folder = RunFolder.open(config(tmp_path))
+    logger = logging.getLogger("fedgp_flower.test")
+    with folder.logging_to_file("fedgp_flower.test") as path:
+        logger.warning("site %s failed", "a")
+    logger.warning("afterwards")
+    assert path.name == "log.txt"
+    assert path.read_text().endswith("WARNING fedgp_flower.test: site a failed\n")

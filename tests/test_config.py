@@ -1,0 +1,84 @@
+"""The configuration: one source of truth, and errors that name the key."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedgp_flower.config import flatten, nest
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.registry import METHODS, all_phases, default_config, load, parse_config
+
+PYPROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_pyproject_lists_every_key_with_its_default():
+    """`flwr run --run-config` refuses keys that are not there."""
+    assert flatten(PYPROJECT["tool"]["flwr"]["app"]["config"]) == default_config()
+
+
+def test_defaults_are_a_valid_configuration():
+    assert parse_config({}).flat().items() <= default_config().items()
+    assert parse_config(default_config()) == parse_config({})
+
+
+@pytest.mark.parametrize(
+    ("flat", "words"),
+    [
+        ({"num-server-round": 3}, ["`num-server-round`", "did you mean", "`num-server-rounds`"]),
+        ({"seed": "one"}, ["`seed` = 'one'", "integer"]),
+        ({"seed": True}, ["`seed` = True", "integer"]),
+        ({"model.noise": -1.0}, ["`model.noise` = -1.0", "greater than 0"]),
+        ({"test-fraction": 1.0}, ["`test-fraction` = 1.0", "less than 1"]),
+        ({"fsgp.objective": "exactly"}, ["`fsgp.objective`", "'exact' or 'average'"]),
+        ({"method": "gp"}, ["`method` = 'gp'", "fsgp"]),
+        ({"partitioner": "natural"}, ["`partition.column`"]),
+        ({"model.likelihood": "poisson"}, ["`model.likelihood`", "gaussian"]),
+        ({"optimizer.batch-size": 10}, ["`optimizer.batch-size`", "0"]),
+    ],
+)
+def test_errors_name_key_value_and_what_is_allowed(flat, words):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"method": "fsgp", **flat})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_all_errors_are_told_at_once():
+    with pytest.raises(ConfigError, match=r"(?s)`seed`.*`threads`"):
+        parse_config({"seed": -1, "threads": 0})
+
+
+def test_an_integer_stands_for_a_float_but_not_the_other_way_round():
+    assert parse_config({"model.noise": 1}).model.noise == 1.0
+    with pytest.raises(ConfigError, match="threads"):
+        parse_config({"threads": 1.0})
+
+
+def test_digest_ignores_where_and_how_long_but_not_what():
+    base = parse_config({}).digest()
+    assert (
+        parse_config({"output-dir": "elsewhere", "num-server-rounds": 7, "resume": True, "name": "x"}).digest() == base
+    )
+    assert parse_config({"seed": 1}).digest() != base
+
+
+keys = st.text("abc-", min_size=1)
+
+
+@given(st.dictionaries(keys, st.dictionaries(keys, st.integers(), min_size=1) | st.integers()))
+def test_nest_undoes_flatten(nested):
+    assert nest(flatten(nested)) == nested
+
+
+def test_every_method_resolves_and_answers_its_phases():
+    for name, method in METHODS.items():
+        client = load(method.client)
+        for phase in method.phases:
+            assert callable(getattr(client, "on_" + phase.replace(".", "_"))), (name, phase)
+        assert callable(load(method.strategy))
+    assert len(set(all_phases())) == len(all_phases())

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedgp_flower.config import CoreConfig
+from fedgp_flower.data.datasets import load_table
+from fedgp_flower.data.sites import RawSite, load_all_sites, load_site, site_id, write_partition
+from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.errors import DataError
+from strategies.preparation import Agreement, SiteDescription, agree
+
+
+def config(**keys) -> CoreConfig:
+    return CoreConfig.model_validate(keys)
+
+
+def meeting(sites: list[RawSite], **keys) -> Agreement:
+    described = {site.site: site.describe() for site in sites}
+    return agree({k: SiteDescription(d.arrays, d.schema, d.num_examples) for k, d in described.items()}, **keys)
+
+
+def stacked(sites: list[RawSite], part: str) -> pd.DataFrame:
+    return pd.concat([getattr(site, part) for site in sites])
+
+
+def as_rows(frame: pd.DataFrame) -> list[tuple]:
+    return sorted(frame.itertuples(index=False, name=None))
+
+
+@pytest.mark.parametrize("partitioner", ["iid", "dirichlet", "sizes", "blocks"])
+def test_sites_of_a_standard_split_share_out_exactly_its_rows(partitioner):
+    keys = config(dataset="sine", split=0, partitioner=partitioner)
+    sites = load_all_sites(keys, 7)
+    table = load_table(keys)
+    train, test = table.rows(0)
+    assert as_rows(stacked(sites, "train")) == as_rows(table.frame.iloc[train])
+    assert as_rows(stacked(sites, "test")) == as_rows(table.frame.iloc[test])
+    shares = [len(site.test) for site in sites]
+    assert max(shares) - min(shares) <= 1
+    assert [(site.site, site.partitions, site.simulated) for site in sites] == [(str(k), 7, True) for k in range(7)]
+
+
+def test_without_a_split_every_site_holds_out_its_own_rows():
+    keys = config(dataset="diabetes", **{"test-fraction": 0.25})
+    sites = load_all_sites(keys, 5)
+    for site in sites:
+        assert len(site.test) == round(0.25 * (len(site.train) + len(site.test)))
+    everything = pd.concat([stacked(sites, "train"), stacked(sites, "test")])
+    assert as_rows(everything) == as_rows(load_table(keys).frame)
+    assert len(stacked(load_all_sites(config(dataset="diabetes", **{"test-fraction": 0.0}), 5), "test")) == 0
+
+
+def test_a_node_gets_the_same_rows_on_every_visit_and_others_by_seed():
+    node = {"partition-id": 2, "num-partitions": 5}
+    one, two = (load_site(config(), node) for _ in range(2))
+    assert one.train.equals(two.train)
+    assert one.test.equals(two.test)
+    load_site(config(), {"partition-id": 1, "num-partitions": 3})  # a worker serves nodes of other layouts in between
+    assert load_site(config(), node).train.equals(one.train)
+    assert not load_site(config(seed=1), node).train.equals(one.train)
+
+
+def test_changing_a_sites_frame_does_not_change_the_cached_table():
+    first = load_site(config(), {"partition-id": 0, "num-partitions": 2})
+    before = first.train["age"].tolist()
+    first.train["age"] = -1.0
+    assert load_site(config(), {"partition-id": 0, "num-partitions": 2}).train["age"].tolist() == before
+
+
+def test_natural_sites_keep_their_own_test_rows_and_names():
+    keys = config(dataset="five-blocks", split=0, partitioner="natural", partition={"column": "site"})
+    sites = load_all_sites(keys, 5)
+    assert [site.label for site in sites] == [f"block-{k}" for k in range(5)]
+    assert [(len(site.train), len(site.test)) for site in sites] == [(40, 20)] * 5
+    for site in sites:
+        low, high = site.train["x"].min() - 0.8, site.train["x"].max() + 0.8
+        assert site.test["x"].between(low, high).all()
+    assert sites[0].features == ("x",)
+
+
+def test_test_rows_of_groups_without_a_site_are_shared_out(tmp_path):
+    frame = pd.DataFrame({"x": np.arange(60.0), "town": ["a"] * 30 + ["b"] * 25 + ["c"] * 5, "y": np.arange(60.0) ** 2})
+    frame.assign(split=["test" if i % 5 == 0 else "train" for i in range(60)]).to_csv(tmp_path / "t.csv", index=False)
+    keys = config(dataset=str(tmp_path / "t.csv"), split=0, partitioner="natural", partition={"column": "town"})
+    sites = load_all_sites(keys, 2)
+    assert [len(site.train) for site in sites] == [24, 20]
+    assert sorted(stacked(sites, "test")["x"]) == [5.0 * i for i in range(12)]
+    assert set(sites[0].test["x"]) >= {0.0, 5.0, 10.0, 15.0, 20.0, 25.0}
+
+
+def test_the_signal_with_a_gap_is_tested_at_its_own_unit():
+    keys = config(dataset="convolved-signals", split=0, partitioner="natural", partition={"column": "unit"})
+    sites = load_all_sites(keys, 5)
+    assert [(len(site.train), len(site.test)) for site in sites] == [(100, 100)] + [(200, 0)] * 4
+    assert sites[0].train["x"].max() <= 0 < sites[0].test["x"].min()
+    encoded = [site.encode(preparation_of(sites)) for site in sites]
+    assert encoded[1].x_test.shape == (0, 1)
+
+
+def preparation_of(sites: list[RawSite], **keys) -> Preparation:
+    found = meeting(sites, **keys)
+    return Preparation.from_wire(found.arrays, found.schema)
+
+
+@pytest.mark.parametrize("partitioner", ["iid", "dirichlet", "kmeans"])
+def test_federated_standardisation_is_pooled_standardisation(partitioner):
+    sites = load_all_sites(config(partitioner=partitioner), 5)
+    preparation = preparation_of(sites)
+    encoded = [site.encode(preparation) for site in sites]
+    pooled = stacked(sites, "train")
+    inputs = pooled[list(sites[0].features)].to_numpy()
+    expected = (inputs - inputs.mean(axis=0)) / inputs.std(axis=0)
+    assert np.concatenate([e.x for e in encoded]) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    y = pooled["target"].to_numpy()
+    assert np.concatenate([e.y for e in encoded]) == pytest.approx((y - y.mean()) / y.std(), rel=1e-12, abs=1e-12)
+    held_out = stacked(sites, "test")["target"].to_numpy()
+    assert np.concatenate([e.y_test for e in encoded]) == pytest.approx((held_out - y.mean()) / y.std(), rel=1e-12)
+    assert sum(e.unknown_levels for e in encoded) == 0
+
+
+def test_levels_that_occur_only_in_test_rows_are_counted(tmp_path):
+    pd.DataFrame({"job": list("aabb"), "y": range(4)}).to_csv(tmp_path / "a.csv", index=False)
+    pd.DataFrame({"job": list("cabc"), "y": range(4)}).to_csv(tmp_path / "b.csv", index=False)
+    site = load_site(config(), {"data-path": str(tmp_path / "a.csv"), "test-path": str(tmp_path / "b.csv")})
+    encoded = site.encode(preparation_of([site]))
+    assert encoded.unknown_levels == 2
+    assert encoded.x_test.ravel().tolist() == [-1.0, -1.0, 1.0, -1.0]
+
+
+def test_classes_of_all_sites_are_numbered_alike():
+    sites = load_all_sites(
+        config(dataset="breast-cancer", model={"likelihood": "bernoulli"}, partitioner="pathological",
+               partition={"classes-per-site": 1}), 2
+    )  # fmt: skip
+    preparation = preparation_of(sites, likelihood="bernoulli")
+    assert preparation.target.levels == ("benign", "malignant")
+    assert [set(site.encode(preparation).y) for site in sites] == [{0.0}, {1.0}]
+
+
+def test_a_real_site_that_misses_an_agreed_column_says_which(tmp_path):
+    for name, columns in (("a", "xyz"), ("b", "yz")):
+        frame = pd.DataFrame({c: np.arange(8.0) ** k for k, c in enumerate(columns, start=1)})
+        frame.to_csv(tmp_path / f"{name}.csv", index=False)
+    one, two = (load_site(config(target="z"), {"data-path": str(tmp_path / f"{n}.csv")}) for n in "ab")
+    with pytest.raises(DataError, match="missing column `x`"):
+        two.encode(preparation_of([one]))
+
+
+def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):
+    keys = config(dataset="five-blocks", split=0, partitioner="natural", partition={"column": "site"})
+    paths = write_partition(keys, 5, tmp_path / "sites")
+    assert [path.name for path in paths] == [f"site-0{k}.csv" for k in range(5)]
+    for path, simulated in zip(paths, load_all_sites(keys, 5), strict=True):
+        node = {"data-path": str(path), "test-path": str(path.with_suffix(".test.csv")), "label": "ward"}
+        real = load_site(config(), node)
+        assert real.train.equals(simulated.train)
+        assert real.test.equals(simulated.test)
+        assert (real.site, real.label, real.partitions) == (path.stem, "ward", 0)
+    with pytest.raises(DataError, match=r"site-00\.csv is there already"):
+        write_partition(keys, 5, tmp_path / "sites")
+
+
+def test_sites_without_held_out_rows_get_no_test_file(tmp_path):
+    write_partition(config(**{"test-fraction": 0.0}), 2, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["site-00.csv", "site-01.csv"]
+
+
+def test_a_real_site_holds_out_rows_by_its_id(tmp_path):
+    write_partition(config(**{"test-fraction": 0.0}), 1, tmp_path)
+    node = {"data-path": str(tmp_path / "site-00.csv")}
+    one, again, other = (load_site(config(), {**node, "site": name}) for name in ("a", "a", "b"))
+    assert one.test.equals(again.test)
+    assert not one.test.equals(other.test)
+    assert as_rows(pd.concat([one.train, one.test])) == as_rows(pd.concat([other.train, other.test]))
+
+
+def test_the_id_of_a_node():
+    assert site_id({"data-path": "/srv/ward 3.csv.gz"}) == "ward 3"
+    assert site_id({"data-path": "/srv/w.csv", "site": "north"}) == "north"
+    assert site_id({"partition-id": 4, "num-partitions": 9}) == "4"
+    assert site_id({}) == ""
+
+
+def test_nodes_without_data_are_refused():
+    with pytest.raises(DataError, match=r"`data-path` .* `partition-id` and `num-partitions`"):
+        load_site(config(), {"state-dir": "here"})
+    with pytest.raises(DataError, match="`partition-id` = 5 is not one of the 5"):
+        load_site(config(), {"partition-id": 5, "num-partitions": 5})
+
+
+def test_simulated_sites_too_small_or_flat_are_refused(tmp_path):
+    frame = pd.DataFrame({"x": [0.0, 0.0, 1.0, 1.0], "y": [1.0, 1.0, 2.0, 3.0]})
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    keys = {"dataset": str(tmp_path / "t.csv"), "partitioner": "blocks", "test-fraction": 0.0}
+    first, second = ({"partition-id": k, "num-partitions": 2} for k in (0, 1))
+    with pytest.raises(DataError, match=r"site 0 of t\.csv: constant column `y`"):
+        load_site(config(**keys), first)
+    assert len(load_site(config(**keys), second).train) == 2  # its constant feature is kept: it is a share of a table
+    with pytest.raises(DataError, match=r"site 0 of t\.csv: 1 training row; at least 2 are needed"):
+        load_site(config(**keys), {"partition-id": 0, "num-partitions": 4})
+
+
+@pytest.mark.data
+def test_weather_by_country():
+    if "FEDGP_DATA" not in os.environ:
+        pytest.skip("FEDGP_DATA is not set: no folder with the real data sets")
+    keys = config(
+        dataset="weather", features="lon,lat,elev", partitioner="natural", partition={"column": "country"},
+        **{"data-dir": os.environ["FEDGP_DATA"]},
+    )  # fmt: skip
+    sites = load_all_sites(keys, 34)
+    table = pd.read_csv(Path(os.environ["FEDGP_DATA"]) / "weather.csv.gz")
+    sizes = table.groupby("country").size()
+    kept = sizes[sizes >= 10]
+    assert [site.label for site in sites] == kept.index.tolist()
+    assert [len(site.train) + len(site.test) for site in sites] == kept.tolist()
+    preparation = preparation_of(sites)
+    x = np.concatenate([site.encode(preparation).x for site in sites])
+    assert x.mean(axis=0) == pytest.approx(np.zeros(3), abs=1e-12)
+    assert x.std(axis=0) == pytest.approx(np.ones(3), rel=1e-12)

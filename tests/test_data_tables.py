@@ -1,0 +1,187 @@
+"""Every way a site's own file can be wrong has an error that names file, column and row, and repeats no cell."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedgp_flower.config import CoreConfig
+from fedgp_flower.data.cells import number_labels, typed
+from fedgp_flower.data.datasets import checked
+from fedgp_flower.data.sites import RawSite, load_site
+from fedgp_flower.data.tables import read_table, table_stem
+from fedgp_flower.errors import DataError
+
+SECRET = "7.31415"
+"""The one cell a message could betray, in every faulty file below."""
+HEADER = "age,job,dose,y"
+GOOD = [f"{20 + i},{'abc'[i % 3]}x,{i * 0.5},{i * i}" for i in range(12)]
+
+
+def lines(*changed: tuple[int, str], header: str = HEADER, rows: list[str] | None = None) -> str:
+    """The good table with some data rows (from 1) replaced."""
+    body = list(GOOD if rows is None else rows)
+    for row, text in changed:
+        body[row - 1] = text
+    return "\n".join([header, *body]) + "\n"
+
+
+def load(path: Path, **node: str) -> RawSite:
+    config = CoreConfig.model_validate({"constant-columns": node.pop("constant", "error")})
+    return load_site(config, {"data-path": str(path), **node})
+
+
+CASES = {
+    "missing column": (lines(header="age,job,dose,z").replace("z\n", "y \n", 0), {"target": "y"}, ["`y`", "`dose`"]),
+    "text in a numeric cell": (
+        lines((3, f"22,ax,high{SECRET},4"), (7, "26,ax,low,4")),
+        {},
+        ["column `dose`", "text in a numeric cell in row 3 and 1 more row"],
+    ),
+    "empty numeric cell": (lines((5, f"24,{SECRET},,16")), {}, ["column `dose`", "empty or NaN cell in row 5"]),
+    "NaN target": (lines((4, "23,ax,1.5,NaN")), {}, ["column `y`", "empty or NaN cell in row 4"]),
+    "empty category": (lines((2, "21,,0.5,1")), {}, ["column `job`", "empty or NaN cell in row 2"]),
+    "infinite": (lines((6, "25,ax,inf,25")), {}, ["column `dose`", "infinite number in row 6"]),
+    "two columns at once": (lines((6, ",ax,-inf,25")), {}, ["`age`: empty or NaN cell in row 6", "`dose`: infinite"]),
+    "short row": (lines((8, "27,bx")), {}, ["column `dose`", "column `y`", "in row 8"]),
+    "long row": (lines((8, f"27,bx,1,2,{SECRET}")), {}, ["data row 8", "more cells"]),
+    "all rows long": (lines(rows=[row + "," + SECRET for row in GOOD]), {}, ["more cells than the header"]),
+    "one row": (lines(rows=[f"20,ax,{SECRET},1"]), {}, ["1 training row", "at least 2"]),
+    "constant feature": (lines(rows=[f"{i},{SECRET}x,1,{i}" for i in range(9)]), {}, ["constant column `job`, `dose`"]),
+    "constant target": (lines(rows=[f"{i},{'ab'[i % 2]},{i},{SECRET}" for i in range(9)]), {}, ["constant column `y`"]),
+    "identifiers": (lines(rows=[f"{i},{SECRET}{i}x,{i},{i}" for i in range(12)]), {}, ["`job`", "`features`"]),
+    "text target": (lines(rows=[f"{i},a,{i},{SECRET}x" for i in range(4)]), {}, ["target `y` holds text", "bernoulli"]),
+    "no header": ("\n".join(f"{i},{SECRET}" for i in range(5)), {}, ["first line holds numbers"]),
+    "part of a header": (
+        f"a,{SECRET},b,c\n1,2,3,4\n",
+        {"target": "y"},
+        ["missing column `y`", "is the first line a header"],
+    ),
+    "named twice": (lines(header="age,job,age,y"), {}, ["more than once: `age`"]),
+    "index column": (lines(header=",job,dose,y"), {}, ["column 1 has no name", "`features`"]),
+    "wrong separator": (lines().replace(",", ";"), {"target": "y"}, ["missing column `y`", "separated by commas"]),
+    "header only": (HEADER + "\n", {}, ["no data rows"]),
+    "empty file": ("", {}, ["the file is empty"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_faulty_file_is_refused_with_its_name_and_without_its_cells(case, tmp_path):
+    text, keys, expected = CASES[case]
+    path = tmp_path / "clinic.csv"
+    path.write_text(text)
+    config = CoreConfig.model_validate(keys)
+    with pytest.raises(DataError) as caught:
+        load_site(config, {"data-path": str(path)})
+    message = str(caught.value)
+    assert "clinic.csv" in message
+    for part in expected:
+        assert part in message
+    assert SECRET not in message
+    assert "high" not in message
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"absent\.csv: no such file"):
+        load(tmp_path / "absent.csv")
+    (tmp_path / "notes.txt").write_text("a,y\n1,2\n")
+    with pytest.raises(DataError, match=r"notes\.txt: not a table"):
+        load(tmp_path / "notes.txt")
+    (tmp_path / "torn.csv.gz").write_bytes(gzip.compress(lines().encode())[:-20])
+    with pytest.raises(DataError, match=r"torn\.csv\.gz: cannot be read"):
+        load(tmp_path / "torn.csv.gz")
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match=r"torn\.parquet: cannot be read"):
+        load(tmp_path / "torn.parquet")
+    (tmp_path / "latin.csv").write_bytes("größe,y\n1,2\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.csv: not UTF-8"):
+        load(tmp_path / "latin.csv")
+
+
+def test_faults_of_a_test_file_name_the_test_file(tmp_path):
+    (tmp_path / "a.csv").write_text(lines())
+    (tmp_path / "b.csv").write_text(lines((2, f"21,{SECRET},0.5x,1")))
+    with pytest.raises(DataError, match=r"b\.csv: column `dose`: text in a numeric cell in row 2") as caught:
+        load(tmp_path / "a.csv", **{"test-path": str(tmp_path / "b.csv")})
+    assert SECRET not in str(caught.value)
+
+
+def test_constant_columns_may_be_kept(tmp_path):
+    (tmp_path / "a.csv").write_text(lines(rows=[f"{i},ax,1,{i}" for i in range(9)]))
+    assert load(tmp_path / "a.csv", constant="keep").features == ("age", "job", "dose")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet"])
+def test_the_three_formats_give_the_same_rows(suffix, tmp_path):
+    frame = pd.read_csv(pd.io.common.StringIO(lines())).assign(dose=np.random.default_rng(0).normal(size=12))
+    path = tmp_path / f"ward{suffix}"
+    _ = frame.to_parquet(path) if suffix == ".parquet" else frame.to_csv(path, index=False)
+    site = load(path)
+    rows = pd.concat([site.train, site.test]).sort_values("age", ignore_index=True)
+    assert site.site == site.label == table_stem(path) == "ward"
+    assert not site.simulated
+    assert site.features == ("age", "job", "dose")
+    assert (rows["dose"].to_numpy() == frame["dose"].to_numpy()).all()  # to the last bit
+    assert rows["job"].tolist() == frame["job"].tolist()
+    assert len(site.test) == round(0.2 * 12)
+
+
+def test_byte_order_mark_blanks_and_question_marks(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + b" x , job ,y\n1, ? ,2\n2,a,3\n\n3,a,5\n")
+    frame = typed(read_table(path), ["x", "job", "y"], "a.csv")
+    assert frame["job"].tolist() == ["?", "a", "a"]
+    assert frame["x"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_column_is_numeric_when_half_of_its_cells_are():
+    raw = pd.DataFrame({"half": ["1", "2", "a", "b"], "fewer": ["1", "a", "b", "c"]})
+    with pytest.raises(DataError, match="`half`: text in a numeric cell in row 3 and 1 more row"):
+        typed(raw, ["half"], "f")
+    assert typed(raw, ["fewer"], "f")["fewer"].tolist() == ["1", "a", "b", "c"]
+
+
+def test_parquet_types(tmp_path):
+    frame = pd.DataFrame(
+        {
+            "small": np.array([1, 2, 3], dtype=np.int8),
+            "nullable": pd.array([1, None, 3], dtype="Int64"),
+            "flag": [True, False, True],
+            "level": pd.Categorical(["b", "a", "b"]),
+            "day": pd.to_datetime(["2020-01-01", "2020-01-02", "2020-01-03"]),
+        }
+    )
+    frame.to_parquet(tmp_path / "t.parquet")
+    raw = read_table(tmp_path / "t.parquet")
+    good = typed(raw, ["small", "flag", "level"], "t")
+    assert good["small"].dtype == np.float64
+    assert good["flag"].tolist() == ["True", "False", "True"]
+    assert good["level"].tolist() == ["b", "a", "b"]
+    with pytest.raises(DataError, match="`nullable`: empty or NaN cell in row 2; column `day`: dates"):
+        typed(raw, ["nullable", "day"], "t")
+
+
+def test_targets_of_each_likelihood():
+    raw = pd.DataFrame({"y": [0.0, 1.0, 2.5, -1.0], "two": [0, 1, 1, 0], "n": [0, 3, 1, 7], "t": ["no", "yes"] * 2})
+
+    def target(name: str, likelihood: str) -> list:
+        return checked(raw, [], name, likelihood, "f")[name].tolist()
+
+    assert target("two", "bernoulli") == ["0", "1", "1", "0"]
+    assert target("t", "bernoulli") == ["no", "yes", "no", "yes"]
+    assert target("n", "poisson") == [0, 3, 1, 7]
+    assert target("y", "student-t") == [0.0, 1.0, 2.5, -1.0]
+    with pytest.raises(DataError, match="`y` has 4 levels"):
+        target("y", "bernoulli")
+    with pytest.raises(DataError, match="`y`: expected counts 0, 1, 2, …; another number in row 3 and 1 more row"):
+        target("y", "poisson")
+
+
+def test_numbers_as_levels():
+    labels = number_labels(pd.Series([1.0, -3.0, 0.5, np.nan, 1e300]))
+    assert labels[:3].tolist() == ["1", "-3", "0.5"]
+    assert labels.isna().tolist() == [False, False, False, True, False]

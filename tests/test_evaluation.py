@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from fedgp_flower.errors import ProtocolError
+from fedgp_flower.metrics import bernoulli_scores, gaussian_scores
+from strategies.evaluation import as_baseline, combine, combine_histograms, natural_order
+
+
+def predictions(n, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=n), rng.uniform(0.5, 2, n), rng.normal(size=n)
+
+
+def split(n, pieces, seed=0):
+    """Scores of one set of predictions, dealt to sites of unequal size."""
+    m, s, y = predictions(n, seed)
+    rows = np.array_split(np.arange(n), pieces) if pieces > 1 else [np.arange(n)]
+    return {str(k): gaussian_scores(m[i], s[i], y[i]) for k, i in enumerate(rows)}
+
+
+def test_figures_by_hand_with_sites_of_unequal_size():
+    sites = {
+        "b": gaussian_scores([0.0], [1.0], [3.0]),
+        "a": gaussian_scores([0.0, 1.0, 2.0], [1.0] * 3, [0.0, 0.0, 2.0]),
+    }
+    result = combine({site: score.sums for site, score in sites.items()}, 2.0)
+    test = result["test"]
+    assert test["rmse"] == pytest.approx(math.sqrt((9 + 0 + 1 + 0) / 4))
+    assert test["mae"] == pytest.approx(1.0)
+    assert test["nll"] == pytest.approx(0.5 * math.log(2 * math.pi) + 0.5 * (9 + 1) / 4)
+    assert (test["coverage_50"], test["coverage_90"], test["coverage_95"]) == (0.5, 0.75, 0.75)
+    assert [row["site"] for row in result["per_site"]] == ["a", "b"]
+    assert [row["num_examples"] for row in result["per_site"]] == [3, 1]
+    assert result["per_site"][1]["rmse"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("pieces", [2, 7])
+def test_figures_do_not_depend_on_how_rows_are_dealt_to_sites(pieces):
+    one = combine({k: v.sums for k, v in split(53, 1).items()}, 1.7)
+    many = combine({k: v.sums for k, v in split(53, pieces).items()}, 1.7)
+    assert many["test"] == pytest.approx(one["test"], rel=1e-12)
+    assert many["test_standardised"] == pytest.approx(one["test_standardised"], rel=1e-12)
+
+
+def test_standardised_figures_are_those_of_standardised_predictions():
+    m, s, y = predictions(40)
+    location, scale = 12.0, 5.0
+    original = gaussian_scores(location + scale * m, scale * s, location + scale * y)
+    expected = combine({"0": gaussian_scores(m, s, y).sums}, 1.0)["test"]
+    found = combine({"0": original.sums}, scale)
+    assert found["test_standardised"] == pytest.approx(expected, rel=1e-10)
+    assert found["test"]["nll"] == pytest.approx(expected["nll"] + math.log(5.0))
+    assert found["test"]["crps"] == pytest.approx(expected["crps"] * 5.0)
+
+
+def test_classification_figures_have_no_units():
+    result = combine({"x": bernoulli_scores([0.8, 0.4], [1, 1]).sums, "y": bernoulli_scores([0.1], [0]).sums}, 1.0)
+    nll = -(math.log(0.8) + math.log(0.4) + math.log(0.9)) / 3
+    expected = {"accuracy": 2 / 3, "nll": nll, "brier": (0.04 + 0.36 + 0.01) / 3}
+    assert result["test"] == pytest.approx(expected)
+    assert result["test_standardised"] == result["test"]
+    assert result["per_site"][0]["accuracy"] == 0.5
+
+
+def test_a_site_without_rows_has_no_figures_and_moves_nothing():
+    scores = split(11, 1)
+    alone = combine({"0": scores["0"].sums}, 1.0)
+    both = combine({"0": scores["0"].sums, "1": gaussian_scores([], [], []).sums}, 1.0)
+    assert both["test"] == alone["test"]
+    assert both["per_site"][1]["num_examples"] == 0
+    assert math.isnan(both["per_site"][1]["rmse"])
+
+
+def test_a_baseline_entry_holds_test_figures_and_sites():
+    result = combine({k: v.sums for k, v in split(9, 3).items()}, 1.0)
+    entry = as_baseline(result)
+    assert entry["nll"] == result["test"]["nll"]
+    assert len(entry["per_site"]) == 3
+
+
+def test_histograms_add_over_sites():
+    scores = split(53, 4)
+    m, s, y = predictions(53)
+    whole = gaussian_scores(m, s, y).arrays["evaluation.pit"]
+    assert combine_histograms(score.arrays for score in scores.values()) == {"pit": whole.tolist()}
+    assert combine_histograms([{}]) == {}
+    with pytest.raises(ProtocolError, match="shape"):
+        combine_histograms([{"evaluation.pit": np.ones(20)}, {"evaluation.pit": np.ones(10)}])
+
+
+def test_sites_come_in_natural_order():
+    assert sorted(["10", "2", "b1", "a", "B", "a10", "a9"], key=natural_order) == [
+        "2",
+        "10",
+        "B",
+        "a",
+        "a9",
+        "a10",
+        "b1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sums", "scale", "message"),
+    [
+        ({}, 1.0, "no site replied"),
+        ({"s": {"count": 1.0}}, 1.0, "site s lacks squared-error"),
+        ({"s": bernoulli_scores([0.5], [1]).sums, "t": gaussian_scores([0], [1], [0]).sums}, 1.0, "different kinds"),
+        ({"t": gaussian_scores([0], [1], [0]).sums}, 0.0, "finite and positive"),
+    ],
+)
+def test_unusable_evaluations_are_errors(sums, scale, message):
+    with pytest.raises(ProtocolError, match=message):
+        combine(sums, scale)

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.metrics import Scores, bernoulli_scores, gaussian_scores, mixture_scores
+
+CASES = [(0.3, 0.7, 1.1), (-2.0, 3.0, 4.0), (5.0, 0.05, 5.2), (0.0, 1.0, 0.0)]
+
+
+def crps_by_integration(cdf, y, low, high):
+    """The definition ∫ (F(t) − 1[t ≥ y])² dt, split at the jump."""
+    below, _ = integrate.quad(lambda t: cdf(t) ** 2, low, y, epsabs=1e-12, limit=200)
+    above, _ = integrate.quad(lambda t: (1 - cdf(t)) ** 2, y, high, epsabs=1e-12, limit=200)
+    return below + above
+
+
+@pytest.mark.parametrize(("mean", "sd", "y"), CASES)
+def test_gaussian_scores_of_one_row_meet_scipy_and_the_definition_of_crps(mean, sd, y):
+    sums = gaussian_scores([mean], [sd], [y]).sums
+    law = stats.norm(mean, sd)
+    assert sums["count"] == 1
+    assert sums["squared-error"] == pytest.approx((mean - y) ** 2)
+    assert sums["absolute-error"] == pytest.approx(abs(mean - y))
+    assert sums["nll"] == pytest.approx(-law.logpdf(y), rel=1e-12)
+    expected = crps_by_integration(law.cdf, y, mean - 12 * sd, max(mean + 12 * sd, y + sd))
+    assert sums["crps"] == pytest.approx(expected, rel=1e-8)
+    for level in (50, 90, 95):
+        low, high = law.interval(level / 100)
+        assert sums[f"inside-{level}"] == float(low <= y <= high)
+
+
+@pytest.mark.parametrize("y", [-3.0, 0.4, 2.5])
+def test_mixture_scores_of_one_row_meet_numerical_integration(y):
+    means, sds = np.array([-1.0, 0.5, 3.0, 3.1]), np.array([0.3, 1.0, 0.5, 2.0])
+    scores = mixture_scores(means[:, None], sds[:, None], [y])
+
+    def cdf(t):
+        return float(np.mean(stats.norm.cdf(t, means, sds)))
+
+    assert scores.sums["nll"] == pytest.approx(-math.log(np.mean(stats.norm.pdf(y, means, sds))), rel=1e-12)
+    assert scores.sums["crps"] == pytest.approx(crps_by_integration(cdf, y, -25, 25), rel=1e-8)
+    assert scores.sums["squared-error"] == pytest.approx((means.mean() - y) ** 2)
+    assert np.flatnonzero(scores.arrays["evaluation.pit"]) == [int(cdf(y) * 20)]
+    for level in (50, 90, 95):
+        assert scores.sums[f"inside-{level}"] == float(abs(cdf(y) - 0.5) <= level / 200)
+
+
+def test_mixture_of_equal_components_is_the_gaussian():
+    rng = np.random.default_rng(0)
+    mean, sd, y = rng.normal(size=40), rng.uniform(0.2, 2, 40), rng.normal(size=40)
+    one, many = gaussian_scores(mean, sd, y), mixture_scores(np.tile(mean, (5, 1)), np.tile(sd, (5, 1)), y)
+    assert many.sums == pytest.approx(one.sums, rel=1e-12)
+    np.testing.assert_array_equal(many.arrays["evaluation.pit"], one.arrays["evaluation.pit"])
+
+
+def test_true_predictions_score_what_theory_says():
+    """For y ~ N(m, s²): E NLL = ½log(2πes²), E CRPS = s/√π, E|e| = s√(2/π), uniform PIT; 4 standard errors allowed."""
+    rng = np.random.default_rng(1)
+    n, s = 100_000, 2.5
+    mean = rng.normal(size=n)
+    scores = gaussian_scores(mean, np.full(n, s), mean + s * rng.normal(size=n))
+    average = {name: value / n for name, value in scores.sums.items()}
+    assert average["nll"] == pytest.approx(0.5 * math.log(2 * math.pi * math.e * s**2), abs=4 * math.sqrt(0.5 / n))
+    assert average["crps"] == pytest.approx(s / math.sqrt(math.pi), abs=4 * s / math.sqrt(n))
+    assert average["absolute-error"] == pytest.approx(s * math.sqrt(2 / math.pi), abs=4 * s / math.sqrt(n))
+    for level in (0.5, 0.9, 0.95):
+        assert average[f"inside-{100 * level:.0f}"] == pytest.approx(level, abs=4 * math.sqrt(level * (1 - level) / n))
+    expected = np.full(20, n / 20)
+    assert stats.chisquare(scores.arrays["evaluation.pit"], expected).pvalue > 1e-3
+
+
+def test_pit_of_an_outcome_above_every_prediction_falls_in_the_last_bin():
+    pit = gaussian_scores([0.0, 0.0], [1.0, 1.0], [50.0, -50.0]).arrays["evaluation.pit"]
+    assert (pit[-1], pit[0], pit.sum()) == (1, 1, 2)
+
+
+def test_far_outliers_keep_a_finite_mixture_density():
+    nll = mixture_scores([[0.0], [1.0]], [[1.0], [1.0]], [60.0]).sums["nll"]
+    # The nearer component dominates: −log ½N(60 | 1, 1), the other is e^−59.5 of it.
+    assert nll == pytest.approx(0.5 * 59**2 + 0.5 * math.log(2 * math.pi) + math.log(2), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "mixture", "bernoulli"])
+def test_scores_of_pieces_add_to_the_scores_of_the_whole(kind):
+    rng = np.random.default_rng(2)
+    m, s, y = rng.normal(size=(3, 50)), rng.uniform(0.5, 2, (3, 50)), rng.normal(size=50)
+
+    def score(rows: slice) -> Scores:
+        if kind == "gaussian":
+            return gaussian_scores(m[0, rows], s[0, rows], y[rows])
+        if kind == "mixture":
+            return mixture_scores(m[:, rows], s[:, rows], y[rows])
+        return bernoulli_scores(1 / (1 + np.exp(-m[0, rows])), y[rows] > 0)
+
+    whole, pieces = (
+        score(slice(None)),
+        score(slice(0, 1)) + score(slice(1, 30)) + score(slice(30, 30)) + score(slice(30, 50)),
+    )
+    assert pieces.sums == pytest.approx(whole.sums, rel=1e-12)
+    for name, expected in whole.arrays.items():
+        np.testing.assert_allclose(pieces.arrays[name], expected, rtol=1e-12)
+
+
+def test_bernoulli_scores_by_hand():
+    scores = bernoulli_scores([0.9, 0.2, 0.6, 1.0], [1, 0, 0, 1])
+    assert scores.sums["count"] == 4
+    assert scores.sums["correct"] == 3
+    assert scores.sums["nll"] == pytest.approx(-(math.log(0.9) + math.log(0.8) + math.log(0.4)))
+    assert scores.sums["brier"] == pytest.approx(0.01 + 0.04 + 0.36)
+    reliability = scores.arrays["evaluation.reliability"]
+    assert reliability.shape == (10, 3)
+    np.testing.assert_allclose(reliability[9], [2, 1.9, 2])
+    np.testing.assert_allclose(reliability.sum(axis=0), [4, 2.7, 2])
+
+
+def test_a_wrong_certainty_costs_infinitely_many_nats():
+    assert bernoulli_scores([0.0], [1]).sums["nll"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([0.0], [0.0], [0.0]), "`sd` of a prediction is not positive in 1 places"),
+        (([0.0], [-1.0], [0.0]), "not positive"),
+        (([np.nan], [1.0], [0.0]), "`mean` of a prediction is not finite"),
+        (([0.0], [1.0], [0.0, 1.0]), r"found \(1,\), \(1,\), \(2,\)"),
+    ],
+)
+def test_unusable_gaussian_predictions_are_errors(arguments, message):
+    with pytest.raises(NumericsError, match=message):
+        gaussian_scores(*arguments)
+
+
+def test_unusable_mixtures_probabilities_and_sums_are_errors():
+    with pytest.raises(NumericsError, match=r"\[S, n\]"):
+        mixture_scores(np.empty((0, 2)), np.empty((0, 2)), [0.0, 0.0])
+    with pytest.raises(NumericsError, match=r"not in \[0, 1\]"):
+        bernoulli_scores([np.nan], [1])
+    with pytest.raises(NumericsError, match="neither 0 nor 1"):
+        bernoulli_scores([0.5], [2])
+    with pytest.raises(NumericsError, match="one shape"):
+        bernoulli_scores([0.5, 0.5], [1])
+    with pytest.raises(NumericsError, match="different kinds"):
+        gaussian_scores([0.0], [1.0], [0.0]) + bernoulli_scores([0.5], [1])

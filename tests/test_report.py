@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+from scipy import stats
+from synthetic_runs import make_run, predict
+
+from fedgp_flower import figures
+from fedgp_flower.artefacts import read_run
+from fedgp_flower.errors import RunError
+from fedgp_flower.files import read_json, write_json
+from fedgp_flower.report import Panel, write_report
+from fedgp_flower.summary import (
+    Arm,
+    Difference,
+    arms,
+    calibration_verdict,
+    comparison_frame,
+    expected_coverage,
+    headline,
+    paired_difference,
+    rich_table,
+    show,
+    verdict,
+)
+
+LABELS = ["<script>alert(1)</script>", "cost $a$ & $b", "病院"]
+FAILURES = [{"round": 3, "site": "5", "reason": "column <b>age</b> is missing"}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _coarse_pictures():
+    """Pictures of few pixels: their content is tested, not their resolution."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "DPI", 30)
+        yield
+
+
+@pytest.fixture(scope="module")
+def line_run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("line"), inputs=1, failures=FAILURES, labels=LABELS)
+
+
+@pytest.fixture(scope="module")
+def line_page(line_run):
+    extra = [
+        Panel("Own <panel>", "<p id='own'>own</p>", "a & b"),
+        Panel("Own figure", Figure(figsize=(1, 1)), "a figure"),
+        Panel("Own image", b"\x89PNG", "an image"),
+    ]
+    return write_report(line_run, predict, extra).read_text()
+
+
+def plots(run):
+    return {path.stem for path in (run / "plots").iterdir()}
+
+
+def scored(nlls, rows):
+    sites = [
+        {"site": str(k), "num_examples": n, "nll": value} for k, (value, n) in enumerate(zip(nlls, rows, strict=True))
+    ]
+    return {"nll": float(np.average(nlls, weights=rows)), "coverage_95": 0.95, "per_site": sites}
+
+
+def judged(line_run, own, local, rows, coverage=0.95):
+    """The metrics of a run whose sites have the given NLL."""
+    mine = scored(own, rows)
+    test = {"nll": mine["nll"], "coverage_95": coverage}
+    beside = None if local is None else scored(local, rows)
+    return replace(read_run(line_run).metrics, test=test, per_site=mine["per_site"], local_only=beside, pooled=None)
+
+
+def test_the_page_stands_alone(line_page):
+    assert "://" not in line_page
+    assert "<script" not in line_page
+    assert set(re.findall(r'(?:src|href)="([^",]+)', line_page)) == {"data:image/png;base64"}
+    assert "{{" not in line_page
+
+
+def test_what_comes_from_data_is_escaped(line_page):
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in line_page
+    assert "column &lt;b&gt;age&lt;/b&gt; is missing" in line_page
+    assert "<b>" not in line_page
+    assert "病院" in line_page
+    assert "Own &lt;panel&gt;" in line_page
+
+
+def test_the_page_shows_the_figures_of_the_run(line_run, line_page):
+    run = read_run(line_run)
+    for arm in arms(run.metrics):
+        for name in ("rmse", "nll", "crps"):
+            assert f"<td>{show(arm.figures[name])}</td>" in line_page
+    assert "RMSE and CRPS in units of yield" in line_page
+    assert "1 failure at 1 site" in line_page
+    assert "<td>extra jitter in Kzz</td><td>3</td>" in line_page
+    assert "<td>model.kernel</td><td>rbf</td>" in line_page
+    assert "training rows" in line_page
+    assert "local-only NLL" in line_page
+
+
+def test_panels_of_a_method_are_added(line_page, line_run):
+    assert "<p id='own'>own</p>" in line_page
+    assert {"own-figure", "own-image"} <= plots(line_run)
+
+
+def test_pictures_follow_the_number_of_inputs(tmp_path, line_run, line_page):
+    assert {"curve", "calibration", "convergence", "sites", "cost"} <= plots(line_run)
+    bare = make_run(tmp_path / "1", inputs=1, sites=2, rows=20)
+    write_report(bare)
+    assert "intervals" in plots(bare)
+    two = make_run(tmp_path / "2", inputs=2, sites=2, rows=20)
+    write_report(two, predict)
+    assert {"map", "parity"} <= plots(two)
+    write_report(two)
+    many = make_run(tmp_path / "8", inputs=8, sites=45, rows=12)
+    page = write_report(many).read_text()
+    assert {"parity"} == plots(many) - {"calibration", "convergence", "sites", "cost"}
+    assert re.search(r"400 of [45]\d\d rows", page)
+
+
+def test_a_deployed_run_shows_the_curve_without_rows(tmp_path):
+    run = make_run(tmp_path, inputs=1, sites=2, keep=False, baselines=False)
+    page = write_report(run, predict).read_text()
+    assert "curve" in plots(run)
+    assert "no baseline was computed" in page
+    assert "<td>local-only</td>" not in page
+    assert "No site failed." in page
+    page = write_report(run).read_text()
+    assert "real sites never send rows" in page
+
+
+def test_a_classification_run_shows_probabilities_and_reliability(tmp_path):
+    run = make_run(tmp_path, inputs=3, sites=3, classes=True)
+    page = write_report(run).read_text()
+    assert "probabilities" in plots(run)
+    assert "Brier" in page
+    assert "coverage" not in page
+    assert "RMSE" not in page
+
+
+def test_a_run_without_figures_or_rounds_still_has_a_page(tmp_path):
+    run = make_run(tmp_path, inputs=1, sites=1, baselines=False, keep=False)
+    content = read_json(run / "metrics.json")
+    nothing = dict.fromkeys(content["test"])
+    write_json(run / "metrics.json", content | {"test": nothing, "per_site": [], "calibration": {"pit": [0] * 20}})
+    (run / "history.csv").write_text((run / "history.csv").read_text().splitlines()[0] + "\n")
+    (run / "posterior.json").unlink()
+    page = write_report(run).read_text()
+    assert "is not finite, so the run cannot be judged" in page
+
+
+def test_an_unfinished_run_has_no_report(line_run, tmp_path):
+    with pytest.raises(RunError, match="not the folder of a run"):
+        write_report(tmp_path / "nothing")
+
+
+def test_paired_difference_by_hand(line_run):
+    metrics = judged(line_run, [1.0, 1.0, 1.0], [1.2, 1.1, 1.0], [20, 10, 10])
+    found = paired_difference(metrics, "nll")
+    # w = (½, ¼, ¼), d = (−0.2, −0.1, 0): D = −0.125, se² = 3/2 (¼·0.075² + 1/16·0.025² + 1/16·0.125²), t₂ = 4.30265
+    half = 4.302652729911275 * np.sqrt(1.5 * (0.075**2 / 4 + 0.025**2 / 16 + 0.125**2 / 16))
+    assert found == Difference(pytest.approx(-0.125), pytest.approx(-0.125 - half), pytest.approx(-0.125 + half), 3, 2)
+
+
+def test_with_sites_of_equal_size_the_interval_is_that_of_a_paired_t_test(line_run):
+    own, local = [1.0, 1.4, 0.7, 1.1], [1.3, 1.5, 0.6, 1.9]
+    found = paired_difference(judged(line_run, own, local, [7] * 4), "nll")
+    expected = stats.ttest_rel(own, local).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+
+
+def test_sites_that_one_arm_did_not_score_are_left_out(line_run):
+    metrics = judged(line_run, [1.0, 2.0, 9.0, 9.0], [1.5, 2.5, 1.0, 1.0], [10, 10, 10, 10])
+    metrics.local_only["per_site"].pop()
+    metrics.per_site[2]["nll"] = None
+    assert paired_difference(metrics, "nll").sites == 2
+    assert paired_difference(metrics, "nll").mean == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize(
+    ("own", "local", "words"),
+    [
+        ([1.0, 1.1, 1.2], [1.5, 1.61, 1.7], "predicts held-out rows better than sites on their own"),
+        ([1.5, 1.61, 1.7], [1.0, 1.1, 1.2], "predicts held-out rows worse than sites on their own"),
+        ([1.0, 1.2, 1.1], [1.1, 1.1, 1.1], "do not differ clearly"),
+        ([1.0, 1.2], [1.1, 1.4], "has a lower NLL than sites on their own, though 2 sites are too few"),
+        ([1.2], [1.1], "has a higher NLL than sites on their own, though 1 site is too few"),
+        ([1.2], None, "no baseline was computed"),
+    ],
+)
+def test_the_verdict_follows_the_numbers(line_run, own, local, words):
+    metrics = judged(line_run, own, local, [10] * len(own))
+    assert words in verdict(metrics)
+    assert show(np.mean(own)) in verdict(metrics)
+
+
+def test_the_verdict_names_the_pooled_figure(line_run):
+    metrics = replace(judged(line_run, [1.2], None, [10]), pooled={"nll": 1.125, "per_site": []})
+    assert verdict(metrics).endswith("; training on all rows in one place gives 1.125.")
+
+
+@pytest.mark.parametrize(("coverage", "words"), [(0.85, "too narrow"), (0.95, "within"), (1.0, "too wide"), (None, "")])
+def test_the_verdict_on_intervals_follows_the_coverage(line_run, coverage, words):
+    sentence = calibration_verdict(judged(line_run, [1.0], None, [400], coverage))
+    assert words in sentence
+    assert bool(sentence) == (coverage is not None)
+
+
+@pytest.mark.parametrize("rows", [20, 89, 4000])
+def test_expected_coverage_is_the_central_range_of_the_binomial(rows):
+    low, high = expected_coverage(rows, 0.95)
+    law = stats.binom(rows, 0.95)
+    assert law.cdf(round(low * rows) - 1) <= 0.025 < law.cdf(round(low * rows))
+    assert law.cdf(round(high * rows) - 1) < 0.975 <= law.cdf(round(high * rows))
+
+
+def test_arms_scored_on_different_rows_are_flagged(tmp_path):
+    run = make_run(tmp_path, inputs=1, sites=3)
+    content = read_json(run / "metrics.json")
+    content["local_only"]["per_site"].pop()
+    write_json(run / "metrics.json", content)
+    assert "different numbers of rows" in write_report(run).read_text()
+
+
+def test_headline_and_comparison_hold_the_figures(line_run, tmp_path):
+    other = make_run(tmp_path, inputs=2, seed=5, baselines=False)
+    metrics = read_run(line_run).metrics
+    frame = headline(metrics)
+    assert list(frame.index) == ["federated (fsgp)", "local-only", "pooled"]
+    assert frame.loc["local-only", "rmse"] == metrics.local_only["rmse"]
+    assert frame["rows"].tolist() == [240, 240, 240]
+    both = comparison_frame([line_run, other])
+    assert list(both.index) == ["run-1d-0", "run-2d-5"]
+    assert both["rmse"].tolist() == [metrics.test["rmse"], read_run(other).metrics.test["rmse"]]
+    assert both["failures"].tolist() == [1, 0]
+    text = io.StringIO()
+    Console(file=text, width=200).print(rich_table(both, "runs"))
+    assert show(metrics.test["rmse"]) in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.00123456, "0.001235"), (-1.5, "−1.500"), (1234.5, "1234"), (54321.0, "54,321"), (np.inf, "–")],
+)
+def test_numbers_keep_four_digits(value, text):
+    assert show(value) == text
+
+
+def test_the_curve_draws_mean_and_the_95_percent_band():
+    figure = figures.curve(None, lambda x: (2 * x[:, 0], 0 * x[:, 0] + 0.5), (0.0, 1.0), ("x", "y"))
+    (ax,) = figure.axes
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), 2 * ax.lines[0].get_xdata())
+    band = ax.collections[0].get_paths()[0].vertices
+    half = stats.norm.ppf(0.975) * 0.5
+    np.testing.assert_allclose(np.abs(band[:, 1] - 2 * band[:, 0]), half, rtol=1e-9)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("x", "y")
+
+
+def test_the_parity_plot_tells_hits_from_misses():
+    rows = pd.DataFrame({"mean": [0.0, 0.0, 0.0, 1.0], "sd": 1.0, "target": [1.9, 2.0, -2.0, 1.0]})
+    (ax,) = figures.parity(rows, "$y").axes
+    found = {line.get_label(): len(line.get_xdata()) for line in ax.lines}
+    assert (found["inside"], found["outside"]) == (2, 2)
+    assert ax.get_ylabel() == r"observed \$y"
+
+
+def test_the_calibration_curve_counts_central_bins():
+    pit = [10, 0] + [5] * 16 + [0, 10]  # 20 in the tails of 100
+    ax = figures.calibration(pit, 0.9).axes[0]
+    observed = next(line for line in ax.lines if line.get_label() == "observed")
+    found = dict(zip(np.round(observed.get_xdata(), 6), observed.get_ydata(), strict=True))
+    assert found[80.0] == pytest.approx(80.0)
+    assert found[90.0] == pytest.approx(80.0)
+    assert found[50.0] == pytest.approx(50.0)
+    assert found[95.0] == pytest.approx(90.0)
+
+
+def test_reliability_leaves_empty_bins_out():
+    table = np.zeros((10, 3))
+    table[2], table[9] = [10, 2.5, 3], [4, 3.8, 4]
+    ax = figures.reliability(table.tolist()).axes[0]
+    observed = next(line for line in ax.lines if line.get_label() == "observed")
+    np.testing.assert_allclose(observed.get_xdata(), [25, 95])
+    np.testing.assert_allclose(observed.get_ydata(), [30, 100])
+
+
+def test_convergence_draws_baselines_and_frames_the_late_rounds():
+    history = pd.DataFrame({"round": range(40), "test.nll": [1e6, 1e3, *np.linspace(2, 1, 38)], "seconds": 1.0})
+    figure = figures.convergence(history, [Arm("pooled", {"nll": 0.9}, [])], "m")
+    (ax,) = figure.axes
+    assert [line.get_ydata()[0] for line in ax.lines if line.get_label() == "pooled"] == [0.9]
+    assert ax.get_ylim()[1] < 3
+    assert ax.get_ylim()[0] < 0.9
+    assert "outside the frame" in ax.get_title(loc="right")
+    assert figures.convergence(history[:1], [], "m") is None
+
+
+def test_many_sites_become_a_scatter_and_few_a_dot_plot():
+    def rows(n, shift):
+        return [{"site": f"s{k}", "nll": k + shift} for k in range(n)]
+
+    few = figures.sites(rows(5, 0.0), rows(4, 0.5)).axes[0]
+    assert [tick.get_text() for tick in few.get_yticklabels()] == ["s0", "s1", "s2", "s3", "s4"]
+    many = figures.sites(rows(50, 0.0), rows(50, 0.5)).axes[0]
+    assert many.get_xlabel().startswith("local-only")
+    np.testing.assert_allclose(many.lines[1].get_xdata() - many.lines[1].get_ydata(), 0.5)
+    assert figures.sites([], []) is None
+
+
+def test_cost_adds_up_over_rounds(line_run):
+    history = read_run(line_run).history
+    axes = figures.cost(history).axes
+    assert axes[0].lines[0].get_ydata()[-1] == pytest.approx(history["bytes_up"].sum() / 1e6)
+    assert axes[1].lines[0].get_ydata()[-1] == pytest.approx(history["seconds"].sum())

@@ -1,0 +1,182 @@
+"""The exact facts of a sparse GP from sums: they equal the pooled GPyTorch SGPR, whatever the partition."""
+
+from __future__ import annotations
+
+import math
+
+import gpytorch
+import numpy as np
+import pytest
+import torch
+from gpytorch.kernels import InducingPointKernel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedgp_flower.config import ModelSection
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.models.sparse import SparseGP, pooled_bound, pooled_sums, sums_gradient
+from fedgp_flower.statistics import SparseSums, bound_gradient, collapsed_bound, exact_posterior
+
+KERNELS = ("rbf", "matern52", "rbf + linear", "matern32 * periodic")
+
+
+def problem(kernel: str = "rbf", n: int = 60, m: int = 9, jitter: float = 0.0):
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.rand(n, 2, generator=generator, dtype=torch.float64) * 4 - 2
+    targets = torch.sin(2 * inputs[:, 0]) + 0.3 * torch.randn(n, generator=generator, dtype=torch.float64)
+    grid = torch.linspace(-2, 2, 3, dtype=torch.float64)
+    locations = torch.cartesian_prod(grid, grid)[:m]  # apart from each other: cond(K_zz) stays below 1e4
+    options = {"kernel": kernel, "lengthscale": 0.7, "outputscale": 1.3, "noise": 0.2, "jitter": jitter}
+    return SparseGP(ModelSection.model_validate(options), locations), inputs, targets
+
+
+def kernel_matrices(sparse: SparseGP, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    kernel, locations = sparse.kernel, sparse.inducing_points
+    return kernel(locations).to_dense(), kernel(locations, inputs).to_dense()
+
+
+class PooledSGPR(gpytorch.models.ExactGP):
+    """The centralised reference: GPyTorch's own collapsed sparse GP on all rows."""
+
+    def __init__(self, sparse: SparseGP, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        super().__init__(inputs, targets, sparse.likelihood)
+        self.mean_module = gpytorch.means.ZeroMean()
+        self.covar_module = InducingPointKernel(sparse.kernel, sparse.inducing_points.detach(), sparse.likelihood)
+
+    def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bound_from_sums_is_gpytorch_sgpr(kernel):
+    sparse, inputs, targets = problem(kernel, jitter=1e-10)
+    reference = PooledSGPR(sparse, inputs, targets)
+    reference.train()
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(sparse.likelihood, reference)
+    with gpytorch.settings.fast_computations(False, False, False):
+        expected = float(mll(reference(inputs), targets).detach()) * len(targets)
+    bound = float(collapsed_bound(sparse.sums(inputs, targets), sparse.noise).detach())
+    assert bound == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_prediction_from_sums_is_gpytorch_sgpr(kernel):
+    sparse, inputs, targets = problem(kernel, jitter=1e-10)
+    reference = PooledSGPR(sparse, inputs, targets)
+    reference.eval()
+    new = torch.rand(11, 2, dtype=torch.float64) * 4 - 2
+    # GPyTorch's diagonal correction would put k − q on the *training* covariance too, which is FITC, not Titsias.
+    with torch.no_grad(), gpytorch.settings.sgpr_diagonal_correction(False):
+        expected = sparse.likelihood(reference(new))
+        left_out = sparse.kernel(new, diag=True) - reference.covar_module(new).diagonal()
+        posterior = exact_posterior(pooled_sums(sparse, inputs, targets), float(sparse.noise))
+        mean, variance = sparse.predict(new, posterior)
+    # The condition of K_zz, times rounding, limits both.
+    torch.testing.assert_close(mean, expected.mean, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(variance, expected.variance + left_out, rtol=1e-8, atol=1e-8)
+
+
+def test_bound_is_the_dense_formula():
+    """log N(y | 0, Q + σ²I) − tr(K − Q)/2σ², written with N × N matrices (paper Eq. 9)."""
+    sparse, inputs, targets = problem()
+    with torch.no_grad():
+        kzz, kzx = (
+            sparse.kernel(sparse.inducing_points).to_dense(),
+            sparse.kernel(sparse.inducing_points, inputs).to_dense(),
+        )
+        q = kzx.mT @ torch.linalg.solve(kzz, kzx)
+        covariance = q + sparse.noise * torch.eye(len(targets), dtype=torch.float64)
+        normal = torch.distributions.MultivariateNormal(torch.zeros(len(targets), dtype=torch.float64), covariance)
+        trace = (sparse.kernel(inputs).to_dense() - q).diagonal().sum()
+        expected = float(normal.log_prob(targets) - trace / (2 * sparse.noise))
+        assert float(collapsed_bound(sparse.sums(inputs, targets), sparse.noise)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_bound_is_below_the_evidence_and_tight_at_the_data():
+    sparse, inputs, targets = problem()
+    with torch.no_grad():
+        dense = sparse.kernel(inputs).to_dense() + sparse.noise * torch.eye(len(targets), dtype=torch.float64)
+        zero = torch.zeros(len(targets), dtype=torch.float64)
+        evidence = float(torch.distributions.MultivariateNormal(zero, dense).log_prob(targets))
+        assert float(collapsed_bound(sparse.sums(inputs, targets), sparse.noise)) < evidence
+        sparse.inducing_points.set_(inputs)
+        sparse.jitter = 1e-10
+        assert float(collapsed_bound(sparse.sums(inputs, targets), sparse.noise)) == pytest.approx(evidence, rel=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=60, max_size=60))
+def test_any_partition_gives_the_same_sums(owner):
+    sparse, inputs, targets = problem()
+    whole = pooled_sums(sparse, inputs, targets)
+    index = torch.tensor(owner)
+    parts = [pooled_sums(sparse, inputs[index == k], targets[index == k]) for k in sorted(set(owner))]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    for name, array in whole.to_arrays().items():
+        np.testing.assert_allclose(total.to_arrays()[name], array, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("sites", [1, 3, 7])
+def test_shares_of_the_gradient_add_up_to_autograd_of_the_pooled_bound(kernel, sites):
+    sparse, inputs, targets = problem(kernel)
+    names, parameters = zip(*sparse.wire_parameters(), strict=True)
+    bound = collapsed_bound(sparse.sums(inputs, targets), sparse.noise)
+    expected = dict(zip(names, torch.autograd.grad(bound, parameters), strict=True))
+    chunks = list(zip(inputs.tensor_split(sites), targets.tensor_split(sites), strict=True))
+    pooled = sum((pooled_sums(sparse, *c) for c in chunks[1:]), start=pooled_sums(sparse, *chunks[0]))
+    server = bound_gradient(pooled, float(sparse.noise.detach().log()))
+    adjoints = {f"adjoint.{n}": getattr(server, n) for n in ("gram", "projection", "prior_variance")}
+    shares = [sums_gradient(sparse, *chunk, adjoints) for chunk in chunks]
+    for name, gradient in expected.items():
+        total = sum(share[name] for share in shares)
+        if name == "likelihood.log_noise":
+            assert not total.any()
+            total = total + server.log_noise
+        np.testing.assert_allclose(total, gradient.numpy(), rtol=1e-9, atol=1e-9 * abs(server.value))
+
+
+def test_chunked_bound_has_the_value_and_gradient_of_the_plain_one(monkeypatch):
+    sparse, inputs, targets = problem("rbf + linear")
+    plain = collapsed_bound(sparse.sums(inputs, targets), sparse.noise)
+    parameters = [parameter for _, parameter in sparse.wire_parameters()]
+    expected = torch.autograd.grad(plain, parameters)
+    monkeypatch.setattr("fedgp_flower.models.sparse.CHUNK", 7)
+    chunked = pooled_bound(sparse, inputs, targets)
+    assert float(chunked.detach()) == pytest.approx(float(plain.detach()), rel=1e-12)
+    for own, wanted in zip(torch.autograd.grad(2 * chunked, parameters), expected, strict=True):
+        torch.testing.assert_close(own, 2 * wanted, rtol=1e-8, atol=1e-8)
+
+
+def test_posterior_is_the_textbook_formula():
+    """Σ = K_zz + A/σ², μ = σ⁻² K_zz Σ⁻¹ b, S = K_zz Σ⁻¹ K_zz with unwhitened sums (methods §1)."""
+    sparse, inputs, targets = problem()
+    with torch.no_grad():
+        kzz, kzx = (
+            sparse.kernel(sparse.inducing_points).to_dense(),
+            sparse.kernel(sparse.inducing_points, inputs).to_dense(),
+        )
+        noise = sparse.noise
+        sigma = kzz + kzx @ kzx.mT / noise
+        mean = kzz @ torch.linalg.solve(sigma, kzx @ targets) / noise
+        covariance = kzz @ torch.linalg.solve(sigma, kzz)
+        own = exact_posterior(pooled_sums(sparse, inputs, targets), float(noise))
+        factor = torch.linalg.cholesky(kzz)
+        torch.testing.assert_close(factor @ own.mean, mean, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(factor @ own.covariance @ factor.mT, covariance, rtol=1e-8, atol=1e-9)
+
+
+def test_broken_sums_are_an_error_with_a_remedy():
+    eye = -100 * torch.eye(2, dtype=torch.float64)
+    one = torch.ones((), dtype=torch.float64)
+    sums = SparseSums(eye, torch.zeros(2, dtype=torch.float64), one, one, one)
+    with pytest.raises(NumericsError, match=r"B = I .* is not positive definite: smallest eigenvalue"):
+        collapsed_bound(sums, one)
+
+
+def test_one_row_by_hand():
+    one = torch.ones((), dtype=torch.float64)
+    sums = SparseSums(one.view(1, 1), one.view(1), one, one, one)
+    assert float(collapsed_bound(sums, one)) == pytest.approx(-0.5 * math.log(4 * math.pi) - 0.25)
