@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -54,6 +55,7 @@ def run_in_process(flat: Mapping[str, Value], sites: int) -> Path:
     """Run a configuration over an in-process Grid with a progress bar; returns the run's folder."""
     from fedgp_flower import client_app, engine, server_app  # noqa: PLC0415  Flower takes a second to import
 
+    logging.getLogger("flwr").setLevel(logging.WARNING)  # it logs every round; the progress bar says the same
     config = parse_config(flat)
     count = sites or natural_sites(config)
     grid = engine.InProcessGrid(client_app.app, flat, engine.simulated_nodes(count))

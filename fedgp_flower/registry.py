@@ -39,6 +39,30 @@ METHODS: Mapping[str, Method] = {
         client="fedgp_flower.clients.fsgp:FSGPClient",
         phases=("train", "train.gradient", "query.statistics"),
     ),
+    "fgpr": Method(
+        summary="Averaged hyperparameters of exact GPs; every site predicts from its own rows",
+        paper="Yue and Kontar, Federated Gaussian process (2021); baseline of Guo et al. (2022)",
+        options="strategies.fgpr:FGPROptions",
+        strategy="strategies.fgpr:create",
+        client="fedgp_flower.clients.fgpr:FGPRClient",
+        phases=("train",),
+    ),
+    "local-only": Method(
+        summary="Yardstick: every site fits a GP of its own rows, nothing is shared",
+        paper="Rasmussen and Williams, Gaussian processes for machine learning (2006)",
+        options="fedgp_flower.config:MethodOptions",
+        strategy="strategies.comparison:create_local_only",
+        client="fedgp_flower.clients.fgpr:YardstickClient",
+        phases=(),
+    ),
+    "pooled": Method(
+        summary="Yardstick, simulation only: one sparse GP of the rows of all sites",
+        paper="Titsias, Variational learning of inducing variables in sparse GPs (2009)",
+        options="fedgp_flower.config:MethodOptions",
+        strategy="strategies.comparison:create_pooled",
+        client="fedgp_flower.clients.fgpr:YardstickClient",
+        phases=(),
+    ),
 }
 
 

@@ -67,8 +67,8 @@ class Clock:
 class GPStrategy(Strategy):
     """Seeded rounds over named sites, with evaluation, checkpoints and a closing summary."""
 
-    personal = False
-    """Whether prediction needs a site's own data, so that no posterior can be saved."""
+    predicts = True
+    """Whether sites can predict single rows with what :meth:`predictive` returns."""
 
     def __init__(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> None:
         self.config = config
@@ -107,6 +107,10 @@ class GPStrategy(Strategy):
     @abstractmethod
     def train_specs(self) -> Specs:
         """What the arrays of a training reply must look like."""
+
+    def evaluation_specs(self) -> Specs | None:
+        """What the arrays of an evaluation reply must look like: scores are numbers, so there are none."""
+        return {}
 
     def details(self) -> dict[str, Any]:
         """Facts of the method worth keeping in ``metrics.json``."""
@@ -256,7 +260,7 @@ class GPStrategy(Strategy):
         left = self.clock.switch("evaluation")
         self.network.round = self.round
         messages = list(self.configure_evaluate(self.round, ArrayRecord(), ConfigRecord(), self.network.grid))
-        replies = self.network.exchange(messages, {})
+        replies = self.network.exchange(messages, self.evaluation_specs())
         record = self.aggregate_evaluate(self.round, replies)
         self.evaluated_round = self.round
         self.clock.switch(left)

@@ -53,7 +53,8 @@ def sums_of(own: Answer) -> dict[str, float]:
 def close(strategy: GPStrategy) -> Summary:
     """Ask for the comparisons and rows the configuration wants, and put the figures of the run together."""
     network, config, preparation = strategy.network, strategy.config, strategy.preparation
-    predictions = _predictions(strategy) if preparation.simulated and config.keep_predictions else {}
+    keeps_rows = strategy.predicts and preparation.simulated and config.keep_predictions
+    predictions = _predictions(strategy) if keeps_rows else {}
     local_only = _baseline(strategy, "query.local_only", network.sites()) if config.baselines.local_only else None
     wants_pooled = config.baselines.pooled and preparation.simulated
     pooled = _baseline(strategy, "query.pooled", network.healthy()[:1]) if wants_pooled else None

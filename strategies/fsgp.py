@@ -12,23 +12,21 @@ import logging
 import math
 import operator
 from abc import ABC
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedYogi
 from pydantic import Field
 
 from fedgp_flower.config import CoreConfig, Fraction, MethodOptions, Positive
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.shapes import NamedArrays
 from fedgp_flower.statistics import SparseSums, WhitenedPosterior, collapsed_bound_value, exact_posterior
-from strategies.base import GPStrategy, Observer, Snapshot
+from strategies.averaging import Averaging, ParameterStrategy, median_hyperparameters
+from strategies.base import Observer, Snapshot
 from strategies.closing import Posterior
 from strategies.initialisation import initial_inducing_points
-from strategies.wire import Answer, ArraySpec, Specs, answer, array_record, numpy_arrays, sums_over
+from strategies.wire import Answer, ArraySpec, Specs, sums_over
 
 logger = logging.getLogger("fedgp")
 
@@ -44,8 +42,10 @@ class FSGPOptions(MethodOptions):
     """``exact``: gradient of the pooled bound, L-BFGS or Adam at the server; ``average``: the paper's local steps."""
     fraction: Fraction = 1.0
     """Share ρ of the sites that take part in a round of ``average``; at least one does."""
-    server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "lbfgs", "adam"] = "lbfgs"
-    """``lbfgs`` and ``adam`` for ``exact``; ``fedavg`` and Flower's ``fedadam``, ``fedyogi`` for ``average``."""
+    server_optimizer: Literal["fedavg", "fedadam", "fedyogi"] = "fedavg"
+    """``average``: Flower's rule that combines the sites' parameters."""
+    exact_optimizer: Literal["lbfgs", "adam"] = "lbfgs"
+    """``exact``: what the server does with the exact gradient."""
     server_learning_rate: Positive = 0.1
     """Of ``fedadam``, ``fedyogi`` and ``adam``."""
     tolerance: Annotated[float, Field(ge=0)] = 1e-6
@@ -61,10 +61,8 @@ class FSGPOptions(MethodOptions):
             )
 
 
-class SparseStrategy(GPStrategy, ABC):
+class SparseStrategy(ParameterStrategy, ABC):
     """What both objectives share: parameters w = {β, Z}, sums over sites, and prediction from them."""
-
-    parameters: NamedArrays
 
     @property
     def options(self) -> FSGPOptions:
@@ -78,15 +76,7 @@ class SparseStrategy(GPStrategy, ABC):
 
     def initialise(self) -> None:
         """Draw inducing points from federated statistics; hyperparameters start where the configuration says."""
-        answers = self.ask("query.shape", {}, None, self.network.healthy())
-        if not answers:
-            raise RunError("no site answered where its inputs lie; see the failures above")
-        first = next(iter(answers.values())).arrays
-        hyperparameters: NamedArrays = {
-            name: np.median([own.arrays[name] for own in answers.values()], axis=0)
-            for name in first
-            if name.startswith(("kernel.", "likelihood."))
-        }
+        answers = self.shapes_of_inputs()
         locations = initial_inducing_points(
             self.config.model.inducing_init,
             self.config.model.num_inducing,
@@ -95,7 +85,7 @@ class SparseStrategy(GPStrategy, ABC):
             float(sum(own.num_examples for own in answers.values())),
             np.random.default_rng([self.config.seed, *b"inducing"]),
         )
-        self.parameters = {"inducing.locations": locations, **hyperparameters}
+        self.parameters = {"inducing.locations": locations, **median_hyperparameters(answers)}
 
     def statistics_specs(self) -> Specs:
         """Shapes of the sums of a site."""
@@ -134,94 +124,17 @@ class SparseStrategy(GPStrategy, ABC):
         """The saved posterior: parameters in natural units, q of whitened inducing values."""
         return sparse_posterior(self.parameters, self.whitened, self.config)
 
-    def state(self) -> Snapshot:
-        """The parameters."""
-        return Snapshot({f"parameters.{name}": array for name, array in self.parameters.items()}, {})
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Parameters of the checkpoint."""
-        prefix = "parameters."
-        self.parameters = {n.removeprefix(prefix): a for n, a in snapshot.arrays.items() if n.startswith(prefix)}
-
-    def parameter_specs(self) -> Specs:
-        """Shapes of the parameters."""
-        return {name: ArraySpec(array.shape) for name, array in self.parameters.items()}
-
     def details(self) -> dict[str, Any]:
         """The pooled bound at the end, in nats, and the noise level."""
         return {"bound": self.bound, "noise_sd_standardised": math.sqrt(self.noise)}
 
 
-class FSGPAverage(SparseStrategy):
+class FSGPAverage(SparseStrategy, Averaging):
     """Federated averaging: sampled sites take a few local steps on their own bound per row (paper, Algorithms 1-2)."""
 
-    def __init__(self, config: Any, observer: Observer, snapshot: Snapshot | None = None) -> None:
-        super().__init__(config, observer, snapshot)
-        options = self.options
-        name = options.server_optimizer if options.server_optimizer.startswith("fed") else "fedavg"
-        rules: dict[str, Callable[[], FedAvg]] = {
-            "fedavg": FedAvg,
-            "fedadam": lambda: FedAdam(eta=options.server_learning_rate),
-            "fedyogi": lambda: FedYogi(eta=options.server_learning_rate),
-        }
-        self.flower = rules[name]()
-
-    def train_specs(self) -> Specs:
-        """Parameters come back."""
-        return self.parameter_specs()
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Sample max(⌈ρK⌉, 1) sites and send them the parameters and this round's learning rate."""
-        del arrays, config, grid
-        healthy = self.network.healthy()
-        size = max(math.ceil(self.options.fraction * len(healthy)), 1)
-        chosen = sorted(self.generator("sample").choice(len(healthy), size=size, replace=False))
-        if isinstance(self.flower, FedAdam | FedYogi):
-            self.flower.current_arrays = dict(self.parameters)
-        rate = self.config.optimizer.learning_rate * self.config.optimizer.decay ** (server_round - 1)
-        settings: dict[str, str | float] = {**self.preparation.settings, "learning-rate": rate}
-        request = {**self.preparation.arrays, **self.parameters}
-        return [self.network.message(healthy[i], "train", request, settings) for i in chosen]
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Flower's own rule, weights N_k / Σ N_k; a round nobody answered leaves the parameters as they are."""
-        kept = [reply for reply in replies if self._honest_weight(reply)]
-        aggregated, _ = self.flower.aggregate_train(server_round, kept)
-        if aggregated is None:
-            return None, None
-        self.parameters = numpy_arrays(aggregated)
-        weights = [answer("", r).num_examples for r in kept]
-        objective = np.average([answer("", r).number("objective") for r in kept], weights=weights)
-        return array_record(self.parameters), MetricRecord({"objective": float(objective), "noise": self.noise})
-
-    def _honest_weight(self, reply: Message) -> bool:
-        """A site weighs as many rows as it said it had."""
-        site, claimed = self.network.site_of(reply), reply.content.metric_records["metrics"]["num-examples"]
-        if claimed != self.preparation.rows[site]:
-            self.network.fail(site, f"claims {claimed} rows, introduced itself with {self.preparation.rows[site]}")
-        return claimed == self.preparation.rows[site]
-
-    def state(self) -> Snapshot:
-        """Parameters and the moments of a server optimiser that has them."""
-        moments = {
-            f"{kind}.{name}": np.asarray(array)
-            for kind in ("m_t", "v_t")
-            for name, array in (getattr(self.flower, kind, None) or {}).items()
-        }
-        own = super().state()
-        return Snapshot({**own.arrays, **moments}, own.facts)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Parameters and moments of the checkpoint."""
-        super().restore(snapshot)
-        for kind in ("m_t", "v_t"):
-            moments = {n.removeprefix(f"{kind}."): a for n, a in snapshot.arrays.items() if n.startswith(f"{kind}.")}
-            if moments:
-                setattr(self.flower, kind, moments)
+    def round_metrics(self) -> dict[str, float]:
+        """The noise variance beside the mean of the sites' objectives."""
+        return {"noise": self.noise}
 
 
 def sums_refusal(arrays: Mapping[str, np.ndarray], rows: int) -> str | None:

@@ -79,7 +79,7 @@ class FSGPExact(SparseStrategy):
         if not self.points:
             self.segment_sites = self.network.healthy()
         tolerance = self.options.tolerance
-        if self.options.server_optimizer == "adam":
+        if self.options.exact_optimizer == "adam":
             self._adam(start)
             return
         options = {"maxcor": 20, "maxiter": 10**6, "maxfun": 10**6, "ftol": tolerance, "gtol": 1e-6}

@@ -45,7 +45,7 @@ class Reply:
 
     arrays: NamedArrays = field(default_factory=dict)
     num_examples: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | list[float]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -70,12 +70,10 @@ class GPClient(NumPyClient):
         self.site = site
         torch.set_num_threads(config.threads)
 
-    def fit(
-        self, parameters: NDArrays, config: dict[str, FlowerScalar]
-    ) -> tuple[NDArrays, int, dict[str, FlowerScalar]]:
+    def fit(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[NDArrays, int, dict[str, Any]]:
         """Answer a training or query phase; names of arrays travel beside them as JSON."""
         reply = self.answer(_request(parameters, config))
-        out: dict[str, FlowerScalar] = {**reply.metrics, **reply.texts, NAMES_KEY: json.dumps(list(reply.arrays))}
+        out: dict[str, Any] = {**reply.metrics, **reply.texts, NAMES_KEY: json.dumps(list(reply.arrays))}
         return [np.asarray(array) for array in reply.arrays.values()], reply.num_examples, out
 
     def evaluate(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[float, int, dict[str, Any]]:
@@ -84,7 +82,7 @@ class GPClient(NumPyClient):
         scores = self.score(request)
         count = int(scores.sums["count"])
         loss = scores.sums["nll"] / count if count else 0.0
-        return loss, count, {**scores.sums, **{name: [*map(float, a.ravel())] for name, a in scores.arrays.items()}}
+        return loss, count, flat_scores(scores)
 
     def answer(self, request: Request) -> Reply:
         """Run the handler of the request's phase.
@@ -162,8 +160,13 @@ class GPClient(NumPyClient):
     def _baseline(self, request: Request, result: baselines.Baseline) -> Reply:
         scored = to_original_units(request, Prediction(result.mean, result.variance), result.target)
         scores = gaussian_scores(*scored)
-        arrays = {f"scores.{name}": array for name, array in scores.arrays.items()}
-        return Reply(arrays, int(scores.sums["count"]), {**scores.sums, "evaluations": result.evaluations})
+        return Reply({}, int(scores.sums["count"]), {**flat_scores(scores), "evaluations": result.evaluations})
+
+
+def flat_scores(scores: Scores) -> dict[str, float | list[float]]:
+    """Scores as metrics of a reply: sums as numbers, histograms as flat lists."""
+    histograms = {name: [float(value) for value in array.ravel()] for name, array in scores.arrays.items()}
+    return {**scores.sums, **histograms}
 
 
 def to_original_units(

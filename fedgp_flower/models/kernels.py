@@ -7,7 +7,7 @@ Terms of a sum have their own scale; a product has one.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import gpytorch
 import torch
@@ -24,7 +24,8 @@ from gpytorch.kernels import (
 )
 
 from fedgp_flower.config import ModelSection
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.errors import ConfigError, ProtocolError
+from fedgp_flower.shapes import Array
 
 UNBATCHED = torch.Size()
 ATOMS = ("rbf", "matern32", "matern52", "periodic", "linear")
@@ -117,6 +118,19 @@ def wire_name(parameter: str) -> str:
     """The name a GPyTorch parameter has in messages: ``base_kernel.raw_lengthscale`` is ``log_lengthscale``."""
     *path, leaf = [part for part in parameter.split(".") if part != "base_kernel"]
     return ".".join([*path, leaf.replace("raw_", "log_", 1)])
+
+
+def load_parameters(parameters: Iterable[tuple[str, torch.nn.Parameter]], arrays: Mapping[str, Array]) -> None:
+    """Set named parameters from arrays.
+
+    Raises:
+        ProtocolError: naming the array that is missing or has another shape.
+    """
+    for name, parameter in parameters:
+        if name not in arrays or arrays[name].shape != tuple(parameter.shape):
+            found = arrays[name].shape if name in arrays else "nothing"
+            raise ProtocolError(f"array `{name}`: expected shape {tuple(parameter.shape)}, found {found}")
+        parameter.data.copy_(torch.as_tensor(arrays[name]))
 
 
 def prior_variance(kernel: Kernel, point: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fedgp_flower.config import ModelSection
-from fedgp_flower.errors import NumericsError, ProtocolError
+from fedgp_flower.errors import NumericsError
 from fedgp_flower.linalg import kernel_cholesky
-from fedgp_flower.models.kernels import build_kernel, build_likelihood, prior_variance, wire_name
+from fedgp_flower.models.kernels import build_kernel, build_likelihood, load_parameters, prior_variance, wire_name
 from fedgp_flower.shapes import Array, NamedArrays, Rows, Targets
 from fedgp_flower.statistics import SparseSums, WhitenedPosterior, bound_gradient
 
@@ -54,11 +54,7 @@ class SparseGP(gpytorch.Module):
         Raises:
             ProtocolError: naming the array that is missing or has another shape.
         """
-        for name, parameter in self.wire_parameters():
-            if name not in arrays or arrays[name].shape != tuple(parameter.shape):
-                found = arrays[name].shape if name in arrays else "nothing"
-                raise ProtocolError(f"array `{name}`: expected shape {tuple(parameter.shape)}, found {found}")
-            parameter.data.copy_(torch.as_tensor(arrays[name]))
+        load_parameters(self.wire_parameters(), arrays)
 
     @property
     def noise(self) -> Tensor:

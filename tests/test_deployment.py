@@ -1,0 +1,48 @@
+"""A federation of real SuperNodes on this machine: TLS, node keys, a CSV file per site, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedgp_flower.data.sites import write_partition
+from fedgp_flower.processes import from_proc
+from fedgp_flower.registry import parse_config
+
+pytestmark = [
+    pytest.mark.deployment,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc"),
+]
+
+
+def naming(folder: Path) -> list[int]:
+    """Processes whose command line names something inside ``folder``."""
+    found = []
+    for pid in from_proc(""):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue  # it ended meanwhile
+        if str(folder).encode() in words:
+            found.append(pid)
+    return found
+
+
+def test_two_sites_with_their_own_files(tmp_path: Path) -> None:
+    files = write_partition(parse_config({"dataset": "diabetes"}), 2, tmp_path / "data")
+    keys = ["num-server-rounds=1", "model.num-inducing=8", "baselines.local-only=false", "name=run"]
+    command = [sys.executable, "-m", "fedgp_flower.deploy_demo", *keys, f"output-dir={tmp_path}"]
+    command += ["--folder", str(tmp_path / "deploy"), "--data", *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert [row["site"] for row in metrics["per_site"]] == ["site-00", "site-01"]
+    assert metrics["failures"] == []
+    assert str(tmp_path / "run" / "report.html") in done.stdout
+    (folder,) = (tmp_path / "deploy").iterdir()  # rows stay where they are
+    assert not [path for part in ("server", "operator") for path in (folder / part).rglob("*.csv")]
+    assert naming(tmp_path / "deploy") == []

@@ -1,0 +1,143 @@
+"""The pieces of a launch that need no SuperLink."""
+
+from __future__ import annotations
+
+import ssl
+import tomllib
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from flwr.common.config import parse_config_args
+
+from fedgp_flower.config import Value
+from fedgp_flower.credentials import create_node_key, create_server_credentials
+from fedgp_flower.deploy_demo import create_sites
+from fedgp_flower.errors import ConfigError, DataError, RunError
+from fedgp_flower.launch import complete_config, main, parse_assignments, run_folder
+from fedgp_flower.processes import Processes, free_ports
+from fedgp_flower.submission import Flower, environment, install_profiles, project_folder
+
+
+def test_assignments_take_the_type_of_their_key() -> None:
+    words = ["name=007", "model.kernel=matern52 + linear", "seed=3", "optimizer.learning-rate=0.5", "resume=true"]
+    assert parse_assignments(words) == {
+        "name": "007",
+        "model.kernel": "matern52 + linear",
+        "seed": 3,
+        "optimizer.learning-rate": 0.5,
+        "resume": True,
+    }
+
+
+def test_a_word_without_equals_sign_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="`verbose` is not of the form KEY=VALUE"):
+        parse_assignments(["verbose"])
+
+
+@pytest.mark.parametrize("wrong", [{"model.kernal": "rbf"}, {"seed": "three"}, {"split": -5}])
+def test_wrong_keys_and_values_stop_before_anything_starts(wrong: dict[str, Value], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        complete_config(wrong, tmp_path)
+
+
+def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.csv").write_text("x,y\n1,2\n")
+    monkeypatch.setenv("FEDGP_DATA", str(tmp_path / "elsewhere"))
+    config = complete_config({"dataset": "own.csv", "output-dir": "out"}, tmp_path)
+    assert config["dataset"] == str((tmp_path / "own.csv").resolve())
+    assert config["data-dir"] == str((tmp_path / "elsewhere").resolve())
+    assert run_folder(config).parent == tmp_path / "out"
+    assert run_folder(config).name.startswith("fsgp-own-")
+    assert complete_config({"data-dir": "mine"}, tmp_path)["data-dir"] == str((tmp_path / "mine").resolve())
+
+
+def test_the_dataset_is_part_of_the_name_unless_a_name_is_given(tmp_path: Path) -> None:
+    assert run_folder(complete_config({"dataset": "uci/energy"}, tmp_path)).name.startswith("fsgp-uci-energy-")
+    assert run_folder(complete_config({"name": "mine"}, tmp_path)).name == "mine"
+
+
+def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path: Path) -> None:
+    install_profiles(project_folder(), tmp_path)
+    target = tmp_path / "config.toml"
+    own = '[superlink.hospital]\naddress = "example.org:8000"\n'
+    target.write_text(target.read_text() + own)
+    install_profiles(project_folder(), tmp_path)
+    superlinks = tomllib.loads(target.read_text())["superlink"]
+    assert superlinks["hospital"] == {"address": "example.org:8000"}
+    assert superlinks[superlinks["default"]] == {"address": ":local-in-memory:"}
+
+
+def test_flower_reports_a_superlink_that_does_not_answer(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    (tmp_path / "config.toml").write_text(f'[superlink.gone]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
+    with Processes(environment(tmp_path), tmp_path) as processes:
+        flower = Flower(processes, tmp_path, "gone")
+        with pytest.raises(RunError, match="did not answer"):
+            flower.wait_until_ready(f"http://127.0.0.1:{port}", seconds=0.5)
+        with pytest.raises(RunError, match=r"`flwr ls gone` failed: .+"):
+            flower.json("ls", "gone")
+
+
+def test_an_expected_error_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "/nowhere/run.toml"]) == 1
+    assert capsys.readouterr().err == "error: there is no file /nowhere/run.toml\n"
+
+
+def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> str | None:
+    """A TLS handshake in memory; the version both agreed on."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    there = server.wrap_bio(to_server, to_client, server_side=True)
+    here = client.wrap_bio(to_client, to_server, server_hostname=name)
+    for side in (here, there, here, there):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+    return here.version()
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
+def test_the_server_certificate_is_trusted_through_its_own_authority_alone(tmp_path: Path, name: str) -> None:
+    files = create_server_credentials(tmp_path / "a")
+    other = create_server_credentials(tmp_path / "b")
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(files.certificate, files.key)
+    assert handshake(server, ssl.create_default_context(cafile=files.authority), name) == "TLSv1.3"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(server, ssl.create_default_context(cafile=other.authority), name)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(server, ssl.create_default_context(cafile=files.authority), "example.org")
+
+
+def test_a_node_key_is_private_and_matches_its_public_half(tmp_path: Path) -> None:
+    public = create_node_key(tmp_path / "site" / "node-key")
+    assert (tmp_path / "site" / "node-key").stat().st_mode & 0o777 == 0o600
+    key = serialization.load_ssh_private_key((tmp_path / "site" / "node-key").read_bytes(), None)
+    line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    assert public.read_bytes() == line
+    with pytest.raises(FileExistsError):
+        create_node_key(tmp_path / "site" / "node-key")
+
+
+def test_sites_from_own_files(tmp_path: Path) -> None:
+    files = [tmp_path / "north.csv", tmp_path / "south.csv"]
+    files[0].write_text("x,y\n1,2\n")
+    with pytest.raises(DataError, match=r"no such file: .*south\.csv"):
+        create_sites(tmp_path, files)
+    files[1].write_text("x,y\n1,2\n")
+    assert [site.name for site in create_sites(tmp_path, files)] == ["north", "south"]
+    assert [site.name for site in create_sites(tmp_path, [files[0], files[0]])] == ["site1", "site2"]
+
+
+def test_a_site_is_told_of_its_own_files_alone(tmp_path: Path) -> None:
+    for name in ("north.csv", "north.test.csv", "south.csv"):
+        (tmp_path / name).write_text("x,y\n1,2\n")
+    north, south = create_sites(tmp_path, [tmp_path / "north.csv", tmp_path / "south.csv"])
+    assert parse_config_args([north.node_config]) == {
+        "site": "north",
+        "data-path": str(tmp_path / "north.csv"),
+        "test-path": str(tmp_path / "north.test.csv"),
+        "state-dir": str(tmp_path / "north" / "state"),
+    }
+    assert parse_config_args([south.node_config]).keys() == {"site", "data-path", "state-dir"}
