@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +21,14 @@ from fedgp_flower.linalg import counting_repairs
 from fedgp_flower.registry import METHODS, all_phases, load, parse_config
 
 app = ClientApp()
+logger = logging.getLogger("fedgp")
 
 
 def answer(message: Message, context: Context) -> Message:
-    """Answer one message. A site's own error becomes a reply that names the site and says what is wrong."""
+    """Answer one message. A site's error becomes a reply that names the site and says what is wrong.
+
+    The words of an error that nobody foresaw may hold a cell of the site's table: they stay in the site's own log.
+    """
     identity: dict[str, Any] = {
         "schema-version": 1,
         "site": site_id(context.node_config),
@@ -32,8 +39,12 @@ def answer(message: Message, context: Context) -> Message:
         with counting_repairs() as repairs:
             arrays, metrics, texts = _call(message, context)
     except FedGPError as error:
-        content = RecordDict({"config": ConfigRecord({**identity, "error": str(error)})})
-        return Message(content, reply_to=message)
+        return _refusal(message, identity, str(error))
+    except Exception as error:
+        logger.exception("site %s could not answer %s", identity["site"], message.metadata.message_type)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"unexpected {type(error).__name__} in {Path(place.filename).name}:{place.lineno}; see the site's log"
+        return _refusal(message, identity, told)
     metrics |= {f"repairs.{name}": count for name, count in repairs.items()}
     metrics["seconds"] = time.perf_counter() - started
     content = RecordDict(
@@ -44,6 +55,10 @@ def answer(message: Message, context: Context) -> Message:
         }
     )
     return Message(content, reply_to=message)
+
+
+def _refusal(message: Message, identity: Mapping[str, Any], error: str) -> Message:
+    return Message(RecordDict({"config": ConfigRecord({**identity, "error": error})}), reply_to=message)
 
 
 def _call(message: Message, context: Context) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:

@@ -152,8 +152,9 @@ def deploy(project: Path, folder: Path, sites: Sequence[Site], config: FlatConfi
 
 def hold(flower: Flower) -> None:
     """Leave the federation up until a signal comes."""
-    say("the federation stays up until Ctrl-C; from another shell, in another folder than the project's:")
-    print(f"  FLWR_HOME={flower.home} {program('flwr')} supernode ls {flower.connection}", flush=True)
+    say("the federation stays up until Ctrl-C; from another shell:")
+    again = f"-m fedgp_flower.launch --connection {flower.connection} num-server-rounds=5"
+    print(f"  FLWR_HOME={flower.home} {sys.executable} {again}", flush=True)
     signal.pause()
 
 

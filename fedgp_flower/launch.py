@@ -19,6 +19,7 @@ from rich.console import Console
 
 from fedgp_flower.artefacts import read_run
 from fedgp_flower.config import FlatConfig, Value, flatten
+from fedgp_flower.data.sites import natural_sites
 from fedgp_flower.errors import ConfigError, FedGPError, RunError
 from fedgp_flower.processes import Processes, free_ports, interruptible
 from fedgp_flower.registry import default_config, parse_config
@@ -27,6 +28,20 @@ from fedgp_flower.summary import calibration_verdict, headline, rich_table, verd
 
 HOST = "127.0.0.1"
 SIMULATION = "simulation"
+
+
+def read_config(path: Path) -> dict[str, Value]:
+    """The flat keys of a TOML file, whose tables may be nested.
+
+    Raises:
+        ConfigError: when there is no such file, or it is not TOML.
+    """
+    try:
+        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
 def parse_assignments(words: Sequence[str]) -> dict[str, Value]:
@@ -89,13 +104,18 @@ def conclude(flower: Flower, run: str, folder: Path) -> None:
     status, details = flower.outcome(run)
     if status != COMPLETED:
         raise RunError(f"the run ended as {status}: {details or 'see the log above'}")
+    show_result(folder)
+
+
+def show_result(folder: Path) -> None:
+    """Print the closing table of a finished run, what it says in words, and where its files are."""
     metrics = read_run(folder).metrics
     counts = f"{metrics.sites} sites, {metrics.rounds} rounds, {len(metrics.failures)} failures"
     console = Console(soft_wrap=True)
     console.print(rich_table(headline(metrics), f"{metrics.method} on {metrics.dataset}: {counts}"))
     for sentence in filter(None, (verdict(metrics), calibration_verdict(metrics))):
         console.print(sentence)
-    print(f"run folder  {folder}\nreport      {folder / 'report.html'}", flush=True)
+    console.print(f"run folder  {folder}\nreport      {folder / 'report.html'}", markup=False, highlight=False)
 
 
 def simulate(project: Path, config: FlatConfig, sites: int, gpus_per_site: float) -> None:
@@ -139,7 +159,7 @@ def guarded(action: Callable[[], None]) -> int:
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fedgp_flower.launch", description=__doc__)
-    parser.add_argument("--sites", type=int, default=5, help="simulated sites (default 5)")
+    parser.add_argument("--sites", type=int, default=5, help="simulated sites; 0 takes every natural group (default 5)")
     parser.add_argument("--connection", default=SIMULATION, help="connection of .flwr/config.toml (default simulation)")
     parser.add_argument("--gpus-per-site", type=float, default=0.0, help="share of a GPU each simulated site may use")
     parser.add_argument("--config", type=Path, help="TOML file with keys of the run configuration")
@@ -147,21 +167,12 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _read_config(path: Path) -> dict[str, Value]:
-    try:
-        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-
-
 def _run(chosen: argparse.Namespace) -> None:
     project = project_folder()
-    written = _read_config(chosen.config) if chosen.config else {}
+    written = read_config(chosen.config) if chosen.config else {}
     config = complete_config(written | parse_assignments(chosen.assignments), Path.cwd())
     if chosen.connection == SIMULATION:
-        simulate(project, config, chosen.sites, chosen.gpus_per_site)
+        simulate(project, config, chosen.sites or natural_sites(parse_config(config)), chosen.gpus_per_site)
     else:
         submit_elsewhere(project, config, chosen.connection)
 

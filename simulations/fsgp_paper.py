@@ -1,8 +1,8 @@
 """The experiments of Guo et al., *Federated sparse Gaussian processes* (2022): RMSE against inducing points.
 
-Three data sets (paper §4): a sine (Eq. 18; 5 sites, 2 a round), a plane wave (Eq. 19; 10 sites, 5 a round), and KIN40K
-with 10 000 training and 30 000 test rows (10 sites, 5 a round), sites of uneven size as in the paper. Four methods: FSGP by
-averaging (3 local steps, rate 0.1 decayed), FSGP exact, FGPR, and pooled SGPR.
+Three data sets (paper §4): a sine (Eq. 18; 5 sites, 2 a round), a plane wave (Eq. 19; 10 sites, 5 a round), and
+KIN40K with 10 000 training and 30 000 test rows (10 sites, 5 a round), sites of uneven size as in the paper. Four
+methods: FSGP by averaging (3 local steps, rate 0.1 decayed), FSGP exact, FGPR, and pooled SGPR.
 
     python simulations/fsgp_paper.py --data-dir DIR [--only sine plane-wave kin40k] [--jobs 2]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast
 
@@ -47,6 +48,18 @@ def median_hyperparameters(answers: Mapping[str, Answer]) -> NamedArrays:
     return {name: np.median([own.arrays[name] for own in answers.values()], axis=0) for name in names}
 
 
+def shape_refusal(own: Answer, rows: int) -> str | None:
+    """Why an answer to ``query.shape`` cannot come from ``rows`` rows, or None."""
+    histogram, products = own.arrays["input.histogram"], own.arrays["input.products"]
+    if own.num_examples != rows or (histogram.sum(axis=1) != rows).any() or (histogram < 0).any():
+        return f"`input.histogram` is not one of the {rows} rows it introduced itself with"
+    eigenvalues = np.linalg.eigvalsh(products / 2 + products.T / 2)
+    slack = 1e-6 * max(float(eigenvalues[-1]), 1e-300)
+    if np.abs(products - products.T).max() > slack or eigenvalues[0] < -slack:
+        return "`input.products` is not XᵀX of any rows"
+    return None
+
+
 class ParameterStrategy(GPStrategy, ABC):
     """Named parameters in unconstrained coordinates, kept in the checkpoint."""
 
@@ -58,7 +71,19 @@ class ParameterStrategy(GPStrategy, ABC):
         Raises:
             RunError: if no site answers.
         """
-        answers = self.ask("query.shape", {}, None, self.network.healthy(), retries=1)
+        asked = self.ask("query.shape", {}, None, self.network.healthy(), retries=1)
+        layouts = {
+            site: frozenset((n, a.shape, a.dtype.str) for n, a in own.arrays.items()) for site, own in asked.items()
+        }
+        usual = Counter(layouts.values()).most_common(1)
+        answers: dict[str, Answer] = {}
+        for site, own in asked.items():
+            odd = None if layouts[site] == usual[0][0] else "its arrays are not those that most sites send"
+            reason = odd or shape_refusal(own, self.preparation.rows[site])
+            if reason:
+                self.network.fail(site, reason)
+            else:
+                answers[site] = own
         if not answers:
             raise RunError("no site answered where its inputs lie; see the failures above")
         return answers
@@ -118,11 +143,13 @@ class Averaging(ParameterStrategy, ABC):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Flower's own rule, weights N_k / Σ N_k; a round nobody answered leaves the parameters as they are."""
         kept = [reply for reply in replies if self._honest_weight(reply)]
+        answers = [answer(self.network.site_of(reply), reply) for reply in kept]
+        for reply, own in zip(kept, answers, strict=True):  # Flower wants the same metrics of all, and needs one
+            reply.content["metrics"] = MetricRecord({"num-examples": own.num_examples})
         aggregated, _ = self.flower.aggregate_train(server_round, kept)
         if aggregated is None:
             return None, None
         self.parameters = numpy_arrays(aggregated)
-        answers = [answer(self.network.site_of(reply), reply) for reply in kept]
         weights = [own.num_examples for own in answers]
         objective = float(np.average([own.number("objective") for own in answers], weights=weights))
         return array_record(self.parameters), MetricRecord({"objective": objective, **self.round_metrics()})

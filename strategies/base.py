@@ -79,6 +79,7 @@ class GPStrategy(Strategy):
         self.booked: dict[str, float] = {}
         self.evaluated_round = -1
         self.evaluation_answers: dict[str, Answer] = {}
+        self.predicted_with: NamedArrays = {}
         self.evaluation: Evaluation | None = None
         self.network: Network
         self.preparation: meeting.Preparation
@@ -143,14 +144,17 @@ class GPStrategy(Strategy):
         return Result()
 
     def _set_up(self) -> None:
-        saved = None if self.snapshot is None else meeting.Preparation.from_snapshot(self.snapshot)
-        self.preparation = meeting.meet(self.network, self.config, saved)
         if self.snapshot is None:
+            self.preparation = meeting.meet(self.network, self.config, None)
             self.initialise()
             return
         facts = self.snapshot.facts
-        self.round, self.clock.seconds = int(facts["round"]), dict(facts["seconds"])
+        self.round = self.network.round = int(facts["round"])
+        self.preparation = meeting.meet(self.network, self.config, meeting.Preparation.from_snapshot(self.snapshot))
         meeting.restore_accounts(self.network, facts)
+        self.clock.seconds = dict(facts["seconds"])
+        self.booked = {"seconds": sum(facts["seconds"].values())}
+        self.booked |= {name: facts["traffic"][name] for name in ("bytes_up", "bytes_down")}
         self.restore(self.snapshot)
         logger.info("resumed after round %d", self.round)
 
@@ -240,13 +244,14 @@ class GPStrategy(Strategy):
     ) -> Iterable[Message]:
         """Ask every site, also one left out of training, to score its held-out rows."""
         del server_round, arrays, config, grid
-        return self.broadcast("evaluate", self.predictive(), self.network.sites())
+        self.predicted_with = self.predictive()
+        return self.broadcast("evaluate", self.predicted_with, self.network.sites())
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Figures over all held-out rows, from the sites' sums; None if nobody has any."""
         del server_round
         answers = {self.network.site_of(reply): answer(self.network.site_of(reply), reply) for reply in replies}
-        self.evaluation_answers = {site: own for site, own in answers.items() if own.number("count") > 0}
+        self.evaluation_answers = closing.usable_scores(self.network, answers)
         if not self.evaluation_answers:
             return None
         sums = {site: closing.sums_of(own) for site, own in self.evaluation_answers.items()}
@@ -260,7 +265,7 @@ class GPStrategy(Strategy):
         left = self.clock.switch("evaluation")
         self.network.round = self.round
         messages = list(self.configure_evaluate(self.round, ArrayRecord(), ConfigRecord(), self.network.grid))
-        replies = self.network.exchange(messages, self.evaluation_specs())
+        replies = self.network.exchange(messages, self.evaluation_specs(), retries=1)
         record = self.aggregate_evaluate(self.round, replies)
         self.evaluated_round = self.round
         self.clock.switch(left)

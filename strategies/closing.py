@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from fedgp_flower.shapes import NamedArrays
 from strategies.evaluation import CLASSIFICATION_SUMS, REGRESSION_SUMS, as_baseline, combine, combine_histograms
+from strategies.network import Network
 from strategies.wire import Answer, ArraySpec
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fedgp")
 
+HISTOGRAM_SIZES = {"evaluation.pit": 20, "evaluation.reliability": 30}
 PREDICTION_ARRAYS = {name: ArraySpec((None,)) for name in ("prediction.mean", "prediction.sd", "prediction.target")}
 
 
@@ -44,10 +47,43 @@ class Summary:
     input_names: tuple[str, ...]
 
 
+def _names_of(own: Answer) -> tuple[str, ...]:
+    return CLASSIFICATION_SUMS if "brier" in own.metrics else REGRESSION_SUMS
+
+
 def sums_of(own: Answer) -> dict[str, float]:
     """The sums of scores in an evaluation reply."""
-    names = CLASSIFICATION_SUMS if "brier" in own.metrics else REGRESSION_SUMS
-    return {name: own.number(name) for name in names}
+    return {name: own.number(name) for name in _names_of(own)}
+
+
+def usable_scores(network: Network, answers: Mapping[str, Answer]) -> dict[str, Answer]:
+    """Answers with scores of at least one row; one that cannot be scores is its site's failure."""
+    kinds = Counter(_names_of(own) for own in answers.values())
+    found: dict[str, Answer] = {}
+    for site, own in answers.items():
+        reason = scores_refusal(own, kinds.most_common(1)[0][0])
+        if reason:
+            network.fail(site, reason)
+        elif own.number("count") > 0:
+            found[site] = own
+    return found
+
+
+def scores_refusal(own: Answer, names: Iterable[str]) -> str | None:
+    """Why numbers cannot be the sums ``names`` of scores of some rows, or None."""
+    missing = [name for name in names if not isinstance(own.metrics.get(name), float)]
+    if missing:
+        return f"scores missing: {', '.join(missing)}"
+    bounded = [name for name in names if name.startswith("inside-") or name == "correct"]
+    if any(own.number(name) < 0 for name in names if name != "nll"):
+        return "a score that cannot be negative is"
+    if any(own.number(name) > own.number("count") for name in bounded):
+        return "scores count more rows than there are"
+    for name, size in HISTOGRAM_SIZES.items():
+        values = own.metrics.get(name, [0.0] * size)
+        if not isinstance(values, list) or len(values) != size:
+            return f"`{name}`: expected {size} numbers"
+    return None
 
 
 def close(strategy: GPStrategy) -> Summary:
@@ -107,14 +143,13 @@ def _predictions(strategy: GPStrategy) -> dict[str, NamedArrays]:
     if strategy.preparation.num_inputs <= 2:
         specs["prediction.input"] = ArraySpec((None, strategy.preparation.num_inputs))
     sites = list(strategy.evaluation_answers)
-    return {
-        site: own.arrays for site, own in strategy.ask("query.predictions", strategy.predictive(), specs, sites).items()
-    }
+    answers = strategy.ask("query.predictions", strategy.predicted_with, specs, sites, retries=1)
+    return {site: own.arrays for site, own in answers.items()}
 
 
 def _baseline(strategy: GPStrategy, phase: str, sites: list[str]) -> dict[str, Any] | None:
     logger.info("comparison: %s", phase.removeprefix("query.").replace("_", "-"))
-    answers = {site: own for site, own in strategy.ask(phase, {}, None, sites).items() if own.number("count") > 0}
+    answers = usable_scores(strategy.network, strategy.ask(phase, {}, None, sites, retries=1))
     if not answers:
         return None
     sums = {site: sums_of(own) for site, own in answers.items()}

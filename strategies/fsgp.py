@@ -137,6 +137,7 @@ class FSGPAverage(SparseStrategy, Averaging):
         return {"noise": self.noise}
 
 
+@np.errstate(over="ignore")
 def sums_refusal(arrays: Mapping[str, np.ndarray], rows: int) -> str | None:
     """Why sums cannot come from ``rows`` rows: necessary conditions every honest site meets.
 
@@ -146,13 +147,14 @@ def sums_refusal(arrays: Mapping[str, np.ndarray], rows: int) -> str | None:
     gram, slack = arrays["sums.gram"], 1e-6
     if float(arrays["sums.count"]) != rows:
         return f"sums of {float(arrays['sums.count']):g} rows, introduced itself with {rows}"
-    eigenvalues = np.linalg.eigvalsh((gram + gram.T) / 2)
+    eigenvalues = np.linalg.eigvalsh(gram / 2 + gram.T / 2)  # halves first: a liar's numbers may be huge
     largest = max(float(eigenvalues[-1]), 1e-300)
     if np.abs(gram - gram.T).max() > slack * largest or eigenvalues[0] < -slack * largest:
         return "`sums.gram` is not a Gram matrix"
     if np.trace(gram) > float(arrays["sums.prior_variance"]) * (1 + slack):
         return "`sums.gram` explains more than the prior variance of the rows"
-    if (arrays["sums.projection"] ** 2).sum() > largest * float(arrays["sums.target_squares"]) * (1 + slack):
+    limit = math.sqrt(largest) * math.sqrt(max(float(arrays["sums.target_squares"]), 0.0)) * (1 + slack)
+    if math.hypot(*arrays["sums.projection"]) > limit:
         return "`sums.projection` is larger than the targets allow"
     return None
 

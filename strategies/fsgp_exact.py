@@ -33,7 +33,7 @@ class BudgetSpent(Exception):  # noqa: N818  a signal, not an error
 
 
 class SitesChanged(Exception):  # noqa: N818  a signal, not an error
-    """A site fell silent between two halves of an evaluation: the objective is another one now."""
+    """Sites, the arguments, did not answer an evaluation: the objective is another one now."""
 
 
 class FSGPExact(SparseStrategy):
@@ -41,8 +41,9 @@ class FSGPExact(SparseStrategy):
 
     A segment is one call of the optimiser with fixed sites. When a site fails twice in a row within an evaluation the
     segment ends and a new one starts from the best point with the sites that are left, so that two different
-    objectives never mix. Evaluations of the running segment are kept in the checkpoint; a resumed run replays them, and
-    the optimiser goes on exactly where it was.
+    objectives never mix. Sites that came back or joined meanwhile enter when a segment has converged. Evaluations of
+    the running segment are kept in the checkpoint; a resumed run replays them, and the optimiser goes on exactly where
+    it was.
     """
 
     def __init__(self, config: Any, observer: Observer, snapshot: Snapshot | None = None) -> None:
@@ -64,26 +65,32 @@ class FSGPExact(SparseStrategy):
         start = self.points[0] if self.points else self.pack(self.parameters)
         while not self.converged and self.round < num_rounds:
             try:
-                self._optimise(start)
-                self.converged = True
+                success = self._optimise(start)
             except BudgetSpent:
                 break
-            except SitesChanged:
-                start = self._leave_segment()
+            except SitesChanged as change:
+                start = self._leave_segment(silent=change.args)
+                continue
+            if set(self.network.healthy()) == set(self.segment_sites):
+                self.converged = success
+                break
+            start = self._leave_segment()
         self.finished = True
+        self.evaluated_round = -1  # what was evaluated last is a trial point, not the best
         if self.best is not None:
             self.parameters = self.unpack(self.best[1])
 
-    def _optimise(self, start: Array) -> None:
+    def _optimise(self, start: Array) -> bool:
+        """Run the optimiser with the sites of the segment; whether it says that it converged."""
         self.replayed = 0
-        if not self.points:
+        if not self.segment_sites:
             self.segment_sites = self.network.healthy()
         tolerance = self.options.tolerance
         if self.options.exact_optimizer == "adam":
             self._adam(start)
-            return
         options = {"maxcor": 20, "maxiter": 10**6, "maxfun": 10**6, "ftol": tolerance, "gtol": 1e-6}
-        minimize(self.objective, start, jac=True, method="L-BFGS-B", bounds=self._bounds(), options=options)
+        result = minimize(self.objective, start, jac=True, method="L-BFGS-B", bounds=self._bounds(), options=options)
+        return bool(result.success)
 
     def _bounds(self) -> list[tuple[float | None, float | None]]:
         """Hyperparameters stay where a Cholesky factor exists in double precision; inducing points are free."""
@@ -105,7 +112,12 @@ class FSGPExact(SparseStrategy):
         """-F/N and its gradient at a point, replayed when a checkpoint has it."""
         if self.replayed < len(self.points):
             index, self.replayed = self.replayed, self.replayed + 1
-            return self.values[index], self.gradients[index]
+            if np.array_equal(point, self.points[index]):
+                return self.values[index], self.gradients[index]
+            # another version of the optimiser goes another way: from here its own evaluations count
+            for record in (self.points, self.values, self.gradients):
+                del record[index:]
+            self.replayed = index
         if self.round >= self.budget:
             raise BudgetSpent
         self.begin_round()
@@ -137,8 +149,7 @@ class FSGPExact(SparseStrategy):
         del server_round
         answers = {self.network.site_of(reply): reply for reply in replies}
         found = self.usable_sums({site: answer(site, reply) for site, reply in answers.items()})
-        if set(found) != set(self.segment_sites):
-            raise SitesChanged
+        self._all_there(found)
         self.sums = functools.reduce(operator.add, (found[site] for site in self.segment_sites))
         self.sums_round = self.round
         return array_record(self.sums.to_arrays()), None
@@ -153,18 +164,27 @@ class FSGPExact(SparseStrategy):
         }
         specs, request = self.parameter_specs(), {**self.parameters, **adjoints}
         answers = self.ask("train.gradient", request, specs, self.segment_sites, retries=1)
-        if set(answers) != set(self.segment_sites):
-            raise SitesChanged
+        self._all_there(answers)
         gradient = self.pack({name: sums_over(answers, name) for name in specs})
         gradient[self._noise_index()] += bound.log_noise
         count = float(self.sums.count)
         return -bound.value / count, -gradient / count
 
-    def _leave_segment(self) -> Array:
-        """Start of the next segment: the best point of this one."""
+    def _all_there(self, answers: Iterable[str]) -> None:
+        """Raise SitesChanged with the sites of the segment that did not answer."""
+        missing = sorted(set(self.segment_sites) - set(answers))
+        if missing:
+            raise SitesChanged(*missing)
+
+    def _leave_segment(self, silent: Iterable[str] = ()) -> Array:
+        """Start of the next segment: the best point of this one; its sites: the healthy ones that answered."""
         start = self.best[1] if self.best is not None else self.pack(self.parameters)
         logger.warning("sites changed; the optimiser starts anew from the best point so far")
         self.points, self.values, self.gradients, self.best = [], [], [], None
+        self.parameters = self.unpack(start)
+        healthy = self.network.healthy()
+        left = [site for site in healthy if site not in set(silent)]
+        self.segment_sites = left if len(left) >= self.config.min_sites else healthy
         return start
 
     def predictive(self) -> NamedArrays:
@@ -196,7 +216,7 @@ class FSGPExact(SparseStrategy):
         index = int(np.argmin(self.values))
         self.best = (self.values[index], self.points[index])
         if set(self.segment_sites) - set(self.network.sites()):
-            self.parameters = self.unpack(self._leave_segment())
+            self._leave_segment()
 
     def _names(self) -> list[str]:
         return sorted(self.parameters)

@@ -108,12 +108,11 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
     described: dict[str, Answer] = {}
     deadline = time.monotonic() + config.wait_seconds
     while True:
-        described |= network.introduce("query.describe")
+        described |= _introduced(network)
         partitions = max((int(own.number("partitions")) for own in described.values()), default=0)
         wanted = config.sites or partitions or config.min_sites
-        if described and len(network.heard) >= wanted:
-            return described
-        if len(network.heard) > 0 and not described and len(network.heard) >= max(wanted, config.min_sites):
+        known = bool(config.sites or partitions or not described)  # else more sites may be on their way
+        if len(network.heard if known else described) >= wanted:
             return described
         if time.monotonic() > deadline:
             if len(described) >= config.min_sites:
@@ -127,10 +126,19 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
         time.sleep(0.1)
 
 
+def _introduced(network: Network) -> dict[str, Answer]:
+    """Descriptions by nodes never heard of."""
+    described = network.introduce("query.describe")
+    for site in [site for site, own in described.items() if not {"schema", "label"} <= set(own.texts)]:
+        dismiss(network, site, "its description lacks a schema or a label: other version of the app")
+        del described[site]
+    return described
+
+
 def greet(network: Network, preparation: Preparation) -> None:
     """Hear nodes that are new since the last round: a site that restarted, or one that joins late."""
     if set(network.grid.get_node_ids()) - network.heard:
-        _welcome(network, preparation, network.introduce("query.describe"))
+        _welcome(network, preparation, _introduced(network))
 
 
 def _welcome(network: Network, preparation: Preparation, described: Mapping[str, Answer]) -> None:
@@ -150,10 +158,13 @@ def dismiss(network: Network, site: str, reason: str) -> None:
     network.nodes.pop(site, None)
 
 
-def _columns(schema: str) -> set[tuple[str, str]]:
-    """Names and kinds; a site may have its columns in another order."""
-    parsed = json.loads(schema)
-    return {(column["name"], column["kind"]) for column in [*parsed["features"], parsed["target"]]}
+def _columns(schema: str) -> set[tuple[str, str]] | None:
+    """Names and kinds; a site may have its columns in another order. None where the text is no schema."""
+    try:
+        parsed = json.loads(schema)
+        return {(column["name"], column["kind"]) for column in [*parsed["features"], parsed["target"]]}
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _description(own: Answer) -> SiteDescription:
@@ -166,6 +177,7 @@ def accounts(network: Network) -> dict[str, Any]:
         "traffic": asdict(network.traffic),
         "failures": [asdict(failure) for failure in network.failures],
         "repairs": network.repairs,
+        "streak": network.streak,
         "site_seconds": network.site_seconds,
     }
 
@@ -178,4 +190,5 @@ def restore_accounts(network: Network, facts: Mapping[str, Any]) -> None:
     network.traffic.communications += int(before["communications"])
     network.failures[:0] = [Failure(**failure) for failure in facts["failures"]]
     network.repairs = {**facts["repairs"]}
+    network.streak |= {site: int(count) for site, count in facts["streak"].items()}
     network.site_seconds += float(facts["site_seconds"])

@@ -29,6 +29,7 @@ from strategies.wire import (
     claimed_site,
     content_bytes,
     last_line,
+    numbers_refusal,
 )
 
 logger = logging.getLogger("fedgp")
@@ -67,7 +68,9 @@ class Network:
     failures: list[Failure] = field(default_factory=list)
     repairs: dict[str, int] = field(default_factory=dict)
     streak: dict[str, int] = field(default_factory=dict)
-    """Failures of a site since its last valid reply."""
+    """Failed exchanges of a site since its last valid reply."""
+    forgiven: dict[str, int] = field(default_factory=dict)
+    """The streak that a site's latest valid reply ended; it goes on if the caller refuses that reply."""
     site_seconds: float = 0.0
     """Seconds the sites say they computed, summed."""
     round: int = 0
@@ -101,6 +104,8 @@ class Network:
     def exchange(self, messages: Sequence[Message], specs: Specs | None, *, retries: int = 0) -> list[Message]:
         """Send, wait, and keep what is valid, in site order; everything else becomes a failure of its site.
 
+        A site fails at most once in an exchange, however often it is asked.
+
         Args:
             messages: At most one for a site.
             specs: What the arrays of a reply must look like; None leaves them to the caller.
@@ -108,15 +113,17 @@ class Network:
         """
         site_of = {node: site for site, node in self.nodes.items()}
         waiting = {site_of[message.metadata.dst_node_id]: message for message in messages}
+        for site in waiting:
+            self.forgiven.pop(site, None)
         kept: dict[str, Message] = {}
-        for _ in range(retries + 1):
+        for attempt in range(retries + 1):
             for site, reply in zip(waiting, self.round_trip(list(waiting.values())), strict=True):
-                reason = self.refusal(reply, specs)
+                reason = self.refusal(reply, specs, site)
                 if reason is None and reply is not None:
                     kept[site] = reply
-                    self.streak[site] = 0
+                    self.forgiven[site] = self.streak.pop(site, 0)
                     self._note(answer(site, reply))
-                else:
+                elif attempt == 0:
                     self.fail(site, reason or "no reply")
             waiting = {s: self._again(m) for s, m in waiting.items() if s not in kept}
         self.traffic.communications += len(kept)
@@ -149,24 +156,43 @@ class Network:
             for reply in self.exchange(messages, specs, retries=retries)
         }
 
-    def introduce(self, phase: str, specs_of: Specs | None = None) -> dict[str, Answer]:
-        """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it."""
+    def introduce(self, phase: str) -> dict[str, Answer]:
+        """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it.
+
+        What goes wrong is noted, but not held against a site of the same name that already takes part.
+        """
         online = set(self.grid.get_node_ids())
-        new = sorted(online - self.heard)
-        messages = [self._message(node, phase, {}, {}) for node in new]
         found: dict[str, Answer] = {}
-        for node, reply in zip(new, self.round_trip(messages), strict=True):
+        for node, reply in self._first_replies(sorted(online - self.heard), phase).items():
             site = claimed_site(reply)
-            reason = self.refusal(reply, specs_of)
-            if reason is None and site in self.nodes and self.nodes[site] in online:
+            reason = self.refusal(reply, None)
+            if reason is None and site is not None and (site in found or self._taken(site, online, phase)):
                 reason = f"two machines say that they are site {site!r}; give each its own `site` in --node-config"
             self.heard.add(node)
             if reason is None and reply is not None and site is not None:
                 self.nodes[site] = node
+                self.streak.pop(site, None)
                 found[site] = answer(site, reply)
             else:
-                self.fail(site or f"node {len(self.heard)}", reason or "no reply")
+                self._record(site or f"node {len(self.heard)}", reason or "no reply")
         return dict(sorted(found.items(), key=lambda item: natural_order(item[0])))
+
+    def _first_replies(self, nodes: Sequence[int], phase: str) -> dict[int, Message | None]:
+        """Replies of nodes never heard of; one that gets lost is asked for again."""
+        replies: dict[int, Message | None] = dict.fromkeys(nodes)
+        for _ in range(2):
+            waiting = [node for node, reply in replies.items() if reply is None or reply.has_error()]
+            messages = [self._message(node, phase, {}, {}) for node in waiting]
+            replies |= dict(zip(waiting, self.round_trip(messages), strict=True))
+        return replies
+
+    def _taken(self, site: str, online: set[int], phase: str) -> bool:
+        """Whether the node that has a site id still answers: Flower lists one that was killed for some time."""
+        node = self.nodes.get(site)
+        if node is None or node not in online:
+            return False
+        [reply] = self.round_trip([self._message(node, phase, {}, {})])
+        return claimed_site(reply) == site
 
     def round_trip(self, messages: Sequence[Message]) -> list[Message | None]:
         """Push all messages and poll until each has its reply or time is up; None where nothing came."""
@@ -185,8 +211,8 @@ class Network:
         self.traffic.bytes_up += sum(content_bytes(reply) for reply in replies.values())
         return [replies.get(i) for i in ids]
 
-    def refusal(self, reply: Message | None, specs: Specs | None) -> str | None:
-        """Why a reply cannot be used, or None if it can."""
+    def refusal(self, reply: Message | None, specs: Specs | None, site: str | None = None) -> str | None:
+        """Why a reply cannot be used, or None if it can; ``site`` is who was asked, where that is known."""
         if reply is None:
             return f"no reply within {self.timeout:g} s"
         if reply.has_error():
@@ -194,19 +220,28 @@ class Network:
         config = reply.content.config_records.get("config", ConfigRecord())
         if "error" in config:
             return str(config["error"])
-        if not {"arrays", "metrics"} <= set(reply.content) or "site" not in config:
+        return self._content_refusal(reply, config, site) or numbers_refusal(reply) or arrays_refusal(reply, specs)
+
+    @staticmethod
+    def _content_refusal(reply: Message, config: ConfigRecord, site: str | None) -> str | None:
+        if not config.get("site") or "arrays" not in reply.content.array_records:
             return "the reply lacks the records `arrays`, `metrics`, `config`"
         if config.get("schema-version") != SCHEMA_VERSION:
             return (
                 f"message schema {config.get('schema-version')!r}, expected {SCHEMA_VERSION}: other version of the app"
             )
-        return None if specs is None else arrays_refusal(reply, specs)
+        if site is not None and config["site"] != site:
+            return f"site {site!r} was asked, and the reply says that it is from another"
+        return None
+
+    def _record(self, site: str, reason: str) -> None:
+        self.failures.append(Failure(self.round, site, reason))
+        logger.warning("round %d: site %s failed: %s", self.round, site, reason)
 
     def fail(self, site: str, reason: str) -> None:
-        """Count a failure of a site and say so."""
-        self.failures.append(Failure(self.round, site, reason))
-        self.streak[site] = self.streak.get(site, 0) + 1
-        logger.warning("round %d: site %s failed: %s", self.round, site, reason)
+        """Count a failure of a site and say so; a valid reply that the caller refuses does not end its streak."""
+        self._record(site, reason)
+        self.streak[site] = self.streak.get(site, 0) + self.forgiven.pop(site, 0) + 1
         if self.streak[site] == self.max_failures:
             logger.warning("site %s failed %d times in a row and is left out of training", site, self.max_failures)
 
@@ -219,6 +254,6 @@ class Network:
     def _note(self, reply: Answer) -> None:
         self.site_seconds += reply.number("seconds")
         for name in reply.metrics:
-            if name.startswith("repairs."):
+            if name.startswith("repairs.") and np.isfinite(reply.number(name)):
                 key = name.removeprefix("repairs.")
                 self.repairs[key] = self.repairs.get(key, 0) + int(reply.number(name))

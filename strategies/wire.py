@@ -60,17 +60,35 @@ class Answer:
         return float("nan") if isinstance(value, list) else float(value)
 
 
-def arrays_refusal(reply: Message, specs: Specs) -> str | None:
-    """Why the arrays of a reply do not match what was asked for, or None."""
-    arrays = reply.content.array_records["arrays"]
-    if set(arrays) != set(specs):
-        missing, extra = sorted(set(specs) - set(arrays)), sorted(set(arrays) - set(specs))
+def arrays_refusal(reply: Message, specs: Specs | None) -> str | None:
+    """Why the arrays of a reply cannot be read or do not match what was asked for, or None.
+
+    Without ``specs`` any names, shapes and types will do, as long as all numbers are finite.
+    """
+    record = reply.content.array_records["arrays"]
+    if specs is not None and set(record) != set(specs):
+        missing, extra = sorted(set(specs) - set(record)), sorted(set(record) - set(specs))
         return f"arrays missing: {missing or 'none'}, unexpected: {extra or 'none'}"
-    for name, spec in specs.items():
-        reason = spec.refusal(arrays[name].numpy())
+    try:
+        arrays = numpy_arrays(record)
+    except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
+        return f"arrays cannot be decoded ({type(error).__name__})"
+    for name, array in arrays.items():
+        spec = ArraySpec((None,) * array.ndim, str(array.dtype)) if specs is None else specs[name]
+        reason = spec.refusal(array)
         if reason:
             return f"array `{name}`: {reason}"
     return None
+
+
+def numbers_refusal(reply: Message) -> str | None:
+    """Why the metrics of a reply cannot be used, or None."""
+    metrics = reply.content.metric_records.get("metrics", MetricRecord())
+    rows = metrics.get("num-examples")
+    if not isinstance(rows, int) or rows < 0:
+        return "the reply does not say its `num-examples`, a count of rows"
+    odd = sorted(name for name, value in metrics.items() if not np.isfinite(value).all())
+    return f"metrics that are not finite: {', '.join(odd)}" if odd else None
 
 
 def array_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:

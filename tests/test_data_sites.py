@@ -65,11 +65,12 @@ def test_a_node_gets_the_same_rows_on_every_visit_and_others_by_seed():
     assert not load_site(config(seed=1), node).train.equals(one.train)
 
 
-def test_changing_a_sites_frame_does_not_change_the_cached_table():
-    first = load_site(config(), {"partition-id": 0, "num-partitions": 2})
-    before = first.train["age"].tolist()
-    first.train["age"] = -1.0
-    assert load_site(config(), {"partition-id": 0, "num-partitions": 2}).train["age"].tolist() == before
+def test_a_process_cuts_and_encodes_a_sites_rows_once():
+    node = {"partition-id": 0, "num-partitions": 2}
+    site = load_site(config(), node)
+    assert load_site(config(), node) is site
+    preparation = preparation_of([site, load_site(config(), node | {"partition-id": 1})])
+    assert site.encode(preparation) is site.encode(preparation)
 
 
 def test_natural_sites_keep_their_own_test_rows_and_names():

@@ -79,6 +79,15 @@ def test_flower_reports_a_superlink_that_does_not_answer(tmp_path: Path) -> None
             flower.json("ls", "gone")
 
 
+def test_an_unknown_connection_is_reported_in_the_words_of_flower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    assert main(["--connection", "nowhere"]) == 1
+    assert "`flwr run" in capsys.readouterr().err
+    assert (tmp_path / "config.toml").is_file()
+
+
 def test_an_expected_error_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "/nowhere/run.toml"]) == 1
     assert capsys.readouterr().err == "error: there is no file /nowhere/run.toml\n"

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from fedgp_flower.cli import run_in_process
+from fedgp_flower.launch import complete_config, parse_assignments
 from fedgp_flower.processes import ProcessEntry, belonging, from_proc
 
 pytestmark = [
@@ -75,6 +77,9 @@ def test_a_run_completes_and_leaves_results_and_no_process(tmp_path: Path, scrat
     assert (tmp_path / "run" / "report.html").is_file()
     assert len(launch.children) > 4  # SuperLink, ServerApp, and Ray with its workers were seen
     assert launch.survivors() == []
+    config = parse_assignments([*SMALL, "name=in-process", f"output-dir={tmp_path}"])
+    beside = json.loads((run_in_process(complete_config(config, tmp_path), 2) / "metrics.json").read_text())
+    assert beside["test"] == pytest.approx(metrics["test"], rel=1e-6)  # Ray and one process agree
 
 
 def test_a_run_that_fails_says_so_and_leaves_no_process(tmp_path: Path, scratch_is_empty_again: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -61,6 +61,8 @@ class RawSite:
     test: pd.DataFrame
     features: tuple[str, ...]
     target: str
+    _encoded: dict[bytes, SiteData] = field(default_factory=dict, repr=False, compare=False)
+    """The latest encoding: a process of a simulation answers many messages of a run."""
 
     @property
     def simulated(self) -> bool:
@@ -77,6 +79,13 @@ class RawSite:
         Raises:
             DataError: the site's columns do not fit the agreed schema.
         """
+        key = preparation.fingerprint()
+        if key not in self._encoded:
+            self._encoded.clear()
+            self._encoded[key] = self._encode(preparation)
+        return self._encoded[key]
+
+    def _encode(self, preparation: Preparation) -> SiteData:
         both = (self.train, self.test)
         x, x_test = (encode_inputs(part, preparation) for part in both)
         if self.target != preparation.target.name:
@@ -175,8 +184,13 @@ def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
     if not 0 <= site < partitions:
         raise DataError(f"`partition-id` = {site} is not one of the {partitions} simulated sites")
     with _ONE_AT_A_TIME:
-        table = load_table(config)
-        dealt = _dealt(table, config, partitions)
+        return _share_of(load_table(config), config, site, partitions)
+
+
+@lru_cache(maxsize=1024)
+def _share_of(table: Table, config: CoreConfig, site: int, partitions: int) -> RawSite:
+    """A simulated site; a process of a simulation is asked for the same ones many times."""
+    dealt = _dealt(table, config, partitions)
     train, test = table.rows(config.split)
     rows, where = train[dealt.rows[site]], f"site {site} of {table.file}"
     if config.split >= 0:

@@ -121,6 +121,11 @@ class Preparation:
         """Names of the feature columns of a table."""
         return tuple(column.name for column in self.columns)
 
+    def fingerprint(self) -> bytes:
+        """Equal for preparations that encode rows alike."""
+        numbers = (self.input_mean, self.input_scale, np.array([self.target_mean, self.target_scale]))
+        return repr((self.columns, self.target)).encode() + b"".join(part.tobytes() for part in numbers)
+
     @staticmethod
     def from_wire(arrays: Mapping[str, NDArray[np.generic]], schema: str) -> Preparation:
         """Read the preparation out of a message or a run folder.

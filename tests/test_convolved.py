@@ -1,0 +1,110 @@
+"""Convolved covariances against numerical convolution, Eq. 18 and the linear model of coregionalisation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.polynomial.hermite_e import hermegauss
+
+from fedgp_flower.models.convolved import ConvolvedKernel, CoregionalKernel, smoothed_covariance
+
+
+def kernel(num_latents: int, dims: int) -> ConvolvedKernel:
+    rng = np.random.default_rng(10 * num_latents + dims)
+    scales, smoothing = (torch.from_numpy(rng.uniform(0.2, 1.5, (num_latents, dims))) for _ in range(2))
+    return ConvolvedKernel(scales, smoothing, torch.from_numpy(rng.normal(size=num_latents)))
+
+
+def rows(count: int, dims: int, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(count, dims)))
+
+
+def smoothed_by_quadrature(k, x, other, smoothing, smoothing_other):  # type: ignore[no-untyped-def]
+    """E k(x − √R e, x' − √R' e') over standard normal e, e': convolution of both arguments, by Gauss-Hermite."""
+    nodes, weights = hermegauss(100)
+    weights = weights / weights.sum()
+    dims = x.size
+    total = 0.0
+    value = 1.0
+    for d in range(dims):  # S and R are diagonal, so the integral is a product over inputs
+        a = x[d] - math.sqrt(smoothing[d]) * nodes
+        b = other[d] - math.sqrt(smoothing_other[d]) * nodes
+        total = weights @ np.exp(-0.5 * (a[:, None] - b[None, :]) ** 2 / k[d]) @ weights
+        value *= total
+    return value
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("num_latents", [1, 2])
+def test_output_and_cross_covariance_are_convolutions(num_latents: int, dims: int) -> None:
+    """f = Σ_i v_i ∫ N(x − u; 0, R_i) g_i(u) du with v = s (|2R + S| / |S|)^¼."""
+    k = kernel(num_latents, dims)
+    x, w = rows(4, dims, 1), rows(3, dims, 2)
+    S, R, s = k.scales.detach().numpy(), k.smoothing.detach().numpy(), k.amplitudes.detach().numpy()
+    v = s * (np.prod(2 * R + S, 1) / np.prod(S, 1)) ** 0.25
+    cross, output = k.cross(x, w).detach().numpy(), k(x, x).to_dense().detach().numpy()
+    none = np.zeros(dims)
+    for n in range(4):
+        for j in range(3):
+            for i in range(num_latents):
+                expected = v[i] * smoothed_by_quadrature(S[i], x[n].numpy(), w[j].numpy(), R[i], none)
+                assert cross[i, n, j] == pytest.approx(expected, rel=1e-8, abs=1e-10)
+        for m in range(4):
+            parts = [
+                v[i] ** 2 * smoothed_by_quadrature(S[i], x[n].numpy(), x[m].numpy(), R[i], R[i])
+                for i in range(num_latents)
+            ]
+            assert output[n, m] == pytest.approx(sum(parts), rel=1e-8, abs=1e-10)
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_cross_covariance_is_equation_18(dims: int) -> None:
+    k = kernel(1, dims)
+    x, w = rows(3, dims, 3), rows(2, dims, 4)
+    S, R = k.scales[0].detach(), k.smoothing[0].detach()
+    v = float(k.amplitudes.detach()) * float((2 * R + S).prod() / S.prod()) ** 0.25
+    gap = x[:, None] - w[None]
+    expected = v * (S.prod() / (R + S).prod()).sqrt() * (-0.5 * (gap**2 / (R + S)).sum(-1)).exp()
+    torch.testing.assert_close(k.cross(x, w)[0].detach(), expected)
+
+
+def test_variance_is_the_squared_amplitudes_everywhere() -> None:
+    k = kernel(2, 2)
+    x = rows(5, 2, 5)
+    expected = torch.full((5,), float(k.amplitudes.detach().square().sum()), dtype=torch.float64)
+    torch.testing.assert_close(k(x, x, diag=True).detach(), expected)
+    torch.testing.assert_close(k(x, x).to_dense().diagonal().detach(), expected)
+
+
+def test_no_smoothing_is_the_linear_model_of_coregionalisation() -> None:
+    """R → 0: c_fg = s_i k_i and c_ff = Σ s_i² k_i."""
+    full = kernel(2, 2)
+    x, w = rows(4, 2, 6), rows(3, 2, 7)
+    tiny = ConvolvedKernel(
+        full.scales.detach(), torch.full((2, 2), 1e-13, dtype=torch.float64), full.amplitudes.detach()
+    )
+    linear = CoregionalKernel(full.scales.detach(), full.amplitudes.detach())
+    by_hand = torch.stack(
+        [
+            s * (-0.5 * ((x[:, None] - w[None]) ** 2 / S).sum(-1)).exp()
+            for s, S in zip(full.amplitudes, full.scales, strict=True)
+        ]
+    )
+    torch.testing.assert_close(linear.cross(x, w), by_hand)
+    torch.testing.assert_close(tiny.cross(x, w), by_hand, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(tiny(x, x).to_dense(), linear(x, x).to_dense(), rtol=1e-9, atol=1e-9)
+    assert "raw_smoothing" not in dict(linear.named_parameters())
+
+
+def test_joint_covariance_of_outputs_and_latents_is_positive_definite() -> None:
+    """All functions, smoothed differently, form one Gaussian process."""
+    k = kernel(1, 1)
+    x = rows(6, 1, 8)
+    none, R, wide = torch.zeros(1, 1, dtype=torch.float64), k.smoothing.detach(), 3 * k.smoothing.detach()
+    S = k.scales.detach()
+    blocks = [[smoothed_covariance(x, x, S, a, b)[0] for b in (none, R, wide)] for a in (none, R, wide)]
+    joint = torch.cat([torch.cat(line, 1) for line in blocks])
+    assert torch.linalg.eigvalsh(joint).min() > -1e-12

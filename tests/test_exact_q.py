@@ -1,0 +1,424 @@
+"""Exact q(g): the unit's step against autograd, the server's against dense optimisation, rounds that never lose."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedgp_flower.errors import NumericsError, ProtocolError
+from fedgp_flower.latent import Latents, Move, Posterior, Statistics, pack, spacing, unpack
+from fedgp_flower.models.convolved import smoothed_covariance
+from fedgp_flower.models.exact_q import (
+    SearchOptions,
+    UnitData,
+    UnitParameters,
+    UnitState,
+    explained_share,
+    maximise,
+    moved,
+    predict,
+    respond,
+    starting_parameters,
+    statistics,
+)
+from fedgp_flower.models.multi_output import from_exact
+from fedgp_flower.models.multi_output_baselines import fit_pooled
+from strategies.exact_q import (
+    ExactState,
+    agreeing,
+    best_lead,
+    best_scales,
+    is_flat,
+    lead,
+    merge,
+    pooled_bound,
+    possible,
+    posterior,
+    start_state,
+    trial_moves,
+)
+
+SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+OPTIONS = SearchOptions()
+
+
+def grid(dims: int) -> np.ndarray:
+    axis = np.linspace(-1.1, 1.1, 16 if dims == 1 else 5)
+    return np.stack(np.meshgrid(*[axis] * dims, indexing="ij"), -1).reshape(-1, dims)
+
+
+def signals(dims: int, seed: int = 0, num_units: int = 3, rows: int = 50) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Units that are shifted views of one smooth function, with different gains and signs."""
+    rng = np.random.default_rng(seed)
+    units = []
+    for m in range(num_units):
+        x = rng.uniform(-1, 1, (rows, dims))
+        f = np.sin(4 * x.sum(1)) + 0.5 * np.cos(7 * x[:, 0])
+        units.append((x, (-1) ** m * (0.5 + m) * f + 0.1 * rng.normal(size=rows)))
+    return units
+
+
+def federate(units, inducing, rounds, *, multiples=(1.0,), options=OPTIONS, reach=None):  # type: ignore[no-untyped-def]
+    """The whole protocol in one process; returns every state and every unit's parameters."""
+    data = {str(i): UnitData.build(x, y, inducing) for i, (x, y) in enumerate(units)}
+    state = start_state(inducing, multiples)
+    state = lead(state, statistics(data["0"], state.latents, starting_parameters(data["0"], state.latents, options)))
+    memory: dict[str, UnitState] = {}
+    states = [state]
+    for r in range(rounds):
+        moves, replies = trial_moves(state), {}
+        for site in sorted(data) if reach is None else reach(r, sorted(data)):
+            phi = moved(data[site], memory[site], state.reports[site].move)[1] if site in memory else None
+            memory[site], replies[site] = respond(data[site], state.latents, state.posterior, moves, phi, options)
+        state = merge(state, replies, moves=moves)
+        states.append(state)
+    return states, {s: moved(data[s], memory[s], state.reports[s].move)[1] for s in memory}, data
+
+
+def random_unit(num_latents: int, dims: int, seed: int = 0):  # type: ignore[no-untyped-def]
+    rng = np.random.default_rng(seed)
+    W = grid(dims)[:: 2 if dims == 1 else 3]
+    latents = Latents(W, rng.uniform(0.1, 0.5, (num_latents, dims)), rng.uniform(0.5, 2, num_latents))
+    factor = 0.3 * rng.normal(size=(latents.size, latents.size))
+    q = Posterior(rng.normal(size=latents.size), factor @ factor.T + 0.1 * np.eye(latents.size))
+    x, y = signals(dims, seed)[0]
+    R = rng.uniform(0.01, 0.3, (num_latents, dims))
+    return latents, q, UnitData.build(x, y, W), UnitParameters(R, rng.normal(size=num_latents), 0.05), x
+
+
+def expected_fit(latents: Latents, q: Posterior, data: UnitData, phi: UnitParameters) -> float:
+    """E_q log p(y | f) from the statistics: evidence + slack + bᵀm − ½ tr(G E uuᵀ)."""
+    s = statistics(data, latents, phi)
+    return s.evidence + s.slack.sum() + s.shift @ q.mean - 0.5 * np.vdot(s.precision, q.second_moment())
+
+
+@pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
+def test_statistics_give_the_expected_log_likelihood_of_the_model(num_latents: int, dims: int) -> None:
+    """Against the torch model's marginals and the density written out, with a joint q(u)."""
+    latents, q, data, phi, x = random_unit(num_latents, dims)
+    mean, variance = predict(x, latents, q, phi)
+    by_hand = -0.5 * (np.log(2 * math.pi * phi.noise) + ((data.y - mean) ** 2 + variance) / phi.noise).sum()
+    assert expected_fit(latents, q, data, phi) == pytest.approx(by_hand, rel=1e-10)
+    if num_latents == 1:
+        model = from_exact(latents, q, phi)
+        value = float(model.expected_log_likelihood(torch.from_numpy(x), torch.from_numpy(data.y)).sum().detach())
+        assert value == pytest.approx(by_hand, rel=1e-8)
+
+
+@pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
+def test_unit_step_is_a_maximum_with_q_fixed(num_latents: int, dims: int) -> None:
+    """Autograd of E_q log p(y | f) vanishes in s and log σ², R is no worse than before, and E‖y − f‖² = Nσ²."""
+    latents, q, data, phi, x = random_unit(num_latents, dims)
+    best = maximise(data, latents, q, phi, OPTIONS)
+    s = torch.tensor(best.amplitudes, requires_grad=True)
+    log_noise = torch.tensor(math.log(best.noise), dtype=torch.float64, requires_grad=True)
+    S, R, W = map(torch.from_numpy, (latents.scales, best.smoothing, latents.inducing))
+    L = torch.linalg.cholesky(smoothed_covariance(W, W, S, 0 * S, 0 * S) + 1e-8 * torch.eye(len(W)).double())
+    unit = torch.linalg.solve_triangular(L, smoothed_covariance(W, torch.from_numpy(x), S, 0 * S, R), upper=False)
+    amplitude = s * torch.from_numpy(latents.amplitudes)
+    A = (amplitude[:, None, None] * unit).reshape(latents.size, -1)
+    variance = (
+        amplitude.square().sum() - A.square().sum(0) + torch.einsum("jn,jk,kn->n", A, torch.tensor(q.covariance), A)
+    )
+    squares = (torch.from_numpy(data.y) - torch.from_numpy(q.mean) @ A) ** 2 + variance
+    fit = -0.5 * (math.log(2 * math.pi) + log_noise + squares / log_noise.exp()).sum()
+    for gradient in torch.autograd.grad(fit, (s, log_noise)):
+        assert gradient.abs().max() < 1e-6 * len(data.y)
+    assert float(fit.detach()) == pytest.approx(expected_fit(latents, q, data, best), rel=1e-8)
+    assert float(squares.mean().detach()) == pytest.approx(best.noise, rel=1e-8)
+    assert expected_fit(latents, q, data, best) > expected_fit(latents, q, data, phi)
+
+
+def test_coarse_search_escapes_a_bad_start() -> None:
+    latents, _, data, phi, _ = random_unit(1, 1)
+    q = posterior(statistics(data, latents, phi))
+    far = replace(phi, smoothing=np.full((1, 1), 50.0))
+    fine, coarse = (maximise(data, latents, q, far, OPTIONS, coarse=c) for c in (False, True))
+    assert coarse.noise < fine.noise
+
+
+@pytest.mark.parametrize("options", [OPTIONS, SearchOptions(convolved=False)])
+@pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
+def test_bound_never_falls_and_is_the_model_s(num_latents: int, dims: int, options: SearchOptions) -> None:
+    units, W = signals(dims), grid(dims)
+    multiples = (1.0, 2.0)[:num_latents]
+    states, phi, data = federate(units, W, 8, multiples=multiples, options=options)
+    bounds = [s.bound for s in states[1:]]
+    assert min(np.diff(bounds)) >= -1e-7
+    assert bounds[-1] > bounds[0] + 1
+    last = states[-1]
+    parts = [statistics(data[s], last.latents, phi[s]) for s in sorted(data)]
+    assert pooled_bound(sum(parts[1:], parts[0])) == pytest.approx(last.bound, rel=1e-9)
+    np.testing.assert_allclose(posterior(sum(parts[1:], parts[0])).mean, last.posterior.mean, rtol=1e-6, atol=1e-7)
+    if not options.convolved:
+        assert all(np.all(p.smoothing == 0) for p in phi.values())
+
+
+@pytest.mark.parametrize("seed", [2, 10])
+def test_rounds_reach_the_pooled_optimum(seed: int) -> None:
+    """Units of one random function, one half unobserved: 1 nat from L-BFGS in 20 rounds, error near the noise."""
+    rng = np.random.default_rng(seed)
+    x = np.linspace(-1.6, 1.6, 321)
+    g = np.linalg.cholesky(np.exp(-0.5 * (x[:, None] - x) ** 2 / 0.01) + 1e-9 * np.eye(321)) @ rng.normal(size=321)
+    inside = np.abs(x) <= 1
+    units = []
+    for _ in range(4):
+        width = rng.uniform(2, 10)
+        weights = np.exp(-0.5 * np.arange(-50, 51) ** 2 / width**2)
+        f = rng.uniform(0.5, 3) * np.convolve(g, weights / weights.sum(), mode="same")[inside]
+        units.append((x[inside][:, None], f + 0.1 * rng.normal(size=inside.sum())))
+    seen = units[0][0][:, 0] <= 0
+    missing = (units[0][0][~seen], units[0][1][~seen])
+    units = [*units[1:], (units[0][0][seen], units[0][1][seen])]
+    W = np.linspace(-1.1, 1.1, 30)[:, None]
+    states, phi, _ = federate(units, W, 20)
+    assert min(np.diff([s.bound for s in states[1:]])) >= -1e-7
+    order = [phi[s] for s in sorted(phi)]
+    assert states[-1].bound > fit_pooled(units, [(states[-1].latents, order), (states[8].latents, order)]).bound - 1
+    mean, variance = predict(missing[0], states[-1].latents, states[-1].posterior, phi["3"])
+    assert np.mean((mean - missing[1]) ** 2) < 0.02
+    inside95 = np.abs(mean - missing[1]) < 1.96 * np.sqrt(variance + phi["3"].noise)
+    assert inside95.mean() > 0.85
+
+
+def test_absent_units_still_count() -> None:
+    """60 % reachable: about as good as everyone present; the cached statistics are rotated, not dropped."""
+    units, W = signals(1, num_units=4), grid(1)
+    rng = np.random.default_rng(0)
+    full, _, _ = federate(units, W, 15)
+    part, phi, data = federate(
+        units, W, 25, reach=lambda r, s: s if r == 0 else [t for t in s if rng.random() < 0.6] or s[:1]
+    )
+    parts = [statistics(data[s], part[-1].latents, phi[s]) for s in sorted(data)]
+    assert pooled_bound(sum(parts[1:], parts[0])) > full[-1].bound - 3
+
+
+def test_rotation_keeps_what_is_known_about_g() -> None:
+    """bᵀu − ½uᵀGu is the same number for the same g under old and new lengthscales; amplitudes likewise."""
+    latents, _, data, phi, _ = random_unit(2, 2)
+    new = replace(latents, scales=latents.scales * 1.3)
+    told = statistics(data, latents, phi)
+    turned = told.rotated(latents.whitening(), new.whitening()).rescaled(np.array([2.0, 0.5]))
+    rng = np.random.default_rng(1)
+    u_new = rng.normal(size=latents.size)
+    J = len(latents.inducing)
+    pieces = []
+    for i, factor in enumerate((2.0, 0.5)):
+        g = factor * new.whitening()[i] @ u_new[i * J : (i + 1) * J]
+        pieces.append(np.linalg.solve(latents.whitening()[i], g))
+    u_old = np.concatenate(pieces)
+
+    def value(s: Statistics, u: np.ndarray) -> float:
+        return float(s.shift @ u - 0.5 * u @ s.precision @ u)
+
+    assert value(turned, u_new) == pytest.approx(value(told, u_old), rel=1e-6)
+    np.testing.assert_allclose(turned.slack, told.slack * [4.0, 0.25])
+
+
+def test_rescaling_is_what_larger_latents_would_have_sent() -> None:
+    latents, _, data, phi, _ = random_unit(2, 1)
+    factors = np.array([1.7, 0.6])
+    larger = statistics(data, replace(latents, amplitudes=latents.amplitudes * factors), phi)
+    rescaled = statistics(data, latents, phi).rescaled(factors)
+    np.testing.assert_allclose(rescaled.precision, larger.precision, rtol=1e-10)
+    np.testing.assert_allclose(rescaled.shift, larger.shift, rtol=1e-10)
+    np.testing.assert_allclose(rescaled.slack, larger.slack, rtol=1e-8)
+
+
+def test_best_scales_is_a_stationary_maximum() -> None:
+    rng = np.random.default_rng(3)
+    x = np.linspace(-1, 1, 50)[:, None]
+    basis = np.hstack([np.sin(4 * x), np.cos(9 * x)])  # two functions, mixed differently by every unit
+    mixed = [(x, basis @ rng.normal(size=2) + 0.1 * rng.normal(size=50)) for _ in range(5)]
+    states, parameters, units = federate(mixed, grid(1), 6, multiples=(1.0, 2.0))
+    parts = [statistics(units[s], states[-1].latents, parameters[s]) for s in sorted(units)]
+    total = sum(parts[1:], parts[0]).rescaled(np.array([1.5, 0.8]))
+    bound, factors = best_scales(total, 2)
+    assert bound == pytest.approx(pooled_bound(total.rescaled(factors)), rel=1e-12)
+    for i in range(2):
+        for step in (-0.1, 0.1):
+            other = factors.copy()
+            other[i] *= math.exp(step)
+            assert pooled_bound(total.rescaled(other)) < bound
+    assert bound == pytest.approx(best_scales(total.rescaled(np.array([0.7, 1.2])), 2)[0], abs=1e-6)
+    assert bound > pooled_bound(total) + 0.1
+
+
+def test_moves_keep_what_they_promise() -> None:
+    """`width`: every output covariance is unchanged. `gain`: v = s (|2R + S| / |S|)^¼ and R are unchanged."""
+    latents, _, data, phi, x = random_unit(2, 2)
+    state = UnitState(phi, phi, latents.scales)
+    offset = np.array([[0.02, 0.0], [0.0, -0.03]])
+    scales, wide = moved(data, state, Move(offset, 1.0, "width"))
+    rows = torch.from_numpy(x)
+
+    def outputs(S: np.ndarray, p: UnitParameters) -> torch.Tensor:
+        R = torch.from_numpy(p.smoothing)
+        unit = smoothed_covariance(rows, rows, torch.from_numpy(S), R, R)
+        return (torch.from_numpy(p.amplitudes**2)[:, None, None] * unit).sum(0)
+
+    torch.testing.assert_close(outputs(scales, wide), outputs(latents.scales, phi))
+    scales, same = moved(data, state, Move(offset, 1.0, "gain"))
+    np.testing.assert_allclose(same.smoothing, phi.smoothing)
+
+    def gain(S: np.ndarray, p: UnitParameters) -> np.ndarray:
+        return p.amplitudes * (np.prod(2 * p.smoothing + S, 1) / np.prod(S, 1)) ** 0.25
+
+    np.testing.assert_allclose(gain(scales, same), gain(latents.scales, phi))
+    np.testing.assert_allclose(scales, latents.scales * np.exp(offset))
+
+
+def test_stretch_extrapolates_the_unit_s_own_step() -> None:
+    latents, _, data, phi, _ = random_unit(1, 1)
+    after = UnitParameters(phi.smoothing * 1.1, phi.amplitudes * 3, phi.noise * 0.8)
+    still = np.zeros((1, 1))
+    _, further = moved(data, UnitState(phi, after, latents.scales), Move(still, 2.0, "gain"))
+    np.testing.assert_allclose(further.smoothing, phi.smoothing * 1.21)
+    assert further.noise == pytest.approx(phi.noise * 0.64)
+    _, plain = moved(data, UnitState(phi, after, latents.scales), Move(still, 1.0, "gain"))
+    np.testing.assert_allclose(plain.amplitudes, after.amplitudes)
+    assert plain.noise == after.noise
+
+
+def answers(seed: int = 0, num_units: int = 7):  # type: ignore[no-untyped-def]
+    units, W = signals(1, seed, num_units), grid(1)
+    states, phi, data = federate(units, W, 4)
+    state: ExactState = states[-1]
+    told = {
+        s: respond(data[s], state.latents, state.posterior, trial_moves(state), phi[s], OPTIONS)[1][0] for s in data
+    }
+    return told, state, dict.fromkeys(data, 50)
+
+
+LIES = {
+    "flipped": lambda s: replace(s, shift=-s.shift),
+    "flipped and five times stronger": lambda s: replace(s, precision=5 * s.precision, shift=-5 * s.shift),
+    "negated": lambda s: Statistics(-5 * s.precision, -5 * s.shift, -5 * s.evidence, -5 * s.slack),
+    "a hundred times": lambda s: Statistics(100 * s.precision, 100 * s.shift, 100 * s.evidence, 100 * s.slack),
+    "not a number": lambda s: replace(s, shift=s.shift * np.nan),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_agreement_keeps_the_honest_and_drops_liars(lie: str) -> None:
+    told, state, counts = answers()
+    everyone = tuple(sorted(told))
+    assert agreeing(told, asked=state.posterior, counts=counts) == everyone
+    attacked = {s: LIES[lie](v) if s in {"4", "5"} else v for s, v in told.items()}
+    kept = agreeing(attacked, asked=state.posterior, counts=counts)
+    assert kept == tuple(s for s in everyone if s not in {"4", "5"})
+
+
+def test_agreement_drops_a_unit_with_another_function() -> None:
+    """Its own statistics are honest; it only does not share g."""
+    told, state, counts = answers()
+    rng = np.random.default_rng(5)
+    x = signals(1, 0, 7)[0][0]
+    stranger = UnitData.build(x, np.sin(23 * x[:, 0] + 1) + 0.1 * rng.normal(size=len(x)), grid(1))
+    alone = maximise(
+        stranger, state.latents, posterior(told["0"]), starting_parameters(stranger, state.latents, OPTIONS), OPTIONS
+    )
+    forced = statistics(stranger, state.latents, replace(alone, amplitudes=np.ones(1), noise=0.3))
+    assert "0" not in agreeing({**told, "0": forced}, asked=state.posterior, counts=counts)
+
+
+def test_lead_is_a_site_that_most_others_agree_with() -> None:
+    """The units with most rows see another function; the lead is still an honest one, whatever its sign."""
+    W = grid(1)
+    rng = np.random.default_rng(2)
+    x = rng.uniform(-1, 1, (90, 1))
+    strangers = [(x, g * np.sin(23 * x[:, 0] + 1) + 0.1 * rng.normal(size=90)) for g in (2.0, 3.0)]
+    latents = start_state(W).latents
+    starts = {}
+    for name, (rows, y) in zip("01234", [*strangers, *signals(1)], strict=True):
+        data = UnitData.build(rows, y, W)
+        starts[name] = statistics(data, latents, starting_parameters(data, latents, OPTIONS))
+    assert best_lead(starts) in {"2", "3", "4"}
+    negative = {"1": LIES["negated"](starts["1"])}
+    with pytest.raises(ProtocolError, match="starting statistics"):
+        best_lead(negative)
+
+
+def test_possible_is_an_identity_for_any_q() -> None:
+    """A unit's M-step spends its rows exactly: with yᵀy/σ² known, the misfit is N."""
+    latents, q, data, phi, _ = random_unit(2, 1)
+    best = maximise(data, latents, q, phi, OPTIONS)
+    s = statistics(data, latents, best)
+    spent = (
+        data.y @ data.y / best.noise
+        - 2 * s.shift @ q.mean
+        + np.vdot(s.precision, q.second_moment())
+        - 2 * s.slack.sum()
+    )
+    assert spent == pytest.approx(len(data.y), rel=1e-9)
+    assert possible(s, q, len(data.y))
+
+
+def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
+    units, W = signals(1), grid(1)
+    states, phi, data = federate(units, W, 3)
+    state = states[-1]
+    moves = trial_moves(state)
+    replies = {s: respond(data[s], state.latents, state.posterior, moves, phi[s], OPTIONS)[1] for s in sorted(data)}
+    a, b = merge(state, replies, moves=moves), merge(state, dict(reversed(replies.items())), moves=moves)
+    assert a.bound == b.bound
+    np.testing.assert_array_equal(a.posterior.mean, b.posterior.mean)
+    with pytest.raises(ProtocolError, match="5 statistics for 6 trial moves"):
+        merge(state, {"0": replies["0"][:5]}, moves=moves)
+    with pytest.raises(ProtocolError, match="no unit's statistics"):
+        merge(state, replies, moves=moves, keep=())
+    with pytest.raises(NumericsError, match="agreement"):
+        posterior(LIES["negated"](replies["0"][0]))
+    only = merge(state, replies, moves=moves, keep=("1",))
+    np.testing.assert_allclose(only.bound, max(best_scales(r, 1)[0] for r in replies["1"]))
+
+
+def test_trial_moves_take_turns_and_steps_adapt() -> None:
+    state = start_state(grid(2), (1.0, 3.0))
+    np.testing.assert_allclose(state.latents.scales, np.outer([1.0, 9.0], spacing(grid(2)) ** 2))
+    touched = []
+    for r in range(4):
+        moves = trial_moves(replace(state, round=r))
+        assert moves[0].stretch == 1
+        assert not np.any(moves[0].offset)
+        assert len(moves) == 6
+        moving = np.argwhere(np.any([m.offset != 0 for m in moves], axis=0))
+        assert len(moving) == 1
+        touched.append(tuple(moving[0]))
+    assert sorted(touched) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_statistics_survive_the_wire() -> None:
+    latents, _, data, phi, _ = random_unit(2, 1)
+    sent = [statistics(data, latents, phi), statistics(data, latents, replace(phi, noise=0.2))]
+    arrays = pack(sent)
+    J = latents.size
+    assert arrays["statistics.precision"].shape == (2, J * (J + 1) // 2)
+    for a, b in zip(sent, unpack(arrays), strict=True):
+        np.testing.assert_array_equal(np.tril(a.precision), np.tril(b.precision))
+        np.testing.assert_array_equal(b.precision, b.precision.T)
+        np.testing.assert_array_equal(a.shift, b.shift)
+        np.testing.assert_array_equal(a.slack, b.slack)
+        assert a.evidence == b.evidence
+
+
+def test_a_flat_g_is_noticed() -> None:
+    units, W = signals(1), grid(1)
+    states, phi, data = federate(units, W, 5)
+    good = {s: explained_share(data[s], phi[s]) for s in data}
+    assert min(good.values()) > 0.8
+    assert not is_flat(good)
+    prior = Posterior(np.zeros(16), np.eye(16))
+    stuck = {s: explained_share(data[s], maximise(data[s], states[0].latents, prior, phi[s], OPTIONS)) for s in data}
+    assert max(stuck.values()) < 1e-9  # with m = 0 no amplitude explains anything
+    assert is_flat(stuck)
+    assert not is_flat({})
+
+
+def test_spacing_is_the_distance_of_neighbours_on_a_grid() -> None:
+    np.testing.assert_allclose(spacing(grid(1)), [2.2 / 15])
+    np.testing.assert_allclose(spacing(grid(2)), [0.55, 0.55])

@@ -1,0 +1,362 @@
+"""The multi-output model against dense algebra: bound, optimum, prediction, one local step; and the baselines."""
+
+from __future__ import annotations
+
+import math
+
+import gpytorch
+import numpy as np
+import pytest
+import torch
+
+from fedgp_flower.errors import ProtocolError
+from fedgp_flower.latent import Latents, Posterior
+from fedgp_flower.models.convolved import ConvolvedKernel, CoregionalKernel, smoothed_covariance
+from fedgp_flower.models.exact_q import UnitData, UnitParameters, predict, statistics
+from fedgp_flower.models.federated_polynomial import fit_polynomial
+from fedgp_flower.models.multi_output import (
+    LocalSteps,
+    MultiOutputModel,
+    from_exact,
+    load,
+    local_update,
+    personal_parameters,
+    shared_parameters,
+    to_arrays,
+    to_exact,
+)
+from fedgp_flower.models.multi_output_baselines import fit_independent, fit_modular, fit_pooled, starting_point
+from strategies.exact_q import pooled_bound, posterior
+
+SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+def problem(num_latents: int, dims: int, *, convolved: bool = True, num_units: int = 3):  # type: ignore[no-untyped-def]
+    rng = np.random.default_rng(num_latents + 10 * dims)
+    inducing = rng.uniform(-1, 1, (7, dims))
+    latents = Latents(inducing, rng.uniform(0.1, 0.4, (num_latents, dims)), rng.uniform(0.5, 2, num_latents))
+    units, phi = [], []
+    for _ in range(num_units):
+        n = int(rng.integers(5, 9))
+        units.append((rng.uniform(-1, 1, (n, dims)), rng.normal(size=n)))
+        R = rng.uniform(0.05, 0.3, (num_latents, dims)) if convolved else np.zeros((num_latents, dims))
+        phi.append(UnitParameters(R, rng.normal(size=num_latents), float(rng.uniform(0.05, 0.3))))
+    return latents, units, phi
+
+
+def told(latents, units, phi):  # type: ignore[no-untyped-def]
+    return [
+        statistics(UnitData.build(x, y, latents.inducing), latents, p) for (x, y), p in zip(units, phi, strict=True)
+    ]
+
+
+def dense_outputs(latents, units, phi):  # type: ignore[no-untyped-def]
+    """Covariance of all units' f under the convolution process, every cross block written out."""
+    S, a2 = torch.from_numpy(latents.scales), torch.from_numpy(latents.amplitudes**2)
+    rows = []
+    for (x, _), p in zip(units, phi, strict=True):
+        line = []
+        for (z, _), o in zip(units, phi, strict=True):
+            unit = smoothed_covariance(
+                *map(torch.from_numpy, (x, z)), S, *map(torch.from_numpy, (p.smoothing, o.smoothing))
+            )
+            line.append((torch.from_numpy(p.amplitudes * o.amplitudes) * a2)[:, None, None] * unit)
+        rows.append(torch.cat([block.sum(0) for block in line], 1))
+    return torch.cat(rows).numpy()
+
+
+def log_normal(y, covariance):  # type: ignore[no-untyped-def]
+    return -0.5 * (
+        y @ np.linalg.solve(covariance, y) + np.linalg.slogdet(covariance)[1] + len(y) * math.log(2 * math.pi)
+    )
+
+
+@pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
+@pytest.mark.parametrize("weights", ["equal", "rows"])
+def test_pooled_bound_is_the_sum_of_weighted_local_risks(num_latents: int, dims: int, weights: str) -> None:
+    """Σ p_m (−R_m) = pooled ELBO; at the optimal q that is the bound from sums (I = 1, where q is not factorised)."""
+    latents, units, phi = problem(num_latents, dims)
+    total = sum(told(latents, units, phi)[1:], told(latents, units, phi)[0])
+    q = posterior(total)
+    shares = (
+        np.full(3, 1 / 3)
+        if weights == "equal"
+        else np.array([len(y) for _, y in units]) / sum(len(y) for _, y in units)
+    )
+    models = [from_exact(latents, q, p) for p in phi]
+    risks = [
+        float(m.local_risk(torch.from_numpy(x), torch.from_numpy(y), num_data=len(y), weight=w).detach())
+        for m, (x, y), w in zip(models, units, shares, strict=True)
+    ]
+    elbo = -float(shares @ risks)
+    fit = sum(
+        float(m.expected_log_likelihood(*map(torch.from_numpy, u)).sum().detach())
+        for m, u in zip(models, units, strict=True)
+    )
+    assert elbo == pytest.approx(fit - float(models[0].kl().detach()), rel=1e-12)
+    if num_latents == 1:
+        assert elbo == pytest.approx(pooled_bound(total), rel=1e-9)
+    else:
+        assert elbo < pooled_bound(total)
+
+
+@pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
+def test_q_from_sums_maximises_the_pooled_bound(num_latents: int, dims: int) -> None:
+    """Dense ELBO of a free Gaussian q(u): its value is the bound from sums, its gradient is zero there."""
+    latents, units, phi = problem(num_latents, dims)
+    parts = told(latents, units, phi)
+    total = sum(parts[1:], parts[0])
+    q = posterior(total)
+    y = np.concatenate([u[1] for u in units])
+    J = len(latents.inducing)
+    S, none = torch.from_numpy(latents.scales), torch.zeros(latents.scales.shape, dtype=torch.float64)
+    W = torch.from_numpy(latents.inducing)
+    L = [np.linalg.cholesky(c) for c in smoothed_covariance(W, W, S, none, none).numpy() + 1e-8 * np.eye(J)]
+    A, slack, noise = [], [], []
+    for (x, _), p in zip(units, phi, strict=True):
+        cross = smoothed_covariance(torch.from_numpy(x), W, S, torch.from_numpy(p.smoothing), none).numpy()
+        K = np.hstack(
+            [
+                s * a * np.linalg.solve(f, c.T).T
+                for s, a, f, c in zip(p.amplitudes, latents.amplitudes, L, cross, strict=True)
+            ]
+        )
+        omega = np.sum((p.amplitudes * latents.amplitudes) ** 2) - np.sum(K**2, axis=1)
+        assert omega.min() >= -1e-12
+        A.append(K)
+        slack.append(omega)
+        noise.append(np.full(len(x), p.noise))
+    stacked, omega, sigma2 = map(torch.from_numpy, (np.vstack(A), np.concatenate(slack), np.concatenate(noise)))
+
+    def elbo(m: torch.Tensor, T: torch.Tensor) -> torch.Tensor:
+        V = T @ T.T
+        variance = omega + torch.einsum("nj,jk,nk->n", stacked, V, stacked)
+        fit = (
+            -0.5
+            * (torch.log(2 * math.pi * sigma2) + ((torch.from_numpy(y) - stacked @ m) ** 2 + variance) / sigma2).sum()
+        )
+        return fit - 0.5 * (V.trace() + m @ m - len(m) - torch.logdet(V))
+
+    m = torch.tensor(q.mean, requires_grad=True)
+    T = torch.tensor(np.linalg.cholesky(q.covariance), requires_grad=True)
+    value = elbo(m, T)
+    assert float(value.detach()) == pytest.approx(pooled_bound(total), rel=1e-9)
+    for gradient in torch.autograd.grad(value, (m, T)):
+        assert gradient.tril().abs().max() < 1e-8 if gradient.ndim == 2 else gradient.abs().max() < 1e-8
+    assert float(elbo(m + 0.01, T).detach()) < float(value.detach())
+
+
+@pytest.mark.parametrize("convolved", [True, False])
+@pytest.mark.parametrize("num_latents", [1, 2])
+def test_bound_is_below_the_evidence_of_the_exact_multi_output_gp(num_latents: int, convolved: bool) -> None:
+    latents, units, phi = problem(num_latents, 1, convolved=convolved)
+    parts = told(latents, units, phi)
+    y = np.concatenate([u[1] for u in units])
+    noise = np.concatenate([np.full(len(u[1]), p.noise) for u, p in zip(units, phi, strict=True)])
+    evidence = log_normal(y, dense_outputs(latents, units, phi) + np.diag(noise))
+    assert pooled_bound(sum(parts[1:], parts[0])) < evidence
+    everywhere = np.vstack([u[0] for u in units]) if not convolved else np.linspace(-2.5, 2.5, 80)[:, None]
+    dense = Latents(everywhere, latents.scales, latents.amplitudes, jitter=1e-11)
+    parts = told(dense, units, phi)
+    tight = pooled_bound(sum(parts[1:], parts[0]))
+    # LMC: W = X makes f a function of g(W). A convolution also needs g between the rows, so W is a fine grid there.
+    assert tight == pytest.approx(evidence, abs=1e-5)
+    assert tight <= evidence + 1e-7
+
+
+def test_prediction_is_the_exact_posterior_when_the_bound_is_tight() -> None:
+    latents, units, phi = problem(2, 1, convolved=False)
+    dense = Latents(np.vstack([u[0] for u in units]), latents.scales, latents.amplitudes, jitter=1e-11)
+    parts = told(dense, units, phi)
+    q = posterior(sum(parts[1:], parts[0]))
+    x = np.linspace(-1, 1, 6)[:, None]
+    mean, variance = predict(x, dense, q, phi[1])
+    joint = dense_outputs(latents, [*units, (x, x[:, 0])], [*phi, phi[1]])
+    n = len(joint) - 6
+    noise = np.concatenate([np.full(len(u[1]), p.noise) for u, p in zip(units, phi, strict=True)])
+    gain = np.linalg.solve(joint[:n, :n] + np.diag(noise), joint[:n, n:])
+    np.testing.assert_allclose(mean, gain.T @ np.concatenate([u[1] for u in units]), atol=1e-6)
+    np.testing.assert_allclose(variance, np.diag(joint[n:, n:] - gain.T @ joint[:n, n:]), atol=1e-6)
+    model = from_exact(dense, q, phi[1])
+    own_mean, _ = model.marginal(torch.from_numpy(x))
+    np.testing.assert_allclose(own_mean.detach().numpy(), mean, atol=1e-9)
+
+
+@pytest.mark.parametrize("convolved", [True, False])
+def test_modes_are_interchangeable(convolved: bool) -> None:
+    """Exact parameters → torch model → exact parameters; the conditional variance Ω is the same and non-negative."""
+    latents, units, phi = problem(1, 2, convolved=convolved)
+    parts = told(latents, units, phi)
+    q = posterior(sum(parts[1:], parts[0]))
+    model = from_exact(latents, q, phi[0])
+    mean, variance = predict(units[0][0], latents, q, phi[0])
+    own = model.marginal(torch.from_numpy(units[0][0]))
+    np.testing.assert_allclose(own[0].detach().numpy(), mean, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(own[1].detach().numpy(), variance, rtol=1e-7, atol=1e-10)
+    back, parameters = to_exact(model)
+    np.testing.assert_allclose(back.scales, latents.scales)
+    np.testing.assert_allclose(parameters.amplitudes, phi[0].amplitudes * latents.amplitudes)
+    np.testing.assert_allclose(parameters.smoothing, phi[0].smoothing)
+    assert parameters.noise == pytest.approx(phi[0].noise)
+
+
+def test_joint_q_becomes_the_best_factorised_one() -> None:
+    """Of all products over latent functions, the one that keeps the conditional precisions has the highest bound."""
+    latents, units, phi = problem(2, 1)
+    parts = told(latents, units, phi)
+    q = posterior(sum(parts[1:], parts[0]))
+    models = [from_exact(latents, q, p) for p in phi]
+
+    def elbo() -> torch.Tensor:
+        fit = sum(
+            m.expected_log_likelihood(*map(torch.from_numpy, u)).sum() for m, u in zip(models, units, strict=True)
+        )
+        return fit - models[0].kl()
+
+    with torch.no_grad():
+        for m in models[1:]:
+            m.variational = models[0].variational
+    gradients = torch.autograd.grad(elbo(), list(models[0].variational.parameters()))
+    assert all(g.tril().abs().max() < 1e-7 if g.ndim == 3 else g.abs().max() < 1e-7 for g in gradients)
+
+
+def test_mini_batches_are_unbiased() -> None:
+    """The mean over all batches of N_m/|B| Σ_B is the full sum: the factor is in front of the data term alone."""
+    latents, units, phi = problem(1, 1)
+    q = posterior(told(latents, units, phi)[0])
+    model = from_exact(latents, q, phi[0])
+    x, y = map(torch.from_numpy, units[0])
+    full = model.local_risk(x, y, num_data=len(y), weight=0.3)
+    each = [model.local_risk(x[i : i + 1], y[i : i + 1], num_data=len(y), weight=0.3) for i in range(len(y))]
+    assert float(torch.stack(each).mean().detach()) == pytest.approx(float(full.detach()), rel=1e-12)
+
+
+@pytest.mark.parametrize("learn_inducing", [False, True])
+def test_one_site_one_step_is_a_plain_adam_step(learn_inducing: bool) -> None:
+    """M = 1, p = 1, E = 1, η = 1: θ − Δ and φ are what Adam makes of the negative bound, written out here."""
+    latents, units, phi = problem(2, 1)
+    q = posterior(told(latents, units, phi)[0])
+    x, y = map(torch.from_numpy, units[0])
+    federated, plain = (from_exact(latents, q, phi[0], learn_inducing=learn_inducing) for _ in range(2))
+    before = to_arrays(shared_parameters(federated))
+    update = local_update(
+        federated, x, y, LocalSteps(steps=1, learning_rate=0.05), weight=1.0, generator=torch.Generator()
+    )
+    plain.zero_grad()
+    prior = torch.distributions.MultivariateNormal(torch.zeros(2, 7).double(), torch.eye(7).double().expand(2, 7, 7))
+    T = plain.variational.chol_variational_covar
+    own = torch.distributions.MultivariateNormal(plain.variational.variational_mean, T.tril() @ T.tril().mT)
+    mean, variance = plain.marginal(x)
+    noise = plain.likelihood.noise
+    fit = torch.distributions.Normal(mean, noise.sqrt()).log_prob(y).sum() - 0.5 * (variance / noise).sum()
+    (torch.distributions.kl_divergence(own, prior).sum() - fit).backward()
+    torch.optim.Adam(plain.parameters(), lr=0.05).step()
+    for name, value in shared_parameters(plain).items():
+        np.testing.assert_allclose(before[name] - update[name], value.detach().numpy(), atol=1e-9, err_msg=name)
+    for name, value in personal_parameters(plain).items():
+        np.testing.assert_allclose(
+            personal_parameters(federated)[name].detach(), value.detach(), atol=1e-9, err_msg=name
+        )
+    assert ("inducing" in update) is learn_inducing
+
+
+def test_other_likelihoods_and_wrong_arrays() -> None:
+    latents, units, phi = problem(1, 1)
+    W = torch.from_numpy(latents.inducing)
+    kernel = ConvolvedKernel(*map(torch.from_numpy, (latents.scales, phi[0].smoothing, phi[0].amplitudes)))
+    model = MultiOutputModel(W, kernel, gpytorch.likelihoods.BernoulliLikelihood())
+    x = torch.from_numpy(units[0][0])
+    labels = (torch.from_numpy(units[0][1]) > 0).double()
+    mean, variance = model.marginal(x)
+    nodes = torch.linspace(-9, 9, 20001, dtype=torch.float64)
+    f = mean[:, None] + variance.sqrt()[:, None] * nodes
+    log_p = torch.special.log_ndtr((2 * labels - 1)[:, None] * f)
+    by_hand = (log_p * torch.exp(-0.5 * nodes**2)).sum(1) * (nodes[1] - nodes[0]) / math.sqrt(2 * math.pi)
+    torch.testing.assert_close(model.expected_log_likelihood(x, labels), by_hand, rtol=1e-4, atol=1e-4)  # 20 nodes
+    with pytest.raises(ProtocolError, match=r"kernel\.raw_scales"):
+        load(shared_parameters(model), {"wrong": np.zeros(1)})
+    assert set(personal_parameters(model)) == {"kernel.raw_smoothing", "kernel.amplitudes"}
+    linear = MultiOutputModel(W, CoregionalKernel(kernel.scales.detach(), kernel.amplitudes.detach()), model.likelihood)
+    assert set(personal_parameters(linear)) == {"kernel.amplitudes"}
+
+
+def signals(num_units: int = 3):  # type: ignore[no-untyped-def]
+    rng = np.random.default_rng(0)
+    x = np.linspace(-1, 1, 40)[:, None]
+    gains = rng.uniform(0.5, 2, num_units) * np.array([1, -1, 1])[:num_units]
+    return [(x, g * np.sin(6 * x[:, 0]) + 0.1 * rng.normal(size=40)) for g in gains], gains
+
+
+def test_baselines_recover_a_shared_sine() -> None:
+    units, gains = signals()
+    grid = np.linspace(-1.1, 1.1, 12)[:, None]
+    missing = [(units[0][0][:20], units[0][1][:20]), *units[1:]]
+    truth = gains[0] * np.sin(6 * units[0][0][20:, 0])
+    start = starting_point(missing, grid)
+    pooled = fit_pooled(missing, [start])
+    parts = [
+        statistics(UnitData.build(x, y, grid), pooled.latents, p)
+        for (x, y), p in zip(missing, pooled.units, strict=True)
+    ]
+    assert pooled.bound == pytest.approx(pooled_bound(sum(parts[1:], parts[0])), rel=1e-8)
+    assert (
+        np.mean((predict(units[0][0][20:], pooled.latents, pooled.posterior, pooled.units[0])[0] - truth) ** 2) < 0.02
+    )
+    modular = fit_modular(missing, grid, start)
+    error = np.mean((predict(units[0][0][20:], modular.latents, modular.posterior, modular.units[0])[0] - truth) ** 2)
+    assert error < 0.2 * np.mean(truth**2)
+    own = fit_independent(units[1])
+    mean, variance = own.predict(units[1][0])
+    assert np.mean((mean - gains[1] * np.sin(6 * units[1][0][:, 0])) ** 2) < 0.01
+    assert variance.min() >= 0
+    exact = log_normal(units[1][1], own.covariance(own.x, own.x).numpy() + float(own.log_noise.exp()) * np.eye(40))
+    assert float(own.log_evidence()) == pytest.approx(exact, rel=1e-10)
+
+
+def test_modules_that_see_everything_reproduce_the_pooled_bound_up_to_a_constant() -> None:
+    """With Z ⊇ X a module loses nothing, so its posterior of g is the pooled one at the same parameters."""
+    from fedgp_flower.models.multi_output_baselines import _Site, _sums
+
+    latents, units, phi = problem(1, 1)
+    (x, y), p = units[0], phi[0]
+    S, R, s = (
+        torch.from_numpy(latents.scales),
+        torch.from_numpy(p.smoothing)[None],
+        torch.from_numpy(p.amplitudes)[None],
+    )
+    weight = torch.full((len(y),), 1 / p.noise, dtype=torch.float64)
+    common = {"points": torch.from_numpy(x), "shift": weight * torch.from_numpy(y), "constant": torch.zeros(())}
+    W = torch.from_numpy(latents.inducing)
+    flat = _sums([_Site(precision=weight, **common)], W, S, R, s, 1e-8)
+    full = _sums([_Site(precision=torch.diag(weight), **common)], W, S, R, s, 1e-8)
+    for a, b in zip(flat, full, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_federated_polynomial_chooses_the_degree_and_personalises() -> None:
+    rng = np.random.default_rng(1)
+    x = np.linspace(-2, 2, 60)[:, None]
+    units = [(x, a + x[:, 0] ** 3 - x[:, 0] + 0.05 * rng.normal(size=60)) for a in (-0.3, 0.0, 0.3)]
+    fit = fit_polynomial(units, np.array([-2.0]), np.array([2.0]))
+    assert fit.degree == 3
+    pooled = np.polynomial.polynomial.polyfit(np.tile(x[:, 0], 3), np.concatenate([y for _, y in units]), 3)
+    at = np.array([[1.3]])
+    shared = fit.coefficients @ np.polynomial.legendre.legvander(at[:, 0] / 2, 3).T
+    assert shared == pytest.approx(np.polynomial.polynomial.polyval(1.3, pooled), rel=1e-9)
+    assert fit.predict(0, at) < shared < fit.predict(2, at)
+
+
+def test_posterior_in_function_space() -> None:
+    """g(W) = a L u: the prior of u gives the prior of g."""
+    latents, _, _ = problem(2, 1)
+    size = latents.size
+    mean, covariance = Posterior(np.ones(size), np.eye(size)).of_latents(latents)
+    W, S = torch.from_numpy(latents.inducing), torch.from_numpy(latents.scales)
+    none = torch.zeros_like(S)
+    prior = smoothed_covariance(W, W, S, none, none).numpy() * latents.amplitudes[:, None, None] ** 2
+    J = len(latents.inducing)
+    for i in range(2):
+        block = slice(i * J, (i + 1) * J)
+        np.testing.assert_allclose(covariance[block, block], prior[i], atol=1e-7)
+        np.testing.assert_allclose(mean[block], latents.amplitudes[i] * latents.whitening()[i] @ np.ones(J))
+    assert np.abs(covariance[:J, J:]).max() == 0
