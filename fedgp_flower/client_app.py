@@ -15,6 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from fedgp_flower.clients.base import NAMES_KEY, GPClient
+from fedgp_flower.clients.state import SiteState, load_state, save_state
 from fedgp_flower.data.sites import load_site, site_id
 from fedgp_flower.errors import FedGPError
 from fedgp_flower.linalg import counting_repairs
@@ -66,22 +67,24 @@ def _call(message: Message, context: Context) -> tuple[dict[str, Any], dict[str,
     record = message.content.array_records["arrays"]
     parameters = [array.numpy() for array in record.values()]
     config: dict[str, Any] = {**message.content.config_records["config"], NAMES_KEY: json.dumps(list(record))}
-    client = make_client(context)
+    state = load_state(context, str(config["run"]))
+    client = make_client(context, state)
     if message.metadata.message_type == "evaluate":
         loss, count, scores = client.evaluate(parameters, config)
         return {}, {"num-examples": count, "loss": loss, **scores}, {}
     outputs, count, mixed = client.fit(parameters, config)
+    save_state(context, state)
     names = json.loads(str(mixed.pop(NAMES_KEY)))
     texts = {name: value for name, value in mixed.items() if isinstance(value, str)}
     numbers = {name: value for name, value in mixed.items() if name not in texts}
     return dict(zip(names, outputs, strict=True)), {"num-examples": count, **numbers}, texts
 
 
-def make_client(context: Context) -> GPClient:
-    """The client of the configured method, holding this node's data."""
+def make_client(context: Context, state: SiteState) -> GPClient:
+    """The client of the configured method, holding this node's data and state."""
     flat: Mapping[str, Any] = context.run_config
     config = parse_config(flat)
-    client: GPClient = load(METHODS[config.method].client)(config, load_site(config, context.node_config))
+    client: GPClient = load(METHODS[config.method].client)(config, load_site(config, context.node_config), state)
     return client
 
 

@@ -60,6 +60,7 @@ def execute(grid: Grid, flat: FlatConfig, progress: Progress) -> Path:
     """
     config = parse_config(flat)
     folder = RunFolder.open(config)
+    logger.setLevel(logging.INFO)
     with folder.logging_to_file("fedgp"):
         saved = folder.restore() if config.resume else None
         snapshot = None if saved is None else Snapshot(saved.arrays, dict(saved.state))
@@ -101,7 +102,6 @@ def log_progress(row: Mapping[str, Any], total: int) -> None:
 
 
 def _log_to_stderr() -> None:
-    logger.setLevel(logging.INFO)
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("fedgp: %(message)s"))

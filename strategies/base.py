@@ -8,6 +8,7 @@ here and in :mod:`strategies.network`, once.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
@@ -117,6 +118,15 @@ class GPStrategy(Strategy):
         """Facts of the method worth keeping in ``metrics.json``."""
         return {}
 
+    def adjusted(self, preparation: meeting.Preparation) -> meeting.Preparation:
+        """The agreed standardisation, changed where the model needs another one."""
+        return preparation
+
+    def personal(self, site: str) -> NamedArrays:
+        """Arrays that go to one site alone, with every message of a phase."""
+        del site
+        return {}
+
     def start(
         self,
         grid: Grid,
@@ -133,7 +143,9 @@ class GPStrategy(Strategy):
             RunError: if fewer than ``min-sites`` sites are usable at any time.
         """
         del initial_arrays, train_config, evaluate_config, evaluate_fn  # the configuration says it all
-        self.network = Network(grid, self.config.digest(), timeout, self.config.max_failures)
+        # Sites keep state under this id: a resumed run goes on under its own, any other run starts afresh.
+        run = f"{self.config.digest()}-{secrets.token_hex(4)}" if self.snapshot is None else self.snapshot.facts["run"]
+        self.network = Network(grid, run, timeout, self.config.max_failures)
         self.summary()
         self._set_up()
         self.clock.switch("training")
@@ -145,7 +157,7 @@ class GPStrategy(Strategy):
 
     def _set_up(self) -> None:
         if self.snapshot is None:
-            self.preparation = meeting.meet(self.network, self.config, None)
+            self.preparation = self.adjusted(meeting.meet(self.network, self.config, None))
             self.initialise()
             return
         facts = self.snapshot.facts
@@ -226,14 +238,14 @@ class GPStrategy(Strategy):
         """Send the same arrays, and the preparation, to some sites (default: all) and return the valid answers."""
         chosen = self.network.sites() if sites is None else sites
         request = {**self.preparation.arrays, **arrays}
-        return self.network.ask(
-            phase, dict.fromkeys(chosen, request), specs, self.preparation.settings, retries=retries
-        )
+        requests = {site: {**request, **self.personal(site)} for site in chosen}
+        return self.network.ask(phase, requests, specs, self.preparation.settings, retries=retries)
 
     def broadcast(self, phase: str, arrays: Mapping[str, np.ndarray], sites: Iterable[str]) -> list[Message]:
         """One message per site with the same arrays and the preparation."""
         request = {**self.preparation.arrays, **arrays}
-        return [self.network.message(site, phase, request, self.preparation.settings) for site in sites]
+        settings = self.preparation.settings
+        return [self.network.message(site, phase, {**request, **self.personal(site)}, settings) for site in sites]
 
     def generator(self, purpose: str) -> np.random.Generator:
         """Randomness for a purpose in this round, from the seed of the run."""

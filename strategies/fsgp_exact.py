@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,6 +54,7 @@ class FSGPExact(SparseStrategy):
         self.gradients: list[Array] = []
         self.replayed = 0
         self.segment_sites: list[str] = []
+        self.absences: Counter[str] = Counter()
         self.converged = False
         self.finished = False
         self.best: tuple[float, Array] | None = None
@@ -71,7 +73,7 @@ class FSGPExact(SparseStrategy):
             except SitesChanged as change:
                 start = self._leave_segment(silent=change.args)
                 continue
-            if set(self.network.healthy()) == set(self.segment_sites):
+            if set(self._available()) <= set(self.segment_sites):
                 self.converged = success
                 break
             start = self._leave_segment()
@@ -84,7 +86,7 @@ class FSGPExact(SparseStrategy):
         """Run the optimiser with the sites of the segment; whether it says that it converged."""
         self.replayed = 0
         if not self.segment_sites:
-            self.segment_sites = self.network.healthy()
+            self.segment_sites = self._available()
         tolerance = self.options.tolerance
         if self.options.exact_optimizer == "adam":
             self._adam(start)
@@ -182,10 +184,17 @@ class FSGPExact(SparseStrategy):
         logger.warning("sites changed; the optimiser starts anew from the best point so far")
         self.points, self.values, self.gradients, self.best = [], [], [], None
         self.parameters = self.unpack(start)
-        healthy = self.network.healthy()
-        left = [site for site in healthy if site not in set(silent)]
-        self.segment_sites = left if len(left) >= self.config.min_sites else healthy
+        self.absences.update(silent)
+        left = [site for site in self._available() if site not in set(silent)]
+        self.segment_sites = left if len(left) >= self.config.min_sites else self.network.healthy()
         return start
+
+    def _available(self) -> list[str]:
+        """Healthy sites, without those that ended ``max-failures`` segments.
+
+        A site that answers evaluations, and nothing else, would otherwise start the optimiser anew for ever.
+        """
+        return [site for site in self.network.healthy() if self.absences[site] < self.config.max_failures]
 
     def predictive(self) -> NamedArrays:
         """While training, the sums of the latest evaluation give the posterior for free."""
@@ -204,7 +213,8 @@ class FSGPExact(SparseStrategy):
             "segment.values": np.asarray(self.values),
             "segment.gradients": np.stack(self.gradients),
         }
-        return Snapshot({**own.arrays, **segment}, {**own.facts, "segment_sites": self.segment_sites})
+        facts = {"segment_sites": self.segment_sites, "absences": dict(self.absences)}
+        return Snapshot({**own.arrays, **segment}, {**own.facts, **facts})
 
     def restore(self, snapshot: Snapshot) -> None:
         """Also the evaluations to replay, if the same sites are back; else a new segment from the best of them."""
@@ -213,6 +223,7 @@ class FSGPExact(SparseStrategy):
         self.values = [float(value) for value in snapshot.arrays["segment.values"]]
         self.gradients = list(snapshot.arrays["segment.gradients"])
         self.segment_sites = list(snapshot.facts["segment_sites"])
+        self.absences = Counter(snapshot.facts["absences"])
         index = int(np.argmin(self.values))
         self.best = (self.values[index], self.points[index])
         if set(self.segment_sites) - set(self.network.sites()):

@@ -174,6 +174,7 @@ def _description(own: Answer) -> SiteDescription:
 def accounts(network: Network) -> dict[str, Any]:
     """Traffic, failures and repairs so far, for a checkpoint."""
     return {
+        "run": network.run,
         "traffic": asdict(network.traffic),
         "failures": [asdict(failure) for failure in network.failures],
         "repairs": network.repairs,

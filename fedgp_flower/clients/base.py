@@ -15,6 +15,7 @@ from flwr.common.typing import Scalar as FlowerScalar
 from numpy.typing import NDArray
 
 from fedgp_flower.clients import baselines
+from fedgp_flower.clients.state import SiteState
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
@@ -65,9 +66,10 @@ def handler_name(phase: str) -> str:
 class GPClient(NumPyClient):
     """Carry requests to handlers ``on_<phase>``; a method adds its own handlers and ``predict``."""
 
-    def __init__(self, config: RunConfig, site: RawSite) -> None:
+    def __init__(self, config: RunConfig, site: RawSite, state: SiteState) -> None:
         self.config = config
         self.site = site
+        self.state = state
         torch.set_num_threads(config.threads)
 
     def fit(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[NDArrays, int, dict[str, Any]]:

@@ -45,7 +45,14 @@ def log_prior(model: SparseGP) -> Tensor:
 
 
 def fit(
-    model: SparseGP, inputs: Rows, targets: Targets, *, max_evaluations: int, move_inducing: bool, prior: bool
+    model: SparseGP,
+    inputs: Rows,
+    targets: Targets,
+    *,
+    max_evaluations: int,
+    move_inducing: bool,
+    prior: bool,
+    tolerance: float = 1e-7,
 ) -> int:
     """Maximise the collapsed bound, plus the log prior if asked; returns the evaluations it took."""
     named = [(n, p) for n, p in model.wire_parameters() if move_inducing or n != "inducing.locations"]
@@ -60,6 +67,7 @@ def fit(
         [parameter for _, parameter in named],
         max_evaluations=max_evaluations,
         bounded=[".log_" in name for name, _ in named],
+        tolerance=tolerance,
     )
     return evaluations
 

@@ -1,0 +1,53 @@
+"""Where a site's factor starts on its first visit: averages of rows (DPO) or the optimum at one (Z, β) (CPO)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from fedgp_flower.gaussian import NaturalGaussian
+from fedgp_flower.models.factors import Factor, InducingFactor, PseudoObservations
+from fedgp_flower.models.hierarchical import Data, Draws, Latents, SparseModel, location_scale
+from fedgp_flower.models.likelihoods import GaussianNoise
+from fedgp_flower.models.pseudo_points import microaggregate
+
+Form = Literal["tied", "free", "full", "cpo"]
+
+
+def first_factor(
+    model: SparseModel, data: Data, start: Latents, form: Form, *, num_points: int, min_rows: int
+) -> Factor:
+    """A factor that is close to the site's likelihood when q(Z) and q(β) are at the means of ``start``.
+
+    Args:
+        model: Kernel and likelihood.
+        data: The site's rows.
+        start: Where q(Z) and q(β) start.
+        form: Noise of the pseudo-observations (``tied`` to σ², ``free`` diagonal, ``full``), or ``cpo``.
+        num_points: M_k, at most; not used by ``cpo``.
+        min_rows: Rows each pseudo-observation averages at least; not used by ``cpo``.
+    """
+    if form == "cpo":
+        return _at_the_optimum(model, data, start)
+    gaussian = isinstance(model.likelihood, GaussianNoise)
+    tied = microaggregate(data, num_points, min_rows)
+    if not gaussian:  # labels and counts are not values of f: start them weak, and let the update move them
+        tied = replace(tied, root=0.1 * tied.root, residual=torch.zeros_like(tied.residual))
+    if form == "tied":
+        return tied
+    deviation = location_scale(start.hyper)[0][-1].exp() if gaussian else 1.0
+    root = tied.root / deviation
+    return PseudoObservations(tied.inputs, tied.targets, root.diag() if form == "full" else root, False, tied.count)
+
+
+def _at_the_optimum(model: SparseModel, data: Data, start: Latents) -> InducingFactor:
+    """Λ = L⁻ᵀAAᵀL⁻¹/σ² and η = L⁻ᵀAy/σ², Titsias' optimum at the means; unit σ² without a Gaussian likelihood."""
+    inducing, hyper = (location_scale(latent)[0] for latent in (start.inducing, start.hyper))
+    with torch.no_grad():
+        geometry = model.geometry(Draws(inducing.reshape(1, -1, model.num_inputs), hyper[None]))
+        projection = geometry.project(data.inputs)[0] * geometry.noise.rsqrt()
+        columns = torch.linalg.solve_triangular(geometry.chol[0].mT, projection, upper=True)  # L⁻ᵀA/σ
+        eta1 = columns @ data.targets * geometry.noise.rsqrt()
+        return InducingFactor(NaturalGaussian(eta1, -0.5 * columns @ columns.mT))

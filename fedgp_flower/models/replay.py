@@ -1,0 +1,226 @@
+"""Replay: a site treats the other sites' pseudo-observations as likelihoods, refits q(Z), q(β), then distils its rows.
+
+Step 1 (refit) maximises the collapsed bound of [pseudo-observations of the others + own rows] over q(Z) and q(β): first
+at a point by L-BFGS, then over distributions by Adam. Step 2 (distil) maximises the local free energy over (V_k, m_k,
+w_k) averaged over a few draws of (Z, β). Step 3 keeps in c_k what the pseudo-observations do not say about the noise.
+Gaussian likelihood and tied diagonal pseudo-noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Generator, Tensor
+
+from fedgp_flower.gaussian import DiagonalGaussian
+from fedgp_flower.models.factors import PseudoObservations, multiply, product, view
+from fedgp_flower.models.hierarchical import (
+    Data,
+    Draws,
+    Latent,
+    Latents,
+    Point,
+    SparseModel,
+    collapsed_evidence,
+    local_free_energy,
+    location_scale,
+    standard_normal,
+)
+from fedgp_flower.models.optimise import AdamSettings, Trace, adam, lbfgs
+from fedgp_flower.models.pvi_updates import TrainableLatent
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """Budgets of one replay update."""
+
+    refit_evaluations: int = 200
+    """L-BFGS evaluations of the point refit."""
+    adam: AdamSettings = field(default_factory=lambda: AdamSettings(steps=40, learning_rate=0.01, window=20))
+    """The refit over distributions; 0 steps keep the point."""
+    distil_evaluations: int = 100
+    num_samples: int = 4
+    spread: tuple[float, float] = (0.05, 0.03)
+    """Least standard deviations of Z and β among the draws that distillation averages over."""
+    start_scale: float = 0.03
+    """Standard deviation that distributions of Z and β start from after the point refit."""
+    alpha: float = 0.01
+    """Weight of KL(q(Z) ‖ p̃(Z))."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refit:
+    """q(Z), q(β) given everything known, and the bound they reach."""
+
+    latents: Latents
+    bound: float
+    traces: tuple[Trace, ...]
+
+
+def refit(
+    model: SparseModel,
+    factors: Sequence[PseudoObservations],
+    data: Data | None,
+    prior: Latents,
+    start: Latents,
+    settings: ReplaySettings,
+    generator: Generator,
+) -> Refit:
+    """Maximise E_q[collapsed evidence] − α KL(q(Z) ‖ p̃(Z)) − KL(q(β) ‖ p(β)) over q(Z) and q(β).
+
+    Args:
+        model: Kernel and Gaussian likelihood.
+        factors: Pseudo-observations of the other sites, or of all of them at a server.
+        data: The site's own rows; ``None`` at a server.
+        prior: p̃(Z) and p(β); a point keeps that latent fixed at ``start``.
+        start: Where the means start.
+        settings: Budgets.
+        generator: Source of the samples.
+    """
+    point, first = _refit_point(model, factors, data, prior, start, settings)
+    scale = settings.start_scale
+    parts = [
+        TrainableLatent(prior.inducing, _start(point.inducing, prior.inducing, start.inducing, scale)),
+        TrainableLatent(prior.hyper, _start(point.hyper, prior.hyper, start.hyper, scale)),
+    ]
+    parameters = [q for part in parts for q in part.parameters]
+    if settings.adam.steps == 0 or not parameters:
+        return Refit(point, first.values[-1], (first,))
+
+    def objective() -> Tensor:
+        draws = _draws(parts, settings.num_samples, model.num_inputs, generator)
+        evidence = collapsed_evidence(model, draws, factors, data).mean()
+        return evidence - settings.alpha * parts[0].kl() - parts[1].kl()
+
+    rows = int(sum(f.count for f in factors)) + (0 if data is None else len(data))
+    second = adam(objective, parameters, settings.adam, rows)
+    tail = second.values[-10:]
+    return Refit(Latents(parts[0].result(), parts[1].result()), sum(tail) / len(tail), (first, second))
+
+
+def distil(
+    model: SparseModel,
+    others: Sequence[PseudoObservations],
+    data: Data,
+    own: PseudoObservations,
+    latents: Latents,
+    settings: ReplaySettings,
+    generator: Generator,
+) -> tuple[PseudoObservations, Trace]:
+    """The (V, m, w) that maximise the local free energy averaged over draws around ``latents``, and their c.
+
+    Args:
+        model: Kernel and Gaussian likelihood.
+        others: Pseudo-observations of the other sites: the cavity.
+        data: The site's rows.
+        own: Where to start; its size stays.
+        latents: q(Z) and q(β) after the refit.
+        settings: Budgets and the least spread of the draws.
+        generator: Source of the draws, which stay fixed.
+    """
+    draws = _spread_draws(latents, settings, model.num_inputs, generator)
+    inputs, targets, log_root = (p.detach().clone().requires_grad_() for p in (own.inputs, own.targets, own.root.log()))
+
+    def factor() -> PseudoObservations:
+        return PseudoObservations(inputs, targets, log_root.exp(), True, float(len(data)))
+
+    trace = lbfgs(
+        lambda: local_free_energy(model, draws, others, factor(), data).mean(),
+        [inputs, targets, log_root],
+        max_evaluations=settings.distil_evaluations,
+    )
+    with torch.no_grad():
+        found = factor()
+        residual = noise_residual(model, draws, others, found, data)
+    return replace(found, inputs=found.inputs.detach(), targets=found.targets.detach(), residual=residual), trace
+
+
+def noise_residual(
+    model: SparseModel, draws: Draws, others: Sequence[PseudoObservations], own: PseudoObservations, data: Data
+) -> Tensor:
+    """Squares the factor does not carry: c = max(0, E|y − f(X)|² − E Σ_j w_j (m_j − f(V_j))²), a scalar.
+
+    A negative c would make the bound on the evidence grow without limit as σ → 0, hence the maximum.
+    """
+    views = view(model.geometry(draws), others, own, data.inputs)
+    posterior = multiply(product(views, others), own, views).density()
+    totals = []
+    for projection, inputs, targets, weight in (
+        (views.rows, data.inputs, data.targets, torch.ones_like(data.targets)),
+        (views.own, own.inputs, own.targets, own.root.square()),
+    ):
+        assert projection is not None
+        mean, variance = posterior.predict(projection, views.geometry.prior_variance(inputs))
+        totals.append((((targets - mean).square() + variance) * weight).sum(-1).mean())
+    return (totals[0] - totals[1]).clamp_min(0.0)
+
+
+def replay_update(
+    model: SparseModel,
+    others: Sequence[PseudoObservations],
+    data: Data,
+    own: PseudoObservations,
+    prior: Latents,
+    start: Latents,
+    settings: ReplaySettings,
+    generator: Generator,
+) -> tuple[PseudoObservations, Refit]:
+    """One sequential communication: refit, then distil. Returns the new factor and the new q(Z), q(β)."""
+    fitted = refit(model, others, data, prior, start, settings, generator)
+    factor, _ = distil(model, others, data, own, fitted.latents, settings, generator)
+    return factor, fitted
+
+
+def _refit_point(
+    model: SparseModel,
+    factors: Sequence[PseudoObservations],
+    data: Data | None,
+    prior: Latents,
+    start: Latents,
+    settings: ReplaySettings,
+) -> tuple[Latents, Trace]:
+    """The limit of vanishing variances: maximise evidence + α log p̃(Z) + log p(β) over a single (Z, β)."""
+    values = [location_scale(s)[0].detach().clone() for s in (start.inducing, start.hyper)]
+    learned = [isinstance(p, DiagonalGaussian) for p in (prior.inducing, prior.hyper)]
+    for value, learn in zip(values, learned, strict=True):
+        value.requires_grad_(learn)
+
+    def objective() -> Tensor:
+        draws = Draws(values[0].reshape(1, -1, model.num_inputs), values[1][None])
+        total = collapsed_evidence(model, draws, factors, data).sum()
+        for value, p, weight in zip(values, (prior.inducing, prior.hyper), (settings.alpha, 1.0), strict=True):
+            if isinstance(p, DiagonalGaussian):
+                total = total + weight * (p.eta1 @ value + p.eta2 @ value.square())
+        return total
+
+    parameters = [v for v, learn in zip(values, learned, strict=True) if learn]
+    if not parameters:
+        with torch.no_grad():
+            return Latents(Point(values[0]), Point(values[1])), Trace((float(objective()),), "converged")
+    trace = lbfgs(objective, parameters, max_evaluations=settings.refit_evaluations)
+    return Latents(*(Point(v.detach()) for v in values)), trace
+
+
+def _start(mean: Latent, prior: Latent, start: Latent, scale: float) -> Latent:
+    """Where the refit over distributions starts: the point found, with the variance it had before, if any."""
+    if not isinstance(prior, DiagonalGaussian):
+        return mean
+    location = location_scale(mean)[0]
+    before = start.moments()[1] if isinstance(start, DiagonalGaussian) else torch.full_like(location, scale**2)
+    return DiagonalGaussian.from_moments(location, before)
+
+
+def _draws(parts: Sequence[TrainableLatent], num_samples: int, num_inputs: int, generator: Generator) -> Draws:
+    z, b = (p.sample(standard_normal(num_samples, len(p.location), generator)) for p in parts)
+    return Draws(z.unflatten(-1, (-1, num_inputs)), b)
+
+
+def _spread_draws(latents: Latents, settings: ReplaySettings, num_inputs: int, generator: Generator) -> Draws:
+    parts = []
+    for latent, least in zip((latents.inducing, latents.hyper), settings.spread, strict=True):
+        mean, scale = location_scale(latent)
+        epsilon = standard_normal(settings.num_samples, len(mean), generator)
+        parts.append(mean + scale.clamp_min(least) * epsilon)
+    return Draws(parts[0].reshape(settings.num_samples, -1, num_inputs), parts[1])

@@ -1,0 +1,276 @@
+"""A Grid whose sites fail on demand, and runs over it that take a second: no folder, no clock, no baseline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pandas as pd
+import torch
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+
+from fedgp_flower import client_app
+from fedgp_flower.data.sites import load_site, site_id
+from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.engine import InProcessGrid, simulated_nodes
+from fedgp_flower.models.sparse import SparseGP, pooled_sums
+from fedgp_flower.registry import METHODS, load, parse_config
+from fedgp_flower.statistics import SparseSums, WhitenedPosterior, exact_posterior
+from strategies.base import GPStrategy, Snapshot
+from strategies.wire import content_bytes
+
+Change = Callable[[Message], Message | None]
+"""A reply as the site meant it → what arrives; None is lost on the way."""
+
+TINY: dict[str, Any] = {
+    "method": "fsgp",
+    "dataset": "sine",
+    "model.num-inducing": 5,
+    "num-server-rounds": 4,
+    "evaluate-every": 0,
+    "keep-predictions": False,
+    "baselines.local-only": False,
+    "baselines.pooled": False,
+    "round-timeout": 5.0,
+    "wait-seconds": 5.0,
+}
+
+
+@dataclass
+class Fault:
+    """What happens to the replies of a site, in some phases and rounds, so many times."""
+
+    site: str
+    change: Change
+    phases: tuple[str, ...] = ()
+    rounds: range | None = None
+    times: int = 10**9
+
+    def strikes(self, site: str, phase: str, server_round: int) -> bool:
+        """Whether it hits this message."""
+        here = site == self.site and (not self.phases or phase in self.phases)
+        return here and (self.rounds is None or server_round in self.rounds) and self.times > 0
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A message and its reply as they crossed the wire."""
+
+    site: str
+    phase: str
+    round: int
+    down: int
+    up: int
+
+
+class FaultyGrid(InProcessGrid):
+    """Sites that lose, spoil or fake replies, restart under another node id, vanish, or join late."""
+
+    def __init__(self, flat: Mapping[str, Any], nodes: int | Iterable[Mapping[str, Any]], *faults: Fault) -> None:
+        super().__init__(client_app.app, flat, simulated_nodes(nodes) if isinstance(nodes, int) else nodes)
+        self.flat = flat
+        self.faults = list(faults)
+        self.visits: list[Visit] = []
+        self.ghosts: set[int] = set()
+        """Listed as online, but nobody is there."""
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Those that have a Context, and those that had one a moment ago."""
+        return [*self.contexts, *self.ghosts]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """The oldest reply that is not lost."""
+        for message_id in message_ids:
+            message = self._pending.pop(message_id, None)
+            reply = None if message is None else self.arrival(message)
+            if reply is not None:
+                return [reply]
+        return []
+
+    def arrival(self, message: Message) -> Message | None:
+        """What arrives of the reply to a message."""
+        meta, config = message.metadata, message.content.config_records["config"]
+        reply: Message | None = None
+        site = "nobody"
+        if meta.dst_node_id in self.contexts:
+            site = site_id(self.contexts[meta.dst_node_id].node_config)
+            reply = self.answer(message)
+            for fault in self.faults:
+                if reply is not None and fault.strikes(site, meta.message_type, int(config["round"])):
+                    fault.times -= 1
+                    reply = fault.change(reply)
+        up = 0 if reply is None else content_bytes(reply)
+        self.visits.append(Visit(site, meta.message_type, int(config["round"]), content_bytes(message), up))
+        return reply
+
+    def node_of(self, site: str) -> int:
+        """The node id of a site."""
+        return next(node for node, context in self.contexts.items() if site_id(context.node_config) == site)
+
+    def restart(self, site: str, *, ghost: bool = False) -> None:
+        """The site comes back under a new node id and with no memory; a ghost of the old node may stay listed."""
+        old = self.node_of(site)
+        context = self.contexts.pop(old)
+        if ghost:
+            self.ghosts.add(old)
+        self.join(context.node_config)
+
+    def join(self, node_config: Mapping[str, Any]) -> None:
+        """A new node."""
+        node = 5000 + max([*self.contexts, *self.ghosts])
+        self.contexts |= {node: InProcessGrid(self.client_app, self.flat, [node_config]).contexts.popitem()[1]}
+
+
+def lost(reply: Message) -> None:
+    """Nothing arrives."""
+    del reply
+
+
+def crashed(reply: Message) -> Message:
+    """What Flower sends when the process of a site dies of an exception."""
+    broken = Message(RecordDict(), dst_node_id=reply.metadata.src_node_id, message_type=reply.metadata.message_type)
+    broken.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+    return Message(Error(code=2, reason="Traceback\n  File x.py\nMemoryError: no room"), reply_to=broken)
+
+
+def arrays(change: Callable[[dict[str, np.ndarray]], Mapping[str, np.ndarray]]) -> Change:
+    """Other arrays than the site meant to send."""
+
+    def apply(reply: Message) -> Message:
+        if "arrays" in reply.content.array_records:
+            own = {name: array.numpy().copy() for name, array in reply.content.array_records["arrays"].items()}
+            new = ArrayRecord({name: Array(np.asarray(array)) for name, array in change(own).items()})
+            reply.content["arrays"] = new
+        return reply
+
+    return apply
+
+
+def each(change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    """Every array changed."""
+    return arrays(lambda own: {name: change(array) for name, array in own.items()})
+
+
+def texts(**values: Any) -> Change:
+    """Other words in the configuration record; underscores stand for dashes."""
+
+    def apply(reply: Message) -> Message:
+        for name, value in values.items():
+            reply.content.config_records["config"][name.replace("_", "-")] = value
+        return reply
+
+    return apply
+
+
+def numbers(**values: Any) -> Change:
+    """Other metrics; underscores stand for dashes, None deletes."""
+
+    def apply(reply: Message) -> Message:
+        record = reply.content.metric_records["metrics"]
+        for name, value in values.items():
+            record.pop(name.replace("_", "-"), None)
+            if value is not None:
+                record[name.replace("_", "-")] = value
+        return reply
+
+    return apply
+
+
+class Clock:
+    """Time passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """Seconds slept so far."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Nobody waits."""
+        self.now += seconds
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """A timeout costs no time."""
+    clock = Clock()
+    with mock.patch("strategies.network.time", clock), mock.patch("strategies.meeting.time", clock):
+        yield
+
+
+@dataclass
+class Recorder:
+    """History and checkpoints of a run; ``at`` are things to do when a round is complete."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    at: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+    def on_round(self, row: Mapping[str, float], total: int) -> None:
+        """Keep the row."""
+        del total
+        self.rows.append(dict(row))
+
+    def on_checkpoint(self, snapshot: Snapshot) -> None:
+        """Keep the checkpoint, then do what is due."""
+        self.snapshots.append(snapshot)
+        self.at.pop(self.rows[-1]["round"], lambda: None)()
+
+
+def configured(**changes: Any) -> dict[str, Any]:
+    """The tiny configuration with changes; ``__`` stands for a dot, ``_`` for a dash."""
+    return TINY | {name.replace("__", ".").replace("_", "-"): value for name, value in changes.items()}
+
+
+def run(grid: FaultyGrid, recorder: Recorder | None = None, snapshot: Snapshot | None = None) -> Any:
+    """Run the grid's configuration and return the Strategy."""
+    config = parse_config(grid.flat)
+    strategy: GPStrategy = load(METHODS[config.method].strategy)(config, recorder or Recorder(), snapshot)
+    with no_waiting():
+        strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
+    return strategy
+
+
+def blamed(strategy: GPStrategy) -> dict[str, list[str]]:
+    """Reasons by site."""
+    found: dict[str, list[str]] = {}
+    for failure in strategy.network.failures:
+        found.setdefault(failure.site, []).append(failure.reason)
+    return found
+
+
+def sums_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> SparseSums:
+    """The sums of some sites at the final parameters, from their rows."""
+    prepared = strategy.preparation
+    preparation = Preparation.from_wire(prepared.arrays, prepared.schema)
+    nodes = [grid.contexts[grid.node_of(site)].node_config for site in sites]
+    data = [load_site(strategy.config, node).encode(preparation) for node in nodes]
+    model = SparseGP.from_arrays(strategy.config.model, strategy.parameters)
+    x, y = (torch.from_numpy(np.concatenate([getattr(own, name) for own in data])) for name in ("x", "y"))
+    return pooled_sums(model, x, y)
+
+
+def posterior_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> WhitenedPosterior:
+    """q(v) of some sites' rows at the final parameters, from their rows."""
+    return exact_posterior(sums_of(grid, strategy, sites), strategy.noise)
+
+
+def waves(rows: int, seed: int) -> pd.DataFrame:
+    """Rows of a smooth function of two inputs, already nearly standardised."""
+    draw = np.random.default_rng(seed)
+    x = draw.uniform(-1.7, 1.7, (rows, 2))
+    y = np.sin(1.5 * x[:, 0]) + 0.5 * x[:, 1] + 0.2 * draw.standard_normal(rows)
+    return pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y})
+
+
+def csv_nodes(folder: Path, frames: Mapping[str, pd.DataFrame]) -> list[dict[str, str]]:
+    """A CSV file per site, and the node configurations that name them."""
+    for site, frame in frames.items():
+        frame.to_csv(folder / f"{site}.csv", index=False)
+    return [{"data-path": str(folder / f"{site}.csv"), "site": site} for site in frames]

@@ -1,0 +1,144 @@
+"""The barycentre against closed forms, an independent implementation, and its defining equation in 60 digits."""
+
+from __future__ import annotations
+
+import mpmath
+import numpy as np
+import pytest
+
+from fedgp_flower.barycentre import barycentre, wasserstein_distance
+from fedgp_flower.errors import NumericsError
+
+
+def random_factors(rng, sites, size, condition):
+    """Lower factors of randomly rotated covariances with the given condition number."""
+    factors = []
+    for _ in range(sites):
+        rotation, _ = np.linalg.qr(rng.normal(size=(size, size)))
+        root = rotation * np.geomspace(1.0, condition**-0.5, size) * np.exp(rng.normal() / 2)
+        upper = np.linalg.qr(root.T, mode="r")
+        factors.append((upper * np.sign(np.diag(upper))[:, None]).T)
+    return np.stack(factors)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+@pytest.mark.parametrize(("sites", "size", "condition"), [(3, 4, 1e2), (5, 8, 1e4), (2, 12, 1e4)])
+def test_agrees_with_python_optimal_transport(rng, sites, size, condition):
+    gaussian = pytest.importorskip("ot.gaussian")
+    means, weights = rng.normal(size=(sites, size)), rng.dirichlet(np.ones(sites))
+    factors = random_factors(rng, sites, size, condition)
+    ours = barycentre(means, factors, weights)
+    mean, covariance = gaussian.bures_wasserstein_barycenter(
+        means, factors @ factors.mT, weights, num_iter=5000, eps=1e-14
+    )
+    np.testing.assert_allclose(ours.mean, mean, rtol=1e-13, atol=1e-13)
+    scale = np.abs(covariance).max()
+    np.testing.assert_allclose(ours.factor @ ours.factor.T, covariance, rtol=0, atol=1e-8 * scale)
+
+
+@pytest.mark.parametrize("condition", [1e4, 1e10])
+def test_solves_its_defining_equation_in_sixty_digits(rng, condition):
+    """Whitened: ‖F⁻ᵀ Σ wₖ (FᵀSₖF)^½ F⁻¹ − I‖, which sees the smallest direction as well as the largest."""
+    factors, weights = random_factors(rng, 3, 4, condition), np.array([0.2, 0.3, 0.5])
+    found = barycentre(np.zeros((3, 4)), factors, weights)
+    with mpmath.workdps(60):
+        factor, total = mpmath.matrix(found.factor.tolist()), mpmath.zeros(4)
+        for weight, site in zip(weights, factors, strict=True):
+            half = mpmath.matrix(site.tolist()).T * factor
+            values, vectors = mpmath.eigsy(half.T * half)
+            total += mpmath.mpf(weight) * vectors * mpmath.diag([mpmath.sqrt(v) for v in values]) * vectors.T
+        inverse = factor**-1
+        gap = inverse.T * total * inverse - mpmath.eye(4)
+        worst = max(abs(entry) for entry in gap)
+    assert worst < 1e-12 * condition**0.5  # a relative change of 1e-12, whitened
+
+
+def test_diagonal_scales_average_and_agree_with_the_full_iteration(rng):
+    means, scales, weights = rng.normal(size=(4, 6)), rng.uniform(0.1, 3.0, (4, 6)), np.array([1.0, 2.0, 3.0, 4.0])
+    diagonal = barycentre(means, scales, weights)
+    np.testing.assert_allclose(diagonal.factor, (0.1, 0.2, 0.3, 0.4) @ scales, rtol=1e-14)
+    full = barycentre(means, np.stack([np.diag(s) for s in scales]), weights)
+    np.testing.assert_allclose(full.factor, np.diag(diagonal.factor), rtol=0, atol=1e-13)
+    assert diagonal.residual == 0.0
+    assert full.iterations <= 3
+
+
+def test_commuting_covariances_have_the_mean_square_root(rng):
+    rotation, _ = np.linalg.qr(rng.normal(size=(5, 5)))
+    roots = rng.uniform(0.2, 2.0, (3, 5))
+    weights = np.array([0.5, 0.25, 0.25])
+    covariances = np.einsum("ij,kj,lj->kil", rotation, roots**2, rotation)
+    found = barycentre(np.zeros((3, 5)), np.linalg.cholesky(covariances), weights)
+    expected = rotation * (weights @ roots) ** 2 @ rotation.T
+    np.testing.assert_allclose(found.factor @ found.factor.T, expected, rtol=0, atol=3e-13)
+
+
+def test_equal_gaussians_are_their_own_barycentre(rng):
+    factor = random_factors(rng, 1, 6, 1e6)[0]
+    mean = rng.normal(size=6)
+    found = barycentre(np.tile(mean, (4, 1)), np.tile(factor, (4, 1, 1)), np.ones(4))
+    np.testing.assert_allclose(found.factor, factor, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found.mean, mean, rtol=1e-14)
+    assert found.iterations == 1  # the start Σ wₖ Sₖ is the answer
+    assert np.all(np.diag(found.factor) > 0)
+    assert np.all(np.triu(found.factor, 1) == 0)
+
+
+def test_order_and_scale_of_weights_do_not_matter_and_weights_count_sites(rng):
+    means, factors = rng.normal(size=(3, 5)), random_factors(rng, 3, 5, 1e3)
+    weights, order = np.array([1.0, 2.0, 1.0]), [2, 0, 1]
+    found = barycentre(means, factors, weights)
+    shuffled = barycentre(means[order], factors[order], 10 * weights[order])
+    repeated = barycentre(means[[0, 1, 1, 2]], factors[[0, 1, 1, 2]], np.ones(4))
+    for other in (shuffled, repeated):
+        np.testing.assert_allclose(other.mean, found.mean, rtol=1e-13, atol=1e-14)
+        np.testing.assert_allclose(other.factor, found.factor, rtol=0, atol=1e-11)
+    alone = barycentre(means, factors, np.array([0.0, 1.0, 0.0]))
+    np.testing.assert_allclose(alone.factor, factors[1], rtol=0, atol=1e-12)
+
+
+def test_rotating_a_factor_changes_nothing(rng):
+    """Only L Lᵀ counts, not which factor of it was sent."""
+    factors = random_factors(rng, 3, 4, 1e2)
+    rotation, _ = np.linalg.qr(rng.normal(size=(4, 4)))
+    first, second = (barycentre(np.zeros((3, 4)), f, np.ones(3)) for f in (factors, factors @ rotation))
+    np.testing.assert_allclose(first.factor, second.factor, rtol=0, atol=1e-12)
+
+
+def test_distance_matches_the_trace_formula_and_the_barycentre_minimises_it(rng):
+    means, factors, weights = rng.normal(size=(3, 4)), random_factors(rng, 3, 4, 1e2), np.array([0.2, 0.3, 0.5])
+    nuclear = np.linalg.svd(factors[0].T @ factors[1], compute_uv=False).sum()
+    squared = np.sum((means[0] - means[1]) ** 2) + np.sum(factors[0] ** 2) + np.sum(factors[1] ** 2) - 2 * nuclear
+    assert wasserstein_distance(means[0], factors[0], means[1], factors[1]) == pytest.approx(squared**0.5, rel=1e-12)
+    scalar = wasserstein_distance(np.zeros(1), np.array([2.0]), np.array([3.0]), np.array([6.0]))
+    assert scalar == pytest.approx(5.0)
+
+    def cost(mean, factor):
+        sites = zip(weights, means, factors, strict=True)
+        return sum(w * wasserstein_distance(mean, factor, m, f) ** 2 for w, m, f in sites)
+
+    found = barycentre(means, factors, weights)
+    least = cost(found.mean, found.factor)
+    for _ in range(10):
+        assert cost(found.mean, found.factor + 1e-3 * np.tril(rng.normal(size=(4, 4)))) > least
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"weights": np.array([1.0, -1.0])}, "nonnegative"),
+        ({"weights": np.zeros(2)}, "positive sum"),
+        ({"weights": np.ones(3)}, r"weights \[K\]"),
+        ({"means": np.full((2, 3), np.nan)}, "not finite"),
+        ({"factors": np.zeros((2, 3, 3))}, "singular"),
+        ({"max_iterations": 1}, "did not converge"),
+    ],
+)
+def test_refuses_what_has_no_barycentre(rng, change, words):
+    arguments = {"means": np.zeros((2, 3)), "factors": random_factors(rng, 2, 3, 10.0), "weights": np.ones(2)}
+    with pytest.raises(NumericsError, match=words):
+        barycentre(**{**arguments, **change})

@@ -1,0 +1,286 @@
+"""The algebra of DPO and CPO factors in whitened coordinates, batched kernels and likelihoods."""
+
+import math
+
+import gpytorch
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributions import MultivariateNormal, kl_divergence
+
+from fedgp_flower.config import ModelSection
+from fedgp_flower.errors import ConfigError, NumericsError
+from fedgp_flower.gaussian import NaturalGaussian
+from fedgp_flower.models.batched_kernel import BatchedKernel
+from fedgp_flower.models.factors import (
+    InducingFactor,
+    Natural,
+    PseudoObservations,
+    log_noise_evidence,
+    multiply,
+    product,
+    stack,
+    view,
+)
+from fedgp_flower.models.hierarchical import Data, Draws, SparseModel, local_free_energy, predict, standard_normal
+from fedgp_flower.models.kernels import build_kernel
+from fedgp_flower.models.likelihoods import GaussianNoise, build_point_likelihood
+
+SAMPLES, INDUCING, ROWS = 3, 5, 9
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def make_model(kernel: str = "rbf", likelihood: str = "gaussian") -> SparseModel:
+    section = ModelSection(kernel=kernel, lengthscale=1.5, outputscale=1.3)
+    return SparseModel(BatchedKernel(build_kernel(section, 2)), build_point_likelihood(likelihood, noise=0.2), 2, 1e-10)
+
+
+def make_draws(model: SparseModel, seed: int = 0) -> Draws:
+    hyper = model.initial_hyper() + 0.2 * rand(SAMPLES, model.num_hyper, seed=seed)
+    return Draws(2 * rand(SAMPLES, INDUCING, 2, seed=seed + 1), hyper)
+
+
+def dpo(seed: int, size: int = 4, *, tied: bool = True) -> PseudoObservations:
+    return PseudoObservations(
+        rand(size, 2, seed=seed), rand(size, seed=seed + 1), rand(size, seed=seed + 2).exp(), tied
+    )
+
+
+def naturals(model: SparseModel, draws: Draws, factors: list) -> Natural:
+    return product(view(model.geometry(draws), factors, None, None), factors)
+
+
+def close(left: Natural, right: Natural) -> None:
+    torch.testing.assert_close(left.precision, right.precision, **EXACT)
+    torch.testing.assert_close(left.shift, right.shift, **EXACT)
+
+
+@pytest.mark.parametrize(
+    "expression", ["rbf", "matern32", "matern52", "matern52 + linear", "rbf * matern52", "(rbf + linear) * periodic"]
+)
+def test_batched_kernel_is_the_gpytorch_kernel_of_every_sample(expression):
+    kernel = build_kernel(ModelSection(kernel=expression), 2)
+    batched = BatchedKernel(kernel)
+    hyper = 0.3 * rand(SAMPLES, batched.num_hyper)
+    left, right = rand(SAMPLES, INDUCING, 2, seed=1), rand(ROWS, 2, seed=2)
+    cross, diagonal = batched.matrix(hyper, left, right), batched.diagonal(hyper, right)
+    own = batched.matrix(hyper, left, left)
+    for s in range(SAMPLES):
+        raw = {name.removeprefix("kernel."): value[s] for name, value in batched.raw(hyper).items()}
+        kernel.load_state_dict(raw, strict=False)
+        with torch.no_grad():
+            torch.testing.assert_close(cross[s], kernel(left[s], right).to_dense(), **EXACT)
+            torch.testing.assert_close(own[s], kernel(left[s]).to_dense(), **EXACT)
+            torch.testing.assert_close(diagonal[s], kernel(right, diag=True), **EXACT)
+
+
+def test_hyperparameters_are_logarithms_of_standard_deviations():
+    kernel = BatchedKernel(build_kernel(ModelSection(lengthscale=2.0, outputscale=9.0), 1))
+    hyper = kernel.initial()[None]
+    torch.testing.assert_close(hyper[0].exp().sort().values, torch.tensor([2.0, 3.0]).double())
+    x = torch.tensor([[[0.0], [1.0]]]).double()
+    assert float(kernel.matrix(hyper, x, x)[0, 0, 1]) == pytest.approx(9 * math.exp(-0.5 / 4))
+    assert float(GaussianNoise(noise=0.25).initial.exp()) == pytest.approx(0.5)
+
+
+def test_batched_kernel_is_differentiable_by_beta_and_z():
+    batched = BatchedKernel(build_kernel(ModelSection(kernel="matern32"), 2))
+    hyper = (0.3 * rand(2, batched.num_hyper)).requires_grad_()
+    z = rand(2, 3, 2, seed=5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda b, x: batched.matrix(b, x, rand(4, 2, seed=6)), (hyper, z))
+
+
+def test_product_is_the_posterior_of_a_linear_gaussian_model():
+    """q(u) ∝ N(0, K_zz) ∏ N(K_vz K_zz⁻¹ u; m, S) written with dense inverses, at every sample."""
+    model = make_model()
+    draws, factors = make_draws(model), [dpo(10), dpo(20, 6, tied=False)]
+    geometry, natural = model.geometry(draws), naturals(model, draws, factors)
+    for s in range(SAMPLES):
+        beta, z = geometry.hyper[s : s + 1], draws.inducing[s : s + 1]
+        kzz = (geometry.chol @ geometry.chol.mT)[s]
+        precision, shift = kzz.inverse(), torch.zeros(INDUCING).double()
+        for factor in factors:
+            b = model.kernel.matrix(beta, z, factor.inputs)[0].mT @ kzz.inverse()
+            noise = 1 / factor.root.square() * (geometry.noise[s] if factor.tied else 1.0)
+            precision = precision + b.mT @ (b / noise[:, None])
+            shift = shift + b.mT @ (factor.targets / noise)
+        L = geometry.chol[s]
+        torch.testing.assert_close(natural.precision[s], L.mT @ precision @ L, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(natural.shift[s], L.mT @ shift, rtol=1e-7, atol=1e-7)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000), st.permutations(range(4)), st.integers(0, 4))
+def test_the_product_does_not_depend_on_order_or_grouping(seed, order, cut):
+    model = make_model()
+    draws = make_draws(model, seed)
+    full = PseudoObservations(rand(3, 2, seed=seed), rand(3, seed=9), torch.eye(3).double() + rand(3, 3, seed=8).tril())
+    factors = [dpo(seed + 1), dpo(seed + 2, tied=False), dpo(seed + 3, 2), full]
+    whole = naturals(model, draws, factors)
+    close(naturals(model, draws, [factors[i] for i in order]), whole)
+    close(naturals(model, draws, list(stack(factors))), whole)
+    grouped = [*stack(factors[:cut]), *stack(factors[cut:])]
+    close(naturals(model, draws, grouped), whole)
+    assert float((whole.precision - torch.eye(INDUCING)).diagonal(dim1=-2, dim2=-1).min()) > 0
+
+
+def test_cavity_times_own_factor_is_the_product():
+    model = make_model()
+    draws, others, own = make_draws(model), [dpo(1), dpo(5)], dpo(9)
+    views = view(model.geometry(draws), others, own, rand(ROWS, 2))
+    close(multiply(product(views, others), own, views), naturals(model, draws, [*others, own]))
+
+
+def test_full_noise_with_a_diagonal_root_is_diagonal_noise_and_tied_scales_with_sigma():
+    model = make_model()
+    draws, factor = make_draws(model), dpo(3)
+    full = PseudoObservations(factor.inputs, factor.targets, factor.root.diag())
+    close(naturals(model, draws, [full]), naturals(model, draws, [factor]))
+    one = Draws(draws.inducing[:1], draws.hyper[:1])
+    scaled = PseudoObservations(factor.inputs, factor.targets, factor.root / draws.hyper[0, -1].exp(), tied=False)
+    close(naturals(model, one, [scaled]), naturals(model, one, [factor]))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_arrays_of_a_factor_are_bit_exact(full):
+    diagonal = dpo(3)
+    root = diagonal.root.diag() if full else diagonal.root
+    factor = PseudoObservations(diagonal.inputs, diagonal.targets, root, False, 7.0, torch.tensor(1.5).double())
+    arrays = factor.to_arrays()
+    back = PseudoObservations.from_arrays(arrays)
+    for name in ("inputs", "targets", "root", "residual"):
+        assert torch.equal(getattr(back, name), getattr(factor, name))
+    assert (back.tied, back.count) == (False, 7.0)
+    assert sum(a.size for a in arrays.values()) == 4 * 2 + 4 + root.numel() + 3
+
+
+def test_correlated_noise_enters_by_its_inverse():
+    model = make_model()
+    draws = make_draws(model)
+    root = torch.eye(3).double() + 0.5 * rand(3, 3).tril(-1)
+    factor = PseudoObservations(rand(3, 2, seed=4), rand(3, seed=5), root, tied=False)
+    a = model.geometry(draws).project(factor.inputs)
+    inverse = root @ root.mT
+    natural = naturals(model, draws, [factor])
+    torch.testing.assert_close(natural.precision, torch.eye(INDUCING) + a @ inverse @ a.mT, **EXACT)
+    torch.testing.assert_close(natural.shift, a @ inverse @ factor.targets, **EXACT)
+
+
+def test_cpo_is_the_same_function_of_u_at_every_sample():
+    """Unwhitened precision minus the prior's is Λ, whatever Z and β."""
+    model = make_model()
+    draws = make_draws(model)
+    root = rand(INDUCING, 2, seed=3)
+    factor = InducingFactor(NaturalGaussian(rand(INDUCING, seed=4), -0.5 * root @ root.mT))
+    L, natural = model.geometry(draws).chol, naturals(model, draws, [factor])
+    inverse = torch.linalg.inv(L)
+    added = inverse.mT @ (natural.precision - torch.eye(INDUCING)) @ inverse
+    torch.testing.assert_close(added, (root @ root.mT).expand_as(added), rtol=1e-7, atol=1e-7)
+    shift = (inverse.mT @ natural.shift[..., None])[..., 0]
+    torch.testing.assert_close(shift, factor.natural.eta1.expand_as(shift), rtol=1e-7, atol=1e-7)
+
+
+def test_whitened_kl_is_that_of_torch():
+    model = make_model()
+    draws = make_draws(model)
+    q, p = naturals(model, draws, [dpo(1), dpo(4)]).density(), naturals(model, draws, [dpo(1)]).density()
+    left, right = (MultivariateNormal(g.mean, torch.cholesky_inverse(g.chol)) for g in (q, p))
+    torch.testing.assert_close(q.kl(p), kl_divergence(left, right), **EXACT)
+
+
+def test_negative_precision_is_an_error_with_a_remedy():
+    model = make_model()
+    factor = InducingFactor(NaturalGaussian(torch.zeros(INDUCING).double(), 50 * torch.eye(INDUCING).double()))
+    with pytest.raises(NumericsError, match="negative precision"):
+        naturals(model, make_draws(model), [factor]).density()
+
+
+def test_noise_evidence_is_a_product_of_normal_densities_at_zero_function():
+    """At f = 0 and c = 0, log t = Σ log N(m_j; 0, σ²/w_j) + ½ Σ log(1/w_j) for n = J pseudo-observations."""
+    weights, m = torch.tensor([1.0, 4.0]).double(), torch.tensor([0.5, -1.0]).double()
+    noise = torch.tensor([0.3, 1.1]).double()
+    factor = PseudoObservations(torch.zeros(2, 1).double(), m, weights.sqrt(), True, 2.0)
+    normal = torch.distributions.Normal(0.0, (noise[:, None] / weights).sqrt())
+    expected = normal.log_prob(m).sum(-1) - 0.5 * weights.log().sum()
+    torch.testing.assert_close(log_noise_evidence(factor, noise), expected, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "poisson", "student-t"])
+def test_quadrature_likelihoods_agree_with_monte_carlo(name):
+    likelihood = build_point_likelihood(name, noise=0.3)
+    hyper = likelihood.initial.expand(2, -1)
+    mean, variance = torch.tensor([[0.3, -0.5], [0.1, 0.9]]).double(), torch.tensor([[0.4, 0.2], [0.3, 0.5]]).double()
+    y = torch.tensor([1.0, 0.0]).double()
+    f = mean + variance.sqrt() * rand(200_000, 2, 2)
+    densities = {
+        "bernoulli": lambda: torch.distributions.Bernoulli(torch.distributions.Normal(0, 1).cdf(f)).log_prob(y),
+        "poisson": lambda: torch.distributions.Poisson(f.exp()).log_prob(y),
+        "student-t": lambda: torch.distributions.StudentT(4.0, f, math.sqrt(0.3)).log_prob(y),
+    }
+    log_density = densities[name]()
+    expected = likelihood.expected(y, mean, variance, hyper)
+    torch.testing.assert_close(expected, log_density.mean(0), rtol=0, atol=6e-3)  # 2e5 draws, sd below 1
+    predictive = likelihood.log_predictive(y, mean, variance, hyper)
+    torch.testing.assert_close(predictive, log_density.exp().mean(0).log(), rtol=0, atol=6e-3)
+    assert bool((predictive >= expected).all()), "Jensen"
+
+
+def test_observation_moments_by_quadrature():
+    mean, variance = torch.tensor([[0.2]]).double(), torch.tensor([[0.5]]).double()
+    none = torch.zeros(1, 0).double()
+    first, second = build_point_likelihood("poisson").moments(mean, variance, none)
+    rate = math.exp(0.2 + 0.25)
+    assert float(first) == pytest.approx(rate, rel=1e-8)
+    assert float(second) == pytest.approx(rate + rate**2 * (math.exp(0.5) - 1), rel=1e-8)
+    p, spread = build_point_likelihood("bernoulli").moments(mean, variance, none)
+    exact = gpytorch.likelihoods.BernoulliLikelihood().marginal(torch.distributions.Normal(mean, variance.sqrt())).probs
+    assert float(p) == pytest.approx(float(exact), abs=1e-8)
+    assert float(spread) == pytest.approx(float(exact * (1 - exact)), abs=1e-8)
+    loc, scale2 = build_point_likelihood("student-t", noise=0.3).moments(
+        mean, variance, torch.tensor([[0.5 * math.log(0.3), math.log(2.0)]]).double()
+    )
+    assert float(loc) == pytest.approx(0.2, abs=1e-8)
+    assert float(scale2) == pytest.approx(0.5 + 0.3 * 4 / 2, rel=1e-8)  # ν = 4: variance is scale² ν/(ν−2)
+
+
+def test_unknown_likelihood_is_a_configuration_error():
+    with pytest.raises(ConfigError, match="allowed: gaussian"):
+        build_point_likelihood("cauchy")
+
+
+def test_mini_batches_are_unbiased():
+    model = make_model()
+    draws, data = make_draws(model), Data(rand(ROWS, 2, seed=30), rand(ROWS, seed=31))
+    whole = local_free_energy(model, draws, [dpo(1)], dpo(2), data)
+    thirds = [
+        local_free_energy(model, draws, [dpo(1)], dpo(2), data.subset(rows), weight=3.0)
+        for rows in torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)).chunk(3)
+    ]
+    torch.testing.assert_close(torch.stack(thirds).mean(0), whole, **EXACT)
+
+
+def test_antithetic_samples_have_no_odd_moments():
+    epsilon = standard_normal(6, 4, torch.Generator().manual_seed(0))
+    assert float(epsilon.sum().abs()) < 1e-12
+    assert float(epsilon.pow(3).sum(0).abs().max()) < 1e-12
+    assert float(standard_normal(5, 4, torch.Generator().manual_seed(0)).sum().abs()) > 0.1
+
+
+def test_mixture_prediction_is_the_average_density():
+    model = make_model()
+    draws, x, y = make_draws(model), rand(ROWS, 2, seed=40), rand(ROWS, seed=41)
+    mixture = predict(model, draws, [dpo(1)], x, y)
+    singles = [
+        predict(model, Draws(draws.inducing[s : s + 1], draws.hyper[s : s + 1]), [dpo(1)], x, y) for s in range(3)
+    ]
+    densities = torch.stack([m.log_density().exp() for m in singles]).mean(0)
+    torch.testing.assert_close(mixture.log_density(), densities.log(), **EXACT)
+    second = torch.stack([m.variance() + m.mean().square() for m in singles]).mean(0)
+    torch.testing.assert_close(mixture.variance(), second - mixture.mean().square(), **EXACT)
+    assert np.all(mixture.variance().numpy() > 0)

@@ -1,0 +1,407 @@
+"""Sites that are broken, late, lying, gone or back: the run completes, names them, and counts nobody twice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pandas as pd
+import pytest
+from faults import (
+    Fault,
+    FaultyGrid,
+    Recorder,
+    arrays,
+    blamed,
+    configured,
+    crashed,
+    csv_nodes,
+    each,
+    lost,
+    no_waiting,
+    numbers,
+    posterior_of,
+    run,
+    sums_of,
+    texts,
+    waves,
+)
+
+from fedgp_flower import client_app, server_app
+from fedgp_flower.errors import RunError
+from fedgp_flower.statistics import collapsed_bound_value
+from strategies.closing import Summary
+
+SITES = ("a", "b", "c")
+WITH_SUMS = ("query.statistics",)
+
+
+def tables(broken: Mapping[str, pd.DataFrame] | None = None) -> dict[str, pd.DataFrame]:
+    return {site: waves(60, seed) for seed, site in enumerate(SITES)} | dict(broken or {})
+
+
+def figures(outcome: Summary | None) -> dict[str, Any]:
+    """What must not depend on a site that took no part."""
+    assert outcome is not None
+    assert outcome.posterior is not None
+    rows = {row["site"]: row["rmse"] for row in outcome.metrics["per_site"]}
+    means = {f"mean {m}": value for m, value in enumerate(outcome.posterior.arrays["inducing.mean"])}
+    return {**outcome.metrics["test"], **rows, **means}
+
+
+@pytest.fixture(scope="module")
+def without_the_broken_site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    nodes = csv_nodes(tmp_path_factory.mktemp("good"), tables())
+    return figures(run(FaultyGrid(configured(sites=3), nodes)).outcome)
+
+
+def cell(row: int, column: str, value: Any) -> Callable[[pd.DataFrame], pd.DataFrame]:
+    def change(frame: pd.DataFrame) -> pd.DataFrame:
+        frame[column] = frame[column].astype(object)
+        frame.loc[row, column] = value
+        return frame
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (lambda frame: frame.drop(columns="x2"), ("lacks the column `x2`",)),
+        (cell(7, "x1", "secret"), ("bad.csv", "`x1`", "text in a numeric cell in row 8")),
+        (cell(3, "y", np.nan), ("bad.csv", "`y`", "empty or NaN cell in row 4")),
+        (cell(59, "y", ""), ("bad.csv", "`y`", "empty or NaN cell in row 60")),
+        (lambda frame: frame[:1], ("bad.csv", "1 training row", "at least 2")),
+        (lambda frame: frame.assign(x2=7.654321), ("bad.csv", "constant column `x2`")),
+        (lambda frame: frame.assign(y=7.654321), ("bad.csv", "constant column `y`")),
+        (lambda frame: frame[:0], ("bad.csv", "no data rows")),
+        (None, ("bad.csv", "no such file")),
+    ],
+    ids=["column", "text", "nan", "empty", "one-row", "constant", "constant-target", "no-rows", "no-file"],
+)
+def test_a_broken_file_is_named_and_the_others_are_as_without_it(
+    tmp_path: Path, breaks: Any, words: tuple[str, ...], without_the_broken_site: dict[str, Any]
+) -> None:
+    bad = waves(60, 9)
+    nodes = csv_nodes(tmp_path, tables({"bad": bad if breaks is None else breaks(bad)}))
+    if breaks is None:
+        (tmp_path / "bad.csv").unlink()
+    strategy = run(FaultyGrid(configured(sites=4), nodes))
+    [(site, [reason])] = blamed(strategy).items()
+    assert site == "bad"
+    assert all(word in reason for word in words), reason
+    values = {f"{value:.6f}"[:6] for value in bad.select_dtypes("number").to_numpy().ravel() if abs(value) > 1e-3}
+    assert not [value for value in (*values, "secret", "7.654") if value in reason]
+    assert strategy.outcome.metrics["sites"] == 3
+    assert figures(strategy.outcome) == pytest.approx(without_the_broken_site, abs=1e-12, rel=1e-12)
+
+
+def test_the_words_of_an_unforeseen_error_stay_at_the_site(caplog: pytest.LogCaptureFixture) -> None:
+    def load(config: Any, node: Mapping[str, Any]) -> Any:
+        if node["partition-id"] == 1:
+            raise ValueError("could not convert 'secret 123.4'")
+        return original(config, node)
+
+    original = client_app.load_site
+    with mock.patch.object(client_app, "load_site", load):
+        strategy = run(FaultyGrid(configured(num_server_rounds=1), 3))
+    [reason] = blamed(strategy)["1"]
+    assert reason.startswith("unexpected ValueError in test_faults.py:")
+    assert "secret" not in reason
+    assert "secret 123.4" in caplog.text  # the traceback, in the site's own log
+
+
+def scaled(**factors: float) -> Any:
+    """Named sums times a factor."""
+    return arrays(lambda own: {n: a * factors.get(n.removeprefix("sums."), 1.0) for n, a in own.items()})
+
+
+def shifted(gram: float) -> Any:
+    return arrays(lambda own: own | {"sums.gram": own["sums.gram"] + gram * np.eye(5)})
+
+
+LIES = {
+    "crash": (crashed, "MemoryError"),
+    "silence": (lost, "no reply"),
+    "nan": (each(lambda array: array * np.nan), "not finite"),
+    "shape": (each(lambda array: array[None]), "expected shape"),
+    "dtype": (each(lambda array: array.astype(np.float32)), "expected float64"),
+    "missing": (arrays(lambda own: dict(list(own.items())[1:])), "arrays missing"),
+    "extra": (arrays(lambda own: own | {"rows": np.zeros(2)}), "unexpected: ['rows']"),
+    "version": (texts(schema_version=0), "message schema 0"),
+    "identity": (texts(site="0"), "from another"),
+    "rows": (scaled(count=2.0), "introduced itself with"),
+    "indefinite": (shifted(-50.0), "not a Gram matrix"),
+    "asymmetric": (arrays(lambda own: own | {"sums.gram": np.tril(own["sums.gram"])}), "not a Gram matrix"),
+    "explains": (scaled(prior_variance=0.1), "more than the prior variance"),
+    "twice": (scaled(gram=2.0, projection=2.0), "more than the prior variance"),
+    "projection": (scaled(projection=1e3), "larger than the targets allow"),
+    "no-targets": (scaled(target_squares=-1.0), "larger than the targets allow"),
+    "huge": (scaled(gram=1e306, projection=1e306, prior_variance=0.0), "more than the prior variance"),
+}
+
+
+@pytest.mark.parametrize("objective", ["exact", "average"])
+@pytest.mark.parametrize("lie", LIES)
+def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie: str, objective: str) -> None:
+    change, words = LIES[lie]
+    keys = {"fsgp__objective": objective, "num_server_rounds": 3}
+    grid = FaultyGrid(configured(**keys), 3, Fault("1", change, WITH_SUMS))
+    strategy = run(grid)
+    assert set(blamed(strategy)) == {"1"}
+    assert all(words in reason for reason in blamed(strategy)["1"]), blamed(strategy)
+    expected = posterior_of(grid, strategy, ("0", "2"))
+    assert strategy.whitened.mean.numpy() == pytest.approx(expected.mean.numpy(), rel=1e-9, abs=1e-12)
+    assert strategy.whitened.covariance.numpy() == pytest.approx(expected.covariance.numpy(), rel=1e-9, abs=1e-12)
+    bound = collapsed_bound_value(sums_of(grid, strategy, ("0", "2")), strategy.noise)
+    assert strategy.details()["bound"] == pytest.approx(bound, rel=1e-9)
+    rounds = [failure.round for failure in strategy.network.failures]
+    # exact: the first evaluation and the closing sums; average: the closing sums
+    assert rounds == ([1, 3] if objective == "exact" else [3])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (numbers(num_examples=10**6), "claims 1000000 rows"),
+        (each(lambda array: array * np.nan), "not finite"),
+        (lost, "no reply"),
+        (texts(site="2"), "from another"),
+    ],
+)
+def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_rows(change: Any, words: str) -> None:
+    keys = {"fsgp__objective": "average", "num_server_rounds": 5}
+    recorder = Recorder()
+    strategy = run(FaultyGrid(configured(**keys), 3, Fault("1", change, ("train",))), recorder)
+    failures = [(failure.round, failure.site) for failure in strategy.network.failures]
+    assert failures == [(1, "1"), (2, "1"), (3, "1")]  # then it is left out
+    assert all(words in reason for reason in blamed(strategy)["1"])
+    never = run(FaultyGrid(configured(**keys), 3, Fault("1", crashed, ("train",))))
+    for name, array in strategy.parameters.items():
+        assert np.array_equal(array, never.parameters[name])
+    assert [row["failures"] for row in recorder.rows] == [1, 2, 3, 3, 3]
+
+
+def test_a_metric_that_only_one_site_sends_does_not_end_the_run() -> None:
+    grid = FaultyGrid(configured(fsgp__objective="average"), 2, Fault("1", numbers(odd=1.0), ("train",)))
+    assert run(grid).network.failures == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "change", "words"),
+    [
+        ("query.shape", each(lambda array: array * 2), "not one of the"),
+        ("query.shape", arrays(lambda own: own | {"input.products": -own["input.products"]}), "not XᵀX"),
+        ("query.shape", arrays(lambda own: dict(list(own.items())[1:])), "not those that most sites send"),
+        ("query.describe", texts(schema="{"), "schema is not JSON"),
+        ("query.describe", texts(label=1.0), "lacks a schema or a label"),
+        ("query.describe", numbers(num_examples=0), "num-examples is 0"),
+        ("evaluate", numbers(nll=float("nan")), "not finite: nll"),
+        ("evaluate", numbers(crps=None), "scores missing: crps"),
+        ("evaluate", numbers(squared_error=-1.0), "negative"),
+        ("train.gradient", each(lambda array: array * np.inf), "not finite"),
+        ("train.gradient", each(lambda array: array.ravel()[:0]), "expected shape"),
+    ],
+)
+def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: Any, words: str) -> None:
+    with np.errstate(all="ignore"):
+        strategy = run(FaultyGrid(configured(num_server_rounds=2), 3, Fault("1", change, (phase,))))
+    [(site, reasons)] = blamed(strategy).items()
+    assert site == "1"
+    assert all(words in reason for reason in reasons), reasons
+    evaluated = [row["site"] for row in strategy.outcome.metrics["per_site"]]
+    assert evaluated == (["0", "2"] if phase in {"evaluate", "query.describe"} else ["0", "1", "2"])
+    assert np.isfinite(strategy.outcome.metrics["test"]["nll"])
+
+
+def test_a_site_that_drops_out_once_is_asked_again_and_nothing_changes() -> None:
+    calm = run(FaultyGrid(configured(), 3))
+    phases = ("query.describe", "query.shape", "query.statistics", "train.gradient", "evaluate")
+    rough = run(FaultyGrid(configured(), 3, *(Fault("1", lost, (phase,), times=1) for phase in phases)))
+    assert len(rough.network.failures) == len(phases) - 1  # before it has introduced itself it has no name
+    assert rough.outcome.metrics["test"] == calm.outcome.metrics["test"]
+    assert rough.details() == calm.details()
+
+
+def optimum(folder: Path, sites: tuple[str, ...], *faults: Fault, **keys: Any) -> Any:
+    """Exact mode to convergence on raw units and a start that no site influences."""
+    flat = configured(
+        num_server_rounds=300,
+        standardise=False,
+        features="x1",
+        model__inducing_init="normal",
+        model__num_inducing=3,
+        fsgp__tolerance=1e-11,
+        sites=len(sites),
+        **keys,
+    )
+    nodes = csv_nodes(folder, {site: frame for site, frame in tables().items() if site in sites})
+    return run(FaultyGrid(flat, nodes, *faults))
+
+
+@pytest.fixture(scope="module")
+def optimum_of_a_and_c(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return optimum(tmp_path_factory.mktemp("ac"), ("a", "c"))
+
+
+@pytest.mark.parametrize("phase", ["query.statistics", "train.gradient"])
+def test_exact_mode_goes_on_without_a_site_to_the_optimum_of_the_others(
+    tmp_path: Path, phase: str, optimum_of_a_and_c: Any
+) -> None:
+    strategy = optimum(tmp_path, SITES, Fault("b", lost, rounds=range(3, 999)), Fault("b", lost, (phase,)))
+    assert strategy.converged
+    assert set(blamed(strategy)) == {"b"}
+    assert strategy.segment_sites == ["a", "c"]
+    assert strategy.network.healthy() == ["a", "c"]
+    rows = float(strategy.sums.count)
+    expected = optimum_of_a_and_c
+    assert strategy.details()["bound"] / rows == pytest.approx(expected.details()["bound"] / rows, abs=1e-6)
+    assert rows == float(expected.sums.count)
+    assert strategy.outcome.metrics["test"]["rmse"] == pytest.approx(expected.outcome.metrics["test"]["rmse"], rel=1e-2)
+
+
+def test_a_site_that_was_away_enters_again_and_the_optimum_is_that_of_all(tmp_path: Path) -> None:
+    everyone = optimum(tmp_path, SITES)
+    back = optimum(tmp_path, SITES, Fault("b", lost, rounds=range(2, 8)), evaluate_every=10)
+    assert back.converged
+    assert back.segment_sites == ["a", "b", "c"]
+    assert float(back.sums.count) == float(everyone.sums.count)
+    rows = float(everyone.sums.count)
+    assert back.details()["bound"] / rows == pytest.approx(everyone.details()["bound"] / rows, abs=1e-6)
+
+
+def test_a_site_that_lies_again_whenever_it_is_let_back_cannot_keep_the_optimiser_from_its_end(
+    tmp_path: Path, optimum_of_a_and_c: Any
+) -> None:
+    liar = Fault("b", scaled(count=2.0), WITH_SUMS)
+    strategy = optimum(tmp_path, SITES, liar, evaluate_every=2)  # every evaluation it answers lets it back in
+    assert strategy.converged
+    assert strategy.segment_sites == ["a", "c"]
+    assert strategy.details()["bound"] == pytest.approx(optimum_of_a_and_c.details()["bound"], rel=1e-9)
+    assert strategy.network.healthy() == list(SITES)
+
+
+def test_a_run_without_held_out_rows_completes(tmp_path: Path) -> None:
+    flat = configured(test_fraction=0.0, name="run", output_dir=str(tmp_path), num_server_rounds=1)
+    with no_waiting():
+        path = server_app.execute(FaultyGrid(flat, 2), flat, lambda row, total: None)
+    assert json.loads((path / "metrics.json").read_text())["test"] == {}
+
+
+def test_an_evaluation_lost_with_the_last_round_leaves_the_best_point(tmp_path: Path) -> None:
+    recorder = Recorder()
+    strategy = run(FaultyGrid(configured(), 3, Fault("1", lost, rounds=range(4, 5), times=2)), recorder)
+    best = max(recorder.rows, key=lambda row: row["bound"])
+    assert strategy.details()["bound"] == pytest.approx(best["bound"], rel=1e-10)
+
+
+def test_averaging_lets_a_site_back_in_when_it_answers_an_evaluation() -> None:
+    flat = configured(fsgp__objective="average", num_server_rounds=6, evaluate_every=4, max_failures=2)
+    grid = FaultyGrid(flat, 3, Fault("1", lost, ("train",), range(1, 5)))
+    strategy = run(grid)
+    trained = [visit.round for visit in grid.visits if (visit.site, visit.phase) == ("1", "train")]
+    assert trained == [1, 2, 5, 6]
+    assert [failure.round for failure in strategy.network.failures] == [1, 2]
+
+
+@pytest.mark.parametrize("objective", ["exact", "average"])
+@pytest.mark.parametrize("ghost", [False, True])
+def test_a_site_that_restarts_goes_on_as_if_nothing_had_happened(objective: str, ghost: bool) -> None:
+    flat = configured(fsgp__objective=objective)
+    grid = FaultyGrid(flat, 3)
+    strategy = run(grid, Recorder(at={2: lambda: grid.restart("1", ghost=ghost)}))
+    calm = run(FaultyGrid(flat, 3))
+    assert strategy.network.failures == []
+    assert strategy.outcome.metrics["test"] == calm.outcome.metrics["test"]
+
+
+def test_a_second_machine_with_the_same_site_id_changes_nothing() -> None:
+    grid = FaultyGrid(configured(), 3)
+    strategy = run(grid, Recorder(at={1: lambda: grid.join({"partition-id": 1, "num-partitions": 3})}))
+    assert [(f.round, f.site) for f in strategy.network.failures] == [(2, "1")]
+    assert "two machines say that they are site '1'" in strategy.network.failures[0].reason
+    assert strategy.outcome.metrics["test"] == run(FaultyGrid(configured(), 3)).outcome.metrics["test"]
+
+
+@pytest.mark.parametrize("objective", ["exact", "average"])
+def test_a_site_that_joins_late_is_greeted_and_takes_part(tmp_path: Path, objective: str) -> None:
+    nodes = csv_nodes(tmp_path, tables())
+    flat = configured(
+        fsgp__objective=objective,
+        fsgp__tolerance=1e-4,
+        features="x1",
+        model__num_inducing=3,
+        num_server_rounds=60 if objective == "exact" else 4,
+    )
+    grid = FaultyGrid(flat, nodes[:2])
+    strategy = run(grid, Recorder(at={2: lambda: grid.join(nodes[2])}))
+    assert strategy.network.failures == []
+    assert strategy.preparation.rows == dict.fromkeys(SITES, 48)
+    phase = "train" if objective == "average" else "train.gradient"
+    rounds = [visit.round for visit in grid.visits if (visit.site, visit.phase) == ("c", phase)]
+    assert rounds
+    assert min(rounds) >= 3
+    expected = posterior_of(grid, strategy, SITES)
+    assert strategy.whitened.mean.numpy() == pytest.approx(expected.mean.numpy(), rel=1e-9, abs=1e-12)
+
+
+def test_a_late_site_with_other_columns_is_refused_by_name(tmp_path: Path) -> None:
+    nodes = csv_nodes(tmp_path, tables({"c": waves(60, 3).rename(columns={"x2": "z"})}))
+    grid = FaultyGrid(configured(), nodes[:2])
+    strategy = run(grid, Recorder(at={1: lambda: grid.join(nodes[2])}))
+    assert blamed(strategy) == {"c": ["its columns are not those the other sites agreed on"]}
+    assert strategy.network.sites() == ["a", "b"]
+
+
+def test_the_server_waits_for_a_second_usable_site(tmp_path: Path) -> None:
+    """Two machines are there, one with a broken file, and the third is on its way: that is no reason to give up."""
+    nodes = csv_nodes(tmp_path, tables({"b": waves(1, 1)}))
+    grid = FaultyGrid(configured(), nodes[:2])
+    calls = itertools.count()
+    original = grid.get_node_ids
+
+    def late() -> Any:
+        if next(calls) == 3:
+            grid.join(nodes[2])
+        return original()
+
+    with mock.patch.object(grid, "get_node_ids", late):
+        assert run(grid).network.sites() == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("count", "faults", "words"),
+    [
+        (1, [], "1 usable"),
+        (2, [Fault("1", lost)], "node 2: no reply within 5 s"),
+        (3, [Fault(site, crashed, rounds=range(2, 9)) for site in "12"], "MemoryError"),
+        (2, [Fault("1", texts(schema="{"), ("query.describe",))], "schema is not JSON"),
+    ],
+)
+@pytest.mark.parametrize("objective", ["exact", "average"])
+def test_too_few_sites_end_the_run_with_the_reason(count: int, faults: list[Fault], words: str, objective: str) -> None:
+    flat = configured(fsgp__objective=objective, num_server_rounds=9)
+    with pytest.raises(RunError, match="usable site") as caught:
+        run(FaultyGrid(flat, count, *[Fault(f.site, f.change, f.phases, f.rounds) for f in faults]))
+    assert words in str(caught.value)
+    assert "`min-sites` = 2" in str(caught.value) or "wanted 2" in str(caught.value)
+
+
+@pytest.mark.parametrize("objective", ["exact", "average"])
+def test_bytes_of_the_history_and_of_the_closing_phase_are_all_bytes(objective: str) -> None:
+    flat = configured(fsgp__objective=objective, evaluate_every=2, keep_predictions=True)
+    grid, recorder = FaultyGrid(flat, 3, Fault("1", lost, rounds=range(2, 3), times=1)), Recorder()
+    metrics = run(grid, recorder).outcome.metrics
+    for name, of in (("up", lambda visit: visit.up), ("down", lambda visit: visit.down)):
+        assert metrics["bytes"][name] == sum(of(visit) for visit in grid.visits)
+        counted = sum(row[f"bytes_{name}"] for row in recorder.rows)
+        last = max(i for i, visit in enumerate(grid.visits) if visit.phase in {"train", "train.gradient"})
+        # the last round ends with its evaluation: three scores, and in averaging three sums before them
+        closing = grid.visits[last + 1 + (6 if objective == "average" else 3) :]
+        assert metrics["bytes"][name] - counted == sum(of(visit) for visit in closing)
+    assert len(metrics["failures"]) == recorder.rows[-1]["failures"] == 1

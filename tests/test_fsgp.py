@@ -1,0 +1,312 @@
+"""FSGP as a federation does it: equal to one analyst with all rows, whatever the partition."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from faults import (
+    Fault,
+    FaultyGrid,
+    Recorder,
+    arrays,
+    configured,
+    csv_nodes,
+    numbers,
+    posterior_of,
+    run,
+    sums_of,
+    waves,
+)
+from scipy.stats import kstest
+
+from fedgp_flower.data.sites import load_all_sites, load_site
+from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.models.fitting import maximise
+from fedgp_flower.models.sparse import SparseGP, pooled_bound
+from fedgp_flower.statistics import INPUT_EDGES, SparseSums, collapsed_bound, collapsed_bound_value, input_shape
+from strategies.fsgp import sums_refusal
+from strategies.initialisation import initial_inducing_points
+
+PARTITIONS: dict[str, dict[str, Any]] = {
+    "iid": {"partitioner": "iid"},
+    "dirichlet": {"partitioner": "dirichlet", "partition__bins": 4, "partition__min_rows": 2},
+    "natural": {"partitioner": "natural", "partition__column": "site", "features": "x"},
+    "blocks": {"partitioner": "blocks", "partition__column": "x"},
+}
+
+
+def rows_of(strategy: Any, sites: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Standardised training rows of all simulated sites."""
+    preparation = Preparation.from_wire(strategy.preparation.arrays, strategy.preparation.schema)
+    data = [site.encode(preparation) for site in load_all_sites(strategy.config, sites)]
+    return tuple(torch.from_numpy(np.concatenate([getattr(own, name) for own in data])) for name in ("x", "y"))
+
+
+def start_of(flat: dict[str, Any], sites: int) -> dict[str, np.ndarray]:
+    """The parameters before the first round."""
+    return run(FaultyGrid(flat | {"num-server-rounds": 0}, sites)).parameters
+
+
+def test_one_site_and_one_step_is_a_plain_gradient_step() -> None:
+    """w + η dF/dw with F Titsias' bound per row, differentiated here by autograd of the textbook formula."""
+    flat = configured(
+        fsgp__objective="average",
+        optimizer__name="sgd",
+        optimizer__steps=1,
+        optimizer__learning_rate=0.03,
+        num_server_rounds=1,
+        min_sites=1,
+    )
+    before, strategy = start_of(flat, 1), run(FaultyGrid(flat, 1))
+    x, y = rows_of(strategy, 1)
+    w = {name: torch.tensor(array, requires_grad=True) for name, array in before.items()}
+    scale, noise = w["kernel.log_lengthscale"].exp(), w["likelihood.log_noise"].exp()
+    variance = w["kernel.log_outputscale"].exp()
+
+    def kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return variance * (-0.5 * (((a[:, None] - b) / scale.view(-1)) ** 2).sum(-1)).exp()
+
+    z = w["inducing.locations"]
+    kzz = kernel(z, z) + 1e-8 * variance * torch.eye(len(z), dtype=torch.float64)
+    q = kernel(x, z) @ torch.linalg.solve(kzz, kernel(z, x))
+    evidence = torch.distributions.MultivariateNormal(torch.zeros_like(y), q + noise * torch.eye(len(x))).log_prob(y)
+    bound = evidence - (variance * len(x) - q.trace()) / (2 * noise)
+    (bound / len(x)).backward()
+    for name, leaf in w.items():
+        assert leaf.grad is not None
+        expected = leaf.detach() + 0.03 * leaf.grad
+        assert strategy.parameters[name] == pytest.approx(expected.numpy(), rel=1e-6, abs=1e-8), name
+
+
+def test_the_average_weighs_sites_by_their_rows(tmp_path: Path) -> None:
+    """Replies written by hand: with 48 and 16 training rows, 3/4 of one and 1/4 of the other."""
+    nodes = csv_nodes(tmp_path, {"a": waves(60, 0), "b": waves(20, 1)})
+    flat = configured(fsgp__objective="average", num_server_rounds=1)
+    fill = lambda value: arrays(lambda own: {n: np.full_like(a, value) for n, a in own.items()})  # noqa: E731
+    faults = [Fault("a", fill(-1.0), ("train",)), Fault("b", fill(1.0), ("train",))]
+    said = [Fault(site, numbers(objective=value), ("train",)) for site, value in (("a", 4.0), ("b", 8.0))]
+    recorder = Recorder()
+    strategy = run(FaultyGrid(flat, nodes, *faults, *said), recorder)
+    for array in strategy.parameters.values():
+        assert array == pytest.approx(np.full_like(array, -0.5), rel=1e-15)
+    assert recorder.rows[0]["objective"] == pytest.approx(5.0)
+
+
+def sampled(seed: int, fraction: float, sites: int = 5) -> list[list[str]]:
+    flat = configured(fsgp__objective="average", fsgp__fraction=fraction, seed=seed, optimizer__steps=1)
+    grid = FaultyGrid(flat, sites)
+    run(grid)
+    visits = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train"]
+    return [[site for number, site in visits if number == wanted] for wanted in range(1, 5)]
+
+
+def test_sampling_takes_a_share_rounded_up_and_repeats_with_the_seed() -> None:
+    first = sampled(0, 0.41)
+    assert [len(set(sites)) for sites in first] == [3, 3, 3, 3]  # ⌈0.41 · 5⌉
+    assert sampled(0, 0.41) == first
+    assert sampled(1, 0.41) != first
+    assert len({tuple(sites) for sites in first}) > 1
+    assert [len(sites) for sites in sampled(0, 0.01)] == [1, 1, 1, 1]
+
+
+def test_the_learning_rate_decays_by_rounds() -> None:
+    flat = configured(
+        fsgp__objective="average", optimizer__name="sgd", optimizer__steps=1, optimizer__decay=0.5, num_server_rounds=2
+    )
+    snapshots = Recorder()
+    strategy = run(FaultyGrid(flat, 2), snapshots)
+    again = run(FaultyGrid(flat | {"num-server-rounds": 1, "optimizer.learning-rate": 0.05}, 2))
+    first = start_of(flat, 2)
+    after = {n.removeprefix("parameters."): a for n, a in snapshots.snapshots[0].arrays.items()}
+    for name in strategy.parameters:  # one step at half the rate goes half as far
+        assert again.parameters[name] - first[name] == pytest.approx(0.5 * (after[name] - first[name]), rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def converged() -> Any:
+    """Exact mode at its optimum: five blocks, one site each."""
+    flat = configured(
+        dataset="five-blocks", fsgp__tolerance=1e-13, num_server_rounds=300, model__num_inducing=4, **PARTITIONS["iid"]
+    )
+    recorder = Recorder()
+    grid = FaultyGrid(flat, 3)
+    return run(grid, recorder), recorder, grid, start_of(flat, 3)
+
+
+def test_exact_mode_ends_at_the_pooled_optimum(converged: Any) -> None:
+    strategy, recorder, _, start = converged
+    assert strategy.converged
+    x, y = rows_of(strategy, 3)
+    model = SparseGP.from_arrays(strategy.config.model, start)
+    named = list(model.wire_parameters())
+    value, _ = maximise(
+        lambda: pooled_bound(model, x, y) / len(y),
+        [parameter for _, parameter in named],
+        max_evaluations=1000,
+        bounded=[".log_" in name for name, _ in named],
+        tolerance=1e-13,
+    )
+    assert strategy.details()["bound"] / len(y) == pytest.approx(value, abs=1e-8)
+    assert recorder.rows[0]["objective"] < value - 0.1  # it had a way to go
+
+
+def test_the_gradient_of_a_round_is_that_of_the_pooled_bound(converged: Any) -> None:
+    strategy, _, _, start = converged
+    x, y = rows_of(strategy, 3)
+    model = SparseGP.from_arrays(strategy.config.model, start)
+    bound = collapsed_bound(model.sums(x, y), model.noise) / len(y)
+    bound.backward()
+    gradient = {name: parameter.grad.numpy() for name, parameter in model.wire_parameters()}
+    assert strategy.values[0] == pytest.approx(-bound.item(), rel=1e-10)
+    assert strategy.gradients[0] == pytest.approx(-strategy.pack(gradient), rel=1e-7, abs=1e-9)
+
+
+def test_the_posterior_is_that_of_all_rows_at_the_best_point(converged: Any) -> None:
+    strategy, recorder, grid, _ = converged
+    expected = posterior_of(grid, strategy, "012")
+    assert strategy.whitened.mean.numpy() == pytest.approx(expected.mean.numpy(), rel=1e-8)
+    assert strategy.details()["bound"] == pytest.approx(max(row["bound"] for row in recorder.rows), rel=1e-9)
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_a_budget_that_ends_at_a_trial_point_reports_the_best(every: int) -> None:
+    """Parameters, posterior and figures belong together, also when the last round was evaluated."""
+    flat = configured(evaluate_every=every, fsgp__exact_optimizer="adam", fsgp__server_learning_rate=3.0)
+    recorder = Recorder()
+    grid = FaultyGrid(flat, 3)
+    strategy = run(grid, recorder)
+    bounds = [row["bound"] for row in recorder.rows]
+    assert bounds[-1] < max(bounds)
+    expected = posterior_of(grid, strategy, "012")
+    assert strategy.whitened.mean.numpy() == pytest.approx(expected.mean.numpy(), rel=1e-8)
+    assert strategy.details()["bound"] == pytest.approx(max(bounds), rel=1e-9)
+    calm = run(FaultyGrid(flat | {"evaluate-every": 0}, 3))
+    assert strategy.outcome.metrics["test"]["nll"] == pytest.approx(calm.outcome.metrics["test"]["nll"], rel=1e-2)
+
+
+@pytest.fixture(scope="module")
+def trajectories() -> dict[str, list[float]]:
+    """Objectives of ten rounds with the same rows, dealt in four ways."""
+    found = {}
+    for name, keys in PARTITIONS.items():
+        flat = configured(
+            **{"dataset": "five-blocks", "split": 0, "features": "x", "num_server_rounds": 10, "fsgp__tolerance": 0.0}
+            | keys
+        )
+        recorder = Recorder()
+        run(FaultyGrid(flat, 5), recorder)
+        found[name] = [row["objective"] for row in recorder.rows]
+    return found
+
+
+@pytest.mark.parametrize("partition", ["dirichlet", "natural", "blocks"])
+def test_the_trajectory_does_not_depend_on_the_partition(partition: str, trajectories: dict[str, list[float]]) -> None:
+    expected = trajectories["iid"]
+    assert len(expected) == 10
+    assert expected[-1] > expected[0] + 0.1
+    assert trajectories[partition] == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize("objective", ["exact", "average"])
+def test_the_same_seed_gives_the_same_figures(objective: str) -> None:
+    flat = configured(fsgp__objective=objective, fsgp__fraction=0.5, baselines__local_only=True, num_server_rounds=2)
+    first, second = (run(FaultyGrid(flat, 3)).outcome.metrics for _ in range(2))
+    for figures in (first, second):
+        del figures["seconds"]
+    assert json.dumps(first) == json.dumps(second)
+    other = run(FaultyGrid(flat | {"seed": 1}, 3)).outcome.metrics
+    assert other["test"] != first["test"]
+
+
+def test_sums_of_honest_rows_are_never_refused() -> None:
+    draw = np.random.default_rng(0)
+    for size in (1, 2, 30):
+        x, y = torch.from_numpy(draw.standard_normal((size, 1))), torch.from_numpy(draw.standard_normal(size))
+        strategy = _Model(torch.cat([x, x])[:5])
+        sums = strategy.sparse.sums(x, y).to_arrays()
+        assert sums_refusal(sums, size) is None
+        assert sums_refusal(sums, size + 1) is not None
+
+
+class _Model:
+    """A sparse GP of the default configuration."""
+
+    def __init__(self, z: torch.Tensor) -> None:
+        from fedgp_flower.registry import parse_config
+
+        self.sparse = SparseGP(parse_config(configured()).model, z)
+        for parameter in self.sparse.parameters():
+            parameter.requires_grad_(False)
+
+
+def correlated(rows: int) -> np.ndarray:
+    """Three columns: one skewed, one of two values, one normal and correlated with the first."""
+    draw = np.random.default_rng(1)
+    first = draw.exponential(size=rows)
+    second = draw.choice([0.0, 1.0], rows, p=[0.7, 0.3])
+    columns = np.stack([first, second, 0.8 * first + 0.6 * draw.standard_normal(rows)], axis=1)
+    return (columns - columns.mean(axis=0)) / columns.std(axis=0)
+
+
+def copula(x: np.ndarray, count: int, parts: int = 1, seed: int = 0) -> np.ndarray:
+    shapes = [input_shape(part) for part in np.array_split(x, parts)]
+    histogram, products = (sum(shape[f"input.{name}"] for shape in shapes) for name in ("histogram", "products"))
+    return initial_inducing_points("copula", count, histogram, products, len(x), np.random.default_rng(seed))
+
+
+def test_copula_points_follow_marginals_and_correlations() -> None:
+    x = correlated(4000)
+    z = copula(x, 512)
+    width = INPUT_EDGES[1] - INPUT_EDGES[0]
+    for column in (0, 2):  # a histogram knows a distribution up to the width of its bins
+        assert kstest(z[:, column], x[:, column]).statistic < 0.5 * width
+    assert np.corrcoef(z.T)[0, 2] == pytest.approx(np.corrcoef(x.T)[0, 2], abs=0.08)
+    assert np.abs(np.corrcoef(z.T)[1, [0, 2]]).max() < 0.1
+    low, high = np.unique(x[:, 1])
+    near = np.minimum(np.abs(z[:, 1] - low), np.abs(z[:, 1] - high))
+    assert near.max() <= width  # two values stay two clusters
+    assert (z[:, 1] > 0).mean() == pytest.approx((x[:, 1] > 0).mean(), abs=0.02)
+
+
+def test_copula_points_are_deterministic_and_blind_to_the_partition() -> None:
+    x = correlated(300)
+    z = copula(x, 16)
+    assert np.array_equal(copula(x, 16), z)
+    assert copula(x, 16, parts=7) == pytest.approx(z, abs=1e-12)
+    assert not np.array_equal(copula(x, 16, seed=1), z)
+    assert len(np.unique(z[:, 0])) == 16
+
+
+def test_a_constant_column_and_a_copy_of_a_column_do_no_harm() -> None:
+    x = correlated(200)
+    x = np.column_stack([x, x[:, 0], np.zeros(200)])
+    z = copula(x, 32)
+    assert np.isfinite(z).all()
+    assert np.corrcoef(z.T[[0, 3]])[0, 1] > 0.95
+    assert np.abs(z[:, 4]).max() <= INPUT_EDGES[1] - INPUT_EDGES[0]
+
+
+def test_federated_initial_points_lie_where_the_pooled_rows_lie(tmp_path: Path) -> None:
+    frames = {"a": waves(60, 0), "b": waves(30, 1)}
+    flat = configured(model__num_inducing=8, num_server_rounds=0)
+    strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, frames)))
+    preparation = Preparation.from_wire(strategy.preparation.arrays, strategy.preparation.schema)
+    nodes = csv_nodes(tmp_path, frames)
+    x = np.concatenate([load_site(strategy.config, node).encode(preparation).x for node in nodes])
+    shape = input_shape(x)
+    rng = np.random.default_rng([0, *b"inducing"])
+    expected = initial_inducing_points("copula", 8, shape["input.histogram"], shape["input.products"], len(x), rng)
+    assert strategy.parameters["inducing.locations"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_bound_of_the_details_is_that_of_the_rows() -> None:
+    grid = FaultyGrid(configured(num_server_rounds=1), 2)
+    strategy = run(grid)
+    sums: SparseSums = sums_of(grid, strategy, "01")
+    assert float(sums.count) == sum(strategy.preparation.rows.values())
+    assert strategy.details()["bound"] == pytest.approx(collapsed_bound_value(sums, strategy.noise), rel=1e-10)

@@ -1,0 +1,285 @@
+"""What is let in: names, shapes, types, finiteness, identity; what is counted, and how often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from faults import Fault, FaultyGrid, arrays, configured, crashed, each, lost, no_waiting, numbers, texts
+from flwr.app import Array, ConfigRecord, Message, MetricRecord
+
+from fedgp_flower.errors import RunError
+from strategies.closing import scores_refusal, usable_scores
+from strategies.network import Network
+from strategies.wire import Answer, ArraySpec, content_bytes, last_line
+
+DESCRIBE = "query.describe"
+
+
+def network(grid: FaultyGrid, **keys: Any) -> Network:
+    return Network(grid, "run", 5.0, **keys)
+
+
+def met(count: int = 3, **keys: Any) -> tuple[FaultyGrid, Network]:
+    """Sites 0, 1, … and a network that knows them."""
+    grid = FaultyGrid(configured(), count)
+    net = network(grid, **keys)
+    net.introduce(DESCRIBE)
+    return grid, net
+
+
+def nothing_for(net: Network) -> dict[str, dict[str, np.ndarray]]:
+    return {site: {} for site in net.sites()}
+
+
+def ask(net: Network, specs: Any = None, *, retries: int = 0) -> list[str]:
+    """Describe again, as an exchange; the sites that were heard."""
+    with no_waiting():
+        return list(net.ask(DESCRIBE, nothing_for(net), specs, retries=retries))
+
+
+def spoil(reply: Message) -> Message:
+    reply.content.array_records["arrays"]["target.sum"] = Array(
+        "float64", (), "numpy.ndarray", b"\x93NUMPY but no more"
+    )
+    return reply
+
+
+def without_arrays(reply: Message) -> Message:
+    del reply.content["arrays"]
+    return reply
+
+
+def arrays_as_metrics(reply: Message) -> Message:
+    reply.content["arrays"] = MetricRecord({"target.sum": 1.0})
+    return reply
+
+
+def without_config(reply: Message) -> Message:
+    reply.content["config"] = ConfigRecord({})
+    return reply
+
+
+SPECS = {name: ArraySpec((1,)) for name in ("features.sum", "features.residual", "features.squares")} | {
+    name: ArraySpec(()) for name in ("target.sum", "target.residual", "target.squares")
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lost, "no reply within 5 s"),
+        (crashed, "MemoryError: no room"),
+        (each(lambda array: array * np.nan), "1 of 1 entries are not finite"),
+        (each(lambda array: array.astype(np.float32)), "expected float64, found float32"),
+        (each(lambda array: np.repeat(array, 2)), "found (2,)"),
+        (arrays(lambda own: {n: a for n, a in own.items() if n != "target.sum"}), "missing: ['target.sum']"),
+        (arrays(lambda own: own | {"rows": np.zeros(3)}), "unexpected: ['rows']"),
+        (texts(schema_version=2), "message schema 2, expected 1"),
+        (texts(site="2"), "site '1' was asked"),
+        (numbers(num_examples=None), "num-examples"),
+        (numbers(num_examples=-4), "num-examples"),
+        (numbers(num_examples=12.5), "num-examples"),
+        (numbers(num_examples=[3, 4]), "num-examples"),
+        (numbers(seconds=float("inf")), "not finite: seconds"),
+        (spoil, "cannot be decoded"),
+        (without_arrays, "lacks the records"),
+        (arrays_as_metrics, "lacks the records"),
+        (without_config, "lacks the records"),
+    ],
+)
+def test_a_bad_reply_is_its_sites_failure_and_nobody_elses(change: Any, words: str) -> None:
+    grid, net = met()
+    grid.faults = [Fault("1", change)]
+    assert ask(net, SPECS) == ["0", "2"]
+    [failure] = net.failures
+    assert (failure.site, failure.round) == ("1", 0)
+    assert words in failure.reason
+    assert net.traffic.communications == 2
+
+
+@pytest.mark.parametrize("change", [spoil, each(lambda array: array + np.inf)])
+def test_without_specs_arrays_must_still_be_readable_and_finite(change: Any) -> None:
+    grid, net = met()
+    grid.faults = [Fault("1", change)]
+    assert ask(net) == ["0", "2"]
+
+
+def test_a_reply_in_the_name_of_another_site_replaces_nothing() -> None:
+    grid, net = met(2)
+    honest = net.ask(DESCRIBE, nothing_for(net), None)
+    grid.faults = [Fault("1", texts(site="0")), Fault("1", each(lambda array: array + 7))]
+    found = net.ask(DESCRIBE, nothing_for(net), None)
+    assert list(found) == ["0"]
+    assert found["0"].arrays["target.sum"] == honest["0"].arrays["target.sum"]
+
+
+def test_one_lost_reply_is_asked_for_again_and_fails_once() -> None:
+    grid, net = met()
+    grid.faults = [Fault("1", lost, times=1)]
+    assert ask(net, retries=1) == ["0", "1", "2"]
+    assert [failure.site for failure in net.failures] == ["1"]
+    assert net.healthy() == ["0", "1", "2"]
+    assert [visit.site for visit in grid.visits[3:]] == ["0", "1", "2", "1"]
+
+
+def test_a_site_fails_once_in_an_exchange_however_often_it_is_asked() -> None:
+    grid, net = met()
+    grid.faults = [Fault("1", lost)]
+    ask(net, retries=3)
+    assert len(net.failures) == 1
+    assert net.streak["1"] == 1
+
+
+def test_max_failures_in_a_row_leave_a_site_out_until_it_answers() -> None:
+    grid, net = met(max_failures=3)
+    grid.faults = [Fault("1", lost, times=3)]
+    healthy = []
+    for _ in range(4):
+        ask(net)
+        healthy.append(net.healthy())
+    everyone, others = ["0", "1", "2"], ["0", "2"]
+    assert healthy == [everyone, everyone, others, everyone]
+    grid.faults = [Fault("1", lost, times=2)]
+    for _ in range(3):
+        ask(net)
+    grid.faults = [Fault("1", lost, times=2)]
+    ask(net)
+    assert net.healthy() == everyone  # two, an answer, one: never three in a row
+
+
+def test_replies_refused_after_they_were_read_add_up_to_a_streak() -> None:
+    _, net = met(max_failures=3)
+    for expected in (1, 2, 3):
+        assert "1" in ask(net)
+        net.fail("1", "a lie")
+        assert net.streak["1"] == expected
+    assert net.healthy() == ["0", "2"]
+    ask(net)
+    assert net.healthy() == ["0", "1", "2"]
+
+
+def test_a_streak_that_an_answer_ended_does_not_return_with_the_next_loss() -> None:
+    grid, net = met(max_failures=3)
+    grid.faults = [Fault("1", lost, times=2)]
+    for _ in range(3):
+        ask(net)
+    grid.faults = [Fault("1", lost, times=1)]
+    ask(net)
+    assert net.streak["1"] == 1
+
+
+def test_too_few_sites_is_an_error_that_says_why() -> None:
+    grid, net = met(2, max_failures=1)
+    grid.faults = [Fault("1", crashed)]
+    ask(net)
+    with pytest.raises(RunError, match=r"1 usable site\(s\), `min-sites` = 2.*1: the site's process.*MemoryError"):
+        net.require(2)
+    net.require(1)
+
+
+def test_a_second_machine_of_a_site_is_refused_by_name_and_the_first_stays() -> None:
+    grid, net = met(max_failures=1)
+    first = net.nodes["1"]
+    grid.join({"partition-id": 1, "num-partitions": 3})
+    assert net.introduce(DESCRIBE) == {}
+    assert net.nodes["1"] == first
+    assert [(f.site, "two machines" in f.reason) for f in net.failures] == [("1", True)]
+    assert net.healthy() == ["0", "1", "2"]  # the mistake of the second machine is not held against the first
+
+
+def test_two_new_machines_of_one_site_are_one_site() -> None:
+    nodes = [{"partition-id": index, "num-partitions": 3} for index in (0, 1, 1)]
+    net = network(FaultyGrid(configured(), nodes))
+    assert list(net.introduce(DESCRIBE)) == ["0", "1"]
+    assert len(net.failures) == 1
+    assert "two machines say that they are site '1'" in net.failures[0].reason
+
+
+@pytest.mark.parametrize("ghost", [False, True])
+def test_a_restarted_site_is_recognised_even_while_its_old_node_is_still_listed(ghost: bool) -> None:
+    grid, net = met()
+    old = net.nodes["1"]
+    grid.restart("1", ghost=ghost)
+    with no_waiting():
+        assert list(net.introduce(DESCRIBE)) == ["1"]
+    assert net.nodes["1"] not in {old, net.nodes["0"], net.nodes["2"]}
+    assert net.failures == []
+    assert ask(net) == ["0", "1", "2"]
+
+
+def test_a_restarted_site_comes_back_to_training() -> None:
+    grid, net = met(max_failures=1)
+    grid.faults = [Fault("1", lost, times=1)]
+    ask(net)
+    assert net.healthy() == ["0", "2"]
+    grid.restart("1")
+    net.introduce(DESCRIBE)
+    assert net.healthy() == ["0", "1", "2"]
+
+
+def test_a_first_reply_that_gets_lost_is_asked_for_again() -> None:
+    grid = FaultyGrid(configured(), 2, Fault("1", lost, times=1))
+    net = network(grid)
+    with no_waiting():
+        assert list(net.introduce(DESCRIBE)) == ["0", "1"]
+    assert net.failures == []
+
+
+def test_bytes_are_those_that_crossed_the_wire_lost_ones_included() -> None:
+    grid, net = met()
+    grid.faults = [Fault("1", lost), Fault("2", numbers(num_examples=-1))]
+    ask(net, retries=1)
+    assert net.traffic.bytes_down == sum(visit.down for visit in grid.visits)
+    assert net.traffic.bytes_up == sum(visit.up for visit in grid.visits)
+
+
+def test_bytes_of_a_message_are_those_of_its_numbers_and_a_little() -> None:
+    _, net = met(1)
+    empty, full = (content_bytes(net.message("0", "train", {"a": np.zeros(n)})) for n in (0, 1000))
+    assert full - empty == 8000
+
+
+def test_answers_come_in_the_natural_order_of_sites() -> None:
+    grid = FaultyGrid(configured(), [{"partition-id": index, "num-partitions": 11} for index in (10, 2, 0)])
+    net = network(grid)
+    net.introduce(DESCRIBE)
+    assert net.sites() == ask(net) == ["0", "2", "10"]
+
+
+SCORES = dict.fromkeys(
+    ("squared-error", "absolute-error", "nll", "crps", "inside-50", "inside-90", "inside-95", "count"), 2.0
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"crps": [1.0]}, "scores missing: crps"),
+        ({"squared-error": -1.0}, "negative"),
+        ({"inside-50": 3.0}, "more rows than there are"),
+        ({"evaluation.pit": [1.0] * 19}, "expected 20 numbers"),
+        ({"evaluation.reliability": 1.0}, "expected 30 numbers"),
+        ({"brier": 1.0}, None),
+        ({"nll": -5.0}, None),
+    ],
+)
+def test_scores_that_cannot_be_are_refused(change: dict[str, Any], words: str | None) -> None:
+    reason = scores_refusal(Answer("1", {}, SCORES | change, {}), list(SCORES))
+    assert reason is None if words is None else words in str(reason)
+
+
+def test_scores_of_another_task_are_their_sites_failure() -> None:
+    _, net = met()
+    other = dict.fromkeys(("count", "correct", "nll", "brier"), 1.0)
+    none = dict.fromkeys(SCORES, 0.0)
+    answers = {str(k): Answer(str(k), {}, own, {}) for k, own in enumerate((SCORES, other, none))}
+    assert list(usable_scores(net, answers)) == ["0"]
+    assert [failure.site for failure in net.failures] == ["1"]
+
+
+def test_the_last_line_of_a_traceback_says_what_went_wrong() -> None:
+    assert last_line("Traceback\n  File x\nValueError: wrong\n\n") == "ValueError: wrong"
+    assert last_line(None) == last_line("") == "no reason given"
+    assert len(last_line("x" * 1000)) == 300

@@ -1,0 +1,462 @@
+"""Exact facts of partitioned variational inference: conjugate models, fixed points, schedules, forgetting."""
+
+import math
+from itertools import pairwise
+
+import gpytorch
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedgp_flower.config import ModelSection
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.gaussian import DiagonalGaussian, NaturalGaussian
+from fedgp_flower.models.batched_kernel import BatchedKernel
+from fedgp_flower.models.factors import InducingFactor, PseudoObservations, product, view
+from fedgp_flower.models.hierarchical import (
+    Data,
+    Draws,
+    SparseModel,
+    collapsed_evidence,
+    collapsed_local_bound,
+    local_free_energy,
+    predict,
+)
+from fedgp_flower.models.kernels import build_kernel
+from fedgp_flower.models.likelihoods import build_point_likelihood
+from fedgp_flower.models.linear_pvi import (
+    LinearSite,
+    analytic_factor,
+    fixed_point_update,
+    gradient_update,
+)
+from fedgp_flower.models.linear_pvi import local_free_energy as linear_free_energy
+from strategies.pvi_schedule import PRESETS, Outstanding, Plan, damping_of, next_sites
+from strategies.pvi_state import (
+    Contribution,
+    PVIState,
+    average_points,
+    cavity,
+    context,
+    forget,
+    free_energy,
+    merge,
+    posterior,
+)
+
+EXACT = {"rtol": 1e-8, "atol": 1e-8}  # cond(K_zz) is about 1e3
+NOISE = 0.04
+
+
+class Problem:
+    """42 rows of a noisy sine in two inputs, 8 inducing points, fixed β; reference formulas without whitening."""
+
+    def __init__(self, num_sites: int = 3, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = 4 * torch.rand(42, 2, generator=generator, dtype=torch.float64)
+        self.y = (self.x.sum(-1)).sin() + NOISE**0.5 * torch.randn(42, generator=generator, dtype=torch.float64)
+        self.z = 4 * torch.rand(8, 2, generator=generator, dtype=torch.float64)
+        self.kernel = build_kernel(ModelSection(kernel="rbf", lengthscale=1.2, outputscale=1.5), 2)
+        self.model = SparseModel(BatchedKernel(self.kernel), build_point_likelihood("gaussian", noise=NOISE), 2, 0.0)
+        order = torch.randperm(42, generator=generator)
+        self.rows = [part.sort().values for part in order.tensor_split(num_sites)]
+        self.draws = Draws(self.z[None], self.model.initial_hyper()[None])
+
+    def k(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.kernel(left, right).to_dense()
+
+    def titsias(self, rows: torch.Tensor | slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
+        """Titsias' optimal q(u) from some rows: Σ = K_zz + K_zx K_xz/σ², m = K_zz Σ⁻¹ K_zx y/σ², S = K_zz Σ⁻¹ K_zz."""
+        kzz, kzx = self.k(self.z, self.z), self.k(self.z, self.x[rows])
+        sigma = kzz + kzx @ kzx.mT / NOISE
+        return kzz @ torch.linalg.solve(sigma, kzx @ self.y[rows]) / NOISE, kzz @ torch.linalg.solve(sigma, kzz)
+
+    def bound(self) -> float:
+        """log N(y | 0, Q + σ²I) − tr(K − Q)/2σ² with dense matrices."""
+        kzx = self.k(self.z, self.x)
+        q = kzx.mT @ torch.linalg.solve(self.k(self.z, self.z), kzx)
+        normal = torch.distributions.MultivariateNormal(torch.zeros(42).double(), q + NOISE * torch.eye(42).double())
+        return float(normal.log_prob(self.y) - (self.k(self.x, self.x) - q).diagonal().sum() / (2 * NOISE))
+
+    def data(self, site: int) -> Data:
+        return Data(self.x[self.rows[site]], self.y[self.rows[site]])
+
+    def exact_dpo(self, site: int) -> PseudoObservations:
+        data = self.data(site)
+        return PseudoObservations(data.inputs, data.targets, torch.ones(len(data)).double(), True, float(len(data)))
+
+    def site(self, site: int, likelihood: str = "gaussian") -> LinearSite:
+        """The site's rows as linear functions of the whitened inducing values."""
+        geometry, data = self.model.geometry(self.draws), self.data(site)
+        a = geometry.project(data.inputs)[0].mT.detach()
+        extra = (geometry.prior_variance(data.inputs)[0] - a.square().sum(-1)).detach()
+        point = build_point_likelihood(likelihood, noise=NOISE)
+        targets = data.targets if likelihood == "gaussian" else (data.targets > 0).double()
+        return LinearSite(a, targets, point, point.initial, extra)
+
+    def unwhitened(self, q: NaturalGaussian) -> tuple[torch.Tensor, torch.Tensor]:
+        L = torch.linalg.cholesky(self.k(self.z, self.z))
+        mean, covariance = q.moments()
+        return L @ mean, L @ covariance @ L.mT
+
+    def prior(self) -> dict[str, NaturalGaussian]:
+        return {"function": NaturalGaussian.from_moments(torch.zeros(8).double(), torch.eye(8).double())}
+
+
+def contribution(factor, rows: int = 1) -> Contribution:
+    return Contribution({"function": factor}, {}, rows)
+
+
+def assert_same(left, right, **tolerance) -> None:
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, **(tolerance or EXACT))
+
+
+@pytest.mark.parametrize("num_sites", [1, 3, 7])
+def test_one_sequential_pass_of_a_conjugate_model_is_titsias(num_sites):
+    problem = Problem(num_sites)
+    state = PVIState(problem.prior())
+    for k in range(num_sites):
+        site = problem.site(k)
+        found = fixed_point_update(site, cavity(state, str(k))["function"], state.prior["function"].flat())
+        assert found.iterations <= 2, "a conjugate site converges in one natural-gradient step"
+        state, record = merge(state, {str(k): contribution(found.factor)}, damping=1.0)
+        assert record.halvings == 0
+    assert_same(problem.unwhitened(posterior(state)["function"]), problem.titsias())
+
+
+@pytest.mark.parametrize("num_sites", [1, 3, 7])
+def test_one_undamped_synchronous_round_is_titsias(num_sites):
+    problem = Problem(num_sites)
+    state = PVIState(problem.prior())
+    replies = {
+        str(k): contribution(analytic_factor(problem.site(k), torch.tensor(NOISE).double())) for k in range(num_sites)
+    }
+    state, _ = merge(state, replies, damping=1.0)
+    assert_same(problem.unwhitened(posterior(state)["function"]), problem.titsias())
+
+
+@pytest.mark.parametrize("preset", ["bcm-same", "bcm-split", "vcl", "streaming-vb"])
+def test_every_one_pass_special_case_is_exact_when_conjugate(preset):
+    problem, plan = Problem(3), PRESETS[preset]
+    state, visits, generator = PVIState(problem.prior()), {}, np.random.default_rng(0)
+    while due := next_sites(plan, ["0", "1", "2"], visits, {}, generator):
+        replies = {}
+        for name in due:
+            share = len(problem.rows[int(name)]) / 42 if plan.split_prior else None
+            given_prior = context(state, name, deletion=plan.deletion, prior_share=share)["function"]
+            replies[name] = contribution(
+                fixed_point_update(problem.site(int(name)), given_prior, given_prior.flat()).factor
+            )
+            visits[name] = visits.get(name, 0) + 1
+        state, _ = merge(state, replies, damping=damping_of(plan, len(due)), deletion=plan.deletion)
+    assert visits == {"0": 1, "1": 1, "2": 1}
+    assert_same(problem.unwhitened(posterior(state)["function"]), problem.titsias())
+
+
+def test_without_deletion_a_second_pass_counts_rows_twice():
+    problem = Problem(2)
+    noise = torch.tensor(NOISE).double()
+    once = [analytic_factor(problem.site(k), noise) for k in range(2)]
+    state = PVIState(problem.prior())
+    for _ in range(2):
+        for k in range(2):
+            state, _ = merge(state, {str(k): contribution(once[k])}, damping=1.0, deletion=False)
+    twice = (once[0] * once[1]) ** 2.0 * state.prior["function"]
+    assert_same((posterior(state)["function"].eta1, posterior(state)["function"].eta2), (twice.eta1, twice.eta2))
+
+
+def test_forgetting_a_site_is_never_having_had_it():
+    problem = Problem(4)
+    noise = torch.tensor(NOISE).double()
+    state = PVIState(problem.prior())
+    for k in range(4):
+        state, _ = merge(state, {str(k): contribution(analytic_factor(problem.site(k), noise))}, damping=1.0)
+    rest = torch.cat([problem.rows[k] for k in (0, 1, 3)])
+    assert_same(problem.unwhitened(posterior(forget(state, "2"))["function"]), problem.titsias(rest))
+    with pytest.raises(NumericsError, match="no factor"):
+        forget(state, "stranger")
+
+
+def test_forgetting_refuses_to_leave_an_improper_posterior():
+    prior = {"b": DiagonalGaussian.standard(1)}
+    strong = DiagonalGaussian(torch.zeros(1).double(), torch.full((1,), -2.0).double())
+    state = PVIState(prior, {"a": Contribution({"b": strong}), "b": Contribution({"b": strong**-0.5})})
+    with pytest.raises(NumericsError, match="improper"):
+        forget(state, "a")
+
+
+def test_dpo_at_the_data_is_titsias_and_survives_another_z_and_beta():
+    problem = Problem(3)
+    factors = [problem.exact_dpo(k) for k in range(3)]
+    for shift in (0.0, 0.4):
+        problem.z = problem.z + shift
+        draws = Draws(
+            problem.z[None], problem.model.initial_hyper()[None] + shift * torch.tensor([0.5, 0.3, -0.4, 0.0])
+        )
+        raw = problem.model.kernel.raw(draws.hyper[:, :3])
+        problem.kernel.load_state_dict(
+            {name.removeprefix("kernel."): value[0] for name, value in raw.items()}, strict=False
+        )
+        views = view(problem.model.geometry(draws), factors, None, None)
+        natural = product(views, factors)
+        whitened = NaturalGaussian(natural.shift[0], -0.5 * natural.precision[0])
+        assert_same(problem.unwhitened(whitened), problem.titsias())
+
+
+def test_dpo_prediction_is_the_sparse_gp_of_the_textbook():
+    problem = Problem(3)
+    mixture = predict(problem.model, problem.draws, [problem.exact_dpo(k) for k in range(3)], problem.x, problem.y)
+    mean, covariance = problem.titsias()
+    b = torch.linalg.solve(problem.k(problem.z, problem.z), problem.k(problem.z, problem.x))  # K_zz⁻¹ K_zx
+    explained = ((problem.k(problem.z, problem.z) - covariance) @ b * b).sum(0)
+    variance = problem.k(problem.x, problem.x).diagonal() - explained + NOISE
+    torch.testing.assert_close(mixture.mean(), b.mT @ mean, **EXACT)
+    torch.testing.assert_close(mixture.variance(), variance, **EXACT)
+    expected = -0.5 * ((2 * math.pi * variance).log() + (problem.y - b.mT @ mean).square() / variance)
+    torch.testing.assert_close(mixture.log_density(), expected, **EXACT)
+
+
+def test_local_collapsed_bounds_telescope_to_the_pooled_bound():
+    problem = Problem(4)
+    total = sum(
+        collapsed_local_bound(problem.model, problem.draws, [problem.exact_dpo(j) for j in range(k)], problem.data(k))
+        for k in range(4)
+    )
+    assert float(total) == pytest.approx(problem.bound(), abs=1e-8)
+
+
+def test_replaying_exact_pseudo_observations_is_the_pooled_bound():
+    """Likelihood terms, trace terms and the noise evidence of three sites and the rows of a fourth, counted once."""
+    problem = Problem(4)
+    factors = [problem.exact_dpo(k) for k in range(3)]
+    with_rows = collapsed_evidence(problem.model, problem.draws, factors, problem.data(3))
+    without_rows = collapsed_evidence(problem.model, problem.draws, [*factors, problem.exact_dpo(3)], None)
+    assert float(with_rows) == pytest.approx(problem.bound(), abs=1e-8)
+    assert float(without_rows) == pytest.approx(problem.bound(), abs=1e-8)
+
+
+def test_at_the_data_the_local_free_energy_is_stationary_and_equals_the_collapsed_bound():
+    problem = Problem(3)
+    data, others = problem.data(2), [problem.exact_dpo(0), problem.exact_dpo(1)]
+    parts = [data.inputs.clone(), data.targets.clone(), torch.zeros(len(data)).double()]
+    inputs, targets, log_root = (p.requires_grad_() for p in parts)
+    own = PseudoObservations(inputs, targets, log_root.exp())
+    energy = local_free_energy(problem.model, problem.draws, others, own, data).sum()
+    collapsed = collapsed_local_bound(problem.model, problem.draws, others, data).sum()
+    assert energy.item() == pytest.approx(collapsed.item(), abs=1e-9)
+    for gradient in torch.autograd.grad(energy, (inputs, targets, log_root)):
+        assert float(gradient.abs().max()) < 1e-9
+    worse = PseudoObservations(data.inputs, data.targets + 0.1, torch.ones(len(data)).double())
+    assert float(local_free_energy(problem.model, problem.draws, others, worse, data)) < energy.item() - 1e-3
+
+
+def pooled(problem: Problem, num_sites: int, likelihood: str) -> LinearSite:
+    sites = [problem.site(k, likelihood) for k in range(num_sites)]
+    design, targets, extra = (torch.cat([getattr(s, n) for s in sites]) for n in ("design", "targets", "extra"))
+    return LinearSite(design, targets, sites[0].likelihood, sites[0].hyper, extra)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 99), st.sampled_from(["gaussian", "bernoulli"]), st.booleans())
+def test_one_synchronous_gradient_step_is_the_pooled_step_for_any_partition(num_sites, seed, likelihood, diagonal):
+    """Property 3.1, at a posterior that is no fixed point; global-vi is this with damping 1."""
+    problem = Problem(num_sites, seed)
+    kind = DiagonalGaussian if diagonal else NaturalGaussian
+    eye = torch.ones(8).double() if diagonal else torch.eye(8).double()
+    prior = kind.from_moments(torch.zeros(8).double(), eye)
+    old = {str(k): kind(0.1 * (k + 1) * torch.ones(8).double(), -0.05 * (k + 1) * eye) for k in range(num_sites)}
+    state = PVIState({"function": prior}, {k: contribution(t) for k, t in old.items()})
+    q, step = posterior(state)["function"], 1e-4
+    replies = {
+        k: contribution(
+            gradient_update(problem.site(int(k), likelihood), q, cavity(state, k)["function"], old[k], step=step)
+        )
+        for k in old
+    }
+    plan = PRESETS["global-vi"]
+    state, _ = merge(state, replies, damping=damping_of(plan, num_sites))
+    expected = q * (gradient_update(pooled(problem, num_sites, likelihood), q, prior, prior.flat(), step=step))
+    found = posterior(state)["function"]
+    assert_same((found.eta1, found.eta2), (expected.eta1, expected.eta2), rtol=1e-11, atol=1e-11)
+    assert float((found.eta1 - q.eta1).abs().max()) > 1e-7, "the step must move the posterior"
+
+
+def run_to_fixed_point(problem: Problem, num_sites: int, kind: type, passes: int = 60) -> PVIState:
+    eye = torch.ones(8).double() if kind is DiagonalGaussian else torch.eye(8).double()
+    state = PVIState({"function": kind.from_moments(torch.zeros(8).double(), eye)})
+    for communication in range(passes * num_sites):
+        k = str(communication % num_sites)
+        given_cavity = cavity(state, k)["function"]
+        start = state.sites[k].factors["function"] if k in state.sites else given_cavity.flat()
+        found = fixed_point_update(problem.site(int(k), "bernoulli"), given_cavity, start, tolerance=1e-13)
+        state, _ = merge(state, {k: contribution(found.factor)}, damping=1.0)
+    return state
+
+
+@pytest.mark.parametrize("kind", [NaturalGaussian, DiagonalGaussian])
+def test_free_energies_add_up_at_a_fixed_point(kind):
+    """Property 2.2a with Bernoulli rows: Σ F_k and log Z give the pooled free energy of the same q."""
+    problem = Problem(3)
+    state = run_to_fixed_point(problem, 3, kind)
+    q = posterior(state)["function"]
+    local = {
+        k: float(linear_free_energy(problem.site(int(k), "bernoulli"), q, cavity(state, k)["function"]))
+        for k in state.sites
+    }
+    whole = linear_free_energy(pooled(problem, 3, "bernoulli"), q, state.prior["function"])
+    assert free_energy(state, local) == pytest.approx(float(whole), abs=1e-9)
+    with pytest.raises(NumericsError, match="missing from 2"):
+        free_energy(state, {k: v for k, v in local.items() if k != "2"})
+
+
+class SVGP(gpytorch.models.ApproximateGP):
+    """GPyTorch's own pooled sparse variational GP at fixed Z and β."""
+
+    def __init__(self, problem: Problem) -> None:
+        distribution = gpytorch.variational.CholeskyVariationalDistribution(8).double()
+        strategy = gpytorch.variational.VariationalStrategy(
+            self, problem.z, distribution, learn_inducing_locations=False, jitter_val=0.0
+        )
+        super().__init__(strategy)
+        self.mean_module = gpytorch.means.ZeroMean()
+        self.covar_module = problem.kernel.requires_grad_(False)
+
+    def forward(self, x):
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def test_bernoulli_fixed_point_is_the_optimum_of_a_pooled_gpytorch_svgp():
+    problem = Problem(3)
+    q = posterior(run_to_fixed_point(problem, 3, NaturalGaussian))["function"]
+    mean, covariance = q.moments()
+    model, likelihood = SVGP(problem).double(), gpytorch.likelihoods.BernoulliLikelihood().double()
+    elbo = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=42)
+    variational = model.variational_strategy._variational_distribution
+    model(problem.x)  # the first call initialises the variational distribution from the prior
+    with torch.no_grad():
+        variational.variational_mean.copy_(mean)
+        variational.chol_variational_covar.copy_(torch.linalg.cholesky(covariance))
+    labels = (problem.y > 0).double()
+    value = 42 * elbo(model(problem.x), labels)
+    slopes = torch.autograd.grad(value, [variational.variational_mean, variational.chol_variational_covar])
+    assert all(float(s.abs().max()) < 2e-5 for s in slopes)  # GPyTorch rounds its quadrature nodes to float32
+    prior = NaturalGaussian.from_moments(torch.zeros(8).double(), torch.eye(8).double())
+    assert float(linear_free_energy(pooled(problem, 3, "bernoulli"), q, prior)) == pytest.approx(value.item(), abs=1e-5)
+
+
+def test_asynchronous_without_delay_is_sequential():
+    problem = Problem(3)
+    prior = PVIState(problem.prior())
+    states = []
+    for schedule in ("sequential", "asynchronous"):
+        state, outstanding, staleness = prior, Outstanding(), []
+        for communication in range(6):
+            name = str(communication % 3)
+            outstanding = outstanding.sent(name, state.version)
+            given_cavity = cavity(state, name)["function"]
+            found = fixed_point_update(problem.site(int(name), "bernoulli"), given_cavity, given_cavity.flat())
+            outstanding, late = outstanding.received(name, state.version)
+            staleness.append(late)
+            plan = Plan(schedule, damping=1.0)
+            state, _ = merge(state, {name: contribution(found.factor)}, damping=damping_of(plan, 3))
+        assert staleness == [0] * 6
+        states.append(posterior(state)["function"])
+    assert torch.equal(states[0].eta1, states[1].eta1)
+    assert torch.equal(states[0].eta2, states[1].eta2)
+
+
+def test_staleness_counts_merges_the_site_did_not_see():
+    outstanding = Outstanding().sent("a", 0).sent("b", 0)
+    outstanding, late = outstanding.received("b", 0)
+    assert late == 0
+    outstanding, late = outstanding.received("a", 1)
+    assert late == 1
+    assert not outstanding.versions
+
+
+def test_damping_is_a_geometric_mean_of_old_and_new():
+    q = {"b": DiagonalGaussian.standard(2)}
+    old, new = (DiagonalGaussian(v * torch.ones(2).double(), -v * torch.ones(2).double()) for v in (1.0, 3.0))
+    state = PVIState(q, {"s": Contribution({"b": old})})
+    merged, record = merge(state, {"s": Contribution({"b": new})}, damping=0.25)
+    torch.testing.assert_close(merged.sites["s"].factors["b"].eta1, torch.full((2,), 1.5).double())
+    assert record.damping == 0.25
+    assert record.size["s"] == pytest.approx(float(posterior(merged)["b"].kl(posterior(state)["b"])))
+    assert merged.version == 1
+
+
+def test_an_improper_update_is_damped_further_and_counted():
+    """Prior precision 1 and t̂ precision −3: proper only if ρ < ⅓, so ρ = 1 is halved twice."""
+    state = PVIState({"b": DiagonalGaussian.standard(1)})
+    bad = DiagonalGaussian(torch.zeros(1).double(), torch.full((1,), 1.5).double())
+    merged, record = merge(state, {"s": Contribution({"b": bad})}, damping=1.0)
+    assert (record.damping, record.halvings, record.refused) == (0.25, 2, False)
+    assert float(posterior(merged)["b"].precision) == pytest.approx(0.25)
+
+
+def test_an_update_that_cannot_be_made_proper_is_refused():
+    state = PVIState({"b": DiagonalGaussian.standard(1)})
+    nan = DiagonalGaussian(torch.full((1,), float("nan")).double(), torch.full((1,), -0.5).double())
+    merged, record = merge(state, {"s": Contribution({"b": nan})}, damping=1.0)
+    assert record.refused
+    assert merged is state
+
+
+def test_a_proper_posterior_with_an_improper_cavity_is_damped():
+    """q has precision 1 + 4 − 2 = 3, but without the site of precision 4 it would have −1."""
+    half = torch.full((1,), -0.5).double()
+    state = PVIState(
+        {"b": DiagonalGaussian.standard(1)}, {"a": Contribution({"b": DiagonalGaussian(0 * half, 4 * half)})}
+    )
+    _, record = merge(state, {"s": Contribution({"b": DiagonalGaussian(0 * half, -2 * half)})}, damping=1.0)
+    assert record.halvings == 2  # −2, −1 improper; −½ proper
+
+
+def test_pseudo_observations_are_replaced_undamped():
+    state = PVIState({}, {"s": Contribution({}, {"targets": np.zeros(2)})})
+    merged, _ = merge(state, {"s": Contribution({}, {"targets": np.ones(3)})}, damping=0.1)
+    np.testing.assert_array_equal(merged.sites["s"].arrays["targets"], np.ones(3))
+
+
+def test_points_are_averaged_by_share_of_rows():
+    state = PVIState({}, points={"inducing": np.array([0.0, 4.0])})
+    averaged = average_points(state, {"inducing": np.array([1.0, 0.0])}, share=0.25)
+    np.testing.assert_allclose(averaged.points["inducing"], [0.25, 3.0])
+
+
+def test_block_without_a_prior_is_the_product_of_the_factors():
+    t = NaturalGaussian(torch.ones(2).double(), -torch.eye(2).double())
+    state, _ = merge(PVIState({}), {"a": contribution(t), "b": contribution(t)}, damping=1.0)
+    torch.testing.assert_close(posterior(state)["function"].eta1, torch.full((2,), 2.0).double())
+    torch.testing.assert_close(InducingFactor(cavity(state, "a")["function"]).natural.eta2, -torch.eye(2).double())
+
+
+def test_schedules():
+    rng = np.random.default_rng(0)
+    sites = ["c", "a", "b"]
+    visits: dict[str, int] = {}
+    order = []
+    for _ in range(6):
+        (site,) = next_sites(Plan(), sites, visits, {}, rng)
+        visits[site] = visits.get(site, 0) + 1
+        order.append(site)
+    assert order == ["a", "b", "c", "a", "b", "c"]
+    assert next_sites(Plan(order="residual"), sites, visits, {"a": 0.1, "b": 3.0, "c": 1.0}, rng) == ["b"]
+    assert next_sites(Plan(order="residual"), sites, {"a": 5}, {"a": 9.0}, rng) == ["b"]
+    assert next_sites(Plan("synchronous"), sites, visits, {}, rng) == ["a", "b", "c"]
+    assert len(next_sites(Plan("synchronous", fraction=0.7), sites, visits, {}, rng)) == 2
+    assert next_sites(Plan(passes=2), sites, visits, {}, rng) == []
+    visits, order = {}, []
+    for _ in range(30):
+        (site,) = next_sites(Plan(order="random"), sites, visits, {}, rng)
+        visits[site] = visits.get(site, 0) + 1
+        order.append(site)
+    passes = [tuple(order[i:j]) for i, j in pairwise(range(0, 31, 3))]
+    assert all(sorted(p) == ["a", "b", "c"] for p in passes)
+    assert len(set(passes)) > 1
+    assert damping_of(Plan("synchronous"), 4) == 0.25
+    assert damping_of(Plan("sequential"), 1) == 1.0

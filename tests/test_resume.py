@@ -1,0 +1,198 @@
+"""A run that is killed and resumed ends where it would have ended, and its history tells it once."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faults import Fault, FaultyGrid, Recorder, configured, lost, no_waiting, run
+
+from fedgp_flower import server_app
+from fedgp_flower.artefacts import RunFolder, read_posterior
+from fedgp_flower.errors import RunError
+from fedgp_flower.registry import parse_config
+
+KINDS: dict[str, dict[str, Any]] = {
+    "exact": {"fsgp__objective": "exact"},
+    "adam": {"fsgp__objective": "exact", "fsgp__exact_optimizer": "adam"},
+    "fedavg": {"fsgp__objective": "average", "fsgp__fraction": 0.5},
+    "fedadam": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
+}
+ROUNDS = 7
+
+
+class Killed(BaseException):
+    """Nothing in the program may catch it."""
+
+
+def execute(folder: Path, *faults: Fault, kill_at: int = 0, **keys: Any) -> Path:
+    """The ServerApp over three sites; killed after the history of a round, before its checkpoint."""
+
+    def progress(row: Mapping[str, float], total: int) -> None:
+        del total
+        if row["round"] == kill_at:
+            raise Killed
+
+    flat = configured(
+        **{"num_server_rounds": ROUNDS, "evaluate_every": 3, "name": "run", "output_dir": str(folder), **keys}
+    )
+    with no_waiting(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_app, "report", lambda path: None)
+        return server_app.execute(FaultyGrid(flat, 3, *faults), flat, progress)
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """metrics.json and the rows of the history."""
+    with (path / "history.csv").open() as lines:
+        return json.loads((path / "metrics.json").read_text()), list(csv.DictReader(lines))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def calm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """An uninterrupted run."""
+    keys = KINDS[request.param]
+    return keys, execute(tmp_path_factory.mktemp(request.param), **keys)
+
+
+@pytest.mark.parametrize("kills", [(1,), (4,), (3, 6), (ROUNDS,)], ids=str)
+def test_a_killed_run_ends_where_it_would_have_ended(
+    tmp_path: Path, calm: tuple[dict[str, Any], Path], kills: tuple[int, ...]
+) -> None:
+    keys, path = calm
+    for number, kill in enumerate(kills):
+        with pytest.raises(Killed):
+            execute(tmp_path, kill_at=kill, resume=number > 0, **keys)
+    resumed = execute(tmp_path, resume=True, **keys)
+    (expected, history), (found, own) = read(path), read(resumed)
+    for name in ("test", "test_standardised", "method_details"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-12)
+    assert [row["round"] for row in own] == [str(n) for n in range(1, ROUNDS + 1)]
+    for row, other in zip(own, history, strict=True):
+        assert row["objective"] == other["objective"]
+        assert row["test_nll"] == other["test_nll"]
+    for name, array in read_posterior(path).arrays.items():
+        assert np.array_equal(read_posterior(resumed).arrays[name], array), name
+
+
+def test_bytes_and_seconds_of_a_resumed_history_are_those_of_each_round(
+    tmp_path: Path, calm: tuple[dict[str, Any], Path]
+) -> None:
+    keys, path = calm
+    with pytest.raises(Killed):
+        execute(tmp_path, kill_at=5, **keys)
+    (_, history), (found, own) = read(path), read(execute(tmp_path, resume=True, **keys))
+    greeting = int(own[4]["bytes_up"]) - int(history[4]["bytes_up"])
+    assert 0 < greeting < int(history[0]["bytes_up"])  # the sites introduce themselves to the new process
+    spare = 200  # bytes; a record may be a few shorter or longer when its texts are
+    for number, (row, other) in enumerate(zip(own, history, strict=True)):
+        assert int(row["bytes_up"]) == pytest.approx(int(other["bytes_up"]) + greeting * (number == 4), abs=spare)
+    assert sum(int(row["bytes_up"]) for row in own) <= found["bytes"]["up"]
+    assert sum(float(row["seconds"]) for row in own) <= found["seconds"]["total"] * (1 + 1e-9)
+
+
+def test_failures_before_the_kill_are_told_once(tmp_path: Path) -> None:
+    away = lambda: Fault("1", lost, ("train",), range(1, 4))  # noqa: E731
+    keys = {**KINDS["fedavg"], "fsgp__fraction": 1.0, "max_failures": 2}
+    whole = execute(tmp_path / "whole", away(), **keys)
+    with pytest.raises(Killed):
+        execute(tmp_path / "cut", away(), kill_at=3, **keys)
+    cut = execute(tmp_path / "cut", away(), resume=True, **keys)
+    (expected, _), (found, _) = read(whole), read(cut)
+    assert [(f["round"], f["site"]) for f in expected["failures"]] == [(1, "1"), (2, "1")]
+    assert found["failures"] == expected["failures"]
+    assert found["test"] == expected["test"]  # the site stays left out where it was left out
+
+
+def test_a_site_still_broken_at_the_resume_fails_in_the_round_of_the_resume() -> None:
+    nodes = [{"partition-id": index, "num-partitions": 2} for index in (0, 1, 2)]  # the last is not one of two
+    recorder = Recorder()
+    run(FaultyGrid(configured(), nodes), recorder)
+    resumed = run(FaultyGrid(configured(num_server_rounds=5), nodes), Recorder(), recorder.snapshots[2])
+    assert [(f.round, f.site) for f in resumed.network.failures] == [(0, "2"), (3, "2")]
+
+
+def test_more_rounds_go_on_where_a_finished_run_stopped(tmp_path: Path, calm: tuple[dict[str, Any], Path]) -> None:
+    keys, path = calm
+    execute(tmp_path, num_server_rounds=4, **keys)
+    found, own = read(execute(tmp_path, resume=True, **keys))
+    assert found["test"] == pytest.approx(read(path)[0]["test"], rel=1e-12)
+    assert len(own) == ROUNDS
+
+
+def test_a_converged_run_resumed_asks_for_no_new_gradient() -> None:
+    flat = configured(num_server_rounds=60, fsgp__tolerance=1e-3)
+    recorder = Recorder()
+    first = run(FaultyGrid(flat, 2), recorder)
+    assert first.converged
+    grid = FaultyGrid(flat, 2)
+    again = run(grid, Recorder(), recorder.snapshots[-1])
+    assert again.converged
+    assert again.details() == first.details()
+    assert "train.gradient" not in {visit.phase for visit in grid.visits}
+
+
+def test_a_record_that_the_optimiser_does_not_follow_is_not_replayed() -> None:
+    recorder = Recorder()
+    whole = run(FaultyGrid(configured(), 2), recorder)
+    saved = recorder.snapshots[2]
+    points = saved.arrays["segment.points"].copy()
+    points[1] += 0.5  # as if another optimiser had chosen it
+    values = saved.arrays["segment.values"] + [0.0, 100.0, 0.0]
+    odd = replace(saved, arrays={**saved.arrays, "segment.points": points, "segment.values": values})
+    resumed = run(FaultyGrid(configured(num_server_rounds=6), 2), Recorder(), odd)
+    assert [*resumed.values[:3]] == pytest.approx(whole.values[:3], rel=1e-12)
+    assert np.array_equal(resumed.points[1], whole.points[1])
+
+
+@pytest.mark.parametrize("missing", ["0", "2"])
+def test_a_site_that_does_not_return_ends_the_segment(missing: str) -> None:
+    recorder = Recorder()
+    run(FaultyGrid(configured(), 3), recorder)
+    nodes = [{"partition-id": index, "num-partitions": 3} for index in range(3) if str(index) != missing]
+    resumed = run(FaultyGrid(configured(num_server_rounds=8), nodes), Recorder(), recorder.snapshots[-1])
+    assert missing not in resumed.segment_sites
+    rows = resumed.preparation.rows
+    assert float(resumed.sums.count) == sum(rows[site] for site in rows if site != missing)
+    assert len(resumed.points) == resumed.round - 4
+
+
+def test_another_configuration_is_refused_by_key(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        execute(tmp_path, kill_at=2)
+    with pytest.raises(RunError, match=r"`model\.num-inducing` was 5, now 6"):
+        execute(tmp_path, resume=True, model__num_inducing=6)
+    with pytest.raises(RunError, match=r"`seed` was 0, now 1"):
+        execute(tmp_path, resume=True, seed=1)
+
+
+def test_a_folder_that_is_there_is_refused_without_resume(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        execute(tmp_path, kill_at=1)
+    with pytest.raises(RunError, match="exists; choose another `name`, or set `resume`"):
+        execute(tmp_path)
+    with pytest.raises(RunError, match="nothing to resume"):
+        execute(tmp_path, name="other", resume=True)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    config = parse_config(configured(num_server_rounds=ROUNDS, evaluate_every=3, name="run", output_dir=str(tmp_path)))
+    RunFolder.open(config)
+    found, own = read(execute(tmp_path, resume=True))
+    assert len(own) == ROUNDS
+    assert found["rounds"] == ROUNDS
+
+
+def test_the_log_of_a_run_tells_what_happened(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        execute(tmp_path, Fault("1", lost, ("query.statistics",), times=1), kill_at=3)
+    path = execute(tmp_path, resume=True)
+    log = (path / "log.txt").read_text()
+    assert "WARNING fedgp: round 1: site 1 failed: no reply within 5 s" in log
+    assert "INFO fedgp: resumed after round 2" in log
+    assert log.count("site 1 is back") == 1

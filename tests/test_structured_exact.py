@@ -1,0 +1,472 @@
+"""SFVI against exact answers: the pooled gradient, the exact posterior, the exact conditional evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from structured_problems import (
+    children,
+    gp_sites,
+    linear_gaussian_posterior,
+    mixed_model,
+    prior_of,
+    sparse_gp,
+    start_posteriors,
+    wire,
+)
+
+from fedgp_flower.models.multinomial import Multinomial
+from fedgp_flower.models.structured_estimators import (
+    expected_global_term,
+    expected_site_term,
+    gradients,
+    likelihood_only,
+    sampled_global_term,
+    sampled_site_term,
+    unit_noise,
+    whole_term,
+)
+from fedgp_flower.models.structured_family import named, with_named
+from strategies import sfvi_state
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+def assert_close(found, expected, tolerance=1e-12):
+    """Relative to the largest entry of each array."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = np.abs(value).max() if np.size(value) else 1.0
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=tolerance * scale, err_msg=name)
+
+
+def split(values, parts):
+    """The local posterior of all units, dealt to sites."""
+    return [with_named(values, {name: value[part] for name, value in named(values).items()}) for part in parts]
+
+
+def partitions(units):
+    """Units in 1, 3 and 7 contiguous sites, and in 4 uneven ones in random order."""
+    shuffled = torch.randperm(units, generator=torch.Generator().manual_seed(0))
+    return [*(list(torch.arange(units).chunk(k)) for k in (1, 3, 7)), list(shuffled.split([1, 9, 3, units - 13]))]
+
+
+def site_message(model, site, q_global, q_local, *, noise_global, draws, step=0):
+    shape = (draws, len(noise_global))
+    noise_local = unit_noise(11, step, site.keys, shape, model.local_width(site))
+    return gradients(
+        model,
+        q_global,
+        q_local,
+        lambda eta, own: sampled_site_term(model, site, eta, own, noise_global=noise_global, noise_local=noise_local),
+    )
+
+
+@pytest.mark.parametrize("draws", [1, 4])
+@pytest.mark.parametrize("centred", [False, True])
+def test_sum_of_messages_is_the_pooled_gradient_for_any_partition(generator, draws, centred):
+    """Server term + Σ messages = autograd of the pooled bound with the same draws; local gradients too."""
+    model = mixed_model(centred=centred)
+    features, targets, groups = children(generator)
+    pooled = model.prepare(features, targets, groups)
+    q_global, (q_local,) = start_posteriors(model, [pooled], generator)
+    noise = torch.tensor(sfvi_state.global_noise(5, 0, 3, model.global_size))
+    noise_local = unit_noise(11, 0, pooled.keys, (draws, 3), 1)
+
+    def bound(eta, own):
+        local = sampled_site_term(model, pooled, eta, own, noise_global=noise, noise_local=noise_local)
+        return sampled_global_term(model, eta, noise_global=noise) + local
+
+    expected = gradients(model, q_global, q_local, bound)
+    parameters = wire(model.theta(), named(q_global))
+    value, server = sfvi_state.sampled_server_gradient(parameters, prior_of(model), noise.numpy())
+    for parts in partitions(21):
+        replies, own_gradients = [], []
+        for part, own in zip(parts, split(q_local, parts), strict=True):
+            keys, order = pooled.keys[part].sort()
+            rows = torch.isin(groups, keys)
+            site = model.prepare(features[rows], targets[rows], groups[rows])
+            mine = split(own, [order])[0]
+            replies.append(site_message(model, site, q_global, mine, noise_global=noise, draws=draws))
+            own_gradients.append({int(k): replies[-1].local["mean"][i] for i, k in enumerate(keys)})
+        summed = sfvi_state.total(server, [wire(reply.theta, reply.eta) for reply in replies])
+        assert_close(summed, wire(expected.theta, expected.eta))
+        assert value + sum(reply.value for reply in replies) == pytest.approx(expected.value, rel=1e-13)
+        by_key = {key: slope for site in own_gradients for key, slope in site.items()}
+        found = torch.stack([by_key[int(key)] for key in pooled.keys])
+        torch.testing.assert_close(found, expected.local["mean"], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sites", [1, 3, 7])
+def test_learned_prior_scales_get_the_pooled_gradient(generator, sites):
+    """Multinomial regression: no local latents, and θ appears in the server's term only."""
+    model = Multinomial(3, 4)
+    with torch.no_grad():
+        model.prior_log_scales.copy_(torch.tensor([-0.4, 0.7], dtype=torch.float64))
+    x = torch.randn(28, 3, generator=generator, dtype=torch.float64)
+    y = torch.randint(4, (28,), generator=generator).double()
+    pooled = model.prepare(x, y, key=0)
+    q_global, (q_local,) = start_posteriors(model, [pooled], generator, triangular=False)
+    noise = torch.tensor(sfvi_state.global_noise(5, 0, 2, model.global_size))
+    empty = torch.zeros(1, 2, 1, 0, dtype=torch.float64)
+
+    def bound(eta, own):
+        local = sampled_site_term(model, pooled, eta, own, noise_global=noise, noise_local=empty)
+        return sampled_global_term(model, eta, noise_global=noise) + local
+
+    expected = gradients(model, q_global, q_local, bound)
+    _, server = sfvi_state.sampled_server_gradient(wire(model.theta(), named(q_global)), prior_of(model), noise.numpy())
+    messages = []
+    for key, (rows, labels) in enumerate(zip(x.chunk(sites), y.chunk(sites), strict=True)):
+        site = model.prepare(rows, labels, key=key)
+        reply = site_message(model, site, q_global, q_local, noise_global=noise, draws=1)
+        messages.append(wire(reply.theta, reply.eta))
+    assert_close(sfvi_state.total(server, messages), wire(expected.theta, expected.eta))
+
+
+@pytest.mark.parametrize("triangular", [True, False])
+def test_server_gradients_match_autograd_with_and_without_draws(generator, triangular):
+    model = Multinomial(2, 3)
+    with torch.no_grad():
+        model.prior_log_scales.copy_(torch.tensor([-0.4, 0.7], dtype=torch.float64))
+    site = model.prepare(torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64), key=0)
+    q_global, (q_local,) = start_posteriors(model, [site], generator, triangular=triangular)
+    noise = torch.randn(5, model.global_size, generator=generator, dtype=torch.float64)
+    parameters = wire(model.theta(), named(q_global))
+    for term, found in [
+        (
+            lambda eta, own: sampled_global_term(model, eta, noise_global=noise),
+            sfvi_state.sampled_server_gradient(parameters, prior_of(model), noise.numpy()),
+        ),
+        (
+            lambda eta, own: expected_global_term(model, eta),
+            sfvi_state.expected_server_gradient(parameters, prior_of(model)),
+        ),
+    ]:
+        expected = gradients(model, q_global, q_local, term)
+        assert found[0] == pytest.approx(expected.value, rel=1e-12)
+        assert_close(found[1], wire(expected.theta, expected.eta))
+
+
+def test_expected_divergence_agrees_with_torch(generator):
+    model = mixed_model()
+    site = model.prepare(*children(generator))
+    q_global, _ = start_posteriors(model, [site], generator)
+    factor = q_global.factor()
+    q = torch.distributions.MultivariateNormal(q_global.mean, scale_tril=factor)
+    p = torch.distributions.MultivariateNormal(torch.zeros_like(q_global.mean), torch.eye(4).double() * 4.0)
+    divergence = torch.distributions.kl_divergence(q, p)
+    torch.testing.assert_close(expected_global_term(model, q_global), -divergence, rtol=1e-12, atol=1e-12)
+
+
+def conjugate_problem(generator):
+    """A hierarchical GP with one noise: y is linear-Gaussian in the latents given the inducing inputs."""
+    model = sparse_gp(inputs=torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None])
+    sites = gp_sites(model, generator, num_inducing=2)
+    with torch.no_grad():
+        bases = [model._basis(site) for site in sites]
+    designs = [(basis.shared.numpy(), basis.own.numpy()) for basis in bases]
+    q_global, q_local, evidence = linear_gaussian_posterior(designs, [site.targets.numpy() for site in sites], 0.2)
+    left_open = sum(float(basis.left_over.sum()) for basis in bases) / (2 * 0.2)
+    return model, sites, q_global, q_local, evidence - left_open
+
+
+def test_sfvi_reaches_the_exact_posterior_of_a_conjugate_model(generator):
+    """L-BFGS on server term + messages: q(Z_G), every q(Z_Lk | Z_G) and the bound are the exact ones."""
+    model, sites, exact_global, exact_local, exact_bound = conjugate_problem(generator)
+    q_global, q_local = start_posteriors(model, sites, generator)
+    template = [named(q_global), *(named(q) for q in q_local)]
+
+    def unpack(vector):
+        position, groups = 0, []
+        for group in template:
+            filled = {}
+            for name, value in group.items():
+                filled[name] = torch.tensor(vector[position : position + value.numel()]).reshape(value.shape)
+                position += value.numel()
+            groups.append(filled)
+        return with_named(q_global, groups[0]), [
+            with_named(q, group) for q, group in zip(q_local, groups[1:], strict=True)
+        ]
+
+    def pack(groups):
+        return np.concatenate([np.ravel(value) for group in groups for value in group.values()])
+
+    def negative_bound(vector):
+        eta, own = unpack(vector)
+        value, server = sfvi_state.expected_server_gradient(wire({}, named(eta)), prior_of(model))
+        replies = [
+            gradients(model, eta, mine, lambda e, o, site=site: expected_site_term(model, site, e, o))
+            for site, mine in zip(sites, own, strict=True)
+        ]
+        summed = sfvi_state.total(server, [wire({}, reply.eta) for reply in replies])
+        ordered = {name: summed[f"q.{name}"] for name in template[0]}
+        return -value - sum(r.value for r in replies), -pack([ordered, *(r.local for r in replies)])
+
+    options = {"maxiter": 3000, "maxfun": 4000, "maxcor": 50, "ftol": 1e-16, "gtol": 1e-9}
+    found = minimize(negative_bound, pack(template), jac=True, method="L-BFGS-B", options=options)
+    eta, own = unpack(found.x)
+    assert -found.fun == pytest.approx(exact_bound, abs=1e-9)
+    torch.testing.assert_close(eta.mean, exact_global.mean, rtol=0, atol=1e-5)  # √(bound error), amplified
+    torch.testing.assert_close(eta.factor(), exact_global.factor(), rtol=0, atol=1e-5)
+    for mine, exact in zip(own, exact_local, strict=True):
+        torch.testing.assert_close(mine.mean, exact.mean, rtol=0, atol=1e-5)
+        torch.testing.assert_close(mine.coupling, exact.coupling, rtol=0, atol=1e-5)
+        torch.testing.assert_close(mine.factor(), exact.factor(), rtol=0, atol=1e-5)
+
+
+def test_sticking_the_landing_has_no_gradient_and_no_noise_at_the_exact_posterior(generator):
+    """Every draw gives ∇η = 0 there: p/q is constant. The plain estimator is not zero."""
+    model, sites, q_global, q_local, exact_bound = conjugate_problem(generator)
+    noise = torch.randn(2, model.global_size, generator=generator, dtype=torch.float64)
+    parameters = wire(model.theta(), named(q_global))
+    value, server = sfvi_state.sampled_server_gradient(parameters, prior_of(model), noise.numpy())
+    for sticking in (True, False):
+        replies = []
+        for site, own in zip(sites, q_local, strict=True):
+            noise_local = unit_noise(1, 0, site.keys, (1, 2), model.local_width(site))
+
+            def term(eta, mine, site=site, noise_local=noise_local, sticking=sticking):
+                return sampled_site_term(
+                    model, site, eta, mine, noise_global=noise, noise_local=noise_local, sticking=sticking
+                )
+
+            replies.append(gradients(model, q_global, own, term))
+        summed = sfvi_state.total(server, [wire({}, reply.eta) for reply in replies])
+        worst = max(np.abs(gradient).max() for name, gradient in summed.items() if name.startswith("q."))
+        worst_local = max(float(g.abs().max()) for reply in replies for g in reply.local.values())
+        assert (worst < 1e-10 and worst_local < 1e-10) if sticking else worst_local > 1e-2
+        assert value + sum(reply.value for reply in replies) == pytest.approx(exact_bound, abs=1e-9)
+
+
+def test_importance_weights_give_the_conditional_evidence_when_q_is_exact(generator):
+    """All weights p/q are then p(y_k | Z_G): their mean does not depend on how many there are."""
+    model, sites, q_global, q_local, _ = conjugate_problem(generator)
+    noise = torch.randn(3, model.global_size, generator=generator, dtype=torch.float64)
+    values = [
+        sampled_site_term(
+            model,
+            sites[0],
+            q_global,
+            q_local[0],
+            noise_global=noise,
+            noise_local=unit_noise(1, 0, sites[0].keys, (draws, 3), model.local_width(sites[0])),
+        )
+        for draws in (1, 2, 9)
+    ]
+    torch.testing.assert_close(values[1], values[0], rtol=1e-11, atol=0)
+    torch.testing.assert_close(values[2], values[0], rtol=1e-11, atol=0)
+
+
+def test_more_importance_weights_tighten_the_bound(generator):
+    model = mixed_model()
+    site = model.prepare(*children(generator))
+    q_global, (q_local,) = start_posteriors(model, [site], generator)
+    noise = torch.randn(400, model.global_size, generator=generator, dtype=torch.float64)
+    one, ten = (
+        sampled_site_term(
+            model,
+            site,
+            q_global,
+            q_local,
+            noise_global=noise,
+            noise_local=unit_noise(2, 0, site.keys, (draws, 400), 1),
+        )
+        for draws in (1, 10)
+    )
+    assert float(ten - one) > 1.0  # nats; the gap of this q is several, the Monte Carlo error about 0.3
+
+
+@pytest.mark.parametrize("draws", [1, 5])
+def test_only_a_single_draw_sticks_the_landing(generator, draws):
+    """With importance weights the parameters inside log q count, or the gradient would be that of no bound."""
+    model = mixed_model()
+    site = model.prepare(*children(generator))
+    q_global, (q_local,) = start_posteriors(model, [site], generator)
+    noise = torch.randn(2, model.global_size, generator=generator, dtype=torch.float64)
+    noise_local = unit_noise(2, 0, site.keys, (draws, 2), 1)
+    found = []
+    for sticking in (True, False):
+
+        def term(eta, own, sticking=sticking):
+            return sampled_site_term(
+                model, site, eta, own, noise_global=noise, noise_local=noise_local, sticking=sticking
+            )
+
+        found.append(gradients(model, q_global, q_local, term))
+    for group in ("eta", "local"):
+        gaps = [(a - b).abs().sum() for a, b in zip(*(getattr(f, group).values() for f in found), strict=True)]
+        assert float(max(gaps)) == 0.0 if draws > 1 else float(max(gaps)) > 1e-2
+
+
+@pytest.mark.parametrize("draws", [None, 1])
+def test_one_of_equal_sites_scaled_stands_for_all(generator, draws):
+    """N/N_k on the whole term: log p and entropy. On log p alone: K E log p − E log q."""
+    model = sparse_gp(inputs=torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None], noise_spread=0.5)
+    site = gp_sites(model, generator, sizes=(6,))[0]
+    q_global, (q_local,) = start_posteriors(model, [site], generator)
+    noise = torch.randn(2, model.global_size, generator=generator, dtype=torch.float64)
+    noise_local = unit_noise(1, 0, site.keys, (1, 2), model.local_width(site))
+
+    def term(eta, own, **scaling):
+        if draws is None:
+            return expected_site_term(model, site, eta, own, **scaling)
+        return sampled_site_term(model, site, eta, own, noise_global=noise, noise_local=noise_local, **scaling)
+
+    one = gradients(model, q_global, q_local, term)
+    three = gradients(model, q_global, q_local, lambda eta, own: term(eta, own, scaling=whole_term(3.0)))
+    scaled = {name: 3 * value for name, value in wire(one.theta, one.eta).items()}
+    assert_close(wire(three.theta, three.eta), scaled)
+    assert three.value == pytest.approx(3 * one.value, rel=1e-13)
+    literal = float(term(q_global, q_local, scaling=likelihood_only(3.0)).detach())
+    minus_log_q = (
+        q_local.entropy()
+        if draws is None
+        else -q_local.log_density(
+            q_local.transform(q_global.transform(noise), q_global.mean, noise_local),
+            q_global.transform(noise),
+            q_global.mean,
+        ).mean()
+    )
+    assert literal == pytest.approx(3 * one.value - 2 * float(minus_log_q), rel=1e-12)
+
+
+def test_rounds_of_sfvi_do_not_depend_on_the_partition(generator):
+    """Five rounds with local steps: 1 site and 3 sites stay together."""
+    model = mixed_model()
+    features, targets, groups = children(generator)
+    pooled = model.prepare(features, targets, groups)
+    q_start, (own_start,) = start_posteriors(model, [pooled], generator)
+    ends = []
+    for parts in partitions(21)[:2]:
+        state, own = sfvi_state.start(wire({}, named(q_start))), split(own_start, parts)
+        rows = [torch.isin(groups, pooled.keys[part]) for part in parts]
+        sites = [model.prepare(features[r], targets[r], groups[r]) for r in rows]
+        for step in range(5):
+            q_global = replace(q_start, **{name[2:]: torch.tensor(value) for name, value in state.parameters.items()})
+            noise = torch.tensor(sfvi_state.global_noise(5, step, 2, model.global_size))
+            _, server = sfvi_state.sampled_server_gradient(state.parameters, prior_of(model), noise.numpy())
+            replies = [
+                site_message(model, site, q_global, mine, noise_global=noise, draws=2, step=step)
+                for site, mine in zip(sites, own, strict=True)
+            ]
+            summed = sfvi_state.total(server, [wire({}, reply.eta) for reply in replies])
+            state = sfvi_state.ascend(state, summed, rate=0.05)
+            own = [
+                with_named(mine, {name: value + 0.01 * reply.local[name] for name, value in named(mine).items()})
+                for mine, reply in zip(own, replies, strict=True)
+            ]
+        ends.append(state.parameters)
+    assert_close(ends[1], ends[0], tolerance=1e-10)  # Adam divides by √v, which amplifies rounding
+
+
+def test_noise_belongs_to_the_unit_and_is_standard_normal():
+    keys = torch.tensor([7, 3, 9])
+    draws = unit_noise(1, 2, keys, (2, 5), 4)
+    assert draws.shape == (2, 5, 3, 4)
+    alone = unit_noise(1, 2, keys[1:2], (2, 5), 4)
+    torch.testing.assert_close(alone[..., 0, :], draws[..., 1, :], rtol=0, atol=0)
+    assert not torch.isclose(unit_noise(1, 3, keys, (2, 5), 4), draws).any()
+    assert not torch.isclose(unit_noise(2, 2, keys, (2, 5), 4), draws).any()
+    many = unit_noise(0, 0, torch.arange(200), (500,), 2).reshape(500, -1).numpy()  # [500, 400]
+    entries = many.size
+    assert abs(many.mean()) < 5 / np.sqrt(entries)
+    assert abs((many**2).mean() - 1) < 5 * np.sqrt(2 / entries)
+    assert abs((many**4).mean() - 3) < 5 * np.sqrt(96 / entries)
+    correlation = np.corrcoef(many.T)[np.triu_indices(400, 1)]
+    assert np.abs(correlation).max() < 6 / np.sqrt(500)
+    assert correlation.std() == pytest.approx(1 / np.sqrt(500), rel=0.03)
+
+
+def test_nothing_local_is_in_a_message(generator):
+    model = mixed_model()
+    site = model.prepare(*children(generator))
+    q_global, (q_local,) = start_posteriors(model, [site], generator)
+    noise = torch.zeros(1, model.global_size, dtype=torch.float64)
+    reply = site_message(model, site, q_global, q_local, noise_global=noise, draws=1)
+    assert {name: value.shape for name, value in wire(reply.theta, reply.eta).items()} == {
+        "q.mean": (4,),
+        "q.log_scale": (4,),
+        "q.lower": (6,),
+    }
+
+
+def test_averaging_equal_sites_changes_nothing_and_different_ones_meet_at_the_barycentre(generator):
+    model = mixed_model()
+    site = model.prepare(*children(generator))
+    first, _ = start_posteriors(model, [site], generator)
+    second, _ = start_posteriors(model, [site], generator)
+    theta = [{"noise": torch.tensor(value, dtype=torch.float64)} for value in (1.0, 3.0)]
+    one, two = (wire(t, named(q)) for t, q in zip(theta, (first, second), strict=True))
+    same = sfvi_state.average([one, one], np.array([1.0, 2.0]))
+    assert_close(same.parameters, one, tolerance=1e-12)
+    assert same.spread.max() < 1e-12
+    both = sfvi_state.average([one, two], np.array([1.0, 3.0]))
+    assert both.parameters["theta.noise"] == pytest.approx(2.5)
+    np.testing.assert_allclose(both.parameters["q.mean"], (first.mean + 3 * second.mean) / 4, rtol=1e-13)
+    s1, s2 = ((q.factor() @ q.factor().mT).numpy() for q in (first, second))
+    root = sfvi_state.factor(both.parameters)
+    halves = []
+    for s in (s1, s2):
+        values, vectors = np.linalg.eigh(root.T @ s @ root)
+        halves.append(vectors * np.sqrt(values) @ vectors.T)
+    np.testing.assert_allclose(root.T @ root, 0.25 * halves[0] + 0.75 * halves[1], atol=1e-12)
+    assert both.spread[0] > both.spread[1] > 0
+    diagonal = [{k: v for k, v in message.items() if k != "q.lower"} for message in (one, two)]
+    scales = np.exp(sfvi_state.average(diagonal, np.ones(2)).parameters["q.log_scale"])
+    np.testing.assert_allclose(scales, (first.log_scale.exp() + second.log_scale.exp()) / 2, rtol=1e-13)
+
+
+def test_shift_keeps_the_conditional(generator):
+    """q(Z_Lk | Z_G) is the same function of Z_G after the site moves to the new μ_G."""
+    model = mixed_model()
+    site = model.prepare(*children(generator))
+    q_global, (q_local,) = start_posteriors(model, [site], generator)
+    new_mean = q_global.mean + 1.5
+    z_global = torch.randn(4, generator=generator, dtype=torch.float64)
+    noise = torch.randn(21, 1, generator=generator, dtype=torch.float64)
+    before = q_local.transform(z_global, q_global.mean, noise)
+    after = q_local.shifted(q_global.mean, new_mean).transform(z_global, new_mean, noise)
+    torch.testing.assert_close(after, before, rtol=1e-13, atol=1e-13)
+    assert not torch.allclose(q_local.transform(z_global, new_mean, noise), before)
+
+
+def test_learning_rate_is_constant_then_falls_to_its_final_fraction():
+    rates = [sfvi_state.learning_rate(step, steps=100, initial=0.2) for step in (0, 50, 75, 100)]
+    assert rates == pytest.approx([0.2, 0.2, 0.02, 0.002])
+
+
+def test_first_step_of_adam_has_the_length_of_the_rate():
+    state = sfvi_state.start({"q.mean": np.zeros(3), "theta.noise": np.array(1.0)})
+    gradient = {"q.mean": np.array([5.0, -0.1, 2.0]), "theta.noise": np.array(-3.0)}
+    for step in (1, 2):
+        state = sfvi_state.ascend(state, gradient, rate=0.01)
+        expected = step * np.array([0.01, -0.01, 0.01])
+        np.testing.assert_allclose(state.parameters["q.mean"], expected, rtol=1e-6)
+        np.testing.assert_allclose(state.parameters["theta.noise"], 1 - step * 0.01, rtol=1e-6)
+    for values in (state.parameters, state.adam.first, state.adam.second, sfvi_state.total(gradient, [gradient])):
+        assert all(isinstance(value, np.ndarray) for value in values.values())  # a scalar parameter too
+
+
+def test_second_moment_of_adam_remembers():
+    """After gradients 1 and 3: m = (0.9·0.1 + 0.1·3)/(1 − 0.9²), v = (0.999·0.001 + 0.001·9)/(1 − 0.999²)."""
+    state = sfvi_state.start({"q.mean": np.zeros(1)})
+    state = sfvi_state.ascend(state, {"q.mean": np.array([1.0])}, rate=1.0)
+    before = state.parameters["q.mean"]
+    state = sfvi_state.ascend(state, {"q.mean": np.array([3.0])}, rate=1.0)
+    expected = (0.39 / 0.19) / np.sqrt(0.009999 / (1 - 0.999**2))
+    np.testing.assert_allclose(state.parameters["q.mean"] - before, expected, rtol=1e-6)
+
+
+def test_missing_sites_are_made_up_for_by_scale():
+    server, message = {"q.mean": np.ones(2)}, {"q.mean": np.array([1.0, 2.0]), "theta.noise": np.array(0.5)}
+    found = sfvi_state.total(server, [message, message], scale=1.5)
+    np.testing.assert_allclose(found["q.mean"], [4.0, 7.0])
+    np.testing.assert_allclose(found["theta.noise"], 1.5)

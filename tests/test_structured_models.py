@@ -1,0 +1,368 @@
+"""The shipped SFVI models against densities, integrals and exact Gaussian processes written out by other means."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, special, stats
+from structured_problems import (
+    children,
+    gp_sites,
+    linear_gaussian_posterior,
+    mixed_model,
+    randomised,
+    sparse_gp,
+    start_posteriors,
+)
+
+from fedgp_flower.errors import ProtocolError
+from fedgp_flower.models.multinomial import Multinomial
+from fedgp_flower.models.structured import predict_by_draws
+from fedgp_flower.models.structured_estimators import gradients, sampled_site_term, unit_noise
+from fedgp_flower.models.structured_family import (
+    GlobalPosterior,
+    initial_amortised,
+    initial_global,
+    initial_local,
+    named,
+    with_named,
+)
+from fedgp_flower.models.structured_gp import farthest_points
+from fedgp_flower.models.structured_likelihoods import LIKELIHOODS, Noise
+
+FIVE_ERRORS = 5.0
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(4)
+
+
+def test_family_density_is_that_of_the_transformed_draws(generator):
+    """Both densities against torch's multivariate normal, and the draws against their noise."""
+    q = randomised(initial_global(4, scale=0.5, triangular=True), generator)
+    z = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    reference = torch.distributions.MultivariateNormal(q.mean, scale_tril=q.factor())
+    torch.testing.assert_close(q.log_density(z), reference.log_prob(z))
+    torch.testing.assert_close(q.entropy(), reference.entropy())
+    torch.testing.assert_close(q.transform(z), q.mean + z @ q.factor().mT)
+    local = randomised(initial_local(2, 3, 4, scale=0.5, coupled=True, triangular=True), generator)
+    own = torch.randn(6, 2, 3, generator=generator, dtype=torch.float64)
+    for unit in range(2):
+        centre = local.mean[unit] + (z - q.mean) @ local.coupling[unit].mT
+        reference = torch.distributions.MultivariateNormal(centre, scale_tril=local.factor()[unit])
+        torch.testing.assert_close(local.log_density(own, z, q.mean)[:, unit], reference.log_prob(own[:, unit]))
+        drawn = local.transform(z, q.mean, own)[:, unit]
+        torch.testing.assert_close(drawn, centre + own[:, unit] @ local.factor()[unit].mT)
+    entropies = [torch.distributions.MultivariateNormal(torch.zeros(3).double(), scale_tril=f) for f in local.factor()]
+    torch.testing.assert_close(local.entropy(), sum(normal.entropy() for normal in entropies))
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_logistic_mixed_density_by_unit(generator, centred):
+    model = mixed_model(centred=centred)
+    features, targets, groups = children(generator, units=3, visits=2)
+    site = model.prepare(features, targets, groups)
+    z = torch.tensor([0.3, -0.5, 0.8, 0.6], dtype=torch.float64)
+    latent = torch.tensor([0.4, -1.2, 0.1], dtype=torch.float64)
+    found = model.log_local(site, z, latent[:, None]).numpy()
+    scale = math.exp(-0.6)
+    for unit in range(3):
+        intercept = float(latent[unit]) * (1.0 if centred else scale)
+        rows = slice(2 * unit, 2 * unit + 2)
+        probability = special.expit(0.3 + features[rows].numpy() @ [-0.5, 0.8] + intercept)
+        expected = stats.bernoulli.logpmf(targets[rows].numpy(), probability).sum()
+        expected += stats.norm.logpdf(float(latent[unit]), scale=scale if centred else 1.0)
+        assert found[unit] == pytest.approx(expected, rel=1e-12)
+    prior = stats.norm.logpdf(z.numpy(), scale=2.0).sum()
+    assert float(model.log_prior(z)) == pytest.approx(prior, rel=1e-12)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_new_child_is_predicted_by_integrating_its_intercept(generator, centred):
+    model = mixed_model(centred=centred)
+    features, targets, groups = children(generator, units=1, visits=3)
+    site = model.prepare(features, targets, groups)
+    point = GlobalPosterior(torch.tensor([0.3, -0.5, 0.8, -0.4]).double(), torch.full((4,), -40.0).double(), None)
+    noise = torch.tensor(special.ndtri((np.arange(20000) + 0.5) / 20000))[:, None, None]
+    nothing = torch.zeros(20000, 4, dtype=torch.float64)
+    found = predict_by_draws(model, site, point, None, noise_global=nothing, noise_local=noise)
+    for row in range(3):
+        fixed = 0.3 + float(features[row] @ point.mean[1:3])
+
+        def density(b, fixed=fixed):
+            return special.expit(fixed + b) * stats.norm.pdf(b, scale=math.exp(0.4))
+
+        expected, _ = integrate.quad(density, -15, 15, epsabs=1e-12)
+        assert float(found.mean[row]) == pytest.approx(expected, abs=1e-6)  # midpoint rule in the quantile
+        assert float(found.variance[row]) == pytest.approx(expected * (1 - expected), abs=1e-6)
+
+
+def test_multinomial_density_and_its_learned_prior(generator):
+    model = Multinomial(2, 3)
+    with torch.no_grad():
+        model.prior_log_scales.copy_(torch.tensor([-0.4, 0.7], dtype=torch.float64))
+    x = torch.randn(5, 2, generator=generator, dtype=torch.float64)
+    site = model.prepare(x, torch.tensor([0.0, 2.0, 1.0, 1.0, 0.0]), key=4)
+    z = torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    empty = torch.zeros(2, 1, 0, dtype=torch.float64)
+    found = model.log_local(site, z, empty)
+    for draw in range(2):
+        logits = x.numpy() @ z[draw, :6].reshape(3, 2).numpy().T + z[draw, 6:].numpy()
+        rows = special.log_softmax(logits, -1)[np.arange(5), [0, 2, 1, 1, 0]]
+        assert float(found[draw, 0]) == pytest.approx(rows.sum(), rel=1e-12)
+        prior = stats.norm.logpdf(z[draw, :6], scale=math.exp(-0.4)).sum()
+        prior += stats.norm.logpdf(z[draw, 6:], scale=math.exp(0.7)).sum()
+        assert float(model.log_prior(z[draw]).detach()) == pytest.approx(prior, rel=1e-12)
+    probability, variance = model.observation(site, z, empty)
+    torch.testing.assert_close(probability.sum(-1), torch.ones(2, 5, dtype=torch.float64))
+    torch.testing.assert_close(variance, probability * (1 - probability))
+
+
+NOISE = Noise(*(torch.tensor(v, dtype=torch.float64) for v in (-1.2, 0.3, 0.2, 0.25)))
+
+
+@pytest.mark.parametrize(
+    ("name", "y", "density"),
+    [
+        ("bernoulli", 0.0, lambda f: stats.norm.logcdf(-f)),
+        ("bernoulli", 1.0, stats.norm.logcdf),
+        ("poisson", 3.0, lambda f: stats.poisson.logpmf(3, np.exp(f))),
+    ],
+)
+def test_expected_log_densities_match_quadrature(name, y, density):
+    mean, variance = 0.4, 0.9
+    expected, _ = integrate.quad(lambda f: density(f) * stats.norm.pdf(f, mean, variance**0.5), -9, 9, epsabs=1e-12)
+    arguments = (torch.tensor([v], dtype=torch.float64) for v in (y, mean, variance))
+    assert float(LIKELIHOODS[name].expected_log_density(*arguments, NOISE)) == pytest.approx(expected, abs=1e-9)
+
+
+def test_gaussian_expectation_with_a_correlated_noise_offset_matches_quadrature():
+    """E log N(y | f, σ² e^{2ζ}) and var y with cov(f, ζ) = 0.25, by two-dimensional Gauss–Hermite."""
+    y, mean, variance = 1.5, 0.4, 0.9
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    factor = np.linalg.cholesky([[variance, 0.25], [0.25, 0.2]])
+    first, second = np.meshgrid(nodes, nodes, indexing="ij")
+    f, zeta = np.einsum("ij,j...->i...", factor, np.stack([first, second])) + np.array([mean, 0.3])[:, None, None]
+    mass = np.outer(weights, weights) / (2 * np.pi)
+    sd = math.exp(-0.6) * np.exp(zeta)
+    arguments = [torch.tensor([v], dtype=torch.float64) for v in (y, mean, variance)]
+    found = LIKELIHOODS["gaussian"].expected_log_density(*arguments, NOISE)
+    assert float(found) == pytest.approx((mass * stats.norm.logpdf(y, f, sd)).sum(), rel=1e-10)
+    observed_mean, observed_variance = LIKELIHOODS["gaussian"].observation(*arguments[1:], NOISE)
+    assert float(observed_mean) == pytest.approx((mass * f).sum(), rel=1e-10)
+    assert float(observed_variance) == pytest.approx((mass * ((f - mean) ** 2 + sd**2)).sum(), rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    [
+        ("bernoulli", lambda f: (stats.norm.cdf(f), stats.norm.cdf(f))),
+        ("poisson", lambda f: (np.exp(f), np.exp(f) + np.exp(2 * f))),
+    ],
+)
+def test_observations_have_the_moments_of_the_mixture(name, moments):
+    mean, variance = 0.4, 0.9
+    first, second = (
+        integrate.quad(lambda f, i=i: moments(f)[i] * stats.norm.pdf(f, mean, variance**0.5), -10, 12)[0]
+        for i in (0, 1)
+    )
+    found = LIKELIHOODS[name].observation(torch.tensor(mean).double(), torch.tensor(variance).double(), NOISE)
+    assert float(found[0]) == pytest.approx(first, rel=1e-6)
+    assert float(found[1]) == pytest.approx(second - first**2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "spread", "coupled"),
+    [("gaussian", 0.5, True), ("gaussian", 0.5, False), ("gaussian", 0.0, True), ("bernoulli", 0.5, True)],
+)
+def test_expected_local_part_is_the_mean_of_the_sampled_one(generator, likelihood, spread, coupled):
+    """Everything in E_q log p − E_q log q is where it should be, once: 20 000 draws, five standard errors."""
+    inputs = torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None]
+    model = sparse_gp(inputs=inputs, likelihood=likelihood, noise_spread=spread)
+    site = gp_sites(model, generator, sizes=(5,), num_inducing=2, binary=likelihood == "bernoulli")[0]
+    q_global, (q_local,) = start_posteriors(model, [site], generator, coupled=coupled)
+    with torch.no_grad():
+        noise = torch.randn(20000, model.global_size, generator=generator, dtype=torch.float64)
+        z_global = q_global.transform(noise)
+        own_noise = unit_noise(3, 0, site.keys, (20000,), model.local_width(site))
+        z_local = q_local.transform(z_global, q_global.mean, own_noise)
+        sampled = model.log_local(site, z_global, z_local)[:, 0]
+        expected = model.expected_log_local(site, q_global, q_local)
+    error = float(sampled.std()) / math.sqrt(20000)
+    assert abs(float(sampled.mean() - expected)) < FIVE_ERRORS * error
+    assert error < 0.02 * float(expected.abs())
+
+
+def exact_hierarchical_gp(model, sites, tests, noise):
+    """Dense regression with cov(f_k(x), f_l(x')) = k_G + 1 + x x' + δ_kl (k_L + τ² (1 + x x'))."""
+
+    def covariance(x1, k1, x2, k2):
+        linear = 1 + x1 @ x2.mT
+        tau = float(model.log_site_slope.detach().exp()[0]) ** 2
+        shared = model.trend(x1, x2).to_dense() + linear
+        own = model.deviation(x1, x2).to_dense() + tau * linear
+        return shared + (k1[:, None] == k2[None, :]) * own
+
+    with torch.no_grad():
+        x = torch.cat([site.features for site in sites])
+        k = torch.cat([torch.full((len(site.features),), i) for i, site in enumerate(sites)])
+        y = torch.cat([site.targets for site in sites])
+        gram = covariance(x, k, x, k) + noise * torch.eye(len(y)).double()
+        answers = []
+        for label in (*range(len(sites)), -1):
+            at = torch.full((len(tests),), label)
+            cross = covariance(tests, at, x, k)
+            mean = cross @ torch.linalg.solve(gram, y)
+            reduction = (cross * torch.linalg.solve(gram, cross.mT).mT).sum(-1)
+            answers.append((mean, covariance(tests, at, tests, at).diagonal() - reduction))
+    return answers
+
+
+def test_gp_with_every_row_inducing_predicts_like_the_exact_hierarchical_gp(generator):
+    """At every site and at a new one: mean and variance of f, and of a noisy observation."""
+    rows = torch.cat([torch.linspace(-2, 2, n, dtype=torch.float64) + 0.1 * k for k, n in enumerate((6, 5, 7))])
+    model = sparse_gp(inputs=torch.unique(rows)[:, None], jitter=1e-10)
+    sites = gp_sites(model, generator, num_inducing=20)
+    with torch.no_grad():
+        bases = [model._basis(site) for site in sites]
+    designs = [(basis.shared.numpy(), basis.own.numpy()) for basis in bases]
+    q_global, q_local, _ = linear_gaussian_posterior(designs, [site.targets.numpy() for site in sites], 0.2)
+    tests = torch.tensor([[-2.7], [0.05], [1.3]], dtype=torch.float64)
+    answers = exact_hierarchical_gp(model, sites, tests, 0.2)
+    for index, q in enumerate((*q_local, None)):
+        mean, variance = model.latent(sites[min(index, 2)].at(tests), q_global, q)
+        torch.testing.assert_close(mean, answers[index][0], rtol=1e-5, atol=1e-5)  # jitter against cond(K_zz)
+        torch.testing.assert_close(variance, answers[index][1], rtol=1e-5, atol=1e-5)
+        noisy = model.predict(sites[min(index, 2)].at(tests), q_global, q)
+        torch.testing.assert_close(noisy.mean, mean)
+        torch.testing.assert_close(noisy.variance, variance + 0.2)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_gp_prediction_agrees_with_draws(generator, known):
+    """Closed form against the mixture over draws of Z_G and Z_L, ζ included, at a site and at a new one."""
+    inputs = torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None]
+    model = sparse_gp(inputs=inputs, noise_spread=0.3)
+    site = gp_sites(model, generator, sizes=(5,), num_inducing=5)[0].at(inputs)
+    q_global, (q_local,) = start_posteriors(model, [site], generator)
+    q = q_local if known else None
+    closed = model.predict(site, q_global, q)
+    noise = torch.randn(40000, model.global_size, generator=generator, dtype=torch.float64)
+    own = unit_noise(3, 0, site.keys, (40000,), model.local_width(site))
+    drawn = predict_by_draws(model, site, q_global, q, noise_global=noise, noise_local=own)
+    torch.testing.assert_close(drawn.mean, closed.mean, rtol=0, atol=0.04)  # five errors of a mean over 40 000
+    torch.testing.assert_close(drawn.variance, closed.variance, rtol=0.05, atol=0)
+    _, variance = model.latent(site, q_global, q)
+    mean_offset = 0.3 * float(q_local.mean[0, -1]) if known else 0.0
+    coupled = (q_local.coupling[0, -1] @ q_global.factor()).square().sum() + q_local.factor()[0, -1].square().sum()
+    spread = 0.09 * float(coupled) if known else 0.09
+    expected = 0.2 * math.exp(2 * mean_offset + 2 * spread)  # σ² E e^{2ζ}
+    torch.testing.assert_close(closed.variance - variance, torch.full((3,), expected, dtype=torch.float64))
+
+
+def test_gradient_reaches_every_parameter_of_the_gp(generator):
+    """Hyperparameters of both kernels, inputs, site scales and noise, checked by finite differences."""
+    inputs = torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None]
+    model = sparse_gp(inputs=inputs, noise_spread=0.5, learn_inputs=True)
+    site = gp_sites(model, generator, sizes=(6,), num_inducing=3)[0]
+    q_global, (q_local,) = start_posteriors(model, [site], generator)
+    assert set(model.theta()) == {
+        "inputs",
+        "log_noise",
+        "log_site_slope",
+        "trend.log_lengthscale",
+        "trend.log_outputscale",
+        "deviation.log_lengthscale",
+        "deviation.log_outputscale",
+    }
+    value = model.expected_log_local(site, q_global, q_local)
+    found = torch.autograd.grad(value, list(model.theta().values()))
+    for gradient, parameter in zip(found, model.theta().values(), strict=True):
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        ends = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.add_(direction, alpha=sign * 1e-5)
+                ends.append(float(model.expected_log_local(site, q_global, q_local)))
+                parameter.add_(direction, alpha=-sign * 1e-5)
+        slope = (ends[0] - ends[1]) / 2e-5
+        assert float((gradient * direction).sum()) == pytest.approx(slope, rel=1e-5, abs=1e-6)
+
+
+def test_sites_may_have_latents_of_different_number(generator):
+    """A site with fewer different rows than inducing points uses what it has."""
+    model = sparse_gp(inputs=torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None], noise_spread=0.5)
+    small, large = gp_sites(model, generator, sizes=(3, 9), num_inducing=5)
+    assert (model.local_width(small), model.local_width(large)) == (3 + 2 + 1, 5 + 2 + 1)
+    q_global, q_local = start_posteriors(model, [small, large], generator)
+    noise = torch.zeros(1, model.global_size, dtype=torch.float64)
+    for site, q in zip((small, large), q_local, strict=True):
+        own = unit_noise(0, 0, site.keys, (1, 1), model.local_width(site))
+        term = sampled_site_term(model, site, q_global, q, noise_global=noise, noise_local=own)
+        assert bool(torch.isfinite(term))
+
+
+def test_farthest_points_spread_and_do_not_repeat():
+    rows = torch.tensor([[0.0], [0.1], [1.0], [1.0], [0.45], [-1.0]], dtype=torch.float64)
+    chosen = farthest_points(rows, 3)
+    assert sorted(float(v) for v in chosen[:, 0]) == [-1.0, 0.1, 1.0] or sorted(float(v) for v in chosen[:, 0]) == [
+        -1.0,
+        0.45,
+        1.0,
+    ]
+    everything = farthest_points(rows, 10)
+    assert sorted(float(v) for v in everything[:, 0]) == [-1.0, 0.0, 0.1, 0.45, 1.0]
+
+
+def test_theta_from_another_model_is_refused():
+    model = sparse_gp(inputs=torch.zeros(2, 1, dtype=torch.float64))
+    values = {name: value.detach() + 0.5 for name, value in model.theta().items()}
+    model.load_theta(values)
+    torch.testing.assert_close(model.log_noise.detach(), values["log_noise"])
+    with pytest.raises(ProtocolError, match="model parameters"):
+        model.load_theta({name: value for name, value in values.items() if name != "log_noise"})
+
+
+def test_amortised_posterior_is_a_network_of_what_a_unit_has_seen(generator):
+    """Its numbers by hand, its gradient by finite differences, its shift, and equal data giving an equal posterior."""
+    model = mixed_model()
+    features, targets, groups = children(generator, units=4, visits=3)
+    features[3:6], targets[3:6] = features[:3], targets[:3]  # the second child is like the first
+    site = model.prepare(features, targets, groups)
+    summary = model.summary(site)
+    by_hand = [
+        float(targets[:3].mean()),
+        *features[:3].mean(0),
+        *(features * targets[:, None])[:3].mean(0),
+        math.log(3),
+    ]
+    np.testing.assert_allclose(summary[0], by_hand, rtol=1e-13)
+    start = initial_amortised(summary, 1, 4, scale=0.5, hidden=3, coupled=True, generator=generator)
+    torch.testing.assert_close(start.unfold().mean, torch.zeros(4, 1, dtype=torch.float64))
+    torch.testing.assert_close(start.unfold().log_scale.exp(), torch.full((4, 1), 0.5, dtype=torch.float64))
+    q_local = randomised(start, generator)
+    assert set(named(q_local)) == {"hidden", "output", "coupling"}
+    own = q_local.unfold()
+    activation = np.tanh(q_local.hidden.numpy() @ [*by_hand, 1.0])
+    found = [float(own.mean[1, 0]), float(own.log_scale[1, 0])]
+    np.testing.assert_allclose(found, q_local.output.numpy() @ [*activation, 1.0], rtol=1e-12)
+    q_global = randomised(initial_global(4, scale=0.5, triangular=True), generator)
+    shifted = q_local.shifted(q_global.mean, q_global.mean + 1.5).unfold()
+    expected = own.shifted(q_global.mean, q_global.mean + 1.5)
+    torch.testing.assert_close(shifted.mean, expected.mean)
+    noise = torch.randn(2, 4, generator=generator, dtype=torch.float64)
+    noise_local = unit_noise(0, 0, site.keys, (1, 2), 1)
+
+    def term(eta, q, *, sticking=False):
+        return sampled_site_term(model, site, eta, q, noise_global=noise, noise_local=noise_local, sticking=sticking)
+
+    torch.testing.assert_close(term(q_global, q_local), term(q_global, own))
+    slopes = gradients(model, q_global, q_local, term).local
+    for name, value in named(q_local).items():
+        direction = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        ends = [float(term(q_global, with_named(q_local, {name: value + step * direction}))) for step in (1e-5, -1e-5)]
+        assert float((slopes[name] * direction).sum()) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6, abs=1e-7)
