@@ -22,6 +22,7 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.metrics import Scores, gaussian_scores
 from fedgp_flower.models.kernels import build_kernel, wire_name
+from fedgp_flower.models.placement import Placement
 from fedgp_flower.shapes import NamedArrays
 from fedgp_flower.statistics import input_shape
 
@@ -70,6 +71,7 @@ class GPClient(NumPyClient):
         self.config = config
         self.site = site
         self.state = state
+        self.placement = Placement.of(config)
         torch.set_num_threads(config.threads)
 
     def fit(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[NDArrays, int, dict[str, Any]]:

@@ -13,9 +13,10 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.models.fitting import maximise
+from fedgp_flower.models.placement import Placement, to_array
 from fedgp_flower.models.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.shapes import Array, Rows, Targets
-from fedgp_flower.statistics import exact_posterior
+from fedgp_flower.statistics import SparseSums, exact_posterior
 
 EXACT_ROWS = 400
 """Up to so many rows a site fits an exact GP: inducing points at all its rows, where the bound is the evidence."""
@@ -75,11 +76,12 @@ def fit(
 def local_only(site_data: tuple[Array, Array, Array, Array], config: RunConfig) -> Baseline:
     """A GP of the site's own rows, hyperparameters at their mode: exact up to ``EXACT_ROWS`` rows, else sparse."""
     x, y, x_test, y_test = site_data
-    inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
+    place = Placement.of(config)
+    inputs, targets = place.tensor(x), place.tensor(y)
     exact = len(x) <= EXACT_ROWS
     rng = np.random.default_rng([config.seed, *b"local"])
     centres = x if exact else _subset(x, config.model.num_inducing, rng)
-    model = SparseGP(config.model, torch.from_numpy(centres))
+    model = place.module(SparseGP(config.model, torch.from_numpy(centres)))
     used = fit(
         model,
         inputs,
@@ -94,9 +96,10 @@ def local_only(site_data: tuple[Array, Array, Array, Array], config: RunConfig) 
 def pooled(site: RawSite, preparation: Preparation, config: RunConfig) -> Baseline:
     """A sparse GP of the rows of all simulated sites, inducing points started at a random subset of the rows."""
     x, y, x_test, y_test = _all_rows(config, site.partitions, preparation)
-    inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
+    place = Placement.of(config)
+    inputs, targets = place.tensor(x), place.tensor(y)
     rng = np.random.default_rng([config.seed, *b"pooled"])
-    model = SparseGP(config.model, torch.from_numpy(_subset(x, config.model.num_inducing, rng)))
+    model = place.module(SparseGP(config.model, torch.from_numpy(_subset(x, config.model.num_inducing, rng))))
     used = fit(
         model, inputs, targets, max_evaluations=config.baselines.max_evaluations, move_inducing=True, prior=False
     )
@@ -116,6 +119,6 @@ def _subset(x: Array, count: int, rng: np.random.Generator) -> Array:
 
 def _predict(model: SparseGP, inputs: Rows, targets: Targets, x_test: Array, y_test: Array, used: int) -> Baseline:
     with torch.no_grad():
-        posterior = exact_posterior(pooled_sums(model, inputs, targets), float(model.noise))
-        mean, variance = model.predict(torch.from_numpy(x_test), posterior)
-    return Baseline(mean.numpy(), variance.numpy(), y_test, used)
+        sums = SparseSums.from_arrays(pooled_sums(model, inputs, targets).to_arrays())
+        mean, variance = model.predict(torch.from_numpy(x_test).to(inputs), exact_posterior(sums, float(model.noise)))
+    return Baseline(to_array(mean), to_array(variance), y_test, used)

@@ -7,6 +7,7 @@ import torch
 from fedgp_flower.clients.base import GPClient, Prediction, Reply, Request
 from fedgp_flower.models.exact import ExactGP
 from fedgp_flower.models.fitting import ascend
+from fedgp_flower.models.placement import to_array
 from fedgp_flower.shapes import Array
 
 
@@ -17,7 +18,7 @@ class FGPRClient(GPClient):
         """P local steps on the log evidence per row."""
         data = self.data(request)
         model = self.model(request, data.x.shape[1])
-        inputs, targets = torch.from_numpy(data.x), torch.from_numpy(data.y)
+        inputs, targets = self.placement.tensor(data.x), self.placement.tensor(data.y)
         rate = float(request.settings["learning-rate"])
         value = ascend(
             lambda: model.log_evidence(inputs, targets) / len(targets),
@@ -31,16 +32,16 @@ class FGPRClient(GPClient):
         """The model the request describes."""
         model = ExactGP(self.config.model, num_inputs)
         model.load(request.arrays)
-        return model
+        return self.placement.module(model)
 
     def predict(self, request: Request, inputs: Array) -> Prediction:
         """Prediction from this site's rows."""
         data = self.data(request)
         model = self.model(request, data.x.shape[1])
         with torch.no_grad():
-            rows = torch.from_numpy(data.x), torch.from_numpy(data.y)
-            mean, variance = model.predict(*rows, torch.from_numpy(inputs))
-        return Prediction(mean.numpy(), variance.numpy())
+            rows = self.placement.tensor(data.x), self.placement.tensor(data.y)
+            mean, variance = model.predict(*rows, self.placement.tensor(inputs))
+        return Prediction(to_array(mean), to_array(variance))
 
 
 class YardstickClient(GPClient):

@@ -6,6 +6,7 @@ import torch
 
 from fedgp_flower.clients.base import GPClient, Prediction, Reply, Request
 from fedgp_flower.models.fitting import ascend
+from fedgp_flower.models.placement import to_array
 from fedgp_flower.models.sparse import SparseGP, pooled_sums, sums_gradient
 from fedgp_flower.shapes import Array
 from fedgp_flower.statistics import WhitenedPosterior, collapsed_bound
@@ -16,12 +17,12 @@ class FSGPClient(GPClient):
 
     def model(self, request: Request) -> SparseGP:
         """The model the request describes."""
-        return SparseGP.from_arrays(self.config.model, request.arrays)
+        return self.placement.module(SparseGP.from_arrays(self.config.model, request.arrays))
 
     def rows(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         """Standardised training rows as tensors."""
         data = self.data(request)
-        return torch.from_numpy(data.x), torch.from_numpy(data.y)
+        return self.placement.tensor(data.x), self.placement.tensor(data.y)
 
     def on_train(self, request: Request) -> Reply:
         """P local steps on the collapsed bound per row F_k (Guo et al. Eq. 9 and Algorithm 1)."""
@@ -48,5 +49,5 @@ class FSGPClient(GPClient):
         """Prediction from the exact pooled posterior."""
         posterior = WhitenedPosterior.from_arrays(request.arrays)
         with torch.no_grad():
-            mean, variance = self.model(request).predict(torch.from_numpy(inputs), posterior)
-        return Prediction(mean.numpy(), variance.numpy())
+            mean, variance = self.model(request).predict(self.placement.tensor(inputs), posterior)
+        return Prediction(to_array(mean), to_array(variance))

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedgp_flower.config import ModelSection
 from fedgp_flower.linalg import cholesky
 from fedgp_flower.models.kernels import build_kernel, build_likelihood, load_parameters, wire_name
+from fedgp_flower.models.placement import to_array
 from fedgp_flower.shapes import Array, NamedArrays, Rows, Targets
 
 
@@ -31,7 +32,7 @@ class ExactGP(gpytorch.Module):
 
     def to_arrays(self) -> NamedArrays:
         """Current parameters under their wire names."""
-        return {name: parameter.detach().numpy().copy() for name, parameter in self.wire_parameters()}
+        return {name: to_array(parameter).copy() for name, parameter in self.wire_parameters()}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
         """Set all parameters from arrays.
@@ -42,7 +43,7 @@ class ExactGP(gpytorch.Module):
         load_parameters(self.wire_parameters(), arrays)
 
     def _factor(self, inputs: Rows) -> Tensor:
-        noise = self.likelihood.noise.squeeze(-1) * torch.eye(len(inputs), dtype=inputs.dtype)
+        noise = self.likelihood.noise.squeeze(-1) * torch.eye(len(inputs), dtype=inputs.dtype, device=inputs.device)
         return cholesky(self.kernel(inputs).to_dense() + noise, of="K_xx + σ²I", hint="Raise `model.noise`.")
 
     def log_evidence(self, inputs: Rows, targets: Targets) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedgp_flower.config import OptimizerSection
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.linalg import LOG_RANGE
+from fedgp_flower.models.placement import to_array
 from fedgp_flower.shapes import Array
 
 
@@ -78,7 +79,7 @@ def maximise(
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Array:
-    return np.concatenate([tensor.detach().numpy().ravel() for tensor in tensors])
+    return np.concatenate([to_array(tensor).ravel() for tensor in tensors])
 
 
 def _assign(parameters: Sequence[Tensor], point: Array) -> None:

@@ -13,6 +13,7 @@ from fedgp_flower.config import ModelSection
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.linalg import kernel_cholesky
 from fedgp_flower.models.kernels import build_kernel, build_likelihood, load_parameters, prior_variance, wire_name
+from fedgp_flower.models.placement import FLOAT32_JITTER, to_array
 from fedgp_flower.shapes import Array, NamedArrays, Rows, Targets
 from fedgp_flower.statistics import SparseSums, WhitenedPosterior, bound_gradient
 
@@ -28,7 +29,7 @@ class SparseGP(gpytorch.Module):
         self.kernel = build_kernel(model, inducing_points.shape[-1])
         self.likelihood = build_likelihood(model)
         self.inducing_points = torch.nn.Parameter(inducing_points.double().clone())
-        self.jitter = model.jitter
+        self.requested_jitter = model.jitter
 
     @staticmethod
     def from_arrays(model: ModelSection, arrays: Mapping[str, Array]) -> SparseGP:
@@ -46,7 +47,7 @@ class SparseGP(gpytorch.Module):
 
     def to_arrays(self) -> NamedArrays:
         """Current parameters under their wire names."""
-        return {name: parameter.detach().cpu().numpy().copy() for name, parameter in self.wire_parameters()}
+        return {name: to_array(parameter).copy() for name, parameter in self.wire_parameters()}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
         """Set all parameters from arrays.
@@ -55,6 +56,12 @@ class SparseGP(gpytorch.Module):
             ProtocolError: naming the array that is missing or has another shape.
         """
         load_parameters(self.wire_parameters(), arrays)
+
+    @property
+    def jitter(self) -> float:
+        """Relative jitter of K_zz; float32 needs more than float64."""
+        single = self.inducing_points.dtype == torch.float32
+        return max(self.requested_jitter, FLOAT32_JITTER) if single else self.requested_jitter
 
     @property
     def noise(self) -> Tensor:
@@ -77,7 +84,7 @@ class SparseGP(gpytorch.Module):
             projection=cross @ targets,
             target_squares=targets.square().sum(),
             prior_variance=self.kernel(inputs, diag=True).sum(),
-            count=torch.tensor(float(len(targets)), dtype=torch.float64, device=targets.device),
+            count=torch.tensor(float(len(targets)), dtype=targets.dtype, device=targets.device),
         )
 
     def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
@@ -99,8 +106,9 @@ class SparseGP(gpytorch.Module):
     def _predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
         cross = self.whitened_cross(inputs)
         prior = self.kernel(inputs, diag=True)
-        explained = ((torch.eye(len(cross), dtype=cross.dtype) - posterior.covariance) @ cross * cross).sum(0)
-        return cross.mT @ posterior.mean, prior - explained + self.noise
+        mean, covariance = posterior.mean.to(cross), posterior.covariance.to(cross)
+        explained = cross.square().sum(0) - (covariance @ cross * cross).sum(0)
+        return cross.mT @ mean, prior - explained + self.noise
 
 
 def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets) -> SparseSums:
@@ -127,7 +135,7 @@ def sums_gradient(model: SparseGP, inputs: Rows, targets: Targets, adjoints: Map
         Under each parameter's wire name its share; the noise has none, its derivative is formed from the sums.
     """
     gram, projection, variance = (
-        torch.as_tensor(adjoints[f"adjoint.{name}"]) for name in ("gram", "projection", "prior_variance")
+        torch.as_tensor(adjoints[f"adjoint.{name}"]).to(inputs) for name in ("gram", "projection", "prior_variance")
     )
     total = {name: torch.zeros_like(parameter) for name, parameter in model.wire_parameters()}
     parameters = {name: parameter for name, parameter in model.wire_parameters() if parameter.requires_grad}
@@ -138,7 +146,7 @@ def sums_gradient(model: SparseGP, inputs: Rows, targets: Targets, adjoints: Map
         for name, grad in zip(parameters, grads, strict=True):
             if grad is not None:
                 total[name] += grad
-    return {name: grad.numpy() for name, grad in total.items()}
+    return {name: to_array(grad) for name, grad in total.items()}
 
 
 class _ChunkedBound(torch.autograd.Function):
@@ -148,7 +156,8 @@ class _ChunkedBound(torch.autograd.Function):
     def forward(ctx: Any, model: SparseGP, inputs: Tensor, targets: Tensor, *parameters: Tensor) -> Tensor:
         """Sums of all chunks, then the bound."""
         del parameters
-        bound = bound_gradient(pooled_sums(model, inputs, targets), float(model.noise.detach().log()))
+        sums = SparseSums.from_arrays(pooled_sums(model, inputs, targets).to_arrays())
+        bound = bound_gradient(sums, float(model.noise.detach().log()))
         ctx.model, ctx.inputs, ctx.targets, ctx.bound = model, inputs, targets, bound
         return torch.tensor(bound.value, dtype=torch.float64)
 
@@ -161,7 +170,8 @@ class _ChunkedBound(torch.autograd.Function):
         with torch.enable_grad():
             shares = sums_gradient(ctx.model, ctx.inputs, ctx.targets, adjoints)
         shares["likelihood.log_noise"] = shares["likelihood.log_noise"] + ctx.bound.log_noise
-        return None, None, None, *(grad_outputs[0] * torch.from_numpy(share) for share in shares.values())
+        scale = grad_outputs[0]
+        return None, None, None, *(scale.item() * torch.from_numpy(share).to(ctx.inputs) for share in shares.values())
 
 
 def pooled_bound(model: SparseGP, inputs: Rows, targets: Targets) -> Tensor:

@@ -1,0 +1,70 @@
+"""The keys ``device`` and ``precision``: what they change, and what they must not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.models.exact import ExactGP
+from fedgp_flower.models.placement import FLOAT32_JITTER, Placement
+from fedgp_flower.models.sparse import SparseGP, pooled_sums, sums_gradient
+from fedgp_flower.registry import parse_config
+from fedgp_flower.statistics import bound_gradient, collapsed_bound_value, exact_posterior
+
+
+def rows(n: int = 80):
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-2, 2, (n, 2))
+    return x, np.sin(2 * x[:, 0]) + 0.1 * rng.standard_normal(n)
+
+
+def computed(precision: str):
+    """Bound, gradient and prediction of the same model in a precision; everything that travels is float64."""
+    config = parse_config({"precision": precision, "model.lengthscale": 0.7})
+    place, (x, y) = Placement.of(config), rows()
+    model = place.module(SparseGP(config.model, torch.from_numpy(x[:15])))
+    inputs, targets = place.tensor(x), place.tensor(y)
+    assert model.noise.dtype == inputs.dtype == getattr(torch, precision)
+    assert (model.jitter == config.model.jitter) == (precision == "float64")
+    assert model.jitter in {config.model.jitter, FLOAT32_JITTER}
+    arrays = pooled_sums(model, inputs, targets).to_arrays()
+    sums = pooled_sums(model, inputs, targets).from_arrays(arrays)
+    noise = float(model.noise.detach())
+    bound = bound_gradient(sums, np.log(noise))
+    adjoints = {f"adjoint.{n}": getattr(bound, n) for n in ("gram", "projection", "prior_variance")}
+    gradient = sums_gradient(model, inputs, targets, adjoints)
+    with torch.no_grad():
+        mean, _ = model.predict(place.tensor(x[:5] + 0.1), exact_posterior(sums, noise))
+    assert all(
+        array.dtype == np.float64 for array in (*arrays.values(), *gradient.values(), *model.to_arrays().values())
+    )
+    return collapsed_bound_value(sums, noise), gradient, mean.double().numpy()
+
+
+def test_float32_agrees_with_float64_to_its_own_precision():
+    bound, gradient, mean = computed("float64")
+    bound32, gradient32, mean32 = computed("float32")
+    assert bound32 == pytest.approx(bound, rel=1e-3)
+    np.testing.assert_allclose(mean32, mean, atol=5e-3)
+    assert mean32.tolist() != mean.tolist()
+    for name, array in gradient.items():
+        np.testing.assert_allclose(gradient32[name], array, rtol=0.05, atol=0.02 * abs(bound))
+
+
+def test_an_exact_gp_moves_too():
+    config = parse_config({"precision": "float32"})
+    place, (x, y) = Placement.of(config), rows(20)
+    model = place.module(ExactGP(config.model, 2))
+    value = model.log_evidence(place.tensor(x), place.tensor(y))
+    double = ExactGP(config.model, 2).log_evidence(torch.from_numpy(x), torch.from_numpy(y))
+    assert value.dtype == torch.float32
+    assert float(value.detach()) == pytest.approx(float(double.detach()), rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_where_there_is_none_is_refused_and_auto_falls_back():
+    assert Placement.of(parse_config({"device": "auto"})).device.type == "cpu"
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        Placement.of(parse_config({"device": "cuda"}))
