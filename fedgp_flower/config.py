@@ -7,13 +7,14 @@ them all.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedgp_flower.errors import ConfigError
 
@@ -43,7 +44,7 @@ class PartitionSection(Section):
     column: str = ""
     """Column to partition by (``natural``, ``dirichlet``, ``pathological``); empty means the target."""
     alpha: Positive = 0.5
-    """Concentration of ``dirichlet`` and ``size-dirichlet``: small is uneven."""
+    """Concentration of ``dirichlet``: small is uneven."""
     bins: PositiveInt = 10
     """Quantile bins a numeric column is cut into before ``dirichlet`` or ``pathological``."""
     classes_per_site: PositiveInt = 2
@@ -53,13 +54,40 @@ class PartitionSection(Section):
     """A natural group with fewer rows is left out; ``dirichlet`` deals until every site has as many."""
 
 
+KERNELS = ("rbf", "matern32", "matern52", "periodic", "linear")
+"""What a kernel expression is made of."""
+
+
+def kernel_tree(expression: str) -> ast.expr:
+    """The syntax tree of a kernel expression: a sum or product of :data:`KERNELS`.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+    except SyntaxError:
+        tree = None
+    if tree is None or not _is_kernel(tree):
+        raise ValueError(f"expected a sum or product of {', '.join(KERNELS)}; example: 'matern52 + linear'")
+    return tree
+
+
+def _is_kernel(node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        return _is_kernel(node.left) and _is_kernel(node.right)
+    return isinstance(node, ast.Name) and node.id in KERNELS
+
+
 class ModelSection(Section):
     """The Gaussian process."""
 
     kernel: str = "rbf"
     """``rbf``, ``matern32``, ``matern52``, ``linear``, ``periodic``, and sums and products: ``matern52 + linear``."""
     ard: bool = True
+    """A lengthscale for each input."""
     num_inducing: PositiveInt = 50
+    """M."""
     inducing_init: Literal["normal", "copula"] = "copula"
     likelihood: Literal["gaussian", "bernoulli", "poisson", "student-t"] = "gaussian"
     lengthscale: Positive = 1.0
@@ -68,6 +96,12 @@ class ModelSection(Section):
     """Initial noise variance, in units of the standardised target."""
     jitter: NonNegative = 1e-8
     """Added to the diagonal of K_zz, relative to the prior variance."""
+
+    @field_validator("kernel")
+    @classmethod
+    def _known_kernel(cls, expression: str) -> str:
+        kernel_tree(expression)
+        return expression
 
 
 class OptimizerSection(Section):

@@ -82,6 +82,8 @@ def complete_config(given: FlatConfig, folder: Path) -> dict[str, Value]:
     table = folder / config.dataset
     if table.is_file():
         out["dataset"] = str(table.resolve())
+    if config.resume and not config.name:
+        raise ConfigError("`resume` needs `name`, the name of the run to go on with")
     if not config.name:
         label = table.name.partition(".")[0] if table.is_file() else config.dataset
         words = (config.method, re.sub(r"[^\w.]+", "-", label), time.strftime("%Y%m%d-%H%M%S"))

@@ -119,6 +119,33 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
     return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1)})
 
 
+def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
+    """Scores of probabilities of C classes: NLL, Brier score Σ_c (p_c − 1[label = c])², correct where p is largest.
+
+    Args:
+        probabilities: predicted probabilities [n, C], each row summing to one.
+        label: observed classes, 0 … C − 1 [n].
+
+    Raises:
+        NumericsError: for unequal lengths, rows that are no probabilities, or labels that are no classes.
+    """
+    p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(label, dtype=np.float64)
+    if p.ndim != 2 or p.shape[:1] != y.shape:
+        raise NumericsError(f"expected `probabilities` [n, C] and `label` [n], found {p.shape} and {y.shape}")
+    if not np.all(p >= 0) or not np.allclose(p.sum(axis=1), 1.0, atol=1e-6):
+        raise NumericsError("a row of predicted probabilities does not sum to one; look for non-finite latent values")
+    if not np.isin(y, np.arange(p.shape[1])).all():
+        raise NumericsError(f"a label is not one of the {p.shape[1]} classes 0 to {p.shape[1] - 1}")
+    observed = y[:, None] == np.arange(p.shape[1])
+    sums = {
+        "count": float(y.size),
+        "correct": float(np.sum(p.argmax(axis=1) == y)),
+        "nll": float(-np.sum(xlogy(observed, p))),
+        "brier": float(np.sum((p - observed) ** 2)),
+    }
+    return Scores(sums, {})
+
+
 def _regression(error: Array, nll: Array, crps: Array, inside: dict[int, NDArray[np.bool_]], pit: Array) -> Scores:
     sums = {
         "count": float(error.size),

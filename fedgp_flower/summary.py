@@ -71,9 +71,11 @@ def figure_columns(metrics: RunMetrics) -> tuple[str, ...]:
 
 def arms(metrics: RunMetrics) -> list[Arm]:
     """This run first, then the baselines it computed."""
-    found = [Arm(f"federated ({metrics.method})", metrics.test, metrics.per_site)]
+    yardstick = metrics.method in {"local-only", "pooled"}
+    own = metrics.method if yardstick else f"federated ({metrics.method})"
+    found = [Arm(own, metrics.test, metrics.per_site)]
     for name, figures in (("local-only", metrics.local_only), ("pooled", metrics.pooled)):
-        if figures is not None:
+        if figures is not None and name != metrics.method:
             found.append(Arm(name, figures, figures.get("per_site", ())))
     return found
 
@@ -126,7 +128,12 @@ def verdict(metrics: RunMetrics) -> str:
     beside = f"; training on all rows in one place gives {show(pooled)}" if math.isfinite(pooled) else ""
     if difference is None or metrics.local_only is None:
         none = "" if beside else "; no baseline was computed to judge it by"
-        return f"Federated training has a held-out NLL of {show(nll)} nats per row{beside}{none}."
+        what = (
+            "Federated training"
+            if metrics.method not in {"local-only", "pooled"}
+            else f"The yardstick {metrics.method}"
+        )
+        return f"{what} has a held-out NLL of {show(nll)} nats per row{beside}{none}."
     against = f"NLL {show(nll)} against {show(number(metrics.local_only.get('nll')))} nats per row"
     if not math.isfinite(difference.low):
         word = "lower" if difference.mean < 0 else "higher"

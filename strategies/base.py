@@ -81,6 +81,7 @@ class GPStrategy(Strategy):
         self.evaluated_round = -1
         self.evaluation_answers: dict[str, Answer] = {}
         self.predicted_with: NamedArrays = {}
+        self.evaluated_sites = 0
         self.evaluation: Evaluation | None = None
         self.network: Network
         self.preparation: meeting.Preparation
@@ -121,6 +122,10 @@ class GPStrategy(Strategy):
     def adjusted(self, preparation: meeting.Preparation) -> meeting.Preparation:
         """The agreed standardisation, changed where the model needs another one."""
         return preparation
+
+    def baseline_arrays(self) -> NamedArrays:
+        """What sites need for the comparisons besides their rows."""
+        return {}
 
     def personal(self, site: str) -> NamedArrays:
         """Arrays that go to one site alone, with every message of a phase."""
@@ -281,6 +286,7 @@ class GPStrategy(Strategy):
         record = self.aggregate_evaluate(self.round, replies)
         self.evaluated_round = self.round
         self.clock.switch(left)
+        self.evaluated_sites = len(replies)
         return {} if record is None else {name: float(np.mean(value)) for name, value in record.items()}
 
     def summary(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedgp_flower.errors import RunError
 from fedgp_flower.shapes import NamedArrays
 from strategies.evaluation import CLASSIFICATION_SUMS, REGRESSION_SUMS, as_baseline, combine, combine_histograms
 from strategies.network import Network
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fedgp")
 
 HISTOGRAM_SIZES = {"evaluation.pit": 20, "evaluation.reliability": 30}
+CLASS_ARRAYS = {name: ArraySpec((None,)) for name in ("prediction.probability", "prediction.target")}
 PREDICTION_ARRAYS = {name: ArraySpec((None,)) for name in ("prediction.mean", "prediction.sd", "prediction.target")}
 
 
@@ -97,6 +99,8 @@ def close(strategy: GPStrategy) -> Summary:
     posterior = strategy.posterior()
     strategy.clock.switch("evaluation")
     evaluation = strategy.evaluation
+    if strategy.evaluated_sites == 0:
+        raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")
     seconds = strategy.clock.seconds
     metrics = {
         "method": config.method,
@@ -139,7 +143,7 @@ def _labelled(strategy: GPStrategy, rows: list[dict[str, Any]]) -> list[dict[str
 
 
 def _predictions(strategy: GPStrategy) -> dict[str, NamedArrays]:
-    specs = dict(PREDICTION_ARRAYS)
+    specs = dict(CLASS_ARRAYS if strategy.config.model.likelihood == "bernoulli" else PREDICTION_ARRAYS)
     if strategy.preparation.num_inputs <= 2:
         specs["prediction.input"] = ArraySpec((None, strategy.preparation.num_inputs))
     sites = list(strategy.evaluation_answers)
@@ -149,7 +153,7 @@ def _predictions(strategy: GPStrategy) -> dict[str, NamedArrays]:
 
 def _baseline(strategy: GPStrategy, phase: str, sites: list[str]) -> dict[str, Any] | None:
     logger.info("comparison: %s", phase.removeprefix("query.").replace("_", "-"))
-    answers = usable_scores(strategy.network, strategy.ask(phase, {}, None, sites, retries=1))
+    answers = usable_scores(strategy.network, strategy.ask(phase, strategy.baseline_arrays(), None, sites, retries=1))
     if not answers:
         return None
     sums = {site: sums_of(own) for site, own in answers.items()}

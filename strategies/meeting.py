@@ -81,6 +81,7 @@ def meet(network: Network, config: RunConfig, saved: Preparation | None) -> Prep
     described = _gather(network, config)
     network.require(config.min_sites)
     if saved is not None:
+        _require_same_deal(saved, described)
         _welcome(network, saved, described)
         return saved
     agreement = agree(
@@ -102,6 +103,16 @@ def meet(network: Network, config: RunConfig, saved: Preparation | None) -> Prep
         simulated=any(own.number("partitions") > 0 for own in kept.values()),
         names=agreement.names,
     )
+
+
+def _require_same_deal(saved: Preparation, described: Mapping[str, Answer]) -> None:
+    """Simulated rows dealt otherwise would make training rows of the first half held-out rows of the second."""
+    changed = [site for site, own in described.items() if saved.rows.get(site) != own.num_examples]
+    if saved.simulated and changed:
+        raise RunError(
+            f"cannot resume: the run has {len(saved.rows)} simulated sites, and the rows of {len(changed)} of the "
+            f"{len(described)} sites there now are not theirs. Resume with the same number of sites and the same data."
+        )
 
 
 def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -210,6 +210,30 @@ class Network:
                 pause = min(pause * 1.5, 0.5)
         self.traffic.bytes_up += sum(content_bytes(reply) for reply in replies.values())
         return [replies.get(i) for i in ids]
+
+    def push(self, message: Message) -> str:
+        """Send a message without waiting and return its id, for :meth:`pull`."""
+        self.traffic.bytes_down += content_bytes(message)
+        [message_id] = self.grid.push_messages([message])
+        return message_id
+
+    def pull(self, message_ids: Iterable[str]) -> list[Message]:
+        """The replies to pushed messages that have arrived by now."""
+        arrived = list(self.grid.pull_messages(list(message_ids)))
+        self.traffic.bytes_up += sum(content_bytes(reply) for reply in arrived)
+        return arrived
+
+    def accept(self, site: str, reply: Message | None, specs: Specs | None) -> Message | None:
+        """The reply to a pushed message if it is valid; else None, and it is the site's failure."""
+        self.forgiven.pop(site, None)
+        reason = self.refusal(reply, specs, site)
+        if reason is not None or reply is None:
+            self.fail(site, reason or "no reply")
+            return None
+        self.forgiven[site] = self.streak.pop(site, 0)
+        self._note(answer(site, reply))
+        self.traffic.communications += 1
+        return reply
 
     def refusal(self, reply: Message | None, specs: Specs | None, site: str | None = None) -> str | None:
         """Why a reply cannot be used, or None if it can; ``site`` is who was asked, where that is known."""

@@ -32,6 +32,8 @@ def test_defaults_are_a_valid_configuration():
         ({"num-server-round": 3}, ["`num-server-round`", "did you mean", "`num-server-rounds`"]),
         ({"seed": "one"}, ["`seed` = 'one'", "integer"]),
         ({"seed": True}, ["`seed` = True", "integer"]),
+        ({"model.kernel": "rbf + cubic"}, ["`model.kernel` = 'rbf + cubic'", "matern52"]),
+        ({"model.kernel": "rbf - linear"}, ["`model.kernel`", "sum or product"]),
         ({"model.noise": -1.0}, ["`model.noise` = -1.0", "greater than 0"]),
         ({"test-fraction": 1.0}, ["`test-fraction` = 1.0", "less than 1"]),
         ({"fsgp.objective": "exactly"}, ["`fsgp.objective`", "'exact' or 'average'"]),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import gpytorch
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.config import ModelSection
@@ -52,8 +53,8 @@ class ExactGP(gpytorch.Module):
         residual = torch.linalg.solve_triangular(factor, targets[:, None], upper=False)
         return -0.5 * (residual.square().sum() + len(targets) * math.log(2 * math.pi)) - factor.diagonal().log().sum()
 
-    def predict(self, inputs: Rows, targets: Targets, new: Rows) -> tuple[Tensor, Tensor]:
-        """Mean and variance of noisy observations at new inputs, both [N*] (Guo et al. Eq. 5)."""
+    def predict(self, inputs: Rows, targets: Targets, new: Float[Tensor, "K D"]) -> tuple[Tensor, Tensor]:
+        """Mean and variance of noisy observations at new inputs, both [K] (Guo et al. Eq. 5)."""
         factor = self._factor(inputs)
         cross = torch.linalg.solve_triangular(factor, self.kernel(inputs, new).to_dense(), upper=False)
         residual = torch.linalg.solve_triangular(factor, targets[:, None], upper=False)[:, 0]
