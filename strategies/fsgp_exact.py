@@ -58,8 +58,8 @@ class FSGPExact(SparseStrategy):
         self.converged = False
         self.finished = False
         self.best: tuple[float, Array] | None = None
+        self.best_sums: SparseSums | None = None
         self.sums: SparseSums
-        self.sums_round = -1
 
     def train(self, num_rounds: int) -> None:
         """Segments of the optimiser until it converges or the rounds are used."""
@@ -133,7 +133,7 @@ class FSGPExact(SparseStrategy):
         self.gradients.append(gradient)
         self.replayed += 1
         if self.best is None or value <= self.best[0]:
-            self.best = (value, point.copy())
+            self.best, self.best_sums = (value, point.copy()), self.sums
         self.complete_round({"bound": -value * float(self.sums.count), "objective": -value, "noise": self.noise})
         return value, gradient
 
@@ -153,7 +153,6 @@ class FSGPExact(SparseStrategy):
         found = self.usable_sums({site: answer(site, reply) for site, reply in answers.items()})
         self._all_there(found)
         self.sums = functools.reduce(operator.add, (found[site] for site in self.segment_sites))
-        self.sums_round = self.round
         return array_record(self.sums.to_arrays()), None
 
     def _gradient(self) -> tuple[float, Array]:
@@ -182,7 +181,7 @@ class FSGPExact(SparseStrategy):
         """Start of the next segment: the best point of this one; its sites: the healthy ones that answered."""
         start = self.best[1] if self.best is not None else self.pack(self.parameters)
         logger.warning("sites changed; the optimiser starts anew from the best point so far")
-        self.points, self.values, self.gradients, self.best = [], [], [], None
+        self.points, self.values, self.gradients, self.best, self.best_sums = [], [], [], None, None
         self.parameters = self.unpack(start)
         self.absences.update(silent)
         left = [site for site in self._available() if site not in set(silent)]
@@ -197,9 +196,14 @@ class FSGPExact(SparseStrategy):
         return [site for site in self.network.healthy() if self.absences[site] < self.config.max_failures]
 
     def predictive(self) -> NamedArrays:
-        """While training, the sums of the latest evaluation give the posterior for free."""
-        fresh = self.best is not None and not self.finished and self.sums_round == self.round
-        return self.predictive_from(self.sums) if fresh else super().predictive()
+        """While training, predict at the best point so far: its sums are there, and a trial point may be far off."""
+        if self.finished or self.best is None:
+            return super().predictive()
+        trial, self.parameters = self.parameters, self.unpack(self.best[1])
+        try:
+            return super().predictive() if self.best_sums is None else self.predictive_from(self.best_sums)
+        finally:
+            self.parameters = trial
 
     def details(self) -> dict[str, Any]:
         """Also whether the optimiser converged within the rounds."""
