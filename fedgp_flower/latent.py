@@ -8,7 +8,7 @@ Reference: Chung and Al Kontar, Federated multi-output Gaussian processes, Techn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,14 @@ from fedgp_flower.linalg import kernel_cholesky
 from fedgp_flower.shapes import Array, NamedArrays
 
 Hold = Literal["gain", "width"]
+HOLDS: tuple[Hold, ...] = ("gain", "width")
+SCALES, MEAN, FACTOR, INDUCING = (
+    "kernel.raw_scales",
+    "variational.variational_mean",
+    "variational.chol_variational_covar",
+    "inducing",
+)
+"""Names of the shared parameters θ of Algorithm 2: log S, mean and lower factor of each q(u_i), and W if learned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +157,52 @@ def unpack(arrays: NamedArrays) -> tuple[Statistics, ...]:
     evidence = np.asarray(arrays["statistics.evidence"], dtype=np.float64)
     slack = np.asarray(arrays["statistics.slack"], dtype=np.float64)
     return tuple(Statistics(*parts) for parts in zip(precision, shift, map(float, evidence), slack, strict=True))
+
+
+def to_wire(latents: Latents, posterior: Posterior) -> NamedArrays:
+    """Latent functions and q(u) as named arrays; the jitter is part of the configuration."""
+    return {
+        "latents.inducing": latents.inducing,
+        "latents.scales": latents.scales,
+        "latents.amplitudes": latents.amplitudes,
+        "posterior.mean": posterior.mean,
+        "posterior.covariance": posterior.covariance,
+    }
+
+
+def from_wire(arrays: NamedArrays, jitter: float) -> tuple[Latents, Posterior]:
+    """The inverse of :func:`to_wire`."""
+    inducing, scales, amplitudes = (_own(arrays[f"latents.{name}"]) for name in ("inducing", "scales", "amplitudes"))
+    mean, covariance = (_own(arrays[f"posterior.{name}"]) for name in ("mean", "covariance"))
+    return Latents(inducing, scales, amplitudes, jitter), Posterior(mean, covariance)
+
+
+def _own(array: Array) -> Array:
+    """A copy that may be written to: what a message carries is read-only memory."""
+    return np.array(array, dtype=np.float64)
+
+
+def moves_to_wire(moves: Sequence[Move], prefix: str) -> NamedArrays:
+    """C moves as named arrays."""
+    return {
+        f"{prefix}.offset": np.stack([move.offset for move in moves]),  # [C, I, D]
+        f"{prefix}.stretch": np.array([move.stretch for move in moves]),  # [C]
+        f"{prefix}.hold": np.array([HOLDS.index(move.hold) for move in moves]),  # [C]
+    }
+
+
+def moves_from_wire(arrays: NamedArrays, prefix: str) -> tuple[Move, ...]:
+    """The inverse of :func:`moves_to_wire`."""
+    parts = (arrays[f"{prefix}.{name}"] for name in ("offset", "stretch", "hold"))
+    return tuple(Move(_own(o), float(stretch), HOLDS[int(hold)]) for o, stretch, hold in zip(*parts, strict=True))
+
+
+def from_parameters(parameters: Mapping[str, Array], inducing: Array, jitter: float) -> tuple[Latents, Posterior]:
+    """Latent functions and q(u) at θ; ``inducing`` [J, D] is used where W is not learned."""
+    scales = np.exp(parameters[SCALES])
+    latents = Latents(_own(parameters.get(INDUCING, inducing)), scales, np.ones(len(scales)), jitter)
+    count, J = parameters[MEAN].shape
+    covariance = np.zeros((count * J, count * J))
+    for i, factor in enumerate(np.tril(parameters[FACTOR])):
+        covariance[i * J : (i + 1) * J, i * J : (i + 1) * J] = factor @ factor.T
+    return latents, Posterior(parameters[MEAN].ravel(), covariance)

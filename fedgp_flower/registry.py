@@ -31,6 +31,14 @@ class Method:
 
 
 METHODS: Mapping[str, Method] = {
+    "pvi": Method(
+        summary="Partitioned variational inference: a factor per site, refined in turn; sites can be forgotten",
+        paper="Ashman et al., Partitioned variational inference (2022); Federated learning of sparse GPs",
+        options="strategies.pvi_options:PVIOptions",
+        strategy="strategies.pvi:create",
+        client="fedgp_flower.clients.pvi:PVIClient",
+        phases=("train", "train.distil", "train.refit", "query.free_energy"),
+    ),
     "fsgp": Method(
         summary="Federated sparse GP: averaged or exact training, exact posterior from sums",
         paper="Guo et al., Federated sparse Gaussian processes (2022); exact mode: Gal et al. (2014)",
@@ -46,6 +54,46 @@ METHODS: Mapping[str, Method] = {
         strategy="strategies.fgpr:create",
         client="fedgp_flower.clients.fgpr:FGPRClient",
         phases=("train",),
+    ),
+    "sfvi": Method(
+        summary="Structured federated VI: shared trend, site deviations that stay at home; one gradient a round",
+        paper="Hassan et al., Federated variational inference methods for structured latent variable models (2023)",
+        options="strategies.sfvi_options:SFVIOptions",
+        strategy="strategies.sfvi:create",
+        client="fedgp_flower.clients.sfvi:SFVIClient",
+        phases=("train.gradient", "train.average", "query.model"),
+    ),
+    "sfvi-avg": Method(
+        summary="SFVI with local steps: mean of parameters, Wasserstein barycentre of the sites' posteriors",
+        paper="Hassan et al., Federated variational inference methods for structured latent variable models (2023)",
+        options="strategies.sfvi_options:SFVIOptions",
+        strategy="strategies.sfvi:create",
+        client="fedgp_flower.clients.sfvi:SFVIClient",
+        phases=("train.gradient", "train.average", "query.model"),
+    ),
+    "fedmgp": Method(
+        summary="Federated multi-output GP: units are smoothed, scaled views of shared latent functions",
+        paper="Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024)",
+        options="strategies.fedmgp_options:FedMGPOptions",
+        strategy="strategies.fedmgp:create",
+        client="fedgp_flower.clients.fedmgp:FedMGPClient",
+        phases=("train", "train.exact", "query.start", "query.curve"),
+    ),
+    "modular-gp": Method(
+        summary="Yardstick, simulation only: every unit's sparse GP, joined by a multi-output GP",
+        paper="Moreno-Muñoz et al., Modular Gaussian processes for transfer learning (2021)",
+        options="strategies.fedmgp_options:FedMGPOptions",
+        strategy="strategies.fedmgp_comparison:create_modular",
+        client="fedgp_flower.clients.fedmgp_yardsticks:MultiOutputYardstickClient",
+        phases=("query.modular",),
+    ),
+    "fed-poly": Method(
+        summary="Yardstick, simulation only: a federated polynomial that every unit bends to its rows",
+        paper="Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024)",
+        options="strategies.fedmgp_options:FedMGPOptions",
+        strategy="strategies.fedmgp_comparison:create_polynomial",
+        client="fedgp_flower.clients.fedmgp_yardsticks:MultiOutputYardstickClient",
+        phases=("query.polynomial",),
     ),
     "local-only": Method(
         summary="Yardstick: every site fits a GP of its own rows, nothing is shared",

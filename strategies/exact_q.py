@@ -153,7 +153,7 @@ def best_lead(starts: Mapping[str, Statistics]) -> str:
     Raises:
         ProtocolError: no site sent statistics that data can produce.
     """
-    valid = [site for site in sorted(starts) if _semidefinite(starts[site])]
+    valid = [site for site in sorted(starts) if semidefinite(starts[site])]
     if not valid:
         raise ProtocolError("no site sent starting statistics that data can produce; one is enough")
     flipped = {site: replace(starts[site], shift=-starts[site].shift) for site in valid}
@@ -274,7 +274,7 @@ def possible(statistics: Statistics, asked: Posterior, count: int) -> bool:
     A unit that took its M-step has E_q‖y − f‖²/σ² = N, and yᵀy/σ² ≥ bᵀG⁺b. Hence G is positive semi-definite and
     (b − Gm)ᵀG⁺(b − Gm) + tr(GV) − 2 Σ slack ≤ N, whatever q was; a scaled or flipped answer breaks it.
     """
-    if not _semidefinite(statistics):
+    if not semidefinite(statistics):
         return False
     G, b = statistics.precision, statistics.shift
     eigenvalues, vectors = np.linalg.eigh(G)
@@ -285,7 +285,7 @@ def possible(statistics: Statistics, asked: Posterior, count: int) -> bool:
     return bool(misfit <= count * (1 + 1e-6) and np.all(statistics.slack <= 1e-6 * count))
 
 
-def _semidefinite(statistics: Statistics) -> bool:
+def semidefinite(statistics: Statistics) -> bool:
     """Whether everything is finite and G positive semi-definite to rounding."""
     if not all(np.isfinite(part).all() for part in (statistics.precision, statistics.shift, statistics.slack)):
         return False

@@ -43,6 +43,22 @@ def initial_inducing_points(
     return normal if kind == "normal" else _to_marginals(normal, histogram)
 
 
+def box_points(count: int, histogram: Array, rng: np.random.Generator) -> Array:
+    """Sobol points [M, D] in the box between the outer edges of each column's outermost bins that are not empty.
+
+    Args:
+        count: M.
+        histogram: Pooled counts [D, B], see :func:`fedgp_flower.statistics.input_shape`.
+        rng: Source of the scrambling.
+    """
+    filled = histogram > 0
+    low = INPUT_EDGES[filled.argmax(axis=1)]
+    high = INPUT_EDGES[filled.shape[1] - filled[:, ::-1].argmax(axis=1)]
+    power = int(np.ceil(np.log2(max(count, 1))))
+    unit = qmc.Sobol(len(histogram), rng=rng).random(2**power)[:count]
+    return np.asarray(low + (high - low) * unit, dtype=np.float64)
+
+
 def _normal_points(count: int, num_inputs: int, rng: np.random.Generator) -> Array:
     engine = qmc.MultivariateNormalQMC(np.zeros(num_inputs), engine=qmc.Sobol(num_inputs, rng=rng), inv_transform=True)
     power = int(np.ceil(np.log2(max(count, 1))))

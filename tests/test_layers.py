@@ -28,7 +28,7 @@ ALLOWED = {
     "clients": FOUNDATION | {"models", "data", "metrics", "clients"},
 }
 FLOWER = {"clients", "client_app", "server_app", "engine", "cli", "launch", "submission", "deploy_demo"}
-PLOTTING = {"report", "figures"}
+PLOTTING = {"report", "figures", "pvi_figures", "unit_figures", "structured_figures"}
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -7,7 +7,7 @@ import pytest
 from scipy import integrate, stats
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.metrics import Scores, bernoulli_scores, gaussian_scores, mixture_scores
+from fedgp_flower.metrics import Scores, bernoulli_scores, class_scores, gaussian_scores, mixture_scores
 
 CASES = [(0.3, 0.7, 1.1), (-2.0, 3.0, 4.0), (5.0, 0.05, 5.2), (0.0, 1.0, 0.0)]
 
@@ -147,3 +147,22 @@ def test_unusable_mixtures_probabilities_and_sums_are_errors():
         bernoulli_scores([0.5, 0.5], [1])
     with pytest.raises(NumericsError, match="different kinds"):
         gaussian_scores([0.0], [1.0], [0.0]) + bernoulli_scores([0.5], [1])
+
+
+def test_class_scores_by_hand():
+    """Three rows of three classes; the second one is wrong."""
+    p = np.array([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.0, 1.0, 0.0]])
+    scores = class_scores(p, [0, 1, 1])
+    assert scores.sums["count"] == 3
+    assert scores.sums["correct"] == 2
+    assert scores.sums["nll"] == pytest.approx(-math.log(0.5) - math.log(0.2))
+    assert scores.sums["brier"] == pytest.approx(0.25 + 0.09 + 0.04 + 0.01 + 0.64 + 0.49)
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "label", "words"),
+    [([[0.5, 0.4]], [0], "sum to one"), ([[0.5, 0.5]], [2], "classes 0 to 1"), ([[0.5, 0.5]], [0, 1], "found")],
+)
+def test_unusable_class_probabilities_are_errors(probabilities, label, words):
+    with pytest.raises(NumericsError, match=words):
+        class_scores(probabilities, label)

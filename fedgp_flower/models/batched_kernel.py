@@ -63,6 +63,17 @@ class BatchedKernel:
         self.num_hyper = start
         """P, the number of hyperparameters of the kernel."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each entry of β is the logarithm of; variances enter as standard deviations."""
+        found: list[str] = []
+        for slot in self._slots:
+            path = [part for part in slot.name.split(".") if part not in {"kernel", "kernels", "base_kernel"}]
+            name = " ".join(path).replace("raw_", "").replace("outputscale", "amplitude")
+            size = slot.stop - slot.start
+            found += [name] if size == 1 else [f"{name} {index + 1}" for index in range(size)]
+        return tuple(found)
+
     def initial(self) -> Float[Tensor, " P"]:
         """β at the kernel's own parameters."""
         parameters = dict(self._module.named_parameters())

@@ -122,7 +122,14 @@ class InducingFactor:
     natural: NaturalGaussian
 
 
-Factor = PseudoObservations | InducingFactor
+@dataclass(frozen=True, slots=True, eq=False)
+class WhitenedFactor:
+    """A factor of v = L⁻¹u itself, t(v) ∝ exp(ηᵀv − ½vᵀΛv): what sites share while Z and β stay fixed."""
+
+    natural: NaturalGaussian
+
+
+Factor = PseudoObservations | InducingFactor | WhitenedFactor
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,10 @@ class Natural:
         """Multiply by a factor of u: LᵀΛL and Lᵀη."""
         L = geometry.chol
         return Natural(self.precision + L.mT @ factor.natural.precision @ L, self.shift + (L.mT @ factor.natural.eta1))
+
+    def with_whitened(self, factor: WhitenedFactor) -> Natural:
+        """Multiply by a factor of v."""
+        return Natural(self.precision + factor.natural.precision, self.shift + factor.natural.eta1)
 
     def density(self) -> WhitenedGaussian:
         """The normalised q(v | Z, β)."""
@@ -214,6 +225,8 @@ def product(views: Views, others: Sequence[Factor]) -> Natural:
     for factor in others:
         if isinstance(factor, InducingFactor):
             natural = natural.with_inducing(factor, views.geometry)
+        elif isinstance(factor, WhitenedFactor):
+            natural = natural.with_whitened(factor)
         else:
             natural = natural.with_columns(*factor.columns(next(projections), views.geometry.noise))
     return natural
@@ -223,6 +236,8 @@ def multiply(natural: Natural, factor: Factor, views: Views) -> Natural:
     """A cavity times the site's own factor."""
     if isinstance(factor, InducingFactor):
         return natural.with_inducing(factor, views.geometry)
+    if isinstance(factor, WhitenedFactor):
+        return natural.with_whitened(factor)
     if views.own is None:
         raise ValueError("the views were formed without this factor")
     return natural.with_columns(*factor.columns(views.own, views.geometry.noise))

@@ -239,7 +239,7 @@ def _predict_some(
     posterior = product(views, factors).density()
     own = model.own_hyper(draws)
     out: list[tuple[Tensor, ...]] = []
-    for start in range(0, len(inputs), ROWS_AT_ONCE):
+    for start in range(0, max(len(inputs), 1), ROWS_AT_ONCE):  # no rows give empty predictions
         rows = slice(start, start + ROWS_AT_ONCE)
         x = inputs[rows]
         mean, variance = posterior.predict(views.geometry.project(x), views.geometry.prior_variance(x))

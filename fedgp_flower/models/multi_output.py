@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from gpytorch.constraints import Positive
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.likelihoods import GaussianLikelihood, Likelihood
+from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likelihood
 from gpytorch.variational import CholeskyVariationalDistribution
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
@@ -27,6 +27,7 @@ from fedgp_flower.latent import Latents, Posterior
 from fedgp_flower.linalg import kernel_cholesky
 from fedgp_flower.models.convolved import ConvolvedKernel, CoregionalKernel
 from fedgp_flower.models.exact_q import UnitParameters
+from fedgp_flower.models.fitting import maximise
 from fedgp_flower.shapes import Array
 
 _SHARED = ("inducing", "kernel.raw_scales", "variational.")
@@ -152,23 +153,39 @@ def local_update(
     return {name: before[name] - after[name] for name in before}
 
 
+def unit_model(
+    latents: Latents,
+    parameters: UnitParameters,
+    *,
+    likelihood: Literal["gaussian", "bernoulli"] = "gaussian",
+    learn_inducing: bool = False,
+) -> MultiOutputModel:
+    """The model of a unit with q = prior."""
+    scales, amplitudes = torch.from_numpy(latents.scales), torch.from_numpy(parameters.amplitudes * latents.amplitudes)
+    if np.any(parameters.smoothing > 0):
+        kernel = ConvolvedKernel(scales, torch.from_numpy(parameters.smoothing), amplitudes)
+    else:
+        kernel = CoregionalKernel(scales, amplitudes)
+    noisy = gaussian_likelihood(parameters.noise) if likelihood == "gaussian" else BernoulliLikelihood()
+    W = torch.from_numpy(latents.inducing)
+    return MultiOutputModel(W, kernel, noisy, learn_inducing=learn_inducing, jitter=latents.jitter)
+
+
 @torch.no_grad()
 def from_exact(
-    latents: Latents, q: Posterior, parameters: UnitParameters, *, learn_inducing: bool = False
+    latents: Latents,
+    q: Posterior,
+    parameters: UnitParameters,
+    *,
+    likelihood: Literal["gaussian", "bernoulli"] = "gaussian",
+    learn_inducing: bool = False,
 ) -> MultiOutputModel:
     """The model of a unit in exact mode, to go on with pseudo-gradients.
 
     A joint q(u) becomes the product over latent functions that is closest to it: its conditional precisions stay.
     """
     count, J = latents.scales.shape[0], latents.inducing.shape[0]
-    scales, amplitudes = torch.from_numpy(latents.scales), torch.from_numpy(parameters.amplitudes * latents.amplitudes)
-    if np.any(parameters.smoothing > 0):
-        kernel = ConvolvedKernel(scales, torch.from_numpy(parameters.smoothing), amplitudes)
-    else:
-        kernel = CoregionalKernel(scales, amplitudes)
-    likelihood = gaussian_likelihood(parameters.noise)
-    W = torch.from_numpy(latents.inducing)
-    model = MultiOutputModel(W, kernel, likelihood, learn_inducing=learn_inducing, jitter=latents.jitter)
+    model = unit_model(latents, parameters, likelihood=likelihood, learn_inducing=learn_inducing)
     precision = torch.linalg.inv(torch.from_numpy(q.covariance)).reshape(count, J, count, J)
     own = torch.stack([precision[i, :, i, :] for i in range(count)])
     model.variational.variational_mean.copy_(torch.from_numpy(q.mean).reshape(count, J))
@@ -177,12 +194,19 @@ def from_exact(
 
 
 def to_exact(model: MultiOutputModel) -> tuple[Latents, UnitParameters]:
-    """Shared latents and a unit's own parameters of a Gaussian model, to end with exact rounds."""
-    kernel = model.kernel
+    """Shared latents and a unit's own parameters, to end with exact rounds; without Gaussian noise it is set to 1."""
+    kernel, likelihood = model.kernel, model.likelihood
 
     def array(value: Tensor) -> Array:
         return np.array(value.detach().cpu().numpy(), dtype=np.float64)
 
     latents = Latents(array(model.inducing), array(kernel.scales), np.ones(len(kernel.scales)), model.jitter)
-    noise = float(model.likelihood.noise.detach())
+    noise = float(likelihood.noise.detach()) if isinstance(likelihood, GaussianLikelihood) else 1.0
     return latents, UnitParameters(array(kernel.smoothing), array(kernel.amplitudes), noise)
+
+
+def fit_personal(model: MultiOutputModel, x: Tensor, y: Tensor, *, max_evaluations: int = 200) -> UnitParameters:
+    """φ_m that maximises E_q log p(y | f) with everything shared held as it is: a unit that joins late."""
+    own = list(personal_parameters(model).values())
+    maximise(lambda: model.expected_log_likelihood(x, y).sum(), own, max_evaluations=max_evaluations)
+    return to_exact(model)[1]

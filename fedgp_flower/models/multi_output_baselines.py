@@ -201,7 +201,8 @@ def _fit(
         return value
 
     learned = [leaf for leaf in leaves if leaf.requires_grad]
-    value, _ = ascend(bound, learned, max_evaluations=max_evaluations)
+    logarithms = [leaf is not amplitudes for leaf in learned]
+    value, _ = ascend(bound, learned, max_evaluations=max_evaluations, bounded=logarithms)
     with torch.no_grad():
         P, b, _ = sums()
         V = torch.linalg.inv(P)

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial import cKDTree
+from scipy.stats import rankdata
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.models.factors import PseudoObservations
@@ -96,3 +97,19 @@ def distance_report(factor: PseudoObservations, data: Data, *, near: float = 0.0
     distance = np.atleast_1d(tree.query(points)[0])
     low, middle, high = (float(q) for q in np.quantile(distance / spacing, [0.05, 0.5, 0.95]))
     return DistanceReport((low, middle, high), float(np.mean(distance < near)), spacing)
+
+
+def membership_auc(factor: PseudoObservations, members: Data, strangers: Data) -> float:
+    """How well distance to the nearest pseudo-observation tells the site's rows from held-out ones.
+
+    The probability that a random row of the site is nearer than a random held-out row (ties count half): ½ is chance, 1
+    gives the rows away. Needs rows that the site did not use, so it is measured in simulation.
+    """
+    tree = cKDTree(np.column_stack([factor.inputs.detach().numpy(), factor.targets.detach().numpy()]))
+    near, far = (
+        tree.query(np.column_stack([data.inputs.detach().numpy(), data.targets.detach().numpy()]))[0]
+        for data in (members, strangers)
+    )
+    ranks = rankdata(np.concatenate([-near, -far]))
+    wins = ranks[: len(near)].sum() - len(near) * (len(near) + 1) / 2
+    return float(wins / (len(near) * len(far)))

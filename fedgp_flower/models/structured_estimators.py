@@ -21,10 +21,8 @@ from torch import Tensor
 
 from fedgp_flower.models.structured import ClosedFormModel, SiteData, StructuredModel
 from fedgp_flower.models.structured_family import (
-    AmortisedPosterior,
     GlobalPosterior,
     LocalFamily,
-    LocalPosterior,
     held,
     named,
     with_named,
@@ -113,7 +111,7 @@ def expected_global_term(model: StructuredModel, q_global: GlobalPosterior) -> S
     return q_global.entropy() - cross
 
 
-LocalT = TypeVar("LocalT", LocalPosterior, AmortisedPosterior)
+LocalT = TypeVar("LocalT", bound=LocalFamily)
 
 
 @dataclass(frozen=True, slots=True)

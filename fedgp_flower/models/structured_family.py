@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -133,7 +133,7 @@ class AmortisedPosterior:
 
 
 LocalFamily: TypeAlias = LocalPosterior | AmortisedPosterior
-Posterior = TypeVar("Posterior", GlobalPosterior, LocalPosterior, AmortisedPosterior)
+Posterior = TypeVar("Posterior", bound=GlobalPosterior | LocalPosterior | AmortisedPosterior)
 
 
 def initial_global(size: int, *, scale: float, triangular: bool) -> GlobalPosterior:
@@ -181,7 +181,8 @@ def named(posterior: GlobalPosterior | LocalFamily) -> dict[str, Tensor]:
 
 def with_named(posterior: Posterior, values: Mapping[str, Tensor]) -> Posterior:
     """The posterior with the named parameters replaced."""
-    return replace(posterior, **values)
+    changed: Posterior = replace(cast(Any, posterior), **values)
+    return changed
 
 
 def held(posterior: Posterior) -> Posterior:

@@ -1,0 +1,38 @@
+"""Two yardsticks of the FedMGP paper as methods of their own: ModularGP and FedPoly, fitted where all rows are."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from fedgp_flower.config import RunConfig
+from strategies.base import Observer, Snapshot
+from strategies.comparison import Pooled
+from strategies.fedmgp_options import FedMGPOptions
+from strategies.fedmgp_start import scaled
+from strategies.meeting import Preparation
+
+
+class ModularGP(Pooled):
+    """Every unit's own sparse GP, joined by one multi-output GP."""
+
+    phase = "query.modular"
+
+    def adjusted(self, preparation: Preparation) -> Preparation:
+        """Targets as FedMGP sees them."""
+        return scaled(preparation, self.config, cast(FedMGPOptions, self.config.options))
+
+
+class FedPoly(ModularGP):
+    """A polynomial of all units that each bends towards its own rows."""
+
+    phase = "query.polynomial"
+
+
+def create_modular(config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> ModularGP:
+    """The Strategy of ``method = "modular-gp"``."""
+    return ModularGP(config, observer, snapshot)
+
+
+def create_polynomial(config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> FedPoly:
+    """The Strategy of ``method = "fed-poly"``."""
+    return FedPoly(config, observer, snapshot)

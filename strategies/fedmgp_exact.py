@@ -1,0 +1,90 @@
+"""Exact rounds of FedMGP: which answers count, which units are trusted, and the state that follows from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from fedgp_flower.errors import NumericsError, ProtocolError
+from fedgp_flower.latent import Move, Posterior, Statistics, unpack
+from strategies.exact_q import ExactState, agreeing, merge, possible, semidefinite
+from strategies.wire import Answer, ArraySpec, Specs
+
+logger = logging.getLogger("fedgp")
+
+Refuse = Callable[[str, str], None]
+"""Counts a failure of a site, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One start of exact mode: the state, what sites said they remember, and whom ``agreement`` trusts."""
+
+    state: ExactState
+    updates: Mapping[str, int] = field(default_factory=dict)
+    """Number of a site's memory behind its last report; a site that has another one starts afresh."""
+    trusted: frozenset[str] = frozenset()
+
+
+def statistics_specs(num_moves: int, size: int, num_latents: int) -> Specs:
+    """Shapes of statistics at C trial moves, with I·J whitened latents."""
+    return {
+        "statistics.precision": ArraySpec((num_moves, size * (size + 1) // 2)),
+        "statistics.shift": ArraySpec((num_moves, size)),
+        "statistics.evidence": ArraySpec((num_moves,)),
+        "statistics.slack": ArraySpec((num_moves, num_latents)),
+    }
+
+
+def usable(
+    answers: Mapping[str, Answer], asked: Posterior, rows: Mapping[str, int], refuse: Refuse
+) -> dict[str, tuple[Statistics, ...]]:
+    """Statistics by site, without those that no rows can produce."""
+    found = {}
+    for site, own in answers.items():
+        told = unpack(own.arrays)
+        if own.num_examples != rows[site]:
+            refuse(site, f"claims {own.num_examples} rows, introduced itself with {rows[site]}")
+        elif not possible(told[0], asked, rows[site]) or not all(_plausible(part, rows[site]) for part in told):
+            refuse(site, "statistics that no rows can produce")
+        else:
+            found[site] = told
+    return found
+
+
+def _plausible(told: Statistics, count: int) -> bool:
+    return semidefinite(told) and bool(np.all(told.slack <= 1e-6 * count))
+
+
+def advance(
+    track: Track,
+    replies: Mapping[str, tuple[Statistics, ...]],
+    answers: Mapping[str, Answer],
+    moves: Sequence[Move],
+    *,
+    rows: Mapping[str, int],
+    agreement: bool,
+) -> tuple[Track, dict[str, float]]:
+    """The next track, and 1 or 0 for every site that has a report: whether it counts.
+
+    A site whose answer was refused loses its earlier report too. A round in which nothing can be counted changes
+    nothing else.
+    """
+    refused = set(answers) - set(replies)
+    kept = {site: report for site, report in track.state.reports.items() if site not in refused}
+    state, keep, trusted = replace(track.state, reports=kept), None, track.trusted
+    if agreement:
+        first = {site: told[0] for site, told in replies.items()}
+        trusted = (trusted - set(answers)) | set(agreeing(first, asked=state.posterior, counts=rows))
+        keep = trusted
+    try:
+        state = merge(state, replies, moves=moves, keep=keep)
+    except (NumericsError, ProtocolError) as error:
+        logger.warning("the round changes nothing: %s", error)
+        return replace(track, state=state, trusted=trusted), {}
+    said = {site: int(answers[site].number("state-updates")) for site in replies}
+    updates = {site: n for site, n in track.updates.items() if site not in refused} | said
+    return Track(state, updates, trusted), {site: float(keep is None or site in keep) for site in sorted(state.reports)}

@@ -1,0 +1,117 @@
+"""The table ``pvi.*``: which posterior, who is visited when, and what a site does when it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from fedgp_flower.config import CoreConfig, Count, Fraction, MethodOptions, NonNegative, Positive, PositiveInt
+from fedgp_flower.errors import ConfigError
+from strategies.pvi_schedule import PRESETS, Plan
+
+LINEAR = ("analytic", "natural-gradient", "gradient")
+"""Local updates of q(v) alone: Z and β are fixed."""
+
+
+class PVIOptions(MethodOptions):
+    """The table ``pvi.*``."""
+
+    table: ClassVar[str] = "pvi"
+
+    preset: Literal["none", "bcm-same", "bcm-split", "vcl", "streaming-vb", "global-vi"] = "none"
+    """A special case by name; it sets schedule, damping and deletion (and ``gradient`` for ``global-vi``)."""
+    schedule: Literal["sequential", "synchronous", "asynchronous"] = "sequential"
+    order: Literal["fixed", "random", "residual"] = "fixed"
+    """``sequential``: in turn, in turn but shuffled, or the site whose last update was the largest."""
+    fraction: Fraction = 1.0
+    """``synchronous``: share of the sites in a round."""
+    concurrency: Count = 0
+    """``asynchronous``: sites that work at once; 0 is all of them."""
+    damping: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """ρ; 0 chooses 1 when one site is merged at a time and nobody else works, else 1/K of the sites that do."""
+    deletion: bool = True
+    """Take the site's own factor out before it updates; without, rows count again at every visit."""
+    inducing: Literal["distribution", "fixed", "average"] = "distribution"
+    """q(Z); Z fixed at its first draw; or federated averaging of a point Z."""
+    hyper: Literal["distribution", "fixed"] = "distribution"
+    """Log-normal q(β), or β fixed at its initial values."""
+    factor: Literal["tied", "free", "full", "cpo"] = "tied"
+    """Pseudo-observations with noise tied to σ², free diagonal, or full; ``cpo``: a Gaussian factor of u itself."""
+    local_update: Literal["replay", "adam", "lbfgs", "analytic", "natural-gradient", "gradient"] = "replay"
+    alpha: NonNegative = 0.01
+    """Weight of KL(q(Z) ‖ cavity)."""
+    samples: PositiveInt = 4
+    """Antithetic draws of (Z, β) per evaluation."""
+    prediction_samples: PositiveInt = 100
+    points_fraction: Fraction = 0.8
+    """Pseudo-observations per row of a site, at most."""
+    max_points: PositiveInt = 500
+    min_rows_per_pseudo_point: PositiveInt = 5
+    """Rows that each pseudo-observation starts as the average of, at least; 1 keeps them near single rows."""
+    steps: PositiveInt = 150
+    """``adam``: steps of a later visit."""
+    first_steps: PositiveInt = 300
+    """``adam``: steps of a first visit."""
+    learning_rate: Positive = 0.03
+    """Of ``adam``."""
+    step: Fraction = 1.0
+    """``natural-gradient`` and ``gradient``: length of a step."""
+    evaluations: PositiveInt = 100
+    """L-BFGS evaluations of ``lbfgs``, and of the distillation of ``replay``."""
+    refit_evaluations: PositiveInt = 200
+    """``replay``: L-BFGS evaluations of the refit at a point."""
+    refit_steps: Count = 40
+    """``replay``: Adam steps of the refit over distributions; 0 keeps points Z and β."""
+
+    def plan(self) -> Plan:
+        """Schedule, damping and deletion; a preset decides them all."""
+        if self.preset != "none":
+            return replace(PRESETS[self.preset], order=self.order)
+        return Plan(self.schedule, self.order, self.fraction, self.damping, self.deletion)
+
+    @property
+    def replays(self) -> bool:
+        """Whether q(Z) and q(β) are shared values that a refit replaces."""
+        return self.local_update == "replay"
+
+    @property
+    def linear(self) -> bool:
+        """Whether Z and β are fixed and sites share factors of v = L⁻¹u."""
+        return self.local_update in LINEAR
+
+    def check(self, core: CoreConfig) -> None:
+        """Combinations that have a meaning.
+
+        Raises:
+            ConfigError: naming the two keys that do not go together.
+        """
+        plan, update = self.plan(), f"`pvi.local-update` = {self.local_update!r}"
+        points = self.factor != "cpo" and not self.linear
+        if plan.local_update and plan.local_update != self.local_update:
+            raise ConfigError(f"`pvi.preset` = {self.preset!r} is made of {plan.local_update!r} steps, not of {update}")
+        if self.replays and (self.factor != "tied" or core.model.likelihood != "gaussian"):
+            raise ConfigError(f"{update} needs `pvi.factor` = 'tied' and `model.likelihood` = 'gaussian'; try 'adam'")
+        if self.replays and self.inducing == "average":
+            raise ConfigError(f"{update} refits Z for all sites: `pvi.inducing` = 'average' needs 'adam' or 'lbfgs'")
+        if self.linear and (self.inducing, self.hyper) != ("fixed", "fixed"):
+            raise ConfigError(f"{update} needs `pvi.inducing` = 'fixed' and `pvi.hyper` = 'fixed'; try 'adam'")
+        if self.local_update == "analytic" and core.model.likelihood != "gaussian":
+            raise ConfigError(f"{update} needs `model.likelihood` = 'gaussian'; try 'natural-gradient'")
+        if not plan.deletion and points:
+            raise ConfigError("without deletion factors multiply: set `pvi.factor` = 'cpo', or fix Z and β")
+        if plan.split_prior and not self.linear:
+            raise ConfigError(
+                f"`pvi.preset` = {self.preset!r} splits the prior of v: {update} must be 'analytic' or so"
+            )
+        if core.optimizer.batch_size and self.local_update != "adam":
+            raise ConfigError(f"`optimizer.batch-size`: {update} takes all rows of a site; set it to 0")
+        self._check_placement(core)
+
+    @staticmethod
+    def _check_placement(core: CoreConfig) -> None:
+        if core.precision != "float64":
+            raise ConfigError("`precision`: pvi works in 'float64'")
+        if core.device == "cuda":
+            raise ConfigError("`device`: pvi works on the 'cpu'")

@@ -1,0 +1,258 @@
+"""The command line as a user meets it: what is printed, what is written, and the exit status."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fedgp_flower import cli, figures
+from fedgp_flower.data.catalogue import BUILTINS
+from fedgp_flower.registry import METHODS
+
+TINY = ["dataset=sine", "split=0", "model.num-inducing=6", "baselines.local-only=false", "baselines.pooled=false"]
+TINY += ["evaluate-every=0"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _coarse_pictures():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "DPI", 30)
+        patch.delenv("FEDGP_DATA", raising=False)
+        yield
+
+
+@pytest.fixture
+def fedgp(monkeypatch, capsys):
+    """Call the entry point; returns exit status, output and errors."""
+
+    def call(*words) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedgp", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        told = capsys.readouterr()
+        return end.value.code or 0, told.out, told.err
+
+    return call
+
+
+def in_process(folder: Path, name: str, *words: str) -> Path:
+    """A tiny run with two sites, made once for several tests."""
+    flat = cli.parse_assignments([*TINY, f"output-dir={folder}", f"name={name}", *words])
+    return cli.run_in_process(flat, 2)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A run that shares a posterior."""
+    return in_process(tmp_path_factory.mktemp("runs"), "shared", "method=fsgp", "num-server-rounds=2")
+
+
+@pytest.fixture(scope="module")
+def personal(tmp_path_factory):
+    """A run whose predictions need a site's own rows."""
+    return in_process(tmp_path_factory.mktemp("runs"), "personal", "method=fgpr", "num-server-rounds=1")
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """The folder of a run that could not be completed."""
+    parent = tmp_path_factory.mktemp("runs")
+    with pytest.raises(cli.RunError):
+        in_process(parent, "broken", "device=cuda", "num-server-rounds=1")
+    return parent / "broken"
+
+
+def one_line(text: str) -> str:
+    """Text without the line breaks of a narrow terminal."""
+    return " ".join(text.split())
+
+
+def test_a_run_prints_its_figures_and_where_its_files_are(fedgp, tmp_path):
+    status, out, _ = fedgp(
+        "run", "--sites", 3, "--output-dir", tmp_path, "--name", "mine", *TINY, "num-server-rounds=1"
+    )
+    assert status == 0
+    metrics = json.loads((tmp_path / "mine" / "metrics.json").read_text())
+    assert (metrics["method"], metrics["sites"], metrics["rounds"]) == ("fsgp", 3, 1)
+    assert f"{metrics['test']['nll']:.4g}" in out
+    assert str(tmp_path / "mine" / "report.html") in out
+    assert (tmp_path / "mine" / "report.html").is_file()
+
+
+def test_words_overrule_the_file_and_options_overrule_both(fedgp, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('method = "fgpr"\nname = "a"\nnum-server-rounds = 1\n[model]\nkernel = "matern32"\nnoise = 0.3\n')
+    words = [*TINY, "model.noise=0.2", "name=b"]
+    assert fedgp("run", "--sites", 2, "--config", file, "--output-dir", tmp_path, "--name", "c", *words)[0] == 0
+    config = (tmp_path / "c" / "config.toml").read_text()
+    for line in ('method = "fgpr"', 'kernel = "matern32"', "noise = 0.2", 'name = "c"'):
+        assert line in config
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["model.kernal=rbf"], 2, "unknown configuration key `model.kernal`; did you mean `model.kernel`"),
+        (["seed=one"], 2, "`seed` = 'one'"),
+        (["seed"], 2, "`seed` is not of the form KEY=VALUE"),
+        (["method=gp"], 2, "`method` = 'gp' is not a method; allowed:"),
+        (["--config", "/nowhere/run.toml"], 2, "there is no file /nowhere/run.toml"),
+        (["dataset=nowhere"], 2, "`dataset` = 'nowhere' is not known. Built-ins: diabetes"),
+        (["dataset=sine", "split=4"], 2, "`split` = 4"),
+        (["dataset=sine", "target=z"], 2, "missing column `z`"),
+        (["--sites", "0"], 2, "needs a number of sites"),
+        (["resume=true"], 2, "`resume` needs `name`"),
+        (["resume=true", "name=gone"], 1, "nothing to resume"),
+        (["name=../up"], 1, "without a path"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_run_is_said_in_a_line(fedgp, tmp_path, monkeypatch, words, status, message):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = fedgp("run", *words)
+    assert code == status
+    assert message in one_line(err)
+    assert one_line(err).count("error: ") == 1
+    assert "Traceback" not in err
+    assert not list(tmp_path.rglob("metrics.json"))
+
+
+def test_a_broken_toml_file_is_named(fedgp, tmp_path):
+    (tmp_path / "run.toml").write_text("seed = \n")
+    code, _, err = fedgp("run", "--config", tmp_path / "run.toml")
+    assert code == 2
+    assert "run.toml is not valid TOML" in one_line(err)
+
+
+def test_a_run_never_overwrites_another(fedgp, shared):
+    before = (shared / "metrics.json").read_bytes()
+    code, _, err = fedgp("run", "--sites", 2, *TINY, f"output-dir={shared.parent}", "name=shared")
+    assert code == 1
+    assert "exists; choose another `name`, or set `resume`" in one_line(err)
+    assert (shared / "metrics.json").read_bytes() == before
+
+
+def test_a_run_goes_on_from_its_last_round(fedgp, tmp_path):
+    words = ["run", "--sites", 2, *TINY, f"output-dir={tmp_path}", "name=long"]
+    assert fedgp(*words, "num-server-rounds=2")[0] == 0
+    first = pd.read_csv(tmp_path / "long" / "history.csv")
+    assert fedgp(*words, "num-server-rounds=4", "resume=true")[0] == 0
+    history = pd.read_csv(tmp_path / "long" / "history.csv")
+    assert history["round"].tolist() == [1, 2, 3, 4]
+    assert history["objective"][:2].tolist() == first["objective"].tolist()
+    code, _, err = fedgp(*words, "num-server-rounds=5", "resume=true", "seed=1")
+    assert code == 1
+    assert "`seed` was 0, now 1" in one_line(err)
+
+
+def test_what_goes_wrong_at_a_site_is_shown_while_it_happens(fedgp, tmp_path):
+    words = ["device=cuda", "num-server-rounds=1", f"output-dir={tmp_path}", "name=bad"]
+    code, _, err = fedgp("run", "--sites", 2, *TINY, *words)
+    assert code == 1
+    assert "site 1 failed: `device` = 'cuda'" in one_line(err)
+    assert not (tmp_path / "bad" / "metrics.json").exists()
+
+
+def test_predictions_have_a_row_per_row(fedgp, shared, tmp_path):
+    (tmp_path / "new.csv").write_text("note,x\na,0.5\nb,12\nc,40\n")
+    code, out, _ = fedgp("predict", shared, "--input", tmp_path / "new.csv", "--output", tmp_path / "out.csv")
+    assert code == 0
+    assert "3 rows predicted" in out
+    with (tmp_path / "out.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == 3
+    assert list(rows[0]) == ["mean", "sd", "q2.5", "q25", "q50", "q75", "q97.5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "message"),
+    [
+        ("z\n1\n", 2, "new.csv: missing column `x`; the file has `z`"),
+        ("x\n1\nlots\n", 2, "new.csv: column `x`: text in a numeric cell in row 2"),
+        ("x\n", 2, "new.csv: no data rows"),
+    ],
+)
+def test_new_rows_that_cannot_be_used_are_named(fedgp, shared, tmp_path, text, status, message):
+    (tmp_path / "new.csv").write_text(text)
+    code, _, err = fedgp("predict", shared, "--input", tmp_path / "new.csv", "--output", tmp_path / "out.csv")
+    assert code == status
+    assert message in one_line(err)
+    assert "lots" not in err
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_a_file_that_cannot_be_read_or_written_is_named(fedgp, shared, tmp_path):
+    code, _, err = fedgp("predict", shared, "--input", tmp_path / "no.csv", "--output", tmp_path / "out.csv")
+    assert (code, "no such file" in err) == (2, True)
+    (tmp_path / "new.csv").write_text("x\n1\n")
+    code, _, err = fedgp("predict", shared, "--input", tmp_path / "new.csv", "--output", tmp_path / "no" / "out.csv")
+    assert (code, "cannot be written" in err) == (1, True)
+
+
+def test_personal_and_unfinished_runs_have_nothing_to_predict_from(fedgp, personal, broken, tmp_path):
+    (tmp_path / "new.csv").write_text("x\n1\n")
+    files = ["--input", tmp_path / "new.csv", "--output", tmp_path / "out.csv"]
+    code, _, err = fedgp("predict", personal, *files)
+    assert code == 1
+    assert "with `method` = 'fgpr' every site predicts from its own rows" in one_line(err)
+    code, _, err = fedgp("predict", broken, *files)
+    assert code == 1
+    assert "the run has not finished" in one_line(err)
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_a_report_is_written_again(fedgp, shared, broken):
+    (shared / "report.html").unlink()
+    code, out, _ = fedgp("report", shared)
+    assert (code, one_line(out)) == (0, str(shared / "report.html"))
+    assert (shared / "report.html").is_file()
+    assert fedgp("report", broken)[0] == 1
+    assert fedgp("report", broken / "nowhere")[0] == 2
+
+
+def test_runs_stand_side_by_side(fedgp, shared, personal, broken):
+    code, out, _ = fedgp("compare", shared, personal)
+    assert code == 0
+    lines = {line.split("│")[1].strip(): line for line in out.splitlines() if line.startswith("│")}
+    for run in (shared, personal):
+        figure = json.loads((run / "metrics.json").read_text())["test"]["rmse"]
+        assert f"{figure:#.4g}" in lines["RMSE"]
+    assert lines["method"].index("fsgp") < lines["method"].index("fgpr")
+    assert fedgp("compare", shared, broken)[0] == 1
+
+
+def test_methods_and_data_sets_are_listed_by_the_names_that_keys_take(fedgp, tmp_path):
+    (tmp_path / "a-rather-long-name-of-a-table.csv").write_text("x,y\n1,2\n3,4\n")
+    code, out, _ = fedgp("methods")
+    assert code == 0
+    assert [name for name in METHODS if f"│ {name} " not in out] == []
+    code, out, _ = fedgp("datasets", "--data-dir", tmp_path)
+    assert code == 0
+    assert [name for name in (*BUILTINS, "a-rather-long-name-of-a-table") if f"│ {name} " not in out] == []
+
+
+def test_a_partition_is_a_file_per_site_that_holds_every_row_once(fedgp, tmp_path):
+    words = ["partition", "sine", "--sites", 3, "--output-dir", tmp_path / "sites", "test-fraction=0.25"]
+    code, out, _ = fedgp(*words)
+    assert code == 0
+    paths = [tmp_path / "sites" / f"site-{k:02d}.csv" for k in range(3)]
+    assert [Path(line) for line in out.split()] == paths
+    files = [pd.read_csv(path) for path in (tmp_path / "sites").iterdir()]
+    rows = pd.concat(files)
+    assert (len(files), len(rows), len(rows.drop_duplicates())) == (6, 800, 800)
+    assert len(pd.read_csv(paths[0])) == pytest.approx(200, abs=1)
+    code, _, err = fedgp(*words)
+    assert (code, "site-00.csv is there already" in one_line(err)) == (2, True)
+
+
+def test_help_and_no_words_explain_themselves(fedgp):
+    code, out, _ = fedgp("run", "--help")
+    assert code == 0
+    assert "KEY=VALUE" in out
+    assert "Usage: fedgp" in "".join(fedgp()[1:])
+    assert fedgp("fly")[0] == 2

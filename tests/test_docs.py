@@ -1,0 +1,210 @@
+"""The documents say what the program does: keys, defaults, commands, options and links are those of the code.
+
+``python tests/test_docs.py`` writes the tables of ``docs/configuration.md`` anew; meanings of keys that carry no
+docstring are kept as they stand there.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from fedgp_flower import deploy_demo, launch
+from fedgp_flower.cli import app
+from fedgp_flower.config import CoreConfig, RunConfig, Section
+from fedgp_flower.launch import parse_assignments
+from fedgp_flower.registry import METHODS, default_config, option_classes, parse_config
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "configuration.md"
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", PAGE, ROOT / "docs" / "adding-a-method.md"]
+ROW = re.compile(r"^\| `(?P<key>[^`]+)` \| (?P<default>.+?) \| (?P<allowed>.+?) \| (?P<meaning>.*) \|$", re.MULTILINE)
+SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
+
+
+def docstrings(section: type[Section]) -> dict[str, str]:
+    """What stands below each field of a section."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
+    found = {}
+    for field, below in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            words = " ".join(str(below.value.value).replace("``", "`").split())
+            found[field.target.id] = words.replace("|", "\\|")
+    return found
+
+
+def fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
+    """Every key of a section with its field and its docstring; tables come after the section's own keys."""
+    words = docstrings(section)
+    tables = {}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            tables[name] = field.annotation
+        else:
+            yield f"{prefix}{field.alias}", field, words.get(name, "")
+    for name, table in tables.items():
+        yield from fields(table, f"{prefix}{name}.")
+
+
+def everything() -> dict[str, tuple[FieldInfo, str]]:
+    """Every key a run knows."""
+    sections = {"": CoreConfig} | {f"{own.table}.": own for own in option_classes().values() if own.table}
+    return {key: (field, words) for prefix, own in sections.items() for key, field, words in fields(own, prefix)}
+
+
+def allowed(field: FieldInfo) -> str:
+    """Type and range of a field, in the signs of a table."""
+    if choices := get_args(field.annotation):
+        return ", ".join(f"`{choice}`" for choice in choices)
+    names = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}
+    limits = [
+        f"{sign} {getattr(limit, name):g}"
+        for limit in field.metadata
+        for kind, (name, sign) in SIGNS.items()
+        if isinstance(limit, kind)
+    ]
+    return " ".join([names[field.annotation], ", ".join(limits)]).strip()
+
+
+def written(value: Any) -> str:
+    """A default as TOML has it."""
+    return (
+        f"`{str(value).lower()}`"
+        if isinstance(value, bool)
+        else f'`"{value}"`'
+        if isinstance(value, str)
+        else f"`{value}`"
+    )
+
+
+def rows() -> dict[str, tuple[str, str, str]]:
+    """Default, allowed values and docstring of every key."""
+    defaults = default_config()
+    return {key: (written(defaults[key]), allowed(field), words) for key, (field, words) in everything().items()}
+
+
+def page() -> str:
+    """``docs/configuration.md``, its tables anew."""
+    text = PAGE.read_text(encoding="utf-8")
+    kept = {row["key"]: row["meaning"] for row in ROW.finditer(text)}
+    table = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    for key, (default, limits, words) in rows().items():
+        table.append(f"| `{key}` | {default} | {limits} | {words or kept.get(key, '')} |")
+    before, after = text.split("| key |")[0], text.rsplit("|\n", 1)[1]
+    return before + "\n".join(table) + "\n" + after
+
+
+def test_the_configuration_page_has_every_key_with_its_default():
+    told = {row["key"]: (row["default"], row["allowed"]) for row in ROW.finditer(PAGE.read_text(encoding="utf-8"))}
+    assert told == {key: (default, limits) for key, (default, limits, _) in rows().items()}, "run tests/test_docs.py"
+    assert list(told.keys() ^ default_config().keys()) == []
+
+
+def test_the_configuration_page_says_what_the_code_says():
+    told = {row["key"]: row["meaning"] for row in ROW.finditer(PAGE.read_text(encoding="utf-8"))}
+    assert [key for key, words in told.items() if not words.strip()] == []
+    assert [key for key, (_, _, words) in rows().items() if words and told[key] != words] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "simulations").glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_configurations_are_valid(path):
+    config: RunConfig = parse_config(launch.read_config(path))
+    assert path.stem.startswith(config.method)
+    command = rf"fedgp run --sites \d+ --config simulations/{re.escape(path.name)}"
+    assert re.search(command, path.read_text(encoding="utf-8")), "the head of the file says how to run it"
+
+
+def test_the_methods_of_the_readme_are_those_with_a_configuration():
+    shipped = {parse_config(launch.read_config(path)).method for path in (ROOT / "simulations").glob("*.toml")}
+    chapter = (ROOT / "README.md").read_text(encoding="utf-8").split("## Methods\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `([\w-]+)`", chapter, re.MULTILINE)) == shipped
+    assert shipped <= METHODS.keys()
+
+
+def shell_lines(path: Path) -> Iterator[list[str]]:
+    """Words of every command in the ``sh`` blocks of a document; continued lines are one."""
+    for block in re.findall(r"^```sh\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words.pop(0)  # variables of the environment
+            if words:
+                yield words
+
+
+COMMANDS = [words for path in DOCUMENTS for words in shell_lines(path)]
+
+
+def named(program: str) -> list[list[str]]:
+    """What follows the program's name, for every command of the documents that starts with it."""
+    head = shlex.split(program)
+    return [words[len(head) :] for words in COMMANDS if [Path(words[0]).name, *words[1 : len(head)]] == head]
+
+
+@pytest.mark.parametrize("words", named("fedgp"), ids=" ".join)
+def test_documented_fedgp_commands_exist(words):
+    command = typer.main.get_command(app).commands[words[0]]
+    options = {name: option for option in command.params for name in option.opts if name.startswith("--")}
+    rest = iter(words[1:])
+    plain = []
+    for word in rest:
+        if not word.startswith("--"):
+            plain.append(word)
+        elif word != "--help":
+            assert word in options
+            next(rest)
+    parse_config(parse_assignments([word for word in plain if "=" in word]))
+
+
+@pytest.mark.parametrize("module", [launch, deploy_demo], ids=lambda module: module.__name__)
+def test_documented_launches_are_understood(module):
+    commands = named(f"python -m {module.__name__}")
+    assert commands
+    for words in commands:
+        parse_config(parse_assignments(module._arguments(words).assignments))
+
+
+def test_documented_make_targets_exist():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for words in named("make"):
+        plain = [word for word in words if "=" not in word]
+        assert set(plain) <= set(targets)
+        for arguments in (word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")):
+            parse_config(parse_assignments(shlex.split(arguments)))
+
+
+def test_documented_flwr_runs_name_keys_that_exist():
+    runs = named("flwr run")
+    assert runs
+    for words in runs:
+        overrides = words[words.index("--run-config") + 1]
+        keys = re.findall(r"([\w.-]+)=(?:'[^']*'|\"[^\"]*\"|\S+)", overrides)
+        assert keys
+        assert set(keys) <= default_config().keys()
+
+
+def test_every_documented_command_is_of_a_program_these_tests_know():
+    known = {"fedgp", "python", "make", "flwr", "flower-superlink", "flower-supernode", "export", "ssh-keygen"}
+    assert {Path(words[0]).name for words in COMMANDS} - known == set()
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "docs" / "notation.md"], ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

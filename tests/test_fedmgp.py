@@ -1,0 +1,350 @@
+"""FedMGP through the real engine: what the server holds is what the units' rows say, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, crashed, csv_nodes, lost, run
+
+from fedgp_flower.clients.fedmgp_memory import Memory
+from fedgp_flower.clients.state import load_state
+from fedgp_flower.data.sites import load_site
+from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.latent import from_parameters
+from fedgp_flower.models.exact_q import UnitData, UnitParameters, predict, statistics
+from fedgp_flower.models.multi_output import load, shared_parameters, unit_model
+from fedgp_flower.registry import parse_config
+from strategies.exact_q import pooled_bound, posterior
+
+UNITS = ("a", "b", "c", "d")
+
+
+def wave(seed: int, rows: int = 40, low: float = -1.7, high: float = 1.7) -> pd.DataFrame:
+    """A scaled view of one function of one input."""
+    draw = np.random.default_rng(seed)
+    x = np.linspace(low, high, rows) if seed else np.linspace(low, 0.4, rows)
+    gain = (-1) ** seed * (0.6 + 0.4 * seed)
+    f = np.sin(3 * x) + 0.5 * np.cos(5 * x)
+    return pd.DataFrame({"x": x, "y": gain * f + 0.1 * draw.standard_normal(rows)})
+
+
+def nodes(folder: Path, units: tuple[str, ...] = UNITS, *, remember: bool = False) -> list[dict[str, str]]:
+    """A CSV per unit; with ``remember`` each has a folder for its memory."""
+    found = csv_nodes(folder, {unit: wave(index) for index, unit in enumerate(units)})
+    return [{**node, "state-dir": str(folder / f"state-{node['site']}")} for node in found] if remember else found
+
+
+def keys(**changes: Any) -> dict[str, Any]:
+    own = {"method": "fedmgp", "model__num_inducing": 14, "num_server_rounds": 5, "test_fraction": 0.2}
+    return configured(**(own | changes))
+
+
+def known(grid: FaultyGrid, strategy: Any, site: str) -> tuple[UnitParameters | None, UnitData, Any]:
+    """A unit's parameters behind the server's last report, read from its memory; its rows."""
+    latents, _ = strategy.shared()
+    context = grid.contexts[grid.node_of(site)]
+    prepared = Preparation.from_wire(strategy.preparation.arrays, strategy.preparation.schema)
+    rows = load_site(strategy.config, context.node_config).encode(prepared)
+    data = UnitData.build(rows.x, rows.y, latents.inducing)
+    memory = Memory.of(load_state(context, strategy.network.run).arrays, strategy.active)
+    phi = None if memory is None else memory.agreed(data, strategy.personal(site))
+    return phi, data, rows
+
+
+def consistent(grid: FaultyGrid, strategy: Any, sites: tuple[str, ...] = UNITS) -> float:
+    """Asserts that bound and q(u) are those of the units' rows at the units' own parameters; returns the bound."""
+    latents, q = strategy.shared()
+    parts = []
+    for site in sites:
+        phi, data, _ = known(grid, strategy, site)
+        assert phi is not None
+        parts.append(statistics(data, latents, phi))
+    total = sum(parts[1:], parts[0])
+    assert strategy.track.state.bound == pytest.approx(pooled_bound(total), rel=1e-9)
+    np.testing.assert_allclose(posterior(total).mean, q.mean, rtol=1e-6, atol=1e-8)
+    return pooled_bound(total)
+
+
+@pytest.mark.parametrize("latents", [1, 2])
+def test_exact_rounds_hold_what_the_rows_say_and_never_lose(tmp_path: Path, latents: int) -> None:
+    recorder, grid = Recorder(), FaultyGrid(keys(fedmgp__latents=latents), nodes(tmp_path))
+    strategy = run(grid, recorder)
+    consistent(grid, strategy)
+    bounds = [row["bound"] for row in recorder.rows]
+    assert min(np.diff(bounds)) >= -1e-7
+    assert bounds[-1] > bounds[0]
+    assert strategy.details()["flat_units"] == []
+    assert not strategy.details()["collapsed"]
+    assert strategy.weights == [dict.fromkeys(UNITS, 1.0)] * 5
+
+
+def test_a_unit_predicts_with_what_it_alone_knows(tmp_path: Path) -> None:
+    """Scores of the run are those of the unit's parameters; nearly the truth where the unit saw nothing."""
+    grid = FaultyGrid(keys(num_server_rounds=8), nodes(tmp_path))
+    strategy = run(grid)
+    latents, q = strategy.shared()
+    squares = count = 0.0
+    for site in UNITS:
+        phi, _, rows = known(grid, strategy, site)
+        assert phi is not None
+        mean, _ = predict(rows.x_test, latents, q, phi)
+        squares, count = squares + float(np.sum((mean - rows.y_test) ** 2)), count + len(mean)
+    assert strategy.evaluation["test_standardised"]["rmse"] == pytest.approx(math.sqrt(squares / count), rel=1e-9)
+    prepared = strategy.preparation.arrays
+    phi, _, _ = known(grid, strategy, "a")
+    x = np.linspace(0.5, 1.6, 30)
+    mean, variance = predict(((x - prepared["input.mean"]) / prepared["input.scale"])[:, None], latents, q, phi)
+    truth = 0.6 * (np.sin(3 * x) + 0.5 * np.cos(5 * x)) / float(prepared["target.scale"])
+    assert np.abs(mean - truth).max() < 0.15
+    assert (np.abs(mean - truth) < 4 * np.sqrt(variance + phi.noise)).all()
+
+
+def test_targets_are_scaled_and_not_centred(tmp_path: Path) -> None:
+    strategy = run(FaultyGrid(keys(num_server_rounds=1), nodes(tmp_path)))
+    y = np.concatenate([wave(index)["y"] for index in range(4)])
+    assert float(strategy.preparation.arrays["target.mean"]) == 0
+    # 4 of 5 rows train, so the root mean square is nearly that of all rows
+    assert float(strategy.preparation.arrays["target.scale"]) == pytest.approx(math.sqrt(np.mean(y**2)), rel=0.15)
+    centred = run(FaultyGrid(keys(num_server_rounds=1, fedmgp__center_target=True), nodes(tmp_path)))
+    assert float(centred.preparation.arrays["target.mean"]) != 0
+
+
+@pytest.mark.parametrize("change", [lost, crashed], ids=["lost", "crashed"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_unit_whose_replies_get_lost_goes_back_to_its_last_report(tmp_path: Path, change: Any, times: int) -> None:
+    fault = Fault("b", change, ("train.exact",), range(3, 3 + times), times=times)
+    recorder, grid = Recorder(), FaultyGrid(keys(num_server_rounds=6), nodes(tmp_path), fault)
+    strategy = run(grid, recorder)
+    assert len(blamed(strategy)["b"]) == times
+    consistent(grid, strategy)
+    assert recorder.rows[-1]["bound"] > recorder.rows[1]["bound"]
+
+
+def test_a_reply_lost_in_the_last_round_leaves_the_report_before(tmp_path: Path) -> None:
+    """The unit has gone on and the server has not: predictions use the parameters that the server counts."""
+    fault = Fault("b", lost, ("train.exact",), range(5, 6))
+    grid = FaultyGrid(keys(), nodes(tmp_path), fault)
+    strategy = run(grid)
+    memory = Memory.of(load_state(grid.contexts[grid.node_of("b")], strategy.network.run).arrays, 0)
+    assert memory is not None
+    assert (memory.number, memory.based_on) == (5, 4)
+    phi, _, _ = known(grid, strategy, "b")
+    assert phi == memory.unit.before
+
+
+def test_a_unit_that_lost_its_memory_starts_afresh_and_replaces_its_report(tmp_path: Path) -> None:
+    recorder, grid = Recorder(), FaultyGrid(keys(num_server_rounds=6), nodes(tmp_path))
+    recorder.at[3] = lambda: grid.restart("c")
+    strategy = run(grid, recorder)
+    consistent(grid, strategy)
+    assert sorted(strategy.track.state.reports) == list(UNITS)
+    assert recorder.rows[-1]["bound"] > recorder.rows[0]["bound"]
+
+
+def test_a_unit_with_a_folder_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    calm, broken = Recorder(), Recorder()
+    run(FaultyGrid(keys(), nodes(tmp_path / "one", remember=True)), calm)
+    grid = FaultyGrid(keys(), nodes(tmp_path / "two", remember=True))
+    broken.at[2] = lambda: grid.restart("c")
+    run(grid, broken)
+    assert [row["bound"] for row in broken.rows] == [row["bound"] for row in calm.rows]
+
+
+@pytest.mark.parametrize("mode", ["exact", "pseudo-gradient"])
+def test_a_resumed_run_ends_where_it_would_have_ended(tmp_path: Path, mode: str) -> None:
+    (tmp_path / "one").mkdir()
+    flat = keys(
+        fedmgp__update=mode, fedmgp__local_steps=3, fedmgp__final_rounds=2, fedmgp__server_momentum=0.3, min_sites=4
+    )
+    recorder, sites = Recorder(), nodes(tmp_path / "one", remember=True)
+    kept: dict[Path, bytes] = {}
+    folders = [Path(node["state-dir"]) / "site-state.safetensors" for node in sites]
+    recorder.at[2] = lambda: kept.update({path: path.read_bytes() for path in folders})
+    whole = run(FaultyGrid(flat, sites), recorder)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    again = Recorder()
+    resumed = run(FaultyGrid(flat, sites), again, recorder.snapshots[1])
+    assert again.rows[-1]["objective"] == recorder.rows[-1]["objective"]
+    for own, other in zip(resumed.shared(), whole.shared(), strict=True):
+        for name in own.__dataclass_fields__:
+            assert np.array_equal(getattr(own, name), getattr(other, name)), name
+    json.dumps(resumed.details())
+
+
+LIES = {
+    "a hundred times": lambda own: {name: 100 * array for name, array in own.items()},
+    "negative": lambda own: {**own, "statistics.precision": -own["statistics.precision"]},
+    "not a number": lambda own: {**own, "statistics.shift": own["statistics.shift"] * np.nan},
+    "large slack": lambda own: {**own, "statistics.slack": own["statistics.slack"] + 1e6},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_statistics_that_no_rows_can_produce_are_refused(tmp_path: Path, lie: str) -> None:
+    fault = Fault("d", arrays(LIES[lie]), ("train.exact",))
+    grid = FaultyGrid(keys(), nodes(tmp_path), fault)
+    strategy = run(grid)
+    consistent(grid, strategy, ("a", "b", "c"))
+    assert len(blamed(strategy)["d"]) >= 3
+    assert "d" not in strategy.track.state.reports
+
+
+def flipped(own: dict[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    return {**own, "statistics.shift": -own["statistics.shift"]}
+
+
+def test_agreement_leaves_out_who_does_not_share_g(tmp_path: Path) -> None:
+    frames = {unit: wave(index) for index, unit in enumerate("abcde")}
+    draw = np.random.default_rng(9)
+    frames["e"]["y"] = 2 * np.sin(11 * frames["e"]["x"] + 1) + 0.1 * draw.standard_normal(40)
+    flat = keys(fedmgp__aggregation="agreement", num_server_rounds=8, fedmgp__fraction=0.8)
+    grid = FaultyGrid(flat, csv_nodes(tmp_path, frames), Fault("d", arrays(flipped), ("train.exact",)))
+    strategy = run(grid)
+    assert {"a", "b", "c"} <= strategy.track.trusted
+    assert "d" not in strategy.track.trusted
+    counted = tuple(sorted(strategy.track.trusted))
+    consistent(grid, strategy, counted)
+
+
+def test_a_unit_that_joins_late_takes_part_and_one_that_comes_after_fits_alone(tmp_path: Path) -> None:
+    every = nodes(tmp_path)
+    recorder, grid = Recorder(), FaultyGrid(keys(num_server_rounds=8), every[:2])
+    recorder.at[3] = lambda: grid.join(every[2])
+    recorder.at[8] = lambda: grid.join(every[3])
+    strategy = run(grid, recorder)
+    consistent(grid, strategy, UNITS[:3])
+    strategy.begin_round()
+    before = strategy.shared()[1].mean.copy()
+    strategy.evaluate()
+    [late] = [row for row in strategy.evaluation["per_site"] if row["site"] == "d"]
+    assert late["rmse"] < 0.35  # noise 0.1 on a signal of sd 1.4
+    assert np.array_equal(strategy.shared()[1].mean, before)
+    assert known(grid, strategy, "d")[0] is None
+
+
+def test_one_unit_and_one_step_is_a_plain_adam_step(tmp_path: Path) -> None:
+    flat = keys(
+        fedmgp__update="pseudo-gradient",
+        fedmgp__local_steps=1,
+        fedmgp__final_rounds=0,
+        optimizer__learning_rate=0.02,
+        num_server_rounds=0,
+        min_sites=1,
+        model__jitter=1e-6,
+    )
+    before = run(FaultyGrid(flat, nodes(tmp_path, ("b",))))
+    grid = FaultyGrid(flat | {"num-server-rounds": 1}, nodes(tmp_path, ("b",)))
+    strategy = run(grid)
+    theta = before.pseudo.parameters
+    latents, q = from_parameters(theta, before.inducing, 1e-6)
+    _, data, rows = known(grid, strategy, "b")
+    from fedgp_flower.clients.fedmgp import FedMGPClient
+
+    site = FedMGPClient(strategy.config, None, None)
+    model = unit_model(latents, site.alone(data, latents, q))
+    load(shared_parameters(model), theta)
+    (model.kl() - model.expected_log_likelihood(torch.from_numpy(rows.x), torch.from_numpy(rows.y)).sum()).backward()
+    torch.optim.Adam(model.parameters(), lr=0.02).step()
+    for name, value in shared_parameters(model).items():
+        np.testing.assert_allclose(strategy.pseudo.parameters[name], value.detach().numpy(), atol=1e-9, err_msg=name)
+
+
+def test_a_collapse_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Units of pure noise: nothing of their signal comes from g."""
+    draw = np.random.default_rng(3)
+    frames = {unit: wave(1).assign(y=draw.standard_normal(40)) for unit in UNITS}
+    strategy = run(FaultyGrid(keys(fedmgp__start_multiple=12.0, num_server_rounds=3), csv_nodes(tmp_path, frames)))
+    with caplog.at_level("WARNING", logger="fedgp"):
+        details = strategy.details()
+    assert details["collapsed"]
+    assert len(details["flat_units"]) >= 3
+    assert "collapsed" in caplog.text
+
+
+RULES = ("loss-weighted", "norm-clipped", "median", "trimmed-mean", "krum", "multi-krum", "staleness-weighted")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_merges_pseudo_gradients(tmp_path: Path, rule: str) -> None:
+    fault = Fault("b", lost, ("train",), range(2, 3))
+    flat = keys(
+        fedmgp__update="pseudo-gradient",
+        fedmgp__aggregation=rule,
+        fedmgp__local_steps=2,
+        fedmgp__final_rounds=0,
+        fedmgp__weights="examples",
+        num_server_rounds=2,
+        optimizer__learning_rate=0.01,
+    )
+    strategy = run(FaultyGrid(flat, nodes(tmp_path), fault))
+    first, second = strategy.weights
+    assert set(first) == set(UNITS)
+    assert 0 < sum(first.values()) <= 1 + 1e-12
+    assert second["b"] == pytest.approx(1 / 7) if rule == "staleness-weighted" else "b" not in second
+    assert all(np.isfinite(array).all() for array in strategy.pseudo.parameters.values())
+
+
+def test_a_run_of_pseudo_gradients_ends_with_exact_rounds(tmp_path: Path) -> None:
+    flat = keys(
+        fedmgp__update="pseudo-gradient",
+        fedmgp__local_steps=5,
+        fedmgp__final_rounds=3,
+        fedmgp__learn_inducing=True,
+        optimizer__batch_size=16,
+        optimizer__learning_rate=0.02,
+        num_server_rounds=6,
+    )
+    recorder, grid = Recorder(), FaultyGrid(flat, nodes(tmp_path))
+    strategy = run(grid, recorder)
+    consistent(grid, strategy)
+    assert [("bound" in row) for row in recorder.rows] == [False] * 3 + [True] * 3
+    fresh = run(FaultyGrid(keys(num_server_rounds=1), nodes(tmp_path)))
+    assert not np.array_equal(fresh.inducing, strategy.inducing)
+
+
+def test_several_starts_go_on_with_the_best(tmp_path: Path) -> None:
+    flat = keys(fedmgp__starts=2, fedmgp__start_rounds=2, fedmgp__start_multiple=12.0, num_server_rounds=6)
+    recorder, grid = Recorder(), FaultyGrid(flat, nodes(tmp_path))
+    strategy = run(grid, recorder)
+    assert strategy.active == int(np.argmax([recorder.rows[1]["bound"], recorder.rows[3]["bound"]]))
+    assert recorder.rows[4]["bound"] > max(recorder.rows[1]["bound"], recorder.rows[3]["bound"])
+    consistent(grid, strategy)
+
+
+def test_classes_are_predicted_by_the_unit(tmp_path: Path) -> None:
+    frames = {unit: wave(index, 80) for index, unit in enumerate(UNITS)}
+    frames = {unit: frame.assign(y=np.where(frame["y"] > 0, "up", "down")) for unit, frame in frames.items()}
+    flat = keys(
+        model__likelihood="bernoulli", fedmgp__local_steps=10, num_server_rounds=4, optimizer__learning_rate=0.05
+    )
+    strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, frames)))
+    assert strategy.pseudo is not None
+    assert strategy.evaluation["test"]["accuracy"] > 0.85
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fedmgp__aggregation": "median"}, "needs `fedmgp.update` = 'pseudo-gradient'"),
+        ({"fedmgp__update": "pseudo-gradient", "fedmgp__aggregation": "agreement"}, "needs exact rounds"),
+        ({"fedmgp__update": "exact", "optimizer__batch_size": 5}, "batch-size"),
+        ({"model__kernel": "matern32"}, "rbf"),
+        ({"fedmgp__starts": 3}, "must exceed"),
+        ({"model__likelihood": "poisson"}, "gaussian"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(keys(**changes))

@@ -1,0 +1,434 @@
+"""SFVI and SFVI-Avg as a federation runs them: exact where they must be, silent about what is a site's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, each, lost, numbers, run, waves
+from flwr.app import Message
+
+from fedgp_flower import server_app
+from fedgp_flower.clients.sfvi import SFVIClient
+from fedgp_flower.clients.state import ARRAYS
+from fedgp_flower.data.sites import load_all_sites, load_site
+from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.models.structured_memory import NOW, Memory
+from fedgp_flower.predict import Predictor
+from fedgp_flower.registry import parse_config
+from strategies import sfvi_state as core
+from strategies.initialisation import box_points
+from strategies.sfvi_checks import move_limit
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    """A hierarchical GP of the sine set, or what the changes make of it."""
+    own = {"method": "sfvi", "sfvi__site_inducing": 4, "sfvi__learning_rate": 0.03}
+    return configured(**{**own, **changes})
+
+
+def visits_csv(folder: Path, rows: int = 3) -> Path:
+    """Children with a random intercept: `unit`, two inputs, an answer; dealt to one or to three sites."""
+    draw = np.random.default_rng(0)
+    unit = np.repeat(np.arange(12) + 100, rows)
+    x = draw.standard_normal((len(unit), 2))
+    y = np.where(draw.uniform(size=len(unit)) < 0.5, "no", "yes")
+    frame = pd.DataFrame({"unit": unit, "a": x[:, 0], "b": x[:, 1], "y": y})
+    frame["one"], frame["three"] = "all", np.array(["p", "q", "r"])[(unit // 3 + unit) % 3]
+    path = folder / "visits.csv"
+    frame.to_csv(path, index=False)
+    return path
+
+
+def mixed(path: Path, column: str, **changes: Any) -> dict[str, Any]:
+    """A logistic mixed model of the visits."""
+    own = {
+        "dataset": str(path),
+        "features": "unit,a,b",
+        "target": "y",
+        "test_fraction": 0.0,
+        "standardise": False,
+        "partitioner": "natural",
+        "partition__column": column,
+        "partition__min_rows": 2,
+        "min_sites": 1,
+        "model__likelihood": "bernoulli",
+        "sfvi__model": "logistic-mixed",
+        "sfvi__unit_column": "unit",
+        "sfvi__structure": "full",
+        "sfvi__samples": 2,
+    }
+    return tiny(**{**own, **changes})
+
+
+@pytest.mark.parametrize("weighted", [1, 5])
+def test_the_result_is_the_same_for_any_partition(tmp_path: Path, weighted: int) -> None:
+    """Draws are keyed by unit, so the sum of the sites' gradients is that of one site with all rows."""
+    path = visits_csv(tmp_path)
+    found = [
+        run(FaultyGrid(mixed(path, column, sfvi__importance_samples=weighted), sites)).parameters
+        for column, sites in (("one", 1), ("three", 3))
+    ]
+    for name, array in found[0].items():
+        assert found[1][name] == pytest.approx(array, rel=1e-10, abs=1e-12), name
+    assert np.abs(found[0]["q.lower"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "full"])
+def test_one_site_and_one_step_make_both_methods_the_same(structure: str) -> None:
+    """The site's Adam on the whole bound is the server's on the sum of two gradients; nothing is left to average."""
+    keys: dict[str, Any] = {"min_sites": 1, "sfvi__structure": structure, "sfvi__local_steps": 1}
+    by_gradient = run(FaultyGrid(tiny(**keys), 1)).parameters
+    by_average = run(FaultyGrid(tiny(method="sfvi-avg", **keys), 1)).parameters
+    for name, array in by_gradient.items():
+        assert by_average[name] == pytest.approx(array, rel=1e-9, abs=1e-10), name
+
+
+def test_the_bound_rises_and_is_that_of_the_pooled_model() -> None:
+    recorder = Recorder()
+    strategy = run(FaultyGrid(tiny(num_server_rounds=20), 3), recorder)
+    values = [row["objective"] for row in recorder.rows]
+    assert values[-1] > values[0] + 0.3
+    rows = sum(strategy.preparation.rows.values())
+    assert strategy.details()["bound"] == pytest.approx(values[-1] * rows)
+
+
+@pytest.mark.parametrize(("weights", "share"), [("rows", 0.75), ("equal", 0.5)])
+def test_the_average_weighs_sites(tmp_path: Path, weights: str, share: float) -> None:
+    """Replies written by hand: 48 and 16 training rows, and scales whose barycentre is their mean."""
+    nodes = csv_nodes(tmp_path, {"a": waves(60, 0), "b": waves(20, 1)})
+    flat = tiny(method="sfvi-avg", num_server_rounds=1, sfvi__weights=weights)
+    start = run(FaultyGrid(flat | {"num-server-rounds": 0}, nodes)).parameters
+    moved = lambda by: arrays(lambda own: {n: start[n] + by for n in own})  # noqa: E731
+    faults = [Fault("a", moved(0.4), ("train.average",)), Fault("b", moved(-0.2), ("train.average",))]
+    strategy = run(FaultyGrid(flat, nodes, *faults))
+    mean = share * 0.4 - (1 - share) * 0.2
+    for name, array in strategy.parameters.items():
+        if name == "q.log_scale":
+            expected = start[name] + math.log(share * math.exp(0.4) + (1 - share) * math.exp(-0.2))
+        else:
+            expected = start[name] + mean
+        assert array == pytest.approx(expected, rel=1e-12, abs=1e-12), name
+    spread = strategy.details()["spread"]
+    assert spread["a"] / spread["b"] == pytest.approx((0.4 - mean) / (0.2 + mean), rel=0.1)
+
+
+def test_absent_sites_are_stood_in_for() -> None:
+    """With one of three equal sites missing the gradient of the other two counts 3/2."""
+    whole = FaultyGrid(tiny(num_server_rounds=1), 3)
+    sent: dict[str, dict[str, np.ndarray]] = {}
+
+    def keep(site: str) -> Fault:
+        return Fault(site, arrays(lambda own: sent.setdefault(site, own)), ("train.gradient",))
+
+    faults = [keep("0"), keep("1"), Fault("2", lost, ("train.gradient",))]
+    grid = FaultyGrid(tiny(num_server_rounds=1), 3, *faults)
+    strategy = run(grid)
+    start = run(FaultyGrid(tiny(num_server_rounds=0), 3))
+    rows = start.preparation.rows
+    scale = sum(rows.values()) / (rows["0"] + rows["1"])
+    _, own = core.expected_server_gradient(start.parameters, start.prior)
+    gradient = core.total(own, [sent["0"], sent["1"]], scale=scale)
+    expected = core.ascend(core.start(start.parameters), gradient, rate=0.03)
+    for name, array in expected.parameters.items():
+        assert strategy.parameters[name] == pytest.approx(array, rel=1e-12), name
+    assert len(blamed(strategy)["2"]) == 1
+    assert not blamed(run(whole))
+
+
+HUGE = each(lambda array: array + 1e40)
+LIES: dict[str, tuple[str, Any, str]] = {
+    "nan": ("sfvi", each(lambda array: array * np.nan), "not finite"),
+    "huge": ("sfvi", HUGE, "times the usual"),
+    "rows": ("sfvi", numbers(num_examples=10**9), "claims 1000000000 rows"),
+    "far": ("sfvi-avg", HUGE, "reach no farther"),
+    "average of nan": ("sfvi-avg", each(lambda array: array * np.nan), "not finite"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_site_that_lies_changes_nothing(lie: str) -> None:
+    """The others' result is what it would have been had the site not answered."""
+    method, change, words = LIES[lie]
+    phases = ("train.gradient", "train.average")
+    keys: dict[str, Any] = {"method": method, "num_server_rounds": 2, "sfvi__local_steps": 2}
+    liar = run(FaultyGrid(tiny(**keys), 4, Fault("1", change, phases)))
+    absent = run(FaultyGrid(tiny(**keys), 4, Fault("1", lost, phases)))
+    assert all(words in reason for reason in blamed(liar)["1"])
+    for name, array in absent.parameters.items():
+        assert np.array_equal(liar.parameters[name], array), name
+
+
+def test_a_site_that_lost_its_state_begins_anew_and_catches_up() -> None:
+    recorder = Recorder()
+    grid = FaultyGrid(tiny(num_server_rounds=30, sfvi__catch_up_steps=50), 3)
+    recorder.at[20] = lambda: grid.restart("1")
+    strategy = run(grid, recorder)
+    assert strategy.details()["fresh_starts"] == {"1": 1}
+    values = [row["objective"] for row in recorder.rows]
+    assert min(values[20:]) > values[19] - 0.1
+    calm = Recorder()
+    run(FaultyGrid(tiny(num_server_rounds=30), 3), calm)
+    assert values[-1] > calm.rows[-1]["objective"] - 0.05
+
+
+class Killed(BaseException):
+    """Nothing in the program may catch it."""
+
+
+class Fatal(Recorder):
+    """Kills the run after the history of a round, before its checkpoint."""
+
+    def on_checkpoint(self, snapshot: Any) -> None:
+        """Keep it, unless this is the end."""
+        if self.rows[-1]["round"] == 4:
+            raise Killed
+        super().on_checkpoint(snapshot)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "sfvi"},
+        {"method": "sfvi-avg", "sfvi__local_steps": 2},
+        {"sfvi__warm_start_rounds": 4, "sfvi__local_steps": 2},
+    ],
+    ids=["sfvi", "avg", "warm"],
+)
+def test_a_killed_run_ends_where_it_would_have_ended(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Sites on their own machines keep their state: the round asked for again starts where it started."""
+    nodes = csv_nodes(tmp_path, {"a": waves(40, 0), "b": waves(30, 1)})
+    flat = tiny(num_server_rounds=6, test_fraction=0.3, **keys)
+
+    def told(name: str) -> list[dict[str, str]]:
+        return [{**node, "state-dir": str(tmp_path / name / node["site"])} for node in nodes]
+
+    expected = run(FaultyGrid(flat, told("calm")))
+    fatal = Fatal()
+    with pytest.raises(Killed):
+        run(FaultyGrid(flat, told("killed")), fatal)
+    resumed = run(FaultyGrid(flat, told("killed")), Recorder(), fatal.snapshots[-1])
+    for name, array in expected.parameters.items():
+        assert np.array_equal(resumed.parameters[name], array), name
+    assert resumed.evaluation["test"] == expected.evaluation["test"]
+    assert resumed.details() == expected.details()
+
+
+class Listening(FaultyGrid):
+    """Keeps all bytes that leave a site, and what the site knew when they left."""
+
+    def __init__(self, *told: Any) -> None:
+        super().__init__(*told)
+        self.sent: list[tuple[str, bytes]] = []
+        self.secrets: dict[str, set[bytes]] = {}
+
+    def answer(self, message: Message) -> Message:
+        reply = super().answer(message)
+        context = self.contexts[message.metadata.dst_node_id]
+        site = str(context.node_config["partition-id"])
+        own = {name: array.numpy() for name, array in (context.state.array_records.get(ARRAYS) or {}).items()}
+        memory = Memory.from_arrays(own, NOW)
+        for values in () if memory is None else (memory.local, memory.moments.first, memory.moments.second):
+            for value in values.values():
+                self.secrets.setdefault(site, set()).update(words(value.numpy()))
+        self.sent.append((site, content(reply)))
+        return reply
+
+
+def words(array: np.ndarray) -> set[bytes]:
+    """The bytes of every number that is not one that anybody may come by."""
+    flat = np.asarray(array, dtype=np.float64).ravel()
+    return {value.tobytes() for value in flat if value not in (0.0, 1.0) and math.isfinite(value)}
+
+
+def content(message: Message) -> bytes:
+    """Every byte of a message: arrays, numbers, texts."""
+    out = []
+    for record in message.content.array_records.values():
+        out += [array.data for array in record.values()]
+    for numbers_of in message.content.metric_records.values():
+        out += [np.asarray(value, dtype=np.float64).tobytes() for value in numbers_of.values()]
+    for texts_of in message.content.config_records.values():
+        out += [repr(value).encode() for value in texts_of.values()]
+    return b"|".join(out)
+
+
+def leaks(flat: dict[str, Any]) -> dict[str, int]:
+    """How many private numbers of each of three sites are among the bytes it sent."""
+    grid = Listening(flat, 3)
+    strategy = run(grid)
+    prepared = strategy.preparation
+    preparation = Preparation.from_wire(prepared.arrays, prepared.schema)
+    found = {}
+    for site in load_all_sites(strategy.config, 3):
+        data = site.encode(preparation)
+        own = grid.secrets[site.site] | words(data.x) | words(data.y) | words(site.train.to_numpy())
+        heard = b"".join(sent for sender, sent in grid.sent if sender == site.site)
+        assert len(own) > 100
+        assert len(heard) > 1000
+        found[site.site] = sum(word in heard for word in own)
+    return found
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"sfvi__warm_start_rounds": 2, "sfvi__local_steps": 3},
+        {"method": "sfvi-avg", "sfvi__local_steps": 3, "sfvi__structure": "full"},
+    ],
+    ids=["sfvi", "avg"],
+)
+def test_nothing_about_local_latents_leaves_a_site(keys: dict[str, Any]) -> None:
+    """No number of q(Z_Lk | Z_G), of its optimiser, or of a row is among the bytes of any message of any site."""
+    assert not any(leaks(tiny(evaluate_every=2, **keys)).values())
+
+
+def leaked(client: SFVIClient) -> float:
+    """A number that must stay at a site."""
+    memory = Memory.from_arrays(client.state.arrays, NOW)
+    assert memory is not None
+    return float(memory.local["mean"].ravel()[0])
+
+
+def test_the_listener_hears_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number of one site's latents among the figures of its replies is enough."""
+
+    def figures(self: SFVIClient, value: float, fresh: bool) -> dict[str, float]:
+        del value, fresh
+        return {"objective": leaked(self) if self.site.site == "1" else 0.0}
+
+    monkeypatch.setattr(SFVIClient, "figures", figures)
+    assert {site for site, found in leaks(tiny()).items() if found} == {"1"}
+
+
+def offset_nodes(folder: Path) -> list[dict[str, str]]:
+    """Two sites whose targets differ by a constant that no input explains."""
+    frames = {name: waves(60, seed) for seed, name in enumerate("ab")}
+    frames["a"]["y"] += 2.0
+    frames["b"]["y"] -= 2.0
+    return csv_nodes(folder, frames)
+
+
+def test_a_site_predicts_with_its_own_deviation_and_a_new_site_without(tmp_path: Path) -> None:
+    nodes = offset_nodes(tmp_path)
+    flat = tiny(
+        num_server_rounds=50,
+        sfvi__learning_rate=0.1,
+        output_dir=str(tmp_path),
+        name="run",
+        wait_seconds=1.0,
+    )
+    path = server_app.execute(FaultyGrid(flat, nodes), flat, lambda row, total: None)
+    predictor = Predictor.of_run(path)
+    config = parse_config(flat)
+    site = load_site(config, nodes[0])
+    mean, sd = predictor(site.test[["x1", "x2"]].to_numpy())
+    alone = float(np.sqrt(np.mean((mean - site.test["y"]) ** 2)))
+    personal = pd.read_json(path / "metrics.json", typ="series")["per_site"][0]["rmse"]
+    assert personal < 0.8
+    assert alone > 1.0  # the trend lies between the sites
+    assert (sd > 1.0).all()  # a new site may be as far off as these two
+    table = predictor.table(site.test[["x1", "x2"]])
+    assert table["mean"].to_numpy() == pytest.approx(mean)
+
+
+def test_classes_of_units_with_and_without_rows(tmp_path: Path) -> None:
+    """A logistic mixed model through to its report: probabilities, for known units and new ones."""
+    path = visits_csv(tmp_path, rows=6)
+    flat = mixed(path, "three", test_fraction=0.3, num_server_rounds=10, keep_predictions=True)
+    flat |= {"output-dir": str(tmp_path), "name": "run", "sfvi.amortised-units": 3, "baselines.local-only": True}
+    flat |= {"baselines.pooled": True, "baselines.max-evaluations": 5}
+    folder = server_app.execute(FaultyGrid(flat, 3), flat, lambda row, total: None)
+    metrics = pd.read_json(folder / "metrics.json", typ="series")
+    assert set(metrics["test"]) == {"accuracy", "nll", "brier"} == set(metrics["pooled"]) - {"per_site"}
+    frame = pd.read_csv(path).astype({"unit": float})
+    table = Predictor.of_run(folder).table(frame)
+    assert list(table.columns) == ["probability of no", "probability of yes"]
+    assert table.sum(axis=1).to_numpy() == pytest.approx(np.ones(len(table)))
+    assert (folder / "report.html").exists()
+
+
+def test_numbers_of_classes(tmp_path: Path) -> None:
+    """Multinomial regression: three classes that one input tells apart."""
+    draw = np.random.default_rng(1)
+    label = draw.integers(0, 3, 90)
+    frame = pd.DataFrame({"x": label + 0.1 * draw.standard_normal(90), "one": draw.standard_normal(90), "y": label})
+    frame.to_csv(tmp_path / "classes.csv", index=False)
+    flat = tiny(
+        dataset=str(tmp_path / "classes.csv"),
+        target="y",
+        standardise=False,
+        sfvi__model="multinomial",
+        sfvi__classes=3,
+        sfvi__learning_rate=0.5,
+        num_server_rounds=30,
+    )
+    strategy = run(FaultyGrid(flat, 3))
+    assert strategy.evaluation["test"]["accuracy"] > 0.9
+    assert set(strategy.parameters) == {"theta.prior_log_scales", "q.mean", "q.log_scale"}
+    assert not blamed(strategy)
+
+
+def test_sites_take_part_by_turns() -> None:
+    grid = FaultyGrid(tiny(sfvi__fraction=0.5, num_server_rounds=6, sfvi__catch_up_steps=5), 4)
+    strategy = run(grid)
+    asked = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train.gradient"]
+    assert all(sum(number == wanted for number, _ in asked) == 2 for wanted in range(1, 7))
+    assert len({site for _, site in asked}) > 2
+    assert all(np.isfinite(array).all() for array in strategy.parameters.values())
+
+
+def test_a_warm_start_averages_first() -> None:
+    grid = FaultyGrid(tiny(sfvi__warm_start_rounds=2, sfvi__local_steps=1), 2)
+    run(grid)
+    phases = {visit.round: visit.phase for visit in grid.visits if visit.phase.startswith("train")}
+    assert phases == {1: "train.average", 2: "train.average", 3: "train.gradient", 4: "train.gradient"}
+
+
+def test_no_gradient_carries_adam_beyond_its_limit() -> None:
+    """The refusal of far moves cannot hit an honest site, and the worst gradients come near the limit."""
+    draw = np.random.default_rng(0)
+    farthest = 0.0
+    for power in (0.0, 1.0, 3.0, 10.0):
+        gradients = draw.standard_normal((400, 50)) * 10 ** (power * draw.standard_normal((400, 50)))
+        gradients[:, 0] = (0.9 / 0.999) ** -np.arange(400.0)  # what Cauchy-Schwarz is tight for
+        state = core.start({"a": np.zeros(50)})
+        for gradient in gradients:
+            before = state.parameters["a"]
+            state = core.ascend(state, {"a": gradient}, rate=0.1)
+            farthest = max(farthest, float(np.abs(state.parameters["a"] - before).max()))
+    assert 0.4 * move_limit(0.1, 1) < farthest <= move_limit(0.1, 1)
+
+
+def test_box_points_fill_the_bins_that_hold_rows() -> None:
+    histogram = np.zeros((2, 40))
+    histogram[0, [10, 12]] = 3  # from −6 + 10 · 0.3 to −6 + 13 · 0.3
+    histogram[1, 39] = 6
+    points = box_points(50, histogram, np.random.default_rng(0))
+    assert points.shape == (50, 2)
+    low, high = points.min(axis=0), points.max(axis=0)
+    assert (low >= [-3.0, 5.7]).all()
+    assert (high <= [-2.1, 6.0]).all()
+    assert high - low == pytest.approx([0.9, 0.3], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("flat", "word"),
+    [
+        ({"model.likelihood": "poisson"}, "`model.likelihood`"),
+        ({"sfvi.model": "logistic-mixed", "model.likelihood": "bernoulli"}, "`sfvi.unit-column`"),
+        ({"sfvi.model": "multinomial"}, "`standardise`"),
+        ({"sfvi.amortised-units": 2}, "`sfvi.amortised-units`"),
+        ({"optimizer.batch-size": 3}, "`optimizer.batch-size`"),
+        ({"precision": "float32"}, "`precision`"),
+    ],
+)
+def test_combinations_that_make_no_sense(flat: Mapping[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word.replace(".", r"\.")):
+        parse_config({"method": "sfvi", **flat})
