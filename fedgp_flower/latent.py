@@ -135,6 +135,18 @@ class Statistics:
         return Statistics(turn.T @ self.precision @ turn, turn.T @ self.shift, self.evidence, self.slack)
 
 
+def product_factors(posterior: Posterior, count: int) -> Array:
+    """Cholesky factors [I, J, J] of the product over latent functions that is closest to a joint q in KL(product ‖ q).
+
+    That product keeps each function's covariance given the others. With function i ordered last, the last block of the
+    Cholesky factor of the joint covariance is the factor of exactly that, so nothing is inverted.
+    """
+    blocks = np.arange(len(posterior.mean)).reshape(count, -1)
+    orders = [np.concatenate([*np.delete(blocks, i, axis=0), blocks[i]]) for i in range(count)]
+    size = blocks.shape[1]
+    return np.stack([np.linalg.cholesky(posterior.covariance[np.ix_(o, o)])[-size:, -size:] for o in orders])
+
+
 def pack(statistics: Sequence[Statistics]) -> NamedArrays:
     """Statistics at C trial moves as named arrays; of the symmetric G only one triangle travels."""
     rows, columns = np.tril_indices(statistics[0].shift.size)

@@ -18,9 +18,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedYogi
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.shapes import NamedArrays
+from fedgp_flower.shapes import Array, NamedArrays
 from strategies.base import GPStrategy, Snapshot
-from strategies.wire import Answer, ArraySpec, Specs, answer, array_record, numpy_arrays
+from strategies.initialisation import initial_inducing_points
+from strategies.wire import Answer, ArraySpec, Specs, answer, array_record, numpy_arrays, sums_over
 
 PREFIX = "parameters."
 
@@ -87,6 +88,17 @@ class ParameterStrategy(GPStrategy, ABC):
         if not answers:
             raise RunError("no site answered where its inputs lie; see the failures above")
         return answers
+
+    def initial_inducing_points(self, answers: Mapping[str, Answer]) -> Array:
+        """The first Z [M, D], drawn from the sums of what sites say of their inputs."""
+        return initial_inducing_points(
+            self.config.model.inducing_init,
+            self.config.model.num_inducing,
+            sums_over(answers, "input.histogram"),
+            sums_over(answers, "input.products"),
+            float(sum(own.num_examples for own in answers.values())),
+            np.random.default_rng([self.config.seed, *b"inducing"]),
+        )
 
     def parameter_specs(self) -> Specs:
         """Shapes of the parameters."""

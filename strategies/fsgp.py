@@ -25,8 +25,7 @@ from fedgp_flower.statistics import SparseSums, WhitenedPosterior, collapsed_bou
 from strategies.averaging import Averaging, ParameterStrategy, median_hyperparameters
 from strategies.base import Observer, Snapshot
 from strategies.closing import Posterior
-from strategies.initialisation import initial_inducing_points
-from strategies.wire import Answer, ArraySpec, Specs, sums_over
+from strategies.wire import Answer, ArraySpec, Specs
 
 logger = logging.getLogger("fedgp")
 
@@ -77,14 +76,7 @@ class SparseStrategy(ParameterStrategy, ABC):
     def initialise(self) -> None:
         """Draw inducing points from federated statistics; hyperparameters start where the configuration says."""
         answers = self.shapes_of_inputs()
-        locations = initial_inducing_points(
-            self.config.model.inducing_init,
-            self.config.model.num_inducing,
-            sums_over(answers, "input.histogram"),
-            sums_over(answers, "input.products"),
-            float(sum(own.num_examples for own in answers.values())),
-            np.random.default_rng([self.config.seed, *b"inducing"]),
-        )
+        locations = self.initial_inducing_points(answers)
         self.parameters = {"inducing.locations": locations, **median_hyperparameters(answers)}
 
     def statistics_specs(self) -> Specs:

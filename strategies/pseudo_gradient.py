@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fedgp_flower.latent import FACTOR, INDUCING, MEAN, SCALES, Latents, Posterior
+from fedgp_flower.latent import FACTOR, INDUCING, MEAN, SCALES, Latents, Posterior, product_factors
 from fedgp_flower.shapes import Array, NamedArrays
 from strategies.aggregators import Signals, aggregate
 
@@ -36,13 +36,9 @@ class PseudoState:
 
 
 def start(latents: Latents, posterior: Posterior, *, learn_inducing: bool) -> PseudoState:
-    """θ at shared latent functions with unit amplitudes; a joint q(u) becomes the nearest product over functions.
-
-    The product that is closest to q in KL(product ‖ q) keeps the conditional precisions.
-    """
+    """θ at shared latent functions with unit amplitudes; a joint q(u) becomes the nearest product over functions."""
     count, J = latents.scales.shape[0], latents.inducing.shape[0]
-    precision = np.linalg.inv(posterior.covariance).reshape(count, J, count, J)
-    factors = np.stack([np.linalg.cholesky(np.linalg.inv(precision[i, :, i, :])) for i in range(count)])
+    factors = product_factors(posterior, count)
     parameters = {SCALES: np.log(latents.scales), MEAN: posterior.mean.reshape(count, J), FACTOR: factors}
     if learn_inducing:
         parameters[INDUCING] = latents.inducing

@@ -24,7 +24,6 @@ from strategies import pvi_arrays as wire
 from strategies.averaging import ParameterStrategy
 from strategies.base import Observer, Snapshot
 from strategies.closing import Posterior
-from strategies.initialisation import initial_inducing_points
 from strategies.pvi_book import LATENTS, Book, contribution, latents_refusal, refusal
 from strategies.pvi_options import PVIOptions
 from strategies.pvi_posterior import described, free_energy
@@ -37,7 +36,7 @@ from strategies.pvi_state import (
     merge,
     posterior,
 )
-from strategies.wire import Answer, ArraySpec, Specs, answer, sums_over
+from strategies.wire import Answer, ArraySpec, Specs, answer
 
 logger = logging.getLogger("fedgp")
 
@@ -62,14 +61,7 @@ class PVI(ParameterStrategy):
     def initialise(self) -> None:
         """Draw the first Z from federated statistics, the same for all sites; nothing is known of the function yet."""
         answers = self.shapes_of_inputs()
-        start = initial_inducing_points(
-            self.config.model.inducing_init,
-            self.config.model.num_inducing,
-            sums_over(answers, "input.histogram"),
-            sums_over(answers, "input.products"),
-            float(sum(own.num_examples for own in answers.values())),
-            np.random.default_rng([self.config.seed, *b"inducing"]),
-        )
+        start = self.initial_inducing_points(answers)
         hyper = np.median([own.arrays["hyper.start"] for own in answers.values()], axis=0)
         self.parameters = {"inducing": start.ravel(), "hyper": hyper}
         own = self.options

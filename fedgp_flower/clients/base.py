@@ -104,8 +104,13 @@ class GPClient(NumPyClient):
         return self.site.encode(Preparation.from_wire(request.arrays, str(request.settings["schema"])))
 
     def predict(self, request: Request, inputs: NDArray[np.float64]) -> Prediction:
-        """Predict noisy observations at standardised inputs [N, D] with what the request carries."""
-        raise NotImplementedError
+        """Predict noisy observations at standardised inputs [N, D] with what the request carries.
+
+        Raises:
+            ProtocolError: for a method whose clients share nothing that predicts rows, such as a yardstick.
+        """
+        del request, inputs
+        raise ProtocolError(f"method `{self.config.method}` has no prediction of single rows")
 
     def score(self, request: Request) -> Scores:
         """Scores of the held-out rows in original units."""

@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 
-import gpytorch
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.config import ModelSection
 from fedgp_flower.linalg import cholesky
-from fedgp_flower.models.kernels import build_kernel, build_likelihood, load_parameters, wire_name
-from fedgp_flower.models.placement import to_array
-from fedgp_flower.shapes import Array, NamedArrays, Rows, Targets
+from fedgp_flower.models.kernels import WiredModel, build_kernel, build_likelihood
+from fedgp_flower.shapes import Rows, Targets
 
 
-class ExactGP(gpytorch.Module):
+class ExactGP(WiredModel):
     """Kernel and Gaussian noise, conditioned on rows when asked; parameters in log coordinates."""
 
     def __init__(self, model: ModelSection, num_inputs: int) -> None:
         super().__init__()
         self.kernel = build_kernel(model, num_inputs)
         self.likelihood = build_likelihood(model)
-
-    def wire_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Every parameter with its wire name, in a fixed order."""
-        for name, parameter in self.kernel.named_parameters():
-            yield f"kernel.{wire_name(name)}", parameter
-        yield "likelihood.log_noise", self.likelihood.noise_covar.raw_noise
-
-    def to_arrays(self) -> NamedArrays:
-        """Current parameters under their wire names."""
-        return {name: to_array(parameter).copy() for name, parameter in self.wire_parameters()}
-
-    def load(self, arrays: Mapping[str, Array]) -> None:
-        """Set all parameters from arrays.
-
-        Raises:
-            ProtocolError: naming the array that is missing or has another shape.
-        """
-        load_parameters(self.wire_parameters(), arrays)
 
     def _factor(self, inputs: Rows) -> Tensor:
         noise = self.likelihood.noise.squeeze(-1) * torch.eye(len(inputs), dtype=inputs.dtype, device=inputs.device)

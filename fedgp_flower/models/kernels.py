@@ -26,7 +26,8 @@ from gpytorch.kernels import (
 
 from fedgp_flower.config import ModelSection, kernel_tree
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.shapes import Array
+from fedgp_flower.models.placement import to_array
+from fedgp_flower.shapes import Array, NamedArrays
 
 UNBATCHED = torch.Size()
 
@@ -117,6 +118,31 @@ def load_parameters(parameters: Iterable[tuple[str, torch.nn.Parameter]], arrays
             found = arrays[name].shape if name in arrays else "nothing"
             raise ProtocolError(f"array `{name}`: expected shape {tuple(parameter.shape)}, found {found}")
         parameter.data.copy_(torch.as_tensor(arrays[name]))
+
+
+class WiredModel(gpytorch.Module):
+    """A kernel and a Gaussian likelihood whose parameters, in log coordinates, travel under their wire names."""
+
+    kernel: Kernel
+    likelihood: gpytorch.likelihoods.GaussianLikelihood
+
+    def wire_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Every parameter with its wire name, in a fixed order."""
+        for name, parameter in self.kernel.named_parameters():
+            yield f"kernel.{wire_name(name)}", parameter
+        yield "likelihood.log_noise", self.likelihood.noise_covar.raw_noise
+
+    def to_arrays(self) -> NamedArrays:
+        """Current parameters under their wire names."""
+        return {name: to_array(parameter).copy() for name, parameter in self.wire_parameters()}
+
+    def load(self, arrays: Mapping[str, Array]) -> None:
+        """Set all parameters from arrays.
+
+        Raises:
+            ProtocolError: naming the array that is missing or has another shape.
+        """
+        load_parameters(self.wire_parameters(), arrays)
 
 
 def prior_variance(kernel: Kernel, point: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.latent import Latents, Posterior
+from fedgp_flower.latent import Latents, Posterior, product_factors
 from fedgp_flower.linalg import kernel_cholesky
 from fedgp_flower.models.convolved import ConvolvedKernel, CoregionalKernel
 from fedgp_flower.models.exact_q import UnitParameters
@@ -182,14 +182,12 @@ def from_exact(
 ) -> MultiOutputModel:
     """The model of a unit in exact mode, to go on with pseudo-gradients.
 
-    A joint q(u) becomes the product over latent functions that is closest to it: its conditional precisions stay.
+    A joint q(u) becomes the product over latent functions that is closest to it.
     """
     count, J = latents.scales.shape[0], latents.inducing.shape[0]
     model = unit_model(latents, parameters, likelihood=likelihood, learn_inducing=learn_inducing)
-    precision = torch.linalg.inv(torch.from_numpy(q.covariance)).reshape(count, J, count, J)
-    own = torch.stack([precision[i, :, i, :] for i in range(count)])
     model.variational.variational_mean.copy_(torch.from_numpy(q.mean).reshape(count, J))
-    model.variational.chol_variational_covar.copy_(torch.linalg.cholesky(torch.linalg.inv(own)))
+    model.variational.chol_variational_covar.copy_(torch.from_numpy(product_factors(q, count)))
     return model
 
 

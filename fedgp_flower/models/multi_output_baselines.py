@@ -167,7 +167,8 @@ def starting_point(
     first = max(range(len(data)), key=lambda m: data[m].y.size)
     own = starting_parameters(data[first], latents, options)
     told = statistics(data[first], latents, own)
-    covariance = np.asarray(np.linalg.inv(np.eye(latents.size) + told.precision), dtype=np.float64)
+    factor = cholesky(torch.from_numpy(np.eye(latents.size) + told.precision), of="precision of q(u)")
+    covariance = torch.cholesky_inverse(factor).numpy()  # the inverse is the answer here
     q = Posterior(covariance @ told.shift, covariance)
     phi = [
         own if m == first else maximise(d, latents, q, starting_parameters(d, latents, options), options, coarse=True)
@@ -205,7 +206,7 @@ def _fit(
     value, _ = ascend(bound, learned, max_evaluations=max_evaluations, bounded=logarithms)
     with torch.no_grad():
         P, b, _ = sums()
-        V = torch.linalg.inv(P)
+        V = torch.cholesky_inverse(cholesky(P, of="precision of q(u)"))  # the inverse is the answer here
         smoothing = (log_r.exp() if convolved else torch.zeros_like(log_r)).numpy()
         fitted = Latents(latents.inducing, log_s.exp().numpy(), np.ones(len(log_s)), latents.jitter)
         noises = log_noise.exp().tolist()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import gpytorch
 import torch
 from torch import Tensor
 
 from fedgp_flower.config import ModelSection
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.linalg import kernel_cholesky
-from fedgp_flower.models.kernels import build_kernel, build_likelihood, load_parameters, prior_variance, wire_name
+from fedgp_flower.models.kernels import WiredModel, build_kernel, build_likelihood, prior_variance
 from fedgp_flower.models.placement import FLOAT32_JITTER, to_array
 from fedgp_flower.shapes import Array, NamedArrays, Rows, Targets
 from fedgp_flower.statistics import SparseSums, WhitenedPosterior, bound_gradient
@@ -21,7 +20,7 @@ CHUNK = 4096
 """Rows handled at once: no array grows with N beyond M × CHUNK."""
 
 
-class SparseGP(gpytorch.Module):
+class SparseGP(WiredModel):
     """Kernel, Gaussian noise and inducing points; parameters in log coordinates, data standardised."""
 
     def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
@@ -39,23 +38,9 @@ class SparseGP(gpytorch.Module):
         return sparse
 
     def wire_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Every parameter with its wire name, in a fixed order."""
+        """The inducing points before kernel and noise."""
         yield "inducing.locations", self.inducing_points
-        for name, parameter in self.kernel.named_parameters():
-            yield f"kernel.{wire_name(name)}", parameter
-        yield "likelihood.log_noise", self.likelihood.noise_covar.raw_noise
-
-    def to_arrays(self) -> NamedArrays:
-        """Current parameters under their wire names."""
-        return {name: to_array(parameter).copy() for name, parameter in self.wire_parameters()}
-
-    def load(self, arrays: Mapping[str, Array]) -> None:
-        """Set all parameters from arrays.
-
-        Raises:
-            ProtocolError: naming the array that is missing or has another shape.
-        """
-        load_parameters(self.wire_parameters(), arrays)
+        yield from super().wire_parameters()
 
     @property
     def jitter(self) -> float:
