@@ -108,6 +108,7 @@ class PVI(ParameterStrategy):
         around = context(state, site, deletion=plan.deletion, prior_share=share)
         rest = [own for name, own in state.sites.items() if name != site or not plan.deletion]
         told = self._latents("q", posterior(state)) | wire.under("others", wire.factor_arrays(rest))
+        told["known"] = np.array(self._known(site))
         if self.options.linear:
             told |= wire.under("context", around["whitened"].to_arrays())
             told |= wire.under("posterior", posterior(state)["whitened"].to_arrays())
@@ -116,6 +117,11 @@ class PVI(ParameterStrategy):
         if plan.deletion and site in state.sites:
             told |= wire.under("own", wire.own_arrays(state.sites[site]))
         return told
+
+    def _known(self, site: str) -> float:
+        """Share of all rows that the sites visited so far and this one hold: how mature q(Z) and q(β) can be."""
+        rows = self.preparation.rows
+        return sum(rows[name] for name in {*self.factors.sites, site}) / sum(rows.values())
 
     def _latents(self, prefix: str, blocks: Mapping[str, Gaussian]) -> NamedArrays:
         arrays: NamedArrays = {}

@@ -88,6 +88,7 @@ def reply_specs(blocks: Mapping[str, ArraySpec], *, points: bool, full: bool, nu
         "targets": (None,),
         "root": root,
         "residual": (),
+        "count": (),
     }
     return {**blocks, **{f"points.{name}": ArraySpec(shape) for name, shape in shapes.items()}}
 
@@ -101,8 +102,8 @@ def points_refusal(points: Mapping[str, np.ndarray], rows: int) -> str | None:
         return f"{number} pseudo-observations of {rows} rows"
     if any(np.abs(array).max() > LIMIT for array in points.values()):
         return f"`points.*`: numbers above {LIMIT:g}, which no standardised rows give"
-    if points["residual"] < 0:
-        return "`points.residual` is a sum of squares and cannot be negative"
+    if not 0 < points["count"] <= rows or points["residual"] < 0:
+        return f"`points.count` lies between 0 and the {rows} rows of the site, `points.residual` is a sum of squares"
     if points["root"].ndim == 1 and not (points["root"] > 0).all():
         return "`points.root` holds deviations and cannot be negative"
     return None

@@ -68,5 +68,5 @@ def contribution(own: Answer, options: PVIOptions) -> Contribution:
     factors = {name: wire.gaussian_of(wire.part(own.arrays, name)) for name in blocks if f"{name}.eta1" in own.arrays}
     points = wire.part(own.arrays, "points")
     if points:
-        points |= {"tied": np.array(options.factor == "tied"), "count": np.array(float(own.num_examples))}
+        points |= {"tied": np.array(options.factor == "tied")}
     return Contribution(factors, points, own.num_examples)

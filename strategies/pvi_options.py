@@ -58,11 +58,11 @@ class PVIOptions(MethodOptions):
     """Of ``adam``."""
     step: Fraction = 1.0
     """``natural-gradient`` and ``gradient``: length of a step."""
-    evaluations: PositiveInt = 100
+    evaluations: PositiveInt = 400
     """L-BFGS evaluations of ``lbfgs``, and of the distillation of ``replay``."""
-    refit_evaluations: PositiveInt = 200
+    refit_evaluations: PositiveInt = 100
     """``replay``: L-BFGS evaluations of the refit at a point."""
-    refit_steps: Count = 40
+    refit_steps: Count = 20
     """``replay``: Adam steps of the refit over distributions; 0 keeps points Z and β."""
 
     def plan(self) -> Plan:

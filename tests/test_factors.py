@@ -14,6 +14,7 @@ from fedgp_flower.config import ModelSection
 from fedgp_flower.errors import ConfigError, NumericsError
 from fedgp_flower.gaussian import NaturalGaussian
 from fedgp_flower.models.batched_kernel import BatchedKernel
+from fedgp_flower.models.cavity import local_free_energy
 from fedgp_flower.models.factors import (
     InducingFactor,
     Natural,
@@ -24,7 +25,7 @@ from fedgp_flower.models.factors import (
     stack,
     view,
 )
-from fedgp_flower.models.hierarchical import Data, Draws, SparseModel, local_free_energy, predict, standard_normal
+from fedgp_flower.models.hierarchical import Data, Draws, SparseModel, predict, standard_normal
 from fedgp_flower.models.kernels import build_kernel
 from fedgp_flower.models.likelihoods import GaussianNoise, build_point_likelihood
 

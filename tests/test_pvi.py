@@ -298,6 +298,10 @@ def negative(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {**own, "points.residual": np.array(-1.0)}
 
 
+def too_many(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {**own, "points.count": own["points.count"] + 1e6}
+
+
 def unequal(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {**own, "points.targets": own["points.targets"][1:]}
 
@@ -313,6 +317,7 @@ def improper(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         (lost, "no reply"),
         (numbers(num_examples=3), "rows"),
         (other_arrays(negative), "residual"),
+        (other_arrays(too_many), "count"),
         (other_arrays(unequal), "one number"),
         (other_arrays(improper), "precision"),
         (each(lambda array: array * 1e20), "numbers above"),

@@ -14,6 +14,7 @@ from fedgp_flower.config import ModelSection
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.models.batched_kernel import BatchedKernel
+from fedgp_flower.models.cavity import local_free_energy
 from fedgp_flower.models.factors import InducingFactor, PseudoObservations, product, view
 from fedgp_flower.models.hierarchical import (
     Data,
@@ -21,7 +22,6 @@ from fedgp_flower.models.hierarchical import (
     SparseModel,
     collapsed_evidence,
     collapsed_local_bound,
-    local_free_energy,
     predict,
 )
 from fedgp_flower.models.kernels import build_kernel

@@ -1,5 +1,7 @@
 """Local updates reach known optima; replay keeps the evidence; pseudo-points respect the floor."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,8 @@ from fedgp_flower.config import ModelSection
 from fedgp_flower.errors import ConfigError, NumericsError
 from fedgp_flower.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.models.batched_kernel import BatchedKernel
-from fedgp_flower.models.factors import InducingFactor, PseudoObservations
+from fedgp_flower.models.cavity import Cavity, local_free_energy
+from fedgp_flower.models.factors import InducingFactor, PseudoObservations, log_noise_evidence
 from fedgp_flower.models.first_factors import first_factor
 from fedgp_flower.models.hierarchical import (
     Data,
@@ -18,7 +21,6 @@ from fedgp_flower.models.hierarchical import (
     SparseModel,
     collapsed_evidence,
     collapsed_local_bound,
-    local_free_energy,
     predict,
 )
 from fedgp_flower.models.kernels import build_kernel
@@ -26,7 +28,7 @@ from fedgp_flower.models.likelihoods import build_point_likelihood
 from fedgp_flower.models.optimise import AdamSettings, adam, lbfgs
 from fedgp_flower.models.pseudo_points import distance_report, microaggregate
 from fedgp_flower.models.pvi_updates import LocalProblem, adam_update, first_latents, lbfgs_update
-from fedgp_flower.models.replay import ReplaySettings, distil, noise_residual, refit, replay_update
+from fedgp_flower.models.replay import ReplaySettings, distil, noise_residual, refit, replay_update, withhold
 
 INDUCING = 8
 
@@ -207,7 +209,7 @@ def test_refit_without_any_evidence_returns_the_prior():
     """Mode 0 of N(0, I), and from there −α KL(q(Z)) − KL(q(β)) with the starting width."""
     latents = grid()
     prior = standard(latents)
-    settings = ReplaySettings(alpha=0.2, start_scale=0.5, adam=AdamSettings(steps=1))
+    settings = ReplaySettings(alpha=0.2, start_scale=(0.5, 0.5), adam=AdamSettings(steps=1))
     found = refit(model(), [], None, prior, latents, settings, generator())
     kl = -0.5 * (1 + np.log(0.25) - 0.25)  # of N(0, ¼) from N(0, 1), per entry
     assert found.traces[0].values[-1] == pytest.approx(0.0, abs=1e-4)
@@ -246,11 +248,35 @@ def test_residual_is_zero_at_the_rows_and_the_lost_squares_after_averaging():
     data, latents = sine(), grid()
     fit = refit(model(), [], data, standard(latents), latents, ReplaySettings(adam=AdamSettings(steps=0)), generator())
     draws = draws_at(fit.latents)
-    assert float(noise_residual(model(), draws, [], exact(data), data)) == pytest.approx(0.0, abs=1e-9)
+    assert float(noise_residual(Cavity.at(model(), draws, [], data), exact(data), data)) == pytest.approx(0.0, abs=1e-9)
     pairs = Data(data.inputs.repeat(2, 1), torch.cat([data.targets + 0.1, data.targets - 0.1]))
     merged = PseudoObservations(data.inputs, data.targets, torch.full((60,), 2.0).double().sqrt())
-    lost = noise_residual(model(), draws, [], merged, pairs)
+    lost = noise_residual(Cavity.at(model(), draws, [], pairs), merged, pairs)
     assert float(lost) == pytest.approx(120 * 0.1**2, rel=1e-9)
+
+
+@pytest.mark.parametrize("known", [0.1, 0.5, 1.0])
+def test_noise_claims_are_withheld_without_moving_the_slope_in_the_noise(known):
+    own = replace(microaggregate(sine(), 30, 1), residual=torch.tensor(0.4).double())
+    noise = torch.tensor([0.04]).double().requires_grad_()
+
+    def slope(factor, orders):
+        value = log_noise_evidence(factor, noise).sum()
+        for _ in range(orders):
+            (value,) = torch.autograd.grad(value, noise, create_graph=True)
+            value = value * noise.squeeze()
+        return value.item()
+
+    kept = withhold(own, noise.detach().squeeze(), known)
+    assert slope(kept, 1) == pytest.approx(slope(own, 1), rel=1e-12)
+    assert float(kept.residual) == pytest.approx(0.4 * known)
+    assert kept.count == pytest.approx(60 - (1 - known) * 10)
+    assert slope(kept, 2) >= slope(own, 2)  # less curvature: a smaller noise is less unlikely
+
+
+def test_no_fewer_rows_are_counted_than_pseudo_observations():
+    own = replace(microaggregate(sine(), 30, 1), residual=torch.tensor(8.0).double())
+    assert withhold(own, torch.tensor(0.04).double(), 0.1).count == 30
 
 
 def test_distillation_of_few_points_keeps_most_of_the_bound():

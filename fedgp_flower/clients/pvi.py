@@ -149,6 +149,7 @@ class PVIClient(GPClient):
             next(iter(wire.factors_of(arrays, "own")), None),
             _natural(wire.part(arrays, "context")),
             _natural(wire.part(arrays, "posterior")),
+            float(arrays["known"]) if "known" in arrays else 1.0,
         )
         generator = random_source(self.config.seed, request.phase, self.site.site, request.round)
         return self._model(request), _rows(site), told, self.settings(), generator

@@ -26,7 +26,6 @@ from fedgp_flower.models.factors import (
     Natural,
     PseudoObservations,
     log_noise_evidence,
-    multiply,
     product,
     view,
 )
@@ -134,27 +133,6 @@ def draw(
     return Draws(parts[0].reshape(num_samples, -1, num_inputs), parts[1])
 
 
-def local_free_energy(
-    model: SparseModel, draws: Draws, others: Sequence[Factor], own: Factor, data: Data, *, weight: float = 1.0
-) -> Float[Tensor, " S"]:
-    r"""Local fit E_q log p(y_k | f) − KL(q(u | Z, β) ‖ q_\k(u | Z, β)) per sample, in nats (Eq. 7 less its last KL).
-
-    Args:
-        model: Kernel and likelihood.
-        draws: S samples of (Z, β).
-        others: The other sites' factors; their product with the prior is the cavity.
-        own: The site's factor.
-        data: The site's rows, or a mini-batch of them.
-        weight: N_k over the rows in ``data``, for mini-batches.
-    """
-    views = view(model.geometry(draws), others, own, data.inputs)
-    cavity = product(views, others)
-    posterior = multiply(cavity, own, views).density()
-    moments = posterior.predict(_some(views.rows), views.geometry.prior_variance(data.inputs))
-    fit = _expected(model, draws, moments, data)
-    return weight * fit - posterior.kl(cavity.density())
-
-
 def collapsed_local_bound(
     model: SparseModel, draws: Draws, others: Sequence[Factor], data: Data
 ) -> Float[Tensor, " S"]:
@@ -250,10 +228,6 @@ def _predict_some(
         out.append((*moments, y))
     means, variances, densities = (torch.cat(part, -1) for part in zip(*out, strict=True))
     return means, variances, densities
-
-
-def _expected(model: SparseModel, draws: Draws, moments: tuple[Tensor, Tensor], data: Data) -> Tensor:
-    return model.likelihood.expected(data.targets, *moments, model.own_hyper(draws)).sum(-1)
 
 
 def _log_evidence(natural: Natural, geometry: Geometry, projection: Tensor, data: Data) -> Tensor:

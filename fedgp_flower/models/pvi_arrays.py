@@ -68,7 +68,7 @@ def factor_arrays(factor: Factor) -> NamedArrays:
     """A site's factor under the names of a reply: ``points.*``, ``values.*`` or ``whitened.*``."""
     if isinstance(factor, PseudoObservations):
         own = factor.to_arrays()
-        return named("points", {name: own[name] for name in ("inputs", "targets", "root", "residual")})
+        return named("points", {name: own[name] for name in ("inputs", "targets", "root", "residual", "count")})
     kind = "values" if isinstance(factor, InducingFactor) else "whitened"
     return named(kind, factor.natural.to_arrays())
 

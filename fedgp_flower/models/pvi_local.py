@@ -101,6 +101,8 @@ class Situation:
     """What multiplies the site's factor of v, with the prior; only while Z and β are fixed."""
     posterior: NaturalGaussian | None = None
     """q(v); only while Z and β are fixed."""
+    known: float = 1.0
+    """Share of all rows that the sites visited so far and this one hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def distil_only(
     if not isinstance(told.own, PseudoObservations):
         return Outcome(merge_rows(data, settings), told.latents, 0.0, 0)
     others = _points(told.others)
-    factor, trace = distil(model, others, data, told.own, told.latents, settings.replay, generator)
+    factor, trace = distil(model, others, data, told.own, told.latents, settings.replay, generator, told.known)
     return Outcome(factor, told.latents, trace.values[-1] / len(data), len(trace.values))
 
 
@@ -172,7 +174,9 @@ def alone(model: SparseModel, data: Data, settings: LocalSettings, num_inducing:
 def _replay(model: SparseModel, data: Data, told: Situation, settings: LocalSettings, generator: Generator) -> Outcome:
     own = told.own if isinstance(told.own, PseudoObservations) else merge_rows(data, settings)
     others, prior = _points(told.others), prior_of(settings, told.latents)
-    factor, fitted = replay_update(model, others, data, own, prior, told.latents, settings.replay, generator)
+    factor, fitted = replay_update(
+        model, others, data, own, prior, told.latents, settings.replay, generator, told.known
+    )
     rows = len(data) + sum(other.count for other in others)
     return Outcome(factor, fitted.latents, fitted.bound / rows, sum(len(trace.values) for trace in fitted.traces))
 

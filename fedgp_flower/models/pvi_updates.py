@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gaussian import DiagonalGaussian, NaturalGaussian
+from fedgp_flower.models.cavity import local_free_energy
 from fedgp_flower.models.factors import Factor, InducingFactor, PseudoObservations
 from fedgp_flower.models.hierarchical import (
     Data,
@@ -22,7 +23,6 @@ from fedgp_flower.models.hierarchical import (
     Latents,
     Point,
     SparseModel,
-    local_free_energy,
     standard_normal,
 )
 from fedgp_flower.models.optimise import AdamSettings, Trace, adam, lbfgs

@@ -1,7 +1,7 @@
 """Replay: a site treats the other sites' pseudo-observations as likelihoods, refits q(Z), q(β), then distils its rows.
 
 Step 1 (refit) maximises the collapsed bound of [pseudo-observations of the others + own rows] over q(Z) and q(β): first
-at a point by L-BFGS, then over distributions by Adam. Step 2 (distil) maximises the local free energy over (V_k, m_k,
+at a point by L-BFGS, then their spreads by Adam. Step 2 (distil) maximises the local free energy over (V_k, m_k,
 w_k) averaged over a few draws of (Z, β). Step 3 keeps in c_k what the pseudo-observations do not say about the noise.
 Gaussian likelihood and tied diagonal pseudo-noise.
 """
@@ -15,7 +15,8 @@ import torch
 from torch import Generator, Tensor
 
 from fedgp_flower.gaussian import DiagonalGaussian
-from fedgp_flower.models.factors import PseudoObservations, multiply, product, view
+from fedgp_flower.models.cavity import Cavity
+from fedgp_flower.models.factors import PseudoObservations
 from fedgp_flower.models.hierarchical import (
     Data,
     Draws,
@@ -24,7 +25,6 @@ from fedgp_flower.models.hierarchical import (
     Point,
     SparseModel,
     collapsed_evidence,
-    local_free_energy,
     location_scale,
     standard_normal,
 )
@@ -36,16 +36,16 @@ from fedgp_flower.models.pvi_updates import TrainableLatent
 class ReplaySettings:
     """Budgets of one replay update."""
 
-    refit_evaluations: int = 200
+    refit_evaluations: int = 100
     """L-BFGS evaluations of the point refit."""
-    adam: AdamSettings = field(default_factory=lambda: AdamSettings(steps=40, learning_rate=0.01, window=20))
+    adam: AdamSettings = field(default_factory=lambda: AdamSettings(steps=20, learning_rate=0.01, window=20))
     """The refit over distributions; 0 steps keep the point."""
-    distil_evaluations: int = 100
+    distil_evaluations: int = 400
     num_samples: int = 4
-    spread: tuple[float, float] = (0.05, 0.03)
+    spread: tuple[float, float] = (0.01, 0.01)
     """Least standard deviations of Z and β among the draws that distillation averages over."""
-    start_scale: float = 0.03
-    """Standard deviation that distributions of Z and β start from after the point refit."""
+    start_scale: tuple[float, float] = (0.003, 0.03)
+    """Standard deviations that q(Z) and q(β) start from after the first point refit; later visits go on from theirs."""
     alpha: float = 0.01
     """Weight of KL(q(Z) ‖ p̃(Z))."""
 
@@ -80,12 +80,13 @@ def refit(
         generator: Source of the samples.
     """
     point, first = _refit_point(model, factors, data, prior, start, settings)
-    scale = settings.start_scale
+    scales = settings.start_scale
     parts = [
-        TrainableLatent(prior.inducing, _start(point.inducing, prior.inducing, start.inducing, scale)),
-        TrainableLatent(prior.hyper, _start(point.hyper, prior.hyper, start.hyper, scale)),
+        TrainableLatent(prior.inducing, _start(point.inducing, prior.inducing, start.inducing, scales[0])),
+        TrainableLatent(prior.hyper, _start(point.hyper, prior.hyper, start.hyper, scales[1])),
     ]
-    parameters = [q for part in parts for q in part.parameters]
+    # The means stay at the mode: noisy steps along them cost more than the asymmetry of the posterior is worth.
+    parameters = [q for part in parts for q in part.parameters if q is not part.location]
     if settings.adam.steps == 0 or not parameters:
         return Refit(point, first.values[-1], (first,))
 
@@ -108,6 +109,7 @@ def distil(
     latents: Latents,
     settings: ReplaySettings,
     generator: Generator,
+    known: float = 1.0,
 ) -> tuple[PseudoObservations, Trace]:
     """The (V, m, w) that maximise the local free energy averaged over draws around ``latents``, and their c.
 
@@ -119,6 +121,7 @@ def distil(
         latents: q(Z) and q(β) after the refit.
         settings: Budgets and the least spread of the draws.
         generator: Source of the draws, which stay fixed.
+        known: Share of all rows behind ``latents``; see :func:`withhold`.
     """
     draws = _spread_draws(latents, settings, model.num_inputs, generator)
     inputs, targets, log_root = (p.detach().clone().requires_grad_() for p in (own.inputs, own.targets, own.root.log()))
@@ -126,33 +129,46 @@ def distil(
     def factor() -> PseudoObservations:
         return PseudoObservations(inputs, targets, log_root.exp(), True, float(len(data)))
 
+    with torch.no_grad():
+        cavity = Cavity.at(model, draws, others, data)
     trace = lbfgs(
-        lambda: local_free_energy(model, draws, others, factor(), data).mean(),
+        lambda: cavity.free_energy(model, draws, factor(), data).mean(),
         [inputs, targets, log_root],
         max_evaluations=settings.distil_evaluations,
     )
     with torch.no_grad():
         found = factor()
-        residual = noise_residual(model, draws, others, found, data)
-    return replace(found, inputs=found.inputs.detach(), targets=found.targets.detach(), residual=residual), trace
+        residual = noise_residual(cavity, found, data)
+        noise = (2.0 * location_scale(latents.hyper)[0][-1]).exp()
+    own = PseudoObservations(inputs.detach(), targets.detach(), found.root.detach(), True, found.count, residual)
+    return withhold(own, noise, known), trace
 
 
-def noise_residual(
-    model: SparseModel, draws: Draws, others: Sequence[PseudoObservations], own: PseudoObservations, data: Data
-) -> Tensor:
+def withhold(own: PseudoObservations, noise: Tensor, known: float) -> PseudoObservations:
+    """Weigh what only c says about the noise by how mature the function is that it was judged by.
+
+    c/σ² rows speak through c alone: squares left by a function that was fitted to the share ``known`` of all rows, and
+    that later sites will improve. Of their squares and of their number, the share ``known`` is kept: the slope of the
+    evidence in log σ² at the present σ² stays as it was, and a smaller σ² remains possible. No fewer rows are counted
+    than there are pseudo-observations.
+    """
+    rows = max(own.count - (1.0 - known) * float(own.residual / noise), float(len(own.targets)))
+    return replace(own, residual=known * own.residual, count=rows)
+
+
+def noise_residual(cavity: Cavity, own: PseudoObservations, data: Data) -> Tensor:
     """Squares the factor does not carry: c = max(0, E|y − f(X)|² − E Σ_j w_j (m_j − f(V_j))²), a scalar.
 
     A negative c would make the bound on the evidence grow without limit as σ → 0, hence the maximum.
     """
-    views = view(model.geometry(draws), others, own, data.inputs)
-    posterior = multiply(product(views, others), own, views).density()
+    posterior, geometry = cavity.times(own), cavity.geometry
+    points = (geometry.project(own.inputs), geometry.prior_variance(own.inputs))
     totals = []
-    for projection, inputs, targets, weight in (
-        (views.rows, data.inputs, data.targets, torch.ones_like(data.targets)),
-        (views.own, own.inputs, own.targets, own.root.square()),
+    for seen, targets, weight in (
+        ((cavity.rows, cavity.prior_variance), data.targets, torch.ones_like(data.targets)),
+        (points, own.targets, own.root.square()),
     ):
-        assert projection is not None
-        mean, variance = posterior.predict(projection, views.geometry.prior_variance(inputs))
+        mean, variance = posterior.predict(*seen)
         totals.append((((targets - mean).square() + variance) * weight).sum(-1).mean())
     return (totals[0] - totals[1]).clamp_min(0.0)
 
@@ -166,10 +182,11 @@ def replay_update(
     start: Latents,
     settings: ReplaySettings,
     generator: Generator,
+    known: float = 1.0,
 ) -> tuple[PseudoObservations, Refit]:
     """One sequential communication: refit, then distil. Returns the new factor and the new q(Z), q(β)."""
     fitted = refit(model, others, data, prior, start, settings, generator)
-    factor, _ = distil(model, others, data, own, fitted.latents, settings, generator)
+    factor, _ = distil(model, others, data, own, fitted.latents, settings, generator, known)
     return factor, fitted
 
 
