@@ -60,7 +60,7 @@ class PVIOptions(MethodOptions):
     """``natural-gradient`` and ``gradient``: length of a step."""
     evaluations: PositiveInt = 400
     """L-BFGS evaluations of ``lbfgs``, and of the distillation of ``replay``."""
-    refit_evaluations: PositiveInt = 100
+    refit_evaluations: PositiveInt = 200
     """``replay``: L-BFGS evaluations of the refit at a point."""
     refit_steps: Count = 20
     """``replay``: Adam steps of the refit over distributions; 0 keeps points Z and β."""

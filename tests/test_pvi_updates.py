@@ -380,6 +380,14 @@ def test_lbfgs_steps_back_from_inadmissible_points_and_counts_them():
         lbfgs(objective, [x], max_evaluations=5)
 
 
+def test_lbfgs_stays_below_upper_bounds():
+    """Maximise −|x − 3|² − |y − 3|² with y ≤ 2."""
+    x, y = torch.zeros(2).double().requires_grad_(), torch.zeros(3).double().requires_grad_()
+    lbfgs(lambda: -(x - 3).square().sum() - (y - 3).square().sum(), [x, y], max_evaluations=50, upper=(np.inf, 2.0))
+    assert x.tolist() == pytest.approx([3.0, 3.0], abs=1e-3)
+    assert y.tolist() == pytest.approx([2.0, 2.0, 2.0])
+
+
 @pytest.mark.parametrize("form", ["tied", "free", "full", "cpo"])
 def test_first_factor_of_all_rows_is_exact_at_the_starting_latents(form):
     """With a pseudo-observation per row the local free energy of the first factor is the collapsed bound."""

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import minimize
+from scipy.optimize import Bounds, minimize
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
@@ -116,7 +116,12 @@ class _Negative:
 
 
 def lbfgs(
-    objective: Callable[[], Tensor], parameters: Sequence[Tensor], *, max_evaluations: int, tolerance: float = 1e-3
+    objective: Callable[[], Tensor],
+    parameters: Sequence[Tensor],
+    *,
+    max_evaluations: int,
+    tolerance: float = 1e-3,
+    upper: Sequence[float] = (),
 ) -> Trace:
     """Maximise a deterministic objective in place, with SciPy's L-BFGS-B.
 
@@ -127,16 +132,19 @@ def lbfgs(
         parameters: Leaves with ``requires_grad``.
         max_evaluations: Budget of value-and-gradient evaluations.
         tolerance: Stop when an iteration gains less than this, relative to max(|value|, 1), times 1e-3.
+        upper: Largest value of the entries of each parameter; without it none has one.
 
     Raises:
         NumericsError: already the starting point is not admissible.
     """
     negative = _Negative(objective, parameters)
+    limits = [limit for p, limit in zip(parameters, upper, strict=True) for _ in range(p.numel())] if upper else None
     result = minimize(
         negative,
         _gather(parameters),
         jac=True,
         method="L-BFGS-B",
+        bounds=None if limits is None else Bounds(-np.inf, limits),
         options={"maxfun": max_evaluations, "maxiter": max_evaluations, "ftol": 1e-3 * tolerance, "maxcor": 20},
     )
     _scatter(result.x, parameters)

@@ -8,6 +8,7 @@ Gaussian likelihood and tied diagonal pseudo-noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -36,13 +37,13 @@ from fedgp_flower.models.pvi_updates import TrainableLatent
 class ReplaySettings:
     """Budgets of one replay update."""
 
-    refit_evaluations: int = 100
+    refit_evaluations: int = 200
     """L-BFGS evaluations of the point refit."""
     adam: AdamSettings = field(default_factory=lambda: AdamSettings(steps=20, learning_rate=0.01, window=20))
     """The refit over distributions; 0 steps keep the point."""
     distil_evaluations: int = 400
     num_samples: int = 4
-    spread: tuple[float, float] = (0.01, 0.01)
+    spread: tuple[float, float] = (0.05, 0.05)
     """Least standard deviations of Z and β among the draws that distillation averages over."""
     start_scale: tuple[float, float] = (0.003, 0.03)
     """Standard deviations that q(Z) and q(β) start from after the first point refit; later visits go on from theirs."""
@@ -113,6 +114,9 @@ def distil(
 ) -> tuple[PseudoObservations, Trace]:
     """The (V, m, w) that maximise the local free energy averaged over draws around ``latents``, and their c.
 
+    w_j ≤ N_k: about a value of f, N_k rows say at most what N_k observations of it would. Without this bound a few
+    draws can be served by a near-equality that no other (Z, β) can meet.
+
     Args:
         model: Kernel and Gaussian likelihood.
         others: Pseudo-observations of the other sites: the cavity.
@@ -135,6 +139,7 @@ def distil(
         lambda: cavity.free_energy(model, draws, factor(), data).mean(),
         [inputs, targets, log_root],
         max_evaluations=settings.distil_evaluations,
+        upper=(math.inf, math.inf, 0.5 * math.log(len(data))),
     )
     with torch.no_grad():
         found = factor()
