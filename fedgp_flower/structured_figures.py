@@ -15,6 +15,7 @@ from fedgp_flower.shapes import Array
 
 MOST_INPUTS = 6
 MOST_SITES = 60
+MOST_NAMES = 8
 
 
 def panels(run: RunData, predictor: Predictor | None) -> list[Panel]:
@@ -33,6 +34,15 @@ def panels(run: RunData, predictor: Predictor | None) -> list[Panel]:
         mean, scale = (np.asarray(run.posterior.arrays[f"input.{name}"], dtype=float) for name in ("mean", "scale"))
         target = str(run.posterior.schema["target"]["name"])
         found.append(Panel("A new site", trend(predictor, mean, scale, inputs, target), caption))
+        columns = [f"input.{name}" for name in inputs]
+        if run.predictions is not None and set(columns) <= set(run.predictions):
+            caption = (
+                "What a simulated site predicts at its held-out rows less what a new site would: the posterior mean of "
+                "its deviation from the trend. A real site shows it to nobody."
+            )
+            shift = run.predictions["mean"] - predictor(run.predictions[columns].to_numpy(dtype=float))[0]
+            frame = run.predictions.assign(deviation=shift)
+            found.append(Panel("Deviations", deviations(frame, columns, target), caption))
     apart: Mapping[str, float] = run.metrics.method_details.get("spread", {})
     if apart and "spread" in run.history:
         labels = {str(row["site"]): str(row.get("label") or row["site"]) for row in run.metrics.per_site}
@@ -67,6 +77,26 @@ def trend(predictor: Predictor, mean: Array, scale: Array, inputs: list[str], ta
     axes[0].set_ylabel(target, fontsize=8)
     for ax in axes[len(inputs) :]:
         ax.set_visible(False)
+    return figure
+
+
+def deviations(rows: pd.DataFrame, columns: list[str], target: str) -> Figure:
+    """Deviation of every held-out row along each input, joined by site."""
+    figure = Figure(figsize=(8.6, 3.0), dpi=DPI, layout="constrained")
+    axes = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    sites = rows.groupby("site", sort=False)
+    for ax, column in zip(axes, columns, strict=True):
+        for site, own in sites:
+            shown = own.sort_values(column)
+            style = "o-" if len(columns) == 1 else "o"
+            label = f"site {site}" if sites.ngroups <= MOST_NAMES else None
+            ax.plot(shown[column], shown["deviation"], style, ms=2.5, lw=1.0, alpha=0.8, label=label)
+        ax.axhline(0, color="black", lw=0.7)
+        ax.set_xlabel(column.removeprefix("input."), fontsize=8)
+        ax.tick_params(labelsize=7)
+    axes[0].set_ylabel(f"deviation of {target}", fontsize=8)
+    if sites.ngroups <= MOST_NAMES:
+        axes[-1].legend(frameon=False, fontsize=7)
     return figure
 
 

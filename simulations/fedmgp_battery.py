@@ -1,10 +1,10 @@
 """Section 6 of Chung and Al Kontar (2024): the rest of a battery's life from its first cycles and from other batteries.
 
 Cells of one family (NCA, 45 °C), 250 cycles each, loss of capacity relative to nominal. One test cell is observed up to
-30, 50 or 70 % of the cycles; five test cells. FedMGP with two latent functions against independent GPs, FedPoly,
-ModularGP and the pooled model.
+30, 50 or 70 % of the cycles; five test cells. FedMGP with two latent functions, and the same with a deviation of the
+unit's own in its predictions, against independent GPs, FedPoly, ModularGP and the pooled model.
 
-    python simulations/fedmgp_battery.py --data-dir DIR [--repeats 5] [--every 5]
+    python simulations/fedmgp_battery.py --data-dir DIR [--repeats 5] [--first 0] [--every 5]
 
 ``DIR`` holds ``battery.csv.gz`` with columns dataset, cell, cycle, capacity. Runs that are complete are not repeated.
 Table and figure go to ``simulations/results/fedmgp_battery.md``.
@@ -25,18 +25,15 @@ from matplotlib.figure import Figure
 FAMILY, PREFIX, NOMINAL = "TJU", "1_CY45-05", 3.5
 CYCLES = 250
 SHARES = (0.3, 0.5, 0.7)
+FEDERATED = {"num-server-rounds": 40, "fedmgp.starts": 2, "keep-predictions": True}
+OWN = "FedMGP, own deviation"
 ARMS: dict[str, dict[str, Any]] = {
-    "FedMGP": {
-        "num-server-rounds": 32,
-        "fedmgp.starts": 2,
-        "baselines.local-only": True,
-        "baselines.pooled": True,
-        "keep-predictions": True,
-    },
+    "FedMGP": FEDERATED | {"baselines.local-only": True, "baselines.pooled": True},
+    OWN: FEDERATED | {"fedmgp.own-deviation": True},
     "FedPoly": {"method": "fed-poly"},
     "ModularGP": {"method": "modular-gp", "baselines.max-evaluations": 150, "model.num-inducing": 10},
 }
-MODEL = {"fedmgp.latents": 2, "fedmgp.start-multiple": 3.0, "baselines.max-evaluations": 200}
+MODEL = {"fedmgp.latents": 2, "fedmgp.start-multiple": 3.0, "baselines.max-evaluations": 400}
 
 
 def signals(source: Path, repeat: int, share: float, every: int) -> Path:
@@ -61,29 +58,43 @@ def signals(source: Path, repeat: int, share: float, every: int) -> Path:
     return path
 
 
+NOTES = (
+    "Capacity is measured to about 0.0002 of nominal, and after two latent functions the cells still differ by about "
+    "0.001: the model is wrong at a scale far above the noise. A band that takes a unit's parameters as known, which "
+    "is the paper's, is then far too narrow beyond the rows seen, for the pooled optimum of the model too. With "
+    "`fedmgp.own-deviation` the unit predicts with uncertain amplitudes and a smooth deviation of its own, both from "
+    "its own rows; the design was settled on three other cells of the family.",
+)
+
+
 def run_name(repeat: int, share: float, every: int, arm: str) -> str:
     """Folder of a run."""
     return f"battery-{repeat}-{share:g}-{every}-{arm}".lower()
 
 
 def draw(every: int) -> None:
-    """The first test cell at every share: rows, federated band, independent GP."""
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    for ax, share in zip(figure.subplots(1, len(SHARES), sharey=True), SHARES, strict=True):
-        found = metrics(run_name(0, share, every, "FedMGP"))
-        if found is None:
+    """The first test cell at every share: rows, both federated bands, independent GP."""
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    axes = figure.subplots(1, len(SHARES), sharey=True)
+    for ax, share in zip(axes, SHARES, strict=True):
+        found = {arm: metrics(run_name(0, share, every, arm)) for arm in ("FedMGP", OWN)}
+        units = {
+            arm: next(iter(own["method_details"]["units"].values())) for arm, own in found.items() if own is not None
+        }
+        if len(units) < 2:
             continue
-        own = next(iter(found["method_details"]["units"].values()))
+        plain, own = units["FedMGP"], units[OWN]
         grid, mean, sd = (np.asarray(own[name]) for name in ("grid", "mean", "sd"))
-        ax.fill_between(grid, 1 - mean - 1.96 * sd, 1 - mean + 1.96 * sd, color="#bcd3e8", lw=0, label="95 % interval")
-        ax.plot(grid, 1 - mean, color="#1f5f99", label="FedMGP")
-        ax.plot(grid, 1 - np.asarray(own["alone.mean"]), "--", color="#c8691c", label="independent GP")
+        ax.fill_between(grid, 1 - mean - 1.96 * sd, 1 - mean + 1.96 * sd, color="#bcd3e8", lw=0, label="95 %, own dev.")
+        ax.plot(grid, 1 - mean, color="#1f5f99", label=OWN)
+        ax.plot(grid, 1 - np.asarray(plain["mean"]), ":", color="#1f5f99", label="FedMGP")
+        ax.plot(grid, 1 - np.asarray(plain["alone.mean"]), "--", color="#c8691c", label="independent GP")
         ax.plot(own["x"], 1 - np.asarray(own["y"]), ".", color="#555555", ms=3, label="observed")
-        rows = pd.read_csv(RUNS / run_name(0, share, every, "FedMGP") / "predictions.csv")
+        rows = pd.read_csv(RUNS / run_name(0, share, every, OWN) / "predictions.csv")
         ax.plot(rows["input.cycle"], 1 - rows["target"], ".", color="#b3261e", ms=3, label="held out")
-        ax.set(title=f"{share:.0%} observed", xlabel="cycle", xlim=(0, CYCLES))
-    ax.legend(frameon=False, fontsize=8)
-    figure.axes[0].set(ylabel="capacity / nominal")
+        ax.set(title=f"{share:.0%} observed", xlabel="cycle", xlim=(0, CYCLES), ylim=(0.76, 0.96))
+    axes[-1].legend(frameon=False, fontsize=7, loc="upper right")
+    axes[0].set(ylabel="capacity / nominal")
     figure.savefig(RESULTS / "fedmgp_battery.png", dpi=150)
 
 
@@ -104,10 +115,12 @@ def write(repeats: int, every: int) -> None:
     lines = [
         "# FedMGP: capacity of a battery from its first cycles",
         "",
-        f"Made by `python simulations/fedmgp_battery.py --repeats {repeats} --every {every}`. Cells `{PREFIX}` of "
+        f"Made by `python simulations/fedmgp_battery.py --every {every}`, {repeats} test cells. Cells `{PREFIX}` of "
         f"{FAMILY}, {CYCLES} cycles, every {every}th kept; mean ± sd over test cells; coverage of 95 % intervals.",
         "",
         table(titles, rows),
+        "",
+        *NOTES,
         "",
         "![the first test cell](fedmgp_battery.png)",
         "",
@@ -123,14 +136,15 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("FEDGP_DATA", ".")))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--every", type=int, default=5, help="keep every n-th cycle")
+    parser.add_argument("--first", type=int, default=0, help="first test cell that is run now")
     chosen = parser.parse_args()
-    for repeat in range(chosen.repeats):
+    for repeat in range(chosen.first, chosen.repeats):
         for share in SHARES:
             path = signals(chosen.data_dir / "battery.csv.gz", repeat, share, chosen.every)
             common = {**SIGNALS, **MODEL, "dataset": str(path), "partition.column": "cell"}
             for arm, changes in ARMS.items():
                 found = finished({**common, **changes}, run_name(repeat, share, chosen.every, arm))
-                print(f"cell {repeat}  {share:.0%}  {arm:10s} MSE × 1000 {1e3 * mse(found):.3f}", flush=True)
+                print(f"cell {repeat}  {share:.0%}  {arm:22s} MSE × 1000 {1e3 * mse(found):.3f}", flush=True)
     write(chosen.repeats, chosen.every)
 
 

@@ -44,7 +44,13 @@ def simulated(count: int) -> list[tuple[int, dict[str, Any]]]:
     return list(enumerate(engine.simulated_nodes(count)))
 
 
-def finished(keys: dict[str, Any], name: str, sites: int = 0, grid: Callable[..., Any] | None = None) -> dict[str, Any]:
+def finished(
+    keys: dict[str, Any],
+    name: str,
+    sites: int = 0,
+    grid: Callable[..., Any] | None = None,
+    each_round: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """The figures of a run, made now if it is not there; one that was cut off goes on where it was.
 
     Args:
@@ -52,6 +58,7 @@ def finished(keys: dict[str, Any], name: str, sites: int = 0, grid: Callable[...
         name: folder of the run.
         sites: number of units; 0 takes the natural ones.
         grid: makes the Grid from ClientApp, configuration and nodes, where it is not the ordinary one.
+        each_round: called after every round.
     """
     from fedgp_flower import client_app, engine, server_app
     from fedgp_flower.data.sites import natural_sites
@@ -64,7 +71,7 @@ def finished(keys: dict[str, Any], name: str, sites: int = 0, grid: Callable[...
         nodes = [{**node, "state-dir": str(RUNS / name / "state" / str(i))} for i, node in simulated(count)]
         own = grid(client_app.app, flat, nodes) if grid else engine.InProcessGrid(client_app.app, flat, nodes)
         with mock.patch.object(server_app, "report"):  # a sweep needs no pages
-            server_app.execute(own, flat, lambda row, total: None)
+            server_app.execute(own, flat, lambda row, total: each_round())
         found = metrics(name)
     assert found is not None
     return found

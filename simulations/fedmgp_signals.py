@@ -47,7 +47,10 @@ def signals(
     bad: int = 0,
     spoilt: str = "",
 ) -> Path:
-    """Write a table ``x, unit, y, split``; the first ``bad`` units are spoilt. Returns the path."""
+    """Write a table ``x, unit, y, split``; the first ``bad`` units are spoilt. Returns the path.
+
+    What the other units observe does not depend on which are spoilt, or how.
+    """
     if path.exists():
         return path
     rng = np.random.default_rng([seed, units, rows])
@@ -57,7 +60,7 @@ def signals(
         width, gain = rng.uniform(*widths), rng.uniform(0.5, 3)
         f = view(g, width, gain)
         if m < bad and spoilt:
-            f = SPOILT[spoilt](f, view(other, width, gain), rng)
+            f = SPOILT[spoilt](f, view(other, width, gain), np.random.default_rng([seed, units, rows, m]))
         y = f + 0.1 * rng.standard_normal(points)
         chosen = rng.permutation(points)
         for split, part in (("train", chosen[:rows]), ("test", chosen[rows : rows + held_out])):

@@ -48,8 +48,6 @@ class ExactState:
 _STEP_START, _STEP_MIN, _STEP_MAX, _STEP_GROW = 0.3, 0.02, 0.7, 1.5
 _STRETCH_MIN, _STRETCH_MAX = 1.5, 16.0
 _LOG_SCALE_BOUND = 2.0
-_RANK = 1e-9
-"""Eigenvalues of G below this share of the largest are rounding."""
 
 
 def start_state(inducing: Array, multiples: Sequence[float] = (1.0,), *, jitter: float = 1e-8) -> ExactState:
@@ -144,38 +142,13 @@ def lead(state: ExactState, statistics: Statistics) -> ExactState:
     return replace(state, posterior=posterior(statistics))
 
 
-def best_lead(starts: Mapping[str, Statistics]) -> str:
-    """The site that shares g, up to a sign, with the most others, from everyone's statistics at their starts.
-
-    Its score is the median over k of the better log evidence of b_m + b_k and b_m − b_k, so that a minority of bad
-    sites cannot become lead by agreeing with one another. It needs individual statistics.
-
-    Raises:
-        ProtocolError: no site sent statistics that data can produce.
-    """
-    valid = [site for site in sorted(starts) if semidefinite(starts[site])]
-    if not valid:
-        raise ProtocolError("no site sent starting statistics that data can produce; one is enough")
-    flipped = {site: replace(starts[site], shift=-starts[site].shift) for site in valid}
-    alone = {site: shared_evidence(starts[site]) for site in valid}
-
-    def support(m: str) -> float:
-        pairs = [
-            max(shared_evidence(starts[m] + starts[k]), shared_evidence(starts[m] + flipped[k])) - alone[m] - alone[k]
-            for k in valid
-            if k != m
-        ]
-        return float(np.median(pairs)) if pairs else 0.0
-
-    return max(valid, key=support)
-
-
 def merge(
     state: ExactState,
     replies: Mapping[str, Sequence[Statistics]],
     *,
     moves: Sequence[Move],
     keep: Collection[str] | None = None,
+    quorum: float = 0.0,
 ) -> ExactState:
     """Take the trial move with the best pooled bound over all units, absent ones with their last, rotated statistics.
 
@@ -184,6 +157,8 @@ def merge(
         replies: statistics at every move, by site.
         moves: the trial moves that were sent; the first must keep the lengthscales.
         keep: sites to count, present or absent; None counts all. Others keep their last report outside the sums.
+        quorum: take a move only if it raises the terms of the bound of more than this share of the sites that are
+            counted and present, so that fewer cannot steer the lengthscales by what they claim at a trial.
 
     Raises:
         ProtocolError: nothing to count, or a reply does not have one answer per move.
@@ -194,7 +169,12 @@ def merge(
     trials = [replace(state.latents, scales=state.latents.scales * np.exp(m.offset)) for m in moves]
     totals = _totals(state, replies, trials, keep)
     results = [best_scales(total, state.latents.amplitudes.size) for total in totals]
-    c = int(np.argmax([bound for bound, _ in results]))
+    allowed = [True] * len(moves)
+    if quorum:
+        counted = [answers for site, answers in sorted(replies.items()) if keep is None or site in keep]
+        gaining = _gaining(counted, totals, [factors for _, factors in results])
+        allowed = [c == 0 or bool(share > quorum) for c, share in enumerate(gaining)]
+    c = int(np.argmax([bound if may else -math.inf for (bound, _), may in zip(results, allowed, strict=True)]))
     bound, factors = results[c]
     reports = {s: Report(answers[c], trials[c], moves[c]) for s, answers in replies.items()}
     gain, width = _next_steps(state, moves, c)
@@ -227,6 +207,19 @@ def _totals(
     ]
 
 
+def _gaining(replies: Sequence[Sequence[Statistics]], totals: Sequence[Statistics], factors: Sequence[Array]) -> Array:
+    """Share of sites whose E_q log p(y_m | f_m), q the best at each trial, is above that of staying.  [C]."""
+    terms = np.empty((len(replies), len(totals)))
+    for c, (total, scale) in enumerate(zip(totals, factors, strict=True)):
+        q = posterior(total.rescaled(scale))
+        second = q.second_moment()
+        for m, told in enumerate(own[c].rescaled(scale) for own in replies):
+            fit = told.shift @ q.mean - 0.5 * np.vdot(told.precision, second)
+            terms[m, c] = told.evidence + told.slack.sum() + fit
+    share: Array = np.sum(terms > terms[:, :1], axis=0) / max(len(replies), 1)
+    return share
+
+
 def _carried(report: Report, trial: Latents) -> Statistics:
     """An absent unit's statistics in the coordinates of a trial: its view of the values g(W) is kept."""
     turned = report.statistics.rotated(report.latents.whitening(), trial.whitening())
@@ -244,53 +237,6 @@ def _next_steps(state: ExactState, moves: Sequence[Move], chosen: int) -> tuple[
         changed = np.maximum(steps * 0.5, _STEP_MIN) if stayed else grown
         new.append(np.where(moving, changed, steps))
     return new[0], new[1]
-
-
-def agreeing(statistics: Mapping[str, Statistics], *, asked: Posterior, counts: Mapping[str, int]) -> tuple[str, ...]:
-    """Sites whose answers data can produce and that share g with most others: the `agreement` rule.
-
-    Unit m stays if :func:`possible` and the median over k of log p(m, k share g) − log p(they do not) is positive, from
-    :func:`shared_evidence` of the pair and of each alone. It needs individual statistics.
-
-    Args:
-        statistics: of every site at the first trial move.
-        asked: q(u) that was sent with the moves.
-        counts: number of rows behind each site's statistics.
-    """
-    valid = [site for site in sorted(statistics) if possible(statistics[site], asked, counts[site])]
-    if len(valid) < 2:
-        return tuple(valid)
-    alone = {site: shared_evidence(statistics[site]) for site in valid}
-    gain = np.full((len(valid), len(valid)), np.nan)
-    for i, m in enumerate(valid):
-        for j, k in enumerate(valid[:i]):
-            gain[i, j] = gain[j, i] = shared_evidence(statistics[m] + statistics[k]) - alone[m] - alone[k]
-    return tuple(site for site, row in zip(valid, gain, strict=True) if np.nanmedian(row) > 0)
-
-
-def possible(statistics: Statistics, asked: Posterior, count: int) -> bool:
-    """Whether any ``count`` rows could have produced this answer to q(u) = N(m, V) at the first trial move.
-
-    A unit that took its M-step has E_q‖y − f‖²/σ² = N, and yᵀy/σ² ≥ bᵀG⁺b. Hence G is positive semi-definite and
-    (b − Gm)ᵀG⁺(b − Gm) + tr(GV) − 2 Σ slack ≤ N, whatever q was; a scaled or flipped answer breaks it.
-    """
-    if not semidefinite(statistics):
-        return False
-    G, b = statistics.precision, statistics.shift
-    eigenvalues, vectors = np.linalg.eigh(G)
-    floor = _RANK * max(eigenvalues[-1], 0.0)
-    seen = eigenvalues > floor
-    residual = vectors[:, seen].T @ (b - G @ asked.mean)
-    misfit = np.sum(residual**2 / eigenvalues[seen]) + np.vdot(G, asked.covariance) - 2 * statistics.slack.sum()
-    return bool(misfit <= count * (1 + 1e-6) and np.all(statistics.slack <= 1e-6 * count))
-
-
-def semidefinite(statistics: Statistics) -> bool:
-    """Whether everything is finite and G positive semi-definite to rounding."""
-    if not all(np.isfinite(part).all() for part in (statistics.precision, statistics.shift, statistics.slack)):
-        return False
-    eigenvalues = np.linalg.eigvalsh(statistics.precision)
-    return bool(eigenvalues[0] >= -_RANK * max(eigenvalues[-1], 0.0))
 
 
 def is_flat(explained: Mapping[str, float], *, threshold: float = 0.1) -> bool:

@@ -27,7 +27,8 @@ from strategies.aggregators import Signals
 from strategies.averaging import ParameterStrategy
 from strategies.base import Observer, Snapshot
 from strategies.closing import Posterior
-from strategies.exact_q import ExactState, best_lead, lead, start_state, trial_moves
+from strategies.exact_q import ExactState, lead, start_state, trial_moves
+from strategies.exact_trust import best_lead
 from strategies.fedmgp_exact import Track, advance, statistics_specs, usable
 from strategies.fedmgp_options import FedMGPOptions
 from strategies.fedmgp_record import exact_from_record, exact_to_record, pseudo_from_record, pseudo_to_record
@@ -187,8 +188,8 @@ class FedMGP(ParameterStrategy):
     def _exact_round(self, answers: dict[str, Answer]) -> dict[str, float]:
         state, rows = self.track.state, self.preparation.rows
         moves = trial_moves(state)
-        replies = usable(answers, state.posterior, rows, self.network.fail)
-        agreement = self.options.aggregation == "agreement"
+        replies = usable(answers, state.posterior, moves, rows, self.network.fail)
+        agreement = self.options.aggregation not in ("mean", "staleness-weighted")
         self.tracks[self.active], weights = advance(self.track, replies, answers, moves, rows=rows, agreement=agreement)
         self.weights.append(weights)
         bound = self.track.state.bound

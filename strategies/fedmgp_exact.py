@@ -6,14 +6,16 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.latent import Move, Posterior, Statistics, unpack
-from strategies.exact_q import ExactState, agreeing, merge, possible, semidefinite
+from strategies.exact_q import ExactState, merge
+from strategies.exact_trust import agreeing, consistent, possible
 from strategies.wire import Answer, ArraySpec, Specs
 
 logger = logging.getLogger("fedgp")
+
+QUORUM = 0.5
+"""Under ``agreement`` a trial move must help more than this share of the units."""
 
 Refuse = Callable[[str, str], None]
 """Counts a failure of a site, with the reason."""
@@ -40,7 +42,11 @@ def statistics_specs(num_moves: int, size: int, num_latents: int) -> Specs:
 
 
 def usable(
-    answers: Mapping[str, Answer], asked: Posterior, rows: Mapping[str, int], refuse: Refuse
+    answers: Mapping[str, Answer],
+    asked: Posterior,
+    moves: Sequence[Move],
+    rows: Mapping[str, int],
+    refuse: Refuse,
 ) -> dict[str, tuple[Statistics, ...]]:
     """Statistics by site, without those that no rows can produce."""
     found = {}
@@ -48,15 +54,11 @@ def usable(
         told = unpack(own.arrays)
         if own.num_examples != rows[site]:
             refuse(site, f"claims {own.num_examples} rows, introduced itself with {rows[site]}")
-        elif not possible(told[0], asked, rows[site]) or not all(_plausible(part, rows[site]) for part in told):
+        elif not possible(told[0], asked, rows[site]) or not consistent(told, moves, asked, rows[site]):
             refuse(site, "statistics that no rows can produce")
         else:
             found[site] = told
     return found
-
-
-def _plausible(told: Statistics, count: int) -> bool:
-    return semidefinite(told) and bool(np.all(told.slack <= 1e-6 * count))
 
 
 def advance(
@@ -81,7 +83,7 @@ def advance(
         trusted = (trusted - set(answers)) | set(agreeing(first, asked=state.posterior, counts=rows))
         keep = trusted
     try:
-        state = merge(state, replies, moves=moves, keep=keep)
+        state = merge(state, replies, moves=moves, keep=keep, quorum=QUORUM if agreement else 0.0)
     except (NumericsError, ProtocolError) as error:
         logger.warning("the round changes nothing: %s", error)
         return replace(track, state=state, trusted=trusted), {}

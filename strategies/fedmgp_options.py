@@ -66,7 +66,8 @@ class FedMGPOptions(MethodOptions):
     """Step size η of the server."""
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     final_rounds: Count = 5
-    """Exact rounds at the end of a run of pseudo-gradients, where the likelihood is Gaussian."""
+    """Exact rounds at the end of a run of pseudo-gradients, where the likelihood is Gaussian; after a rule other than
+    ``mean`` and ``staleness-weighted`` they use ``agreement``."""
     clip_norm: NonNegative = 0.0
     """``norm-clipped``: longest pseudo-gradient; 0 takes the ``clip-quantile`` of this round's norms."""
     clip_quantile: Fraction = 0.5
@@ -80,6 +81,9 @@ class FedMGPOptions(MethodOptions):
     """``staleness-weighted``: a pseudo-gradient that is t rounds late counts (1 + t)^(−decay)."""
     patience: Count = 5
     """``staleness-weighted``: rounds after which a late pseudo-gradient is forgotten."""
+    own_deviation: bool = False
+    """Predict with a deviation of the unit's own from what it shares and with uncertain amplitudes (Gaussian
+    likelihood): wider, more honest bands where units are no exact mixtures of the latent functions."""
     flat_threshold: Fraction = 0.1
     """A unit counts as flat when g explains less than this share of its signal; a run collapsed when most are flat."""
 

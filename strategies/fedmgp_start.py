@@ -13,7 +13,7 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.latent import Statistics, unpack
 from fedgp_flower.shapes import Array
 from fedgp_flower.statistics import INPUT_EDGES
-from strategies.exact_q import semidefinite
+from strategies.exact_trust import semidefinite
 from strategies.fedmgp_options import FedMGPOptions
 from strategies.initialisation import initial_inducing_points
 from strategies.meeting import Preparation

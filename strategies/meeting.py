@@ -23,7 +23,11 @@ ARRAYS = ("input.mean", "input.scale", "target.mean", "target.scale")
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """The agreed schema and standardisation, sent with every message so that a restarted site needs no memory."""
+    """The agreed schema and standardisation.
+
+    It is sent with every message, so that a restarted site needs no memory, unless the method has it sent to a site
+    once; see :mod:`strategies.standing`.
+    """
 
     arrays: NamedArrays
     schema: str

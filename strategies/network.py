@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 
 from fedgp_flower.errors import RunError
 from strategies.evaluation import natural_order
+from strategies.standing import Standing, lacks
 from strategies.wire import (
     SCHEMA_VERSION,
     Answer,
@@ -74,6 +75,8 @@ class Network:
     site_seconds: float = 0.0
     """Seconds the sites say they computed, summed."""
     round: int = 0
+    standing: Standing | None = None
+    """What messages to known sites name instead of carrying it, once a site has it."""
 
     def sites(self) -> list[str]:
         """Every site known, in the one order that results may depend on."""
@@ -87,7 +90,10 @@ class Network:
         self, site: str, phase: str, arrays: Mapping[str, np.ndarray], settings: Texts | None = None
     ) -> Message:
         """A message of a phase for one site."""
-        return self._message(self.nodes[site], phase, arrays, settings or {})
+        node, texts = self.nodes[site], settings or {}
+        if self.standing is not None:
+            arrays, texts = self.standing.around(node, arrays, texts)
+        return self._message(node, phase, arrays, texts)
 
     def _message(self, node: int, phase: str, arrays: Mapping[str, np.ndarray], settings: Texts) -> Message:
         config: dict[str, Any] = {
@@ -117,7 +123,7 @@ class Network:
             self.forgiven.pop(site, None)
         kept: dict[str, Message] = {}
         for attempt in range(retries + 1):
-            for site, reply in zip(waiting, self.round_trip(list(waiting.values())), strict=True):
+            for site, reply in zip(waiting, self._delivered(list(waiting.values())), strict=True):
                 reason = self.refusal(reply, specs, site)
                 if reason is None and reply is not None:
                     kept[site] = reply
@@ -128,6 +134,10 @@ class Network:
             waiting = {s: self._again(m) for s, m in waiting.items() if s not in kept}
         self.traffic.communications += len(kept)
         return [kept[site] for site in sorted(kept, key=natural_order)]
+
+    def _delivered(self, messages: Sequence[Message]) -> list[Message | None]:
+        replies = self.round_trip(messages)
+        return replies if self.standing is None else self.standing.supplied(messages, replies, self.round_trip)
 
     @staticmethod
     def _again(message: Message) -> Message:
@@ -250,6 +260,8 @@ class Network:
     def _content_refusal(reply: Message, config: ConfigRecord, site: str | None) -> str | None:
         if not config.get("site") or "arrays" not in reply.content.array_records:
             return "the reply lacks the records `arrays`, `metrics`, `config`"
+        if lacks(reply):
+            return "it lacks what it was sent once, and was sent again"
         if config.get("schema-version") != SCHEMA_VERSION:
             return (
                 f"message schema {config.get('schema-version')!r}, expected {SCHEMA_VERSION}: other version of the app"

@@ -30,6 +30,7 @@ from strategies.closing import Posterior
 from strategies.initialisation import box_points, initial_inducing_points
 from strategies.sfvi_options import SFVIOptions
 from strategies.sfvi_posterior import LEARNED, SHARED, structured_posterior
+from strategies.standing import Standing
 from strategies.wire import Answer, Specs, answer, sums_over
 
 logger = logging.getLogger("fedgp")
@@ -84,6 +85,12 @@ class StructuredVI(ParameterStrategy):
             start["q.lower"] = np.zeros(size * (size - 1) // 2)
         self.parameters = start
         self.adam = core.start(start).adam
+        self.send_once()
+
+    def send_once(self) -> None:
+        """Standardisation and shared inputs stay as they are: a site is sent them once and keeps them."""
+        standing = {**self.preparation.arrays, **self.shared}
+        self.network.standing = Standing.of(standing, self.preparation.settings)
 
     def agreed_model(self) -> NamedArrays:
         """Initial θ and prior: honest sites send the same, so the median over those of the usual layout is theirs.
@@ -268,6 +275,7 @@ class StructuredVI(ParameterStrategy):
         self.adam = core.Adam(int(facts["adam"]), first, second)
         self.prior = core.Prior(arrays[FIXED], arrays[BLOCK])
         self.shared = {SHARED: arrays[SHARED]} if SHARED in arrays else {}
+        self.send_once()
         self.bound = math.nan if facts["bound"] is None else float(facts["bound"])
         self.spread = {site: float(value) for site, value in facts["spread"].items()}
         self.fresh = {site: int(count) for site, count in facts["fresh"].items()}

@@ -9,7 +9,11 @@ from pydantic import Field
 from fedgp_flower.config import CoreConfig, Count, Fraction, MethodOptions, NonNegative, Positive, PositiveInt
 from fedgp_flower.errors import ConfigError
 
-LIKELIHOODS = {"gp": ("gaussian", "bernoulli"), "logistic-mixed": ("bernoulli",), "multinomial": ("gaussian",)}
+LIKELIHOODS = {
+    "gp": ("gaussian", "bernoulli", "poisson"),
+    "logistic-mixed": ("bernoulli",),
+    "multinomial": ("gaussian",),
+}
 
 
 class SFVIOptions(MethodOptions):
@@ -64,8 +68,8 @@ class SFVIOptions(MethodOptions):
     """``gp``: shared inducing inputs follow the pooled distribution of the inputs, or fill the box they lie in."""
     learn_inputs: bool = False
     """``gp``: whether the shared inducing inputs are part of θ."""
-    site_inducing: PositiveInt = 20
-    """``gp``: inducing inputs of a site's deviation, rows of its own that stay there."""
+    site_inducing: Count = 20
+    """``gp``: inducing inputs of a site's deviation, rows of its own that stay there; 0: sites do not deviate."""
     site_noise: NonNegative = 0.5
     """``gp``: prior standard deviation of a site's log noise offset; 0 gives all sites the same noise."""
     site_slope: Positive = 0.3

@@ -26,7 +26,8 @@ def structured_posterior(arrays: NamedArrays, config: RunConfig) -> Posterior:
         "q(Z_G) = N(μ_G, diag(σ_G) L_G L_Gᵀ diag(σ_G)); without q.lower, L_G = I. The model of `sfvi.model` with "
         "parameters θ (theta.*) gives p(y | x, Z_G, Z_L), and a new site has Z_L from its prior. For `gp`: "
         "f(x) = a(x)ᵀ Z_G[:M] + [1, x]ᵀ Z_G[M:] + h(x) with L Lᵀ = k_G(Z, Z) + jitter · k_G(z, z) · I, "
-        "a(x) = L⁻¹ k_G(Z, x), h(x) ~ N(0, k_L(x, x) + [1, x²]ᵀ exp(2 theta.log_site_slope)); x and y standardised."
+        "a(x) = L⁻¹ k_G(Z, x), h(x) ~ N(0, k_L(x, x) + [1, x²]ᵀ exp(2 theta.log_site_slope)), or h = 0 where "
+        "`sfvi.site-inducing` is 0; x and y standardised."
     )
     options = cast(SFVIOptions, config.options)
     section = {key: value for key, value in config.model.model_dump(by_alias=True).items() if key != "inducing-init"}

@@ -60,8 +60,8 @@ def global_noise(seed: int, step: int, draws: int, size: int) -> Array:
 
 def factor(parameters: Parameters) -> Array:
     """diag(σ) L [M, M], a factor of the covariance of q(Z_G); σ [M] itself when q is diagonal."""
-    scale = np.exp(parameters["q.log_scale"])
-    return scale[:, None] * _unit_lower(parameters) if "q.lower" in parameters else scale
+    scale, lower = np.exp(parameters["q.log_scale"]), _unit_lower(parameters)
+    return scale if lower is None else scale[:, None] * lower
 
 
 def sampled_server_gradient(parameters: Parameters, prior: Prior, noise: Array) -> tuple[float, dict[str, Array]]:
@@ -71,11 +71,12 @@ def sampled_server_gradient(parameters: Parameters, prior: Prior, noise: Array) 
     μ, log σ and L.
     """
     scale, lower = np.exp(parameters["q.log_scale"]), _unit_lower(parameters)
-    mixed = noise @ lower.T  # [S, M]
+    mixed = noise if lower is None else noise @ lower.T  # [S, M]
     z = parameters["q.mean"] + scale * mixed
     log_scale = prior.log_scale(parameters)
     white = z * np.exp(-log_scale)
-    slope = -white * np.exp(-log_scale) + np.linalg.solve(lower.T, noise.T).T / scale
+    pull = noise if lower is None else np.linalg.solve(lower.T, noise.T).T
+    slope = -white * np.exp(-log_scale) + pull / scale
     gradient = {"q.mean": slope.mean(0), "q.log_scale": (slope * scale * mixed).mean(0)}
     if "q.lower" in parameters:
         gradient["q.lower"] = _packed((slope * scale).T @ noise / len(noise))
@@ -89,10 +90,10 @@ def expected_server_gradient(parameters: Parameters, prior: Prior) -> tuple[floa
     mean, scale, lower = parameters["q.mean"], np.exp(parameters["q.log_scale"]), _unit_lower(parameters)
     log_scale = prior.log_scale(parameters)
     precision = np.exp(-2 * log_scale)
-    variance = scale**2 * np.sum(lower**2, -1)
+    variance = scale**2 if lower is None else scale**2 * np.sum(lower**2, -1)
     second = (variance + mean**2) * precision
     gradient = {"q.mean": -mean * precision, "q.log_scale": 1 - variance * precision}
-    if "q.lower" in parameters:
+    if lower is not None:
         gradient["q.lower"] = _packed(-(scale**2 * precision)[:, None] * lower)
     value = np.sum(parameters["q.log_scale"] - log_scale) + 0.5 * np.sum(1 - second)
     return float(value), gradient | _prior_gradient(parameters, prior, second - 1)
@@ -167,11 +168,13 @@ def average(sites: Sequence[Parameters], weights: Array, *, tolerance: float = 1
     return Average(merged, found.iterations, found.residual, np.array(spread))
 
 
-def _unit_lower(parameters: Parameters) -> Array:
+def _unit_lower(parameters: Parameters) -> Array | None:
+    """L [M, M]; None when q(Z_G) is diagonal."""
+    if "q.lower" not in parameters:
+        return None
     size = len(parameters["q.mean"])
-    lower = np.eye(size)
-    if "q.lower" in parameters:
-        lower[np.tril_indices(size, -1)] = parameters["q.lower"]
+    lower: Array = np.eye(size)
+    lower[np.tril_indices(size, -1)] = parameters["q.lower"]
     return lower
 
 

@@ -34,12 +34,17 @@ def mixed_model(*, centred=False):
     return LogisticMixed(2, prior_scale=2.0, centred=centred)
 
 
-def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8, learn_inputs=False):
+def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8, learn_inputs=False, deviates=True):
     """A hierarchical GP in one input with different kernels for trend and deviation."""
     trend = build_kernel(ModelSection(kernel="rbf", lengthscale=1.0), inputs.shape[1])
     deviation = build_kernel(ModelSection(kernel="matern52", lengthscale=0.5, outputscale=0.4), inputs.shape[1])
     options = GPOptions(
-        likelihood=likelihood, noise=0.2, noise_spread=noise_spread, jitter=jitter, learn_inputs=learn_inputs
+        likelihood=likelihood,
+        deviates=deviates,
+        noise=0.2,
+        noise_spread=noise_spread,
+        jitter=jitter,
+        learn_inputs=learn_inputs,
     )
     return HierarchicalGP(trend, deviation, inputs, options)
 

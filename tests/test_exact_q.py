@@ -29,18 +29,16 @@ from fedgp_flower.models.multi_output import from_exact
 from fedgp_flower.models.multi_output_baselines import fit_pooled
 from strategies.exact_q import (
     ExactState,
-    agreeing,
-    best_lead,
     best_scales,
     is_flat,
     lead,
     merge,
     pooled_bound,
-    possible,
     posterior,
     start_state,
     trial_moves,
 )
+from strategies.exact_trust import agreeing, best_lead, possible
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 OPTIONS = SearchOptions()

@@ -108,6 +108,21 @@ def test_a_unit_predicts_with_what_it_alone_knows(tmp_path: Path) -> None:
     assert (np.abs(mean - truth) < 4 * np.sqrt(variance + phi.noise)).all()
 
 
+def test_a_unit_can_predict_with_its_own_deviation(tmp_path: Path) -> None:
+    """Training does not change, predictions do, and they are as good."""
+    found = []
+    for own in (False, True):
+        grid = FaultyGrid(keys(fedmgp__own_deviation=own), nodes(tmp_path))
+        strategy = run(grid)
+        strategy.begin_round()
+        strategy.evaluate()
+        found.append((strategy.shared()[1].mean, {row["site"]: row for row in strategy.evaluation["per_site"]}))
+    (q, plain), (same, wider) = found
+    assert np.array_equal(q, same)
+    assert all(wider[site]["rmse"] < 0.25 for site in UNITS)
+    assert any(wider[site]["nll"] != plain[site]["nll"] for site in UNITS)
+
+
 def test_targets_are_scaled_and_not_centred(tmp_path: Path) -> None:
     strategy = run(FaultyGrid(keys(num_server_rounds=1), nodes(tmp_path)))
     y = np.concatenate([wave(index)["y"] for index in range(4)])
@@ -187,6 +202,11 @@ LIES = {
     "a hundred times": lambda own: {name: 100 * array for name, array in own.items()},
     "negative": lambda own: {**own, "statistics.precision": -own["statistics.precision"]},
     "not a number": lambda own: {**own, "statistics.shift": own["statistics.shift"] * np.nan},
+    "evidence at one trial": lambda own: {
+        **own,
+        "statistics.evidence": own["statistics.evidence"] + [0, 0, 0, 5, 0, 0],
+    },
+    "evidence of every trial": lambda own: {**own, "statistics.evidence": own["statistics.evidence"] + [0, *[99] * 5]},
     "large slack": lambda own: {**own, "statistics.slack": own["statistics.slack"] + 1e6},
 }
 
@@ -312,6 +332,14 @@ def test_a_run_of_pseudo_gradients_ends_with_exact_rounds(tmp_path: Path) -> Non
     assert [("bound" in row) for row in recorder.rows] == [False] * 3 + [True] * 3
     fresh = run(FaultyGrid(keys(num_server_rounds=1), nodes(tmp_path)))
     assert not np.array_equal(fresh.inducing, strategy.inducing)
+
+
+@pytest.mark.parametrize(("rule", "trusted"), [("median", True), ("mean", False)])
+def test_exact_rounds_after_a_robust_rule_use_agreement(tmp_path: Path, rule: str, trusted: bool) -> None:
+    changes = {"update": "pseudo-gradient", "local_steps": 3, "final_rounds": 2, "aggregation": rule}
+    flat = keys(**{f"fedmgp__{name}": value for name, value in changes.items()}, num_server_rounds=4)
+    strategy = run(FaultyGrid(flat, nodes(tmp_path)))
+    assert bool(strategy.track.trusted) is trusted
 
 
 def test_several_starts_go_on_with_the_best(tmp_path: Path) -> None:

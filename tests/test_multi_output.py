@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedgp_flower.errors import ProtocolError
+from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.latent import Latents, Posterior
 from fedgp_flower.models.convolved import ConvolvedKernel, CoregionalKernel, smoothed_covariance
 from fedgp_flower.models.exact_q import UnitData, UnitParameters, predict, statistics
@@ -26,6 +26,7 @@ from fedgp_flower.models.multi_output import (
     to_exact,
 )
 from fedgp_flower.models.multi_output_baselines import fit_independent, fit_modular, fit_pooled, starting_point
+from fedgp_flower.models.multi_output_gradient import GaussianRisk
 from strategies.exact_q import pooled_bound, posterior
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -235,7 +236,8 @@ def test_mini_batches_are_unbiased() -> None:
 def test_one_site_one_step_is_a_plain_adam_step(learn_inducing: bool) -> None:
     """M = 1, p = 1, E = 1, η = 1: θ − Δ and φ are what Adam makes of the negative bound, written out here."""
     latents, units, phi = problem(2, 1)
-    q = posterior(told(latents, units, phi)[0])
+    best = posterior(told(latents, units, phi)[0])
+    q = Posterior(best.mean + 0.1, best.covariance + 0.05 * np.eye(14))  # at the best q Adam would scale up rounding
     x, y = map(torch.from_numpy, units[0])
     federated, plain = (from_exact(latents, q, phi[0], learn_inducing=learn_inducing) for _ in range(2))
     before = to_arrays(shared_parameters(federated))
@@ -258,6 +260,50 @@ def test_one_site_one_step_is_a_plain_adam_step(learn_inducing: bool) -> None:
             personal_parameters(federated)[name].detach(), value.detach(), atol=1e-9, err_msg=name
         )
     assert ("inducing" in update) is learn_inducing
+
+
+@pytest.mark.parametrize("convolved", [True, False])
+@pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
+def test_risk_in_closed_form_is_that_of_the_model(num_latents: int, dims: int, convolved: bool) -> None:
+    """Value and gradient of a mini-batch against autograd, and the whole local optimisation against torch's Adam."""
+    latents, units, phi = problem(num_latents, dims, convolved=convolved)
+    rng = np.random.default_rng(3)
+    factor = 0.3 * rng.normal(size=(latents.size, latents.size))
+    q = Posterior(rng.normal(size=latents.size), factor @ factor.T + 0.1 * np.eye(latents.size))
+    model = from_exact(latents, q, phi[0])
+    x, y = (torch.from_numpy(part) for part in units[0])
+    rows = np.array([0, 2, 3])
+    expected = model.local_risk(x[rows], y[rows], num_data=len(y), weight=0.3)
+    expected.backward()
+    parameters = dict(model.named_parameters())
+    own = GaussianRisk(*units[0], latents.inducing, weight=0.3, jitter=latents.jitter)
+    value, gradient = own.gradient(to_arrays(parameters), rows)
+    assert value == pytest.approx(float(expected.detach()), rel=1e-9)
+    assert set(gradient) == set(parameters)
+    for name, p in parameters.items():
+        assert p.grad is not None
+        np.testing.assert_allclose(gradient[name], p.grad.numpy(), rtol=1e-7, atol=1e-8, err_msg=name)
+    for kind in ("adam", "sgd"):
+        ours, theirs = from_exact(latents, q, phi[0]), from_exact(latents, q, phi[0])
+        steps = LocalSteps(7, 1e-4, kind, 3)
+        local_update(ours, x, y, steps, weight=0.3, generator=torch.Generator().manual_seed(1))
+        optimizer = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[kind](theirs.parameters(), lr=1e-4)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(7):
+            batch = torch.randperm(len(y), generator=generator)[:3]
+            optimizer.zero_grad()
+            theirs.local_risk(x[batch], y[batch], num_data=len(y), weight=0.3).backward()
+            optimizer.step()
+        for name, p in theirs.named_parameters():
+            torch.testing.assert_close(dict(ours.named_parameters())[name].data, p.data, rtol=1e-6, atol=1e-8)
+
+
+def test_local_steps_that_diverge_are_refused() -> None:
+    latents, units, phi = problem(1, 1)
+    model = from_exact(latents, Posterior(np.zeros(7), np.eye(7)), phi[0])
+    x, y = (torch.from_numpy(part) for part in units[0])
+    with pytest.raises(NumericsError):
+        local_update(model, x, y, LocalSteps(9, 1e200), weight=1.0, generator=torch.Generator())
 
 
 def test_other_likelihoods_and_wrong_arrays() -> None:

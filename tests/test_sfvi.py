@@ -13,13 +13,13 @@ import pytest
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, each, lost, numbers, run, waves
 from flwr.app import Message
 
-from fedgp_flower import server_app
+from fedgp_flower import server_app, structured_figures
 from fedgp_flower.clients.sfvi import SFVIClient
 from fedgp_flower.clients.state import ARRAYS
 from fedgp_flower.data.sites import load_all_sites, load_site
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.models.structured_memory import NOW, Memory
+from fedgp_flower.models.structured_memory import NOW, Memory, Moments
 from fedgp_flower.predict import Predictor
 from fedgp_flower.registry import parse_config
 from strategies import sfvi_state as core
@@ -391,6 +391,28 @@ def test_a_warm_start_averages_first() -> None:
     assert phases == {1: "train.average", 2: "train.average", 3: "train.gradient", 4: "train.gradient"}
 
 
+def test_local_steps_leave_moments_that_a_gradient_of_the_sites_own_term_fits() -> None:
+    """One local step on N / N_k times the term leaves Adam's moments of the term itself: 0.1 g and 0.001 g²."""
+
+    def moments(**keys: Any) -> list[Moments]:
+        grid = FaultyGrid(tiny(num_server_rounds=1, sfvi__local_steps=1, **keys), 3)
+        run(grid)
+        found = []
+        for context in grid.contexts.values():
+            own = {name: array.numpy() for name, array in context.state.array_records[ARRAYS].items()}
+            memory = Memory.from_arrays(own, NOW)
+            assert memory is not None
+            found.append(memory.moments)
+        return found
+
+    for averaged, plain in zip(moments(method="sfvi-avg"), moments(method="sfvi"), strict=True):
+        for name, value in plain.first.items():
+            assert averaged.first[name].numpy() == pytest.approx(value.numpy(), rel=1e-9, abs=1e-12), name
+            assert averaged.second[name].numpy() == pytest.approx(plain.second[name].numpy(), rel=1e-9, abs=1e-12)
+    paper = moments(method="sfvi-avg", sfvi__scaling="likelihood")
+    assert not np.allclose(paper[0].first["local.log_scale"], averaged.first["local.log_scale"])
+
+
 def test_no_gradient_carries_adam_beyond_its_limit() -> None:
     """The refusal of far moves cannot hit an honest site, and the worst gradients come near the limit."""
     draw = np.random.default_rng(0)
@@ -421,7 +443,7 @@ def test_box_points_fill_the_bins_that_hold_rows() -> None:
 @pytest.mark.parametrize(
     ("flat", "word"),
     [
-        ({"model.likelihood": "poisson"}, "`model.likelihood`"),
+        ({"model.likelihood": "student-t"}, "`model.likelihood`"),
         ({"sfvi.model": "logistic-mixed", "model.likelihood": "bernoulli"}, "`sfvi.unit-column`"),
         ({"sfvi.model": "multinomial"}, "`standardise`"),
         ({"sfvi.amortised-units": 2}, "`sfvi.amortised-units`"),
@@ -432,3 +454,19 @@ def test_box_points_fill_the_bins_that_hold_rows() -> None:
 def test_combinations_that_make_no_sense(flat: Mapping[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word.replace(".", r"\.")):
         parse_config({"method": "sfvi", **flat})
+
+
+def test_a_report_shows_the_deviations_of_simulated_sites(tmp_path: Path) -> None:
+    """What a row's own site adds to the prediction for a new site, at the held-out rows that a simulation keeps."""
+    flat = tiny(keep_predictions=True, output_dir=str(tmp_path), name="run", partitioner="blocks")
+    folder = server_app.execute(FaultyGrid(flat, 3), flat, lambda row, total: None)
+    rows = pd.read_csv(folder / "predictions.csv")
+    figure = structured_figures.deviations(
+        rows.assign(deviation=rows["mean"] - Predictor.of_run(folder)(rows[["input.x"]].to_numpy())[0]),
+        ["input.x"],
+        "y",
+    )
+    lines = [line for line in figure.axes[0].lines if line.get_label().startswith("site")]
+    assert [line.get_label() for line in lines] == ["site 0", "site 1", "site 2"]
+    assert max(np.abs(line.get_ydata()).max() for line in lines) > 1e-3
+    assert (folder / "plots" / "deviations.png").exists()

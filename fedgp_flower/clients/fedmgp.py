@@ -39,6 +39,7 @@ from fedgp_flower.models.multi_output import (
 )
 from fedgp_flower.models.multi_output import load as load_parameters
 from fedgp_flower.models.multi_output_baselines import fit_pooled, starting_point
+from fedgp_flower.models.own_deviation import predict_with_deviation
 from fedgp_flower.shapes import Array, NamedArrays
 
 ALONE_SWEEPS = 20
@@ -166,6 +167,9 @@ class FedMGPClient(GPClient):
         """Mean and variance of f at standardised inputs [N, D], and the noise variance."""
         latents, q = self.shared(request)
         phi = self.parameters(request, latents, q)
+        if self.gaussian and self.options["own_deviation"]:
+            data = self.data(request)
+            return predict_with_deviation((data.x, data.y), inputs, latents, q, phi)
         return *predict(inputs, latents, q, phi), phi.noise
 
     def predict(self, request: Request, inputs: Array) -> Prediction:

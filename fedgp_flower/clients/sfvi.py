@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fedgp_flower.clients.base import GPClient, Prediction, Reply, Request, flat_scores, to_original_units
+from fedgp_flower.clients.counts import count_scores
+from fedgp_flower.clients.standing import LACKS, PREFIX, carried, completed
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
@@ -27,7 +29,7 @@ from fedgp_flower.models.structured_family import (
     initial_global,
     named,
 )
-from fedgp_flower.models.structured_gp import farthest_points
+from fedgp_flower.models.structured_gp import HierarchicalGP, farthest_points
 from fedgp_flower.models.structured_local import Learner, step_local
 from fedgp_flower.models.structured_memory import NOW, Memory, Moments, fits, kept, read_around, recalled
 from fedgp_flower.models.structured_prediction import global_posterior, moments_at
@@ -59,6 +61,16 @@ class SFVIClient(GPClient):
         """Which model it is."""
         return Structure.of(self.options.model_dump())
 
+    def answer(self, request: Request) -> Reply:
+        """Answer a message, with what was sent once read into it; a site that has lost that says so."""
+        whole = completed(request, self.state.arrays)
+        if whole is None:
+            return Reply(metrics={LACKS: 1.0})
+        told = carried(request)
+        if told:
+            self.state.replace({**self.state.arrays, **told})
+        return super().answer(whole)
+
     def on_query_model(self, request: Request) -> Reply:
         """θ and the prior of Z_G at the start: the same at every site, from the configuration alone."""
         rows = self.rows(request, self.data(request).x)
@@ -87,17 +99,19 @@ class SFVIClient(GPClient):
         q_local, moments, fresh = self.recall(request, learner, q_global, rate)
         count = len(learner.site.targets)
         ratio = float(request.settings["total-rows"]) / count
-        scaling = whole_term(ratio) if self.options.scaling == "whole" else likelihood_only(ratio)
-        start = q_global, q_local, moments if self.options.keep_moments else Moments()
+        whole = self.options.scaling == "whole"
+        scaling, factor = (whole_term(ratio), ratio) if whole else (likelihood_only(ratio), 1.0)
+        start = q_global, q_local, moments.scaled("local.", factor) if self.options.keep_moments else Moments()
         end = learner.travel(start, scaling, steps=steps, first_step=request.round * steps, rate=rate)
-        self.remember(Memory(request.round, True, end.q_global.mean, named(end.q_local), end.moments))
+        moments = end.moments.scaled("local.", 1 / factor)
+        self.remember(Memory(request.round, True, end.q_global.mean, named(end.q_local), moments))
         sent = {f"theta.{name}": value.detach().numpy() for name, value in learner.model.theta().items()}
         sent |= {f"q.{name}": value.numpy() for name, value in named(end.q_global).items()}
         return Reply(sent, count, self.figures(end.value, fresh))
 
     def figures(self, value: float, fresh: bool) -> Mapping[str, float | list[float]]:
         """What a reply says besides its arrays."""
-        return {"objective": value, "state-updates": self.state.updates, "fresh": float(fresh)}
+        return {"objective": value, "fresh": float(fresh)}
 
     def learner(self, request: Request) -> Learner:
         """The model at the θ of the request, over this site's rows."""
@@ -182,9 +196,9 @@ class SFVIClient(GPClient):
         return read_around(memory, start, q_global.mean, request.round), memory.moments, False
 
     def remember(self, memory: Memory) -> None:
-        """Keep this; the seed of the site's draws stays."""
-        seed = {name: array for name, array in self.state.arrays.items() if name == SEED}
-        self.state.replace({**seed, **kept(self.state.arrays, memory)})
+        """Keep this; the seed of the site's draws stays, and what the server sent once."""
+        aside = {n: array for n, array in self.state.arrays.items() if n == SEED or n.startswith(PREFIX)}
+        self.state.replace({**aside, **kept(self.state.arrays, memory)})
 
     def local_posterior(self, request: Request, learner: Learner, q_global: GlobalPosterior) -> LocalFamily | None:
         """q(Z_Lk | Z_G) to predict with; None at a site that has not trained."""
@@ -196,31 +210,30 @@ class SFVIClient(GPClient):
 
     def predict(self, request: Request, inputs: Array) -> Prediction:
         """Personal prediction: shared latents of the request, local ones of this site."""
-        mean, variance = self.moments(request, inputs)
-        return Prediction(mean, variance)
-
-    def moments(self, request: Request, inputs: Array) -> tuple[Array, Array]:
-        """Mean and variance of an observation, [N], or of indicators of the classes, [N, C]."""
         learner, q_global = self.learner(request), global_posterior(request.arrays)
-        q_local = self.local_posterior(request, learner, q_global)
-        rows = self.rows(request, inputs)
-        return moments_at(
-            learner.model,
-            learner.site,
-            q_global,
-            q_local,
-            rows.features,
-            rows.groups,
-            draws=self.options.prediction_draws,
-        )
+        q_local, rows = self.local_posterior(request, learner, q_global), self.rows(request, inputs)
+        where = (learner.site, q_global, q_local, rows.features, rows.groups)
+        return Prediction(*moments_at(learner.model, *where, draws=self.options.prediction_draws))
 
     def score(self, request: Request) -> Scores:
         """Scores by the kind of the target."""
-        data = self.data(request)
-        return self.scores(request, *self.moments(request, data.x_test), data.y_test)
+        whole = completed(request, self.state.arrays)
+        if whole is None:
+            return Scores({"count": 0.0, LACKS: 1.0}, {})
+        data, learner, q_global = self.data(whole), self.learner(whole), global_posterior(whole.arrays)
+        return self.scores(whole, learner, q_global, self.local_posterior(whole, learner, q_global), data)
 
-    def scores(self, request: Request, mean: Array, variance: Array, target: Array) -> Scores:
-        """Scores of predictions: of class probabilities, or Gaussian in original units."""
+    def scores(
+        self, request: Request, learner: Learner, q_global: GlobalPosterior, q_local: LocalFamily | None, data: SiteData
+    ) -> Scores:
+        """Scores of held-out rows: of class probabilities, of counts, or Gaussian in original units."""
+        rows, target, model = self.rows(request, data.x_test), data.y_test, learner.model
+        if self.config.model.likelihood == "poisson" and isinstance(model, HierarchicalGP):
+            own = None if q_local is None else q_local.unfold()
+            mean, variance = (part.numpy() for part in model.latent(learner.site.at(rows.features), q_global, own))
+            return count_scores(mean, variance, target)
+        where = (learner.site, q_global, q_local, rows.features, rows.groups)
+        mean, variance = moments_at(model, *where, draws=self.options.prediction_draws)
         if self.structure.model == "multinomial":
             return class_scores(mean, target)
         if self.config.model.likelihood == "bernoulli":
@@ -269,9 +282,5 @@ class SFVIClient(GPClient):
         end = learner.travel(
             (start, self.initial(learner), Moments()), UNSCALED, steps=steps, first_step=0, rate=own.learning_rate
         )
-        held_out = self.rows(request, data.x_test)
-        predicted = moments_at(
-            model, site, end.q_global, end.q_local, held_out.features, held_out.groups, draws=own.prediction_draws
-        )
-        scores = self.scores(request, *predicted, data.y_test)
+        scores = self.scores(request, learner, end.q_global, end.q_local, data)
         return Reply({}, int(scores.sums["count"]), {**flat_scores(scores), "evaluations": steps})

@@ -8,7 +8,7 @@ Reference: Chung and Al Kontar, Federated multi-output Gaussian processes, Techn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +28,8 @@ from fedgp_flower.linalg import kernel_cholesky
 from fedgp_flower.models.convolved import ConvolvedKernel, CoregionalKernel
 from fedgp_flower.models.exact_q import UnitParameters
 from fedgp_flower.models.fitting import maximise
-from fedgp_flower.shapes import Array
+from fedgp_flower.models.multi_output_gradient import GaussianRisk, descend
+from fedgp_flower.shapes import Array, NamedArrays
 
 _SHARED = ("inducing", "kernel.raw_scales", "variational.")
 
@@ -141,16 +142,48 @@ def local_update(
     The optimiser starts afresh, φ_m stays in ``model``, and so does the unit's own θ_m until the next broadcast.
     """
     before = to_arrays(shared_parameters(model))
+    whole = options.batch_size == 0 or options.batch_size >= len(y)
+
+    def rows() -> Tensor | None:
+        return None if whole else torch.randperm(len(y), generator=generator)[: options.batch_size]
+
+    if isinstance(model.likelihood, GaussianLikelihood) and "inducing" not in before:
+        _in_closed_form(model, x, y, rows, options, weight)
+    else:
+        _by_autograd(model, x, y, rows, options, weight)
+    after = to_arrays(shared_parameters(model))
+    return {name: before[name] - after[name] for name in before}
+
+
+Draw = Callable[[], Tensor | None]
+"""Rows of the next mini-batch; None for all."""
+
+
+def _in_closed_form(
+    model: MultiOutputModel, x: Tensor, y: Tensor, draw: Draw, options: LocalSteps, weight: float
+) -> None:
+    """Local steps with the gradient of :class:`GaussianRisk`, a tenth of the time that autograd takes."""
+    risk = GaussianRisk(x.numpy(), y.numpy(), model.inducing.numpy(), weight=weight, jitter=model.jitter)
+
+    def slopes(parameters: NamedArrays) -> NamedArrays:
+        rows = draw()
+        return risk.gradient(parameters, None if rows is None else rows.numpy())[1]
+
+    parameters = dict(model.named_parameters())
+    start, adam = to_arrays(parameters), options.optimizer == "adam"
+    load(parameters, descend(slopes, start, steps=options.steps, rate=options.learning_rate, adam=adam))
+
+
+def _by_autograd(model: MultiOutputModel, x: Tensor, y: Tensor, draw: Draw, options: LocalSteps, weight: float) -> None:
+    """Local steps for any likelihood, and where pseudo-inputs move."""
     kind = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer]
     optimizer = kind(model.parameters(), lr=options.learning_rate)
-    whole = options.batch_size == 0 or options.batch_size >= len(y)
     for _ in range(options.steps):
-        rows = slice(None) if whole else torch.randperm(len(y), generator=generator)[: options.batch_size]
+        drawn = draw()
+        rows = slice(None) if drawn is None else drawn
         optimizer.zero_grad()
         model.local_risk(x[rows], y[rows], num_data=len(y), weight=weight).backward()
         optimizer.step()
-    after = to_arrays(shared_parameters(model))
-    return {name: before[name] - after[name] for name in before}
 
 
 def unit_model(

@@ -55,7 +55,8 @@ class Structure:
             return Multinomial(num_inputs, self.classes)
         own = section.model_copy(update={"outputscale": self.deviation * section.outputscale})
         options = GPOptions(
-            likelihood=cast(Literal["gaussian", "bernoulli"], section.likelihood),
+            likelihood=cast(Literal["gaussian", "bernoulli", "poisson"], section.likelihood),
+            deviates=self.site_inducing > 0,
             noise=section.noise,
             noise_spread=self.site_noise,
             site_slope=self.site_slope,

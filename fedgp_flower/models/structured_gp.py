@@ -5,6 +5,7 @@
 Z_G holds the whitened values of g's GP at the shared inputs Z, then c; Z_Lk those of h_k's GP at inputs of the site's
 own, then s / τ, then ζ_k / s_ζ. All are N(0, I) a priori, and f_k is linear in them. θ holds the hyperparameters of
 both kernels, log τ, log σ² and, if learned, Z. Counts and binary targets have no ζ.
+Where sites do not deviate, h_k is zero and has no parameters.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class GPOptions:
     likelihood: Literal["gaussian", "bernoulli", "poisson"] = "gaussian"
     noise: float = 0.1
     """Initial noise variance."""
+    deviates: bool = True
+    """Whether a site has a deviation h_k at all, or is the trend with noise."""
     noise_spread: float = 0.5
     """Prior standard deviation s_ζ of a site's log noise offset; 0 gives all sites the same noise."""
     site_slope: float = 0.3
@@ -56,16 +59,19 @@ class HierarchicalGP(ClosedFormModel):
         super().__init__(torch.zeros(len(inputs) + inputs.shape[1] + 1, dtype=torch.float64))
         self.options = options
         self.likelihood = LIKELIHOODS[options.likelihood]
-        self.trend, self.deviation = trend, deviation
+        self.trend = trend
         self.inputs = nn.Parameter(inputs.clone(), requires_grad=options.learn_inputs)
-        self.log_site_slope = nn.Parameter(inputs.new_full((inputs.shape[1] + 1,), math.log(options.site_slope)))
+        if options.deviates:
+            self.deviation = deviation
+            self.log_site_slope = nn.Parameter(inputs.new_full((inputs.shape[1] + 1,), math.log(options.site_slope)))
         if options.likelihood == "gaussian":
             self.log_noise = nn.Parameter(torch.tensor(math.log(options.noise), dtype=torch.float64))
 
     def prepare(self, features: Rows, targets: Targets, *, key: int, num_inducing: int) -> SiteData:
         """Rows of a site, which is one unit, and the inputs of its deviation: rows of its own that are far apart."""
         unit = torch.zeros(len(features), dtype=torch.int64)
-        return SiteData(features, targets, unit, torch.tensor([key]), farthest_points(features, num_inducing))
+        anchors = farthest_points(features, num_inducing) if self.options.deviates else features[:0]
+        return SiteData(features, targets, unit, torch.tensor([key]), anchors)
 
     @property
     def own_noise(self) -> bool:
@@ -74,7 +80,8 @@ class HierarchicalGP(ClosedFormModel):
 
     def local_width(self, site: SiteData) -> int:
         """Whitened inducing values, intercept and slopes, noise offset."""
-        return len(site.anchors) + site.features.shape[1] + 1 + int(self.own_noise)
+        deviation = len(site.anchors) + site.features.shape[1] + 1 if self.options.deviates else 0
+        return deviation + int(self.own_noise)
 
     def log_local(
         self, site: SiteData, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S 1 W"]
@@ -140,14 +147,15 @@ class HierarchicalGP(ClosedFormModel):
             return self._new_site(site, q_global)
         basis, factor, own_factor = self._basis(site), q_global.factor(), q_local.factor()[0]
         mean = q_global.mean @ basis.shared + q_local.mean[0] @ basis.own
-        weights, offset = basis.shared.mT, factor.new_zeros(len(factor))
+        weights = basis.shared.mT
         if q_local.coupling is not None:
-            weights, offset = weights + basis.own.mT @ q_local.coupling[0], q_local.coupling[0, -1] @ factor
+            weights = weights + basis.own.mT @ q_local.coupling[0]
         on_global, on_local = weights @ factor, basis.own.mT @ own_factor  # [N, M], [N, W]
         variance = basis.left_over + on_global.square().sum(-1) + on_local.square().sum(-1)
         if not self.own_noise:
             zero = mean.new_zeros(())
             return mean, variance, self._noise(zero, zero, zero)
+        offset = factor.new_zeros(len(factor)) if q_local.coupling is None else q_local.coupling[0, -1] @ factor
         spread = offset.square().sum() + own_factor[-1].square().sum()
         joint = on_global @ offset + on_local @ own_factor[-1]
         return mean, variance, self._noise(q_local.mean[0, -1], spread, joint)
@@ -155,10 +163,11 @@ class HierarchicalGP(ClosedFormModel):
     def _new_site(self, site: SiteData, q_global: GlobalPosterior) -> tuple[Tensor, Tensor, Noise]:
         """Moments where h and ζ have their priors."""
         mean, variance = self.trend_moments(site.features, q_global)
-        linear = (self.log_site_slope.exp()[:, None] * _linear(site.features)).square().sum(0)
         zero = mean.new_zeros(())
-        prior = self.deviation(site.features, diag=True) + linear
-        return mean, variance + prior, self._noise(zero, zero + float(self.own_noise), zero)
+        if self.options.deviates:
+            linear = (self.log_site_slope.exp()[:, None] * _linear(site.features)).square().sum(0)
+            variance = variance + self.deviation(site.features, diag=True) + linear
+        return mean, variance, self._noise(zero, zero + float(self.own_noise), zero)
 
     def _noise(self, mean: Tensor, variance: Tensor, covariance: Tensor) -> Noise:
         """ζ = s_ζ Z in units of log σ."""
@@ -168,12 +177,13 @@ class HierarchicalGP(ClosedFormModel):
 
     def _basis(self, site: SiteData) -> Basis:
         linear = _linear(site.features)
-        shared, left_trend = self._project(self.trend, self.inputs, site.features)
-        own, left_deviation = self._project(self.deviation, site.anchors, site.features)
-        slopes = self.log_site_slope.exp()[:, None] * linear
-        silent = linear.new_zeros(int(self.own_noise), len(site.features))
-        left_over = left_trend + left_deviation
-        return Basis(torch.cat([shared, linear]), torch.cat([own, slopes, silent]), left_over)
+        shared, left_over = self._project(self.trend, self.inputs, site.features)
+        own = linear.new_zeros(int(self.own_noise), len(site.features))
+        if self.options.deviates:
+            values, left_deviation = self._project(self.deviation, site.anchors, site.features)
+            left_over = left_over + left_deviation
+            own = torch.cat([values, self.log_site_slope.exp()[:, None] * linear, own])
+        return Basis(torch.cat([shared, linear]), own, left_over)
 
     def _project(self, kernel: Kernel, inputs: Float[Tensor, "M D"], features: Rows) -> tuple[Tensor, Tensor]:
         """L⁻¹K_zx [M, N] and the conditional variance k(x, x) − ‖L⁻¹K_zx‖² [N]."""

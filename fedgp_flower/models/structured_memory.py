@@ -42,6 +42,16 @@ class Moments:
             moved[name] = values[name].detach() + rate * first[name] / (1 - one**step) / scale
         return moved, Moments(step, first, second)
 
+    def scaled(self, prefix: str, factor: float) -> Moments:
+        """Moments as if the gradients of the parameters below a prefix had been ``factor`` times what they were.
+
+        A site keeps those of its own latents for its own term of the bound. Local steps on a bound that stands in for
+        all sites follow N / N_k times that, and would leave moments under which later gradients move nothing.
+        """
+        first = {name: value * factor if name.startswith(prefix) else value for name, value in self.first.items()}
+        second = {n: value * factor**2 if n.startswith(prefix) else value for n, value in self.second.items()}
+        return Moments(self.step, first, second)
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:

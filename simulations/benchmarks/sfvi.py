@@ -1,0 +1,156 @@
+"""Cost of SFVI and SFVI-Avg: processor time of a site's step and of a round, and bytes against what must travel.
+
+    python simulations/benchmarks/sfvi.py --data-dir DIR
+
+Three models as their experiments have them: six cities (R = 50, S = 4), MNIST (S = 1) and weather by country. Written
+to ``simulations/results/sfvi_benchmark.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from flwr.app import ArrayRecord, Message
+
+from fedgp_flower import client_app
+from fedgp_flower.config import Value
+from fedgp_flower.engine import InProcessGrid, simulated_nodes
+from fedgp_flower.registry import METHODS, load, parse_config
+from strategies.base import GPStrategy, Snapshot
+from strategies.wire import content_bytes
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import sfvi_mnist
+import sfvi_six_cities
+import sfvi_weather
+from sfvi_runs import QUIET, RESULTS, write_table
+
+ROUNDS = 6
+STEPS = 10
+BOUND = 1.1
+LINES = (
+    "Made by `python simulations/benchmarks/sfvi.py`: one thread, processor time, medians over the messages or rounds",
+    f"after the first of {ROUNDS}; SFVI-Avg takes {STEPS} local steps. An answer is decoding, preparation, gradient,",
+    "the site's own step and its state; a round is all sites one after the other and the server.",
+    "",
+    "Bytes are those of a site and round, up and down, once it has what is sent only once. What must travel is",
+    "(2 |η_G| + 2 |θ| + S |ε|) × 8; `arrays` is the data of all arrays over that, `all` everything in both messages:",
+    "headers of arrays (Flower's are 128 bytes each), names, the site, the run, the round and the figures. First:",
+    "all bytes of the round that carries standardisation, schema and shared inputs.",
+)
+
+
+@dataclass
+class Figures:
+    """What was seen at the sites: a row per training message."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    """Processor time at the end of every round."""
+
+    def on_round(self, row: Mapping[str, float], total: int) -> None:
+        """Note the time."""
+        del row, total
+        self.ends.append(time.process_time())
+
+    def on_checkpoint(self, snapshot: Snapshot) -> None:
+        """Keep nothing: a disk is not what is measured."""
+
+
+class Meter(InProcessGrid):
+    """Times answers and counts bytes."""
+
+    def __init__(self, flat: Mapping[str, Value], sites: int, figures: Figures) -> None:
+        super().__init__(client_app.app, flat, simulated_nodes(sites))
+        self.figures = figures
+
+    def answer(self, message: Message) -> Message:
+        """The reply, after a look at the clock."""
+        started = time.process_time()
+        reply = super().answer(message)
+        seconds = time.process_time() - started
+        if message.metadata.message_type.startswith("train"):
+            both = (message, reply)
+            arrays = [array.numpy() for m in both for array in m.content.array_records["arrays"].values()]
+            number = int(str(message.content.config_records["config"]["round"]))
+            row = {"round": number, "seconds": seconds, "numbers": sum(array.nbytes for array in arrays)}
+            self.figures.rows.append({**row, "bytes": sum(content_bytes(m) for m in both)})
+        return reply
+
+
+def measured(flat: dict[str, Any], sites: int) -> tuple[pd.DataFrame, float, GPStrategy]:
+    """Messages of a short run, seconds of a round, and the strategy."""
+    figures, config = Figures(), parse_config(flat)
+    strategy: GPStrategy = load(METHODS[config.method].strategy)(config, figures, None)
+    strategy.start(Meter(flat, sites, figures), ArrayRecord(), num_rounds=ROUNDS, timeout=config.round_timeout)
+    return pd.DataFrame(figures.rows), float(np.median(np.diff(figures.ends))), strategy
+
+
+def row_of(name: str, flat: dict[str, Any], sites: int) -> dict[str, Any]:
+    """A row of the table."""
+    short = {**QUIET, **flat, "num-server-rounds": ROUNDS}
+    messages, seconds, strategy = measured({**short, "method": "sfvi"}, sites)
+    averaged, _, _ = measured({**short, "method": "sfvi-avg", "sfvi.local-steps": STEPS}, sites)
+    parameters: dict[str, np.ndarray] = strategy.predictive()
+    eta = sum(array.size for key, array in parameters.items() if key.startswith("q."))
+    theta = sum(array.size for key, array in parameters.items() if key.startswith("theta."))
+    options: Any = strategy.config.options
+    noise = 0 if options.closed_form else options.samples * len(parameters["q.mean"])
+    must = 8 * (2 * eta + 2 * theta + noise)
+    later, own = messages[messages["round"] > 1], averaged[averaged["round"] > 1]
+    return {
+        "model": name,
+        "sites": sites,
+        "answer, ms": 1e3 * float(later["seconds"].median()),
+        "local step of SFVI-Avg, ms": 1e3 * float(own["seconds"].median()) / STEPS,
+        "round, s": seconds,
+        "η_G": str(eta),
+        "θ": str(theta),
+        "S ε": str(noise),
+        "must travel": str(must),
+        "arrays": float(later["numbers"].max()) / must,
+        "all": float(later["bytes"].max()) / must,
+        f"all ≤ {BOUND}": "yes" if float(later["bytes"].max()) <= BOUND * must else "no",
+        "first": str(int(messages.loc[messages["round"] == 1, "bytes"].max())),
+    }
+
+
+def cases(data_dir: Path, folder: Path) -> list[tuple[str, dict[str, Any], int]]:
+    """Name, configuration and number of sites of every row."""
+    sfvi_six_cities.children(data_dir).to_csv(folder / "children.csv", index=False)
+    images, (places, stations) = sfvi_mnist.table_of(data_dir), sfvi_weather.table_of(data_dir)
+    six = sfvi_six_cities.keys(folder / "children.csv") | {"sfvi.importance-samples": 50}
+    weather = sfvi_weather.keys(places, 0)
+    return [
+        ("six cities", six, 2),
+        ("MNIST", sfvi_mnist.keys(images), 25),
+        ("MNIST", sfvi_mnist.keys(images), 200),
+        ("weather, diagonal L_G", weather, len(stations)),
+        ("weather, full L_G", weather | {"sfvi.structure": "full"}, len(stations)),
+    ]
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("FEDGP_DATA", ".")))
+    chosen = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, flat, sites in cases(chosen.data_dir, Path(folder)):
+            rows.append(row_of(name, flat, sites))
+            write_table(RESULTS / "sfvi_benchmark.md", "SFVI: time and bytes", LINES, pd.DataFrame(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Scores of counts against sums and integrals written out, and a run whose targets are counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from faults import FaultyGrid, configured
+from scipy import integrate, stats
+
+from fedgp_flower import server_app
+from fedgp_flower.clients.counts import count_scores
+from fedgp_flower.errors import NumericsError
+
+CASES = ((0.3, 0.5, 0), (1.2, 0.2, 7), (-2.0, 0.9, 1), (3.0, 0.0, 20), (4.0, 0.3, 31))
+
+
+def exact(mean: float, variance: float) -> np.ndarray:
+    """P(y = k) of the mixture for k = 0 … 2999, by adaptive quadrature over f."""
+    k = np.arange(3000)
+    if variance == 0:
+        return stats.poisson.pmf(k, np.exp(mean))
+    sd = np.sqrt(variance)
+
+    def part(f: float) -> np.ndarray:
+        return stats.poisson.pmf(k, np.exp(f)) * stats.norm.pdf(f, mean, sd)
+
+    found, _ = integrate.quad_vec(part, mean - 9 * sd, mean + 9 * sd, epsabs=1e-12)
+    return found
+
+
+@pytest.mark.parametrize(("mean", "variance", "count"), CASES)
+def test_scores_of_a_count(mean: float, variance: float, count: int) -> None:
+    pmf = exact(mean, variance)
+    below = np.cumsum(pmf)
+    found = count_scores(np.array([mean]), np.array([variance]), np.array([float(count)]))
+    assert found.sums["nll"] == pytest.approx(-np.log(pmf[count]), rel=1e-6)
+    crps = np.sum((below - (np.arange(3000) >= count)) ** 2)
+    assert found.sums["crps"] == pytest.approx(crps, rel=5e-3)  # F between the integers that are looked at
+    rate = pmf @ np.arange(3000)
+    assert found.sums["squared-error"] == pytest.approx((rate - count) ** 2, rel=1e-6)
+    assert found.sums["absolute-error"] == pytest.approx(abs(rate - count), rel=1e-6)
+    before = below[count - 1] if count else 0.0
+    for level in (50, 90, 95):
+        tail = (1 - level / 100) / 2
+        low, high = (int(np.searchsorted(below, p)) for p in (tail, 1 - tail))
+        assert found.sums[f"inside-{level}"] == float(low <= count <= high)
+    bins = found.arrays["evaluation.pit"]
+    assert bins.sum() == pytest.approx(1.0)
+    edges = np.linspace(0, 1, 21)
+    overlap = np.clip(np.minimum(edges[1:], below[count]) - np.maximum(edges[:-1], before), 0, None)
+    assert bins == pytest.approx(overlap / (below[count] - before), abs=1e-6)
+
+
+def test_rows_add_up() -> None:
+    mean, variance, counts = (np.array(column, dtype=float) for column in zip(*CASES, strict=True))
+    whole = count_scores(mean, variance, counts)
+    rows = [count_scores(*(np.array([value]) for value in case)) for case in zip(mean, variance, counts, strict=True)]
+    for name, value in whole.sums.items():
+        assert value == pytest.approx(sum(row.sums[name] for row in rows), rel=5e-3), name
+    assert count_scores(*(np.zeros(0),) * 3).sums["count"] == 0
+
+
+@pytest.mark.parametrize(("variance", "target"), [(-0.1, 1.0), (0.1, 1.5), (0.1, -1.0)])
+def test_what_are_no_counts(variance: float, target: float) -> None:
+    with pytest.raises(NumericsError):
+        count_scores(np.zeros(1), np.array([variance]), np.array([target]))
+
+
+def test_counts_at_three_sites(tmp_path: Path) -> None:
+    """A rate that an input raises: the model predicts it better than one that does not know the input."""
+    draw = np.random.default_rng(0)
+    x = draw.uniform(-1.5, 1.5, 240)
+    y = draw.poisson(np.exp(0.7 + 0.9 * x))
+    pd.DataFrame({"x": x, "y": y}).to_csv(tmp_path / "counts.csv", index=False)
+    flat = configured(
+        method="sfvi",
+        dataset=str(tmp_path / "counts.csv"),
+        target="y",
+        num_server_rounds=30,
+        round_timeout=60.0,
+        model__likelihood="poisson",
+        sfvi__site_inducing=5,
+        sfvi__learning_rate=0.1,
+        baselines__local_only=True,
+        baselines__max_evaluations=30,
+        output_dir=str(tmp_path),
+        name="run",
+    )
+    grid = FaultyGrid(flat, 3)
+    folder = server_app.execute(grid, flat, lambda row, total: None)
+    metrics = pd.read_json(folder / "metrics.json", typ="series")
+    constant = -stats.poisson.logpmf(y, y.mean()).mean()
+    assert metrics["failures"] == []
+    assert metrics["test"]["nll"] < constant - 0.2
+    assert metrics["test"]["coverage_95"] > 0.8
+    assert metrics["local_only"]["nll"] < constant
+    assert sum(metrics["calibration"]["pit"]) == pytest.approx(sum(row["num_examples"] for row in metrics["per_site"]))
