@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "results" / "pvi_uci"
@@ -61,6 +63,8 @@ NOTES = (
     "many communications; mean over splits ± its standard error. NLL, RMSE in units of the target at the end of the",
     "runs. s per visit: by the clock, at the sites. Spacing: median distance of a pseudo-observation to the nearest",
     "row of its site, in typical distances between rows; AUC: how well it tells the site's rows from others (½: no).",
+    "Figure: the pooled run's mean over splits, and every variant's mean distance from it on the splits it ran (bars:",
+    "standard error).",
 )
 PARTITIONS: dict[str, dict[str, object]] = {
     "iid": {"partitioner": "iid"},
@@ -194,26 +198,37 @@ def _gap(part: pd.DataFrame) -> str:
 
 
 def draw(frame: pd.DataFrame, path: Path) -> None:
-    """NLL and RMSE against visits, averaged over splits, a column per set; horizontal lines are the yardsticks."""
+    """NLL and RMSE against visits, a column per set: the pooled run's mean, and every variant's distance from it.
+
+    Variants may have run on different splits; distances are taken split by split, so their curves stay comparable.
+    """
     names = list(dict.fromkeys(frame["data"]))
     figure = Figure(figsize=(3.4 * len(names), 6.0), layout="constrained")
     grid = figure.subplots(2, len(names), squeeze=False, sharex="col")
+    colours = (*colormaps["tab10"].colors, *colormaps["Dark2"].colors)
     for column, name in enumerate(names):
         own = frame[frame["data"] == name]
+        pooled = own[own["variant"] == "pooled"]
         for axes, score in zip(grid[:, column], ("nll", "rmse"), strict=True):
+            level = pooled[score].mean()
+            placed = own.assign(height=level + own["gap"] if score == "nll" else level * own["ratio"])
             for yardstick, style in zip(YARDSTICKS, ("-", ":"), strict=True):
-                level = own[own["variant"] == yardstick][score]
-                if len(level):
-                    axes.axhline(level.mean(), color="black", linestyle=style, label=yardstick)
+                height = placed[placed["variant"] == yardstick]["height"].mean()
+                axes.axhline(height, color="black", linestyle=style, label=yardstick)
             for number, variant in enumerate(VARIANTS):
-                means = own[own["variant"] == variant].groupby("visits")[score].mean()
-                if len(means):
-                    axes.plot(means.index, means, marker="o", markersize=3, label=variant, color=f"C{number}")
+                spots = placed[placed["variant"] == variant].groupby("visits")["height"]
+                look = {"color": colours[number], "marker": "os^Dv"[number % 5], "markersize": 4}
+                if len(spots):
+                    axes.errorbar(spots.mean().index, spots.mean(), spots.sem(), capsize=2, label=variant, **look)
             axes.set(ylabel=f"{score.upper()} of held-out rows" if column == 0 else "")
             if score == "rmse":
                 axes.set_yscale("log")
+                axes.yaxis.set_major_locator(MaxNLocator(6))
+                axes.yaxis.set_minor_locator(NullLocator())
+                axes.yaxis.set_major_formatter(ScalarFormatter())
         grid[0, column].set_title(name)
         grid[1, column].set_xlabel("communications (visits)")
+        grid[1, column].xaxis.set_major_locator(MaxNLocator(integer=True))
     handles = {t: h for axes in grid.ravel() for h, t in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
@@ -224,11 +239,12 @@ def write(chosen: argparse.Namespace) -> None:
     frame = collect(chosen)
     if frame.empty or "pooled" not in set(frame["variant"]):
         return
+    frame = compared(frame)
     RESULTS.mkdir(exist_ok=True)
     stem, partition = f"pvi_uci_{chosen.partition}", f" --partition {chosen.partition}"
     command = f"python simulations/pvi_uci.py --data-dir DIR{partition if chosen.partition != 'iid' else ''}"
     page = [f"# PVI on UCI regression, {SITES} sites, rows dealt by `{chosen.partition}`", ""]
-    page += [f"Made by `{command}`.", *NOTES, "", table(compared(frame)), "", f"![NLL and RMSE]({stem}.png)", ""]
+    page += [f"Made by `{command}`.", *NOTES, "", table(frame), "", f"![NLL and RMSE]({stem}.png)", ""]
     (RESULTS / f"{stem}.md").write_text("\n".join(page))
     draw(frame, RESULTS / f"{stem}.png")
 
