@@ -283,7 +283,7 @@ def _history_row(row: Mapping[Any, Any]) -> dict[str, Number]:
 
 def _prediction_frame(site: str, arrays: NamedArrays, input_names: Sequence[str]) -> pd.DataFrame:
     columns: dict[str, Any] = {}
-    for name in ("target", "mean", "sd", "probability"):
+    for name in ("target", "mean", "sd", "probability", "trend", "deviation"):
         if f"prediction.{name}" in arrays:
             columns[name] = arrays[f"prediction.{name}"]
     if "prediction.input" in arrays:

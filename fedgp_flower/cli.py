@@ -78,11 +78,11 @@ def run_in_process(flat: Mapping[str, Value], sites: int, nodes: Sequence[Mappin
         task = progress.add_task(config.method, total=config.num_server_rounds, figures="")
 
         def show(row: Mapping[str, Any], total: int) -> None:
-            shown = ("objective", "test_nll", "test_rmse", "test_accuracy")
+            shown = ("objective", "site_estimate", "test_nll", "test_rmse", "test_accuracy")
             figures = " ".join(f"{key} {row[key]:.4f}" for key in shown if key in row)
             progress.update(task, completed=row["round"], total=total, figures=figures)
 
-        return server_app.execute(grid, flat, show)
+        return server_app.execute(grid, flat, show, lambda folder: grid.keep_states(folder / "sites"))
 
 
 @contextmanager
@@ -103,11 +103,21 @@ def predict(
     run: RunArgument,
     source: Annotated[Path, typer.Option("--input", help="CSV or Parquet with the feature columns")],
     output: Annotated[Path, typer.Option(help="CSV to write: mean, sd, quantiles of a noisy observation")],
+    site: Annotated[str, typer.Option(help="sfvi: predict at this site, with the deviation that it alone keeps")] = "",
+    site_data: Annotated[Path | None, typer.Option(help="table of that site, unless it was simulated")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="where that site keeps its state")] = None,
 ) -> None:
     """Predict new rows from a run's saved posterior; no site is needed."""
     from fedgp_flower.predict import predict_file  # noqa: PLC0415  PyTorch takes seconds to import
 
-    rows, unknown = predict_file(run, source, output)
+    own = None
+    if site:
+        from fedgp_flower.predict_at_site import predictor_at  # noqa: PLC0415  PyTorch takes seconds to import
+
+        own = predictor_at(run, site, data=site_data, state_dir=state_dir)
+    elif site_data or state_dir:
+        raise RunError("`--site-data` and `--state-dir` say where a site is: name it with `--site`")
+    rows, unknown = predict_file(run, source, output, own)
     console.print(f"{rows} rows predicted into {output}", soft_wrap=True)
     if unknown:
         console.print(f"{unknown} cell(s) hold a level that no site had; they count as none of the known levels")

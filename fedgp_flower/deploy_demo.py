@@ -179,7 +179,10 @@ def _run(chosen: argparse.Namespace) -> None:
     folder = chosen.folder.resolve() / time.strftime("%Y%m%d-%H%M%S")
     chosen_keys = parse_assignments(chosen.assignments)
     count = len(chosen.data) or chosen.num_sites
-    config = complete_config(DEFAULTS | {"min-sites": count} | chosen_keys, Path.cwd())
+    usual = dict(DEFAULTS)
+    if str(chosen_keys.get("method", "")).startswith("sfvi"):
+        del usual["optimizer.steps"]  # it has local steps of its own and refuses others
+    config = complete_config(usual | {"min-sites": count} | chosen_keys, Path.cwd())
     folder.mkdir(parents=True, mode=0o700)
     files = chosen.data or write_partition(parse_config(config), count, folder / "data")
     sites = create_sites(folder, files)

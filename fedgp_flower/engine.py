@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -18,6 +19,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedgp_flower.config import FlatConfig
+from fedgp_flower.data.sites import site_id
 
 NODE_OFFSET = 1000
 """Node ids of in-process sites start here: they differ from site ids, as they do in Flower."""
@@ -43,6 +45,11 @@ class InProcessGrid(Grid):
         }
         self._pending: dict[str, Message] = {}
         self._run = Run.create_empty(run_id=1)
+
+    def keep_states(self, folder: Path) -> None:
+        """Have sites without a ``state-dir`` keep their state below ``folder``, so that a resumed run finds it."""
+        for context in self.contexts.values():
+            context.node_config.setdefault("state-dir", str(folder / site_id(context.node_config)))
 
     def set_run(self, run: Run) -> None:
         """Flower's own bookkeeping."""

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import binom
 
+from fedgp_flower.clients.counts import central
 from fedgp_flower.shapes import Array
 from fedgp_flower.summary import Arm, number
 
@@ -27,35 +28,46 @@ DPI = 180
 
 
 def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> Figure | None:
-    """Objective and evaluated figures against round, the baselines as horizontal lines; None for an empty history."""
+    """Objective and evaluated figures against round, the baselines as horizontal lines; None for an empty history.
+
+    Where a history counts visits of sites, the unit that schedules compare by, these are the abscissa.
+    """
     wanted = ("objective", "bound", "elbo", "loss", "nll", "rmse", "accuracy")
     series = {name: column for name in wanted if (column := _column(history, name))}
     if not series or len(history) < 2:
         return None
     names = {"nll": "held-out NLL (nats per row)", "rmse": f"held-out RMSE ({units})", "accuracy": "held-out accuracy"}
+    unit, label = ("visits", "communications (visits of a site)") if "visits" in history else ("round", "round")
+    history = history.assign(abscissa=history[unit].ffill().fillna(0.0))
     figure, axes = _axes(len(series), height=2.9)
     for ax, (name, column) in zip(axes, series.items(), strict=True):
-        rows = history[["round", column]].dropna()
+        rows = history[["abscissa", column]].dropna()
         style = "o-" if len(rows) <= 30 else "-"
-        ax.plot(rows["round"], rows[column], style, color=FEDERATED, ms=3.5, lw=1.6, label="federated")
+        ax.plot(rows["abscissa"], rows[column], style, color=FEDERATED, ms=3.5, lw=1.6, label="federated")
         levels = {arm.name: number(arm.figures.get(name)) for arm in baselines}
         for arm, level in levels.items():
             if math.isfinite(level):
                 colour, dash = (LOCAL, "--") if arm == "local-only" else (POOLED, ":")
                 ax.axhline(level, color=colour, ls=dash, lw=1.5, label=arm)
         _frame_late_rounds(ax, rows[column].to_numpy(dtype=float), list(levels.values()))
-        ax.set(xlabel="round", ylabel=names.get(name, f"training {name}"))
+        ax.set(xlabel=label, ylabel=names.get(name, f"training {name}"))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[-1].legend(fontsize=8, frameon=False)
     return figure
 
 
-def curve(rows: pd.DataFrame | None, predictor: Predictor, span: tuple[float, float], names: tuple[str, str]) -> Figure:
+def curve(
+    rows: pd.DataFrame | None,
+    predictor: Predictor,
+    span: tuple[float, float],
+    names: tuple[str, str],
+    counts: bool = False,
+) -> Figure:
     """Predictive mean and 95 % band of a noisy observation along one input, with held-out points."""
     figure, (ax,) = _axes(1, width=7.6, height=3.6)
     x = np.linspace(*span, 400)
     mean, sd = predictor(x[:, None])
-    ax.fill_between(x, mean - Z95 * sd, mean + Z95 * sd, color=BAND, alpha=0.7, lw=0, label="95 % interval")
+    ax.fill_between(x, *central(mean, sd, counts), color=BAND, alpha=0.7, lw=0, label="95 % interval")
     ax.plot(x, mean, color=FEDERATED, lw=1.8, label="mean")
     if rows is not None:
         some = subsample(rows)
@@ -65,20 +77,20 @@ def curve(rows: pd.DataFrame | None, predictor: Predictor, span: tuple[float, fl
     return figure
 
 
-def intervals(rows: pd.DataFrame, names: tuple[str, str]) -> Figure:
+def intervals(rows: pd.DataFrame, names: tuple[str, str], counts: bool = False) -> Figure:
     """Held-out rows along one input with their own 95 % intervals."""
     figure, (ax,) = _axes(1, width=7.6, height=3.6)
     some = subsample(rows)
-    _draw_intervals(ax, some, some[f"input.{names[0]}"])
+    _draw_intervals(ax, some, some[f"input.{names[0]}"], counts)
     ax.set(xlabel=_text(names[0]), ylabel=_text(names[1]))
     return figure
 
 
-def parity(rows: pd.DataFrame, target: str) -> Figure:
+def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
     """Observed against predicted with 95 % intervals around the diagonal: a dot off its bar is a miss."""
     figure, (ax,) = _axes(1, width=4.8, height=4.4)
     some = subsample(rows)
-    _draw_intervals(ax, some, some["mean"])
+    _draw_intervals(ax, some, some["mean"], counts)
     ax.axline((float(some["mean"].mean()),) * 2, slope=1, color=POOLED, lw=0.9, zorder=1)
     ax.set(xlabel=f"predicted {_text(target)}", ylabel=f"observed {_text(target)}")
     return figure
@@ -224,10 +236,10 @@ def _chance(n: int | Array, p: Array) -> tuple[Array, Array]:
     return np.asarray(binom.ppf(0.025, n, p)), np.asarray(binom.ppf(0.975, n, p))
 
 
-def _draw_intervals(ax: Axes, rows: pd.DataFrame, x: pd.Series[float]) -> None:
-    half = Z95 * rows["sd"]
-    inside = (rows["target"] - rows["mean"]).abs() <= half
-    ax.vlines(x, rows["mean"] - half, rows["mean"] + half, color=BAND, lw=1.6, zorder=0.5, label="95 % interval")
+def _draw_intervals(ax: Axes, rows: pd.DataFrame, x: pd.Series[float], counts: bool) -> None:
+    low, high = central(rows["mean"].to_numpy(dtype=float), rows["sd"].to_numpy(dtype=float), counts)
+    inside = (rows["target"] >= low) & (rows["target"] <= high)
+    ax.vlines(x, low, high, color=BAND, lw=1.6, zorder=0.5, label="95 % interval")
     ax.plot(x[inside], rows["target"][inside], "o", color=FEDERATED, ms=3.2, label="inside")
     ax.plot(x[~inside], rows["target"][~inside], "o", color=MISS, ms=3.6, label="outside")
     ax.legend(fontsize=8, frameon=False)

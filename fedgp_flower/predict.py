@@ -14,6 +14,7 @@ import torch
 from scipy.special import ndtri
 
 from fedgp_flower.artefacts import read_posterior, read_run
+from fedgp_flower.clients.counts import count_quantiles
 from fedgp_flower.config import ModelSection
 from fedgp_flower.data.standardisation import Preparation, count_unknown_levels, encode_inputs, read_inputs
 from fedgp_flower.errors import RunError
@@ -39,6 +40,7 @@ class Predictor:
 
     preparation: Preparation
     standardised: Standardised
+    likelihood: str = "gaussian"
 
     @staticmethod
     def of_run(run: Path) -> Predictor:
@@ -50,7 +52,7 @@ class Predictor:
         _require_posterior(run)
         posterior = read_posterior(run)
         preparation = Preparation.from_wire(posterior.arrays, json.dumps(posterior.schema))
-        return Predictor(preparation, _family(posterior, preparation))
+        return Predictor(preparation, _family(posterior, preparation), posterior.likelihood)
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation, both [N], at encoded inputs [N, D] in original units."""
@@ -70,7 +72,9 @@ class Predictor:
             levels = own.target.levels or [str(index) for index in range(classes.shape[1])]
             return pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
         mean, sd = mean * own.target_scale + own.target_mean, sd * own.target_scale
-        quantiles = {f"q{100 * level:g}": mean + sd * ndtri(level) for level in QUANTILES}
+        counts = self.likelihood == "poisson"
+        found = count_quantiles(mean, sd, QUANTILES) if counts else mean + sd * ndtri(np.array(QUANTILES))[:, None]
+        quantiles = {f"q{100 * level:g}": row for level, row in zip(QUANTILES, found, strict=True)}
         return pd.DataFrame({"mean": mean, "sd": sd, **quantiles})
 
 
@@ -140,14 +144,20 @@ FAMILIES: Mapping[str, Callable[[Posterior, Preparation], Standardised]] = {
 """What ``posterior.json`` calls its family → mean and sd of a noisy observation at standardised inputs."""
 
 
-def predict_file(run: Path, source: Path, output: Path) -> tuple[int, int]:
+def predict_file(run: Path, source: Path, output: Path, predictor: Predictor | None = None) -> tuple[int, int]:
     """Predict every row of a table into a CSV; returns the rows and the cells with a level no site had.
+
+    Args:
+        run: Folder of a finished run.
+        source: CSV or Parquet.
+        output: CSV to write.
+        predictor: That of a site; default is what the run saved for everybody.
 
     Raises:
         RunError: if the run saved no posterior, or the CSV cannot be written.
         DataError: naming the file, column and row that cannot be used.
     """
-    predictor = Predictor.of_run(run)
+    predictor = predictor or Predictor.of_run(run)
     frame = read_inputs(source, predictor.preparation)
     try:
         predictor.table(frame).to_csv(output, index=False)
@@ -156,9 +166,23 @@ def predict_file(run: Path, source: Path, output: Path) -> tuple[int, int]:
     return len(frame), count_unknown_levels(frame, predictor.preparation)
 
 
+def _trend(run: Path, predictor: Predictor | None) -> Callable[[Array], tuple[Array, Array]] | None:
+    """Prediction for a new site at encoded inputs in original units, on the scale where effects add up."""
+    posterior = None if predictor is None else read_posterior(run)
+    if predictor is None or posterior is None or posterior.model.get("family") != "structured":
+        return None
+    if posterior.model["structure"]["model"] == "multinomial":
+        return None
+    if posterior.likelihood == "gaussian":
+        return predictor
+    own = predictor.preparation
+    standardised = structured_predictor(dict(posterior.arrays), posterior.model, own.names, link=True)
+    return lambda inputs: standardised((inputs - own.input_mean) / own.input_scale)
+
+
 def report(run: Path) -> Path:
     """Write ``report.html`` of a run, with curve or map where a posterior was saved; returns its path."""
     saved = (run / "posterior.safetensors").exists() and read_posterior(run).model.get("family") not in PERSONAL
     predictor, content = Predictor.of_run(run) if saved else None, read_run(run)
-    panels = [*unit_panels(content), *structured_panels(content, predictor), *pvi_panels(content)]
+    panels = [*unit_panels(content), *structured_panels(content, _trend(run, predictor)), *pvi_panels(content)]
     return write_report(run, predictor, panels)

@@ -1,4 +1,4 @@
-"""Sections that PVI adds to a report: q(β), where Z began and ended, and how near pseudo-observations are to rows."""
+"""Sections that PVI adds to a report: q(β), where Z began and ended, what factors say, how near they are to rows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,23 @@ from matplotlib.figure import Figure
 
 from fedgp_flower.config import ModelSection
 from fedgp_flower.figures import DPI, FEDERATED, Z95
+from fedgp_flower.files import read_json
 from fedgp_flower.models.pvi_arrays import sparse_model
 from fedgp_flower.records import Posterior, RunData
 from fedgp_flower.report import Panel
 from fedgp_flower.shapes import Array
+from fedgp_flower.summary import TITLES, cell, number, show
+
+STRENGTHS = {
+    "rows": "training rows",
+    "points": "pseudo-observations",
+    "weight": "weight",
+    "directions": "directions of v",
+    "values": "precision of u",
+    "inducing": "precision of Z",
+    "hyper": "precision of β",
+}
+"""Column of the table of factors → its title."""
 
 
 def panels(run: RunData) -> list[Panel]:
@@ -35,13 +48,20 @@ def panels(run: RunData) -> list[Panel]:
             "Standardised inputs. Grey: where Z began; colour: the mean of q(Z), with 95 % intervals where Z has a"
         )
         found.append(Panel("Inducing inputs", inducing(arrays, names), f"{caption} distribution."))
+    labels = {str(row["site"]): str(row.get("label") or row["site"]) for row in run.metrics.per_site}
+    if details.get("factors"):
+        found.append(Panel("What each factor says", strength_table(details, labels), _strength_caption(run)))
+    if details.get("free_energy"):
+        body, caption = free_energy_table(details["free_energy"], float(run.config["pvi.alpha"]))
+        found.append(Panel("Free energy", body, caption))
     leakage: Mapping[str, Mapping[str, float]] = details.get("leakage", {})
     if any(leakage.values()):
-        labels = {str(row["site"]): str(row.get("label") or row["site"]) for row in run.metrics.per_site}
         floor = int(run.config["pvi.min-rows-per-pseudo-point"])
         found.append(
             Panel("What pseudo-observations give away", leakage_table(leakage, labels), _leakage_caption(floor))
         )
+    if (run.path / "forgotten.json").exists():
+        found.insert(0, forgetting(read_json(run.path / "forgotten.json")))
     return found
 
 
@@ -85,6 +105,63 @@ def inducing(arrays: Mapping[str, Array], names: Sequence[str]) -> Figure:
     return figure
 
 
+def strength_table(details: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+    """A row per site with the strength of its factors, as HTML; columns that no site has are left out."""
+    strengths: Mapping[str, Mapping[str, float]] = details["factors"]
+    shown = [name for name in STRENGTHS if any(name in own for own in strengths.values())]
+    whole = {"rows", "points"}
+    rows = [
+        (
+            labels.get(site, site),
+            str(details["visits"].get(site, 0)),
+            *(f"{own[n]:,.0f}" if n in whole else show(number(own[n])) if n in own else "–" for n in shown),
+        )
+        for site, own in strengths.items()
+    ]
+    return _table(("site", "visits", *(STRENGTHS[name] for name in shown)), rows)
+
+
+def free_energy_table(parts: Mapping[str, float], alpha: float) -> tuple[str, str]:
+    """The free energy and its parts in nats, as HTML, and what to read in them."""
+    names = {
+        "fit": "expected log likelihood of all training rows",
+        "kl_function": "− KL of q(u) from its prior",
+        "kl_inducing": f"− {alpha:g} × KL of q(Z) from its prior",
+        "kl_hyper": "− KL of q(β) from its prior",
+    }
+    signs = {"fit": 1.0, "kl_function": -1.0, "kl_inducing": -alpha, "kl_hyper": -1.0}
+    rows = [(words, show(signs[name] * parts[name])) for name, words in names.items()]
+    caption = "An estimate of the log evidence of the standardised training rows"
+    caption += ", and a lower bound of it." if alpha >= 1 else "; with α below 1 it is no lower bound of it."
+    return _table(("part", "nats"), [*rows, ("free energy", show(parts["total"]))]), caption
+
+
+def forgetting(content: Mapping[str, Any]) -> Panel:
+    """What ``forgotten.json`` says: figures before and after, and how far the posterior moved."""
+    before, after = content["test_before"], content["test_after"]
+    rows = [
+        (TITLES.get(name, name.replace("_", " ")), cell(name, before[name]), cell(name, after[name]))
+        for name in before
+        if name in after
+    ]
+    body = _table(("held-out figure", "before", "after"), rows)
+    symbols = {"inducing": "q(Z)", "hyper": "q(β)", "whitened": "q(v)"}
+    moved = [f"{symbols[name]} moved by {show(value)} nats" for name, value in content["divergence"].items()]
+    shifts = content["predictions"]
+    if "rms_shift_in_sd" in shifts:
+        moved.append(f"predictive means by {show(shifts['rms_shift_in_sd'])} standard deviations (root mean square)")
+        moved.append(f"standard deviations by a factor of {show(shifts['sd_ratio'])}")
+    if "mean_change_of_probability" in shifts:
+        moved.append(f"class probabilities by {show(shifts['mean_change_of_probability'])} on average")
+    removed = content["training_rows_removed"]
+    caption = f"Run {content['from']} without site {content['label'] or content['site']}"
+    caption += "" if removed is None else f" and its {removed:,} training rows"
+    caption += f", after {content['rounds_after']} further rounds: {content['sites_after']} sites of "
+    caption += f"{content['sites_before']}. Both columns are over the same {content['test_rows']:,} held-out rows, "
+    caption += f"those of sites that remain. {'; '.join(moved)}. What may still owe something to the site: "
+    return Panel("What forgetting changed", body, f"{caption}{'; '.join(content['remains'])}.")
+
+
 def leakage_table(leakage: Mapping[str, Mapping[str, float]], labels: Mapping[str, str]) -> str:
     """A row per site, as HTML."""
     head = ("site", "within 0.05 of a row", "distance, 5 %", "distance, median", "membership AUC")
@@ -99,15 +176,36 @@ def leakage_table(leakage: Mapping[str, Mapping[str, float]], labels: Mapping[st
         for site, own in leakage.items()
         if own
     ]
-    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return (
-        f"<table><thead><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr></thead><tbody>{cells}</tbody></table>"
-    )
+    return _table(head, rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows)
+    titles = "".join(f"<th>{escape(name)}</th>" for name in head)
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{cells}</tbody></table>"
+
+
+def _strength_caption(run: RunData) -> str:
+    caption = "How much each site's factor says."
+    strengths = run.metrics.method_details["factors"].values()
+    if any("weight" in own for own in strengths):
+        units = "in rows of noise σ²" if run.config["pvi.factor"] == "tied" else "over the standardised target"
+        caption += f" Weight: summed precision of its pseudo-observations, {units}."
+    if any("directions" in own for own in strengths):
+        caption += " Directions: of those of v, the whitened inducing values, how many the factor alone determines."
+    if any("values" in own for own in strengths):
+        caption += " Precision of u: mean over the inducing values."
+    if any("inducing" in own or "hyper" in own for own in strengths):
+        caption += " Precisions of Z and β: mean of the site's factor; the prior has 1."
+    return caption
 
 
 def _hyper_caption(details: Mapping[str, Any]) -> str:
     counts = f"{details.get('halvings', 0)} times an update was damped further to keep q proper, "
     counts += f"{details.get('refused', 0)} updates were refused."
+    local = details.get("local", {})
+    counts += f" At the sites {local.get('rejected', 0)} trial points of line searches were rejected and "
+    counts += f"{local.get('halvings', 0)} steps of fixed points shortened."
     return (
         "Medians and 95 % intervals of the log-normal posterior; amplitudes and noise as standard deviations of the "
         f"standardised target. {counts}"

@@ -164,12 +164,13 @@ def _predictions(run: RunData, predictor: Predictor | None) -> list[tuple[str, s
     rows, target = run.predictions, _target(run)
     shown = "" if rows is None or len(rows) <= figures.MAX_POINTS else f" {figures.MAX_POINTS} of {len(rows):,} rows."
     names, spans = _inputs(run)
+    counts = run.config.get("model.likelihood") == "poisson"
     drawn: list[tuple[str, str, Figure, str]] = []
     if len(names) == 1 and predictor is not None:
-        figure = figures.curve(rows, predictor, (float(spans[0, 0]), float(spans[0, 1])), (names[0], target))
+        figure = figures.curve(rows, predictor, (float(spans[0, 0]), float(spans[0, 1])), (names[0], target), counts)
         drawn.append(("curve", "Predictive mean and 95 % interval", figure, f"For a noisy observation.{shown}"))
     elif len(names) == 1 and rows is not None:
-        figure = figures.intervals(rows, (names[0], target))
+        figure = figures.intervals(rows, (names[0], target), counts)
         drawn.append(("intervals", "Held-out rows and their 95 % intervals", figure, f"Along the one input.{shown}"))
     elif len(names) == 2 and (predictor is not None or rows is not None):
         figure = figures.surface(rows, predictor, spans, (*names, target))
@@ -177,7 +178,7 @@ def _predictions(run: RunData, predictor: Predictor | None) -> list[tuple[str, s
         drawn.append(("map", "Maps of predictive mean and sd", figure, f"For a noisy observation.{dots}{shown}"))
     if rows is not None and len(names) != 1:
         caption = f"Bars: 95 % intervals around the prediction; dots: what was observed.{shown}"
-        drawn.append(("parity", "Observed against predicted", figures.parity(rows, target), caption))
+        drawn.append(("parity", "Observed against predicted", figures.parity(rows, target, counts), caption))
     return drawn
 
 

@@ -51,8 +51,16 @@ def main(grid: Grid, context: Context) -> None:
     logger.info("results: %s", folder.resolve())
 
 
-def execute(grid: Grid, flat: FlatConfig, progress: Progress) -> Path:
+def execute(
+    grid: Grid, flat: FlatConfig, progress: Progress, opened: Callable[[Path], None] = lambda folder: None
+) -> Path:
     """Run the configured method over a Grid and return the folder of the run.
+
+    Args:
+        grid: Where the sites are.
+        flat: The run configuration.
+        progress: Told every round of the history.
+        opened: Told the folder before any site is asked.
 
     Raises:
         ConfigError: before anything is trained, naming every wrong key.
@@ -60,6 +68,7 @@ def execute(grid: Grid, flat: FlatConfig, progress: Progress) -> Path:
     """
     config = parse_config(flat)
     folder = RunFolder.open(config)
+    opened(folder.path)
     logger.setLevel(logging.INFO)
     with folder.logging_to_file("fedgp"):
         saved = folder.restore() if config.resume else None
@@ -96,7 +105,7 @@ def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> Non
 
 def log_progress(row: Mapping[str, Any], total: int) -> None:
     """A line per round, with the figures that are there."""
-    shown = ("objective", "test_nll", "test_rmse", "test_accuracy")
+    shown = ("objective", "site_estimate", "test_nll", "test_rmse", "test_accuracy")
     figures = "  ".join(f"{name} {row[name]:.4f}" for name in shown if name in row)
     logger.info("round %d/%d  %s", row["round"], total, figures)
 

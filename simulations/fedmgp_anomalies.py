@@ -28,7 +28,10 @@ from fedgp_flower.engine import InProcessGrid
 UNITS = 10
 LIES: Mapping[str, tuple[float, float]] = {"update flipped": (-1.0, 1.0), "update × 100": (100.0, 100.0)}
 """Factors of a pseudo-gradient or of b, and of everything else in exact statistics."""
+FIRST_LOOK = "first look × 100"
+"""A hundredfold answer to the question that the first q(g) is made of."""
 ATTACKS = (*SPOILT, *LIES)
+EXACT_ATTACKS = (*ATTACKS, FIRST_LOOK)
 EXACT_RULES = ("mean", "agreement")
 PSEUDO_RULES = ("mean", "loss-weighted", "norm-clipped", "median", "trimmed-mean", "krum", "multi-krum")
 ENDED_RULES = ("mean", "median")
@@ -36,10 +39,11 @@ REACH = (0.3, 0.5, 0.7)
 TRAIN = ("train", "train.exact")
 NOTES = (
     "- Exact rounds: a unit of pure noise fits an amplitude near zero and says next to nothing about g, under either "
-    "rule. A flipped or hundredfold answer contradicts itself (a unit that took its M-step has E‖y − f‖²/σ² = N) and "
-    "is refused under either rule. What is left is a unit that is honest about another g: `agreement` leaves it out "
-    "because its rows and those of most others are likelier apart than together. It fails when bad units are the "
-    "majority, when most pairs of units see no common range of inputs, or when units share nothing.",
+    "rule. A flipped or hundredfold answer contradicts itself (a unit that took its M-step has E‖y − f‖²/σ² = N, and a "
+    "first look weighs what its rows weigh) and is refused under either rule. What is left is a unit that is honest "
+    "about another g: `agreement` leaves out whose rows and those of most others are likelier apart than together. It "
+    "can do nothing when bad units are the majority, when most pairs of units see no common range of inputs, or when "
+    "units share nothing.",
     "- `mean`: one update a hundred times too long moves θ anywhere; units of another process pull by their share.",
     "- `loss-weighted`: meant for bad rows, whose fit is poor. A unit that lies about its update has a good fit, so it "
     "keeps its full weight, or more.",
@@ -47,11 +51,12 @@ NOTES = (
     "honest one and is not shortened.",
     "- `median`, `trimmed-mean`: bound every coordinate, whatever its sign or length, as long as fewer than half, or "
     "the trimmed share, are bad. The price is bias, since honest units differ: what only one unit has seen is cut too.",
-    "- `krum`, `multi-krum`: one or a few whole updates are taken over. A hundredfold update is never chosen; but "
-    "honest updates differ by where their rows lie, so those left out take their knowledge with them.",
-    "- Pseudo-gradients that end with exact rounds, which is the default for Gaussian noise, end as good as exact "
-    "rounds: with a rule other than `mean` the exact rounds use `agreement`.",
+    "- `krum`, `multi-krum`: one or a few whole updates are taken over. A hundredfold update is far from all others; "
+    "but honest updates differ by where their rows lie, so those left out take their knowledge with them.",
+    "- `staleness-weighted` has no row among the attacks: where every unit answers it is `mean`.",
+    "- After pseudo-gradients with a rule other than `mean` the exact rounds use `agreement`.",
 )
+"""What a rule can and cannot see; how far it got is read off the tables."""
 
 
 class SpoiltGrid(InProcessGrid):
@@ -64,14 +69,20 @@ class SpoiltGrid(InProcessGrid):
 
     def answer(self, message: Message) -> Message:
         """The reply, spoilt or missing."""
+        if message.metadata.message_type == "query.start" and self.lie == FIRST_LOOK:
+            return self.spoilt(message, super().answer(message), "update × 100")
         if message.metadata.message_type not in TRAIN:
             return super().answer(message)
         if self.rng.random() > self.reach:
             return Message(Error(code=4, reason="unreachable"), reply_to=message)
         reply = super().answer(message)
+        return reply if self.lie == FIRST_LOOK else self.spoilt(message, reply, self.lie)
+
+    def spoilt(self, message: Message, reply: Message, lie: str) -> Message:
+        """The reply of a bad unit with other numbers; that of any other unit as it is."""
         site = int(site_id(self.contexts[message.metadata.dst_node_id].node_config))
-        if self.lie and site < self.bad and "arrays" in reply.content.array_records:
-            shift, rest = LIES[self.lie]
+        if lie and site < self.bad and "arrays" in reply.content.array_records:
+            shift, rest = LIES[lie]
             own = {name: array.numpy() for name, array in reply.content.array_records["arrays"].items()}
             new = {
                 n: a * (shift if n == "statistics.shift" or n.startswith("update.") else rest) for n, a in own.items()
@@ -117,7 +128,7 @@ def one(
     if reach < 1:
         keys["num-server-rounds"] = 60 if mode == "exact" else 45
     grid: Callable[..., Any] = partial(
-        SpoiltGrid, bad=bad, lie=attack if attack in LIES else "", reach=reach, seed=seed
+        SpoiltGrid, bad=bad, lie=attack if attack in (*LIES, FIRST_LOOK) else "", reach=reach, seed=seed
     )
     try:
         found = metrics(name) or finished(keys, name, grid=grid)
@@ -126,22 +137,59 @@ def one(
     return honest_mse(found, bad if leave_out is None else leave_out)
 
 
-def section(mode: str, rules: tuple[str, ...], counts: list[int], seeds: int) -> list[str]:
+Ratios = dict[tuple[str, str, int], float]
+"""(rule, attack, number of bad units) → error over the same rule's without attack; infinite where it broke down."""
+
+
+def section(
+    mode: str, rules: tuple[str, ...], counts: list[int], seeds: int, attacks: tuple[str, ...] = ATTACKS
+) -> tuple[list[str], Ratios]:
     """A table of the mean over seeds, and its ratio to the same rule's without attack: rules by attacks, bad units."""
     clean_titles = [f"clean, without {bad}" for bad in counts]
-    titles, rows = ["rule", *clean_titles, *(f"{attack}, {bad} bad" for attack in ATTACKS for bad in counts)], []
+    titles, rows = ["rule", *clean_titles, *(f"{attack}, {bad} bad" for attack in attacks for bad in counts)], []
+    ratios: Ratios = {}
     for rule in rules:
         clean = [
             float(np.mean([one(mode, rule, "", 0, seed, leave_out=bad) for seed in range(seeds)])) for bad in counts
         ]
         row: list[object] = [rule, *clean]
-        for attack in ATTACKS:
-            for bad in counts:
+        for attack in attacks:
+            for bad, base in zip(counts, clean, strict=True):
                 error = float(np.mean([one(mode, rule, attack, bad, seed) for seed in range(seeds)]))
-                row.append(f"{error:.4f} ({error / clean[counts.index(bad)]:.2f})" if error < 100 else "broke down")
+                ratios[rule, attack, bad] = error / base if error < 100 else float("inf")
+                row.append(f"{error:.4f} ({error / base:.2f})" if error < 100 else "broke down")
                 print(mode, rule, attack, bad, row[-1], flush=True)
         rows.append(row)
-    return [table(titles, rows), ""]
+    return [table(titles, rows), ""], ratios
+
+
+def verdicts(ratios: Ratios, limit: float) -> list[str]:
+    """For every rule, the attacks under which the error exceeds ``limit`` times that without attack; and its worst."""
+    lines = []
+    for rule in dict.fromkeys(rule for rule, _, _ in ratios):
+        own = {(attack, bad): ratio for (name, attack, bad), ratio in ratios.items() if name == rule}
+        worst, above = max(own, key=lambda key: own[key]), [key for key in own if own[key] > limit]
+        told = "; ".join(f"{attack} with {bad} ({_times(own[attack, bad])})" for attack, bad in above)
+        lines.append(
+            f"- `{rule}` {f'exceeds {limit:g} times its clean error under: {told}.' if above else ''}"
+            f"{'' if above else f'stays within {limit:g} times its clean error; worst: {worst[0]} with {worst[1]}'}"
+            f"{'' if above else f' ({_times(own[worst])}).'}"
+        )
+    return [*lines, ""]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if np.isfinite(ratio) else "broke down"
+
+
+def best_rules(ratios: Ratios) -> list[str]:
+    """For every attack, the rule whose error grows least."""
+    lines = []
+    for attack, bad in dict.fromkeys((attack, bad) for _, attack, bad in ratios):
+        own = {rule: ratio for (rule, name, count), ratio in ratios.items() if (name, count) == (attack, bad)}
+        rule = min(own, key=lambda name: own[name])
+        lines.append(f"- {attack}, {bad} bad: `{rule}` ({_times(own[rule])})")
+    return ["Least growth by attack:", "", *lines, ""]
 
 
 def reach_section(seeds: int) -> list[str]:
@@ -157,6 +205,9 @@ def reach_section(seeds: int) -> list[str]:
 
 def page(bad: list[int], seeds: int, pseudo_seeds: int) -> str:
     """All tables, with what is missing run first."""
+    exact, of_exact = section("exact", EXACT_RULES, bad, seeds, EXACT_ATTACKS)
+    pseudo, of_pseudo = section("pseudo", PSEUDO_RULES, [3], pseudo_seeds)
+    ended, of_ended = section("ended", ENDED_RULES, [3], pseudo_seeds)
     return "\n".join(
         [
             "# FedMGP: bad units and unstable communication",
@@ -167,19 +218,23 @@ def page(bad: list[int], seeds: int, pseudo_seeds: int) -> str:
             "",
             f"## Exact rounds ({seeds} seeds)",
             "",
-            *section("exact", EXACT_RULES, bad, seeds),
-            f"## Pseudo-gradients alone ({pseudo_seeds} seeds, 3 bad units)",
+            *exact,
+            *verdicts(of_exact, 1.1),
+            f"## Pseudo-gradients alone ({pseudo_seeds} seeds; 3 bad units only)",
             "",
-            *section("pseudo", PSEUDO_RULES, [3], pseudo_seeds),
-            f"## Pseudo-gradients that end with 5 exact rounds ({pseudo_seeds} seeds, 3 bad units)",
+            *pseudo,
+            *verdicts(of_pseudo, 2.0),
+            *best_rules(of_pseudo),
+            f"## Pseudo-gradients that end with 5 exact rounds ({pseudo_seeds} seeds; 3 bad units only)",
             "",
-            *section("ended", ENDED_RULES, [3], pseudo_seeds),
+            *ended,
+            *verdicts(of_ended, 1.1),
             f"## Units that can be reached with some probability ({pseudo_seeds} seeds)",
             "",
             "Exact rounds: 60 instead of 20; pseudo-gradients: 45 instead of 25. In brackets over all units reached.",
             "",
             *reach_section(pseudo_seeds),
-            "## When a rule fails, and why",
+            "## What a rule sees",
             "",
             *NOTES,
             "",
@@ -199,7 +254,7 @@ def main() -> None:
     if chosen.only == "reach":
         reach_section(chosen.pseudo_seeds)
     elif chosen.only == "exact":
-        section("exact", tuple(chosen.rules or EXACT_RULES), chosen.bad, chosen.seeds)
+        section("exact", tuple(chosen.rules or EXACT_RULES), chosen.bad, chosen.seeds, EXACT_ATTACKS)
     elif chosen.only == "pseudo":
         section("pseudo", tuple(chosen.rules or PSEUDO_RULES), [3], chosen.pseudo_seeds)
     elif chosen.only == "ended":

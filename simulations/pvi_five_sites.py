@@ -22,7 +22,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from sfvi_runs import RESULTS, RUNS, ensure, write_table
+from pvi_runs import ensure
+from sfvi_runs import RESULTS, RUNS, write_table
 
 NAME = "pvi_five_sites"
 SITES, ROWS, HELD_OUT = 5, 30, 30
@@ -90,7 +91,7 @@ def gaussian_nll(y: np.ndarray, mean: np.ndarray, sd: np.ndarray) -> float:
 
 def table_of(seed: int) -> Path:
     """The draw as a file with its split."""
-    folder = RUNS / NAME / "data"
+    folder = (RUNS / NAME / "data").resolve()
     path = folder / f"line-{seed}.csv"
     rows = draw(seed)
     if not path.exists():

@@ -5,8 +5,8 @@ Sets × standard splits × variants, 10 sites, M = 100, as in *Federated learnin
 
     python simulations/pvi_uci.py --data-dir DIR [--sets yacht energy] [--splits 5] [--variants replay CPO] [--jobs 2]
 
-Runs that are complete are not repeated, and a run that was cut off goes on. Table and figure go to
-``simulations/results/``.
+Runs that are complete are not repeated, unless their settings have changed since, and a run that was cut off goes on.
+Table and figure go to ``simulations/results/``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pandas as pd
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
+from pvi_runs import complete, discard_stale
 
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "results" / "pvi_uci"
@@ -61,8 +62,10 @@ VARIANTS: dict[str, dict[str, object]] = {
 NOTES = (
     "Gap: NLL less that of one analyst with all rows (same model, q(Z) and q(β)), in nats per held-out row, after so",
     "many communications; mean over splits ± its standard error. NLL, RMSE in units of the target at the end of the",
-    "runs. s per visit: by the clock, at the sites. Spacing: median distance of a pseudo-observation to the nearest",
-    "row of its site, in typical distances between rows; AUC: how well it tells the site's rows from others (½: no).",
+    "runs. s per visit: mean time of a visit by the clock, its messages included, on one thread of a shared machine,",
+    "evaluations left out; for pooled a fit to all rows. Spacing: median distance of a pseudo-observation to the",
+    "nearest row of its site, in typical distances between rows; AUC: how well it tells the site's rows from others",
+    "(½: not at all).",
     "Figure: the pooled run's mean over splits, and every variant's mean distance from it on the splits it ran (bars:",
     "standard error).",
 )
@@ -116,8 +119,8 @@ def wanted(chosen: argparse.Namespace) -> Iterator[tuple[str, dict[str, object]]
 
 
 def done(keys: dict[str, object]) -> bool:
-    """Whether a run is complete."""
-    return (RUNS / str(keys["name"]) / "metrics.json").exists()
+    """Whether a run with these settings is complete."""
+    return complete(RUNS / str(keys["name"]), keys)
 
 
 def run(task: tuple[str, dict[str, object]]) -> str:
@@ -125,6 +128,7 @@ def run(task: tuple[str, dict[str, object]]) -> str:
     from fedgp_flower.cli import run_in_process
 
     variant, keys = task
+    discard_stale(RUNS / str(keys["name"]), keys)
     started = (RUNS / str(keys["name"]) / "config.toml").exists()
     return run_in_process({**keys, "resume": started}, 1 if variant == "pooled" else SITES).name
 
@@ -154,7 +158,7 @@ def collect(chosen: argparse.Namespace) -> pd.DataFrame:
             "data": str(keys["dataset"]).removeprefix("uci/"),
             "split": keys["split"],
             "variant": variant,
-            "seconds": metrics["seconds"]["sites"] / max(found.index[-1], 1),
+            "seconds": metrics["seconds"]["training"] / found.index[-1] if found.index[-1] else float("nan"),
             "spacing": _mean([site["median"] for site in leakage]),
             "auc": _mean([site["auc"] for site in leakage if "auc" in site]),
         }
@@ -180,7 +184,7 @@ def table(frame: pd.DataFrame) -> str:
     heads += ["s per visit", "spacing", "AUC"]
     lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for names, part in frame.groupby(["variant", "data"], sort=False):
-        last = part[part["visits"] == part["visits"].max()].mean(numeric_only=True)
+        last = part.sort_values("visits").groupby("split").tail(1).mean(numeric_only=True)
         marks = [_gap(part[part["visits"] == mark]) for mark in MARKS]
         fits = [f"{last[n]:.3f}" for n in ("nll", "rmse", "ratio")]
         costs = [f"{last['seconds']:.1f}", f"{last['spacing']:.2f}", f"{last['auc']:.2f}"]

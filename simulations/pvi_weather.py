@@ -20,8 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from pvi_runs import complete, ensure
 from scipy.spatial import cKDTree
-from sfvi_runs import RESULTS, RUNS, ensure, write_table
+from sfvi_runs import QUIET, RESULTS, RUNS, write_table
 from sfvi_weather import table_of
 
 NAME = "pvi_weather"
@@ -67,7 +68,7 @@ LINES = (
 
 def stations(data_dir: Path) -> Path:
     """The table with its folds."""
-    path = RUNS / "sfvi_weather" / "data" / "stations.csv"
+    path = (RUNS / "sfvi_weather" / "data" / "stations.csv").resolve()
     return path if path.with_name("stations.splits.json.gz").exists() else table_of(data_dir)[0]
 
 
@@ -93,12 +94,15 @@ def name_of(variant: str) -> str:
     return "".join(c for c in variant.replace(" ", "-") if c.isalnum() or c == "-")
 
 
-def run(path: Path, variant: str) -> dict[str, Any]:
-    """Figures of a variant, whose run is made if it is missing."""
+def keys_of(path: Path, variant: str) -> dict[str, Any]:
+    """Keys of a variant."""
     own = keys(path) | VARIANTS[variant]
-    if own["method"] != "pvi":
-        own = {key: value for key, value in own.items() if not key.startswith("pvi.")}
-    return ensure(NAME, name_of(variant), SITES, own)
+    return own if own["method"] == "pvi" else {key: value for key, value in own.items() if not key.startswith("pvi.")}
+
+
+def run(path: Path, variant: str) -> dict[str, Any]:
+    """Figures of a variant, whose run is made if it is missing or was made with other settings."""
+    return ensure(NAME, name_of(variant), SITES, keys_of(path, variant))
 
 
 def curve(run: dict[str, Any]) -> pd.DataFrame:
@@ -251,8 +255,8 @@ def main() -> None:
     path = stations(chosen.data_dir)
     for variant in chosen.variants:
         run(path, variant)
-    complete = [v for v in VARIANTS if (RUNS / NAME / name_of(v) / "metrics.json").exists()]
-    write({variant: run(path, variant) for variant in complete}, pd.read_csv(path))
+    there = [v for v in VARIANTS if complete(RUNS / NAME / name_of(v), QUIET | keys_of(path, v))]
+    write({variant: run(path, variant) for variant in there}, pd.read_csv(path))
 
 
 if __name__ == "__main__":

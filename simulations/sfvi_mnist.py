@@ -27,16 +27,17 @@ TITLE = "MNIST: multinomial regression at small sites"
 LINES = (
     "Made by `python simulations/sfvi_mnist.py`. Accuracy on 10 000 test images, of a mixture of 10 draws, which are",
     "dealt to the sites for scoring alone. Independent: every site fits the same model to its own rows. MB: of all",
-    "messages, those of evaluations included. Seconds: of training. The paper's column is its Table S1, for",
-    "25 sites of 200 rows; its rounds differ: 1 x 50 000 steps, 50 x 1000 steps, 50 000 rounds of SFVI. The learning",
-    "rate of a run falls over the second half of its rounds, however many they are. At first the standard deviation of",
-    "q(Z_G) is 0.1 for SFVI, 0.05 where sites average more than once, and 0.03 where they do so once or never.",
+    "messages, those of evaluations included; for seconds see the [benchmark](sfvi_benchmark.md). The paper's column",
+    "is its Table S1, for 25 sites of 200 rows; its rounds differ: 1 x 50 000 steps, 50 x 1000 steps, 50 000 rounds",
+    "of SFVI. The learning rate of a run falls over the second half of its rounds, however many they are. At first the",
+    "standard deviation of q(Z_G) is 0.1 for SFVI, 0.05 in its 105 rounds and where sites average more than once, and",
+    "0.03 where they do so once or never.",
 )
 
 ONE_ROUND: dict[str, Any] = {"num-server-rounds": 1, "sfvi.local-steps": 400}
 AVERAGE: dict[str, Any] = {"method": "sfvi-avg", "sfvi.learning-rate": 0.003, "sfvi.initial-scale": 0.05}
-ALONE: dict[str, Any] = {"baselines.local-only": True, "baselines.max-evaluations": 400}
-SCRATCH, WARM = "SFVI", "5 rounds of SFVI-Avg, then SFVI"
+ALONE: dict[str, Any] = {"baselines.local-only": True}
+SCRATCH, WARM, CONTROL = "SFVI", "5 rounds of SFVI-Avg, then SFVI", "SFVI, 105 rounds"
 VARIANTS: dict[str, dict[str, Any]] = {
     "SFVI-Avg, 1 round × 400": {**AVERAGE, **ONE_ROUND, **ALONE, "sfvi.initial-scale": 0.03},
     "SFVI-Avg, 20 rounds × 10": {**AVERAGE, "num-server-rounds": 20, "sfvi.local-steps": 10},
@@ -48,8 +49,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sfvi.learning-rate": 0.01,
         "sfvi.initial-scale": 0.05,
     },
+    CONTROL: {"method": "sfvi", "num-server-rounds": 105, "sfvi.learning-rate": 0.01, "sfvi.initial-scale": 0.05},
     SCRATCH: {"method": "sfvi", "num-server-rounds": 200, "sfvi.learning-rate": 0.01, "sfvi.initial-scale": 0.1},
 }
+CONTROLLED = 25
+"""Sites at which the control is run: the warm start's rounds, rates and initial scale, without the warm start."""
 INDEPENDENT = "independent, 400 steps"
 PAPER = {INDEPENDENT: 51.5, "SFVI-Avg, 1 round × 400": 63.9, "SFVI-Avg, 20 rounds × 10": 69.3, SCRATCH: 84.0}
 """Test accuracy in per cent, Table S1, J = 25 and N_j = 200."""
@@ -105,7 +109,7 @@ def rows_of(variant: str, sites: int, run: dict[str, Any]) -> list[dict[str, Any
     paper = {"paper, %": PAPER.get(variant, float("nan")) if sites == 25 else float("nan")}
     cost = {"MB up": run["bytes"]["up"] / 1e6, "MB down": run["bytes"]["down"] / 1e6}
     own = {"variant": variant, "rounds": run["rounds"], "accuracy, %": 100 * run["test"]["accuracy"]}
-    found = [{**first, **own, **paper, **cost, "seconds": run["seconds"]["training"]}]
+    found = [{**first, **own, **paper, **cost}]
     if run["local_only"]:
         paper = {"paper, %": PAPER[INDEPENDENT] if sites == 25 else float("nan")}
         alone = {"variant": INDEPENDENT, "rounds": 0, "accuracy, %": 100 * run["local_only"]["accuracy"], **paper}
@@ -113,12 +117,40 @@ def rows_of(variant: str, sites: int, run: dict[str, Any]) -> list[dict[str, Any
     return found
 
 
+def there(variant: str, sites: int) -> bool:
+    """Whether a run is complete."""
+    return (RUNS / NAME / folder_of(variant, sites) / "metrics.json").exists()
+
+
+def history_of(variant: str, sites: int) -> pd.DataFrame:
+    """Figures by round; the bound of rounds of SFVI-Avg is not known."""
+    return pd.read_csv(RUNS / NAME / folder_of(variant, sites) / "history.csv")
+
+
+def warm_line(sites: int, scratch: str) -> str:
+    """What the rounds of SFVI-Avg change: accuracy at the first evaluation, and who has the better bound when."""
+    warm, other = (history_of(variant, sites).set_index("round") for variant in (WARM, scratch))
+    both = warm["objective"].dropna().index.intersection(other.index)
+    behind = both[warm.loc[both, "objective"] < other.loc[both, "objective"]]
+    scored = warm["test_accuracy"].dropna().index.intersection(other["test_accuracy"].dropna().index)
+    first, last = int(scored[0]), int(both[-1])
+    accuracy = [100 * frame.loc[first, "test_accuracy"] for frame in (warm, other)]
+    bound = [frame.loc[last, "objective"] for frame in (warm, other)]
+    when = f"it is first the lower in round {int(behind[0])}" if len(behind) else "it is never the lower"
+    return (
+        f"- {sites} sites, against `{scratch}`: accuracy {accuracy[0]:.1f} % instead of {accuracy[1]:.1f} % after "
+        f"{first} rounds; ELBO per row {bound[0]:.3f} instead of {bound[1]:.3f} after {last} rounds, and {when}."
+    )
+
+
 def warm_figure(sizes: list[int]) -> Figure:
     """Bound and accuracy against rounds, from scratch and after rounds of SFVI-Avg."""
     figure = Figure(figsize=(8.6, 3.1 * len(sizes)), layout="constrained")
     for row, sites in zip(figure.subplots(len(sizes), 2, squeeze=False), sizes, strict=True):
-        for variant, colour in ((SCRATCH, "C0"), (WARM, "C3")):
-            history = pd.read_csv(RUNS / NAME / folder_of(variant, sites) / "history.csv")
+        for variant, colour in ((SCRATCH, "C0"), (CONTROL, "C2"), (WARM, "C3")):
+            if not there(variant, sites):
+                continue
+            history = history_of(variant, sites)
             scored = history.dropna(subset="test_accuracy")
             row[0].plot(history["round"], history["objective"], label=variant, lw=1.2, color=colour)
             row[1].plot(scored["round"], 100 * scored["test_accuracy"], "o-", ms=3, label=variant, lw=1.2, color=colour)
@@ -139,13 +171,23 @@ def main() -> None:
     path = table_of(chosen.data_dir)
     rows, complete = [], []
     for sites in chosen.sites:
-        found = [v for v in VARIANTS if (RUNS / NAME / folder_of(v, sites) / "metrics.json").exists()]
-        for variant in [v for v in VARIANTS if v in chosen.only or v in found]:
+        found = [v for v in VARIANTS if there(v, sites)]
+        asked = [v for v in chosen.only if v != CONTROL or sites == CONTROLLED]
+        for variant in [v for v in VARIANTS if v in asked or v in found]:
             run = ensure(NAME, folder_of(variant, sites), sites, keys(path) | VARIANTS[variant])
             rows += rows_of(variant, sites, run)
         if {SCRATCH, WARM} <= {*found, *chosen.only}:
             complete.append(sites)
-    lines = [*LINES, "", f"![warm start]({NAME}.png)"] if complete else LINES
+    lines = [*LINES]
+    if complete:
+        pairs = [(sites, v) for sites in complete for v in (CONTROL, SCRATCH) if there(v, sites)]
+        lines += ["", "What five rounds of SFVI-Avg change:", "", *(warm_line(*pair) for pair in pairs)]
+        if (CONTROLLED, CONTROL) in pairs:
+            lines += [
+                "",
+                f"`{CONTROL}` has the warm start's rounds, rates and initial scale, `{SCRATCH}` its own.",
+            ]
+        lines += ["", f"![warm start]({NAME}.png)"]
     write_table(RESULTS / f"{NAME}.md", TITLE, lines, pd.DataFrame(rows), digits=1)
     if complete:
         warm_figure(complete).savefig(RESULTS / f"{NAME}.png", dpi=150)

@@ -34,7 +34,7 @@ class Signals:
 
     shares: Array  # [K]  p_k, summing to 1: equal, or by number of examples
     log_likelihoods: Array | None = None  # [K]  expected log-likelihood per observation
-    staleness: Array | None = None  # [K]  rounds since the site received its parameters
+    staleness: Array | None = None  # [K]  rounds since the site sent its update
     threshold: float = 0.0
     """Norm above which an update is shortened; 0 takes the ``quantile`` of this round's norms."""
     quantile: float = 0.5
@@ -45,7 +45,7 @@ class Signals:
     select: int = 1
     """Sites that multi-Krum averages."""
     decay: float = 1.0
-    """An update that is t rounds late counts (1 + t)^(−decay)."""
+    """An update that is t rounds old counts (1 + t)^(−decay)."""
 
 
 Rule: TypeAlias = Callable[[Array, Signals], Merged]
@@ -121,7 +121,7 @@ def _krum(updates: Array, signals: Signals, select: int) -> Merged:
 
 
 def staleness_weighted(updates: Array, signals: Signals) -> Merged:
-    """Weights ∝ p_k (1 + t_k)^(−decay), normalised, for updates that are t_k rounds late."""
+    """Weights ∝ p_k (1 + t_k)^(−decay), normalised, for updates that are t_k rounds old."""
     if signals.staleness is None:
         raise ConfigError("aggregation 'staleness-weighted' needs the staleness of every site")
     weights = signals.shares * (1.0 + signals.staleness) ** -signals.decay

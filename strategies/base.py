@@ -95,6 +95,10 @@ class GPStrategy(Strategy):
     def predictive(self) -> NamedArrays:
         """Arrays with which a site predicts by the current global model; sites may be asked for sums."""
 
+    def row_specs(self) -> Specs:
+        """Arrays that a simulated site sends for its held-out rows besides target, prediction and inputs."""
+        return {}
+
     @abstractmethod
     def posterior(self) -> Posterior | None:
         """What is saved to predict without any site; None for a personal method."""

@@ -146,6 +146,7 @@ def _predictions(strategy: GPStrategy) -> dict[str, NamedArrays]:
     specs = dict(CLASS_ARRAYS if strategy.config.model.likelihood == "bernoulli" else PREDICTION_ARRAYS)
     if strategy.preparation.num_inputs <= 2:
         specs["prediction.input"] = ArraySpec((None, strategy.preparation.num_inputs))
+    specs |= strategy.row_specs()
     sites = list(strategy.evaluation_answers)
     answers = strategy.ask("query.predictions", strategy.predicted_with, specs, sites, retries=1)
     return {site: own.arrays for site, own in answers.items()}

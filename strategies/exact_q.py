@@ -84,7 +84,7 @@ def pooled_bound(total: Statistics) -> float:
 def _factor(total: Statistics) -> tuple[Array, bool]:
     try:
         return cho_factor(total.precision + np.eye(total.shift.size), lower=True)
-    except np.linalg.LinAlgError as error:
+    except (np.linalg.LinAlgError, ValueError) as error:  # ValueError: the sum is not finite
         raise NumericsError(
             f"precision of q(u) is not positive definite, shape {total.precision.shape}: a unit sent statistics that "
             "no data can produce. Use `fedmgp.aggregation = 'agreement'`."
@@ -163,21 +163,15 @@ def merge(
     Raises:
         ProtocolError: nothing to count, or a reply does not have one answer per move.
     """
-    for site, answers in replies.items():
-        if len(answers) != len(moves):
-            raise ProtocolError(f"site {site}: {len(answers)} statistics for {len(moves)} trial moves")
     trials = [replace(state.latents, scales=state.latents.scales * np.exp(m.offset)) for m in moves]
     totals = _totals(state, replies, trials, keep)
     results = [best_scales(total, state.latents.amplitudes.size) for total in totals]
-    allowed = [True] * len(moves)
+    allowed, counted = [True] * len(moves), [own for s, own in sorted(replies.items()) if keep is None or s in keep]
     if quorum:
-        counted = [answers for site, answers in sorted(replies.items()) if keep is None or site in keep]
-        gaining = _gaining(counted, totals, [factors for _, factors in results])
-        allowed = [c == 0 or bool(share > quorum) for c, share in enumerate(gaining)]
+        gaining = _gaining(counted, totals, [factors for _, factors in results]) > quorum
+        allowed = [True, *gaining[1:].tolist()]
     c = int(np.argmax([bound if may else -math.inf for (bound, _), may in zip(results, allowed, strict=True)]))
-    bound, factors = results[c]
-    reports = {s: Report(answers[c], trials[c], moves[c]) for s, answers in replies.items()}
-    gain, width = _next_steps(state, moves, c)
+    (bound, factors), (gain, width) = results[c], _next_steps(state, moves, c)
     return ExactState(
         latents=replace(trials[c], amplitudes=state.latents.amplitudes * factors),
         posterior=posterior(totals[c].rescaled(factors)),
@@ -186,8 +180,29 @@ def merge(
         width_steps=width,
         stretch=min(state.stretch * 2, _STRETCH_MAX) if moves[c].stretch > 1 else max(state.stretch / 2, _STRETCH_MIN),
         round=state.round + 1,
-        reports={**state.reports, **reports},
+        reports=_reported(state, replies, moves, trials[c], c),
     )
+
+
+def hold(state: ExactState, replies: Mapping[str, Sequence[Statistics]], moves: Sequence[Move]) -> ExactState:
+    """Keep what sites said at the first move, which stays where it is, and change nothing else.
+
+    For a round in which nobody can be counted yet: who answers next has somebody to be compared with.
+    """
+    return replace(state, reports=_reported(state, replies, moves, state.latents, 0))
+
+
+def _reported(
+    state: ExactState, replies: Mapping[str, Sequence[Statistics]], moves: Sequence[Move], trial: Latents, chosen: int
+) -> Mapping[str, Report]:
+    new = {site: Report(answers[chosen], trial, moves[chosen]) for site, answers in replies.items()}
+    return {**state.reports, **new}
+
+
+def bound_of(state: ExactState, sites: Collection[str]) -> float:
+    """The pooled bound over some sites that have a report, q(u) and the common amplitudes the best for them alone."""
+    total = reduce(add, [carried(state.reports[site], state.latents) for site in sorted(sites)])
+    return best_scales(total, state.latents.amplitudes.size)[0]
 
 
 def _totals(
@@ -197,12 +212,15 @@ def _totals(
     keep: Collection[str] | None,
 ) -> list[Statistics]:
     """Sums over counted sites at every trial, in the order of site names, so that replies may come in any order."""
+    for site, answers in replies.items():
+        if len(answers) != len(trials):
+            raise ProtocolError(f"site {site}: {len(answers)} statistics for {len(trials)} trial moves")
     absent = sorted(s for s in state.reports if s not in replies and (keep is None or s in keep))
     present = sorted(s for s in replies if keep is None or s in keep)
     if not present and not absent:
         raise ProtocolError("no unit's statistics can be counted; expected at least one trusted site")
     return [
-        reduce(add, [replies[s][c] for s in present] + [_carried(state.reports[s], trial) for s in absent])
+        reduce(add, [replies[s][c] for s in present] + [carried(state.reports[s], trial) for s in absent])
         for c, trial in enumerate(trials)
     ]
 
@@ -220,7 +238,7 @@ def _gaining(replies: Sequence[Sequence[Statistics]], totals: Sequence[Statistic
     return share
 
 
-def _carried(report: Report, trial: Latents) -> Statistics:
+def carried(report: Report, trial: Latents) -> Statistics:
     """An absent unit's statistics in the coordinates of a trial: its view of the values g(W) is kept."""
     turned = report.statistics.rotated(report.latents.whitening(), trial.whitening())
     return turned.rescaled(trial.amplitudes / report.latents.amplitudes)

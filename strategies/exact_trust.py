@@ -12,11 +12,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedgp_flower.errors import ProtocolError
+from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.latent import Move, Posterior, Statistics
 from fedgp_flower.shapes import Array
 from strategies.exact_q import shared_evidence
 
+START_NOISE = 0.09
+"""Noise variance of a unit's starting parameters, relative to the mean square of its targets."""
 _RANK = 1e-9
 """Eigenvalues of G below this share of the largest are rounding."""
 _SLACK = 1e-6
@@ -32,43 +34,84 @@ def best_lead(starts: Mapping[str, Statistics]) -> str:
     Raises:
         ProtocolError: no site sent statistics that data can produce.
     """
-    valid = [site for site in sorted(starts) if semidefinite(starts[site])]
-    if not valid:
+    known = {site: told for site, told in starts.items() if semidefinite(told)}
+    alone = _finite_evidence(known)
+    if not alone:
         raise ProtocolError("no site sent starting statistics that data can produce; one is enough")
-    flipped = {site: replace(starts[site], shift=-starts[site].shift) for site in valid}
-    alone = {site: shared_evidence(starts[site]) for site in valid}
+    flipped = {site: replace(starts[site], shift=-starts[site].shift) for site in alone}
 
     def support(m: str) -> float:
         pairs = [
-            max(shared_evidence(starts[m] + starts[k]), shared_evidence(starts[m] + flipped[k])) - alone[m] - alone[k]
-            for k in valid
+            max(_evidence(starts[m] + starts[k]), _evidence(starts[m] + flipped[k])) - alone[m] - alone[k]
+            for k in alone
             if k != m
         ]
-        return float(np.median(pairs)) if pairs else 0.0
+        finite = [gain for gain in pairs if math.isfinite(gain)]
+        return float(np.median(finite)) if finite else 0.0 if not pairs else -math.inf
 
-    return max(valid, key=support)
+    return max(alone, key=support)
 
 
-def agreeing(statistics: Mapping[str, Statistics], *, asked: Posterior, counts: Mapping[str, int]) -> tuple[str, ...]:
+def agreeing(
+    statistics: Mapping[str, Statistics],
+    *,
+    asked: Posterior,
+    counts: Mapping[str, int],
+    absent: Mapping[str, Statistics] | None = None,
+) -> tuple[str, ...]:
     """Sites whose answers data can produce and that share g with most others: the `agreement` rule.
 
     Unit m stays if :func:`possible` and the median over k of log p(m, k share g) − log p(they do not) is positive, from
-    :func:`shared_evidence` of the pair and of each alone. It needs individual statistics.
+    :func:`shared_evidence` of the pair and of each alone. It needs individual statistics. A unit that nobody can be
+    compared with stays only where it is the only one there is.
 
     Args:
-        statistics: of every site at the first trial move.
+        statistics: of every site that answered, at the first trial move.
         asked: q(u) that was sent with the moves.
-        counts: number of rows behind each site's statistics.
+        counts: number of rows of every unit.
+        absent: the last word of every other site, in the coordinates of the first trial move; :func:`possible` when it
+            was said. They are compared, and judged, like those that are present.
     """
-    valid = [site for site in sorted(statistics) if possible(statistics[site], asked, counts[site])]
+    told = {site: own for site, own in statistics.items() if possible(own, asked, counts[site])} | dict(absent or {})
+    alone = _finite_evidence(told)
+    valid = list(alone)
     if len(valid) < 2:
-        return tuple(valid)
-    alone = {site: shared_evidence(statistics[site]) for site in valid}
+        return tuple(valid) if len(counts) == 1 else ()
     gain = np.full((len(valid), len(valid)), np.nan)
     for i, m in enumerate(valid):
         for j, k in enumerate(valid[:i]):
-            gain[i, j] = gain[j, i] = shared_evidence(statistics[m] + statistics[k]) - alone[m] - alone[k]
-    return tuple(site for site, row in zip(valid, gain, strict=True) if np.nanmedian(row) > 0)
+            gain[i, j] = gain[j, i] = _evidence(told[m] + told[k]) - alone[m] - alone[k]
+    return tuple(
+        site for site, row in zip(valid, gain, strict=True) if not np.isnan(row).all() and np.nanmedian(row) > 0
+    )
+
+
+def _finite_evidence(statistics: Mapping[str, Statistics]) -> dict[str, float]:
+    """Log evidence of each site alone, by name, without sites whose numbers leave the range of floating point."""
+    found = {site: _evidence(statistics[site]) for site in sorted(statistics)}
+    return {site: value for site, value in found.items() if math.isfinite(value)}
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def _evidence(statistics: Statistics) -> float:
+    """:func:`shared_evidence`, NaN where it cannot be computed."""
+    try:
+        return shared_evidence(statistics)
+    except NumericsError:
+        return math.nan
+
+
+def possible_start(statistics: Statistics, count: int) -> bool:
+    """Whether any ``count`` rows could have produced these statistics at a unit's starting parameters.
+
+    There σ² = :data:`START_NOISE` · yᵀy/N and the prior variance of f is yᵀy/N, so that with a = N / START_NOISE both
+    yᵀy/σ² and tr G − 2 Σ slack are a; hence bᵀG⁺b ≤ a too. One unit's first look cannot outweigh its rows.
+    """
+    if not semidefinite(statistics):
+        return False
+    most, slack = count / START_NOISE * (1 + _SLACK), statistics.slack
+    within = np.trace(statistics.precision) - 2 * slack.sum() <= most and np.all(slack <= _SLACK * count)
+    return bool(within and _length(statistics.precision, statistics.shift) <= most)
 
 
 def possible(statistics: Statistics, asked: Posterior, count: int) -> bool:
@@ -84,11 +127,12 @@ def possible(statistics: Statistics, asked: Posterior, count: int) -> bool:
     return bool(misfit <= count * (1 + _SLACK) and np.all(statistics.slack <= _SLACK * count))
 
 
+@np.errstate(over="ignore")
 def _length(G: Array, vector: Array) -> float:
-    """vᵀG⁺v."""
+    """vᵀ(G + εI)⁻¹v ≤ vᵀG⁺v for v in the range of G, and large for any other: ε is the rounding of the spectrum."""
     eigenvalues, vectors = np.linalg.eigh(G)
-    seen = eigenvalues > _RANK * max(eigenvalues[-1], 0.0)
-    return float(np.sum((vectors[:, seen].T @ vector) ** 2 / eigenvalues[seen]))
+    rounding = max(_RANK * float(eigenvalues[-1]), np.finfo(float).tiny)
+    return float(np.sum((vectors.T @ vector) ** 2 / (np.maximum(eigenvalues, 0.0) + rounding)))
 
 
 def consistent(told: Sequence[Statistics], moves: Sequence[Move], asked: Posterior, count: int) -> bool:

@@ -18,18 +18,17 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fedgp_flower.config import RunConfig
-from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.errors import RunError
 from fedgp_flower.latent import Latents, Move, from_parameters, moves_to_wire, to_wire
 from fedgp_flower.latent import Posterior as LatentPosterior
 from fedgp_flower.shapes import Array, NamedArrays
-from strategies import fedmgp_closing, pseudo_gradient
-from strategies.aggregators import Signals
+from strategies import fedmgp_closing, fedmgp_pseudo, pseudo_gradient
 from strategies.averaging import ParameterStrategy
 from strategies.base import Observer, Snapshot
 from strategies.closing import Posterior
 from strategies.exact_q import ExactState, lead, start_state, trial_moves
 from strategies.exact_trust import best_lead
-from strategies.fedmgp_exact import Track, advance, statistics_specs, usable
+from strategies.fedmgp_exact import Track, advance, best_track, claims_refusal, statistics_specs, usable
 from strategies.fedmgp_options import FedMGPOptions
 from strategies.fedmgp_record import exact_from_record, exact_to_record, pseudo_from_record, pseudo_to_record
 from strategies.fedmgp_start import pseudo_inputs, scaled, start_factor, usable_starts
@@ -60,6 +59,11 @@ class FedMGP(ParameterStrategy):
     def track(self) -> Track:
         """The start that is being worked on."""
         return self.tracks[self.active]
+
+    @property
+    def agreement(self) -> bool:
+        """Whether exact rounds count only units that share g with most others."""
+        return self.options.aggregation not in ("mean", "staleness-weighted")
 
     def adjusted(self, preparation: Preparation) -> Preparation:
         """Targets are divided by their root mean square, and not centred."""
@@ -100,7 +104,7 @@ class FedMGP(ParameterStrategy):
             self.tracks.append(self._begin(len(self.tracks)))
             self.active = len(self.tracks) - 1
         elif own.starts > 1 and done == own.starts * own.start_rounds:
-            self.active = int(np.argmax([track.state.bound for track in self.tracks]))
+            self.active = best_track(self.tracks, agreement=self.agreement)
             logger.info("start %d of %d has the best bound", self.active + 1, own.starts)
         left = self.config.num_server_rounds - done
         if self.pseudo is not None and left <= own.final_rounds and self.config.model.likelihood == "gaussian":
@@ -139,15 +143,21 @@ class FedMGP(ParameterStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Sample max(⌈ρM⌉, 1) units and send them the latent functions, with trial moves in an exact round."""
+        """Sample max(⌈ρM⌉, 1) units and send them the latent functions, with trial moves in an exact round.
+
+        Exact rounds after pseudo-gradients also ask every unit that is not in q(g) yet: they are too few to wait.
+        """
         del arrays, config, grid
         self._next_phase()
         healthy = self.network.healthy()
         size = max(math.ceil(self.options.fraction * len(healthy)), 1)
         chosen = [healthy[i] for i in sorted(self.generator("sample").choice(len(healthy), size=size, replace=False))]
         if self.pseudo is None:
+            if not self.options.exact(self.config):
+                chosen = [site for site in healthy if site in chosen or site not in self.track.state.reports]
             request = to_wire(*self.shared()) | moves_to_wire(trial_moves(self.track.state), "moves")
             return self.broadcast("train.exact", request, chosen)
+        fedmgp_pseudo.require_enough(self.options, size)
         request = {"latents.inducing": self.inducing, "rate": np.array(self.local_rate(server_round))}
         request |= {f"theta.{name}": array for name, array in self.pseudo.parameters.items()}
         return self.broadcast("train", request, chosen)
@@ -189,57 +199,29 @@ class FedMGP(ParameterStrategy):
         state, rows = self.track.state, self.preparation.rows
         moves = trial_moves(state)
         replies = usable(answers, state.posterior, moves, rows, self.network.fail)
-        agreement = self.options.aggregation not in ("mean", "staleness-weighted")
-        self.tracks[self.active], weights = advance(self.track, replies, answers, moves, rows=rows, agreement=agreement)
+        track, weights = advance(self.track, replies, answers, moves, rows=rows, agreement=self.agreement)
+        self.tracks[self.active] = track
         self.weights.append(weights)
         bound = self.track.state.bound
         counted = sum(rows[site] for site, weight in weights.items() if weight)
         return {"bound": bound, "objective": bound / counted} if counted and math.isfinite(bound) else {}
 
     def _pseudo_round(self, state: PseudoState, answers: dict[str, Answer], server_round: int) -> dict[str, float]:
-        own, rows = self.options, self.preparation.rows
-        for site in [site for site, said in answers.items() if said.num_examples != rows[site]]:
-            self.network.fail(
-                site, f"claims {answers.pop(site).num_examples} rows, introduced itself with {rows[site]}"
-            )
-        updates = {site: {n.removeprefix("update."): a for n, a in o.arrays.items()} for site, o in answers.items()}
+        rows = self.preparation.rows
+        for site, own in list(answers.items()):
+            reason = claims_refusal(own, rows[site])
+            if reason:
+                self.network.fail(site, reason)
+                del answers[site]
         said = {site: int(own.number("state-updates")) for site, own in answers.items()}
         self.tracks[0] = replace(self.track, updates={**self.track.updates, **said})
-        staleness = dict.fromkeys(updates, 0.0)
-        if own.aggregation == "staleness-weighted":
-            state, updates, staleness = pseudo_gradient.with_late(state, updates, server_round, own.patience)
-        sites = list(updates)
-        if sites:
-            shares = self._shares(sites)
-            fits = [answers[site].number("log-likelihood") if site in answers else 0.0 for site in sites]
-            signals = Signals(
-                shares=shares / shares.sum(),
-                log_likelihoods=np.array(fits),
-                staleness=np.array([staleness[site] for site in sites]),
-                threshold=own.clip_norm,
-                quantile=own.clip_quantile,
-                trim=own.trim,
-                malicious=own.malicious,
-                select=own.select,
-                decay=own.staleness_decay,
-            )
-            state = self._merged(state, updates, signals)
-        self.pseudo = state
+        self.pseudo, weights = fedmgp_pseudo.advance(
+            state, answers, server_round, options=self.options, shares=self._shares
+        )
+        self.weights.append(weights)
         total = sum(rows[site] for site in answers)
         objective = sum(rows[s] * o.number("log-likelihood") for s, o in answers.items()) / max(total, 1)
         return {"objective": objective} if answers else {}
-
-    def _merged(self, state: PseudoState, updates: dict[str, NamedArrays], signals: Signals) -> PseudoState:
-        own = self.options
-        try:
-            state, weights = pseudo_gradient.merge(
-                state, updates, own.aggregation, signals, size=own.server_step, momentum=own.server_momentum
-            )
-        except ConfigError as error:
-            logger.warning("the round changes nothing: %s", error)
-            weights = {}
-        self.weights.append(weights)
-        return state
 
     def predictive(self) -> NamedArrays:
         """Latent functions and q(g); a unit adds what it alone knows."""

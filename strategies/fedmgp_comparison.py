@@ -8,24 +8,29 @@ from fedgp_flower.config import RunConfig
 from strategies.base import Observer, Snapshot
 from strategies.comparison import Pooled
 from strategies.fedmgp_options import FedMGPOptions
-from strategies.fedmgp_start import scaled
+from strategies.fedmgp_start import require_grid, scaled
 from strategies.meeting import Preparation
 
 
-class ModularGP(Pooled):
-    """Every unit's own sparse GP, joined by one multi-output GP."""
+class FedPoly(Pooled):
+    """A polynomial of all units that each bends towards its own rows."""
 
-    phase = "query.modular"
+    phase = "query.polynomial"
 
     def adjusted(self, preparation: Preparation) -> Preparation:
         """Targets as FedMGP sees them."""
         return scaled(preparation, self.config, cast(FedMGPOptions, self.config.options))
 
 
-class FedPoly(ModularGP):
-    """A polynomial of all units that each bends towards its own rows."""
+class ModularGP(FedPoly):
+    """Every unit's own sparse GP, joined by one multi-output GP."""
 
-    phase = "query.polynomial"
+    phase = "query.modular"
+
+    def adjusted(self, preparation: Preparation) -> Preparation:
+        """Also checks that there can be a grid of pseudo-inputs."""
+        require_grid(self.config.model.num_inducing, preparation.num_inputs, "or use fewer `features`")
+        return super().adjusted(preparation)
 
 
 def create_modular(config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> ModularGP:

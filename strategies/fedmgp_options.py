@@ -46,8 +46,9 @@ class FedMGPOptions(MethodOptions):
     """``mean`` and ``agreement`` with exact rounds; all but ``agreement`` with pseudo-gradients."""
     fraction: Fraction = 1.0
     """Share ρ of the units that take part in a round; at least one does."""
-    pseudo_inputs: Literal["grid", "scattered"] = "grid"
-    """A regular grid over the range of the inputs, or points that ``model.inducing-init`` draws."""
+    pseudo_inputs: Literal["auto", "grid", "scattered"] = "auto"
+    """A regular grid over the range of the inputs, or points that ``model.inducing-init`` draws; ``auto``: a grid
+    where ``model.num-inducing`` gives it three points or more along every input."""
     margin: NonNegative = 0.025
     """How far the grid goes beyond the inputs at each end, as a share of their range."""
     perturbation: NonNegative = 0.0
@@ -62,8 +63,10 @@ class FedMGPOptions(MethodOptions):
     """Local steps E of Algorithm 2; optimiser, rate and batch size are ``optimizer.*``."""
     final_rate: Fraction = 0.005
     """Learning rate of the last local steps over that of the first; it falls by the same factor every round."""
+    server_optimizer: Literal["fedavg", "fedadam"] = "fedavg"
+    """``fedavg``: θ ← θ − ηv with ``server-momentum``; ``fedadam``: Flower's Adam on the merged pseudo-gradient."""
     server_step: Positive = 1.0
-    """Step size η of the server."""
+    """Step size η of the server; the learning rate of ``fedadam``, which wants about 0.01."""
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     final_rounds: Count = 5
     """Exact rounds at the end of a run of pseudo-gradients, where the likelihood is Gaussian; after a rule other than
@@ -78,9 +81,10 @@ class FedMGPOptions(MethodOptions):
     select: PositiveInt = 1
     """``multi-krum``: units that are averaged."""
     staleness_decay: NonNegative = 1.0
-    """``staleness-weighted``: a pseudo-gradient that is t rounds late counts (1 + t)^(−decay)."""
+    """``staleness-weighted``: a unit that did not answer in time is stood in for by the pseudo-gradient it sent t
+    rounds ago, which counts (1 + t)^(−decay)."""
     patience: Count = 5
-    """``staleness-weighted``: rounds after which a late pseudo-gradient is forgotten."""
+    """``staleness-weighted``: rounds after which a stand-in is forgotten; a reply after ``round-timeout`` is lost."""
     own_deviation: bool = False
     """Predict with a deviation of the unit's own from what it shares and with uncertain amplitudes (Gaussian
     likelihood): wider, more honest bands where units are no exact mixtures of the latent functions."""
@@ -94,10 +98,7 @@ class FedMGPOptions(MethodOptions):
 
     def check(self, core: CoreConfig) -> None:
         """A squared-exponential kernel, and a rule that fits the update."""
-        if core.model.likelihood not in {"gaussian", "bernoulli"}:
-            raise ConfigError(
-                f"`model.likelihood` = {core.model.likelihood!r}: fedmgp allows 'gaussian' and 'bernoulli'"
-            )
+        self._check_core(core)
         if core.model.kernel != "rbf":
             raise ConfigError(f"`model.kernel` = {core.model.kernel!r}: a convolution in closed form needs 'rbf'")
         exact = self.exact(core)
@@ -124,3 +125,17 @@ class FedMGPOptions(MethodOptions):
                 f"`num-server-rounds` = {core.num_server_rounds} must exceed `fedmgp.starts` × `fedmgp.start-rounds` = "
                 f"{self.starts * self.start_rounds}"
             )
+        if self.server_optimizer == "fedadam" and self.server_momentum:
+            raise ConfigError("`fedmgp.server-momentum` is of 'fedavg'; 'fedadam' has its own")
+
+    @staticmethod
+    def _check_core(core: CoreConfig) -> None:
+        """No core key is accepted and then ignored."""
+        if core.device == "cuda" or core.precision != "float64":
+            raise ConfigError("`device`, `precision`: fedmgp computes on the CPU in float64")
+        if not core.model.ard:
+            raise ConfigError("`model.ard` = false: every latent function of fedmgp has a lengthscale for each input")
+        if not core.standardise:
+            raise ConfigError("`standardise` = false: fedmgp places pseudo-inputs where standardised inputs lie")
+        if core.model.num_inducing < 2:
+            raise ConfigError("`model.num-inducing` = 1: lengthscales start from the distance of pseudo-inputs; take 2")

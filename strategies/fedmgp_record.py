@@ -59,10 +59,11 @@ def exact_from_record(arrays: NamedArrays, facts: Mapping[str, Any], jitter: flo
 def pseudo_to_record(state: PseudoState) -> tuple[NamedArrays, dict[str, Any]]:
     """Arrays and facts of a pseudo-gradient state."""
     arrays = _prefixed("parameters", state.parameters) | _prefixed("velocity", state.velocity)
+    arrays |= _prefixed("squares", state.squares)
     sites = sorted(state.late)
     for index, site in enumerate(sites):
         arrays |= _prefixed(f"late.{index}", state.late[site].update)
-    return arrays, {"sites": sites, "rounds": [state.late[site].round for site in sites]}
+    return arrays, {"sites": sites, "rounds": [state.late[site].round for site in sites], "steps": state.steps}
 
 
 def pseudo_from_record(arrays: NamedArrays, facts: Mapping[str, Any]) -> PseudoState:
@@ -71,4 +72,5 @@ def pseudo_from_record(arrays: NamedArrays, facts: Mapping[str, Any]) -> PseudoS
         site: Late(_within(f"late.{index}", arrays), int(when))
         for index, (site, when) in enumerate(zip(facts["sites"], facts["rounds"], strict=True))
     }
-    return PseudoState(_within("parameters", arrays), _within("velocity", arrays), late)
+    theta, velocity, squares = (_within(name, arrays) for name in ("parameters", "velocity", "squares"))
+    return PseudoState(theta, velocity, squares, int(facts["steps"]), late)

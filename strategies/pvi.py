@@ -8,8 +8,6 @@ a site its own one back with each visit: a site needs no memory, and a restart c
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, cast
@@ -18,6 +16,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
+from fedgp_flower.errors import RunError
 from fedgp_flower.gaussian import Gaussian
 from fedgp_flower.shapes import NamedArrays
 from strategies import pvi_arrays as wire
@@ -26,19 +25,10 @@ from strategies.base import Observer, Snapshot
 from strategies.closing import Posterior
 from strategies.pvi_book import LATENTS, Book, contribution, latents_refusal, refusal
 from strategies.pvi_options import PVIOptions
-from strategies.pvi_posterior import described, free_energy
+from strategies.pvi_posterior import described, factor_strengths, free_energy
 from strategies.pvi_schedule import damping_of, next_sites
-from strategies.pvi_state import (
-    MergeRecord,
-    PVIState,
-    average_points,
-    context,
-    merge,
-    posterior,
-)
+from strategies.pvi_state import PVIState, average_points, context, merge, posterior
 from strategies.wire import Answer, ArraySpec, Specs, answer
-
-logger = logging.getLogger("fedgp")
 
 FIRST_SCALE = 0.1
 """Standard deviation of q(Z) and q(β) that the first visits start from: wide draws of Z would hide their means."""
@@ -74,11 +64,22 @@ class PVI(ParameterStrategy):
 
     def train(self, num_rounds: int) -> None:
         """Rounds until there are enough, or until a one-pass special case has visited every site."""
-        if self.book.refit_due and self.options.replays:
-            self.refit()
-        self.book.refit_due = False
+        self.settle_forgetting()
         while self.round < num_rounds and self._due():
             super().train(self.round + 1)
+
+    def settle_forgetting(self) -> None:
+        """Refit the shared q(Z), q(β) of a run from which a site was taken: they still hold what it had said.
+
+        Raises:
+            RunError: no site refitted them.
+        """
+        if self.book.refit_due and self.options.replays and not self.refit():
+            raise RunError(
+                f"no site refitted q(Z), q(β) after {', '.join(self.book.forgotten)} was forgotten, so they still hold "
+                "what it had said; see the failures above and forget it again, under another `--name`"
+            )
+        self.book.refit_due = False
 
     def _due(self) -> list[str]:
         """Sites that the plan may still visit."""
@@ -165,7 +166,8 @@ class PVI(ParameterStrategy):
         """tₖ ← tₖ^(1−ρ) t̂ₖ^ρ for those that answered (Algorithm 1, step 3); parallel replay then refits q(Z), q(β)."""
         del server_round
         answers = {self.network.site_of(reply): answer(self.network.site_of(reply), reply) for reply in replies}
-        metrics = self.merge(answers, damping_of(self.plan, max(len(answers), 1)))
+        damping = 1.0 if self.options.replays else damping_of(self.plan, max(len(answers), 1))
+        metrics = self.merge(answers, damping)
         if metrics is not None and self.options.replays and self.plan.schedule == "synchronous":
             metrics |= self.refit()
         return None, None if metrics is None else MetricRecord(dict(metrics))
@@ -179,16 +181,19 @@ class PVI(ParameterStrategy):
                 self.network.fail(site, reason)
             else:
                 usable[site] = own
-        if not usable:
-            return None
         proposed = {site: contribution(own, self.options) for site, own in usable.items()}
         self.factors, record = merge(self.factors, proposed, damping=damping, deletion=self.plan.deletion)
+        for site in record.refused:
+            self.network.fail(site, "no damping makes its update proper")
+            del usable[site]
         self._take_points(usable)
-        self._note(usable, record)
+        self.book.note(usable, record, replays=self.options.replays)
+        if not usable:
+            return None
         rows = [own.num_examples for own in usable.values()]
         objective = float(np.average([own.number("objective") for own in usable.values()], weights=rows))
-        moved = {"damping": record.damping, "halvings": record.halvings, "refused": int(record.refused)}
-        return {"objective": objective, "visits": sum(self.book.visits.values()), **moved}
+        moved = {"damping": record.damping, "halvings": record.halvings, "refused": len(record.refused)}
+        return {"objective": objective, "visits": self.book.communications, **moved}
 
     def _take_points(self, answers: Mapping[str, Answer]) -> None:
         """Latents outside the product: a refit replaces them, averaging moves them by the site's share of the rows."""
@@ -205,20 +210,6 @@ class PVI(ParameterStrategy):
         names = {name.partition(".")[0] for name in latents}
         kept = {n: a for n, a in self.factors.points.items() if n.partition(".")[0] not in names}
         self.factors = replace(self.factors, points={**kept, **latents})
-
-    def _note(self, answers: Mapping[str, Answer], record: MergeRecord) -> None:
-        book = self.book
-        book.halvings += record.halvings
-        book.refused += record.refused
-        for site, own in answers.items():
-            book.visits[site] = book.visits.get(site, 0) + 1
-            moved = own.number("moved") if self.options.replays else record.size[site]
-            if math.isfinite(moved) and (moved or not self.options.replays):  # else unknown: it counts as the largest
-                book.sizes[site] = moved
-            found = {name: own.number(f"leakage.{name}") for name in ("near", "low", "median", "auc")}
-            book.leakage[site] = {n: v for n, v in found.items() if f"leakage.{n}" in own.metrics}
-        if record.refused:
-            logger.warning("round %d: no damping makes the update of %s proper", self.round, ", ".join(answers))
 
     def refit(self) -> dict[str, float]:
         """A site refits q(Z), q(β) on all pseudo-observations, none of its rows; another one takes over if it fails."""
@@ -248,7 +239,8 @@ class PVI(ParameterStrategy):
 
     def details(self) -> dict[str, Any]:
         """Free energy, counts, and what sites said of how near their pseudo-observations are to rows."""
-        book = asdict(self.book) | {"version": self.factors.version, "damping": self.plan.damping}
+        facts = {"version": self.factors.version, "damping": self.plan.damping}
+        book = asdict(self.book) | facts | {"factors": factor_strengths(self.factors)}
         answers = self.ask("query.free_energy", self.predictive(), {}, retries=1)
         q = posterior(self.factors)
         kl = {name: self._divergence(name, q) for name in LATENTS}

@@ -109,12 +109,23 @@ def points_refusal(points: Mapping[str, np.ndarray], rows: int) -> str | None:
     return None
 
 
-def symmetry_refusal(arrays: Mapping[str, np.ndarray]) -> str | None:
-    """Why a full precision of u or v is none, or None."""
+def gaussian_refusal(arrays: Mapping[str, np.ndarray]) -> str | None:
+    """Why a Gaussian factor of u or v is none, or None.
+
+    The merge sees whether prior and factors of v are a density together. The prior of u depends on Z and β, so that no
+    negative precision of u is safe; an update by optimisation sends none.
+    """
     for block in OWN_U:
-        eta2 = arrays.get(f"{block}.eta2")
-        if eta2 is not None and np.abs(eta2 - eta2.T).max() > 1e-8 * max(float(np.abs(eta2).max()), 1e-300):
+        if f"{block}.eta2" not in arrays:
+            continue
+        eta1, eta2 = arrays[f"{block}.eta1"], arrays[f"{block}.eta2"]
+        size = float(np.abs(eta2).max())
+        if max(size, float(np.abs(eta1).max())) > LIMIT**2:
+            return f"`{block}`: numbers above {LIMIT**2:g}, which no standardised rows give"
+        if np.abs(eta2 - eta2.T).max() > 1e-8 * size:
             return f"`{block}.eta2` is not symmetric"
+        if block == "values" and np.linalg.eigvalsh(eta2)[-1] > 1e-8 * size:
+            return f"`{block}.eta2`: its precision has a negative eigenvalue"
     return None
 
 

@@ -39,6 +39,7 @@ class AsynchronousPVI(PVI):
 
     def train(self, num_rounds: int) -> None:
         """One reply, or one site given up, per round."""
+        self.settle_forgetting()
         while self.round < num_rounds:
             self.begin_round()
             self._occupy()

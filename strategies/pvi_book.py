@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from strategies import pvi_arrays as wire
 from strategies.pvi_options import PVIOptions
-from strategies.pvi_state import Contribution
+from strategies.pvi_state import Contribution, MergeRecord
 from strategies.wire import Answer
 
 LATENTS = ("inducing", "hyper")
@@ -30,9 +32,39 @@ class Book:
     """Each site's own report of how near its pseudo-observations are to its rows."""
     halvings: int = 0
     refused: int = 0
+    """Updates left out because no damping made them proper."""
+    local: dict[str, int] = field(default_factory=dict)
+    """What optimisers at the sites had to do: ``rejected`` trial points, ``halvings`` of a fixed point's steps."""
     forgotten: list[str] = field(default_factory=list)
+    forgotten_visits: int = 0
     refit_due: bool = False
     """Shared q(Z), q(β) still hold what a forgotten site had said."""
+
+    @property
+    def communications(self) -> int:
+        """Updates merged so far, those of forgotten sites among them: the abscissa of a history."""
+        return sum(self.visits.values()) + self.forgotten_visits
+
+    def note(self, answers: Mapping[str, Answer], record: MergeRecord, *, replays: bool) -> None:
+        """Write down a merge and what the merged sites said.
+
+        Args:
+            answers: Of the sites that were merged.
+            record: What the merge did.
+            replays: Whether q(Z) and q(β) are shared, so that only a site can say how far it moved them.
+        """
+        self.halvings += record.halvings
+        self.refused += len(record.refused)
+        for site, own in answers.items():
+            self.visits[site] = self.visits.get(site, 0) + 1
+            moved = own.number("moved") if replays else record.size[site]
+            if math.isfinite(moved) and (moved or not replays):  # else unknown: it counts as the largest
+                self.sizes[site] = moved
+            for name in ("rejected", "halvings"):
+                said = own.number(f"counts.{name}")
+                self.local[name] = self.local.get(name, 0) + (int(said) if 0 < said < wire.LIMIT else 0)
+            found = {name: own.number(f"leakage.{name}") for name in ("near", "low", "median", "auc")}
+            self.leakage[site] = {n: v for n, v in found.items() if f"leakage.{n}" in own.metrics}
 
 
 def refusal(own: Answer, rows: int, *, densities: bool) -> str | None:
@@ -48,7 +80,7 @@ def refusal(own: Answer, rows: int, *, densities: bool) -> str | None:
         return f"claims {own.num_examples} rows, introduced itself with {rows}"
     points = wire.part(own.arrays, "points")
     reason = wire.points_refusal(points, rows) if points else None
-    return reason or wire.symmetry_refusal(own.arrays) or (latents_refusal(own) if densities else None)
+    return reason or wire.gaussian_refusal(own.arrays) or (latents_refusal(own) if densities else None)
 
 
 def latents_refusal(own: Answer) -> str | None:

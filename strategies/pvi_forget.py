@@ -9,7 +9,9 @@ from strategies.pvi_state import forget
 
 
 def without(snapshot: Snapshot, site: str) -> Snapshot:
-    """A checkpoint from which a site's factor and all records of it are gone.
+    """A checkpoint from which a site's factor, its rows and the records of its visits are gone.
+
+    Its label stays, since simulated rows go on being dealt to as many sites as there were, and so do its failures.
 
     Raises:
         NumericsError: the site has no factor, or what remains is no density.
@@ -18,7 +20,8 @@ def without(snapshot: Snapshot, site: str) -> Snapshot:
     state = forget(wire.state_of(wire.part(snapshot.arrays, "pvi"), facts["pvi"]), site)
     arrays, facts["pvi"] = wire.state_arrays(state)
     kept = {name: array for name, array in snapshot.arrays.items() if not name.startswith("pvi.")}
-    book = dict(facts["book"])
+    book = {"forgotten_visits": 0, **facts["book"]}
+    book["forgotten_visits"] += book["visits"].get(site, 0)
     for name in ("visits", "attempts", "sizes", "staleness", "leakage"):
         book[name] = {key: value for key, value in book[name].items() if key != site}
     facts["book"] = book | {"forgotten": [*book["forgotten"], site], "refit_due": True}

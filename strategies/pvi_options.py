@@ -7,7 +7,16 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fedgp_flower.config import CoreConfig, Count, Fraction, MethodOptions, NonNegative, Positive, PositiveInt
+from fedgp_flower.config import (
+    CoreConfig,
+    Count,
+    Fraction,
+    MethodOptions,
+    NonNegative,
+    OptimizerSection,
+    Positive,
+    PositiveInt,
+)
 from fedgp_flower.errors import ConfigError
 from strategies.pvi_schedule import PRESETS, Plan
 
@@ -91,10 +100,8 @@ class PVIOptions(MethodOptions):
         points = self.factor != "cpo" and not self.linear
         if plan.local_update and plan.local_update != self.local_update:
             raise ConfigError(f"`pvi.preset` = {self.preset!r} is made of {plan.local_update!r} steps, not of {update}")
-        if self.replays and (self.factor != "tied" or core.model.likelihood != "gaussian"):
-            raise ConfigError(f"{update} needs `pvi.factor` = 'tied' and `model.likelihood` = 'gaussian'; try 'adam'")
-        if self.replays and self.inducing == "average":
-            raise ConfigError(f"{update} refits Z for all sites: `pvi.inducing` = 'average' needs 'adam' or 'lbfgs'")
+        if self.replays:
+            self._check_replay(core, plan, update)
         if self.linear and (self.inducing, self.hyper) != ("fixed", "fixed"):
             raise ConfigError(f"{update} needs `pvi.inducing` = 'fixed' and `pvi.hyper` = 'fixed'; try 'adam'")
         if self.local_update == "analytic" and core.model.likelihood != "gaussian":
@@ -107,7 +114,27 @@ class PVIOptions(MethodOptions):
             )
         if core.optimizer.batch_size and self.local_update != "adam":
             raise ConfigError(f"`optimizer.batch-size`: {update} takes all rows of a site; set it to 0")
+        if core.optimizer.model_copy(update={"batch_size": 0}) != OptimizerSection():
+            raise ConfigError(
+                "`optimizer`: of it pvi reads `batch-size` alone; steps and rate of a visit are `pvi.first-steps`, "
+                "`pvi.steps`, `pvi.evaluations` and `pvi.learning-rate`"
+            )
         self._check_placement(core)
+
+    def _check_replay(self, core: CoreConfig, plan: Plan, update: str) -> None:
+        if self.factor != "tied" or core.model.likelihood != "gaussian":
+            raise ConfigError(f"{update} needs `pvi.factor` = 'tied' and `model.likelihood` = 'gaussian'; try 'adam'")
+        if self.inducing == "average":
+            raise ConfigError(f"{update} refits Z for all sites: `pvi.inducing` = 'average' needs 'adam' or 'lbfgs'")
+        if plan.schedule == "asynchronous":
+            raise ConfigError(
+                f"{update} shares q(Z), q(β) fitted to all sites, which a late answer would undo: "
+                "`pvi.schedule` = 'asynchronous' needs `pvi.local-update` = 'adam' or 'lbfgs'"
+            )
+        if 0.0 < plan.damping < 1.0:
+            raise ConfigError(f"{update} replaces pseudo-observations as a whole: `pvi.damping` should be 0 or 1")
+        if self.preset == "bcm-same":
+            raise ConfigError(f"`pvi.preset` = 'bcm-same' combines posteriors of the sites, and {update} has none")
 
     @staticmethod
     def _check_placement(core: CoreConfig) -> None:

@@ -12,6 +12,7 @@ from fedgp_flower.shapes import NamedArrays
 from strategies import pvi_arrays as wire
 from strategies.closing import Posterior
 from strategies.meeting import Preparation
+from strategies.pvi_state import PVIState
 from strategies.wire import Answer
 
 MEANINGS = {
@@ -59,6 +60,28 @@ def _moments(latent: NamedArrays) -> tuple[np.ndarray, np.ndarray | None]:
         return latent["value"], None
     precision = -2.0 * latent["eta2"]
     return latent["eta1"] / precision, 1.0 / np.sqrt(precision)
+
+
+def factor_strengths(state: PVIState) -> dict[str, dict[str, float]]:
+    """How much each site's factor says, by site and in units that compare sites.
+
+    ``points``: M_k. ``weight``: tr S_k⁻¹, which for tied noise is in units of 1/σ², that is, in rows. ``inducing``,
+    ``hyper``: mean precision of the factors of Z and β, where the prior has 1. ``directions``: tr Λ_k(I + Λ_k)⁻¹, how
+    many of the M directions of v the factor alone would determine. ``values``: mean precision of u.
+    """
+    strengths: dict[str, dict[str, float]] = {}
+    for site, own in state.sites.items():
+        found = {"rows": float(own.num_examples)}
+        if own.arrays:
+            found |= {"points": float(len(own.arrays["targets"])), "weight": float(np.square(own.arrays["root"]).sum())}
+        for name, factor in own.factors.items():
+            precision = factor.precision.numpy()
+            if name == "whitened":
+                found["directions"] = float(np.trace(np.linalg.solve(np.eye(len(precision)) + precision, precision)))
+            else:
+                found[name] = float((precision if precision.ndim == 1 else precision.diagonal()).mean())
+        strengths[site] = found
+    return strengths
 
 
 def free_energy(

@@ -69,7 +69,8 @@ def next_sites(
         plan: Schedule and order.
         sites: Sites that may be visited.
         visits: How often each was visited.
-        sizes: Size of each one's last update, for ``residual``.
+        sizes: Size of each one's last update, for ``residual``; unknown counts as the largest, and of equal ones the
+            site visited least is next.
         generator: Source of the choice; derive it from (seed, purpose, round).
     """
     allowed = [s for s in sorted(sites) if not plan.passes or visits.get(s, 0) < plan.passes]
@@ -82,7 +83,7 @@ def next_sites(
         return allowed
     unvisited = [s for s in allowed if visits.get(s, 0) == 0]
     if plan.order == "residual" and not unvisited:
-        return [max(allowed, key=lambda s: (sizes.get(s, math.inf), s))]
+        return [min(allowed, key=lambda s: (-sizes.get(s, math.inf), visits[s], s))]
     fewest = min(visits.get(s, 0) for s in allowed)
     due = [s for s in allowed if visits.get(s, 0) == fewest]
     return [due[0] if plan.order != "random" else str(generator.choice(due))]

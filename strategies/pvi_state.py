@@ -54,13 +54,13 @@ class MergeRecord:
     """What a merge did beyond the formula."""
 
     damping: float
-    """ρ in the end."""
+    """The least ρ in the end; 0 where nobody was merged."""
     halvings: int
-    """How often ρ was halved because q or a cavity would have been improper."""
-    refused: bool
-    """No ρ was small enough: the factors stay as they were."""
+    """How often a ρ was halved because q or a cavity would have been improper."""
+    refused: tuple[str, ...]
+    """Sites whose update is improper at any ρ, though nobody else's is merged with it: they were left out."""
     size: Mapping[str, float]
-    """Per site, Σ over blocks of KL(new q ‖ old q) in nats had that site alone been merged at ρ."""
+    """Per merged site, Σ over blocks of KL(new q ‖ old q) in nats had that site alone been merged at its ρ."""
 
 
 def posterior(state: PVIState) -> dict[str, Gaussian]:
@@ -87,19 +87,15 @@ def context(state: PVIState, site: str, *, deletion: bool, prior_share: float | 
     return cavity(state, site) if deletion else posterior(state)
 
 
-def others(state: PVIState, site: str) -> dict[str, NamedArrays]:
-    """Pseudo-observations of every other site, in the order of their names."""
-    return {name: state.sites[name].arrays for name in sorted(state.sites) if name != site and state.sites[name].arrays}
-
-
 def merge(
     state: PVIState, replies: Mapping[str, Contribution], *, damping: float, deletion: bool = True
 ) -> tuple[PVIState, MergeRecord]:
     """tₖ ← tₖ^(1−ρ) t̂ₖ^ρ for every site that replied, all at once (Algorithm 1, step 3).
 
     Without deletion t̂ₖ is what the rows add to a posterior that already holds tₖ: tₖ ← tₖ t̂ₖ^ρ. If q or a cavity would
-    be improper, ρ is halved for the whole merge until it is not, and the halvings are counted. Pseudo-observations are
-    replaced undamped: they are proper whatever they are.
+    be improper, ρ is halved for each site that would make it so alone, then for all of them together, until it is not;
+    the halvings are counted. A site that is improper alone at any ρ is left out and does not hold up the others.
+    Pseudo-observations are replaced undamped: they are proper whatever they are.
 
     Args:
         state: Current state.
@@ -107,13 +103,20 @@ def merge(
         damping: ρ in (0, 1].
         deletion: As in :func:`context`.
     """
-    rho = damping
-    for halvings in range(MOST_HALVINGS):
-        merged = _merged(state, replies, rho, deletion)
-        if is_proper(merged):
-            return merged, MergeRecord(rho, halvings, False, _sizes(state, replies, rho, deletion))
-        rho *= 0.5
-    return state, MergeRecord(0.0, MOST_HALVINGS, True, dict.fromkeys(replies, 0.0))
+    rates, halvings = dict.fromkeys(replies, damping), 0
+    refused: tuple[str, ...] = ()
+    merged = _merged(state, replies, rates, deletion)
+    if not is_proper(merged):
+        counts = {site: _halvings(state, replies, site, damping, deletion) for site in replies}
+        refused = tuple(site for site, count in counts.items() if count == MOST_HALVINGS)
+        rates = {site: damping * 0.5**count for site, count in counts.items() if site not in refused}
+        halvings = sum(counts[site] for site in rates)
+        merged = _merged(state, replies, rates, deletion)
+    while rates and not is_proper(merged):  # ends at 1/K: the mean of K proper states is proper
+        rates = {site: 0.5 * rate for site, rate in rates.items()}
+        merged, halvings = _merged(state, replies, rates, deletion), halvings + 1
+    least = min(rates.values(), default=0.0)
+    return merged, MergeRecord(least, halvings, refused, _sizes(state, replies, rates, deletion))
 
 
 def forget(state: PVIState, site: str) -> PVIState:
@@ -147,28 +150,6 @@ def average_points(state: PVIState, points: Mapping[str, Array], share: float) -
     return replace(state, points={**state.points, **averaged})
 
 
-def free_energy(state: PVIState, local: Mapping[str, float]) -> float:
-    """Global free energy Σₖ [Fₖ − A(q) + A(q without k)] + A(q) − A(p) from local ones at one q (Property 2.2a).
-
-    Args:
-        state: State at a fixed point; elsewhere the sum is not a bound.
-        local: Per site F_k = E_q log p(y_k | θ) − KL(q ‖ cavity) at the current q, with normalised cavity.
-
-    Raises:
-        NumericsError: not every site with a factor reported.
-    """
-    missing = sorted(set(state.sites) - set(local))
-    if missing:
-        raise NumericsError(f"local free energies are missing from {', '.join(missing)}")
-    whole = _log_normaliser(posterior(state))
-    parts = sum(local[site] - whole + _log_normaliser(cavity(state, site)) for site in state.sites)
-    return parts + whole - _log_normaliser(state.prior)
-
-
-def _log_normaliser(blocks: Blocks) -> float:
-    return sum(float(block.log_normaliser()) for block in blocks.values())
-
-
 def _product(start: Blocks, factors: Iterable[Blocks]) -> dict[str, Gaussian]:
     out = dict(start)
     for blocks in factors:
@@ -177,9 +158,20 @@ def _product(start: Blocks, factors: Iterable[Blocks]) -> dict[str, Gaussian]:
     return out
 
 
-def _merged(state: PVIState, replies: Mapping[str, Contribution], rho: float, deletion: bool) -> PVIState:
+def _halvings(state: PVIState, replies: Mapping[str, Contribution], site: str, damping: float, deletion: bool) -> int:
+    """How often ρ must be halved until a site's update alone is proper; ``MOST_HALVINGS`` if that does not help."""
+    tries = (_merged(state, replies, {site: damping * 0.5**count}, deletion) for count in range(MOST_HALVINGS))
+    return next((count for count, merged in enumerate(tries) if is_proper(merged)), MOST_HALVINGS)
+
+
+def _merged(
+    state: PVIState, replies: Mapping[str, Contribution], rates: Mapping[str, float], deletion: bool
+) -> PVIState:
+    if not rates:
+        return state
     new = dict(state.sites)
-    for site, reply in replies.items():
+    for site, rho in rates.items():
+        reply = replies[site]
         old = state.sites[site].factors if site in state.sites else {}
         factors = {}
         for name, factor in reply.factors.items():
@@ -189,13 +181,15 @@ def _merged(state: PVIState, replies: Mapping[str, Contribution], rho: float, de
     return replace(state, sites=new, version=state.version + 1)
 
 
-def _sizes(state: PVIState, replies: Mapping[str, Contribution], rho: float, deletion: bool) -> dict[str, float]:
+def _sizes(
+    state: PVIState, replies: Mapping[str, Contribution], rates: Mapping[str, float], deletion: bool
+) -> dict[str, float]:
     """How far each site alone moves q; infinite where alone it would be improper."""
     before = posterior(state)
     sizes = {}
-    for site, reply in replies.items():
-        after = posterior(_merged(state, {site: reply}, rho, deletion))
-        blocks = [name for name in reply.factors if name in state.prior]
+    for site, rho in rates.items():
+        after = posterior(_merged(state, replies, {site: rho}, deletion))
+        blocks = [name for name in replies[site].factors if name in state.prior]
         if all(after[name].is_proper() for name in blocks):
             sizes[site] = sum(float(after[name].kl(before[name])) for name in blocks)
         else:

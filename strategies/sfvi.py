@@ -2,9 +2,10 @@
 
 Hassan, Salomone and Mengersen, *Federated variational inference methods for structured latent variable models* (2023).
 A site has latents Z_Lk of its own whose q(Z_Lk | Z_G) never leaves it; only q(Z_G) and θ are shared. ``sfvi``: every
-site sends the gradient of its term of the bound, and the server takes one step of Adam, the same whatever the
-partition. ``sfvi-avg``: sites take many steps on a bound that stands in for all sites, and the server averages θ and
-takes the Wasserstein barycentre of the sites' q(Z_G). The mathematics is in :mod:`strategies.sfvi_state`.
+site sends the gradient of its term of the bound, and the server takes one step of Adam. Where units are not the sites
+themselves, as they are for ``gp``, that step is the same for any partition. ``sfvi-avg``: sites take many steps on a
+bound that stands in for all sites, and the server averages θ and takes the Wasserstein barycentre of the sites' q(Z_G).
+The mathematics is in :mod:`strategies.sfvi_state`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from strategies.initialisation import box_points, initial_inducing_points
 from strategies.sfvi_options import SFVIOptions
 from strategies.sfvi_posterior import LEARNED, SHARED, structured_posterior
 from strategies.standing import Standing
-from strategies.wire import Answer, Specs, answer, sums_over
+from strategies.wire import Answer, ArraySpec, Specs, answer, sums_over
 
 logger = logging.getLogger("fedgp")
 
@@ -47,17 +48,21 @@ class StructuredVI(ParameterStrategy):
     shared: NamedArrays
     """Shared inducing inputs of ``gp``, unless they are part of θ."""
     bound: float = math.nan
-    """The latest ELBO of all rows, in nats."""
+    """The latest ELBO of all rows, in nats; not a number before the first sum of gradients."""
+    estimate: float = math.nan
+    """Mean over sites and local steps of what each site by itself took for the bound; the ELBO of no posterior."""
     averaging: core.Average | None = None
     spread: dict[str, float]
     """W₂ from each site's q(Z_G) to their barycentre in the latest average."""
     fresh: dict[str, int]
-    """How often a site had to begin anew after the first round: it joined late, or lost its state."""
+    """How often a site that had taken part had to begin anew: it lost its state, or came back with other rows."""
+    trained: set[str]
+    """Sites that have taken part."""
 
     def __init__(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> None:
         super().__init__(config, observer, snapshot)
         self.predicts = self.options.model != "multinomial"
-        self.shared, self.spread, self.fresh = {}, {}, {}
+        self.shared, self.spread, self.fresh, self.trained = {}, {}, {}, set()
 
     @property
     def options(self) -> SFVIOptions:
@@ -66,7 +71,7 @@ class StructuredVI(ParameterStrategy):
 
     def averages(self) -> bool:
         """Whether sites take local steps in this round."""
-        return self.config.method == "sfvi-avg" or self.round <= self.options.warm_start_rounds
+        return self.options.averages(self.config.method, self.round)
 
     def initialise(self) -> None:
         """θ as the sites' model starts, shared inputs from federated statistics, q(Z_G) = N(0, scale² I)."""
@@ -133,13 +138,7 @@ class StructuredVI(ParameterStrategy):
 
     def rate(self) -> float:
         """The learning rate of this round."""
-        return core.learning_rate(
-            self.round - 1,
-            steps=self.config.num_server_rounds,
-            initial=self.options.learning_rate,
-            constant=self.options.constant_share,
-            final=self.options.final_rate,
-        )
+        return self.options.rate(self.round - 1, self.config.num_server_rounds)
 
     def noise(self) -> Array:
         """ε_G [S, M] of this round."""
@@ -192,9 +191,10 @@ class StructuredVI(ParameterStrategy):
                 self.network.fail(site, reason)
                 continue
             found[site] = own
-            if own.number("fresh") > 0:
+            if own.number("fresh") > 0 and site in self.trained:
                 self.fresh[site] = self.fresh.get(site, 0) + 1
-                logger.info("site %s has no state of its own: it began anew and caught up", site)
+                logger.warning("site %s has lost its state: it began anew and caught up", site)
+            self.trained.add(site)
         return found
 
     def step(self, answers: Mapping[str, Answer]) -> dict[str, float]:
@@ -222,9 +222,9 @@ class StructuredVI(ParameterStrategy):
             return {}
         self.averaging, self.parameters = found, dict(found.parameters)
         self.spread = dict(zip(answers, map(float, found.spread), strict=True))
-        self.bound = float(np.average([own.number("objective") for own in answers.values()], weights=weights))
+        self.estimate = float(np.average([own.number("objective") for own in answers.values()], weights=weights))
         return {
-            "objective": self.bound / self.total_rows(),
+            "site_estimate": self.estimate / self.total_rows(),
             "barycentre_iterations": float(found.iterations),
             "barycentre_residual": found.residual,
             "spread": float(found.spread.mean()),
@@ -234,13 +234,19 @@ class StructuredVI(ParameterStrategy):
         """θ, q(Z_G), and the shared inputs; a site adds what it keeps of its own."""
         return {**self.parameters, **self.shared}
 
+    def row_specs(self) -> Specs:
+        """Trend and deviation of every row."""
+        return {name: ArraySpec((None,)) for name in ("prediction.trend", "prediction.deviation")}
+
     def posterior(self) -> Posterior:
         """What predicts for a new site: θ and q(Z_G)."""
         return structured_posterior({**self.parameters, **self.shared}, self.config)
 
     def details(self) -> dict[str, Any]:
         """The bound at the end, and how the latest average was found."""
-        found: dict[str, Any] = {"bound": self.bound, "shared_latents": len(self.prior.fixed)}
+        values = {"bound": self.bound, "site_estimate": self.estimate}
+        found: dict[str, Any] = {name: value for name, value in values.items() if math.isfinite(value)}
+        found["shared_latents"] = len(self.prior.fixed)
         if self.fresh:
             found["fresh_starts"] = self.fresh
         if self.averaging is None:
@@ -258,9 +264,11 @@ class StructuredVI(ParameterStrategy):
         facts = {
             "adam": self.adam.step,
             "bound": None if math.isnan(self.bound) else self.bound,
+            "estimate": None if math.isnan(self.estimate) else self.estimate,
             "barycentre": None if last is None else [last.iterations, last.residual],
             "spread": self.spread,
             "fresh": self.fresh,
+            "trained": sorted(self.trained),
         }
         return Snapshot({**own.arrays, **moments, **fixed}, {**own.facts, **facts})
 
@@ -276,9 +284,10 @@ class StructuredVI(ParameterStrategy):
         self.prior = core.Prior(arrays[FIXED], arrays[BLOCK])
         self.shared = {SHARED: arrays[SHARED]} if SHARED in arrays else {}
         self.send_once()
-        self.bound = math.nan if facts["bound"] is None else float(facts["bound"])
+        self.bound, self.estimate = (math.nan if facts[n] is None else float(facts[n]) for n in ("bound", "estimate"))
         self.spread = {site: float(value) for site, value in facts["spread"].items()}
         self.fresh = {site: int(count) for site, count in facts["fresh"].items()}
+        self.trained = set(facts["trained"])
         if facts["barycentre"] is not None:
             iterations, residual = facts["barycentre"]
             spread = np.array(list(self.spread.values()))

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedgp_flower.shapes import NamedArrays
+from strategies.sfvi_state import DECAYS
 from strategies.wire import Answer
 
 OUTLIER = 1e4
 """A gradient so many times larger per row than the median site's is not taken for one."""
-DECAYS = (0.9, 0.999)
 
 
 def rows_refusal(own: Answer, rows: int) -> str | None:

@@ -6,8 +6,18 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fedgp_flower.config import CoreConfig, Count, Fraction, MethodOptions, NonNegative, Positive, PositiveInt
+from fedgp_flower.config import (
+    CoreConfig,
+    Count,
+    Fraction,
+    MethodOptions,
+    NonNegative,
+    OptimizerSection,
+    Positive,
+    PositiveInt,
+)
 from fedgp_flower.errors import ConfigError
+from strategies.sfvi_state import learning_rate
 
 LIKELIHOODS = {
     "gp": ("gaussian", "bernoulli", "poisson"),
@@ -24,7 +34,7 @@ class SFVIOptions(MethodOptions):
     model: Literal["gp", "logistic-mixed", "multinomial"] = "gp"
     """``gp``: shared trend + site deviation + site noise; the others as in the paper, Sections S3.1 and S3.2."""
     structure: Literal["diagonal", "full"] = "diagonal"
-    """L_G of q(Z_G). With whitened inducing values ``full`` fits the ``gp`` no better, and sends M²/2 numbers."""
+    """L_G of q(Z_G). ``full`` sends M²/2 numbers more; ``gp`` gains from it where sites do not deviate."""
     local_structure: Literal["diagonal", "full"] = "full"
     """L_k of q(Z_Lk | Z_G)."""
     coupling: bool = True
@@ -48,8 +58,9 @@ class SFVIOptions(MethodOptions):
     """Learning rate after the last round, as a share of the first."""
     fraction: Fraction = 1.0
     """Share of the sites that take part in a round; at least one does."""
-    catch_up_steps: Count = 100
-    """Steps on its own latents alone by a site that joins after the first round or has lost its state."""
+    catch_up_steps: Count = 400
+    """Steps on its own latents alone, at a rate that falls like that of a run, by a site that comes late or has lost
+    its state."""
 
     own_steps: PositiveInt = 1
     """``sfvi``: steps of a site on its own latents in a round; the gradient of the last one is sent."""
@@ -98,6 +109,14 @@ class SFVIOptions(MethodOptions):
             )
         if core.optimizer.batch_size:
             raise ConfigError("`optimizer.batch-size`: sfvi takes all rows of a site; set it to 0")
+        ignored = [name for name in OptimizerSection.model_fields if name != "batch_size"]
+        own, usual = core.optimizer.model_dump(), OptimizerSection().model_dump()
+        if changed := [name for name in ignored if own[name] != usual[name]]:
+            keys = ", ".join(f"`optimizer.{name.replace('_', '-')}`" for name in changed)
+            raise ConfigError(f"{keys}: sfvi takes steps of Adam; see `sfvi.learning-rate` and `sfvi.local-steps`")
+        if core.model.inducing_init != "copula":
+            found = f"`model.inducing-init` = {core.model.inducing_init!r}"
+            raise ConfigError(f"{found}: sfvi places shared inputs by `sfvi.shared-inputs`; leave it at 'copula'")
         if core.device == "cuda" or core.precision != "float64":
             raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
         if self.model == "logistic-mixed" and not self.unit_column:
@@ -113,3 +132,25 @@ class SFVIOptions(MethodOptions):
     def closed_form(self) -> bool:
         """Whether the model's expectations are known, so that no draws travel."""
         return self.model == "gp"
+
+    def averages(self, method: str, server_round: int) -> bool:
+        """Whether sites take local steps in a round."""
+        return method == "sfvi-avg" or server_round <= self.warm_start_rounds
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of one of ``steps`` rounds or steps, counted from 0."""
+        return learning_rate(
+            step, steps=steps, initial=self.learning_rate, constant=self.constant_share, final=self.final_rate
+        )
+
+    def catch_up_rates(self) -> list[float]:
+        """The rate of every step of a site that comes late: the whole way from the first to the last."""
+        return [self.rate(step, self.catch_up_steps) for step in range(self.catch_up_steps)]
+
+    def rates(self, method: str, rounds: int) -> list[float]:
+        """The rate of every step on θ in a whole run."""
+        return [
+            self.rate(number - 1, rounds)
+            for number in range(1, rounds + 1)
+            for _ in range(self.local_steps if self.averages(method, number) else 1)
+        ]

@@ -16,6 +16,8 @@ from fedgp_flower.shapes import Array
 
 Parameters = Mapping[str, Array]
 LEARNED_PRIOR = "theta.prior_log_scales"
+DECAYS = (0.9, 0.999)
+"""Of Adam's moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +119,7 @@ def learning_rate(step: int, *, steps: int, initial: float, constant: float = 0.
     return float(initial * final ** np.clip(progress, 0.0, 1.0))
 
 
-def ascend(
-    state: SFVIState, gradient: Parameters, *, rate: float, decays: tuple[float, float] = (0.9, 0.999)
-) -> SFVIState:
+def ascend(state: SFVIState, gradient: Parameters, *, rate: float, decays: tuple[float, float] = DECAYS) -> SFVIState:
     """One step of Adam uphill."""
     one, two = decays
     step = state.adam.step + 1

@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.shapes import NamedArrays
-from strategies.evaluation import natural_order
+from strategies.evaluation import HISTOGRAMS, natural_order
 
 SCHEMA_VERSION = 1
 Texts = Mapping[str, bool | int | float | str]
@@ -55,7 +55,7 @@ class Answer:
         return int(self.number("num-examples"))
 
     def number(self, name: str) -> float:
-        """The metric ``name``, a single number; 0 if the site did not send it."""
+        """The metric ``name``, a single number; 0 if the site did not send it, NaN for a histogram."""
         value = self.metrics.get(name, 0.0)
         return float("nan") if isinstance(value, list) else float(value)
 
@@ -88,7 +88,10 @@ def numbers_refusal(reply: Message) -> str | None:
     if not isinstance(rows, int) or rows < 0:
         return "the reply does not say its `num-examples`, a count of rows"
     odd = sorted(name for name, value in metrics.items() if not np.isfinite(value).all())
-    return f"metrics that are not finite: {', '.join(odd)}" if odd else None
+    if odd:
+        return f"metrics that are not finite: {', '.join(odd)}"
+    lists = sorted(name for name, value in metrics.items() if isinstance(value, list) and name not in HISTOGRAMS)
+    return f"lists where single numbers belong: {', '.join(lists)}" if lists else None
 
 
 def array_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:

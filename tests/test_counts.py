@@ -10,9 +10,10 @@ import pytest
 from faults import FaultyGrid, configured
 from scipy import integrate, stats
 
-from fedgp_flower import server_app
-from fedgp_flower.clients.counts import count_scores
+from fedgp_flower import figures, server_app
+from fedgp_flower.clients.counts import central, count_quantiles, count_scores
 from fedgp_flower.errors import NumericsError
+from fedgp_flower.predict import QUANTILES, Predictor
 
 CASES = ((0.3, 0.5, 0), (1.2, 0.2, 7), (-2.0, 0.9, 1), (3.0, 0.0, 20), (4.0, 0.3, 31))
 
@@ -54,6 +55,25 @@ def test_scores_of_a_count(mean: float, variance: float, count: int) -> None:
     assert bins == pytest.approx(overlap / (below[count] - before), abs=1e-6)
 
 
+def test_quantiles_of_counts() -> None:
+    """From the two moments of a count alone; they are whole numbers, and none is negative."""
+    mean, variance = (np.array(column, dtype=float) for column in zip(*(case[:2] for case in CASES), strict=True))
+    rate = np.exp(mean + variance / 2)
+    found = count_quantiles(rate, np.sqrt(rate + rate**2 * np.expm1(variance)), QUANTILES)
+    for column, case in zip(found.T, CASES, strict=True):
+        below = np.cumsum(exact(*case[:2]))
+        assert column.tolist() == [float(np.searchsorted(below, level)) for level in QUANTILES]
+
+
+def test_intervals_of_counts_are_drawn_as_such() -> None:
+    rows = pd.DataFrame({"mean": [1.33], "sd": [1.64], "target": [6.0]})
+    low, high = central(rows["mean"].to_numpy(), rows["sd"].to_numpy(), counts=True)
+    assert (low[0], high[0]) == (0.0, 6.0)
+    (bar,) = figures.parity(rows, "y", counts=True).axes[0].collections
+    assert bar.get_segments()[0][:, 1].tolist() == [0.0, 6.0]
+    assert central(rows["mean"].to_numpy(), rows["sd"].to_numpy(), counts=False)[0][0] < 0
+
+
 def test_rows_add_up() -> None:
     mean, variance, counts = (np.array(column, dtype=float) for column in zip(*CASES, strict=True))
     whole = count_scores(mean, variance, counts)
@@ -92,6 +112,9 @@ def test_counts_at_three_sites(tmp_path: Path) -> None:
     grid = FaultyGrid(flat, 3)
     folder = server_app.execute(grid, flat, lambda row, total: None)
     metrics = pd.read_json(folder / "metrics.json", typ="series")
+    table = Predictor.of_run(folder).table(pd.DataFrame({"x": [-1.0, 1.0]}))
+    assert (table["q2.5"] >= 0).all()
+    assert (table.filter(like="q") % 1 == 0).all(axis=None)
     constant = -stats.poisson.logpmf(y, y.mean()).mean()
     assert metrics["failures"] == []
     assert metrics["test"]["nll"] < constant - 0.2

@@ -10,9 +10,19 @@ import pytest
 from test_exact_q import OPTIONS, SHAPES, federate, grid, signals
 
 from fedgp_flower.latent import Move, Statistics
-from fedgp_flower.models.exact_q import SearchOptions, UnitData, UnitState, moved, respond, starting_parameters
-from strategies.exact_q import ExactState, merge, start_state, trial_moves
-from strategies.exact_trust import consistent, possible
+from fedgp_flower.models.exact_q import (
+    SearchOptions,
+    UnitData,
+    UnitState,
+    moved,
+    respond,
+    starting_parameters,
+    statistics,
+)
+from strategies.exact_q import ExactState, bound_of, carried, merge, start_state, trial_moves
+from strategies.exact_trust import START_NOISE, agreeing, best_lead, consistent, possible, possible_start
+from strategies.fedmgp_exact import Track, advance, best_track
+from strategies.wire import Answer
 
 ROWS = 50
 Answers = dict[str, tuple[Statistics, ...]]
@@ -120,3 +130,102 @@ def test_a_quorum_of_gains_reaches_the_same_bound() -> None:
         bounds.append(state.bound)
     assert min(np.diff(bounds)) >= -1e-7
     assert state.bound > plain[-1].bound - 1
+
+
+def starts(dims: int = 1, num_latents: int = 1, options: SearchOptions = OPTIONS) -> dict[str, Statistics]:
+    """First looks of honest units."""
+    W = grid(dims)
+    latents = start_state(W, (1.0, 2.0)[:num_latents]).latents
+    found = {}
+    for m, (x, y) in enumerate(signals(dims, num_units=5)):
+        data = UnitData.build(x, y, W)
+        own = starting_parameters(data, latents, options)
+        assert own.noise == pytest.approx(START_NOISE * np.mean(y**2))
+        found[str(m)] = statistics(data, latents, own)
+    return found
+
+
+@pytest.mark.parametrize("options", [OPTIONS, SearchOptions(convolved=False)])
+@pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
+def test_honest_first_looks_are_possible(num_latents: int, dims: int, options: SearchOptions) -> None:
+    for told in starts(dims, num_latents, options).values():
+        assert possible_start(told, ROWS)
+        assert not possible_start(told, ROWS // 2)
+
+
+HUGE = {
+    "precision": lambda s: replace(s, precision=1e16 * np.ones_like(s.precision)),
+    "shift": lambda s: replace(s, shift=s.shift + 1e200),
+    "shift where nothing is known": lambda s: replace(s, precision=0 * s.precision, shift=0 * s.shift + 9.0),
+    "a hundred times": lambda s: Statistics(100 * s.precision, 100 * s.shift, s.evidence, 100 * s.slack),
+    "ten times the shift": lambda s: replace(s, shift=10 * s.shift),
+}
+
+
+@pytest.mark.parametrize("lie", HUGE)
+def test_a_first_look_outweighs_no_rows_and_ends_no_run(lie: str) -> None:
+    """The liar is first in the alphabet, where a score that is not a number would put it in front."""
+    told = starts()
+    assert not possible_start(HUGE[lie](told["0"]), ROWS)
+    assert best_lead({**told, "0": HUGE[lie](told["0"])}) != "0"
+
+
+def test_no_answer_knows_what_its_rows_did_not_see() -> None:
+    """G = 0 says that nothing is known of g; a shift beside it would move q(g) freely."""
+    state, _, replies = asked(3, 4)
+    nothing = replace(replies["1"][0], precision=0 * replies["1"][0].precision)
+    assert not possible(nothing, state.posterior, ROWS)
+    assert possible(replace(nothing, shift=0 * nothing.shift, slack=0 * nothing.slack), state.posterior, ROWS)
+
+
+def stranger(state: ExactState, moves: tuple[Move, ...]) -> tuple[Statistics, ...]:
+    """What a unit that sees g out of phase answers, with noise that lets it insist."""
+    x = signals(1, num_units=1)[0][0]
+    data = UnitData.build(x, 2 * np.cos(23 * x[:, 0]), grid(1))
+    lone = start_state(grid(1))
+    phi = starting_parameters(data, lone.latents, OPTIONS)
+    told = statistics(data, state.latents, replace(phi, noise=0.1))
+    return tuple(told for _ in moves)
+
+
+def test_who_answers_alone_is_compared_with_those_that_are_absent() -> None:
+    states, _, _ = federate(signals(1, num_units=5), grid(1), 4)
+    state, moves = states[-1], trial_moves(states[-1])
+    told = stranger(state, moves)
+    rows = dict.fromkeys(["0", "1", "2", "3", "4", "s"], 10**6)  # so many that only the comparison can refuse it
+    known = {site: carried(report, state.latents) for site, report in state.reports.items()}
+    found = agreeing({"s": told[0]}, asked=state.posterior, counts=rows, absent=known)
+    assert found == ("0", "1", "2", "3", "4")
+    own = {"s": Answer("s", {}, {"state-updates": 1.0}, {})}
+    after, weights = advance(Track(state), {"s": told}, own, moves, rows=rows, agreement=True)
+    assert weights == {"0": 1.0, "1": 1.0, "2": 1.0, "3": 1.0, "4": 1.0, "s": 0.0}
+    honest = merge(state, {}, moves=moves, quorum=0.5)
+    np.testing.assert_allclose(after.state.posterior.mean, honest.posterior.mean, rtol=1e-9)
+
+
+def test_the_first_unit_to_answer_is_kept_in_mind_and_not_believed() -> None:
+    states, _, data = federate(signals(1, num_units=2), grid(1), 0)
+    state, moves = states[-1], trial_moves(states[-1])
+    replies = {s: respond(d, state.latents, state.posterior, moves, None, OPTIONS)[1] for s, d in data.items()}
+    rows, track = dict.fromkeys("01", ROWS), Track(state)
+    said = {site: {site: Answer(site, {}, {"state-updates": 7.0}, {})} for site in "01"}
+    track, weights = advance(track, {"0": replies["0"]}, said["0"], moves, rows=rows, agreement=True)
+    assert weights == {"0": 0.0}
+    assert track.updates == {"0": 7}
+    np.testing.assert_array_equal(track.state.posterior.mean, state.posterior.mean)
+    track, weights = advance(track, {"1": replies["1"]}, said["1"], moves, rows=rows, agreement=True)
+    assert weights == {"0": 1.0, "1": 1.0}
+    alone, _ = advance(Track(state), {"0": replies["0"]}, said["0"], moves, rows={"0": ROWS}, agreement=True)
+    assert alone.trusted == {"0"}
+
+
+def test_starts_are_compared_over_the_units_that_all_of_them_count() -> None:
+    """The bound of fewer units is a larger number where every unit's evidence is negative."""
+    units, W = signals(1, num_units=4), grid(1)
+    better, worse = (federate(units, W, rounds)[0][-1] for rounds in (12, 1))
+    few = replace(worse, reports={site: worse.reports[site] for site in "01"}, bound=better.bound + 100)
+    assert bound_of(better, "0123") == pytest.approx(better.bound, rel=1e-6)
+    assert best_track([Track(few), Track(better)], agreement=False) == 1
+    trusting = [Track(few, trusted=frozenset("01")), Track(better, trusted=frozenset("0123"))]
+    assert best_track(trusting, agreement=True) == 1
+    assert best_track([Track(replace(worse, reports={})), Track(better)], agreement=False) == 1

@@ -19,13 +19,14 @@ from fedgp_flower.models.factors import (
     InducingFactor,
     Natural,
     PseudoObservations,
+    WhitenedGaussian,
     log_noise_evidence,
     multiply,
     product,
-    stack,
     view,
 )
-from fedgp_flower.models.hierarchical import Data, Draws, SparseModel, predict, standard_normal
+from fedgp_flower.models.first_factors import first_factor
+from fedgp_flower.models.hierarchical import Data, Draws, Latents, Point, SparseModel, predict, standard_normal
 from fedgp_flower.models.kernels import build_kernel
 from fedgp_flower.models.likelihoods import GaussianNoise, build_point_likelihood
 
@@ -55,6 +56,18 @@ def dpo(seed: int, size: int = 4, *, tied: bool = True) -> PseudoObservations:
 
 def naturals(model: SparseModel, draws: Draws, factors: list) -> Natural:
     return product(view(model.geometry(draws), factors, None, None), factors)
+
+
+def merged(factors: list[PseudoObservations]) -> list[PseudoObservations]:
+    """The tied diagonal factors as one of all their pseudo-observations, and the rest as they are."""
+    tied = [f for f in factors if f.tied and f.root.ndim == 1]
+    rest = [f for f in factors if not any(f is own for own in tied)]
+    if not tied:
+        return rest
+    return [
+        PseudoObservations(*(torch.cat([getattr(f, n) for f in tied]) for n in ("inputs", "targets", "root"))),
+        *rest,
+    ]
 
 
 def close(left: Natural, right: Natural) -> None:
@@ -125,9 +138,7 @@ def test_the_product_does_not_depend_on_order_or_grouping(seed, order, cut):
     factors = [dpo(seed + 1), dpo(seed + 2, tied=False), dpo(seed + 3, 2), full]
     whole = naturals(model, draws, factors)
     close(naturals(model, draws, [factors[i] for i in order]), whole)
-    close(naturals(model, draws, list(stack(factors))), whole)
-    grouped = [*stack(factors[:cut]), *stack(factors[cut:])]
-    close(naturals(model, draws, grouped), whole)
+    close(naturals(model, draws, [*merged(factors[:cut]), *merged(factors[cut:])]), whole)
     assert float((whole.precision - torch.eye(INDUCING)).diagonal(dim1=-2, dim2=-1).min()) > 0
 
 
@@ -248,6 +259,75 @@ def test_observation_moments_by_quadrature():
     )
     assert float(loc) == pytest.approx(0.2, abs=1e-8)
     assert float(scale2) == pytest.approx(0.5 + 0.3 * 4 / 2, rel=1e-8)  # ν = 4: variance is scale² ν/(ν−2)
+
+
+def test_a_function_that_is_known_to_be_zero_somewhere_is_predicted_there():
+    """A linear kernel vanishes at the origin: so do k(x, x) and the variance of f, and σ² is all that is left."""
+    model = make_model("linear")
+    draws = make_draws(model)
+    origin, y = torch.zeros(1, 2).double(), torch.zeros(1).double()
+    mixture = predict(model, draws, [dpo(1)], origin, y)
+    noise = (2 * draws.hyper[:, -1]).exp()
+    torch.testing.assert_close(mixture.variances[:, 0], noise, **EXACT)
+    density = torch.distributions.Normal(0.0, noise.sqrt()).log_prob(torch.zeros(3).double())
+    torch.testing.assert_close(mixture.log_densities[:, 0], density, **EXACT)
+
+
+@pytest.mark.parametrize(("variance", "broken"), [(-1e-12, False), (-1e-3, True), (math.nan, True)])
+def test_a_variance_may_be_negative_by_rounding_only(variance, broken, monkeypatch):
+    """It is zero then: quadrature over N(0, 0) gives counts of rate 1."""
+    model = make_model("rbf", "poisson")
+    draws, x = make_draws(model), rand(1, 2)
+
+    def rounded(_, projection, prior_variance):
+        return torch.zeros_like(prior_variance), torch.full_like(prior_variance, variance)
+
+    monkeypatch.setattr(WhitenedGaussian, "predict", rounded)
+    if broken:
+        with pytest.raises(NumericsError, match="3 of 3"):
+            predict(model, draws, [dpo(1)], x)
+    else:
+        found = predict(model, draws, [dpo(1)], x)
+        torch.testing.assert_close(found.variances[:, 0], torch.ones(SAMPLES).double(), **EXACT)
+
+
+def test_one_pass_of_cpo_factors_is_titsias_in_natural_parameters_of_u():
+    """∏ t_k(u) of K sites, each η_k = K⁻¹ K_zx y/σ² and Λ_k = K⁻¹ K_zx K_xz K⁻¹/σ², written with dense inverses."""
+    model = make_model()
+    latents = Latents(Point(3 * rand(INDUCING * 2, seed=1)), Point(model.initial_hyper()))
+    draws = Draws(latents.inducing.value.reshape(1, INDUCING, 2), latents.hyper.value[None])
+    sites = [Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3, 4)]
+    factors = [first_factor(model, data, latents, "cpo", num_points=1, min_rows=1) for data in sites]
+    geometry, noise = model.geometry(draws), 0.2
+    inverse = torch.linalg.inv((geometry.chol @ geometry.chol.mT)[0])
+    z, x, y = draws.inducing, torch.cat([d.inputs for d in sites]), torch.cat([d.targets for d in sites])
+    kzx = model.kernel.matrix(geometry.hyper, z, x)[0]
+    near = {"rtol": 1e-8, "atol": 1e-8}
+    torch.testing.assert_close(sum(f.natural.eta1 for f in factors), inverse @ kzx @ y / noise, **near)
+    precision = inverse @ kzx @ kzx.mT @ inverse / noise
+    torch.testing.assert_close(sum(f.natural.precision for f in factors), precision, **near)
+    q = naturals(model, draws, factors).density()
+    sigma = torch.linalg.inv(inverse) + kzx @ kzx.mT / noise
+    mean = torch.linalg.inv(inverse) @ torch.linalg.solve(sigma, kzx @ y) / noise
+    torch.testing.assert_close((geometry.chol @ q.mean[..., None])[0, :, 0], mean, **near)
+    covariance = (geometry.chol @ torch.cholesky_inverse(q.chol) @ geometry.chol.mT)[0]
+    expected = torch.linalg.inv(inverse) @ torch.linalg.solve(sigma, torch.linalg.inv(inverse))
+    torch.testing.assert_close(covariance, expected, **near)
+
+
+def test_a_visit_does_not_move_a_cpo_factor_that_is_the_optimum():
+    """Another site changes the cavity, but not the conjugate optimum: a second pass leaves Λ and η as they are."""
+    model = make_model()
+    latents = Latents(Point(3 * rand(INDUCING * 2, seed=1)), Point(model.initial_hyper()))
+    draws = Draws(latents.inducing.value.reshape(1, INDUCING, 2), latents.hyper.value[None])
+    data, other = (Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3))
+    own, cavity = (first_factor(model, d, latents, "cpo", num_points=1, min_rows=1) for d in (data, other))
+    eta1, eta2 = (part.clone().requires_grad_() for part in (own.natural.eta1, own.natural.eta2))
+    value = local_free_energy(model, draws, [cavity], InducingFactor(NaturalGaussian(eta1, eta2)), data).sum()
+    slopes = torch.autograd.grad(value, (eta1, eta2))
+    assert max(float(slope.abs().max()) for slope in slopes) < 1e-8
+    moved = InducingFactor(NaturalGaussian(1.1 * own.natural.eta1, own.natural.eta2))
+    assert float(local_free_energy(model, draws, [cavity], moved, data)) < value.item()
 
 
 def test_unknown_likelihood_is_a_configuration_error():

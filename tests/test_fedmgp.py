@@ -12,13 +12,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, crashed, csv_nodes, lost, run
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, crashed, csv_nodes, each, lost, numbers, run
 
 from fedgp_flower.clients.fedmgp_memory import Memory
 from fedgp_flower.clients.state import load_state
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.latent import from_parameters
 from fedgp_flower.models.exact_q import UnitData, UnitParameters, predict, statistics
 from fedgp_flower.models.multi_output import load, shared_parameters, unit_model
@@ -334,6 +334,84 @@ def test_a_run_of_pseudo_gradients_ends_with_exact_rounds(tmp_path: Path) -> Non
     assert not np.array_equal(fresh.inducing, strategy.inducing)
 
 
+@pytest.mark.parametrize("rule", ["mean", "loss-weighted"])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        numbers(state_updates=[3.0]),
+        numbers(state_updates=1e300),
+        numbers(state_updates=-1.0),
+        numbers(log_likelihood=[0.5]),
+    ],
+)
+def test_numbers_that_are_none_end_no_run(tmp_path: Path, lie: Any, rule: str) -> None:
+    changes = {"update": "pseudo-gradient", "local_steps": 1, "final_rounds": 1, "aggregation": rule}
+    flat = keys(**{f"fedmgp__{name}": value for name, value in changes.items()}, num_server_rounds=2)
+    strategy = run(FaultyGrid(flat, nodes(tmp_path), Fault("b", lie, ("train", "train.exact"))))
+    assert list(blamed(strategy)) == ["b"]
+    assert set(strategy.weights[0]) == set(UNITS) - {"b"}
+    assert all(np.isfinite(own.mean).all() for own in [strategy.shared()[1]])
+
+
+def test_one_unit_cannot_end_a_run_with_its_first_look(tmp_path: Path) -> None:
+    lie = arrays(lambda own: {**own, "statistics.precision": own["statistics.precision"] * 0 + 1e16})
+    strategy = run(FaultyGrid(keys(num_server_rounds=2), nodes(tmp_path), Fault("a", lie, ("query.start",))))
+    assert blamed(strategy) == {"a": ["first statistics that its rows cannot produce"]}
+    assert strategy.details()["flat_units"] == []
+
+
+def test_a_round_that_leads_out_of_the_numbers_changes_nothing(tmp_path: Path) -> None:
+    lie = each(lambda array: array * 0 + 1e308)
+    flat = keys(fedmgp__update="pseudo-gradient", fedmgp__local_steps=1, fedmgp__final_rounds=0, num_server_rounds=2)
+    fault = Fault("b", lie, ("train",), range(1, 2))
+    strategy = run(FaultyGrid(flat, nodes(tmp_path), fault))
+    assert strategy.weights[0] == {}
+    assert set(strategy.weights[1]) == set(UNITS)
+
+
+def test_rounds_that_nobody_answers_keep_their_column(tmp_path: Path) -> None:
+    faults = [Fault(site, lost, ("train",), range(2, 3)) for site in UNITS]
+    flat = keys(fedmgp__update="pseudo-gradient", fedmgp__local_steps=1, fedmgp__final_rounds=0, num_server_rounds=3)
+    strategy = run(FaultyGrid(flat, nodes(tmp_path), *faults))
+    assert [len(row) for row in strategy.weights] == [4, 0, 4]
+
+
+def test_krum_with_too_few_units_ends_the_run(tmp_path: Path) -> None:
+    changes = {"update": "pseudo-gradient", "local_steps": 1, "aggregation": "krum", "malicious": 1, "final_rounds": 0}
+    flat = keys(**{f"fedmgp__{name}": value for name, value in changes.items()}, num_server_rounds=2)
+    with pytest.raises(RunError, match="needs 5 units in a round"):
+        run(FaultyGrid(flat, nodes(tmp_path)))
+
+
+def test_last_exact_rounds_ask_everyone_until_they_have_answered(tmp_path: Path) -> None:
+    changes = {"update": "pseudo-gradient", "local_steps": 1, "final_rounds": 2, "fraction": 0.25}
+    flat = keys(**{f"fedmgp__{name}": value for name, value in changes.items()}, num_server_rounds=4)
+    grid = FaultyGrid(flat, nodes(tmp_path), Fault("c", lost, ("train.exact",), range(3, 4)))
+    strategy = run(grid)
+    asked = [{visit.site for visit in grid.visits if visit.round == number} for number in (3, 4)]
+    assert asked[0] == set(UNITS)
+    assert "c" in asked[1]
+    consistent(grid, strategy)
+
+
+def test_server_adam_learns_and_survives_a_resume(tmp_path: Path) -> None:
+    changes = {"update": "pseudo-gradient", "local_steps": 1, "final_rounds": 0, "server_step": 0.02}
+    own = {f"fedmgp__{name}": value for name, value in changes.items()}
+    flat = keys(**own, fedmgp__server_optimizer="fedadam", num_server_rounds=6, optimizer__learning_rate=0.02)
+    sites, recorder, again = nodes(tmp_path, remember=True), Recorder(), Recorder()
+    kept: dict[Path, bytes] = {}
+    folders = [Path(node["state-dir"]) / "site-state.safetensors" for node in sites]
+    recorder.at[3] = lambda: kept.update({path: path.read_bytes() for path in folders})
+    whole = run(FaultyGrid(flat, sites), recorder)
+    objectives = [row["objective"] for row in recorder.rows]
+    assert objectives[-1] > objectives[0]
+    assert whole.pseudo.steps == 6
+    for path, content in kept.items():
+        path.write_bytes(content)
+    run(FaultyGrid(flat, sites), again, recorder.snapshots[2])
+    assert again.rows[-1]["objective"] == objectives[-1]
+
+
 @pytest.mark.parametrize(("rule", "trusted"), [("median", True), ("mean", False)])
 def test_exact_rounds_after_a_robust_rule_use_agreement(tmp_path: Path, rule: str, trusted: bool) -> None:
     changes = {"update": "pseudo-gradient", "local_steps": 3, "final_rounds": 2, "aggregation": rule}
@@ -370,7 +448,13 @@ def test_classes_are_predicted_by_the_unit(tmp_path: Path) -> None:
         ({"fedmgp__update": "exact", "optimizer__batch_size": 5}, "batch-size"),
         ({"model__kernel": "matern32"}, "rbf"),
         ({"fedmgp__starts": 3}, "must exceed"),
-        ({"model__likelihood": "poisson"}, "gaussian"),
+        ({"model__likelihood": "poisson", "fedmgp__update": "exact"}, "gaussian"),
+        ({"precision": "float32"}, "precision"),
+        ({"device": "cuda"}, "device"),
+        ({"model__ard": False}, "ard"),
+        ({"standardise": False}, "standardise"),
+        ({"model__num_inducing": 1}, "num-inducing"),
+        ({"fedmgp__server_optimizer": "fedadam", "fedmgp__server_momentum": 0.5}, "server-momentum"),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:

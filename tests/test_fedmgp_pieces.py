@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from faults import TINY, Recorder
 
-from fedgp_flower.errors import RunError
+from fedgp_flower import client_app
+from fedgp_flower.engine import InProcessGrid
+from fedgp_flower.errors import NumericsError, RunError
 from fedgp_flower.latent import Latents, Posterior, from_parameters, from_wire, moves_from_wire, moves_to_wire, to_wire
 from fedgp_flower.registry import parse_config
 from fedgp_flower.statistics import INPUT_EDGES, input_shape
@@ -13,8 +17,10 @@ from fedgp_flower.unit_figures import weights_map
 from strategies import pseudo_gradient
 from strategies.aggregators import Signals
 from strategies.exact_q import start_state, trial_moves
+from strategies.fedmgp_comparison import create_modular
 from strategies.fedmgp_record import pseudo_from_record, pseudo_to_record
-from strategies.fedmgp_start import pseudo_inputs, start_factor
+from strategies.fedmgp_start import grid_side, pseudo_inputs, start_factor
+from strategies.meeting import Preparation
 from strategies.wire import Answer
 
 GRID = np.linspace(-1, 1, 6)[:, None]
@@ -100,10 +106,61 @@ def test_pseudo_inputs_cover_the_inputs_and_a_little_more() -> None:
     assert two.shape == (9, 2)
     assert np.ptp(two[:, 0]) > 1.7 * np.ptp(two[:, 1])
     many = np.repeat(x, 4, axis=1)
+    assert pseudo_inputs(config, config.options, answers(many)).shape == (9, 4)
+    fixed = parse_config({"method": "fedmgp", "model.num-inducing": 9, "fedmgp.pseudo-inputs": "grid"})
     with pytest.raises(RunError, match="scattered"):
-        pseudo_inputs(config, config.options, answers(many))
+        pseudo_inputs(fixed, fixed.options, answers(many))
     free = parse_config({"method": "fedmgp", "model.num-inducing": 9, "fedmgp.pseudo-inputs": "scattered"})
     assert pseudo_inputs(free, free.options, answers(many)).shape == (9, 4)
+
+
+def test_inputs_beyond_the_bins_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = parse_config({"method": "fedmgp", "model.num-inducing": 9})
+    with caplog.at_level("WARNING", logger="fedgp"):
+        pseudo_inputs(config, config.options, answers(np.linspace(-1, 1, 50)[:, None]))
+        assert not caplog.records
+        pseudo_inputs(config, config.options, answers(np.linspace(-1, 7, 50)[:, None]))
+    assert "6 standard deviations" in caplog.text
+
+
+def test_a_grid_has_as_many_points_as_fit() -> None:
+    assert [grid_side(64, 3), grid_side(63, 3), grid_side(26, 3), grid_side(50, 10), grid_side(7, 1)] == [4, 3, 2, 1, 7]
+    prepared = Preparation(
+        {name: np.zeros(10) for name in ("input.mean", "input.scale")}, "", {}, {}, simulated=True, names=()
+    )
+    strategy = create_modular(parse_config({"method": "modular-gp"}), Recorder())
+    with pytest.raises(RunError, match="features"):
+        strategy.adjusted(prepared)
+
+
+def test_server_adam_is_torch_s() -> None:
+    """Large gradients, so that Flower's τ = 10⁻³ and torch's ε are both nothing."""
+    InProcessGrid(client_app.app, TINY, [])  # names the process, which Flower's messages want
+    state = pseudo_gradient.start(*shared(), learn_inducing=True)
+    theta = {name: torch.nn.Parameter(torch.from_numpy(array.copy())) for name, array in state.parameters.items()}
+    reference, rng = torch.optim.Adam(theta.values(), lr=0.05, betas=(0.9, 0.99), eps=1e-12), np.random.default_rng(0)
+    for _ in range(4):
+        update = {name: 1e6 * rng.standard_normal(array.shape) for name, array in state.parameters.items()}
+        state = pseudo_gradient.adam(state, update, size=0.05)
+        for name, parameter in theta.items():
+            parameter.grad = torch.from_numpy(update[name])
+        reference.step()
+    for name, parameter in theta.items():
+        np.testing.assert_allclose(state.parameters[name], parameter.detach().numpy(), atol=1e-6, err_msg=name)
+    record = pseudo_from_record(*pseudo_to_record(state))
+    assert record.steps == 4
+    for name, array in state.squares.items():
+        assert np.array_equal(record.squares[name], array)
+
+
+@pytest.mark.parametrize("value", [1e308, -800.0, 800.0])
+def test_a_step_out_of_the_numbers_is_refused(value: float) -> None:
+    state = pseudo_gradient.start(*shared(), learn_inducing=False)
+    zeros = {name: np.zeros_like(array) for name, array in state.parameters.items()}
+    bad = {**zeros, "kernel.raw_scales": np.full((1, 1), value)}
+    signals = Signals(shares=np.array([1.0]))
+    with pytest.raises(NumericsError, match="far too much"):
+        pseudo_gradient.merge(state, {"a": bad}, "mean", signals, size=2.0, momentum=0.0)
 
 
 def test_starts_spread_in_both_directions() -> None:

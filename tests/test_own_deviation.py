@@ -25,9 +25,11 @@ def test_prediction_is_the_conditional_of_the_joint(
     K = features(squared_gaps(both, latents.inducing), latents, latents.whitening(), phi.smoothing)
     A = np.hstack([s * k for s, k in zip(phi.amplitudes, K, strict=True)])
     joint = A @ q.covariance @ A.T
-    for i, k in enumerate(K):
-        shape = k @ q.mean[i * J : (i + 1) * J]
-        joint += np.outer(shape, shape) * np.mean(data.y**2) / np.mean(shape[: len(x)] ** 2)
+    at_w = features(squared_gaps(latents.inducing, latents.inducing), latents, latents.whitening(), phi.smoothing)
+    for i, (k, w) in enumerate(zip(K, at_w, strict=True)):
+        shape, own = k @ q.mean[i * J : (i + 1) * J], w @ q.mean[i * J : (i + 1) * J]
+        power = max(np.mean(shape[: len(x)] ** 2), 0.1 * np.mean(own**2))
+        joint += np.outer(shape, shape) * np.mean(data.y**2) / power
     P = (0.1 * np.ptp(x, axis=0)) ** 2
     joint += 0.5 * phi.noise * np.exp(-0.5 * np.sum((both[:, None] - both) ** 2 / P, axis=-1))
     n = len(x)
@@ -78,3 +80,17 @@ def test_an_exact_mixture_keeps_narrow_bands() -> None:
     _, own, width = coverage(0.0)
     assert own > 0.85
     assert width < 3
+
+
+def test_a_function_that_is_flat_at_the_rows_does_not_explode_beyond_them() -> None:
+    """g rises only where the unit saw nothing: no row speaks of its amplitude, which stays of the signal's size."""
+    W = np.linspace(-1.1, 1.1, 24)[:, None]
+    latents = Latents(W, np.full((1, 1), 0.04), np.ones(1))
+    g = 1.5 * np.exp(-0.5 * ((W[:, 0] - 0.7) / 0.15) ** 2)
+    q = Posterior(np.linalg.solve(latents.whitening()[0], g), 1e-6 * np.eye(len(W)))
+    x = np.linspace(-1, -0.1, 30)[:, None]
+    y = 0.3 * np.sqrt(2) * np.sin(9 * x[:, 0]) + 0.05 * np.random.default_rng(2).standard_normal(30)
+    phi = UnitParameters(np.full((1, 1), 1e-3), np.array([0.3]), 0.09)
+    mean, variance, _ = predict_with_deviation((x, y), np.linspace(0.3, 1, 15)[:, None], latents, q, phi)
+    assert np.abs(mean).max() < 3
+    assert 0.5 < np.sqrt(variance).max() < 3  # √10 times a signal of 0.3, where g is twice its mean square

@@ -371,6 +371,11 @@ def test_parallel_replay_survives_the_site_that_refits() -> None:
         ({"pvi__preset": "bcm-split", "pvi__factor": "cpo", "pvi__local_update": "adam"}, "pvi.preset"),
         ({"optimizer__batch_size": 5}, "optimizer.batch-size"),
         ({"precision": "float32"}, "precision"),
+        ({"pvi__schedule": "asynchronous"}, "pvi.schedule"),
+        ({"pvi__damping": 0.5}, "pvi.damping"),
+        ({"pvi__preset": "bcm-same"}, "pvi.preset"),
+        ({"optimizer__steps": 20}, "pvi.first-steps"),
+        ({"optimizer__learning_rate": 0.01, "pvi__local_update": "adam"}, "pvi.learning-rate"),
     ],
 )
 def test_keys_that_do_not_go_together(changes: dict[str, Any], word: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from fedgp_flower.config import ModelSection
 from fedgp_flower.errors import ConfigError, NumericsError
 from fedgp_flower.gaussian import DiagonalGaussian, NaturalGaussian
+from fedgp_flower.models import pseudo_points
 from fedgp_flower.models.batched_kernel import BatchedKernel
 from fedgp_flower.models.cavity import Cavity, local_free_energy
 from fedgp_flower.models.factors import InducingFactor, PseudoObservations, log_noise_evidence
@@ -26,7 +27,7 @@ from fedgp_flower.models.hierarchical import (
 from fedgp_flower.models.kernels import build_kernel
 from fedgp_flower.models.likelihoods import build_point_likelihood
 from fedgp_flower.models.optimise import AdamSettings, adam, lbfgs
-from fedgp_flower.models.pseudo_points import distance_report, microaggregate
+from fedgp_flower.models.pseudo_points import MERGED_ROWS, distance_report, microaggregate
 from fedgp_flower.models.pvi_updates import LocalProblem, adam_update, first_latents, lbfgs_update
 from fedgp_flower.models.replay import ReplaySettings, distil, noise_residual, refit, replay_update, withhold
 
@@ -153,13 +154,18 @@ def test_first_means_of_z_differ_from_each_other():
     assert float(torch.pdist(start.inducing.mean()[:, None]).min()) > 0
 
 
-def test_learned_points_move_and_fixed_points_stay():
+def test_an_averaged_z_moves_and_every_other_point_stays():
+    """A site that fitted its factor at a β of its own would send it to a posterior at another β."""
     data, latents = sine(), grid()
     for learn in (True, False):
-        problem = LocalProblem(model(), data, [], latents, num_samples=1, learn_points=learn)
+        problem = LocalProblem(model(), data, [], latents, num_samples=1, learn_inducing=learn)
         found = adam_update(problem, start_near(data), latents, AdamSettings(steps=5), generator())
-        moved = not torch.equal(found.latents.hyper.value, latents.hyper.value)
+        moved = not torch.equal(found.latents.inducing.value, latents.inducing.value)
         assert moved == learn
+        assert torch.equal(found.latents.hyper.value, latents.hyper.value)
+        draws = Draws(found.latents.inducing.value.reshape(1, -1, 1), latents.hyper.value[None])
+        value = local_free_energy(model(), draws, [], found.own, data).item()
+        assert value > found.trace.values[0], "at the β that all sites share"
 
 
 def test_same_seed_same_update_and_mini_batches_differ():
@@ -302,7 +308,7 @@ def test_a_replay_pass_predicts_like_pooled_training():
     for k, data in enumerate(sites):
         others = [factors[j] for j in factors]
         own = microaggregate(data, 12, 2)
-        factors[k], fitted = replay_update(model(), others, data, own, prior, start, settings, generator(k))
+        factors[k], fitted, _ = replay_update(model(), others, data, own, prior, start, settings, generator(k))
         start = fitted.latents
     mean = [start.inducing.mean(), start.hyper.mean()]
     federated = predict(
@@ -312,6 +318,20 @@ def test_a_replay_pass_predicts_like_pooled_training():
     mean = [gold.inducing.mean(), gold.hyper.mean()]
     pooled = predict(model(), draws_at(Latents(*map(Point, mean))), [exact(train)], test.inputs, test.targets)
     assert float(federated.log_density().mean()) > float(pooled.log_density().mean()) - 0.1
+
+
+@pytest.mark.parametrize("floor", [1, 3])
+def test_many_rows_are_cut_and_not_merged_one_by_one(floor, monkeypatch):
+    """Merging keeps a distance for every pair of rows; cutting keeps the same sums and sizes that differ by one."""
+    rows = MERGED_ROWS + 1
+    many = Data(torch.randn(rows, 2, generator=generator(), dtype=torch.float64), torch.ones(rows).double())
+    monkeypatch.setattr(pseudo_points, "linkage", None)
+    own = microaggregate(many, 400, floor)
+    weights = own.root.square()
+    assert len(weights) == 400
+    assert float(weights.max() - weights.min()) <= 2
+    torch.testing.assert_close(weights @ own.inputs, many.inputs.sum(0))
+    assert len(microaggregate(many, rows, 1).targets) == rows
 
 
 @pytest.mark.parametrize(("points", "floor"), [(20, 1), (20, 3), (60, 1), (12, 5), (100, 5), (100, 7)])

@@ -13,7 +13,7 @@ import pytest
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, each, lost, numbers, run, waves
 from flwr.app import Message
 
-from fedgp_flower import server_app, structured_figures
+from fedgp_flower import server_app
 from fedgp_flower.clients.sfvi import SFVIClient
 from fedgp_flower.clients.state import ARRAYS
 from fedgp_flower.data.sites import load_all_sites, load_site
@@ -268,7 +268,7 @@ def leaks(flat: dict[str, Any]) -> dict[str, int]:
     found = {}
     for site in load_all_sites(strategy.config, 3):
         data = site.encode(preparation)
-        own = grid.secrets[site.site] | words(data.x) | words(data.y) | words(site.train.to_numpy())
+        own = grid.secrets[site.site] | words(data.x) | words(data.y) | words(site.train.select_dtypes("number"))
         heard = b"".join(sent for sender, sent in grid.sent if sender == site.site)
         assert len(own) > 100
         assert len(heard) > 1000
@@ -289,14 +289,22 @@ def test_nothing_about_local_latents_leaves_a_site(keys: dict[str, Any]) -> None
     assert not any(leaks(tiny(evaluate_every=2, **keys)).values())
 
 
+@pytest.mark.parametrize("hidden", [0, 3], ids=["intercepts", "network"])
+def test_nothing_about_units_leaves_a_site(tmp_path: Path, hidden: int) -> None:
+    """Neither the latents of units nor the network that reads them off rows is among the bytes of any message."""
+    keys = {"sfvi__amortised_units": hidden, "sfvi__warm_start_rounds": 2, "sfvi__local_steps": 2}
+    assert not any(leaks(mixed(visits_csv(tmp_path), "three", **keys)).values())
+
+
 def leaked(client: SFVIClient) -> float:
     """A number that must stay at a site."""
     memory = Memory.from_arrays(client.state.arrays, NOW)
     assert memory is not None
-    return float(memory.local["mean"].ravel()[0])
+    return float(next(iter(memory.local.values())).ravel()[0])
 
 
-def test_the_listener_hears_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hidden", [None, 0, 3], ids=["gp", "intercepts", "network"])
+def test_the_listener_hears_a_leak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hidden: int | None) -> None:
     """One number of one site's latents among the figures of its replies is enough."""
 
     def figures(self: SFVIClient, value: float, fresh: bool) -> dict[str, float]:
@@ -304,7 +312,8 @@ def test_the_listener_hears_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"objective": leaked(self) if self.site.site == "1" else 0.0}
 
     monkeypatch.setattr(SFVIClient, "figures", figures)
-    assert {site for site, found in leaks(tiny()).items() if found} == {"1"}
+    flat = tiny() if hidden is None else mixed(visits_csv(tmp_path), "three", sfvi__amortised_units=hidden)
+    assert {site for site, found in leaks(flat).items() if found} == {"1"}
 
 
 def offset_nodes(folder: Path) -> list[dict[str, str]]:
@@ -454,19 +463,3 @@ def test_box_points_fill_the_bins_that_hold_rows() -> None:
 def test_combinations_that_make_no_sense(flat: Mapping[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word.replace(".", r"\.")):
         parse_config({"method": "sfvi", **flat})
-
-
-def test_a_report_shows_the_deviations_of_simulated_sites(tmp_path: Path) -> None:
-    """What a row's own site adds to the prediction for a new site, at the held-out rows that a simulation keeps."""
-    flat = tiny(keep_predictions=True, output_dir=str(tmp_path), name="run", partitioner="blocks")
-    folder = server_app.execute(FaultyGrid(flat, 3), flat, lambda row, total: None)
-    rows = pd.read_csv(folder / "predictions.csv")
-    figure = structured_figures.deviations(
-        rows.assign(deviation=rows["mean"] - Predictor.of_run(folder)(rows[["input.x"]].to_numpy())[0]),
-        ["input.x"],
-        "y",
-    )
-    lines = [line for line in figure.axes[0].lines if line.get_label().startswith("site")]
-    assert [line.get_label() for line in lines] == ["site 0", "site 1", "site 2"]
-    assert max(np.abs(line.get_ydata()).max() for line in lines) > 1e-3
-    assert (folder / "plots" / "deviations.png").exists()

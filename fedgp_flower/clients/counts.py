@@ -7,8 +7,10 @@ tails, and the PIT of a row is spread evenly over [F(y − 1), F(y)] (Czado, Gne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-from scipy.special import gammaln, logsumexp, pdtr
+from scipy.special import gammaln, logsumexp, ndtri, pdtr
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.metrics import LEVELS, PIT_BINS, Scores
@@ -53,6 +55,43 @@ def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
         tail = 0.5 - level / 200
         sums[f"inside-{level}"] = float(np.sum((upper >= tail) & (lower <= 1 - tail)))
     return Scores(sums, {"evaluation.pit": _spread(lower, upper)})
+
+
+def count_quantiles(mean: Array, sd: Array, levels: Sequence[float]) -> Array:
+    """The least counts k with F(k) ≥ level, [levels, n], of the mixture whose counts have these moments.
+
+    A log-normal rate e^f has E y = r = exp(m + ½ v) and var y = r + r² (e^v − 1), so that m and v can be read off.
+
+    Args:
+        mean: E y, [n].
+        sd: Its standard deviation, [n].
+        levels: Probabilities.
+    """
+    spread = np.maximum(sd**2 - mean, 0.0) / mean**2  # e^v − 1 is below zero by rounding alone
+    variance = np.log1p(spread)
+    log_rates, share = _mixture(np.log(mean) - variance / 2, variance, NODES)
+    found = np.empty((len(levels), len(mean)))
+    for row, level in zip(found, levels, strict=True):
+        low, high = np.full(len(mean), -1.0), np.maximum(np.ceil(mean), 1.0)
+        while (short := _distribution(high, log_rates, share) < level).any():
+            low[short], high[short] = high[short], 2 * high[short]
+        while (high - low > 1).any():
+            middle = np.floor((low + high) / 2)
+            enough = _distribution(np.maximum(middle, 0.0), log_rates, share) >= level
+            settled = high - low <= 1
+            high = np.where(enough & ~settled, middle, high)
+            low = np.where(enough | settled, low, middle)
+        row[:] = high
+    return found
+
+
+def central(mean: Array, sd: Array, counts: bool) -> tuple[Array, Array]:
+    """Ends of the 95 % interval of an observation with these moments: of a Gaussian, or of a count."""
+    if counts:
+        low, high = count_quantiles(mean, sd, (0.025, 0.975))
+        return low, high
+    half = float(ndtri(0.975)) * sd
+    return mean - half, mean + half
 
 
 def _mixture(mean: Array, variance: Array, count: int) -> tuple[Array, Array]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import ndtr
 
 from fedgp_flower.clients import baselines
 from fedgp_flower.clients.base import GPClient, Prediction, Reply, Request
 from fedgp_flower.clients.fedmgp_memory import Memory
+from fedgp_flower.clients.fedmgp_scores import scores_of
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.errors import ProtocolError
+from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.latent import INDUCING, Latents, Posterior, from_parameters, from_wire, moves_from_wire, pack
-from fedgp_flower.metrics import Scores, bernoulli_scores
+from fedgp_flower.metrics import Scores
 from fedgp_flower.models.exact_q import (
     SearchOptions,
     UnitData,
@@ -39,6 +40,7 @@ from fedgp_flower.models.multi_output import (
 )
 from fedgp_flower.models.multi_output import load as load_parameters
 from fedgp_flower.models.multi_output_baselines import fit_pooled, starting_point
+from fedgp_flower.models.multi_output_likelihoods import Kind, moments, regression_targets
 from fedgp_flower.models.own_deviation import predict_with_deviation
 from fedgp_flower.shapes import Array, NamedArrays
 
@@ -61,13 +63,13 @@ class FedMGPClient(GPClient):
         return SearchOptions(convolved=self.options["covariance"] == "convolved")
 
     @property
-    def likelihood(self) -> Literal["gaussian", "bernoulli"]:
+    def likelihood(self) -> Kind:
         """What observations are like."""
-        return "bernoulli" if self.config.model.likelihood == "bernoulli" else "gaussian"
+        return self.config.model.likelihood
 
     @property
     def gaussian(self) -> bool:
-        """Whether targets are numbers with Gaussian noise; classes otherwise."""
+        """Whether targets are numbers with Gaussian noise."""
         return self.likelihood == "gaussian"
 
     def shared(self, request: Request) -> tuple[Latents, Posterior]:
@@ -75,9 +77,9 @@ class FedMGPClient(GPClient):
         return from_wire(request.arrays, self.config.model.jitter)
 
     def unit(self, request: Request, latents: Latents) -> UnitData:
-        """The unit's rows as seen from the pseudo-inputs; a class counts as ±1 where a regression starts the model."""
+        """The unit's rows as seen from the pseudo-inputs, with targets that a regression can start from."""
         data = self.data(request)
-        return UnitData.build(data.x, data.y if self.gaussian else 2 * data.y - 1, latents.inducing)
+        return UnitData.build(data.x, regression_targets(self.likelihood, data.y), latents.inducing)
 
     def memory(self, request: Request) -> Memory | None:
         """What the unit remembers of the start that the request is about."""
@@ -127,6 +129,8 @@ class FedMGPClient(GPClient):
         update = local_update(model, x, y, steps, weight=share, generator=generator)
         with torch.no_grad():
             fit = float(model.expected_log_likelihood(x, y).mean())
+        if not np.isfinite(fit):
+            raise NumericsError("local steps diverged: the fit is not finite. Lower `optimizer.learning-rate`.")
         latents, phi = to_exact(model)
         number = self.remember(request, UnitState(phi, phi, latents.scales))
         metrics: dict[str, float | list[float]] = {"state-updates": number, "fresh": float(memory is None)}
@@ -163,27 +167,38 @@ class FedMGPClient(GPClient):
         model = from_exact(latents, q, phi, likelihood=self.likelihood)
         return fit_personal(model, torch.from_numpy(rows.x), torch.from_numpy(rows.y))
 
-    def latent(self, request: Request, inputs: Array) -> tuple[Array, Array, float]:
-        """Mean and variance of f at standardised inputs [N, D], and the noise variance."""
+    def latent(self, request: Request, inputs: Array) -> tuple[Array, Array, UnitParameters]:
+        """Mean and variance of f at standardised inputs [N, D], and the parameters that go with them."""
         latents, q = self.shared(request)
         phi = self.parameters(request, latents, q)
         if self.gaussian and self.options["own_deviation"]:
             data = self.data(request)
-            return predict_with_deviation((data.x, data.y), inputs, latents, q, phi)
-        return *predict(inputs, latents, q, phi), phi.noise
+            mean, variance, noise = predict_with_deviation((data.x, data.y), inputs, latents, q, phi)
+            return mean, variance, replace(phi, noise=noise)
+        return *predict(inputs, latents, q, phi), phi
 
     def predict(self, request: Request, inputs: Array) -> Prediction:
-        """Personalised prediction (paper, Eq. 16) with the unit's own noise."""
-        mean, variance, noise = self.latent(request, inputs)
-        return Prediction(mean, variance + noise)
+        """Personalised prediction of an observation (paper, Eq. 16); for classes, of the label."""
+        mean, variance, phi = self.latent(request, inputs)
+        if self.gaussian:
+            return Prediction(mean, variance + phi.noise)
+        return Prediction(*moments(self.likelihood, mean, variance, phi))
 
     def score(self, request: Request) -> Scores:
-        """Scores of held-out rows: Gaussian, or of class probabilities Φ(m / √(1 + v))."""
+        """Scores of held-out rows, in the original units of the target."""
         if self.gaussian:
             return super().score(request)
         data = self.data(request)
-        mean, variance, _ = self.latent(request, data.x_test)
-        return bernoulli_scores(ndtr(mean / np.sqrt(1 + variance)), data.y_test)
+        mean, variance, phi = self.latent(request, data.x_test)
+        return scores_of(self.likelihood, request, (mean, variance), phi, data.y_test)
+
+    def on_query_predictions(self, request: Request) -> Reply:
+        """Held-out rows with their predictions; for classes the probability of the second one."""
+        reply = super().on_query_predictions(request)
+        if self.likelihood != "bernoulli":
+            return reply
+        kept = {n: a for n, a in reply.arrays.items() if n in {"prediction.target", "prediction.input"}}
+        return Reply({"prediction.probability": reply.arrays["prediction.mean"], **kept}, reply.num_examples)
 
     def on_query_curve(self, request: Request) -> Reply:
         """Predictions along the one input with and without the other units, and rows; a real site refuses."""

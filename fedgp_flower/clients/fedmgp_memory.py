@@ -42,6 +42,8 @@ class Memory:
                 f"{name}.amplitudes": phi.amplitudes,
                 f"{name}.noise": np.array([phi.noise]),
             }
+            if phi.likelihood:
+                arrays[f"{name}.likelihood"] = np.array(phi.likelihood)
         return {f"start-{start}.{name}": array for name, array in arrays.items()}
 
     @staticmethod
@@ -55,7 +57,8 @@ class Memory:
             smoothing, amplitudes, noise = (
                 np.array(arrays[f"{prefix}{name}.{part}"]) for part in ("smoothing", "amplitudes", "noise")
             )
-            return UnitParameters(smoothing, amplitudes, float(noise[0]))
+            own = arrays.get(f"{prefix}{name}.likelihood", np.empty(0))
+            return UnitParameters(smoothing, amplitudes, float(noise[0]), tuple(own.tolist()))
 
         number, based_on = (int(value) for value in arrays[f"{prefix}numbers"])
         unit = UnitState(parameters("before"), parameters("proposed"), np.array(arrays[f"{prefix}scales"]))

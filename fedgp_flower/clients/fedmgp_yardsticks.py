@@ -9,7 +9,7 @@ from fedgp_flower.clients.baselines import Baseline
 from fedgp_flower.clients.fedmgp import FedMGPClient
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.errors import ProtocolError
+from fedgp_flower.errors import ConfigError, ProtocolError
 from fedgp_flower.models.exact_q import predict
 from fedgp_flower.models.federated_polynomial import fit_polynomial
 from fedgp_flower.models.multi_output_baselines import fit_modular, starting_point
@@ -20,15 +20,19 @@ class MultiOutputYardstickClient(FedMGPClient):
     """The one site that fits a yardstick for all."""
 
     def units(self, request: Request) -> list[SiteData]:
-        """Rows of all simulated units."""
+        """Rows of all simulated units; both yardsticks are regressions."""
+        if not self.gaussian:
+            raise ConfigError(f"method `{self.config.method}` needs `model.likelihood` = 'gaussian'")
         if not self.site.simulated:
             raise ProtocolError("a real site does not see the rows of other sites")
         preparation = Preparation.from_wire(request.arrays, str(request.settings["schema"]))
         return [site.encode(preparation) for site in load_all_sites(self.config, self.site.partitions)]
 
     def grid(self, low: Array, high: Array) -> Array:
-        """``model.num-inducing`` pseudo-inputs over a box and a twentieth beyond it at each end, about."""
-        side = max(int(self.config.model.num_inducing ** (1 / len(low))), 3)
+        """At most ``model.num-inducing`` pseudo-inputs over a box and a twentieth beyond it at each end."""
+        count = self.config.model.num_inducing
+        side = round(count ** (1 / len(low)))
+        side -= side ** len(low) > count
         beyond = 0.05 * (high - low)
         axes = [np.linspace(a, b, side) for a, b in zip(low - beyond, high + beyond, strict=True)]
         return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(low))

@@ -18,6 +18,7 @@ from fedgp_flower.metrics import Scores, bernoulli_scores, gaussian_scores, mixt
 from fedgp_flower.models import pvi_arrays as wire
 from fedgp_flower.models.factors import PseudoObservations
 from fedgp_flower.models.hierarchical import Data, Draws, Latents, Mixture, Point, SparseModel, predict
+from fedgp_flower.models.likelihoods import build_point_likelihood
 from fedgp_flower.models.pseudo_points import distance_report, membership_auc
 from fedgp_flower.models.pvi_bound import free_energy_parts
 from fedgp_flower.models.pvi_local import (
@@ -63,7 +64,7 @@ class PVIClient(GPClient):
         site = self.data(request)
         model, _, told, settings, generator = self._problem(request, site)
         outcome = refit_all(model, told, settings, generator)
-        return Reply(self._moved(outcome, told), len(site.x), {"objective": outcome.objective})
+        return Reply(self._moved(outcome, told), len(site.x), _figures(outcome))
 
     def on_query_free_energy(self, request: Request) -> Reply:
         """This site's terms of the global free energy."""
@@ -162,7 +163,7 @@ class PVIClient(GPClient):
         return prediction_draws(latents, model, num_samples=own.prediction_samples, seed=self.config.seed)
 
     def _reply(self, outcome: Outcome, told: Situation, site: SiteData, *, latents: bool = True) -> Reply:
-        metrics = {"objective": outcome.objective, "evaluations": float(outcome.evaluations)}
+        metrics = _figures(outcome)
         arrays = wire.factor_arrays(outcome.own)
         if isinstance(outcome.own, PseudoObservations):
             metrics |= self._leakage(outcome.own, site)
@@ -187,8 +188,17 @@ class PVIClient(GPClient):
         return arrays
 
     def _leakage(self, own: PseudoObservations, site: SiteData) -> dict[str, float]:
-        """How near the pseudo-observations are to this site's rows, told in its log before they leave."""
-        report = distance_report(own, _rows(site))
+        """How near the pseudo-observations are to this site's rows, told in its log before they leave.
+
+        Targets are compared as values of f, which is what pseudo-observations hold.
+        """
+        likelihood = build_point_likelihood(self.config.model.likelihood)
+
+        def seen(x: Array, y: Array) -> Data:
+            return Data(torch.from_numpy(x), likelihood.as_function(torch.from_numpy(y))[0])
+
+        rows = seen(site.x, site.y)
+        report = distance_report(own, rows)
         low, median, _ = report.quantiles
         found = {"near": report.share_near, "low": low, "median": median}
         logger.info(
@@ -200,9 +210,18 @@ class PVIClient(GPClient):
             median,
         )
         if self.site.simulated and len(site.x_test):
-            held_out = Data(torch.from_numpy(site.x_test), torch.from_numpy(site.y_test))
-            found["auc"] = membership_auc(own, _rows(site), held_out)
+            found["auc"] = membership_auc(own, rows, seen(site.x_test, site.y_test))
         return {f"leakage.{name}": value for name, value in found.items()}
+
+
+def _figures(outcome: Outcome) -> dict[str, float]:
+    """What an update says of itself: its local free energy, and what its optimisers had to do for it."""
+    return {
+        "objective": outcome.objective,
+        "evaluations": float(outcome.evaluations),
+        "counts.rejected": float(outcome.rejected),
+        "counts.halvings": float(outcome.halvings),
+    }
 
 
 def _change(new: Latents, old: Latents) -> dict[str, float]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedgp_flower.clients.base import GPClient, Prediction, Reply, Request, flat_scores, to_original_units
 from fedgp_flower.clients.counts import count_scores
+from fedgp_flower.clients.sfvi_rows import Rows, refuse_classes, rows_of
 from fedgp_flower.clients.standing import LACKS, PREFIX, carried, completed
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.errors import DataError
+from fedgp_flower.errors import NumericsError
 from fedgp_flower.metrics import Scores, bernoulli_scores, class_scores, gaussian_scores
 from fedgp_flower.models.logistic_mixed import LogisticMixed
 from fedgp_flower.models.structured_choice import Structure, initial_arrays
@@ -31,21 +30,13 @@ from fedgp_flower.models.structured_family import (
 )
 from fedgp_flower.models.structured_gp import HierarchicalGP, farthest_points
 from fedgp_flower.models.structured_local import Learner, step_local
-from fedgp_flower.models.structured_memory import NOW, Memory, Moments, fits, kept, read_around, recalled
+from fedgp_flower.models.structured_memory import NOW, Memory, Moments, fits, kept, read_around, recalled, subject
 from fedgp_flower.models.structured_prediction import global_posterior, moments_at
-from fedgp_flower.shapes import Array
+from fedgp_flower.shapes import Array, NamedArrays
 
 SEED = "seed"
 AGAIN = 2**32
 """A site's further steps in a round are numbered so far apart, so that they share no draw with another round."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows as the model reads them: inputs without the column that names units, and those names."""
-
-    features: Tensor  # [N, D]
-    groups: Tensor  # int64 [N]
 
 
 class SFVIClient(GPClient):
@@ -81,32 +72,36 @@ class SFVIClient(GPClient):
         """SFVI: the gradient with respect to θ and η_G, and a step of the site's own q (paper, Algorithm 1)."""
         learner, q_global = self.learner(request), global_posterior(request.arrays)
         rate = float(request.settings["learning-rate"])
-        q_local, moments, fresh = self.recall(request, learner, q_global, rate)
+        q_local, moments, fresh = self.recall(request, learner, q_global)
         noise = request.arrays.get("noise.global")
         drawn = None if noise is None else torch.from_numpy(noise)
         for again in range(self.options.own_steps):
             found = learner.gradient(q_global, q_local, drawn, request.round + again * AGAIN)
             q_local, moments = step_local(q_local, found, moments, rate)
-        self.remember(Memory(request.round, False, q_global.mean, named(q_local), moments))
         sent = {f"theta.{name}": value.numpy() for name, value in found.theta.items()}
         sent |= {f"q.{name}": value.numpy() for name, value in found.eta.items()}
+        about = subject(learner.site, q_local)
+        self.remember(Memory(request.round, False, about, q_global.mean, named(q_local), moments), sent, found.value)
         return Reply(sent, len(learner.site.targets), self.figures(found.value, fresh))
 
     def on_train_average(self, request: Request) -> Reply:
         """SFVI-Avg: steps on θ, η_G and the site's own q; the first two are sent (paper, Algorithm 2)."""
         learner, q_global = self.learner(request), global_posterior(request.arrays)
         rate, steps = float(request.settings["learning-rate"]), int(self.options.local_steps)
-        q_local, moments, fresh = self.recall(request, learner, q_global, rate)
+        q_local, moments, fresh = self.recall(request, learner, q_global)
         count = len(learner.site.targets)
         ratio = float(request.settings["total-rows"]) / count
         whole = self.options.scaling == "whole"
         scaling, factor = (whole_term(ratio), ratio) if whole else (likelihood_only(ratio), 1.0)
         start = q_global, q_local, moments.scaled("local.", factor) if self.options.keep_moments else Moments()
-        end = learner.travel(start, scaling, steps=steps, first_step=request.round * steps, rate=rate)
+        end = learner.travel(start, scaling, first_step=request.round * steps, rates=[rate] * steps)
         moments = end.moments.scaled("local.", 1 / factor)
-        self.remember(Memory(request.round, True, end.q_global.mean, named(end.q_local), moments))
         sent = {f"theta.{name}": value.detach().numpy() for name, value in learner.model.theta().items()}
         sent |= {f"q.{name}": value.numpy() for name, value in named(end.q_global).items()}
+        about = subject(learner.site, end.q_local)
+        self.remember(
+            Memory(request.round, True, about, end.q_global.mean, named(end.q_local), moments), sent, end.value
+        )
         return Reply(sent, count, self.figures(end.value, fresh))
 
     def figures(self, value: float, fresh: bool) -> Mapping[str, float | list[float]]:
@@ -120,30 +115,13 @@ class SFVIClient(GPClient):
         model = self.structure.at(self.config.model, rows.features.shape[1], request.arrays)
         site = self.structure.deal(model, rows.features, torch.from_numpy(data.y), rows.groups, self.key)
         if self.structure.model == "multinomial":
-            self.refuse_classes(data.y)
+            refuse_classes(data.y, self.structure.classes)
         return Learner(model, site, self.seed, self.key, self.options.samples, self.options.importance_samples)
 
     def rows(self, request: Request, inputs: Array) -> Rows:
         """Encoded inputs without the unit column, and its values in original units."""
-        column = self.options.unit_column
-        if self.structure.model != "logistic-mixed":
-            return Rows(torch.from_numpy(inputs), torch.zeros(len(inputs), dtype=torch.int64))
-        names = list(Preparation.from_wire(request.arrays, str(request.settings["schema"])).names)
-        if column not in names:
-            raise DataError(f"`sfvi.unit-column` = {column!r} is not a numeric feature; there are {', '.join(names)}")
-        index = names.index(column)
-        values = inputs[:, index] * request.arrays["input.scale"][index] + request.arrays["input.mean"][index]
-        whole = np.rint(values)
-        if np.abs(values - whole).max(initial=0.0) > 1e-6:
-            raise DataError(f"column `{column}` names units by whole numbers; it has others here")
-        features = np.delete(inputs, index, axis=1)
-        return Rows(torch.from_numpy(features), torch.from_numpy(whole.astype(np.int64)))
-
-    def refuse_classes(self, targets: Array) -> None:
-        """Raise DataError unless the targets are numbers of classes."""
-        known = np.isin(targets, np.arange(self.structure.classes))
-        if not known.all():
-            raise DataError(f"targets must be whole numbers below `sfvi.classes` = {self.structure.classes}")
+        column = self.options.unit_column if self.structure.model == "logistic-mixed" else None
+        return rows_of(Preparation.from_wire(request.arrays, str(request.settings["schema"])), inputs, column)
 
     @property
     def key(self) -> int:
@@ -180,7 +158,7 @@ class SFVIClient(GPClient):
         )
 
     def recall(
-        self, request: Request, learner: Learner, q_global: GlobalPosterior, rate: float
+        self, request: Request, learner: Learner, q_global: GlobalPosterior
     ) -> tuple[LocalFamily, Moments, bool]:
         """q(Z_Lk | Z_G) as the latest round left it, read around the μ_G of the request; and whether it is new.
 
@@ -189,14 +167,22 @@ class SFVIClient(GPClient):
         """
         start = self.initial(learner)
         memory = recalled(self.state.arrays, request.round)
-        if memory is None or not fits(memory, start):
+        if memory is None or not fits(memory, learner.site, start):
             if request.round == 1 or learner.model.local_width(learner.site) == 0:
                 return start, Moments(), False
-            return *learner.caught_up(q_global, start, self.options.catch_up_steps, rate), True
+            return *learner.caught_up(q_global, start, self.options.catch_up_rates()), True
         return read_around(memory, start, q_global.mean, request.round), memory.moments, False
 
-    def remember(self, memory: Memory) -> None:
-        """Keep this; the seed of the site's draws stays, and what the server sent once."""
+    def remember(self, memory: Memory, sent: NamedArrays, value: float) -> None:
+        """Keep this; the seed of the site's draws stays, and what the server sent once.
+
+        Raises:
+            NumericsError: for steps that led to numbers that are not finite; what was kept before stays.
+        """
+        if not (memory.finite and np.isfinite(value) and all(np.isfinite(array).all() for array in sent.values())):
+            raise NumericsError(
+                "a step led to numbers that are not finite, so the site stays where it was. Lower `sfvi.learning-rate`?"
+            )
         aside = {n: array for n, array in self.state.arrays.items() if n == SEED or n.startswith(PREFIX)}
         self.state.replace({**aside, **kept(self.state.arrays, memory)})
 
@@ -204,7 +190,7 @@ class SFVIClient(GPClient):
         """q(Z_Lk | Z_G) to predict with; None at a site that has not trained."""
         start = self.initial(learner)
         memory = Memory.from_arrays(self.state.arrays, NOW)
-        if memory is None or not fits(memory, start):
+        if memory is None or not fits(memory, learner.site, start):
             return None
         return read_around(memory, start, q_global.mean, request.round)
 
@@ -241,12 +227,33 @@ class SFVIClient(GPClient):
         return gaussian_scores(*to_original_units(request, Prediction(mean, variance), target))
 
     def on_query_predictions(self, request: Request) -> Reply:
-        """Held-out rows with their predictions; for classes the probability of the second one."""
+        """Held-out rows with their predictions, and how they add up; for classes the probability of the second one."""
         reply = super().on_query_predictions(request)
-        if self.config.model.likelihood != "bernoulli":
-            return reply
-        rest = {n: a for n, a in reply.arrays.items() if n in {"prediction.target", "prediction.input"}}
-        return Reply({"prediction.probability": reply.arrays["prediction.mean"], **rest}, reply.num_examples)
+        arrays = {**reply.arrays, **self.parts(request)}
+        if self.config.model.likelihood == "bernoulli":
+            arrays["prediction.probability"] = arrays.pop("prediction.mean")
+            del arrays["prediction.sd"]
+        return Reply(arrays, reply.num_examples)
+
+    def parts(self, request: Request) -> NamedArrays:
+        """Of held-out rows: the mean for a new site, and what this one adds to it, where the two add up."""
+        learner, q_global = self.learner(request), global_posterior(request.arrays)
+        rows, own = self.rows(request, self.data(request).x_test), self.local_posterior(request, learner, q_global)
+        trend, whole = (
+            moments_at(
+                learner.model,
+                learner.site,
+                q_global,
+                q_local,
+                rows.features,
+                rows.groups,
+                draws=self.options.prediction_draws,
+                link=True,
+            )[0]
+            for q_local in (None, own)
+        )
+        mean, scale = request.arrays["target.mean"], request.arrays["target.scale"]
+        return {"prediction.trend": trend * scale + mean, "prediction.deviation": (whole - trend) * scale}
 
     @property
     def plain(self) -> bool:
@@ -271,16 +278,14 @@ class SFVIClient(GPClient):
         return self.alone(request, SiteData(x, y, x_test, y_test, 0))
 
     def alone(self, request: Request, data: SiteData) -> Reply:
-        """Fit the model to these rows as if there were no others, and score their held-out rows."""
+        """Fit the model to these rows as if there were no others, by the run's schedule, and score."""
         rows, own = self.rows(request, data.x), self.options
         points = farthest_points(rows.features, self.config.model.num_inducing) if own.model == "gp" else None
         model = self.structure.build(self.config.model, rows.features.shape[1], points)
         site = self.structure.deal(model, rows.features, torch.from_numpy(data.y), rows.groups, self.key)
         learner = Learner(model, site, self.config.seed, self.key, own.samples, own.importance_samples)
         start = initial_global(model.global_size, scale=own.initial_scale, triangular=own.structure == "full")
-        steps = self.config.baselines.max_evaluations
-        end = learner.travel(
-            (start, self.initial(learner), Moments()), UNSCALED, steps=steps, first_step=0, rate=own.learning_rate
-        )
+        rates = own.rates(self.config.method, self.config.num_server_rounds)
+        end = learner.travel((start, self.initial(learner), Moments()), UNSCALED, first_step=0, rates=rates)
         scores = self.scores(request, learner, end.q_global, end.q_local, data)
-        return Reply({}, int(scores.sums["count"]), {**flat_scores(scores), "evaluations": steps})
+        return Reply({}, int(scores.sums["count"]), {**flat_scores(scores), "evaluations": len(rates)})

@@ -27,6 +27,8 @@ class UnitParameters:
     amplitudes: Array  # [I]  s_i, signed
     noise: float
     """Noise variance σ²."""
+    likelihood: tuple[float, ...] = ()
+    """Parameters of a likelihood other than the Gaussian one, where it has any and they have been trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ def maximise(
             smoothing[i, d] = math.exp(_search(log_noise, here, float(lower[d]), float(upper[d]), options))
             K[i] = feature(data.gaps, latents.scales[i], float(latents.amplitudes[i]), factors[i], smoothing[i])
     amplitudes, noise = regression.solve(K)
-    return UnitParameters(smoothing, amplitudes, noise)
+    return replace(parameters, smoothing=smoothing, amplitudes=amplitudes, noise=noise)
 
 
 def _search(
@@ -204,11 +206,11 @@ def moved(data: UnitData, state: UnitState, move: Move) -> tuple[Array, UnitPara
                 before.smoothing * (smoothing / before.smoothing) ** move.stretch, data.lower, data.upper
             )
     if move.hold == "width" and convolved:
-        return scales, UnitParameters(
-            np.clip(smoothing - 0.5 * (scales - state.scales), data.lower, data.upper), after.amplitudes, noise
-        )
+        narrowed = np.clip(smoothing - 0.5 * (scales - state.scales), data.lower, data.upper)
+        return scales, replace(after, smoothing=narrowed, noise=noise)
     ratio = scales / (2 * smoothing + scales) * (2 * smoothing + state.scales) / state.scales
-    return scales, UnitParameters(smoothing, after.amplitudes * np.prod(ratio, axis=1) ** 0.25, noise)
+    amplitudes = after.amplitudes * np.prod(ratio, axis=1) ** 0.25
+    return scales, replace(after, smoothing=smoothing, amplitudes=amplitudes, noise=noise)
 
 
 def statistics(

@@ -102,19 +102,6 @@ class PseudoObservations:
         return cls(inputs, targets, root, bool(arrays["tied"]), float(np.asarray(arrays["count"], float)), residual)
 
 
-def stack(factors: Sequence[PseudoObservations]) -> tuple[PseudoObservations, ...]:
-    """The same product of factors in as few pieces as possible: diagonal ones of equal tying are concatenated."""
-    full = [f for f in factors if f.root.ndim == 2]
-    pieces = []
-    for tied in (True, False):
-        parts = [f for f in factors if f.root.ndim == 1 and f.tied == tied]
-        if parts:
-            inputs, targets, root = (torch.cat([getattr(f, n) for f in parts]) for n in ("inputs", "targets", "root"))
-            residual = torch.stack([f.residual for f in parts]).sum()
-            pieces.append(PseudoObservations(inputs, targets, root, tied, sum(f.count for f in parts), residual))
-    return (*pieces, *full)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class InducingFactor:
     """A CPO factor: t(u) ∝ exp(ηᵀu − ½uᵀΛu) with the same Λ [M, M] and η [M] whatever Z and β."""

@@ -33,8 +33,11 @@ def first_factor(
         return _at_the_optimum(model, data, start)
     gaussian = isinstance(model.likelihood, GaussianNoise)
     tied = microaggregate(data, num_points, min_rows)
-    if not gaussian:  # labels and counts are not values of f: start them weak, and let the update move them
-        tied = replace(tied, root=0.1 * tied.root, residual=torch.zeros_like(tied.residual))
+    if not gaussian:
+        values, precision = model.likelihood.as_function(tied.targets)
+        tied = replace(
+            tied, targets=values, root=precision.sqrt() * tied.root, residual=torch.zeros_like(tied.residual)
+        )
     if form == "tied":
         return tied
     deviation = location_scale(start.hyper)[0][-1].exp() if gaussian else 1.0
@@ -43,11 +46,16 @@ def first_factor(
 
 
 def _at_the_optimum(model: SparseModel, data: Data, start: Latents) -> InducingFactor:
-    """Λ = L⁻ᵀAAᵀL⁻¹/σ² and η = L⁻ᵀAy/σ², Titsias' optimum at the means; unit σ² without a Gaussian likelihood."""
+    """Λ = L⁻ᵀAWAᵀL⁻¹ and η = L⁻ᵀAWy with W = 1/σ², Titsias' optimum at the means.
+
+    Without a Gaussian likelihood y and W are what :meth:`PointLikelihood.as_function` makes of the targets.
+    """
     inducing, hyper = (location_scale(latent)[0] for latent in (start.inducing, start.hyper))
     with torch.no_grad():
         geometry = model.geometry(Draws(inducing.reshape(1, -1, model.num_inputs), hyper[None]))
-        projection = geometry.project(data.inputs)[0] * geometry.noise.rsqrt()
-        columns = torch.linalg.solve_triangular(geometry.chol[0].mT, projection, upper=True)  # L⁻ᵀA/σ
-        eta1 = columns @ data.targets * geometry.noise.rsqrt()
+        values, precision = model.likelihood.as_function(data.targets)
+        root = precision.sqrt() * geometry.noise.rsqrt()
+        projection = geometry.project(data.inputs)[0] * root
+        columns = torch.linalg.solve_triangular(geometry.chol[0].mT, projection, upper=True)  # L⁻ᵀAW^½
+        eta1 = columns @ (precision.sqrt() * values) * geometry.noise.rsqrt()
         return InducingFactor(NaturalGaussian(eta1, -0.5 * columns @ columns.mT))

@@ -33,6 +33,8 @@ from fedgp_flower.models.likelihoods import GaussianNoise, PointLikelihood
 
 ROWS_AT_ONCE = 2048
 SAMPLES_AT_ONCE = 10
+ROUNDING = 1e-9
+"""A variance that is zero may come out below it by so much, relative to the prior variance k(x, x)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ def predict(
     """The predictive mixture at ``inputs`` [N, D], a few samples and rows at a time, without a graph.
 
     Raises:
-        NumericsError: a variance of f is not positive beyond rounding, which means that a factor is broken.
+        NumericsError: a variance of f is negative beyond rounding, which means that a factor is broken.
     """
     with torch.no_grad():
         pieces = [
@@ -220,9 +222,12 @@ def _predict_some(
     for start in range(0, max(len(inputs), 1), ROWS_AT_ONCE):  # no rows give empty predictions
         rows = slice(start, start + ROWS_AT_ONCE)
         x = inputs[rows]
-        mean, variance = posterior.predict(views.geometry.project(x), views.geometry.prior_variance(x))
-        if not bool((variance > 0).all()):
-            raise NumericsError(f"{int((variance <= 0).sum())} of {variance.numel()} variances of f are not positive")
+        prior = views.geometry.prior_variance(x)
+        mean, variance = posterior.predict(views.geometry.project(x), prior)
+        broken = ~(variance >= -ROUNDING * prior)  # so that NaN is broken, too
+        if bool(broken.any()):
+            raise NumericsError(f"{int(broken.sum())} of {variance.numel()} variances of f are negative")
+        variance = variance.clamp_min(0.0)
         moments = model.likelihood.moments(mean, variance, own)
         y = mean[:1, :0] if targets is None else model.likelihood.log_predictive(targets[rows], mean, variance, own)
         out.append((*moments, y))

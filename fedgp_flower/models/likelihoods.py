@@ -19,6 +19,9 @@ from torch.distributions import Normal, Poisson, StudentT
 
 from fedgp_flower.errors import ConfigError
 
+WEAK = 0.01
+"""Precision of a label as a value of f: small enough for an update to move it anywhere."""
+
 
 @runtime_checkable
 class PointLikelihood(Protocol):
@@ -27,6 +30,9 @@ class PointLikelihood(Protocol):
     @property
     def initial(self) -> Float[Tensor, " R"]:
         """Own hyperparameters at the start, in logarithms."""
+
+    def as_function(self, targets: Float[Tensor, " N"]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+        """Values of f that targets, or averages of them, suggest, and the precision of each: where factors start."""
 
     def expected(
         self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Float[Tensor, "S R"]
@@ -48,6 +54,10 @@ class GaussianNoise:
     def __init__(self, noise: float = 0.1) -> None:
         """``noise``: initial variance σ², in squared units of y."""
         self.initial = torch.tensor([0.5 * math.log(noise)], dtype=torch.float64)
+
+    def as_function(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The targets themselves, with precision 1 in units of 1/σ²."""
+        return targets, torch.ones_like(targets)
 
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """−½ log 2πσ² − ((y − m)² + v) / 2σ²."""
@@ -71,18 +81,33 @@ class Quadrature:
         self._likelihood = likelihood
         self.initial = initial
 
+    def as_function(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Counts y suggest f = log(y + ½) with precision y + ½, the inverse variance of that logarithm.
+
+        Labels and real values with outliers are no values of f; taken as such, but weak, they only break the symmetry.
+        """
+        if isinstance(self._likelihood, _LogPoisson):
+            return (targets + 0.5).log(), targets + 0.5
+        return targets, torch.full_like(targets, WEAK)
+
     def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """Σ_j w_j log p(y | m + √(2v) x_j)."""
         return self._at(hyper, "expected_log_prob", targets, mean, variance)
 
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
-        """Log predictive density log Σ_j w_j p(y | m + √(2v) x_j)."""
-        return self._at(hyper, "log_marginal", targets, mean, variance)
+        """Log predictive density log Σ_j w_j p(y | m + √(2v) x_j), of labels log Φ(±m/√(1 + v)).
+
+        Summed in logarithms: far from every node the density is small, but not zero.
+        """
+        if isinstance(self._likelihood, BernoulliLikelihood):
+            return self._at(hyper, "log_marginal", targets, mean, variance)
+        nodes, weights = _nodes()
+        log_density = self._conditional(mean + torch.sqrt(2.0 * variance) * nodes, hyper).log_prob(targets)
+        return torch.logsumexp(log_density + weights.log(), 0)
 
     def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
         """Moments of y by the laws of total expectation and variance over the quadrature nodes."""
-        nodes, weights = (torch.as_tensor(part)[:, None, None] for part in np.polynomial.hermite.hermgauss(20))
-        weights = weights / math.sqrt(math.pi)
+        nodes, weights = _nodes()
         y = self._conditional(mean + torch.sqrt(2.0 * variance) * nodes, hyper)
         first = (weights * y.mean).sum(0)
         second = (weights * (y.variance + y.mean.square())).sum(0)
@@ -101,6 +126,12 @@ class Quadrature:
         if self.initial.numel():
             self._likelihood.log_scale, self._likelihood.log_excess = hyper[:, -2:-1], hyper[:, -1:]
         return self._likelihood
+
+
+def _nodes() -> tuple[Tensor, Tensor]:
+    """Nodes x_j and weights w_j, which sum to one, of the quadrature over N(0, ½): both [20, 1, 1]."""
+    nodes, weights = (torch.as_tensor(part)[:, None, None] for part in np.polynomial.hermite.hermgauss(20))
+    return nodes, weights / math.sqrt(math.pi)
 
 
 class _LogPoisson(gpytorch.likelihoods.likelihood._OneDimensionalLikelihood):

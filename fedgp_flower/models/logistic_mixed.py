@@ -68,6 +68,10 @@ class LogisticMixed(StructuredModel):
         probability = self._logits(site, z_global, z_local[..., 0]).sigmoid()
         return probability, probability * (1 - probability)
 
+    def link(self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U 1"]) -> Tensor:
+        """Logits [S, N]."""
+        return self._logits(site, z_global, z_local[..., 0])
+
     def _logits(self, site: SiteData, z_global: Tensor, latent: Tensor) -> Tensor:
         intercept = latent if self.centred else latent * (-z_global[..., -1:]).exp()
         fixed = z_global[..., :1] + z_global[..., 1:-1] @ site.features.mT

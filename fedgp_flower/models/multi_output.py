@@ -15,31 +15,23 @@ from typing import Literal
 import gpytorch
 import numpy as np
 import torch
-from gpytorch.constraints import Positive
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likelihood
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from gpytorch.variational import CholeskyVariationalDistribution
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from fedgp_flower.errors import ProtocolError
+from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.latent import Latents, Posterior, product_factors
 from fedgp_flower.linalg import kernel_cholesky
 from fedgp_flower.models.convolved import ConvolvedKernel, CoregionalKernel
 from fedgp_flower.models.exact_q import UnitParameters
 from fedgp_flower.models.fitting import maximise
 from fedgp_flower.models.multi_output_gradient import GaussianRisk, descend
+from fedgp_flower.models.multi_output_likelihoods import Kind, Pointwise, build_likelihood, own_parameters
 from fedgp_flower.shapes import Array, NamedArrays
 
 _SHARED = ("inducing", "kernel.raw_scales", "variational.")
-
-
-def gaussian_likelihood(noise: float) -> GaussianLikelihood:
-    """Gaussian noise of this variance, learned in log coordinates without a floor."""
-    log = Positive(transform=torch.exp, inv_transform=torch.log)
-    likelihood = GaussianLikelihood(noise_constraint=log).double()
-    likelihood.noise = torch.tensor(noise, dtype=torch.float64)
-    return likelihood
 
 
 class MultiOutputModel(gpytorch.Module):
@@ -49,7 +41,7 @@ class MultiOutputModel(gpytorch.Module):
         self,
         inducing: Tensor,
         kernel: ConvolvedKernel,
-        likelihood: Likelihood,
+        likelihood: Likelihood | Pointwise,
         *,
         learn_inducing: bool = False,
         jitter: float = 1e-8,
@@ -140,6 +132,9 @@ def local_update(
     """client_update of Algorithm 2: E local steps on (θ, φ_m), then the pseudo-gradient Δ_m = θ − θ_m.
 
     The optimiser starts afresh, φ_m stays in ``model``, and so does the unit's own θ_m until the next broadcast.
+
+    Raises:
+        NumericsError: a parameter is not finite, so that a diverged step is neither sent nor kept.
     """
     before = to_arrays(shared_parameters(model))
     whole = options.batch_size == 0 or options.batch_size >= len(y)
@@ -151,6 +146,7 @@ def local_update(
         _in_closed_form(model, x, y, rows, options, weight)
     else:
         _by_autograd(model, x, y, rows, options, weight)
+    _refuse_diverged(model)
     after = to_arrays(shared_parameters(model))
     return {name: before[name] - after[name] for name in before}
 
@@ -186,11 +182,21 @@ def _by_autograd(model: MultiOutputModel, x: Tensor, y: Tensor, draw: Draw, opti
         optimizer.step()
 
 
+def _refuse_diverged(model: MultiOutputModel) -> None:
+    """Parameters are finite, and those that are logarithms in the model are positive numbers too."""
+    latents, phi = to_exact(model)
+    positive = np.concatenate([latents.scales.ravel(), phi.smoothing[phi.smoothing != 0], [phi.noise]])
+    if not (np.isfinite(positive).all() and (positive > 0).all()) or not all(
+        bool(torch.isfinite(p).all()) for p in model.parameters()
+    ):
+        raise NumericsError("local steps diverged: a parameter is not finite. Lower `optimizer.learning-rate`.")
+
+
 def unit_model(
     latents: Latents,
     parameters: UnitParameters,
     *,
-    likelihood: Literal["gaussian", "bernoulli"] = "gaussian",
+    likelihood: Kind = "gaussian",
     learn_inducing: bool = False,
 ) -> MultiOutputModel:
     """The model of a unit with q = prior."""
@@ -199,7 +205,7 @@ def unit_model(
         kernel = ConvolvedKernel(scales, torch.from_numpy(parameters.smoothing), amplitudes)
     else:
         kernel = CoregionalKernel(scales, amplitudes)
-    noisy = gaussian_likelihood(parameters.noise) if likelihood == "gaussian" else BernoulliLikelihood()
+    noisy = build_likelihood(likelihood, parameters)
     W = torch.from_numpy(latents.inducing)
     return MultiOutputModel(W, kernel, noisy, learn_inducing=learn_inducing, jitter=latents.jitter)
 
@@ -210,7 +216,7 @@ def from_exact(
     q: Posterior,
     parameters: UnitParameters,
     *,
-    likelihood: Literal["gaussian", "bernoulli"] = "gaussian",
+    likelihood: Kind = "gaussian",
     learn_inducing: bool = False,
 ) -> MultiOutputModel:
     """The model of a unit in exact mode, to go on with pseudo-gradients.
@@ -232,8 +238,7 @@ def to_exact(model: MultiOutputModel) -> tuple[Latents, UnitParameters]:
         return np.array(value.detach().cpu().numpy(), dtype=np.float64)
 
     latents = Latents(array(model.inducing), array(kernel.scales), np.ones(len(kernel.scales)), model.jitter)
-    noise = float(likelihood.noise.detach()) if isinstance(likelihood, GaussianLikelihood) else 1.0
-    return latents, UnitParameters(array(kernel.smoothing), array(kernel.amplitudes), noise)
+    return latents, UnitParameters(array(kernel.smoothing), array(kernel.amplitudes), *own_parameters(likelihood))
 
 
 def fit_personal(model: MultiOutputModel, x: Tensor, y: Tensor, *, max_evaluations: int = 200) -> UnitParameters:

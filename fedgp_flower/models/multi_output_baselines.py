@@ -1,4 +1,4 @@
-"""Gaussian processes that FedMGP is compared with: one per unit, the pooled multi-output GP, and ModularGP.
+"""Gaussian processes that FedMGP is compared with: the pooled multi-output GP, and ModularGP.
 
 References:
     Moreno-Muñoz, Artés, Álvarez, Modular Gaussian processes for transfer learning (NeurIPS 2021).
@@ -31,58 +31,6 @@ from fedgp_flower.shapes import Array
 
 Unit = tuple[Array, Array]
 """Rows [N, D] and targets [N] of one unit."""
-
-
-@dataclass(frozen=True, slots=True)
-class SingleGP:
-    """A fitted GP of one unit with squared-exponential kernel."""
-
-    x: Tensor
-    y: Tensor
-    log_scales: Tensor  # [D]  log of squared lengthscales
-    log_variance: Tensor
-    log_noise: Tensor
-
-    def covariance(self, a: Tensor, b: Tensor) -> Tensor:
-        """k(a, b) = exp(log_variance) exp(−½ Σ_d (a_d − b_d)²/S_d)."""
-        none = torch.zeros_like(self.log_scales)[None]
-        return self.log_variance.exp() * smoothed_covariance(a, b, self.log_scales.exp()[None], none, none)[0]
-
-    def log_evidence(self) -> Tensor:
-        """Log marginal likelihood, log N(y | 0, K + σ²I)."""
-        noisy = self.covariance(self.x, self.x) + self.log_noise.exp() * torch.eye(len(self.y), dtype=self.y.dtype)
-        L = cholesky(noisy, of="covariance of a unit's targets", hint="Observations may be noise-free duplicates.")
-        z = torch.linalg.solve_triangular(L, self.y[:, None], upper=False)
-        evidence: Tensor = -0.5 * (z.square().sum() + len(self.y) * math.log(2 * math.pi)) - L.diagonal().log().sum()
-        return evidence
-
-    @torch.no_grad()
-    def predict(self, x: Array) -> tuple[Array, Array]:
-        """Mean and variance of f at ``x`` [N, D]; add exp(log_noise) for an observation."""
-        noisy = self.covariance(self.x, self.x) + self.log_noise.exp() * torch.eye(len(self.y), dtype=self.y.dtype)
-        L = cholesky(noisy, of="covariance of a unit's targets")
-        A = torch.linalg.solve_triangular(L, self.covariance(self.x, torch.from_numpy(x)), upper=False)
-        z = torch.linalg.solve_triangular(L, self.y[:, None], upper=False)
-        variance = self.log_variance.exp() - A.square().sum(0)
-        return (A.T @ z)[:, 0].numpy(), variance.numpy()
-
-
-def fit_independent(unit: Unit, *, max_evaluations: int = 200) -> SingleGP:
-    """Maximum likelihood from two lengthscales, a tenth and a third of the rows' extent; the better one is kept."""
-    x, y = (torch.from_numpy(part) for part in unit)
-    power = float(y.square().mean())
-    extent = np.ptp(unit[0], axis=0)
-    fitted = []
-    for fraction in (0.1, 0.33):
-        leaves = [
-            torch.tensor(2 * np.log(fraction * extent), requires_grad=True),
-            torch.tensor(math.log(power), dtype=torch.float64, requires_grad=True),
-            torch.tensor(math.log(0.05 * power), dtype=torch.float64, requires_grad=True),
-        ]
-        gp = SingleGP(x, y, *leaves)
-        value, _ = ascend(gp.log_evidence, leaves, max_evaluations=max_evaluations, bounded=[True] * 3)
-        fitted.append((value, SingleGP(x, y, *(leaf.detach() for leaf in leaves))))
-    return max(fitted, key=lambda pair: pair[0])[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,19 +154,16 @@ def _fit(
     value, _ = ascend(bound, learned, max_evaluations=max_evaluations, bounded=logarithms)
     with torch.no_grad():
         P, b, _ = sums()
-        V = torch.cholesky_inverse(cholesky(P, of="precision of q(u)"))  # the inverse is the answer here
         smoothing = (log_r.exp() if convolved else torch.zeros_like(log_r)).numpy()
         fitted = Latents(latents.inducing, log_s.exp().numpy(), np.ones(len(log_s)), latents.jitter)
-        noises = log_noise.exp().tolist()
-        parts = tuple(
-            UnitParameters(r, s, n) for r, s, n in zip(smoothing, amplitudes.detach().numpy(), noises, strict=True)
-        )
-        return MultiOutputFit(
-            fitted,
-            Posterior(np.asarray((V @ b).numpy(), dtype=np.float64), np.asarray(V.numpy(), dtype=np.float64)),
-            parts,
-            value,
-        )
+        parts = zip(smoothing, amplitudes.detach().numpy(), log_noise.exp().tolist(), strict=True)
+        return MultiOutputFit(fitted, _posterior(P, b), tuple(UnitParameters(r, s, n) for r, s, n in parts), value)
+
+
+def _posterior(P: Tensor, b: Tensor) -> Posterior:
+    """N(P⁻¹b, P⁻¹)."""
+    V = torch.cholesky_inverse(cholesky(P, of="precision of q(u)"))  # the inverse is the answer here
+    return Posterior(np.asarray((V @ b).numpy(), dtype=np.float64), np.asarray(V.numpy(), dtype=np.float64))
 
 
 def _sums(

@@ -58,6 +58,10 @@ class Multinomial(StructuredModel):
         probability = self._logits(site, z_global).softmax(-1)
         return probability, probability * (1 - probability)
 
+    def link(self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U 0"]) -> Tensor:
+        """Logits [S, N, C]."""
+        return self._logits(site, z_global)
+
     def _logits(self, site: SiteData, z_global: Tensor) -> Tensor:
         split = self.num_inputs * self.num_classes
         weight = z_global[..., :split].reshape(*z_global.shape[:-1], self.num_classes, self.num_inputs)

@@ -63,7 +63,7 @@ def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings
         optimiser.zero_grad()
         loss: Tensor = -objective()
         if not bool(torch.isfinite(loss)):
-            raise NumericsError("the local free energy is not finite. Lower `optimizer.learning-rate`.")
+            raise NumericsError("the local free energy is not finite. Lower `pvi.learning-rate`.")
         torch.autograd.backward(loss)
         if remaining == cooling:
             for group in optimiser.param_groups:

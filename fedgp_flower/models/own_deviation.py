@@ -3,7 +3,9 @@
 With φ_m as a point, a unit that is no exact mixture of the latent functions trusts the others too much: the rows it has
 seen fix s, R and σ² so well that the band beyond them is far too narrow. Here s ~ N(0, Λ) with Λ_i so wide that latent
 function i alone could make the whole signal, and d ~ GP(0, τ² exp(−½ (x − x')ᵀ P⁻¹ (x − x'))) with the τ, P and σ² of
-greatest evidence of the unit's own rows. All of it is computed at the unit, and nothing of it is sent.
+greatest evidence of the unit's own rows. A function that is flat at those rows could make their signal only with an
+amplitude that is absurd elsewhere; Λ_i is bounded by its mean square at the pseudo-inputs. All of it is computed at the
+unit, and nothing of it is sent.
 
 Reference: Stein, Interpolation of Spatial Data (1999), Section 1.5, for prediction with uncertain coefficients.
 """
@@ -25,6 +27,9 @@ from fedgp_flower.shapes import Array
 
 _STARTS = (0.1, 0.33)
 """Lengthscales of d at the start, as shares of the rows' extent."""
+_FLATTEST = 0.1
+"""Least mean square of a latent function at the rows that Λ counts with, over that at the pseudo-inputs: no function
+alone makes more than √10 times the unit's signal there."""
 
 
 def predict_with_deviation(
@@ -44,7 +49,7 @@ def predict_with_deviation(
     seen, y = rows
     shapes, spread, _ = _views(seen, latents, posterior, parameters)
     shapes_x, spread_x, unexplained = _views(x, latents, posterior, parameters)
-    prior = np.mean(y**2) / np.maximum(np.mean(shapes**2, axis=0), np.finfo(float).tiny)  # Λ [I]
+    prior = np.mean(y**2) / _power(shapes, _views(latents.inducing, latents, posterior, parameters)[0])  # Λ [I]
     known = (shapes * prior) @ shapes.T + spread @ posterior.covariance @ spread.T
     across = (shapes_x * prior) @ shapes.T + spread_x @ posterior.covariance @ spread.T
     ahead = np.sum(shapes_x**2 * prior, axis=1) + np.einsum("nj,jk,nk->n", spread_x, posterior.covariance, spread_x)
@@ -62,6 +67,12 @@ def _views(x: Array, latents: Latents, posterior: Posterior, parameters: UnitPar
     spread = np.hstack([s * k for s, k in zip(parameters.amplitudes, K, strict=True)])
     prior = float(np.sum((parameters.amplitudes * latents.amplitudes) ** 2))
     return shapes, spread, np.maximum(prior - np.sum(spread**2, axis=1), 0.0)
+
+
+def _power(shapes: Array, everywhere: Array) -> Array:
+    """Mean square of each latent function at the rows [N, I], at least a share of that at the pseudo-inputs [J, I]."""
+    least = _FLATTEST * np.mean(everywhere**2, axis=0)
+    return np.asarray(np.maximum(np.mean(shapes**2, axis=0), np.maximum(least, np.finfo(float).tiny)))
 
 
 class _Deviation:

@@ -20,6 +20,9 @@ from fedgp_flower.models.factors import PseudoObservations
 from fedgp_flower.models.hierarchical import Data
 from fedgp_flower.shapes import Array
 
+MERGED_ROWS = 5000
+"""Rows up to which the closest are merged one by one: 100 MB of distances."""
+
 
 def microaggregate(data: Data, num_points: int, min_rows: int) -> PseudoObservations:
     """Tied pseudo-observations at averages of disjoint groups of rows, each group of at least ``min_rows``.
@@ -29,7 +32,8 @@ def microaggregate(data: Data, num_points: int, min_rows: int) -> PseudoObservat
     Args:
         data: The site's rows.
         num_points: Wanted number M_k; fewer where the floor does not allow so many.
-        min_rows: Smallest group. 1 merges nearest rows until M_k points are left.
+        min_rows: Smallest group. 1 merges nearest rows until M_k points are left; above :data:`MERGED_ROWS` rows they
+            are cut into parts as with other floors, because merging keeps all N_k²/2 distances.
 
     Raises:
         ConfigError: the site has fewer rows than the floor.
@@ -38,7 +42,7 @@ def microaggregate(data: Data, num_points: int, min_rows: int) -> PseudoObservat
         raise ConfigError(f"`pvi.min-rows-per-pseudo-point` = {min_rows}, but this site has only {len(data)} rows")
     inputs = data.inputs.detach().numpy()
     wanted = min(num_points, len(data) // min_rows)
-    labels = _nearest_merges(inputs, wanted) if min_rows == 1 else _splits(inputs, wanted)
+    labels = _groups(inputs, wanted, merge=min_rows == 1 and len(data) <= MERGED_ROWS)
     groups = torch.as_tensor(labels)
     sizes = torch.bincount(groups).double()
     centres = torch.zeros(len(sizes), inputs.shape[1], dtype=torch.float64).index_add_(0, groups, data.inputs)
@@ -47,10 +51,14 @@ def microaggregate(data: Data, num_points: int, min_rows: int) -> PseudoObservat
     return PseudoObservations(centres / sizes[:, None], means, sizes.sqrt(), True, float(len(data)), scatter)
 
 
+def _groups(inputs: Array, num_groups: int, *, merge: bool) -> NDArray[np.int64]:
+    if num_groups == len(inputs):
+        return np.arange(len(inputs))
+    return _nearest_merges(inputs, num_groups) if merge else _splits(inputs, num_groups)
+
+
 def _nearest_merges(inputs: Array, num_groups: int) -> NDArray[np.int64]:
     """Ward's agglomeration: the closest rows are merged first."""
-    if num_groups >= len(inputs):
-        return np.arange(len(inputs))
     tree = linkage(inputs, "ward")
     labels = fcluster(tree, num_groups, criterion="maxclust")
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)

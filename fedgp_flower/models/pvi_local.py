@@ -21,7 +21,7 @@ from fedgp_flower.models.linear_pvi import (
     gradient_update,
     local_free_energy,
 )
-from fedgp_flower.models.optimise import AdamSettings
+from fedgp_flower.models.optimise import AdamSettings, Trace
 from fedgp_flower.models.pseudo_points import microaggregate
 from fedgp_flower.models.pvi_updates import LocalProblem, adam_update, first_latents, lbfgs_update
 from fedgp_flower.models.replay import ReplaySettings, distil, refit, replay_update
@@ -114,6 +114,10 @@ class Outcome:
     objective: float
     """Local free energy, in nats per row."""
     evaluations: int
+    rejected: int = 0
+    """Trial points of line searches at which a matrix lost positive definiteness."""
+    halvings: int = 0
+    """Steps of a fixed-point iteration shortened because the posterior would have been improper."""
 
 
 def prior_of(settings: LocalSettings, latents: Latents) -> Latents:
@@ -150,7 +154,7 @@ def distil_only(
         return Outcome(merge_rows(data, settings), told.latents, 0.0, 0)
     others = _points(told.others)
     factor, trace = distil(model, others, data, told.own, told.latents, settings.replay, generator, told.known)
-    return Outcome(factor, told.latents, trace.values[-1] / len(data), len(trace.values))
+    return Outcome(factor, told.latents, trace.values[-1] / len(data), len(trace.values), trace.rejected)
 
 
 def refit_all(model: SparseModel, told: Situation, settings: LocalSettings, generator: Generator) -> Outcome:
@@ -159,11 +163,14 @@ def refit_all(model: SparseModel, told: Situation, settings: LocalSettings, gene
     start, prior = told.latents, prior_of(settings, told.latents)
     found = refit(model, factors, None, prior, start, settings.replay, generator)
     rows = sum(factor.count for factor in factors)
-    return Outcome(factors[0], found.latents, found.bound / rows, sum(len(trace.values) for trace in found.traces))
+    return Outcome(factors[0], found.latents, found.bound / rows, *_tally(found.traces))
 
 
 def alone(model: SparseModel, data: Data, settings: LocalSettings, num_inducing: int, generator: Generator) -> Outcome:
-    """Variational inference on these rows by Adam, whatever the likelihood: the first visit of the only site."""
+    """Variational inference on these rows by Adam, whatever the likelihood: the first visit of the only site.
+
+    It may have a pseudo-observation per row, up to the cap of ``settings``.
+    """
     size = num_inducing * model.num_inputs
     prior = Latents(DiagonalGaussian.standard(size), DiagonalGaussian.standard(model.num_hyper))
     own = replace(settings, local_update="adam", form="tied", average_inducing=False, points_fraction=1.0, min_rows=1)
@@ -174,11 +181,11 @@ def alone(model: SparseModel, data: Data, settings: LocalSettings, num_inducing:
 def _replay(model: SparseModel, data: Data, told: Situation, settings: LocalSettings, generator: Generator) -> Outcome:
     own = told.own if isinstance(told.own, PseudoObservations) else merge_rows(data, settings)
     others, prior = _points(told.others), prior_of(settings, told.latents)
-    factor, fitted = replay_update(
+    factor, fitted, distilled = replay_update(
         model, others, data, own, prior, told.latents, settings.replay, generator, told.known
     )
     rows = len(data) + sum(other.count for other in others)
-    return Outcome(factor, fitted.latents, fitted.bound / rows, sum(len(trace.values) for trace in fitted.traces))
+    return Outcome(factor, fitted.latents, fitted.bound / rows, *_tally([*fitted.traces, distilled]))
 
 
 def _optimised(
@@ -192,7 +199,7 @@ def _optimised(
         settings.alpha,
         settings.num_samples,
         settings.batch_size,
-        learn_points=settings.average_inducing,
+        learn_inducing=settings.average_inducing,
     )
     own = told.own
     if own is None:
@@ -204,7 +211,7 @@ def _optimised(
     else:
         steps = settings.first_adam if told.own is None else settings.adam
         update = adam_update(problem, own, told.latents, steps, generator)
-    return Outcome(update.own, update.latents, update.free_energy / len(data), len(update.trace.values))
+    return Outcome(update.own, update.latents, update.free_energy / len(data), *_tally([update.trace]))
 
 
 def _linear(model: SparseModel, data: Data, told: Situation, settings: LocalSettings) -> Outcome:
@@ -214,7 +221,7 @@ def _linear(model: SparseModel, data: Data, told: Situation, settings: LocalSett
     assert context is not None
     assert q is not None
     start = told.own.natural if isinstance(told.own, WhitenedFactor) else context.flat()
-    evaluations = 1
+    evaluations, halvings = 1, 0
     if settings.local_update == "analytic":
         assert isinstance(model.likelihood, GaussianNoise)
         factor = analytic_factor(site, (2.0 * site.hyper[-1]).exp())
@@ -222,11 +229,11 @@ def _linear(model: SparseModel, data: Data, told: Situation, settings: LocalSett
         factor = gradient_update(site, q, context, start, step=settings.step)
     else:
         found = fixed_point_update(site, context, start, step=settings.step)
-        evaluations = found.iterations
+        evaluations, halvings = found.iterations, found.halvings
         assert isinstance(found.factor, NaturalGaussian)
         factor = found.factor
     objective = float(local_free_energy(site, context * factor, context)) / len(data)
-    return Outcome(WhitenedFactor(factor), told.latents, objective, evaluations)
+    return Outcome(WhitenedFactor(factor), told.latents, objective, evaluations, halvings=halvings)
 
 
 def linear_site(model: SparseModel, data: Data, latents: Latents) -> LinearSite:
@@ -238,6 +245,11 @@ def linear_site(model: SparseModel, data: Data, latents: Latents) -> LinearSite:
         projection = geometry.project(data.inputs)[0]
         extra = geometry.prior_variance(data.inputs)[0] - projection.square().sum(0)
         return LinearSite(projection.mT, data.targets, model.likelihood, model.own_hyper(draws)[0], extra)
+
+
+def _tally(traces: Sequence[Trace]) -> tuple[int, int]:
+    """Evaluations, and rejected trial points, of several optimisations."""
+    return sum(len(trace.values) for trace in traces), sum(trace.rejected for trace in traces)
 
 
 def _points(factors: Sequence[Factor]) -> list[PseudoObservations]:

@@ -40,7 +40,7 @@ class LocalProblem:
     model: SparseModel
     data: Data
     others: Sequence[Factor]
-    """Factors of the other sites (see :func:`fedgp_flower.models.factors.stack`)."""
+    """Factors of the other sites."""
     cavity: Latents
     """Cavities of Z and β; a :class:`Point` where the latent is not a distribution."""
     alpha: float = 0.1
@@ -48,8 +48,8 @@ class LocalProblem:
     num_samples: int = 4
     batch_size: int = 0
     """Rows of a mini-batch; 0 takes all rows."""
-    learn_points: bool = False
-    """Optimise latents that are points (FedAvg of Z) instead of keeping them."""
+    learn_inducing: bool = False
+    """Optimise Z where it is a point (FedAvg of Z) instead of keeping it; a point β is never the site's to move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class LocalUpdate:
     latents: Latents
     """q_k(Z) and q_k(β); divided by the cavity they are the site's factors."""
     free_energy: float
-    """Mean objective over the last tenth of the evaluations, nats."""
+    """Nats. Adam: mean objective over the last tenth of the steps; L-BFGS: the objective at what is returned."""
     trace: Trace
 
 
@@ -145,9 +145,9 @@ class _Objective:
         self.problem = problem
         self.generator = generator
         self.own = TrainableFactor(own)
-        learn = problem.learn_points
+        learn = problem.learn_inducing
         self.inducing = TrainableLatent(problem.cavity.inducing, start.inducing, learn_point=learn)
-        self.hyper = TrainableLatent(problem.cavity.hyper, start.hyper, learn_point=learn)
+        self.hyper = TrainableLatent(problem.cavity.hyper, start.hyper)
         self.parameters = [*self.own.parameters, *self.inducing.parameters, *self.hyper.parameters]
 
     def noise(self) -> tuple[Tensor, Tensor]:
@@ -168,8 +168,8 @@ class _Objective:
         local = local_free_energy(problem.model, draws, problem.others, self.own.factor(), data, weight=weight)
         return local.mean() - problem.alpha * self.inducing.kl() - self.hyper.kl()
 
-    def update(self, trace: Trace) -> LocalUpdate:
-        tail = trace.values[-max(1, len(trace.values) // 10) :]
+    def update(self, trace: Trace, num_last: int) -> LocalUpdate:
+        tail = trace.values[-num_last:]
         latents = Latents(self.inducing.result(), self.hyper.result())
         return LocalUpdate(self.own.result(), latents, sum(tail) / len(tail), trace)
 
@@ -193,7 +193,7 @@ def adam_update(
         settings,
         len(problem.data),
     )
-    return objective.update(trace)
+    return objective.update(trace, max(1, len(trace.values) // 10))
 
 
 def lbfgs_update(
@@ -205,7 +205,7 @@ def lbfgs_update(
     trace = lbfgs(
         lambda: objective.value(epsilon, problem.data, 1.0), objective.parameters, max_evaluations=max_evaluations
     )
-    return objective.update(trace)
+    return objective.update(trace, 1)
 
 
 def first_latents(problem: LocalProblem, num_inducing: int, generator: Generator) -> Latents:

@@ -142,11 +142,16 @@ def distil(
         upper=(math.inf, math.inf, 0.5 * math.log(len(data))),
     )
     with torch.no_grad():
-        found = factor()
-        residual = noise_residual(cavity, found, data)
-        noise = (2.0 * location_scale(latents.hyper)[0][-1]).exp()
-    own = PseudoObservations(inputs.detach(), targets.detach(), found.root.detach(), True, found.count, residual)
-    return withhold(own, noise, known), trace
+        return _with_residual(factor(), cavity, data, latents, known), trace
+
+
+def _with_residual(
+    own: PseudoObservations, cavity: Cavity, data: Data, latents: Latents, known: float
+) -> PseudoObservations:
+    """The factor as learned, without a graph, and with its c."""
+    points = {name: getattr(own, name).detach() for name in ("inputs", "targets", "root")}
+    noise = (2.0 * location_scale(latents.hyper)[0][-1]).exp()
+    return withhold(replace(own, **points, residual=noise_residual(cavity, own, data)), noise, known)
 
 
 def withhold(own: PseudoObservations, noise: Tensor, known: float) -> PseudoObservations:
@@ -188,11 +193,11 @@ def replay_update(
     settings: ReplaySettings,
     generator: Generator,
     known: float = 1.0,
-) -> tuple[PseudoObservations, Refit]:
-    """One sequential communication: refit, then distil. Returns the new factor and the new q(Z), q(β)."""
+) -> tuple[PseudoObservations, Refit, Trace]:
+    """One sequential communication: refit, then distil. Returns the new factor, the refit, and what distilling did."""
     fitted = refit(model, others, data, prior, start, settings, generator)
-    factor, _ = distil(model, others, data, own, fitted.latents, settings, generator, known)
-    return factor, fitted
+    factor, trace = distil(model, others, data, own, fitted.latents, settings, generator, known)
+    return factor, fitted, trace
 
 
 def _refit_point(

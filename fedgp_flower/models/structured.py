@@ -106,6 +106,10 @@ class StructuredModel(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Mean and variance of an observation at every row given the latents, [S, N] or [S, N, C]."""
 
+    @abstractmethod
+    def link(self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]) -> Tensor:
+        """What an observation depends on, on the scale where effects add up: [S, N] or [S, N, C]."""
+
     def initial_local(self, site: SiteData, *, scale: float, coupled: bool, triangular: bool) -> LocalPosterior:
         """N(0, scale² I) over the latents of a site."""
         size = self.local_width(site)
@@ -143,6 +147,12 @@ class ClosedFormModel(StructuredModel):
         """E_q log p_θ(y_k, Z_Lk | Z_G), summed over units."""
 
     @abstractmethod
+    def latent(
+        self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior | None
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance on the scale of the link function, where effects add up; for a new site without q."""
+
+    @abstractmethod
     def predict(self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior | None) -> Prediction:
         """Prediction at ``site.features``; without ``q_local``, for a new site."""
 
@@ -155,6 +165,7 @@ def predict_by_draws(
     *,
     noise_global: Float[Tensor, "S M"],
     noise_local: Float[Tensor, "S U W"],
+    link: bool = False,
 ) -> Prediction:
     """The mixture over draws: its mean, and variance E var + var E.
 
@@ -165,6 +176,7 @@ def predict_by_draws(
         q_local: q(Z_Lk | Z_G), or None for a new site, whose latents come from their prior given Z_G.
         noise_global: Standard normal.
         noise_local: Standard normal.
+        link: On the scale of the link function instead of that of an observation.
     """
     with torch.no_grad():
         z_global = q_global.transform(noise_global)
@@ -172,5 +184,8 @@ def predict_by_draws(
             z_local = model.draw_local(z_global, noise_local)
         else:
             z_local = q_local.unfold().transform(z_global, q_global.mean, noise_local)
+        if link:
+            found = model.link(site, z_global, z_local)
+            return Prediction(found.mean(0), found.var(0, correction=0))
         mean, variance = model.observation(site, z_global, z_local)
         return Prediction(mean.mean(0), variance.mean(0) + mean.var(0, correction=0))

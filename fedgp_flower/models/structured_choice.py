@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
@@ -49,22 +49,7 @@ class Structure:
             num_inputs: D, without a column that names units.
             inputs: Shared inducing inputs of ``gp``; without them it stands for its shapes only.
         """
-        if self.model == "logistic-mixed":
-            return LogisticMixed(num_inputs, prior_scale=self.prior_scale, centred=self.centred)
-        if self.model == "multinomial":
-            return Multinomial(num_inputs, self.classes)
-        own = section.model_copy(update={"outputscale": self.deviation * section.outputscale})
-        options = GPOptions(
-            likelihood=cast(Literal["gaussian", "bernoulli", "poisson"], section.likelihood),
-            deviates=self.site_inducing > 0,
-            noise=section.noise,
-            noise_spread=self.site_noise,
-            site_slope=self.site_slope,
-            learn_inputs=self.learn_inputs,
-            jitter=section.jitter,
-        )
-        points = torch.zeros(section.num_inducing, num_inputs, dtype=torch.float64) if inputs is None else inputs
-        return HierarchicalGP(build_kernel(section, num_inputs), build_kernel(own, num_inputs), points, options)
+        return MODELS[self.model].build(self, section, num_inputs, inputs)
 
     def at(self, section: ModelSection, num_inputs: int, arrays: NamedArrays) -> StructuredModel:
         """The model at the θ of a message or of a saved posterior."""
@@ -83,11 +68,47 @@ class Structure:
             groups: int64 [N], equal for rows of one unit; read by ``logistic-mixed`` only.
             key: Number of the site, for models in which it is one unit.
         """
-        if isinstance(model, HierarchicalGP):
-            return model.prepare(features, targets, key=key, num_inducing=self.site_inducing)
-        if isinstance(model, LogisticMixed):
-            return model.prepare(features, targets, groups)
-        return cast(Multinomial, model).prepare(features, targets, key=key)
+        return MODELS[self.model].deal(self, model, features, targets, groups, key)
+
+
+def _hierarchical_gp(own: Structure, section: ModelSection, num_inputs: int, inputs: Rows | None) -> StructuredModel:
+    deviation = section.model_copy(update={"outputscale": own.deviation * section.outputscale})
+    options = GPOptions(
+        likelihood=cast(Literal["gaussian", "bernoulli", "poisson"], section.likelihood),
+        deviates=own.site_inducing > 0,
+        noise=section.noise,
+        noise_spread=own.site_noise,
+        site_slope=own.site_slope,
+        learn_inputs=own.learn_inputs,
+        jitter=section.jitter,
+    )
+    points = torch.zeros(section.num_inducing, num_inputs, dtype=torch.float64) if inputs is None else inputs
+    return HierarchicalGP(build_kernel(section, num_inputs), build_kernel(deviation, num_inputs), points, options)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """How a model is made, and rows dealt to its units; arguments as those of :class:`Structure`'s methods."""
+
+    build: Callable[[Structure, ModelSection, int, Rows | None], StructuredModel]
+    deal: Callable[[Structure, Any, Rows, Targets, Tensor, int], SiteData]
+
+
+MODELS: Mapping[str, Model] = {
+    "gp": Model(
+        _hierarchical_gp,
+        lambda own, model, x, y, groups, key: model.prepare(x, y, key=key, num_inducing=own.site_inducing),
+    ),
+    "logistic-mixed": Model(
+        lambda own, section, d, inputs: LogisticMixed(d, prior_scale=own.prior_scale, centred=own.centred),
+        lambda own, model, x, y, groups, key: model.prepare(x, y, groups),
+    ),
+    "multinomial": Model(
+        lambda own, section, d, inputs: Multinomial(d, own.classes),
+        lambda own, model, x, y, groups, key: model.prepare(x, y, key=key),
+    ),
+}
+"""By the name in ``sfvi.model``."""
 
 
 def initial_arrays(model: StructuredModel) -> NamedArrays:

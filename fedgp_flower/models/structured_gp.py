@@ -103,6 +103,10 @@ class HierarchicalGP(ClosedFormModel):
         """Moments of a noisy observation given the latents."""
         return self.likelihood.observation(*self._given(site, z_global, z_local))
 
+    def link(self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S 1 W"]) -> Tensor:
+        """Mean of f given the latents."""
+        return self._given(site, z_global, z_local)[0]
+
     def expected_log_local(self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
         """Σ_n E_q log p(y_n | f_n, ζ) + E_q log N(Z_L | 0, I); the first by quadrature for Bernoulli."""
         mean, variance, noise = self._moments(site, q_global, q_local)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,11 +84,11 @@ class Learner:
         )
 
     def caught_up(
-        self, q_global: GlobalPosterior, q_local: LocalFamily, steps: int, rate: float
+        self, q_global: GlobalPosterior, q_local: LocalFamily, rates: Sequence[float]
     ) -> tuple[LocalFamily, Moments]:
-        """The site's q after steps on it alone, θ and q(Z_G) as they are: for a site that comes late."""
+        """The site's q after a step on it alone at every rate, θ and q(Z_G) as they are: for a site that comes late."""
         moments = Moments()
-        for step in range(CATCHING_UP, CATCHING_UP + steps):
+        for step, rate in enumerate(rates, CATCHING_UP):
             noise = None if self.closed_form else self.noise_global(step)
             found = self.gradient(q_global, q_local, noise, step)
             q_local, moments = step_local(q_local, found, moments, rate)
@@ -99,14 +99,13 @@ class Learner:
         start: tuple[GlobalPosterior, LocalFamily, Moments],
         scaling: Scaling,
         *,
-        steps: int,
         first_step: int,
-        rate: float,
+        rates: Sequence[float],
     ) -> Travelled:
-        """SFVI-Avg: steps on θ, η_G and η_Lk alike; the model is moved in place."""
+        """SFVI-Avg: a step on θ, η_G and η_Lk alike at every rate; the model is moved in place."""
         q_global, q_local, moments = start
         value = 0.0
-        for step in range(first_step, first_step + steps):
+        for step, rate in enumerate(rates, first_step):
             noise = None if self.closed_form else self.noise_global(step)
 
             def term(eta: GlobalPosterior, own: LocalFamily, noise: Tensor | None = noise, step: int = step) -> Scalar:
@@ -118,7 +117,7 @@ class Learner:
             self.model.load_theta(below(moved, "theta."))
             q_global = with_named(q_global, below(moved, "q."))
             q_local = with_named(q_local, below(moved, "local."))
-            value += found.value / steps
+            value += found.value / len(rates)
         return Travelled(q_global, q_local, moments, value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgp_flower.models.structured_family import LocalFamily, named, with_named
+from fedgp_flower.models.structured import SiteData
+from fedgp_flower.models.structured_family import AmortisedPosterior, LocalFamily, named, with_named
 from fedgp_flower.shapes import NamedArrays
 
 NOW, BEFORE = "now.", "before."
@@ -60,9 +62,17 @@ class Memory:
     round: int
     averaged: bool
     """Whether the site took its own steps on q(Z_G): then it owes its latents the shift to the average."""
+    about: str
+    """What the latents belong to; see :func:`subject`."""
     centre: Tensor
     local: Values
     moments: Moments
+
+    @property
+    def finite(self) -> bool:
+        """Whether a later round can start from it."""
+        values = (self.centre, *self.local.values(), *self.moments.first.values(), *self.moments.second.values())
+        return all(bool(torch.isfinite(value).all()) for value in values)
 
     def to_arrays(self, prefix: str) -> NamedArrays:
         """As two arrays, all numbers in one row and what they are; neither may leave the site."""
@@ -72,6 +82,7 @@ class Memory:
         layout = {
             "round": self.round,
             "averaged": self.averaged,
+            "about": self.about,
             "step": self.moments.step,
             "shapes": {name: list(value.shape) for name, value in tensors.items()},
         }
@@ -89,7 +100,8 @@ class Memory:
         tensors = {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
         local, first, second = (below(tensors, part) for part in ("local.", "first.", "second."))
         moments = Moments(int(layout["step"]), first, second)
-        return Memory(int(layout["round"]), bool(layout["averaged"]), tensors["centre"], local, moments)
+        facts = int(layout["round"]), bool(layout["averaged"]), str(layout["about"])
+        return Memory(*facts, tensors["centre"], local, moments)
 
 
 def below(values: Mapping[str, Tensor], prefix: str) -> Values:
@@ -113,10 +125,18 @@ def kept(arrays: Mapping[str, np.ndarray], memory: Memory) -> NamedArrays:
     return {**before, **memory.to_arrays(NOW)}
 
 
-def fits(memory: Memory, start: LocalFamily) -> bool:
-    """Whether a memory is about rows and latents like these: a site may come back with other rows."""
+def subject(site: SiteData, start: LocalFamily) -> str:
+    """A digest of the units whose latents q is about, and of the inputs they refer to; a network reads any units."""
+    if isinstance(start, AmortisedPosterior):
+        return "any"
+    parts = (site.keys, site.anchors)
+    return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()
+
+
+def fits(memory: Memory, site: SiteData, start: LocalFamily) -> bool:
+    """Whether a memory is about latents like these of the same units: a site may come back with other rows."""
     found = {name: value.shape for name, value in memory.local.items()}
-    return found == {name: value.shape for name, value in named(start).items()}
+    return memory.about == subject(site, start) and found == {n: value.shape for n, value in named(start).items()}
 
 
 def read_around(memory: Memory, start: LocalFamily, centre: Tensor, server_round: int) -> LocalFamily:

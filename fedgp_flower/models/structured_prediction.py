@@ -40,6 +40,7 @@ def moments_at(
     groups: Tensor,
     *,
     draws: int,
+    link: bool = False,
 ) -> tuple[Array, Array]:
     """Mean and variance of an observation [N], or of indicators of the classes [N, C].
 
@@ -51,36 +52,46 @@ def moments_at(
         features: Inputs to predict at [N, D].
         groups: Unit of each, int64 [N]; one that the site has no rows of has its latents from the prior.
         draws: For a model whose expectations are not known.
+        link: On the scale of the link function, where trend and deviation add up, instead of that of an observation.
     """
     if isinstance(model, ClosedFormModel):
-        found = model.predict(site.at(features), q_global, None if q_local is None else q_local.unfold())
+        where = (site.at(features), q_global, None if q_local is None else q_local.unfold())
+        if link:
+            mean, variance = model.latent(*where)
+            return mean.numpy(), variance.numpy()
+        found = model.predict(*where)
         return found.mean.numpy(), found.variance.numpy()
     if not isinstance(model, LogisticMixed):
-        return _by_draws(model, site.at(features), q_global, q_local, draws)
+        return _by_draws(model, site.at(features), q_global, q_local, draws, link)
     unit = torch.searchsorted(site.keys, groups).clamp(max=len(site.keys) - 1)
     known = (site.keys[unit] == groups) & (q_local is not None)
-    mean, variance = np.empty(len(features)), np.empty(len(features))
+    centre, spread = np.empty(len(features)), np.empty(len(features))
     for rows, own in ((known, q_local), (~known, None)):
         if not rows.any():
             continue
         zero = features.new_zeros(int(rows.sum()))
-        where = site.at(features[rows], unit[rows]) if own else model.prepare(features[rows], zero, groups[rows])
-        mean[rows.numpy()], variance[rows.numpy()] = _by_draws(model, where, q_global, own, draws)
-    return mean, variance
+        data = site.at(features[rows], unit[rows]) if own else model.prepare(features[rows], zero, groups[rows])
+        centre[rows.numpy()], spread[rows.numpy()] = _by_draws(model, data, q_global, own, draws, link)
+    return centre, spread
 
 
 def _by_draws(
-    model: StructuredModel, site: SiteData, q_global: GlobalPosterior, q_local: LocalFamily | None, draws: int
+    model: StructuredModel,
+    site: SiteData,
+    q_global: GlobalPosterior,
+    q_local: LocalFamily | None,
+    draws: int,
+    link: bool,
 ) -> tuple[Array, Array]:
     rng = np.random.default_rng(PREDICTION_SEED)
     noise = torch.from_numpy(rng.standard_normal((draws, model.global_size)))
     own = unit_noise(PREDICTION_SEED, 0, site.keys, (draws,), model.local_width(site))
-    found = predict_by_draws(model, site, q_global, q_local, noise_global=noise, noise_local=own)
+    found = predict_by_draws(model, site, q_global, q_local, noise_global=noise, noise_local=own, link=link)
     return found.mean.numpy(), found.variance.numpy()
 
 
 def structured_predictor(
-    arrays: NamedArrays, model: Mapping[str, Any], names: tuple[str, ...]
+    arrays: NamedArrays, model: Mapping[str, Any], names: tuple[str, ...], *, link: bool = False
 ) -> Callable[[Array], tuple[Array, Array]]:
     """Mean and standard deviation at standardised inputs, for a new site; see :func:`moments_at`.
 
@@ -88,6 +99,7 @@ def structured_predictor(
         arrays: θ, q(Z_G) and shared inputs of a saved posterior.
         model: Its description: ``model`` and ``structure``.
         names: Names of the encoded inputs.
+        link: As there.
     """
     structure, draws = Structure.of(model["structure"]), int(model["structure"]["prediction-draws"])
     aside = [i for i, name in enumerate(names) if name == model["structure"]["unit-column"]]
@@ -102,7 +114,7 @@ def structured_predictor(
     def predict(inputs: Array) -> tuple[Array, Array]:
         features = torch.from_numpy(np.delete(inputs, aside, axis=1))
         unseen = torch.arange(len(features), dtype=torch.int64)
-        mean, variance = moments_at(built, site, q_global, None, features, unseen, draws=draws)
+        mean, variance = moments_at(built, site, q_global, None, features, unseen, draws=draws, link=link)
         return mean, np.sqrt(variance)
 
     return predict

@@ -1,0 +1,300 @@
+"""FedMGP through the engine: what changes a run besides its data, other likelihoods, and the yardsticks beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from faults import FaultyGrid, Recorder, csv_nodes, run
+from scipy import stats
+from test_fedmgp import UNITS, consistent, keys, known, nodes, wave
+
+from fedgp_flower import server_app, unit_figures
+from fedgp_flower.artefacts import read_run
+from fedgp_flower.clients.fedmgp import FedMGPClient
+from fedgp_flower.clients.fedmgp_memory import Memory
+from fedgp_flower.clients.state import load_state
+from fedgp_flower.errors import RunError
+from fedgp_flower.latent import from_parameters
+from fedgp_flower.models.exact_q import UnitParameters, predict
+from fedgp_flower.models.multi_output import load, shared_parameters, unit_model
+from fedgp_flower.models.multi_output_likelihoods import log_density, moments
+
+Z = np.linspace(-8, 8, 4001)[:, None]
+WEIGHT = np.exp(-0.5 * Z**2) / np.exp(-0.5 * Z**2).sum()
+"""A fine sum over a standard normal variable."""
+
+
+def pseudo(**changes: Any) -> dict[str, Any]:
+    """Pseudo-gradients alone."""
+    own = {"fedmgp__update": "pseudo-gradient", "fedmgp__final_rounds": 0, "optimizer__learning_rate": 0.02}
+    return keys(**(own | changes))
+
+
+def counts() -> dict[str, pd.DataFrame]:
+    """Counts whose log rates are scaled views of one function, about an offset that units share."""
+    draw, found = np.random.default_rng(1), {}
+    for index, unit in enumerate(UNITS):
+        x = np.linspace(-1.7, 1.7, 60)
+        found[unit] = pd.DataFrame({"x": x, "y": draw.poisson(np.exp((1 + 0.3 * index) * (1.2 + np.sin(2 * x))))})
+    return found
+
+
+def heavy() -> dict[str, pd.DataFrame]:
+    """Waves of which one row in ten is far off."""
+    draw, found = np.random.default_rng(5), {}
+    for index, unit in enumerate(UNITS):
+        frame = wave(index, 60)
+        off = draw.random(60) < 0.1
+        found[unit] = frame.assign(y=frame["y"] + np.where(off, 4 * draw.standard_normal(60), 0))
+    return found
+
+
+def trained(folder: Path, frames: dict[str, pd.DataFrame], **changes: Any) -> tuple[FaultyGrid, Any]:
+    changes = {"fedmgp__local_steps": 15, "num_server_rounds": 6, "optimizer__learning_rate": 0.05} | changes
+    grid = FaultyGrid(keys(**changes), csv_nodes(folder, frames))
+    return grid, run(grid)
+
+
+def held_out(grid: FaultyGrid, strategy: Any) -> Any:
+    """Latent mean and variance, own parameters and targets of every unit's held-out rows."""
+    latents, q = strategy.shared()
+    for site in UNITS:
+        phi, _, rows = known(grid, strategy, site)
+        assert phi is not None
+        yield phi, *predict(rows.x_test, latents, q, phi), rows.y_test
+
+
+def test_counts_are_trained_and_scored_as_counts(tmp_path: Path) -> None:
+    """The score is −log ∫ Poisson(y | e^f) q(f) df, here by a fine sum; far better than a constant rate."""
+    grid, strategy = trained(tmp_path, counts(), model__likelihood="poisson")
+    total = plain = rows = 0.0
+    for _, mean, variance, y in held_out(grid, strategy):
+        rate = np.exp(mean + np.sqrt(variance) * Z)
+        total -= np.log((WEIGHT * stats.poisson.pmf(y, rate)).sum(0)).sum()
+        plain -= stats.poisson.logpmf(y, y.mean()).sum()
+        rows += len(y)
+    found = strategy.evaluation["test"]
+    assert found["nll"] == pytest.approx(total / rows, rel=1e-6)
+    assert found["nll"] < 0.6 * plain / rows
+    assert found["coverage_95"] > 0.85
+
+
+def test_heavy_tails_are_learned_and_kept_at_the_site(tmp_path: Path) -> None:
+    """Two likelihood parameters stay in the unit's memory and move; outliers cost less than under Gaussian noise."""
+    frames = heavy()
+    grid, strategy = trained(tmp_path, frames, model__likelihood="student-t")
+    memory = Memory.of(load_state(grid.contexts[grid.node_of("b")], strategy.network.run).arrays, 0)
+    assert memory is not None
+    kept = memory.unit.proposed.likelihood
+    assert len(kept) == 2
+    scale = float(strategy.preparation.arrays["target.scale"])
+    assert 0.05 < np.exp(kept[0]) * scale < 0.4  # noise 0.1; with the outliers the residuals have 1.3
+    assert not any("likelihood" in name for name in strategy.pseudo.parameters)
+    total = rows = 0.0
+    for phi, mean, variance, y in held_out(grid, strategy):
+        log_scale, log_excess = phi.likelihood
+        t = stats.t(2 + np.exp(log_excess), mean + np.sqrt(variance) * Z, np.exp(log_scale))
+        total -= (np.log((WEIGHT * t.pdf(y)).sum(0)) - np.log(scale)).sum()
+        rows += len(y)
+    found = strategy.evaluation["test"]
+    assert found["nll"] == pytest.approx(total / rows, rel=1e-2)
+    (tmp_path / "gaussian").mkdir()
+    _, gaussian = trained(tmp_path / "gaussian", frames, fedmgp__update="pseudo-gradient", fedmgp__final_rounds=0)
+    assert found["nll"] < gaussian.evaluation["test"]["nll"] - 0.1
+
+
+def test_likelihood_parameters_go_on_from_round_to_round(tmp_path: Path) -> None:
+    seen = []
+    for rounds in (1, 3):
+        (tmp_path / str(rounds)).mkdir()
+        changes = {"model__likelihood": "student-t", "num_server_rounds": rounds, "fedmgp__final_rate": 1.0}
+        grid, strategy = trained(tmp_path / str(rounds), heavy(), **changes, fedmgp__local_steps=4)
+        memory = Memory.of(load_state(grid.contexts[grid.node_of("c")], strategy.network.run).arrays, 0)
+        assert memory is not None
+        seen.append(memory.unit.proposed.likelihood)
+    start = 4 * 0.05  # a step of Adam is at most about the rate
+    assert abs(seen[1][1] - np.log(2)) > start > abs(seen[0][1] - np.log(2)) > 0
+
+
+@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
+def test_a_unit_that_joins_late_predicts_without_training(tmp_path: Path, likelihood: str) -> None:
+    frames = counts()
+    if likelihood == "bernoulli":
+        frames = {unit: frame.assign(y=np.where(frame["y"] > 3, "many", "few")) for unit, frame in frames.items()}
+    every = csv_nodes(tmp_path, frames)
+    flat = pseudo(model__likelihood=likelihood, fedmgp__local_steps=5, num_server_rounds=3)
+    grid = FaultyGrid(flat, every[:3])
+    strategy = run(grid)
+    grid.join(every[3])
+    strategy.begin_round()
+    strategy.evaluate()
+    [late] = [row for row in strategy.evaluation["per_site"] if row["site"] == "d"]
+    assert late["accuracy"] > 0.8 if likelihood == "bernoulli" else late["nll"] < 4
+
+
+def test_moments_of_observations_by_hand() -> None:
+    """Gaussian noise adds; a log-normal mixture of Poisson; a Student-t has ν/(ν − 2) of its squared scale."""
+    mean, variance = np.array([0.3, -1.0]), np.array([0.2, 0.05])
+    none = np.zeros((1, 1))
+    first, second = moments("gaussian", mean, variance, UnitParameters(none, none[0], 0.07))
+    np.testing.assert_allclose(first, mean)
+    np.testing.assert_allclose(second, variance + 0.07)
+    first, second = moments("poisson", mean, variance, UnitParameters(none, none[0], 1.0))
+    rate = np.exp(mean + variance / 2)
+    np.testing.assert_allclose(first, rate)
+    np.testing.assert_allclose(second, rate + rate**2 * np.expm1(variance), rtol=1e-8)
+    own = UnitParameters(none, none[0], 1.0, (np.log(0.4), np.log(3.0)))
+    first, second = moments("student-t", mean, variance, own)
+    np.testing.assert_allclose(first, mean)
+    np.testing.assert_allclose(second, variance + 0.16 * 5 / 3)
+    sharp = log_density("student-t", mean + 0.5, mean, np.full(2, 1e-12), own)
+    np.testing.assert_allclose(sharp, stats.t.logpdf(0.5, 5, scale=0.4), rtol=1e-6)
+
+
+UNEQUAL = {"a": wave(0, 24), "b": wave(1, 60), "c": wave(2, 36)}
+
+
+class Watcher(FaultyGrid):
+    """Keeps the learning rates that units were told."""
+
+    def arrival(self, message: Any) -> Any:
+        """The reply; the rate of its request is noted."""
+        if message.metadata.message_type == "train":
+            self.rates = [*getattr(self, "rates", []), float(message.content.array_records["arrays"]["rate"].numpy())]
+        return super().arrival(message)
+
+
+def one_round(folder: Path, **changes: Any) -> tuple[Any, Any, FaultyGrid]:
+    """Strategies before and after one round of one plain gradient step at units of different size; the grid."""
+    folder.mkdir(exist_ok=True)
+    own = {"fedmgp__local_steps": 1, "optimizer__name": "sgd", "optimizer__learning_rate": 1e-4, "model__jitter": 1e-6}
+    flat = pseudo(**(own | changes))
+    before = run(FaultyGrid(flat | {"num-server-rounds": 0}, csv_nodes(folder, UNEQUAL)))
+    grid = FaultyGrid(flat | {"num-server-rounds": 1}, csv_nodes(folder, UNEQUAL))
+    return before, run(grid), grid
+
+
+@pytest.mark.parametrize("weights", ["equal", "examples"])
+def test_a_step_of_all_units_is_a_step_on_the_pooled_bound(tmp_path: Path, weights: str) -> None:
+    """Σ p_m ∇R_m = ∇[KL − Σ E_m], whatever p_m: the p_m of a unit's risk and of the average cancel in the data term."""
+    before, after, grid = one_round(tmp_path, fedmgp__weights=weights)
+    theta, rate, rows_of = before.pseudo.parameters, 1e-4, after.preparation.rows
+    shares = {site: rows_of[site] / sum(rows_of.values()) if weights == "examples" else 1 / 3 for site in UNEQUAL}
+    assert after.weights == [pytest.approx(shares)]
+    assert {site: float(after.personal(site)["own.share"]) for site in UNEQUAL} == pytest.approx(shares)
+    latents, q = from_parameters(theta, before.inducing, 1e-6)
+    client, slopes = FedMGPClient(before.config, None, None), dict.fromkeys(theta, 0.0)
+    for index, site in enumerate(UNEQUAL):
+        _, data, rows = known(grid, after, site)
+        model = unit_model(latents, client.alone(data, latents, q))
+        load(shared_parameters(model), theta)
+        loss = -model.expected_log_likelihood(torch.from_numpy(rows.x), torch.from_numpy(rows.y)).sum()
+        (loss + model.kl() if index == 0 else loss).backward()
+        slopes = {name: slopes[name] + p.grad.numpy() for name, p in shared_parameters(model).items()}
+    for name, slope in slopes.items():
+        moved = (theta[name] - after.pseudo.parameters[name]) / rate
+        np.testing.assert_allclose(moved, slope, rtol=1e-6, atol=1e-6 * np.abs(slope).max(), err_msg=name)
+
+
+def test_the_server_goes_its_step_along_the_average(tmp_path: Path) -> None:
+    start, whole, _ = one_round(tmp_path / "whole")
+    _, half, _ = one_round(tmp_path / "half", fedmgp__server_step=0.5)
+    for name, theta in start.pseudo.parameters.items():
+        np.testing.assert_allclose(
+            theta - half.pseudo.parameters[name], 0.5 * (theta - whole.pseudo.parameters[name]), atol=1e-12
+        )
+
+
+def test_the_local_rate_falls_to_its_last_share_over_the_rounds_of_pseudo_gradients(tmp_path: Path) -> None:
+    changes = {"fedmgp__final_rounds": 2, "fedmgp__final_rate": 0.01, "optimizer__decay": 0.5}
+    flat = pseudo(**changes, fedmgp__local_steps=1, num_server_rounds=5)
+    grid = Watcher(flat, nodes(tmp_path, ("a", "b")))
+    run(grid)
+    expected = [0.02 * 0.5**t * 0.01 ** (t / 2) for t in range(3)]  # then two exact rounds
+    np.testing.assert_allclose(grid.rates, np.repeat(expected, 2))
+
+
+def test_perturbed_pseudo_inputs_are_the_grid_and_noise_of_that_size(tmp_path: Path) -> None:
+    plain, noisy, again = (
+        run(FaultyGrid(keys(num_server_rounds=0, model__num_inducing=60, fedmgp__perturbation=size), nodes(tmp_path)))
+        for size in (0.0, 0.1, 0.1)
+    )
+    assert np.std(noisy.inducing - plain.inducing) == pytest.approx(0.1, rel=0.25)
+    assert np.array_equal(noisy.inducing, again.inducing)
+
+
+@pytest.mark.parametrize("covariance", ["convolved", "lmc"])
+def test_covariances_in_two_dimensions(tmp_path: Path, covariance: str) -> None:
+    """A lengthscale per input; nothing is smoothed under lmc; bound and q(g) are those of the rows."""
+    frames = {}
+    for index, unit in enumerate(UNITS):
+        draw = np.random.default_rng(index)
+        x = draw.uniform(-1.7, 1.7, (70, 2))
+        y = (1 + 0.5 * index) * np.sin(2 * x[:, 0]) * np.exp(-0.05 * x[:, 1] ** 2) + 0.1 * draw.standard_normal(70)
+        frames[unit] = pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y})
+    flat = keys(fedmgp__covariance=covariance, model__num_inducing=36, num_server_rounds=8)
+    recorder, grid = Recorder(), FaultyGrid(flat, csv_nodes(tmp_path, frames))
+    strategy = run(grid, recorder)
+    consistent(grid, strategy)
+    assert min(np.diff([row["bound"] for row in recorder.rows])) >= -1e-7
+    [[fast, slow]] = strategy.shared()[0].scales
+    assert slow > (3 if covariance == "convolved" else 1.2) * fast
+    phi, _, _ = known(grid, strategy, "c")
+    assert phi is not None
+    assert (phi.smoothing > 0).all() if covariance == "convolved" else (phi.smoothing == 0).all()
+    assert strategy.evaluation["test"]["rmse"] < 0.25
+
+
+def simulated(method: str, **changes: Any) -> dict[str, Any]:
+    """The paper's five units with few rows."""
+    own = {"dataset": "convolved-signals", "partitioner": "natural", "partition__column": "unit", "split": 0}
+    few = {"baselines__max_evaluations": 25, "num_server_rounds": 3, "test_fraction": None}
+    flat = keys(method=method, **own, **few, **changes)
+    return {name: value for name, value in flat.items() if value is not None}
+
+
+@pytest.mark.parametrize(("method", "worst"), [("modular-gp", 0.5), ("fed-poly", 1.0)])
+def test_yardsticks_of_the_paper(method: str, worst: float) -> None:
+    strategy = run(FaultyGrid(simulated(method), 5))
+    test = strategy.evaluation["test_standardised"]
+    assert 0.05 < test["rmse"] < worst
+    assert test["coverage_95"] > 0.4  # half of a unit is unseen
+
+
+def test_yardsticks_need_gaussian_noise_and_simulated_units(tmp_path: Path) -> None:
+    with pytest.raises(RunError):
+        run(FaultyGrid(keys(method="modular-gp"), nodes(tmp_path)))
+
+
+def test_report_of_simulated_units_with_the_pooled_model_beside(tmp_path: Path) -> None:
+    """Panels show what the run predicts; the same model with all rows in one place is no worse than three rounds."""
+    flat = simulated("fedmgp", keep_predictions=True, baselines__pooled=True, output_dir=str(tmp_path), name="run")
+    flat["round-timeout"] = 120.0
+    with mock.patch.object(server_app, "report"):
+        server_app.execute(FaultyGrid(flat, 5), flat, lambda row, total: None)
+    found = read_run(tmp_path / "run")
+    assert 0.05 < found.metrics.pooled["rmse"] < found.metrics.test["rmse"] + 0.05
+    assert [panel.title for panel in unit_figures.panels(found)] == [
+        "Units",
+        "Shared latent functions",
+        "Weights by round",
+    ]
+    details = found.metrics.method_details
+    first, *others = details["units"].items()
+    assert len(others) == 4
+    figure = unit_figures.units(details["units"], {first[0]: (np.zeros(3), np.ones(3))})
+    alone, federated, rows, held = figure.axes[0].lines
+    assert np.array_equal(federated.get_ydata(), first[1]["mean"])
+    assert np.array_equal(alone.get_ydata(), first[1]["alone.mean"])
+    assert len(rows.get_xdata()) == len(first[1]["x"])
+    assert len(held.get_xdata()) == 3
+    inside = np.interp(first[1]["x"], first[1]["grid"], first[1]["mean"]) - first[1]["y"]
+    assert np.std(inside) < 0.5 * np.std(first[1]["y"])
+    [line] = unit_figures.latents(details["latents"]).axes[0].lines
+    assert np.array_equal(line.get_ydata(), details["latents"][0]["mean"])

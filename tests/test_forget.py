@@ -1,0 +1,148 @@
+"""Forgetting a site of a finished run: like is compared with like, the record is true, the report shows it."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from faults import FaultyGrid
+from test_pvi import FIXED, SITES, quick
+
+from fedgp_flower import figures, forget, pvi_figures, server_app
+from fedgp_flower.artefacts import read_run
+from fedgp_flower.cli import run_in_process
+from fedgp_flower.errors import RunError
+
+
+@pytest.fixture(autouse=True)
+def _coarse_pictures() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "DPI", 30)
+        yield
+
+
+def execute(folder: Path, sites: int = SITES, **changes: Any) -> Path:
+    known = {"output_dir": str(folder), "name": "run", "num_server_rounds": sites, "keep_predictions": True}
+    flat = quick(**{**known, "baselines__pooled": True, "evaluate_every": 1, **changes})
+    return server_app.execute(FaultyGrid(flat, sites), flat, lambda row, total: None)
+
+
+def forgotten(run: Path, site: str, rounds: int = 1) -> tuple[Path, dict[str, Any]]:
+    going_on = forget.prepare(run, site, rounds=rounds, name=f"left-{site}")
+    folder = run_in_process(going_on.flat, 0, going_on.nodes)
+    forget.record(run, folder, site, rounds)
+    return folder, json.loads((folder / "forgotten.json").read_text())
+
+
+def over_rows(run: Path, sites: list[str]) -> dict[str, float]:
+    """NLL of a Gaussian is not that of a mixture: RMSE and coverage, row by row."""
+    rows = pd.read_csv(run / "predictions.csv", dtype={"site": str})
+    rows = rows[rows["site"].isin(sites)]
+    error = (rows["target"] - rows["mean"]).abs()
+    inside = error <= figures.Z95 * rows["sd"]
+    return {"rows": len(rows), "rmse": float(np.sqrt((error**2).mean())), "coverage_95": float(inside.mean())}
+
+
+def text(page: Path) -> str:
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page.read_text())))
+
+
+def test_both_figures_are_over_the_rows_of_the_sites_that_remain(tmp_path: Path) -> None:
+    run = execute(tmp_path)
+    left, record = forgotten(run, "1")
+    for when, folder in (("before", run), ("after", left)):
+        expected = over_rows(folder, ["0", "2"])
+        found = record[f"test_{when}"]
+        assert record["test_rows"] == expected["rows"]
+        assert found["rmse"] == pytest.approx(expected["rmse"], rel=1e-6)
+        assert {"nll", "crps", "mae"} <= found.keys()
+    assert record["test_before"]["rmse"] != pytest.approx(read_run(run).metrics.test["rmse"])
+    assert (record["sites_before"], record["sites_after"]) == (3, 2)
+    rows = {row["site"]: row["training_rows"] for row in read_run(run).metrics.per_site}
+    assert record["training_rows_removed"] == rows["1"]
+    assert record["predictions"]["rms_shift_in_sd"] > 0
+    assert all(value > 0 for value in record["divergence"].values())
+    assert record["divergence"].keys() == {"inducing", "hyper"}
+
+
+def test_no_yardstick_learns_from_the_forgotten_rows(tmp_path: Path) -> None:
+    run = execute(tmp_path)
+    assert read_run(run).metrics.pooled is not None
+    left, _ = forgotten(run, "1", rounds=0)
+    assert read_run(left).metrics.pooled is None
+
+
+def test_the_divergence_of_a_conjugate_run_is_that_of_its_posteriors(tmp_path: Path) -> None:
+    run = execute(tmp_path, **FIXED)
+    left, record = forgotten(run, "2", rounds=0)
+    moments = []
+    for folder in (left, run):
+        arrays = read_run(folder).posterior.arrays  # type: ignore[union-attr]
+        covariance = np.linalg.inv(np.eye(5) - 2.0 * arrays["factor.whitened.eta2"])
+        moments.append((covariance @ arrays["factor.whitened.eta1"], covariance))
+    (m1, s1), (m0, s0) = moments
+    inverse, step = np.linalg.inv(s0), m1 - m0
+    log_determinants = np.linalg.slogdet(s0)[1] - np.linalg.slogdet(s1)[1]
+    kl = 0.5 * (np.trace(inverse @ s1) + step @ inverse @ step - 5 + log_determinants)
+    assert record["divergence"] == {"whitened": pytest.approx(kl, rel=1e-6)}
+    assert record["remains"] == ["the standardisation and the first inducing inputs, which all sites agreed on"]
+
+
+def test_too_few_sites_are_told_before_a_folder_is_made(tmp_path: Path) -> None:
+    run = execute(tmp_path, sites=2)
+    with pytest.raises(RunError, match="min-sites"):
+        forget.prepare(run, "1", rounds=0, name="left")
+    assert not (tmp_path / "left").exists()
+
+
+def test_the_report_says_what_was_forgotten(tmp_path: Path) -> None:
+    run = execute(tmp_path)
+    left, record = forgotten(run, "1")
+    page = text(left / "report.html")
+    assert "What forgetting changed" in page
+    assert "What forgetting changed" not in text(run / "report.html")
+    assert f"the same {record['test_rows']:,} held-out rows" in page
+    for when in ("before", "after"):
+        assert f"{record[f'test_{when}']['nll']:#.4g}".replace("-", "−") in page
+    assert "factors of other sites, fitted beside the site's" in page
+
+
+def test_the_report_shows_factors_free_energy_and_visits(tmp_path: Path) -> None:
+    run = execute(tmp_path, num_server_rounds=4)
+    content = read_run(run)
+    panels = {panel.title: panel for panel in pvi_figures.panels(content)}
+    details = content.metrics.method_details
+    assert set(panels) >= {"What each factor says", "Free energy", "Posterior of the hyperparameters"}
+    strengths = re.sub(r"<[^>]+>", " ", str(panels["What each factor says"].body))
+    for site, own in details["factors"].items():
+        row = f"{site} {details['visits'][site]} {own['rows']:.0f} {own['points']:.0f} {own['weight']:#.4g}"
+        assert row in re.sub(r"\s+", " ", strengths)
+    assert "in rows of noise" in panels["What each factor says"].caption
+    parts = details["free_energy"]
+    energy = re.sub(r"[\s]+", " ", re.sub(r"<[^>]+>", " ", str(panels["Free energy"].body)))
+    assert f"free energy {parts['total']:#.4g}".replace("-", "−") in energy
+    assert f"q(β) from its prior {-parts['kl_hyper']:#.4g}".replace("-", "−", 1) in energy
+
+
+def test_convergence_is_drawn_against_visits(tmp_path: Path) -> None:
+    run = execute(tmp_path, num_server_rounds=2, pvi__schedule="synchronous", baselines__local_only=True)
+    history = read_run(run).history
+    figure = figures.convergence(history, [], "m")
+    assert figure is not None
+    ax = next(ax for ax in figure.axes if "NLL" in ax.get_ylabel())
+    assert ax.get_xlabel() == "communications (visits of a site)"
+    np.testing.assert_allclose(ax.lines[0].get_xdata(), [SITES, 2 * SITES])
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), history["test_nll"])
+
+
+def test_a_round_without_a_visit_stays_where_the_last_one_was() -> None:
+    history = pd.DataFrame({"round": [1, 2, 3, 4], "visits": [np.nan, 2, np.nan, 4], "test_nll": [4.0, 3.0, 2.5, 2.0]})
+    figure = figures.convergence(history, [], "m")
+    assert figure is not None
+    np.testing.assert_allclose(figure.axes[0].lines[0].get_xdata(), [0, 2, 2, 4])

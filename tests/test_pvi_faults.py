@@ -1,0 +1,235 @@
+"""What goes wrong with partitioned variational inference: lying sites, starved sites, rounds nobody may block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faults import Fault, FaultyGrid, Recorder, blamed, csv_nodes, lost, numbers, run, waves
+from faults import arrays as other_arrays
+from test_pvi import SITES, assert_exact, fixed, quick, rows_of, simulated, whitened
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.gaussian import Gaussian
+from fedgp_flower.models import pvi_arrays as site_arrays
+from fedgp_flower.models.hierarchical import Data
+from fedgp_flower.models.linear_pvi import LinearSite, fixed_point_update, gradient_update
+from fedgp_flower.models.pvi_local import linear_site
+from strategies import pvi_arrays as wire
+from strategies.pvi_forget import without
+from strategies.pvi_posterior import factor_strengths, free_energy
+from strategies.pvi_state import Contribution, PVIState, posterior
+from strategies.wire import Answer
+
+ADAM = {"pvi__local_update": "adam", "pvi__steps": 3, "pvi__first_steps": 3}
+SYNCHRONOUS = {"pvi__schedule": "synchronous", "pvi__damping": 1.0, "num_server_rounds": 1}
+
+
+def changed(**values: Any) -> Any:
+    """A reply whose arrays of these names (``__`` for a dot) are functions of what they were."""
+
+    def apply(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        new = {name.replace("__", "."): change for name, change in values.items()}
+        return {name: new[name](array) if name in new else array for name, array in own.items()}
+
+    return other_arrays(apply)
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        (changed(values__eta2=lambda a: 500.0 * np.eye(len(a))), "negative eigenvalue"),
+        (changed(values__eta2=lambda a: np.diag([1.0, -1.0, -1.0, -1.0, -1.0])), "negative eigenvalue"),
+        (changed(values__eta1=lambda a: np.full_like(a, 1e200)), "numbers above"),
+        (changed(values__eta2=lambda a: a + np.triu(np.ones_like(a), 1)), "not symmetric"),
+    ],
+)
+def test_a_lying_factor_of_u_ends_no_run(lie: Any, words: str) -> None:
+    flat = quick(**ADAM, pvi__factor="cpo")
+    strategy = run(FaultyGrid(flat, SITES, Fault("0", lie, ("train",))))
+    assert words in blamed(strategy)["0"][0]
+    assert set(strategy.factors.sites) == {"1", "2"}
+    assert strategy.evaluation is not None
+
+
+def test_an_update_that_nothing_makes_proper_is_its_sites_failure_alone() -> None:
+    lie = changed(whitened__eta2=lambda a: 1e15 * np.eye(len(a)))
+    strategy = run(FaultyGrid(fixed(**SYNCHRONOUS), SITES, Fault("1", lie, ("train",))))
+    assert blamed(strategy) == {"1": ["no damping makes its update proper"]}
+    assert strategy.book.visits == {"0": 1, "2": 1}
+    assert (strategy.book.refused, strategy.book.halvings) == (1, 0)
+    assert_exact(strategy, [simulated()[0], simulated()[2]])
+
+
+def test_a_refused_update_moves_no_averaged_inducing_points() -> None:
+    lie = changed(hyper__eta2=lambda a: np.full_like(a, 1e20), inducing__value=lambda a: a + 1e6)
+    flat = quick(**ADAM, pvi__inducing="average", **SYNCHRONOUS)
+    strategy = run(FaultyGrid(flat, SITES, Fault("1", lie, ("train",))))
+    assert "no damping" in blamed(strategy)["1"][0]
+    assert np.abs(strategy.factors.points["inducing.value"]).max() < 100
+    assert strategy.book.visits == {"0": 1, "2": 1}
+
+
+def test_a_round_of_improper_updates_alone_changes_nothing() -> None:
+    lies = [Fault(site, changed(whitened__eta2=lambda a: 1e15 * np.eye(len(a))), ("train",)) for site in "012"]
+    recorder = Recorder()
+    strategy = run(FaultyGrid(fixed(**SYNCHRONOUS), SITES, *lies), recorder)
+    assert strategy.book.visits == {}
+    assert strategy.factors.version == 0
+    assert "objective" not in recorder.rows[0]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {**ADAM, "pvi__inducing": "fixed", "pvi__hyper": "fixed"},
+        {**ADAM, "pvi__inducing": "fixed", "pvi__hyper": "fixed", "pvi__factor": "cpo"},
+        {"pvi__refit_steps": 0},
+    ],
+    ids=str,
+)
+def test_the_order_of_residuals_starves_no_site_whose_residual_is_unknown(form: dict[str, Any]) -> None:
+    strategy = run(FaultyGrid(quick(pvi__order="residual", num_server_rounds=9, **form), SITES))
+    assert strategy.book.visits == {"0": 3, "1": 3, "2": 3}
+
+
+def left_after(forgotten: str, nodes: list[Any], *faults: Fault, **changes: Any) -> tuple[Any, Any, Recorder]:
+    """A run, and the run that goes on for a round without one of its sites."""
+    before, after = Recorder(), Recorder()
+    whole = run(FaultyGrid(quick(**changes), nodes), before)
+    kept = [node for node in nodes if node["site"] != forgotten]
+    flat = quick(**{**changes, "num_server_rounds": whole.round + 1})
+    left = run(FaultyGrid(flat, kept, *faults), after, without(before.snapshots[-1], forgotten))
+    return whole, left, after
+
+
+def test_forgetting_refits_what_all_sites_share(tmp_path: Path) -> None:
+    nodes = csv_nodes(tmp_path, {name: waves(20, seed) for seed, name in enumerate("abc")})
+    recorder = Recorder()
+    whole = run(FaultyGrid(quick(), nodes), recorder)
+    left = run(FaultyGrid(quick(), [nodes[0], nodes[2]]), None, without(recorder.snapshots[-1], "b"))
+    assert left.round == whole.round
+    for name in ("inducing.eta1", "hyper.eta1"):
+        assert np.abs(left.factors.points[name] - whole.factors.points[name]).max() > 1e-6, name
+    assert not left.book.refit_due
+
+
+def test_forgetting_that_no_site_refits_is_an_error_and_not_a_result(tmp_path: Path) -> None:
+    nodes = csv_nodes(tmp_path, {name: waves(20, seed) for seed, name in enumerate("abc")})
+    with pytest.raises(RunError, match="b was forgotten"):
+        left_after("b", nodes, *(Fault(site, lost, ("train.refit",)) for site in "ac"))
+
+
+def test_visits_of_a_forgotten_site_stay_on_the_abscissa_of_the_history(tmp_path: Path) -> None:
+    nodes = csv_nodes(tmp_path, {name: waves(20, seed) for seed, name in enumerate("abc")})
+    asynchronous = {**ADAM, "pvi__schedule": "asynchronous"}
+    _, left, recorder = left_after("b", nodes, **asynchronous)
+    assert recorder.rows[-1]["visits"] == SITES + 1
+    assert sum(left.book.visits.values()) == SITES
+    assert not left.book.refit_due
+
+
+def test_parallel_replay_is_undamped_and_says_so() -> None:
+    recorder = Recorder()
+    run(FaultyGrid(quick(pvi__schedule="synchronous", num_server_rounds=2), SITES), recorder)
+    assert [row["damping"] for row in recorder.rows] == [1.0, 1.0]
+    assert [row["visits"] for row in recorder.rows] == [SITES, 2 * SITES]
+
+
+def test_what_optimisers_had_to_do_is_added_up_and_lies_about_it_are_not() -> None:
+    faults = [
+        Fault("0", numbers(**{"counts.rejected": 3.0, "counts.halvings": 2.0}), ("train",)),
+        Fault("1", numbers(**{"counts.rejected": [1.0, 2.0], "counts.halvings": -5.0}), ("train",)),
+        Fault("2", numbers(**{"counts.rejected": None, "counts.halvings": 1.0}), ("train",)),
+    ]
+    strategy = run(FaultyGrid(fixed(), SITES, *faults))
+    assert strategy.book.local == {"rejected": 3, "halvings": 3}
+
+
+def test_free_energy_weighs_its_parts() -> None:
+    def said(fit: float, divergence: float) -> Answer:
+        return Answer("", {}, {"fit": fit, "divergence": divergence}, {})
+
+    answers = {"a": said(-10.0, 2.0), "b": said(-30.0, 2.0)}
+    found = free_energy(answers, {"a", "b"}, {"inducing": 50.0, "hyper": 3.0}, alpha=0.1)
+    assert found is not None
+    assert found["total"] == pytest.approx(-40.0 - 2.0 - 0.1 * 50.0 - 3.0)
+    assert (found["kl_inducing"], found["kl_hyper"]) == (50.0, 3.0)
+    assert free_energy(answers, {"a", "c"}, {"inducing": 0.0, "hyper": 0.0}, alpha=0.1) is None
+
+
+def test_strengths_of_factors() -> None:
+    diagonal = wire.gaussian_of({"eta1": np.zeros(2), "eta2": np.array([-1.0, -2.0])})  # precisions 2 and 4
+    full = wire.gaussian_of({"eta1": np.zeros(2), "eta2": -0.5 * np.diag([3.0, 1.0])})
+    points = {"targets": np.zeros(3), "root": np.array([1.0, 2.0, 3.0])}
+    sites = {
+        "a": Contribution({"hyper": diagonal}, points, 20),
+        "b": Contribution({"whitened": full}, {}, 30),
+        "c": Contribution({"values": full}, {}, 40),
+    }
+    assert factor_strengths(PVIState({}, sites)) == {
+        "a": {"rows": 20, "points": 3, "weight": pytest.approx(14.0), "hyper": pytest.approx(3.0)},
+        "b": {"rows": 30, "directions": pytest.approx(0.75 + 0.5)},
+        "c": {"rows": 40, "values": pytest.approx(2.0)},
+    }
+
+
+def bernoulli_nodes(folder: Path) -> list[dict[str, str]]:
+    frames = {name: waves(rows, seed) for seed, (name, rows) in enumerate({"a": 25, "b": 45, "c": 35}.items())}
+    for frame in frames.values():
+        frame["y"] = np.where(frame["y"] > 0, 1, 0)
+    return csv_nodes(folder, frames)
+
+
+def linear(strategy: Any, nodes: list[dict[str, str]]) -> LinearSite:
+    """The rows of some sites at the fixed Z and β."""
+    model = site_arrays.sparse_model(strategy.config.model, 2)
+    latents = site_arrays.latents_of({f"q.{n}": a for n, a in strategy.factors.points.items()}, "q")
+    data: Data = rows_of(strategy, nodes)
+    return linear_site(model, data, latents)
+
+
+def by_hand(preset: str, sites: list[LinearSite], prior: Any) -> Gaussian:
+    """q(v) of a one-pass special case, from its definition."""
+    if preset in {"vcl", "streaming-vb"}:  # each posterior is the next one's prior
+        q = prior
+        for site in sites:
+            q = q * fixed_point_update(site, q, q.flat()).factor
+        return q
+    rows = [len(site.targets) for site in sites]
+    shares = [count / sum(rows) if preset == "bcm-split" else 1.0 for count in rows]
+    q = prior
+    for site, share in zip(sites, shares, strict=True):
+        q = q * fixed_point_update(site, prior**share, prior.flat()).factor
+    return q
+
+
+def test_presets_without_conjugacy_are_what_they_are_called(tmp_path: Path) -> None:
+    nodes = bernoulli_nodes(tmp_path)
+    means = {}
+    for preset in ("vcl", "streaming-vb", "bcm-same", "bcm-split"):
+        changes = {"pvi__local_update": "natural-gradient", "model__likelihood": "bernoulli", "pvi__preset": preset}
+        strategy = run(FaultyGrid(fixed(**changes), nodes))
+        prior = wire.standard(strategy.config.model.num_inducing, full=True)
+        expected = by_hand(preset, [linear(strategy, [node]) for node in nodes], prior).moments()
+        for found, wanted in zip(whitened(strategy), expected, strict=True):
+            assert found == pytest.approx(wanted.numpy(), rel=1e-6, abs=1e-7), preset
+        means[preset] = whitened(strategy)[0]
+    assert np.abs(means["bcm-same"] - means["vcl"]).max() > 1e-2
+    assert np.abs(means["bcm-split"] - means["bcm-same"]).max() > 1e-2
+
+
+def test_global_vi_without_conjugacy_is_pooled_gradient_ascent(tmp_path: Path) -> None:
+    nodes, step = bernoulli_nodes(tmp_path), 1e-2
+    changes = {"pvi__preset": "global-vi", "pvi__local_update": "gradient", "pvi__step": step}
+    strategy = run(FaultyGrid(fixed(**changes, model__likelihood="bernoulli", num_server_rounds=3), nodes))
+    prior = wire.standard(strategy.config.model.num_inducing, full=True)
+    pooled, factor = linear(strategy, nodes), prior.flat()
+    for _ in range(3):
+        factor = gradient_update(pooled, prior * factor, prior, factor, step=step)
+    found = posterior(strategy.factors)["whitened"]
+    assert found.eta1.numpy() == pytest.approx((prior * factor).eta1.numpy(), rel=1e-7, abs=1e-9)
+    assert found.eta2.numpy() == pytest.approx((prior * factor).eta2.numpy(), rel=1e-7, abs=1e-9)
+    assert np.abs(found.eta1.numpy()).max() > 1e-2

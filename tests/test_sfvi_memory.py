@@ -1,0 +1,207 @@
+"""What a site of SFVI keeps, loses, refuses and makes good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from faults import FaultyGrid, Recorder, blamed, csv_nodes, run, waves
+from test_sfvi import Killed, mixed, tiny, visits_csv
+
+from fedgp_flower import server_app
+from fedgp_flower.cli import run_in_process
+from fedgp_flower.clients.sfvi import SFVIClient
+from fedgp_flower.clients.state import ARRAYS
+from fedgp_flower.data.sites import load_site
+from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.models.structured_estimators import SiteGradient
+from fedgp_flower.models.structured_local import Learner
+from fedgp_flower.models.structured_memory import NOW, Memory
+from fedgp_flower.predict import Predictor
+from fedgp_flower.predict_at_site import predictor_at
+from fedgp_flower.registry import parse_config
+
+
+def offset_sites(folder: Path) -> list[dict[str, str]]:
+    """Three sites whose targets differ by constants that no input explains."""
+    frames = {name: waves(40, seed) for seed, name in enumerate("abc")}
+    for name, offset in (("a", 2.0), ("b", -2.0), ("c", 0.0)):
+        frames[name]["y"] += offset
+    return csv_nodes(folder, frames)
+
+
+def memories(grid: FaultyGrid) -> dict[str, Memory]:
+    """What the sites keep, by the name of their node."""
+    found = {}
+    for context in grid.contexts.values():
+        own = {name: array.numpy() for name, array in context.state.array_records[ARRAYS].items()}
+        memory = Memory.from_arrays(own, NOW)
+        assert memory is not None
+        found[str(context.node_config.get("site", context.node_config.get("partition-id")))] = memory
+    return found
+
+
+@pytest.mark.parametrize("method", ["sfvi", "sfvi-avg"])
+def test_a_site_that_loses_its_state_in_the_last_round_gets_its_deviation_back(tmp_path: Path, method: str) -> None:
+    """Its rate is that of a run from its beginning, however late it is; its offset is many steps away."""
+    nodes = offset_sites(tmp_path)
+    flat = tiny(
+        method=method, num_server_rounds=40, sfvi__learning_rate=0.05, sfvi__local_steps=4, sfvi__coupling=False
+    )
+    calm = run(FaultyGrid(flat, nodes))
+    grid, recorder = FaultyGrid(flat, nodes), Recorder()
+    recorder.at[39] = lambda: grid.restart("a")
+    strategy = run(grid, recorder)
+    assert strategy.details()["fresh_starts"] == {"a": 1}
+
+    def error(own: Any) -> float:
+        return next(row["rmse"] for row in own.evaluation["per_site"] if row["site"] == "a")
+
+    assert error(strategy) < error(calm) + 0.1
+
+
+def test_a_site_that_is_not_sampled_at_first_has_lost_nothing() -> None:
+    strategy = run(FaultyGrid(tiny(sfvi__fraction=0.5, num_server_rounds=6, sfvi__catch_up_steps=5), 4))
+    assert len(strategy.trained) > 2
+    assert "fresh_starts" not in strategy.details()
+
+
+@pytest.mark.parametrize("method", ["sfvi", "sfvi-avg"])
+def test_a_step_that_is_not_finite_is_one_failure_and_not_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
+) -> None:
+    """The gradient of one site's own latents breaks in the second round: it goes on in the third."""
+    original = SFVIClient.learner
+    nodes = csv_nodes(tmp_path, {name: waves(30, seed) for seed, name in enumerate("abc")})
+
+    def learner(self: SFVIClient, request: Any) -> Learner:
+        found = original(self, request)
+        if self.site.site == "b" and request.round == 2 and request.phase.startswith("train"):
+            return Broken(found.model, found.site, found.seed, found.key, found.samples, found.importance)
+        return found
+
+    monkeypatch.setattr(SFVIClient, "learner", learner)
+    grid = FaultyGrid(tiny(method=method, num_server_rounds=6, sfvi__local_steps=2), nodes)
+    strategy = run(grid)
+    assert [failure.round for failure in strategy.network.failures] == [2]
+    assert "not finite" in blamed(strategy)["b"][0]
+    assert memories(grid)["b"].round == 6
+    assert all(memory.finite for memory in memories(grid).values())
+
+
+class Broken(Learner):
+    """Its own latents are no numbers after a step; what it would send looks sound."""
+
+    def gradient(self, *told: Any) -> SiteGradient:
+        """One entry is broken."""
+        found = super().gradient(*told)
+        return SiteGradient(found.value, found.theta, found.eta, {n: v * torch.nan for n, v in found.local.items()})
+
+    def travel(self, *told: Any, **named: Any) -> Any:
+        """One entry is broken."""
+        found = super().travel(*told, **named)
+        found.q_local.mean[...] = torch.nan
+        return found
+
+
+def renumbered(path: Path, target: Path) -> Path:
+    """The same rows under other units."""
+    frame = pd.read_csv(path)
+    frame["unit"] += 1000
+    frame.to_csv(target, index=False)
+    return target
+
+
+def test_latents_of_units_are_not_given_to_others(tmp_path: Path) -> None:
+    """A site comes back with as many units as before, but not the same ones: it begins anew and says so."""
+    path = visits_csv(tmp_path)
+    frame = pd.read_csv(path).drop(columns=["one", "three"])
+    nodes = csv_nodes(tmp_path, {"a": frame, "b": frame.assign(unit=frame["unit"] + 50)})
+    flat = mixed(path, "one", num_server_rounds=4, features="unit,a,b", sfvi__catch_up_steps=5)
+    recorder = Recorder()
+    recorder.at[2] = lambda: renumbered(tmp_path / "a.csv", tmp_path / "a.csv") and None
+    strategy = run(FaultyGrid(flat, nodes), recorder)
+    assert strategy.details()["fresh_starts"] == {"a": 1}
+
+
+def test_a_killed_simulation_ends_where_it_would_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated sites keep their state in the run's folder."""
+    keys = {"num_server_rounds": 6, "output_dir": str(tmp_path), "sfvi__warm_start_rounds": 2}
+    expected = run_in_process(tiny(name="calm", **keys), 3)
+    flat = tiny(name="killed", **keys)
+    with monkeypatch.context() as patch:
+        patch.setattr(server_app.FolderObserver, "on_checkpoint", fatal)
+        with pytest.raises(Killed):
+            run_in_process(flat, 3)
+    resumed = run_in_process({**flat, "resume": True}, 3)
+    before, after = (pd.read_json(path / "metrics.json", typ="series") for path in (expected, resumed))
+    assert after["test"] == before["test"]
+    assert after["method_details"] == before["method_details"]
+
+
+kept_by_the_folder = server_app.FolderObserver.on_checkpoint
+
+
+def fatal(self: Any, snapshot: Any) -> None:
+    """Killed after the history of the fourth round, before its checkpoint."""
+    if snapshot.facts["round"] == 4:
+        raise Killed
+    kept_by_the_folder(self, snapshot)
+
+
+def test_new_rows_are_predicted_at_a_simulated_site_as_its_held_out_rows_were(tmp_path: Path) -> None:
+    flat = tiny(partitioner="blocks", keep_predictions=True, output_dir=str(tmp_path), name="run")
+    folder = run_in_process(flat, 3)
+    told = pd.read_csv(folder / "predictions.csv", dtype={"site": str}).query("site == '1'")
+    frame = told.rename(columns={"input.x": "x"})[["x"]]
+    table = predictor_at(folder, "1").table(frame)
+    for name in ("mean", "sd"):
+        assert table[name].to_numpy() == pytest.approx(told[name].to_numpy(), rel=1e-9)
+    assert np.abs(table["mean"] - Predictor.of_run(folder).table(frame)["mean"]).max() > 1e-3
+    (folder / "sites" / "1" / "site-state.safetensors").unlink()
+    with pytest.raises(RunError, match="missing or damaged"):
+        predictor_at(folder, "1")
+
+
+def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path: Path) -> None:
+    nodes = [{**node, "state-dir": str(tmp_path / "state" / node["site"])} for node in offset_sites(tmp_path)]
+    flat = tiny(num_server_rounds=25, sfvi__learning_rate=0.1, output_dir=str(tmp_path), name="run")
+    folder = server_app.execute(FaultyGrid(flat, nodes), flat, lambda row, total: None)
+    rows = pd.read_json(folder / "metrics.json", typ="series")["per_site"]
+    site = load_site(parse_config(flat), nodes[0])
+    own = predictor_at(folder, "a", data=tmp_path / "a.csv", state_dir=tmp_path / "state" / "a")
+    error = own.table(site.test)["mean"].to_numpy() - site.test["y"].to_numpy()
+    assert np.sqrt(np.mean(error**2)) == pytest.approx(next(row["rmse"] for row in rows if row["site"] == "a"))
+    with pytest.raises(RunError, match="other rows"):
+        predictor_at(folder, "a", data=tmp_path / "a.csv", state_dir=tmp_path / "state" / "b")
+    with pytest.raises(RunError, match="`--site-data`"):
+        predictor_at(folder, "a")
+
+
+@pytest.mark.parametrize(
+    ("flat", "word"),
+    [
+        ({"model.inducing-init": "normal"}, "`model.inducing-init`"),
+        ({"optimizer.name": "sgd"}, "`optimizer.name`"),
+        ({"optimizer.steps": 7}, "`optimizer.steps`"),
+        ({"optimizer.learning-rate": 0.5, "optimizer.decay": 0.9}, "`optimizer.learning-rate`, `optimizer.decay`"),
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(flat: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        parse_config({"method": "sfvi", **flat})
+
+
+def test_the_yardstick_takes_the_steps_and_rates_of_the_run() -> None:
+    own = parse_config(tiny(num_server_rounds=4, sfvi__warm_start_rounds=1, sfvi__local_steps=3)).options
+    rates = own.rates("sfvi", 4)
+    assert len(rates) == 3 + 3
+    assert rates[:5] == pytest.approx([0.03] * 5)
+    assert rates[-1] == pytest.approx(0.03 * 0.01**0.5)
+    assert own.rates("sfvi-avg", 2) == pytest.approx([0.03] * 6)
+    assert len(own.catch_up_rates()) == 400
+    assert np.diff(own.catch_up_rates()).max() <= 0
