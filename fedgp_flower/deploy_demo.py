@@ -10,7 +10,7 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +33,19 @@ DEFAULTS: dict[str, Value] = {
     "method": "fsgp",
     "fsgp.objective": "average",
     "fsgp.server-optimizer": "fedavg",
-    "optimizer.steps": 25,
     "num-server-rounds": 3,
     "model.num-inducing": 20,
     "evaluate-every": 0,
     "baselines.pooled": False,
 }
+LOCAL_STEPS: dict[str, Value] = {"optimizer.steps": 25}
+"""For methods that take the optimiser's local steps; the others have steps of their own and refuse these."""
+
+
+def demo_config(chosen: Mapping[str, Value], count: int) -> dict[str, Value]:
+    """The demonstration's configuration: its defaults, and over them what was chosen."""
+    usual = DEFAULTS | (LOCAL_STEPS if chosen.get("method", DEFAULTS["method"]) in ("fsgp", "fgpr") else {})
+    return complete_config(usual | {"min-sites": count} | dict(chosen), Path.cwd())
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +186,7 @@ def _run(chosen: argparse.Namespace) -> None:
     folder = chosen.folder.resolve() / time.strftime("%Y%m%d-%H%M%S")
     chosen_keys = parse_assignments(chosen.assignments)
     count = len(chosen.data) or chosen.num_sites
-    usual = dict(DEFAULTS)
-    if str(chosen_keys.get("method", "")).startswith("sfvi"):
-        del usual["optimizer.steps"]  # it has local steps of its own and refuses others
-    config = complete_config(usual | {"min-sites": count} | chosen_keys, Path.cwd())
+    config = demo_config(chosen_keys, count)
     folder.mkdir(parents=True, mode=0o700)
     files = chosen.data or write_partition(parse_config(config), count, folder / "data")
     sites = create_sites(folder, files)

@@ -12,10 +12,11 @@ from flwr.common.config import parse_config_args
 
 from fedgp_flower.config import Value
 from fedgp_flower.credentials import create_node_key, create_server_credentials
-from fedgp_flower.deploy_demo import create_sites
+from fedgp_flower.deploy_demo import create_sites, demo_config
 from fedgp_flower.errors import ConfigError, DataError, RunError
 from fedgp_flower.launch import complete_config, main, parse_assignments, run_folder
 from fedgp_flower.processes import Processes, free_ports
+from fedgp_flower.registry import METHODS
 from fedgp_flower.submission import Flower, environment, install_profiles, project_folder
 
 
@@ -33,6 +34,12 @@ def test_assignments_take_the_type_of_their_key() -> None:
 def test_a_word_without_equals_sign_is_an_error() -> None:
     with pytest.raises(ConfigError, match="`verbose` is not of the form KEY=VALUE"):
         parse_assignments(["verbose"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_demonstration_takes_every_method_with_the_defaults(method: str) -> None:
+    found = demo_config({"method": method}, 3)
+    assert (found["method"], found["min-sites"]) == (method, 3)
 
 
 @pytest.mark.parametrize("wrong", [{"model.kernal": "rbf"}, {"seed": "three"}, {"split": -5}])
