@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from fedmgp_common import RESULTS, RUNS, SIGNALS, finished, metrics, table
@@ -137,17 +137,24 @@ def one(
     return honest_mse(found, bad if leave_out is None else leave_out)
 
 
-Ratios = dict[tuple[str, str, int], float]
-"""(rule, attack, number of bad units) → error over the same rule's without attack; infinite where it broke down."""
+class Damage(NamedTuple):
+    """Error under an attack, and its ratio to the same rule's without attack; infinite where the run broke down."""
+
+    error: float
+    ratio: float
+
+
+Damages = dict[tuple[str, str, int], Damage]
+"""(rule, attack, number of bad units) → damage."""
 
 
 def section(
     mode: str, rules: tuple[str, ...], counts: list[int], seeds: int, attacks: tuple[str, ...] = ATTACKS
-) -> tuple[list[str], Ratios]:
+) -> tuple[list[str], Damages]:
     """A table of the mean over seeds, and its ratio to the same rule's without attack: rules by attacks, bad units."""
     clean_titles = [f"clean, without {bad}" for bad in counts]
     titles, rows = ["rule", *clean_titles, *(f"{attack}, {bad} bad" for attack in attacks for bad in counts)], []
-    ratios: Ratios = {}
+    damages: Damages = {}
     for rule in rules:
         clean = [
             float(np.mean([one(mode, rule, "", 0, seed, leave_out=bad) for seed in range(seeds)])) for bad in counts
@@ -156,18 +163,18 @@ def section(
         for attack in attacks:
             for bad, base in zip(counts, clean, strict=True):
                 error = float(np.mean([one(mode, rule, attack, bad, seed) for seed in range(seeds)]))
-                ratios[rule, attack, bad] = error / base if error < 100 else float("inf")
+                damages[rule, attack, bad] = Damage(error, error / base if error < 100 else float("inf"))
                 row.append(f"{error:.4f} ({error / base:.2f})" if error < 100 else "broke down")
                 print(mode, rule, attack, bad, row[-1], flush=True)
         rows.append(row)
-    return [table(titles, rows), ""], ratios
+    return [table(titles, rows), ""], damages
 
 
-def verdicts(ratios: Ratios, limit: float) -> list[str]:
+def verdicts(damages: Damages, limit: float) -> list[str]:
     """For every rule, the attacks under which the error exceeds ``limit`` times that without attack; and its worst."""
     lines = []
-    for rule in dict.fromkeys(rule for rule, _, _ in ratios):
-        own = {(attack, bad): ratio for (name, attack, bad), ratio in ratios.items() if name == rule}
+    for rule in dict.fromkeys(rule for rule, _, _ in damages):
+        own = {(attack, bad): damage.ratio for (name, attack, bad), damage in damages.items() if name == rule}
         worst, above = max(own, key=lambda key: own[key]), [key for key in own if own[key] > limit]
         told = "; ".join(f"{attack} with {bad} ({_times(own[attack, bad])})" for attack, bad in above)
         lines.append(
@@ -182,14 +189,14 @@ def _times(ratio: float) -> str:
     return f"{ratio:.2f}" if np.isfinite(ratio) else "broke down"
 
 
-def best_rules(ratios: Ratios) -> list[str]:
-    """For every attack, the rule whose error grows least."""
+def best_rules(damages: Damages) -> list[str]:
+    """For every attack, the rule with the least error under it."""
     lines = []
-    for attack, bad in dict.fromkeys((attack, bad) for _, attack, bad in ratios):
-        own = {rule: ratio for (rule, name, count), ratio in ratios.items() if (name, count) == (attack, bad)}
+    for attack, bad in dict.fromkeys((attack, bad) for _, attack, bad in damages):
+        own = {rule: damage.error for (rule, name, count), damage in damages.items() if (name, count) == (attack, bad)}
         rule = min(own, key=lambda name: own[name])
-        lines.append(f"- {attack}, {bad} bad: `{rule}` ({_times(own[rule])})")
-    return ["Least growth by attack:", "", *lines, ""]
+        lines.append(f"- {attack}, {bad} bad: `{rule}` ({own[rule]:.4f})")
+    return ["Least error under each attack:", "", *lines, ""]
 
 
 def reach_section(seeds: int) -> list[str]:
