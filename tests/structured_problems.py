@@ -99,8 +99,8 @@ def linear_gaussian_posterior(designs, targets, noise):
         row[:, :size], row[:, start : start + len(b)] = a.T, b.T
         rows.append(row)
     design, y = np.concatenate(rows), np.concatenate(targets)
-    covariance = np.linalg.inv(np.eye(starts[-1]) + design.T @ design / noise)
-    mean = covariance @ design.T @ y / noise
+    precision = np.eye(starts[-1]) + design.T @ design / noise
+    covariance, mean = np.linalg.solve(precision, np.eye(starts[-1])), np.linalg.solve(precision, design.T @ y / noise)
     marginal = design @ design.T + noise * np.eye(len(y))
     _, log_det = np.linalg.slogdet(2 * np.pi * marginal)
     evidence = -0.5 * (log_det + y @ np.linalg.solve(marginal, y))

@@ -28,7 +28,6 @@ from fedgp_flower.models.exact_q import (
 from fedgp_flower.models.multi_output import from_exact
 from fedgp_flower.models.multi_output_baselines import fit_pooled
 from strategies.exact_q import (
-    ExactState,
     best_scales,
     is_flat,
     lead,
@@ -38,7 +37,6 @@ from strategies.exact_q import (
     start_state,
     trial_moves,
 )
-from strategies.exact_trust import agreeing, best_lead, possible
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 OPTIONS = SearchOptions()
@@ -282,80 +280,6 @@ def test_stretch_extrapolates_the_unit_s_own_step() -> None:
     assert plain.noise == after.noise
 
 
-def answers(seed: int = 0, num_units: int = 7):  # type: ignore[no-untyped-def]
-    units, W = signals(1, seed, num_units), grid(1)
-    states, phi, data = federate(units, W, 4)
-    state: ExactState = states[-1]
-    told = {
-        s: respond(data[s], state.latents, state.posterior, trial_moves(state), phi[s], OPTIONS)[1][0] for s in data
-    }
-    return told, state, dict.fromkeys(data, 50)
-
-
-LIES = {
-    "flipped": lambda s: replace(s, shift=-s.shift),
-    "flipped and five times stronger": lambda s: replace(s, precision=5 * s.precision, shift=-5 * s.shift),
-    "negated": lambda s: Statistics(-5 * s.precision, -5 * s.shift, -5 * s.evidence, -5 * s.slack),
-    "a hundred times": lambda s: Statistics(100 * s.precision, 100 * s.shift, 100 * s.evidence, 100 * s.slack),
-    "not a number": lambda s: replace(s, shift=s.shift * np.nan),
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_agreement_keeps_the_honest_and_drops_liars(lie: str) -> None:
-    told, state, counts = answers()
-    everyone = tuple(sorted(told))
-    assert agreeing(told, asked=state.posterior, counts=counts) == everyone
-    attacked = {s: LIES[lie](v) if s in {"4", "5"} else v for s, v in told.items()}
-    kept = agreeing(attacked, asked=state.posterior, counts=counts)
-    assert kept == tuple(s for s in everyone if s not in {"4", "5"})
-
-
-def test_agreement_drops_a_unit_with_another_function() -> None:
-    """Its own statistics are honest; it only does not share g."""
-    told, state, counts = answers()
-    rng = np.random.default_rng(5)
-    x = signals(1, 0, 7)[0][0]
-    stranger = UnitData.build(x, np.sin(23 * x[:, 0] + 1) + 0.1 * rng.normal(size=len(x)), grid(1))
-    alone = maximise(
-        stranger, state.latents, posterior(told["0"]), starting_parameters(stranger, state.latents, OPTIONS), OPTIONS
-    )
-    forced = statistics(stranger, state.latents, replace(alone, amplitudes=np.ones(1), noise=0.3))
-    assert "0" not in agreeing({**told, "0": forced}, asked=state.posterior, counts=counts)
-
-
-def test_lead_is_a_site_that_most_others_agree_with() -> None:
-    """The units with most rows see another function; the lead is still an honest one, whatever its sign."""
-    W = grid(1)
-    rng = np.random.default_rng(2)
-    x = rng.uniform(-1, 1, (90, 1))
-    strangers = [(x, g * np.sin(23 * x[:, 0] + 1) + 0.1 * rng.normal(size=90)) for g in (2.0, 3.0)]
-    latents = start_state(W).latents
-    starts = {}
-    for name, (rows, y) in zip("01234", [*strangers, *signals(1)], strict=True):
-        data = UnitData.build(rows, y, W)
-        starts[name] = statistics(data, latents, starting_parameters(data, latents, OPTIONS))
-    assert best_lead(starts) in {"2", "3", "4"}
-    negative = {"1": LIES["negated"](starts["1"])}
-    with pytest.raises(ProtocolError, match="starting statistics"):
-        best_lead(negative)
-
-
-def test_possible_is_an_identity_for_any_q() -> None:
-    """A unit's M-step spends its rows exactly: with yᵀy/σ² known, the misfit is N."""
-    latents, q, data, phi, _ = random_unit(2, 1)
-    best = maximise(data, latents, q, phi, OPTIONS)
-    s = statistics(data, latents, best)
-    spent = (
-        data.y @ data.y / best.noise
-        - 2 * s.shift @ q.mean
-        + np.vdot(s.precision, q.second_moment())
-        - 2 * s.slack.sum()
-    )
-    assert spent == pytest.approx(len(data.y), rel=1e-9)
-    assert possible(s, q, len(data.y))
-
-
 def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
     units, W = signals(1), grid(1)
     states, phi, data = federate(units, W, 3)
@@ -369,8 +293,9 @@ def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
         merge(state, {"0": replies["0"][:5]}, moves=moves)
     with pytest.raises(ProtocolError, match="no unit's statistics"):
         merge(state, replies, moves=moves, keep=())
+    own = replies["0"][0]
     with pytest.raises(NumericsError, match="agreement"):
-        posterior(LIES["negated"](replies["0"][0]))
+        posterior(Statistics(*(-5 * part for part in (own.precision, own.shift, own.evidence, own.slack))))
     only = merge(state, replies, moves=moves, keep=("1",))
     np.testing.assert_allclose(only.bound, max(best_scales(r, 1)[0] for r in replies["1"]))
 

@@ -191,10 +191,10 @@ def test_cpo_is_the_same_function_of_u_at_every_sample():
     root = rand(INDUCING, 2, seed=3)
     factor = InducingFactor(NaturalGaussian(rand(INDUCING, seed=4), -0.5 * root @ root.mT))
     L, natural = model.geometry(draws).chol, naturals(model, draws, [factor])
-    inverse = torch.linalg.inv(L)
-    added = inverse.mT @ (natural.precision - torch.eye(INDUCING)) @ inverse
+    half = torch.linalg.solve_triangular(L.mT, natural.precision - torch.eye(INDUCING), upper=True)
+    added = torch.linalg.solve_triangular(L, half, upper=False, left=False)
     torch.testing.assert_close(added, (root @ root.mT).expand_as(added), rtol=1e-7, atol=1e-7)
-    shift = (inverse.mT @ natural.shift[..., None])[..., 0]
+    shift = torch.linalg.solve_triangular(L.mT, natural.shift[..., None], upper=True)[..., 0]
     torch.testing.assert_close(shift, factor.natural.eta1.expand_as(shift), rtol=1e-7, atol=1e-7)
 
 
@@ -292,26 +292,27 @@ def test_a_variance_may_be_negative_by_rounding_only(variance, broken, monkeypat
 
 
 def test_one_pass_of_cpo_factors_is_titsias_in_natural_parameters_of_u():
-    """∏ t_k(u) of K sites, each η_k = K⁻¹ K_zx y/σ² and Λ_k = K⁻¹ K_zx K_xz K⁻¹/σ², written with dense inverses."""
+    """∏ t_k(u) of K sites, each η_k = K⁻¹ K_zx y/σ² and Λ_k = K⁻¹ K_zx K_xz K⁻¹/σ², written with a dense K_zz."""
     model = make_model()
     latents = Latents(Point(3 * rand(INDUCING * 2, seed=1)), Point(model.initial_hyper()))
     draws = Draws(latents.inducing.value.reshape(1, INDUCING, 2), latents.hyper.value[None])
     sites = [Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3, 4)]
     factors = [first_factor(model, data, latents, "cpo", num_points=1, min_rows=1) for data in sites]
     geometry, noise = model.geometry(draws), 0.2
-    inverse = torch.linalg.inv((geometry.chol @ geometry.chol.mT)[0])
+    kzz = (geometry.chol @ geometry.chol.mT)[0]
     z, x, y = draws.inducing, torch.cat([d.inputs for d in sites]), torch.cat([d.targets for d in sites])
     kzx = model.kernel.matrix(geometry.hyper, z, x)[0]
     near = {"rtol": 1e-8, "atol": 1e-8}
-    torch.testing.assert_close(sum(f.natural.eta1 for f in factors), inverse @ kzx @ y / noise, **near)
-    precision = inverse @ kzx @ kzx.mT @ inverse / noise
+    weights = torch.linalg.solve(kzz, kzx)  # K⁻¹ K_zx
+    torch.testing.assert_close(sum(f.natural.eta1 for f in factors), weights @ y / noise, **near)
+    precision = weights @ weights.mT / noise
     torch.testing.assert_close(sum(f.natural.precision for f in factors), precision, **near)
     q = naturals(model, draws, factors).density()
-    sigma = torch.linalg.inv(inverse) + kzx @ kzx.mT / noise
-    mean = torch.linalg.inv(inverse) @ torch.linalg.solve(sigma, kzx @ y) / noise
+    sigma = kzz + kzx @ kzx.mT / noise
+    mean = kzz @ torch.linalg.solve(sigma, kzx @ y) / noise
     torch.testing.assert_close((geometry.chol @ q.mean[..., None])[0, :, 0], mean, **near)
     covariance = (geometry.chol @ torch.cholesky_inverse(q.chol) @ geometry.chol.mT)[0]
-    expected = torch.linalg.inv(inverse) @ torch.linalg.solve(sigma, torch.linalg.inv(inverse))
+    expected = kzz @ torch.linalg.solve(sigma, kzz)
     torch.testing.assert_close(covariance, expected, **near)
 
 

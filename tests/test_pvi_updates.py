@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from fedgp_flower.config import ModelSection
-from fedgp_flower.errors import ConfigError, NumericsError
+from fedgp_flower.errors import ConfigError
 from fedgp_flower.gaussian import DiagonalGaussian, NaturalGaussian
-from fedgp_flower.models import pseudo_points
 from fedgp_flower.models.batched_kernel import BatchedKernel
 from fedgp_flower.models.cavity import Cavity, local_free_energy
 from fedgp_flower.models.factors import InducingFactor, PseudoObservations, log_noise_evidence
@@ -26,8 +25,8 @@ from fedgp_flower.models.hierarchical import (
 )
 from fedgp_flower.models.kernels import build_kernel
 from fedgp_flower.models.likelihoods import build_point_likelihood
-from fedgp_flower.models.optimise import AdamSettings, adam, lbfgs
-from fedgp_flower.models.pseudo_points import MERGED_ROWS, distance_report, microaggregate
+from fedgp_flower.models.optimise import AdamSettings
+from fedgp_flower.models.pseudo_points import microaggregate
 from fedgp_flower.models.pvi_updates import LocalProblem, adam_update, first_latents, lbfgs_update
 from fedgp_flower.models.replay import ReplaySettings, distil, noise_residual, refit, replay_update, withhold
 
@@ -318,94 +317,6 @@ def test_a_replay_pass_predicts_like_pooled_training():
     mean = [gold.inducing.mean(), gold.hyper.mean()]
     pooled = predict(model(), draws_at(Latents(*map(Point, mean))), [exact(train)], test.inputs, test.targets)
     assert float(federated.log_density().mean()) > float(pooled.log_density().mean()) - 0.1
-
-
-@pytest.mark.parametrize("floor", [1, 3])
-def test_many_rows_are_cut_and_not_merged_one_by_one(floor, monkeypatch):
-    """Merging keeps a distance for every pair of rows; cutting keeps the same sums and sizes that differ by one."""
-    rows = MERGED_ROWS + 1
-    many = Data(torch.randn(rows, 2, generator=generator(), dtype=torch.float64), torch.ones(rows).double())
-    monkeypatch.setattr(pseudo_points, "linkage", None)
-    own = microaggregate(many, 400, floor)
-    weights = own.root.square()
-    assert len(weights) == 400
-    assert float(weights.max() - weights.min()) <= 2
-    torch.testing.assert_close(weights @ own.inputs, many.inputs.sum(0))
-    assert len(microaggregate(many, rows, 1).targets) == rows
-
-
-@pytest.mark.parametrize(("points", "floor"), [(20, 1), (20, 3), (60, 1), (12, 5), (100, 5), (100, 7)])
-def test_microaggregation_keeps_the_floor_and_the_sums(points, floor):
-    data = sine()
-    own = microaggregate(data, points, floor)
-    weights = own.root.square()
-    assert float(weights.min()) >= floor - 1e-9
-    assert len(weights) == min(points, 60 // floor)
-    assert float(weights.sum()) == pytest.approx(60)
-    torch.testing.assert_close(weights @ own.targets, data.targets.sum())
-    torch.testing.assert_close(weights @ own.inputs, data.inputs.sum(0))
-    within = data.targets.square().sum() - weights @ own.targets.square()
-    torch.testing.assert_close(own.residual, within)
-
-
-def test_too_few_rows_for_the_floor():
-    with pytest.raises(ConfigError, match="only 3 rows"):
-        microaggregate(sine(3), 2, 5)
-
-
-def test_distance_report_sees_copies_of_rows():
-    data = sine()
-    near = distance_report(exact(data), data)
-    assert near.share_near == 1.0
-    assert near.quantiles == (0.0, 0.0, 0.0)
-    far = distance_report(microaggregate(data, 6, 10), data)
-    assert far.share_near < 0.5
-    assert far.quantiles[1] > 0
-    spread = Data(torch.arange(5.0).double()[:, None], torch.zeros(5).double())
-    assert distance_report(exact(spread), spread).spacing == pytest.approx(1.0)
-
-
-def test_adam_stops_when_windows_no_longer_rise():
-    x = torch.zeros(1).double().requires_grad_()
-    settings = AdamSettings(steps=1000, learning_rate=0.1, window=20)
-    trace = adam(lambda: -(x - 1).square().sum(), [x], settings, 10)
-    assert trace.reason == "converged"
-    assert len(trace.values) < 1000
-    assert x.item() == pytest.approx(1.0, abs=1e-2)
-    budget = adam(lambda: -(x - 9).square().sum(), [x], AdamSettings(steps=7, learning_rate=1e-3), 10)
-    assert (budget.reason, len(budget.values)) == ("budget", 7)
-
-
-def test_adam_refuses_a_free_energy_that_is_not_finite():
-    x = torch.zeros(1).double().requires_grad_()
-    with pytest.raises(NumericsError, match="learning-rate"):
-        adam(lambda: x.sum().log(), [x], AdamSettings(steps=3), 1)
-
-
-def test_lbfgs_steps_back_from_inadmissible_points_and_counts_them():
-    """Maximise log(1 − x²) + x, which only exists on (−1, 1): x* = √2 − 1. The first trial step from 0 ends at 1."""
-    x = torch.tensor([0.0]).double().requires_grad_()
-
-    def objective() -> torch.Tensor:
-        if abs(x.item()) >= 1:
-            raise NumericsError("outside")
-        return (1 - x.square()).log().sum() + x.sum()
-
-    trace = lbfgs(objective, [x], max_evaluations=60, tolerance=1e-9)
-    assert trace.rejected >= 1
-    assert x.item() == pytest.approx(2**0.5 - 1, abs=1e-4)
-    with torch.no_grad():
-        x.fill_(2.0)
-    with pytest.raises(NumericsError, match="outside"):
-        lbfgs(objective, [x], max_evaluations=5)
-
-
-def test_lbfgs_stays_below_upper_bounds():
-    """Maximise −|x − 3|² − |y − 3|² with y ≤ 2."""
-    x, y = torch.zeros(2).double().requires_grad_(), torch.zeros(3).double().requires_grad_()
-    lbfgs(lambda: -(x - 3).square().sum() - (y - 3).square().sum(), [x, y], max_evaluations=50, upper=(np.inf, 2.0))
-    assert x.tolist() == pytest.approx([3.0, 3.0], abs=1e-3)
-    assert y.tolist() == pytest.approx([2.0, 2.0, 2.0])
 
 
 @pytest.mark.parametrize("form", ["tied", "free", "full", "cpo"])

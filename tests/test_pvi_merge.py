@@ -1,0 +1,130 @@
+"""Merging replies: damping, improper updates, averages of points, schedules."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from test_pvi_exact import contribution, contribution_of
+
+from fedgp_flower.gaussian import DiagonalGaussian, NaturalGaussian
+from fedgp_flower.models.factors import InducingFactor
+from strategies.pvi_schedule import Plan, damping_of, next_sites
+from strategies.pvi_state import (
+    Contribution,
+    PVIState,
+    average_points,
+    cavity,
+    merge,
+    posterior,
+)
+
+
+def test_damping_is_a_geometric_mean_of_old_and_new():
+    q = {"b": DiagonalGaussian.standard(2)}
+    old, new = (DiagonalGaussian(v * torch.ones(2).double(), -v * torch.ones(2).double()) for v in (1.0, 3.0))
+    state = PVIState(q, {"s": Contribution({"b": old})})
+    merged, record = merge(state, {"s": Contribution({"b": new})}, damping=0.25)
+    torch.testing.assert_close(merged.sites["s"].factors["b"].eta1, torch.full((2,), 1.5).double())
+    assert record.damping == 0.25
+    assert record.size["s"] == pytest.approx(float(posterior(merged)["b"].kl(posterior(state)["b"])))
+    assert merged.version == 1
+
+
+def test_an_improper_update_is_damped_further_and_counted():
+    """Prior precision 1 and t̂ precision −3: proper only if ρ < ⅓, so ρ = 1 is halved twice."""
+    state = PVIState({"b": DiagonalGaussian.standard(1)})
+    bad = DiagonalGaussian(torch.zeros(1).double(), torch.full((1,), 1.5).double())
+    merged, record = merge(state, {"s": Contribution({"b": bad})}, damping=1.0)
+    assert (record.damping, record.halvings, record.refused) == (0.25, 2, ())
+    assert float(posterior(merged)["b"].precision) == pytest.approx(0.25)
+
+
+def test_an_update_that_cannot_be_made_proper_is_refused():
+    state = PVIState({"b": DiagonalGaussian.standard(1)})
+    nan = DiagonalGaussian(torch.full((1,), float("nan")).double(), torch.full((1,), -0.5).double())
+    merged, record = merge(state, {"s": Contribution({"b": nan})}, damping=1.0)
+    assert record.refused == ("s",)
+    assert (record.damping, dict(record.size)) == (0.0, {})
+    assert merged is state
+
+
+def test_an_improper_site_does_not_hold_up_the_others():
+    """Precisions: prior 1, a proposes 4, b −3, c −1e20. Alone b is proper at ρ/4, c at none; together a and b are."""
+    state = PVIState({"b": DiagonalGaussian.standard(1)}, {"c": contribution_of(1.0)}, version=3)
+    replies = {"a": contribution_of(4.0), "b": contribution_of(-3.0), "c": contribution_of(-1e20)}
+    merged, record = merge(state, replies, damping=1.0)
+    assert record.refused == ("c",)
+    assert record.halvings == 2
+    assert record.damping == 0.25
+    found = {name: float(site.factors["b"].precision) for name, site in merged.sites.items()}
+    assert found == {"a": 4.0, "b": -0.75, "c": 1.0}
+    assert set(record.size) == {"a", "b"}
+    assert merged.version == 4
+
+
+def test_sites_that_are_improper_together_are_damped_together():
+    """Each takes 0.6 of a prior precision of 1: alone proper, together not, at half of that they are."""
+    state = PVIState({"b": DiagonalGaussian.standard(1)})
+    merged, record = merge(state, {"a": contribution_of(-0.6), "b": contribution_of(-0.6)}, damping=1.0)
+    assert (record.damping, record.halvings, record.refused) == (0.5, 1, ())
+    assert float(posterior(merged)["b"].precision) == pytest.approx(0.4)
+
+
+def test_a_proper_posterior_with_an_improper_cavity_is_damped():
+    """q has precision 1 + 4 − 2 = 3, but without the site of precision 4 it would have −1."""
+    half = torch.full((1,), -0.5).double()
+    state = PVIState(
+        {"b": DiagonalGaussian.standard(1)}, {"a": Contribution({"b": DiagonalGaussian(0 * half, 4 * half)})}
+    )
+    _, record = merge(state, {"s": Contribution({"b": DiagonalGaussian(0 * half, -2 * half)})}, damping=1.0)
+    assert record.halvings == 2  # −2, −1 improper; −½ proper
+
+
+def test_pseudo_observations_are_replaced_undamped():
+    state = PVIState({}, {"s": Contribution({}, {"targets": np.zeros(2)})})
+    merged, _ = merge(state, {"s": Contribution({}, {"targets": np.ones(3)})}, damping=0.1)
+    np.testing.assert_array_equal(merged.sites["s"].arrays["targets"], np.ones(3))
+
+
+def test_points_are_averaged_by_share_of_rows():
+    state = PVIState({}, points={"inducing": np.array([0.0, 4.0])})
+    averaged = average_points(state, {"inducing": np.array([1.0, 0.0])}, share=0.25)
+    np.testing.assert_allclose(averaged.points["inducing"], [0.25, 3.0])
+
+
+def test_block_without_a_prior_is_the_product_of_the_factors():
+    t = NaturalGaussian(torch.ones(2).double(), -torch.eye(2).double())
+    state, _ = merge(PVIState({}), {"a": contribution(t), "b": contribution(t)}, damping=1.0)
+    torch.testing.assert_close(posterior(state)["function"].eta1, torch.full((2,), 2.0).double())
+    torch.testing.assert_close(InducingFactor(cavity(state, "a")["function"]).natural.eta2, -torch.eye(2).double())
+
+
+def test_schedules():
+    rng = np.random.default_rng(0)
+    sites = ["c", "a", "b"]
+    visits: dict[str, int] = {}
+    order = []
+    for _ in range(6):
+        (site,) = next_sites(Plan(), sites, visits, {}, rng)
+        visits[site] = visits.get(site, 0) + 1
+        order.append(site)
+    assert order == ["a", "b", "c", "a", "b", "c"]
+    assert next_sites(Plan(order="residual"), sites, visits, {"a": 0.1, "b": 3.0, "c": 1.0}, rng) == ["b"]
+    assert next_sites(Plan(order="residual"), sites, {"a": 5}, {"a": 9.0}, rng) == ["b"]
+    assert next_sites(Plan(order="residual"), sites, {"a": 2, "b": 1, "c": 1}, {}, rng) == ["b"]
+    zero = dict.fromkeys(sites, 0.0)
+    assert next_sites(Plan(order="residual"), sites, {"a": 1, "b": 1, "c": 2}, zero, rng) == ["a"]
+    assert next_sites(Plan("synchronous"), sites, visits, {}, rng) == ["a", "b", "c"]
+    assert len(next_sites(Plan("synchronous", fraction=0.7), sites, visits, {}, rng)) == 2
+    assert next_sites(Plan(passes=2), sites, visits, {}, rng) == []
+    visits, order = {}, []
+    for _ in range(30):
+        (site,) = next_sites(Plan(order="random"), sites, visits, {}, rng)
+        visits[site] = visits.get(site, 0) + 1
+        order.append(site)
+    passes = [tuple(order[i:j]) for i, j in pairwise(range(0, 31, 3))]
+    assert all(sorted(p) == ["a", "b", "c"] for p in passes)
+    assert len(set(passes)) > 1
+    assert damping_of(Plan("synchronous"), 4) == 0.25
+    assert damping_of(Plan("sequential"), 1) == 1.0
