@@ -115,6 +115,13 @@ class OptimizerSection(Section):
     batch_size: Count = 0
     """Rows of a mini-batch; 0 takes all rows."""
 
+    def unread(self, *read: str) -> str:
+        """The keys with another value than their default that are not among the fields ``read``, for an error."""
+        usual = OptimizerSection()
+        names = [name for name in type(self).model_fields if name not in read]
+        changed = [name for name in names if getattr(self, name) != getattr(usual, name)]
+        return ", ".join(f"`optimizer.{name.replace('_', '-')}`" for name in changed)
+
 
 class BaselineSection(Section):
     """Comparisons computed beside the method, shown in ``metrics.json`` and the report."""

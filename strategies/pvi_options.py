@@ -13,7 +13,6 @@ from fedgp_flower.config import (
     Fraction,
     MethodOptions,
     NonNegative,
-    OptimizerSection,
     Positive,
     PositiveInt,
 )
@@ -114,10 +113,10 @@ class PVIOptions(MethodOptions):
             )
         if core.optimizer.batch_size and self.local_update != "adam":
             raise ConfigError(f"`optimizer.batch-size`: {update} takes all rows of a site; set it to 0")
-        if core.optimizer.model_copy(update={"batch_size": 0}) != OptimizerSection():
+        if unread := core.optimizer.unread("batch_size"):
             raise ConfigError(
-                "`optimizer`: of it pvi reads `batch-size` alone; steps and rate of a visit are `pvi.first-steps`, "
-                "`pvi.steps`, `pvi.evaluations` and `pvi.learning-rate`"
+                f"{unread}: of `optimizer` pvi reads `batch-size` alone; steps and rate of a visit are "
+                "`pvi.first-steps`, `pvi.steps`, `pvi.evaluations` and `pvi.learning-rate`"
             )
         self._check_placement(core)
 

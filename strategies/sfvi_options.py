@@ -12,7 +12,6 @@ from fedgp_flower.config import (
     Fraction,
     MethodOptions,
     NonNegative,
-    OptimizerSection,
     Positive,
     PositiveInt,
 )
@@ -109,11 +108,8 @@ class SFVIOptions(MethodOptions):
             )
         if core.optimizer.batch_size:
             raise ConfigError("`optimizer.batch-size`: sfvi takes all rows of a site; set it to 0")
-        ignored = [name for name in OptimizerSection.model_fields if name != "batch_size"]
-        own, usual = core.optimizer.model_dump(), OptimizerSection().model_dump()
-        if changed := [name for name in ignored if own[name] != usual[name]]:
-            keys = ", ".join(f"`optimizer.{name.replace('_', '-')}`" for name in changed)
-            raise ConfigError(f"{keys}: sfvi takes steps of Adam; see `sfvi.learning-rate` and `sfvi.local-steps`")
+        if unread := core.optimizer.unread("batch_size"):
+            raise ConfigError(f"{unread}: sfvi takes steps of Adam; see `sfvi.learning-rate` and `sfvi.local-steps`")
         if core.model.inducing_init != "copula":
             found = f"`model.inducing-init` = {core.model.inducing_init!r}"
             raise ConfigError(f"{found}: sfvi places shared inputs by `sfvi.shared-inputs`; leave it at 'copula'")
