@@ -64,9 +64,9 @@ NOTES = (
     "evaluations of their objective. Modules of ModularGP are sparse GPs of one cell each; they depend on how "
     "many pseudo-inputs they get, so they are shown with fewer too.",
     "",
-    "Capacity is measured to about 0.0002 of nominal, and after two latent functions the cells still differ by about "
-    "0.001: the model is wrong at a scale far above the noise. A band that takes a unit's parameters as known, which "
-    "is the paper's, is then far too narrow beyond the rows seen, for the pooled optimum of the model too. With "
+    "The bands cover far too little, those of the pooled optimum of the model too: two latent functions are not all "
+    "that the cells do. A band that takes a unit's parameters as known, which is the paper's, is then too narrow "
+    "beyond the rows seen. With "
     "`fedmgp.own-deviation` the unit predicts with uncertain amplitudes and a smooth deviation of its own, both from "
     "its own rows; the design was settled on three other cells of the family.",
 )
