@@ -1,5 +1,6 @@
 # make run           a federated sparse GP on real data, five sites simulated with Ray
 # make test          lint, types and every test: the gate
+# make test-long     what takes minutes: Strategies in an app of one's own on SuperNodes
 # make quick         the tests without those that start a SuperLink
 # make deploy-demo   a SuperLink with TLS and three SuperNodes with a CSV file each, on this machine
 # make clean         removes caches, logs, keys and Flower's own files; results and the environment stay
@@ -12,6 +13,7 @@
 
 PYTHON ?= python3
 SITES ?= 5
+WORKERS ?= 2
 ARGS ?=
 
 bin := .venv/bin
@@ -23,7 +25,7 @@ ifneq ($(data),)
 export FEDGP_DATA ?= $(data)
 endif
 
-.PHONY: setup run test quick lint format deploy-demo clean
+.PHONY: setup run test test-long quick lint format deploy-demo clean
 .DELETE_ON_ERROR:
 
 setup: $(installed)
@@ -51,10 +53,13 @@ format: setup
 	$(bin)/ruff format .
 
 test: lint
-	OMP_NUM_THREADS=1 $(bin)/pytest
+	OMP_NUM_THREADS=1 $(bin)/pytest -n $(WORKERS) --dist loadfile
+
+test-long: setup
+	OMP_NUM_THREADS=1 $(bin)/pytest -m long
 
 quick: setup
-	OMP_NUM_THREADS=1 $(bin)/pytest -m "not simulation and not deployment"
+	OMP_NUM_THREADS=1 $(bin)/pytest -m "not simulation and not deployment and not long"
 
 clean:
 	rm -rf .flwr .deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info *.fab

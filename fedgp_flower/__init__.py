@@ -1,6 +1,44 @@
-"""Federated Gaussian-process learning on Flower."""
+"""Federated Gaussian-process learning on Flower.
 
+``run`` trains on a table in this process, ``load_run`` reads what a run left behind, ``strategies`` are the
+Strategies, and ``make_client_app`` is the sites' app for rows of one's own.
+"""
+
+from __future__ import annotations
+
+import importlib
 import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import strategies as strategies
+    from fedgp_flower.clients.app import make_client_app as make_client_app
+    from fedgp_flower.run.api import Run as Run
+    from fedgp_flower.run.api import load_run as load_run
+    from fedgp_flower.run.api import run as run
 
 # linear_operator says this at every import, in every process of a run; there is nothing a user could do about it.
 warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
+
+_EXPORTS = {
+    "Run": "fedgp_flower.run.api:Run",
+    "make_client_app": "fedgp_flower.clients.app:make_client_app",
+    "load_run": "fedgp_flower.run.api:load_run",
+    "run": "fedgp_flower.run",
+    "strategies": "strategies",
+}
+"""Public name → ``module`` or ``module:attribute``, imported when it is first used."""
+
+__all__ = ["Run", "load_run", "make_client_app", "run", "strategies"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _EXPORTS[name].partition(":")
+    value = importlib.import_module(module)
+    return getattr(value, attribute) if attribute else value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

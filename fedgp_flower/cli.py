@@ -1,4 +1,8 @@
-"""The command line ``fedgp``: thin over the functions that ``flwr run`` uses."""
+"""The command line ``fedgp``: thin over the functions that ``flwr run`` uses.
+
+Commands import what they need when they run: ``fedgp --help`` loads neither PyTorch nor Flower nor pandas.
+"""
+# ruff: noqa: PLC0415
 
 from __future__ import annotations
 
@@ -8,22 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from fedgp_flower.config import Value
-from fedgp_flower.data.catalogue import catalogue
-from fedgp_flower.data.datasets import load_table
-from fedgp_flower.data.sites import natural_sites, write_partition
 from fedgp_flower.errors import FedGPError, RunError
-from fedgp_flower.launch import complete_config, parse_assignments, read_config, show_result
-from fedgp_flower.registry import METHODS, parse_config
-from fedgp_flower.summary import TITLES, cell, comparison_frame
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedgp_flower.server_app import Progress
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,71 +29,108 @@ app = typer.Typer(
     help="Federated Gaussian processes on Flower.",
     pretty_exceptions_show_locals=False,  # they would print rows of data
 )
-console = Console()
 
 RunArgument = Annotated[Path, typer.Argument(help="folder of a finished run", exists=True, file_okay=False)]
 Assignments = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys of the run configuration")]
+ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with keys of the run configuration")]
 
 
 @app.command()
 def run(
     assignments: Assignments = None,
     sites: Annotated[int, typer.Option(min=0, help="simulated sites; 0 takes every natural group")] = 5,
-    config: Annotated[Path | None, typer.Option(help="TOML file with keys of the run configuration")] = None,
+    config: ConfigFile = None,
     output_dir: Annotated[str | None, typer.Option(help="folder that the run's folder goes into")] = None,
     name: Annotated[str | None, typer.Option(help="name of the run's folder")] = None,
 ) -> None:
     """Run a method in this process: the same ServerApp and sites as `flwr run`, without Ray."""
+    from fedgp_flower.run.in_process import run_in_process
+    from fedgp_flower.run.terminal import show_result
+    from fedgp_flower.run.user_config import complete_config, parse_assignments, read_config
+
     flat = (read_config(config) if config else {}) | parse_assignments(assignments or [])
     flat |= {key: value for key, value in (("output-dir", output_dir), ("name", name)) if value is not None}
-    show_result(run_in_process(complete_config(flat, Path.cwd()), sites))
-
-
-def run_in_process(flat: Mapping[str, Value], sites: int, nodes: Sequence[Mapping[str, Any]] = ()) -> Path:
-    """Run a configuration over an in-process Grid with a progress bar; returns the run's folder.
-
-    Args:
-        flat: Keys of the run configuration.
-        sites: Number of simulated sites; 0 takes every natural group.
-        nodes: Node configurations, if they are not those of ``sites`` simulated ones.
-    """
-    from fedgp_flower import client_app, engine, server_app  # noqa: PLC0415  Flower takes a second to import
-
-    logging.getLogger("flwr").setLevel(logging.WARNING)  # it logs every round; the progress bar says the same
-    config = parse_config(flat)
-    load_table(config).rows(config.split)  # a data set nobody can use is one error here, not one of every site
-    chosen = nodes or engine.simulated_nodes(sites or natural_sites(config))
-    grid = engine.InProcessGrid(client_app.app, flat, chosen)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[figures]}"),
-    )
-    terminal = Console(stderr=True)
-    with Progress(*columns, console=terminal, transient=True) as progress, _warnings_shown(terminal):
-        task = progress.add_task(config.method, total=config.num_server_rounds, figures="")
-
-        def show(row: Mapping[str, Any], total: int) -> None:
-            shown = ("objective", "site_estimate", "test_nll", "test_rmse", "test_accuracy")
-            figures = " ".join(f"{key} {row[key]:.4f}" for key in shown if key in row)
-            progress.update(task, completed=row["round"], total=total, figures=figures)
-
-        return server_app.execute(grid, flat, show, lambda folder: grid.keep_states(folder / "sites"))
+    completed = complete_config(flat, Path.cwd())
+    with _progress_bar() as progress:
+        folder = run_in_process(completed, sites, progress=progress)
+    show_result(folder)
 
 
 @contextmanager
-def _warnings_shown(terminal: Console) -> Iterator[None]:
-    """Print above the progress bar what goes wrong at a site."""
+def _progress_bar() -> Iterator[Progress]:
+    """A bar that moves with every round; what goes wrong at a site is printed above it."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    from fedgp_flower.server_app import figures_of
+
+    terminal, logger = Console(stderr=True), logging.getLogger("fedgp")
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     handler = RichHandler(logging.WARNING, terminal, show_time=False, show_path=False)
     handler.addFilter(lambda record: record.exc_info is None)  # tracebacks belong in log.txt
-    logger = logging.getLogger("fedgp")
     logger.addHandler(handler)
     try:
-        yield
+        with Bar(*columns, console=terminal, transient=True) as bar:
+            task = bar.add_task("", total=None)
+
+            def show(row: Mapping[str, Any], total: int) -> None:
+                bar.update(task, completed=row["round"], total=total, description=figures_of(row))
+
+            yield show
     finally:
         logger.removeHandler(handler)
+
+
+@app.command()
+def launch(
+    assignments: Assignments = None,
+    sites: Annotated[int, typer.Option(min=0, help="simulated sites; 0 takes every natural group")] = 5,
+    connection: Annotated[str, typer.Option(help="connection of .flwr/config.toml")] = "simulation",
+    gpus_per_site: Annotated[float, typer.Option(min=0.0, help="share of a GPU each simulated site may use")] = 0.0,
+    config: ConfigFile = None,
+) -> None:
+    """Run through Flower's SuperLink: simulated with Ray and nothing left behind, or on a `--connection` to real sites.
+
+    The exit status is the result of the run.
+    """
+    from fedgp_flower.deploy.launch import simulate, submit_elsewhere
+    from fedgp_flower.deploy.processes import interruptible
+    from fedgp_flower.run.user_config import complete_config, parse_assignments, read_config
+
+    with interruptible():
+        written = read_config(config) if config else {}
+        completed = complete_config(written | parse_assignments(assignments or []), Path.cwd())
+        if connection == "simulation":
+            simulate(completed, sites, gpus_per_site)
+        else:
+            submit_elsewhere(completed, connection)
+
+
+@app.command()
+def deploy_demo(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="keys of the run configuration; files after --data"),
+    ] = None,
+    num_sites: Annotated[int, typer.Option(min=1, help="SuperNodes, where no --data is given")] = 3,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="CSV files, one per site; rows to hold out may lie beside NAME.csv in NAME.test.csv"),
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="where keys, logs and state go")] = Path(".deploy"),
+    keep: Annotated[bool, typer.Option("--keep", help="leave everything up after the run, until Ctrl-C")] = False,
+) -> None:
+    """Deploy on this machine: a SuperLink with TLS, SuperNodes that authenticate, each with its own CSV file."""
+    from fedgp_flower.deploy.demo import run_demo
+    from fedgp_flower.deploy.processes import interruptible
+    from fedgp_flower.run.user_config import parse_assignments
+
+    files = [*data, *(Path(word) for word in words or [] if "=" not in word)] if data else []
+    keys = parse_assignments([word for word in words or [] if not data or "=" in word])
+    with interruptible():
+        run_demo(keys, files, num_sites, folder.resolve(), keep=keep)
 
 
 @app.command()
@@ -103,32 +138,28 @@ def predict(
     run: RunArgument,
     source: Annotated[Path, typer.Option("--input", help="CSV or Parquet with the feature columns")],
     output: Annotated[Path, typer.Option(help="CSV to write: mean, sd, quantiles of a noisy observation")],
-    site: Annotated[str, typer.Option(help="sfvi: predict at this site, with the deviation that it alone keeps")] = "",
+    site: Annotated[str, typer.Option(help="predict at this site, with what it alone keeps, if the method can")] = "",
     site_data: Annotated[Path | None, typer.Option(help="table of that site, unless it was simulated")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="where that site keeps its state")] = None,
 ) -> None:
     """Predict new rows from a run's saved posterior; no site is needed."""
-    from fedgp_flower.predict import predict_file  # noqa: PLC0415  PyTorch takes seconds to import
+    from fedgp_flower.run.predict import Predictor, predict_file
 
-    own = None
-    if site:
-        from fedgp_flower.predict_at_site import predictor_at  # noqa: PLC0415  PyTorch takes seconds to import
-
-        own = predictor_at(run, site, data=site_data, state_dir=state_dir)
-    elif site_data or state_dir:
+    if not site and (site_data or state_dir):
         raise RunError("`--site-data` and `--state-dir` say where a site is: name it with `--site`")
-    rows, unknown = predict_file(run, source, output, own)
-    console.print(f"{rows} rows predicted into {output}", soft_wrap=True)
+    predictor = Predictor.at_site(run, site, data=site_data, state_dir=state_dir) if site else Predictor.of_run(run)
+    rows, unknown = predict_file(predictor, source, output)
+    _console().print(f"{rows} rows predicted into {output}", soft_wrap=True)
     if unknown:
-        console.print(f"{unknown} cell(s) hold a level that no site had; they count as none of the known levels")
+        _console().print(f"{unknown} cell(s) hold a level that no site had; they count as none of the known levels")
 
 
 @app.command()
 def report(run: RunArgument) -> None:
     """Write a run's report.html again."""
-    from fedgp_flower import predict as prediction  # noqa: PLC0415  PyTorch takes seconds to import
+    from fedgp_flower.run.report import write_report
 
-    console.print(str(prediction.report(run)), soft_wrap=True)
+    _console().print(str(write_report(run)), soft_wrap=True)
 
 
 @app.command()
@@ -138,11 +169,14 @@ def forget(
     rounds: Annotated[int, typer.Option(min=0, help="rounds of training afterwards")] = 0,
     name: Annotated[str, typer.Option(help="name of the new run's folder; default RUN-without-SITE")] = "",
 ) -> None:
-    """Remove a site's factor from a run of pvi, evaluate again, and write a new run."""
-    from fedgp_flower import forget as forgetting  # noqa: PLC0415  Flower takes a second to import
+    """Remove a site from a finished run, evaluate again, and write a new run; for methods that can."""
+    from fedgp_flower.run import forget as forgetting
+    from fedgp_flower.run.in_process import run_in_process
+    from fedgp_flower.run.terminal import show_result
 
     going_on = forgetting.prepare(run, site, rounds=rounds, name=name or f"{run.name}-without-{site}")
-    folder = run_in_process(going_on.flat, 0, going_on.nodes)
+    with _progress_bar() as progress:
+        folder = run_in_process(going_on.flat, nodes=going_on.nodes, progress=progress)
     forgetting.record(run, folder, site, rounds)
     show_result(folder)
 
@@ -150,29 +184,35 @@ def forget(
 @app.command()
 def compare(runs: Annotated[list[Path], typer.Argument(help="folders of finished runs", exists=True)]) -> None:
     """Put the figures of several runs side by side."""
+    from fedgp_flower.run.summary import comparison_frame, text_rows, title_of
+    from fedgp_flower.run.terminal import table
+
     frame = comparison_frame(runs)
-    figures = {str(name): frame[name] for name in frame}
-    rows = [
-        [TITLES.get(name, name.replace("_", " ")), *(cell(name, value) for value in values)]
-        for name, values in figures.items()
-    ]
-    console.print(_table(["", *map(str, frame.index)], rows, numbers=True))
+    columns = [title_of(str(column)) for column in frame.columns]
+    rows = [[title, *cells] for title, *cells in zip(columns, *(row[1:] for row in text_rows(frame)), strict=True)]
+    _console().print(table(["", *map(str, frame.index)], rows, numbers=True))
 
 
 @app.command()
 def methods() -> None:
     """The methods that `method = …` can name."""
+    from fedgp_flower.run.registry import METHODS
+    from fedgp_flower.run.terminal import table
+
     rows = [[name, method.summary, method.paper] for name, method in METHODS.items()]
-    console.print(_table(["method", "what it is", "paper"], rows))
+    _console().print(table(["method", "what it is", "paper"], rows))
 
 
 @app.command()
 def datasets(data_dir: Annotated[str, typer.Option(help="folder of data sets; default FEDGP_DATA")] = "") -> None:
     """The data sets that `dataset = …` can name."""
+    from fedgp_flower.data.catalogue import catalogue
+    from fedgp_flower.run.terminal import table
+
     entries = [asdict(entry) for entry in catalogue(data_dir)]
     wanted = {"name": "name", "rows": "rows", "inputs": "inputs", "splits": "splits", "natural": "site column"}
     rows = [[*(str(entry[key]) for key in wanted), entry["summary"] or entry["source"]] for entry in entries]
-    console.print(_table([*wanted.values(), "what it is"], rows))
+    _console().print(table([*wanted.values(), "what it is"], rows))
 
 
 @app.command()
@@ -183,33 +223,65 @@ def partition(
     assignments: Assignments = None,
 ) -> None:
     """Deal a data set to sites and write a CSV for each, as input of real SuperNodes."""
+    from fedgp_flower.data.sites import write_partition
+    from fedgp_flower.run.registry import parse_config
+    from fedgp_flower.run.user_config import parse_assignments
+
     config = parse_config(parse_assignments(assignments or []) | {"dataset": dataset})
     for path in write_partition(config, sites, output_dir):
-        console.print(str(path), soft_wrap=True)
+        _console().print(str(path), soft_wrap=True)
 
 
-def _table(titles: list[str], rows: list[list[str]], *, numbers: bool = False) -> Table:
-    """Rows of text; the first column, which people copy from, is never shortened."""
-    table = Table()
-    for position, title in enumerate(titles):
-        table.add_column(
-            title,
-            no_wrap=position == 0,
-            overflow="fold",
-            justify="right" if numbers and position else "left",
-        )
-    for row in rows:
-        table.add_row(*row)
-    return table
+site = typer.Typer(no_args_is_help=True, help="Keys of a site, for totals under masks.")
+app.add_typer(site, name="site")
 
 
-def main() -> None:
-    """Entry point: expected errors are told in a line, without a traceback."""
+@site.command()
+def key(file: Annotated[Path, typer.Argument(help="file with the site's secret; made where there is none")]) -> None:
+    """Print the public key of this site and its fingerprint; make the secret if there is none."""
+    from fedgp_flower.privacy.keys import Identity, fingerprint
+
+    if not file.expanduser().exists():
+        Identity.new().write(file)
+    public = Identity.read(file).public
+    print(f"public key   {public}\nfingerprint  {fingerprint(public)}")
+
+
+@site.command()
+def trust(
+    file: Annotated[Path, typer.Argument(help="trust file; made where there is none")],
+    name: Annotated[str, typer.Argument(help="id of a site to add")] = "",
+    public: Annotated[str, typer.Argument(help="its public key")] = "",
+) -> None:
+    """Add a site to the trust file of this one, and print whom it trusts with fingerprints to compare."""
+    from fedgp_flower.privacy.keys import Trust, fingerprint
+
+    known = Trust.read(file) if file.expanduser().exists() else Trust({})
+    if name:
+        known = known.with_site(name, public)
+        known.write(file)
+    for member, own in (known.keys or {}).items():
+        print(f"{fingerprint(own)}  {member}")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def main(words: Sequence[str] | None = None, *, wrong: int = 2) -> None:
+    """Entry point: expected errors are one line, without a traceback.
+
+    Args:
+        words: Words of the command; default those of this process.
+        wrong: Exit status for a wrong key or table; a run that cannot be completed or read has status 1.
+    """
     try:
-        app()
+        app(args=words, prog_name="fedgp")
     except FedGPError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2 if not isinstance(error, RunError) else 1) from None
+        raise SystemExit(1 if isinstance(error, RunError) else wrong) from None
 
 
 if __name__ == "__main__":

@@ -7,27 +7,28 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import gpytorch as gpytorch  # whole, before anything inside it: see fedgp_flower/clients/__init__.py
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedgp_flower.artefacts import RunFolder
-from fedgp_flower.config import FlatConfig, RunConfig
-from fedgp_flower.predict import report
-from fedgp_flower.records import ArrayNote, Posterior, RunMetrics
-from fedgp_flower.registry import METHODS, load, parse_config
-from strategies.base import Snapshot
-from strategies.closing import Summary
+from fedgp_flower.options import FlatConfig
+from fedgp_flower.run.artefacts import ArrayNote, Posterior, RunFolder, RunMetrics
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.run.registry import parse_config, strategy_class
+from strategies.server.base import Snapshot
+from strategies.server.finalise import Summary
 
 app = ServerApp()
 logger = logging.getLogger("fedgp")
 
-Progress = Callable[[Mapping[str, float], int], None]
+Progress: TypeAlias = Callable[[Mapping[str, float], int], None]
+"""Called with every row of the history and the number of rounds."""
 
 
 class FolderObserver:
-    """Writes history and checkpoints into the run's folder, and tells whoever shows progress."""
+    """Writes history and checkpoints into the run's folder, and passes rounds on to whoever shows progress."""
 
     def __init__(self, folder: RunFolder, progress: Progress) -> None:
         self.folder = folder
@@ -46,7 +47,10 @@ class FolderObserver:
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Entry point of ``flwr run``: a run that cannot be completed raises, so that its status says so."""
-    _log_to_stderr()
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("fedgp: %(message)s"))
+        logger.addHandler(handler)
     folder = execute(grid, context.run_config, log_progress)
     logger.info("results: %s", folder.resolve())
 
@@ -59,8 +63,8 @@ def execute(
     Args:
         grid: Where the sites are.
         flat: The run configuration.
-        progress: Told every round of the history.
-        opened: Told the folder before any site is asked.
+        progress: Called with every row of the history.
+        opened: Called with the folder before any site is asked.
 
     Raises:
         ConfigError: before anything is trained, naming every wrong key.
@@ -73,45 +77,42 @@ def execute(
     with folder.logging_to_file("fedgp"):
         saved = folder.restore() if config.resume else None
         snapshot = None if saved is None else Snapshot(saved.arrays, dict(saved.state))
-        create = load(METHODS[config.method].strategy)
-        strategy = create(config, FolderObserver(folder, progress), snapshot)
+        strategy = strategy_class(config).from_config(config, FolderObserver(folder, progress), snapshot)
         strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
         write_results(folder, config, strategy.outcome)
-        report(folder.path)
     return folder.path
 
 
 def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> None:
-    """Posterior and predictions first; ``metrics.json`` last, as the mark of a finished run."""
-    schema = json.loads(summary.schema)
-    own = summary.posterior
-    if own is not None:
-        notes = {name: ArrayNote(own.coordinates[name], own.meanings[name]) for name in own.arrays}
+    """Posterior and predictions first, then ``metrics.json`` as the mark of a finished run, then its report."""
+    from fedgp_flower.run.report import write_report  # noqa: PLC0415  pictures and models, not needed before
+
+    found = summary.posterior
+    if found is not None:
+        notes = {name: ArrayNote(found.coordinates[name], found.meanings[name]) for name in found.arrays}
         notes |= {name: ArrayNote("original units", "standardisation") for name in summary.preparation}
         folder.write_posterior(
             Posterior(
-                arrays={**own.arrays, **summary.preparation},
+                arrays={**found.arrays, **summary.preparation},
                 notes=notes,
-                equation=own.equation,
-                model=own.model,
-                schema=schema,
+                equation=found.equation,
+                model=found.model,
+                schema=json.loads(summary.schema),
                 method=config.method,
                 likelihood=config.model.likelihood,
             )
         )
     folder.write_predictions(summary.predictions, summary.input_names)
     folder.write_metrics(RunMetrics(**summary.metrics))
+    write_report(folder.path)
 
 
 def log_progress(row: Mapping[str, Any], total: int) -> None:
     """A line per round, with the figures that are there."""
+    logger.info("round %d/%d  %s", row["round"], total, figures_of(row))
+
+
+def figures_of(row: Mapping[str, Any]) -> str:
+    """The figures of a round that people watch, in words."""
     shown = ("objective", "site_estimate", "test_nll", "test_rmse", "test_accuracy")
-    figures = "  ".join(f"{name} {row[name]:.4f}" for name in shown if name in row)
-    logger.info("round %d/%d  %s", row["round"], total, figures)
-
-
-def _log_to_stderr() -> None:
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("fedgp: %(message)s"))
-        logger.addHandler(handler)
+    return "  ".join(f"{name} {row[name]:.4f}" for name in shown if name in row)

@@ -23,7 +23,7 @@ from fedmgp_signals import SPOILT, signals
 from flwr.app import Array, ArrayRecord, Error, Message
 
 from fedgp_flower.data.sites import site_id
-from fedgp_flower.engine import InProcessGrid
+from fedgp_flower.run.in_process import InProcessGrid
 
 UNITS = 10
 LIES: Mapping[str, tuple[float, float]] = {"update flipped": (-1.0, 1.0), "update × 100": (100.0, 100.0)}

@@ -39,7 +39,7 @@ def metrics(name: str) -> dict[str, Any] | None:
 
 def simulated(count: int) -> list[tuple[int, dict[str, Any]]]:
     """Numbers and node configurations of simulated units."""
-    from fedgp_flower import engine
+    from fedgp_flower.run import in_process as engine
 
     return list(enumerate(engine.simulated_nodes(count)))
 
@@ -60,9 +60,10 @@ def finished(
         grid: makes the Grid from ClientApp, configuration and nodes, where it is not the ordinary one.
         each_round: called after every round.
     """
-    from fedgp_flower import client_app, engine, server_app
+    from fedgp_flower import client_app, server_app
     from fedgp_flower.data.sites import natural_sites
-    from fedgp_flower.registry import parse_config
+    from fedgp_flower.run import in_process as engine
+    from fedgp_flower.run.registry import parse_config
 
     found = metrics(name)
     if found is None:

@@ -47,11 +47,11 @@ def pooled_bound(seed: int) -> float:
     path = RUNS / run_name(seed, "FedMGP, exact") / "pooled-bound.json"
     if path.exists():
         return float(json.loads(path.read_text()))
-    from fedgp_flower.artefacts import read_posterior
     from fedgp_flower.data.sites import load_all_sites
     from fedgp_flower.data.standardisation import Preparation
-    from fedgp_flower.models.multi_output_baselines import fit_pooled, starting_point
-    from fedgp_flower.registry import parse_config
+    from fedgp_flower.methods.fedmgp.references import fit_pooled, starting_point
+    from fedgp_flower.run.artefacts import read_posterior
+    from fedgp_flower.run.registry import parse_config
 
     posterior = read_posterior(path.parent)
     preparation = Preparation.from_wire(posterior.arrays, json.dumps(posterior.schema))

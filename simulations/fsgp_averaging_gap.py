@@ -21,12 +21,12 @@ from fsgp_paper import EXPERIMENTS, RESULTS, configuration, kin40k_subset
 
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.metrics import gaussian_scores
-from fedgp_flower.models.fitting import maximise
-from fedgp_flower.models.sparse import SparseGP, pooled_bound, pooled_sums
-from fedgp_flower.registry import parse_config
-from fedgp_flower.statistics import collapsed_bound, exact_posterior
-from strategies.preparation import SiteDescription, agree
+from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
+from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
+from fedgp_flower.gp.sums import collapsed_bound, exact_posterior
+from fedgp_flower.run.metrics import gaussian_scores
+from fedgp_flower.run.registry import parse_config
+from strategies.server.standardisation import SiteDescription, agree
 
 EVALUATIONS = 300
 
@@ -55,10 +55,8 @@ def main() -> None:
     def fitted(objective: Callable[[SparseGP], torch.Tensor]) -> list[str]:
         model = SparseGP(config.model, start)
         names, parameters = zip(*model.wire_parameters(), strict=True)
-        bounded = [".log_" in name for name in names]
-        value, used = maximise(
-            lambda: objective(model), parameters, max_evaluations=EVALUATIONS, bounded=bounded, tolerance=0.0
-        )
+        bounds = [LOGARITHM if ".log_" in name else FREE for name in names]
+        end = maximise(lambda: objective(model), parameters, max_evaluations=EVALUATIONS, bounds=bounds, tolerance=0.0)
         with torch.no_grad():
             sums = pooled_sums(model, inputs, targets)
             mean, variance = model.predict(x_test, exact_posterior(sums, float(model.noise)))
@@ -67,7 +65,7 @@ def main() -> None:
         scores = gaussian_scores(mean.numpy() * scale, np.sqrt(variance.numpy()) * scale, y_test * scale).sums
         rmse, nll = np.sqrt(scores["squared-error"] / scores["count"]), scores["nll"] / scores["count"]
         noise = float(model.noise.detach())
-        return [f"{v:.4f}" for v in (value, pooled, noise, rmse, nll)] + [str(used)]
+        return [f"{v:.4f}" for v in (end.value, pooled, noise, rmse, nll)] + [str(end.evaluations)]
 
     def averaged(model: SparseGP) -> torch.Tensor:
         parts = [collapsed_bound(model.sums(x, y), model.noise) for x, y in rows]

@@ -112,7 +112,7 @@ def wanted(names: list[str], data_dir: Path, only: list[int]) -> Iterator[tuple[
 
 def run(task: tuple[dict[str, object], int]) -> str:
     """One run in this process, resumed where it was cut off."""
-    from fedgp_flower.cli import run_in_process
+    from fedgp_flower.run.in_process import run_in_process
 
     keys, sites = task
     started = (RUNS / str(keys["name"]) / "config.toml").exists()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from fedgp_flower.cli import run_in_process
+from fedgp_flower.run.in_process import run_in_process
 
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "results" / "inducing_init"

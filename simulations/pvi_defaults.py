@@ -98,7 +98,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def defaults() -> str:
     """The values that are not changed, as the configuration has them."""
-    from fedgp_flower.registry import parse_config
+    from fedgp_flower.run.registry import parse_config
 
     usual = parse_config({"method": "pvi"}).flat()
     changed = dict.fromkeys(key for change in CHANGES.values() for key in change)

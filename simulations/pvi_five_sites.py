@@ -197,8 +197,8 @@ def picture(runs: dict[tuple[str, int, int], Path], frame: pd.DataFrame, seed: i
 
 def posterior(axes: Axes, folder: Path, rows: pd.DataFrame) -> None:
     """Mean and 95 % band of an observation, training rows by site, and where Z is, with 95 % intervals."""
-    from fedgp_flower.artefacts import read_posterior
-    from fedgp_flower.predict import Predictor
+    from fedgp_flower.run.artefacts import read_posterior
+    from fedgp_flower.run.predict import Predictor
 
     x = np.linspace(rows["x"].min() - 0.3, rows["x"].max() + 0.3, 300)
     mean, sd = Predictor.of_run(folder)(x[:, None])

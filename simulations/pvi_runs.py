@@ -11,8 +11,9 @@ from typing import Any
 from sfvi_runs import QUIET, RUNS
 from sfvi_runs import ensure as make
 
-from fedgp_flower.config import Value, flatten
-from fedgp_flower.registry import parse_config
+from fedgp_flower.options import Value
+from fedgp_flower.run.config import flatten
+from fedgp_flower.run.registry import parse_config
 
 ELSEWHERE = {"data-dir", "output-dir", "name", "resume", "threads", "wait-seconds", "round-timeout"}
 """Keys that say where, and how patiently, a run is made, not what comes out of it."""

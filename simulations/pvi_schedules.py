@@ -22,7 +22,7 @@ from flwr.app import Message
 from matplotlib.figure import Figure
 
 from fedgp_flower import client_app, server_app
-from fedgp_flower.engine import InProcessGrid, simulated_nodes
+from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "results" / "pvi_schedules"

@@ -1,7 +1,7 @@
 """UCI regression with partitioned variational inference: NLL and RMSE against communications, every variant.
 
 Sets × standard splits × variants, 10 sites, M = 100, as in *Federated learning of sparse Gaussian processes* (Figure
-4); ``--partition`` deals the rows unevenly instead. The yardsticks are one analyst with all rows, and every site alone.
+4); ``--partition`` deals the rows unevenly instead. The baselines are one analyst with all rows, and every site alone.
 
     python simulations/pvi_uci.py --data-dir DIR [--sets yacht energy] [--splits 5] [--variants replay CPO] [--jobs 2]
 
@@ -32,7 +32,7 @@ RESULTS = HERE / "results"
 SITES = 10
 SETS = ("yacht", "energy", "boston", "concrete", "wine", "power", "kin8nm")
 FEWER_SPLITS = {"power": 2, "kin8nm": 2}
-YARDSTICKS = ("pooled", "local-only")
+BASELINES = ("pooled", "local-only")
 MARKS = (5, 10, 20, 30)
 """Communications at which the table looks."""
 PAPER = {"pvi.local-update": "adam", "pvi.alpha": 0.1, "pvi.min-rows-per-pseudo-point": 1}
@@ -113,7 +113,7 @@ def wanted(chosen: argparse.Namespace) -> Iterator[tuple[str, dict[str, object]]
     """Every run, split by split, so that early tables cover all sets."""
     for split in range(chosen.splits):
         for data in chosen.sets:
-            for variant in (*YARDSTICKS, *chosen.variants):
+            for variant in (*BASELINES, *chosen.variants):
                 if split < FEWER_SPLITS.get(data, split + 1):
                     yield variant, configuration(variant, data, split, chosen)
 
@@ -125,7 +125,7 @@ def done(keys: dict[str, object]) -> bool:
 
 def run(task: tuple[str, dict[str, object]]) -> str:
     """One run in this process, resumed where it was cut off."""
-    from fedgp_flower.cli import run_in_process
+    from fedgp_flower.run.in_process import run_in_process
 
     variant, keys = task
     discard_stale(RUNS / str(keys["name"]), keys)
@@ -216,9 +216,9 @@ def draw(frame: pd.DataFrame, path: Path) -> None:
         for axes, score in zip(grid[:, column], ("nll", "rmse"), strict=True):
             level = pooled[score].mean()
             placed = own.assign(height=level + own["gap"] if score == "nll" else level * own["ratio"])
-            for yardstick, style in zip(YARDSTICKS, ("-", ":"), strict=True):
-                height = placed[placed["variant"] == yardstick]["height"].mean()
-                axes.axhline(height, color="black", linestyle=style, label=yardstick)
+            for baseline, style in zip(BASELINES, ("-", ":"), strict=True):
+                height = placed[placed["variant"] == baseline]["height"].mean()
+                axes.axhline(height, color="black", linestyle=style, label=baseline)
             for number, variant in enumerate(VARIANTS):
                 spots = placed[placed["variant"] == variant].groupby("visits")["height"]
                 look = {"color": colours[number], "marker": "os^Dv"[number % 5], "markersize": 4}

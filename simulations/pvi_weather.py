@@ -135,7 +135,7 @@ def table(found: dict[str, dict[str, Any]]) -> pd.DataFrame:
 
 
 def _points(run: dict[str, Any]) -> list[int]:
-    from fedgp_flower.artefacts import read_posterior
+    from fedgp_flower.run.artefacts import read_posterior
 
     arrays = read_posterior(run["folder"]).arrays
     return [
@@ -164,7 +164,7 @@ def curves_figure(found: dict[str, dict[str, Any]]) -> Figure:
 
 def maps_figure(found: dict[str, dict[str, Any]], frame: pd.DataFrame) -> Figure:
     """Observed, and for each method the mean at the stations and q(Z); for the first also the mean at one height."""
-    from fedgp_flower.predict import Predictor
+    from fedgp_flower.run.predict import Predictor
 
     shown = [variant for variant in MAPPED if variant in found]
     figure = Figure(figsize=(4.0 + 3.7 * len(shown), 9.0), layout="constrained")
@@ -218,7 +218,7 @@ def _sphere(degrees: np.ndarray) -> np.ndarray:
 
 
 def _inducing(axes: Axes, frame: pd.DataFrame, run: Path, heights: Normalize) -> None:
-    from fedgp_flower.artefacts import read_posterior
+    from fedgp_flower.run.artefacts import read_posterior
 
     arrays = read_posterior(run).arrays
     scale = np.asarray(arrays["input.scale"])

@@ -23,7 +23,7 @@ QUIET: dict[str, Any] = {
 
 def ensure(experiment: str, name: str, sites: int, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of a run, which is made if it is not there and resumed if it was cut off."""
-    from fedgp_flower.cli import run_in_process
+    from fedgp_flower.run.in_process import run_in_process
 
     folder = RUNS / experiment / name
     if not (folder / "metrics.json").exists():

@@ -78,8 +78,8 @@ def keys(path: Path) -> dict[str, Any]:
 
 def posterior(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Means and standard deviations of (β₀, β, ω)."""
-    from fedgp_flower.artefacts import read_posterior
-    from strategies.sfvi_state import factor
+    from fedgp_flower.run.artefacts import read_posterior
+    from strategies.sfvi_avg import factor
 
     arrays = {name: np.asarray(array) for name, array in read_posterior(folder).arrays.items()}
     found = factor(arrays)

@@ -15,21 +15,28 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fedgp_flower.artefacts import read_posterior
-from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_all_sites
 from fedgp_flower.data.sites import SiteData as Encoded
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.launch import read_config
-from fedgp_flower.models.fitting import maximise
-from fedgp_flower.models.structured import SiteData
-from fedgp_flower.models.structured_choice import SHARED, Structure
-from fedgp_flower.models.structured_estimators import expected_global_term, expected_site_term
-from fedgp_flower.models.structured_family import GlobalPosterior, LocalPosterior, initial_global, named, with_named
-from fedgp_flower.models.structured_gp import HierarchicalGP
-from fedgp_flower.models.structured_prediction import global_posterior
-from fedgp_flower.registry import parse_config
-from fedgp_flower.shapes import NamedArrays
+from fedgp_flower.gp.optimisers import maximise
+from fedgp_flower.methods.sfvi.estimators import expected_site_term
+from fedgp_flower.methods.sfvi.family import (
+    GlobalPosterior,
+    LocalPosterior,
+    expected_global_term,
+    initial_global,
+    named,
+    with_named,
+)
+from fedgp_flower.methods.sfvi.gp import HierarchicalGP
+from fedgp_flower.methods.sfvi.models import model_at
+from fedgp_flower.methods.sfvi.options import SHARED, SFVIOptions
+from fedgp_flower.methods.sfvi.structured import SiteData
+from fedgp_flower.run.artefacts import read_posterior
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.run.registry import parse_config
+from fedgp_flower.run.user_config import read_config
+from fedgp_flower.typing import NamedArrays
 
 EVALUATIONS = 400
 """Of the pooled bound."""
@@ -42,7 +49,6 @@ class Problem:
     """The rows of a run's sites in the units of its model, and what it saved."""
 
     config: RunConfig
-    structure: Structure
     arrays: NamedArrays
     raw: list[RawSite]
     encoded: list[Encoded]
@@ -55,7 +61,7 @@ class Problem:
     def deal(self, model: HierarchicalGP, site: int) -> SiteData:
         """Rows of a site as the model has them."""
         x, y = (torch.from_numpy(part) for part in (self.encoded[site].x, self.encoded[site].y))
-        return self.structure.deal(model, x, y, torch.zeros(len(y), dtype=torch.int64), site)
+        return model.prepare(x, y, key=site)
 
     def start(self, model: HierarchicalGP, site: SiteData) -> LocalPosterior:
         """q(Z_Lk | Z_G) as a site begins."""
@@ -71,8 +77,7 @@ def problem(folder: Path, sites: int) -> Problem:
     arrays = {name: np.array(array) for name, array in saved.arrays.items()}
     preparation = Preparation.from_wire(arrays, json.dumps(saved.schema))
     raw = load_all_sites(config, sites)
-    structure = Structure.of(config.options.model_dump())
-    return Problem(config, structure, arrays, raw, [site.encode(preparation) for site in raw])
+    return Problem(config, arrays, raw, [site.encode(preparation) for site in raw])
 
 
 def leaves(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -85,7 +90,8 @@ def pooled_sums(folder: Path, sites: int) -> pd.DataFrame:
     torch.set_num_threads(1)
     own = problem(folder, sites)
     points = torch.from_numpy(own.arrays[SHARED])
-    model = cast(HierarchicalGP, own.structure.build(own.config.model, own.width, points))
+    options = cast(SFVIOptions, own.config.options)
+    model = HierarchicalGP.configured(options, own.config.model, own.width, points)
     data = [own.deal(model, index) for index in range(sites)]
     first = initial_global(model.global_size, scale=own.config.options.initial_scale, triangular=False)
     starts = [own.start(model, site) for site in data]
@@ -97,11 +103,12 @@ def pooled_sums(folder: Path, sites: int) -> pd.DataFrame:
     def bound() -> Tensor:
         q_global, q_locals = now()
         terms = [expected_site_term(model, site, q_global, q) for site, q in zip(data, q_locals, strict=True)]
-        return (expected_global_term(model, q_global) + torch.stack(terms).sum()) / sum(len(s.targets) for s in data)
+        total = expected_global_term(model.prior_log_scale(), q_global) + torch.stack(terms).sum()
+        return total / sum(len(s.targets) for s in data)
 
     parameters: list[Tensor] = [*model.theta().values(), *eta.values(), *(v for own in locals_ for v in own.values())]
-    value, evaluations = maximise(bound, parameters, max_evaluations=EVALUATIONS, tolerance=1e-8)
-    print(f"pooled: ELBO per row {value:.4f} after {evaluations} evaluations", flush=True)
+    end = maximise(bound, parameters, max_evaluations=EVALUATIONS, tolerance=1e-8)
+    print(f"pooled: ELBO per row {end.value:.4f} after {end.evaluations} evaluations", flush=True)
     with torch.no_grad():
         q_global, q_locals = now()
     return _scores(own, model, data, q_global, q_locals)
@@ -131,8 +138,9 @@ def stations(folder: Path, sites: int) -> pd.DataFrame:
     """
     torch.set_num_threads(1)
     own = problem(folder, sites)
-    model = cast(HierarchicalGP, own.structure.at(own.config.model, own.width, _of_model(own.arrays)))
-    q_global, frames = global_posterior(own.arrays), []
+    options = cast(SFVIOptions, own.config.options)
+    model = cast(HierarchicalGP, model_at(options, own.config.model, own.width, own.arrays))
+    q_global, frames = GlobalPosterior.of(own.arrays), []
     centre, scale = float(own.arrays["target.mean"]), float(own.arrays["target.scale"])
     for index, raw in enumerate(own.raw):
         site = own.deal(model, index)
@@ -151,10 +159,6 @@ def stations(folder: Path, sites: int) -> pd.DataFrame:
         frame = raw.train[["lon", "lat", "tmin"]].astype(float).assign(trend=centre + scale * trend.numpy())
         frames.append(frame.assign(deviation=scale * (mean - trend).numpy(), sd=scale * variance.sqrt().numpy()))
     return pd.concat(frames, ignore_index=True)
-
-
-def _of_model(arrays: NamedArrays) -> NamedArrays:
-    return {name: array for name, array in arrays.items() if name == SHARED or name.startswith("theta.")}
 
 
 def map_figure(folder: Path, sites: int) -> Figure:

@@ -1,1 +1,55 @@
-"""What a server does: state, pure update, Flower Strategy."""
+"""The Flower Strategies, each imported when it is first used: ``strategies.FSGPAveraging(num_inducing=50)``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strategies.async_pvi import AsynchronousPVI as AsynchronousPVI
+    from strategies.fedmgp import FedMGP as FedMGP
+    from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
+    from strategies.fedmgp_then_exact import FedMGPThenExact as FedMGPThenExact
+    from strategies.fgpr import FGPR as FGPR
+    from strategies.fsgp import FSGPAveraging as FSGPAveraging
+    from strategies.fsgp_exact import FSGPExact as FSGPExact
+    from strategies.multi_output_references import FedPoly as FedPoly
+    from strategies.multi_output_references import ModularGP as ModularGP
+    from strategies.pvi import PVI as PVI
+    from strategies.references import LocalOnly as LocalOnly
+    from strategies.references import Pooled as Pooled
+    from strategies.replay_pvi import ParallelReplayPVI as ParallelReplayPVI
+    from strategies.replay_pvi import ReplayPVI as ReplayPVI
+    from strategies.sfvi import SFVI as SFVI
+    from strategies.sfvi_avg import SFVIAvg as SFVIAvg
+
+_MODULES = {
+    "AsynchronousPVI": "async_pvi",
+    "FGPR": "fgpr",
+    "FSGPAveraging": "fsgp",
+    "FSGPExact": "fsgp_exact",
+    "FedMGP": "fedmgp",
+    "FedMGPExact": "fedmgp_exact",
+    "FedMGPThenExact": "fedmgp_then_exact",
+    "FedPoly": "multi_output_references",
+    "LocalOnly": "references",
+    "ModularGP": "multi_output_references",
+    "PVI": "pvi",
+    "ParallelReplayPVI": "replay_pvi",
+    "Pooled": "references",
+    "ReplayPVI": "replay_pvi",
+    "SFVI": "sfvi",
+    "SFVIAvg": "sfvi_avg",
+}
+"""Strategy → the module of its algorithm."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module("gpytorch")  # whole, before anything inside it: see fedgp_flower/clients/__init__.py
+    return getattr(importlib.import_module(f"strategies.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)

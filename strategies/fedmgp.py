@@ -1,276 +1,289 @@
-"""FedMGP: units that are smoothed, scaled views of shared latent functions, with a personal model at every unit.
+"""FedMGP by pseudo-gradients: Algorithm 2 of Chung and Al Kontar, Technometrics 66 (2024).
 
-Chung and Al Kontar, *Federated multi-output Gaussian processes*, Technometrics 66 (2024). A round is exact (statistics
-up, best q(g) and lengthscales down; the default for a Gaussian likelihood), or one of the paper's Algorithm 2
-(pseudo-gradients). What a unit alone knows, φ_m = {R_m, s_m, σ_m}, never leaves it.
+θ = {S, q(u), W if learned} is shared, in the coordinates that units optimise: log S, mean and Cholesky factor of each
+q(u_i). In a round sampled units take local steps on (θ, φ_m) and send Δ_m = θ − θ_m; the server merges these by a rule
+of :mod:`strategies.server.aggregators`, which needs each of them, and steps: θ ← θ − η v with v ← β v + Δ, or by
+Flower's Adam (Reddi et al., *Adaptive federated optimization*, ICLR 2021). φ_m stays at its unit.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAdam
+from jaxtyping import Float
+from numpy import ndarray
 
-from fedgp_flower.config import RunConfig
-from fedgp_flower.errors import RunError
-from fedgp_flower.latent import Latents, Move, from_parameters, moves_to_wire, to_wire
-from fedgp_flower.latent import Posterior as LatentPosterior
-from fedgp_flower.shapes import Array, NamedArrays
-from strategies import fedmgp_closing, fedmgp_pseudo, pseudo_gradient
-from strategies.averaging import ParameterStrategy
-from strategies.base import Observer, Snapshot
-from strategies.closing import Posterior
-from strategies.exact_q import ExactState, lead, start_state, trial_moves
-from strategies.exact_trust import best_lead
-from strategies.fedmgp_exact import Track, advance, best_track, claims_refusal, statistics_specs, usable
-from strategies.fedmgp_options import FedMGPOptions
-from strategies.fedmgp_record import exact_from_record, exact_to_record, pseudo_from_record, pseudo_to_record
-from strategies.fedmgp_start import pseudo_inputs, scaled, start_factor, usable_starts
-from strategies.meeting import Preparation
-from strategies.pseudo_gradient import PseudoState
-from strategies.wire import Answer, ArraySpec, Specs, answer, array_record
+from fedgp_flower.errors import ConfigError, NumericsError, RunError
+from fedgp_flower.messages import encode, message
+from fedgp_flower.methods.fedmgp.latents import (
+    FACTOR,
+    INDUCING,
+    MEAN,
+    SCALES,
+    Latents,
+    Posterior,
+    from_parameters,
+    product_factors,
+)
+from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradient
+from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.typing import AnyShape, Array, NamedArrays
+from strategies.fedmgp_shared import (
+    Plan,
+    Record,
+    Shared,
+    SharedLatents,
+    first_inducing,
+    first_posterior,
+    latents_at,
+    notice_fresh,
+    still,
+)
+from strategies.server.aggregators import Signals, aggregate, least_sites
+from strategies.server.fedavg import sampled
+from strategies.server.questions import Asking, Each, Figures, Roster
+from strategies.server.wire import array_record, numpy_arrays
 
 logger = logging.getLogger("fedgp")
 
-LEADS = 20
-"""Units that are asked for a first look at g, those with most rows: pairs of them are compared."""
+
+@message()
+class Late:
+    """The latest pseudo-gradient of a unit, and the round that it belongs to."""
+
+    update: Mapping[str, AnyShape]
+    round: int
 
 
-class FedMGP(ParameterStrategy):
-    """Exact rounds, or pseudo-gradients that may end with exact rounds."""
+@message()
+class PseudoState:
+    """θ, what the server's optimiser remembers, and the latest pseudo-gradient of units where a rule wants it."""
 
-    def __init__(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> None:
-        super().__init__(config, observer, snapshot)
-        self.options = cast(FedMGPOptions, config.options)
-        self.inducing: Array
-        self.tracks: list[Track] = []
-        self.active = 0
-        self.pseudo: PseudoState | None = None
-        self.weights: list[dict[str, float]] = []
-        self.flat: dict[str, float] = {}
+    parameters: Mapping[str, AnyShape]
+    velocity: Mapping[str, AnyShape]
+    """v of the momentum; with Adam the running mean of −Δ, in Flower's sign."""
+    squares: Mapping[str, AnyShape]
+    """Adam's running mean of Δ²."""
+    steps: int
+    """Adam's steps so far."""
+    late: Mapping[str, Late]
+    inducing: Float[ndarray, "J D"]
+    """W at the start."""
+    jitter: float
+    reports: Mapping[str, int]
+    """Round in which a unit last answered."""
+    record: Record
 
     @property
-    def track(self) -> Track:
-        """The start that is being worked on."""
-        return self.tracks[self.active]
+    def shared(self) -> Shared:
+        """Latent functions and q(u) at θ."""
+        return Shared(*from_parameters(self.parameters, self.inducing, self.jitter))
 
     @property
-    def agreement(self) -> bool:
-        """Whether exact rounds count only units that share g with most others."""
-        return self.options.aggregation not in ("mean", "staleness-weighted")
+    def bounds(self) -> tuple[float | None, list[float | None]]:
+        """None: pseudo-gradients have no pooled bound."""
+        return None, []
 
-    def adjusted(self, preparation: Preparation) -> Preparation:
-        """Targets are divided by their root mean square, and not centred."""
-        return scaled(preparation, self.config, self.options)
+    def known(self, site: str) -> Known:
+        """When the unit last answered; its parameters stay as they are."""
+        return Known(0, self.reports.get(site, 0), still(self.parameters[SCALES].shape))
 
-    def initialise(self) -> None:
-        """Pseudo-inputs from where inputs lie, lengthscales from their spacing, q(g) from one unit."""
-        answers = self.shapes_of_inputs()
-        self.inducing = pseudo_inputs(self.config, self.options, answers)
-        if self.options.perturbation:
-            noise = self.generator("pseudo-inputs").standard_normal(self.inducing.shape)
-            self.inducing = self.inducing + self.options.perturbation * noise
-        self.tracks = [self._begin(0)]
-        if not self.options.exact(self.config):
-            state = self.track.state
-            self.pseudo = pseudo_gradient.start(
-                state.latents, state.posterior, learn_inducing=self.options.learn_inducing
-            )
 
-    def _begin(self, number: int) -> Track:
-        """A start: q(g) of the unit that shares g with most others; these then find their signs by regression."""
-        own = self.options
-        multiples = [start_factor(number) * own.start_multiple * own.start_ratio**i for i in range(own.latents)]
-        state = start_state(self.inducing, multiples, jitter=self.config.model.jitter)
-        healthy = self.network.healthy()
-        asked = sorted(healthy, key=lambda site: -self.preparation.rows[site])[:LEADS]
-        specs = statistics_specs(1, state.latents.size, own.latents)
-        answers = self.ask("query.start", to_wire(state.latents, state.posterior), specs, asked, retries=1)
-        starts = usable_starts(answers, self.preparation.rows, self.network.fail)
-        if not starts:
-            raise RunError("no unit sent statistics to start from; see the failures above")
-        return Track(lead(state, starts[best_lead(starts)]))
+def begin(latents: Latents, q: Posterior, *, learn_inducing: bool) -> PseudoState:
+    """θ at shared latent functions with unit amplitudes; a joint q(u) becomes the nearest product over functions."""
+    shape = len(latents.scales), len(latents.inducing)
+    factors = product_factors(q, shape[0])
+    parameters = {SCALES: np.log(latents.scales), MEAN: q.mean.reshape(shape), FACTOR: factors}
+    if learn_inducing:
+        parameters[INDUCING] = latents.inducing
+    zeros = {name: np.zeros_like(array) for name, array in parameters.items()}
+    return PseudoState(parameters, zeros, {}, 0, {}, latents.inducing, latents.jitter, {}, Record((), {}))
 
-    def _next_phase(self) -> None:
-        """Begin another start, choose the best one, or leave pseudo-gradients for exact rounds, when it is time."""
-        own, done = self.options, self.round - 1
-        if own.starts > 1 and done and done % own.start_rounds == 0 and len(self.tracks) < own.starts:
-            self.tracks.append(self._begin(len(self.tracks)))
-            self.active = len(self.tracks) - 1
-        elif own.starts > 1 and done == own.starts * own.start_rounds:
-            self.active = best_track(self.tracks, agreement=self.agreement)
-            logger.info("start %d of %d has the best bound", self.active + 1, own.starts)
-        left = self.config.num_server_rounds - done
-        if self.pseudo is not None and left <= own.final_rounds and self.config.model.likelihood == "gaussian":
-            latents, q = self.shared()
-            self.inducing = latents.inducing
-            fresh = replace(start_state(latents.inducing, (1.0,) * own.latents), latents=latents, posterior=q)
-            self.tracks[0] = replace(self.track, state=fresh)
-            self.pseudo = None
 
-    def shared(self) -> tuple[Latents, LatentPosterior]:
-        """Latent functions and q(u) now."""
-        if self.pseudo is None:
-            return self.track.state.latents, self.track.state.posterior
-        return from_parameters(self.pseudo.parameters, self.inducing, self.config.model.jitter)
+def initialise(roster: Roster, plan: Plan) -> Asking[PseudoState]:
+    """θ at pseudo-inputs from where inputs lie, lengthscales from their spacing, and q(u) of one unit."""
+    inducing = yield from first_inducing(plan, roster)
+    latents = latents_at(inducing, plan.options.multiples, plan.config.model.jitter)
+    q = yield from first_posterior(latents, roster)
+    return begin(latents, q, learn_inducing=plan.options.learn_inducing)
 
-    def personal(self, site: str) -> NamedArrays:
-        """What the server knows of a unit's memory: the start, the number of its last report, the move it led to."""
-        if not self.tracks:
-            return {}
-        report = self.track.state.reports.get(site)
-        still = Move(np.zeros(self.track.state.latents.scales.shape), 1.0, "gain")
-        return {
-            "own.start": np.array(self.active),
-            "own.updates": np.array(self.track.updates.get(site, 0)),
-            "own.share": np.array(self._shares([site])[0]),
-            **moves_to_wire([still if report is None else report.move], "own.move"),
-        }
 
-    def _shares(self, sites: list[str]) -> Array:
-        """Weights p_m of Algorithm 2, over all units that are known."""
-        rows = self.preparation.rows
-        if self.options.weights == "equal":
-            return np.full(len(sites), 1.0 / len(rows))
-        return np.array([rows[site] for site in sites]) / sum(rows.values())
+def one_round(state: PseudoState, roster: Roster, plan: Plan) -> Asking[tuple[PseudoState, Figures]]:
+    """A round of Algorithm 2."""
+    options, rows = plan.options, plan.rows
+    chosen = sampled(roster, options.fraction, plan.config.seed)  # units that take part, max(⌈ρM⌉, 1)
+    require_enough(plan, len(chosen))
+    rate, p = local_rate(plan, roster.round), shares(plan)
+    requests = {site: Broadcast(state.parameters, state.inducing, state.known(site), rate, p[site]) for site in chosen}
+    answers: Mapping[str, PseudoGradient] = yield Each(PseudoGradient, requests)  # client_update: Δ_m = θ − θ_m
+    state, updates, staleness = with_late(state, answers, roster.round, plan)
+    fits = {site: own.fit for site, own in answers.items()}
+    weights: dict[str, float] = {}
+    if updates:
+        signals = signals_of(plan, [p[site] for site in updates], [fits.get(s, 0.0) for s in updates], staleness)
+        try:
+            state, weights = merge(state, updates, signals, plan)  # Δ, then θ ← θ − ηv
+        except (ConfigError, NumericsError) as error:
+            logger.warning("the round changes nothing: %s", error)
+    state = noted(state, answers, weights, roster.round)
+    if not answers:
+        return state, {}
+    return state, {"objective": sum(rows[s] * fit for s, fit in fits.items()) / max(sum(rows[s] for s in fits), 1)}
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Sample max(⌈ρM⌉, 1) units and send them the latent functions, with trial moves in an exact round.
 
-        Exact rounds after pseudo-gradients also ask every unit that is not in q(g) yet: they are too few to wait.
-        """
-        del arrays, config, grid
-        self._next_phase()
-        healthy = self.network.healthy()
-        size = max(math.ceil(self.options.fraction * len(healthy)), 1)
-        chosen = [healthy[i] for i in sorted(self.generator("sample").choice(len(healthy), size=size, replace=False))]
-        if self.pseudo is None:
-            if not self.options.exact(self.config):
-                chosen = [site for site in healthy if site in chosen or site not in self.track.state.reports]
-            request = to_wire(*self.shared()) | moves_to_wire(trial_moves(self.track.state), "moves")
-            return self.broadcast("train.exact", request, chosen)
-        fedmgp_pseudo.require_enough(self.options, size)
-        request = {"latents.inducing": self.inducing, "rate": np.array(self.local_rate(server_round))}
-        request |= {f"theta.{name}": array for name, array in self.pseudo.parameters.items()}
-        return self.broadcast("train", request, chosen)
+def require_enough(plan: Plan, asked: int) -> None:
+    """With fewer units than a rule needs no round could ever change anything.
 
-    def local_rate(self, server_round: int) -> float:
-        """Learning rate of the local steps, from ``optimizer.learning-rate`` down to ``final-rate`` of it."""
-        own, optimizer = self.options, self.config.optimizer
-        share = (server_round - 1) / max(self.config.num_server_rounds - own.final_rounds - 1, 1)
-        return float(
-            optimizer.learning_rate * optimizer.decay ** (server_round - 1) * own.final_rate ** min(share, 1.0)
+    Raises:
+        RunError: fewer units are asked.
+    """
+    options = plan.options
+    least = least_sites(options.aggregation, options.malicious)
+    if asked < least:
+        raise RunError(
+            f"`fedmgp.aggregation` = {options.aggregation!r} with `fedmgp.malicious` = {options.malicious} needs "
+            f"{least} units in a round (2f + 3), {asked} can be asked. Lower `fedmgp.malicious`, raise "
+            "`fedmgp.fraction`, or take another rule"
         )
 
-    def train_specs(self) -> Specs:
-        """Statistics at every trial move, or a pseudo-gradient."""
-        if self.pseudo is not None:
-            return {f"update.{name}": ArraySpec(array.shape) for name, array in self.pseudo.parameters.items()}
-        state = self.track.state
-        return statistics_specs(len(trial_moves(state)), state.latents.size, self.options.latents)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The best q(g) and move from all statistics, or θ after an average of pseudo-gradients."""
-        answers = {self.network.site_of(reply): answer(self.network.site_of(reply), reply) for reply in replies}
-        self._notice(answers)
-        if self.pseudo is None:
-            figures = self._exact_round(answers)
+def local_rate(plan: Plan, server_round: int) -> float:
+    """Learning rate of the local steps, from ``optimizer.learning-rate`` down to ``final-rate`` of it."""
+    options, optimizer = plan.options, plan.config.optimizer
+    part = (server_round - 1) / max(plan.config.num_server_rounds - options.final_rounds - 1, 1)
+    rate = optimizer.learning_rate * optimizer.decay ** (server_round - 1)
+    return float(rate * options.final_rate ** min(part, 1.0))
+
+
+def shares(plan: Plan) -> dict[str, float]:
+    """Weights p_m, over all units that are known."""
+    if plan.options.weights == "equal":
+        return dict.fromkeys(plan.rows, 1.0 / len(plan.rows))
+    return {site: count / sum(plan.rows.values()) for site, count in plan.rows.items()}
+
+
+def with_late(
+    state: PseudoState, answers: Mapping[str, PseudoGradient], server_round: int, plan: Plan
+) -> tuple[PseudoState, dict[str, NamedArrays], list[float]]:
+    """This round's pseudo-gradients, joined by the last ones of absent units where the rule counts these; their ages.
+
+    A unit that is absent, or whose reply came after the timeout, is stood in for by what it sent last, again in every
+    round, as in MIFA (Gu et al., NeurIPS 2021). A stand-in more than ``patience`` rounds old is forgotten.
+    """
+    updates = {site: dict(own.parameters) for site, own in answers.items()}
+    if plan.options.aggregation != "staleness-weighted":
+        return state, updates, [0.0] * len(updates)
+    late = {site: own for site, own in state.late.items() if server_round - own.round <= plan.options.patience}
+    late |= {site: Late(update, server_round) for site, update in updates.items()}
+    updates = {site: dict(own.update) for site, own in sorted(late.items())}
+    return replace(state, late=late), updates, [float(server_round - late[site].round) for site in updates]
+
+
+def signals_of(plan: Plan, weights: list[float], fits: list[float], staleness: list[float]) -> Signals:
+    """What a rule may know beside the pseudo-gradients."""
+    options, p = plan.options, np.array(weights)
+    return Signals(
+        shares=p / p.sum(),
+        log_likelihoods=np.array(fits),
+        staleness=np.array(staleness),
+        threshold=options.clip_norm,
+        quantile=options.clip_quantile,
+        trim=options.trim,
+        malicious=options.malicious,
+        select=options.select,
+        decay=options.staleness_decay,
+    )
+
+
+def merge(
+    state: PseudoState, updates: Mapping[str, NamedArrays], signals: Signals, plan: Plan
+) -> tuple[PseudoState, dict[str, float]]:
+    """θ after a step along the merged pseudo-gradient; also the weight of every unit.
+
+    Raises:
+        ConfigError: the rule cannot work with these updates.
+        NumericsError: the step would leave the numbers that a model can have.
+    """
+    options = plan.options
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        merged, weights = aggregate(options.aggregation, list(updates.values()), signals)
+        if options.server_optimizer == "fedadam":
+            moved = adam(state, merged, size=options.server_step)
         else:
-            figures = self._pseudo_round(self.pseudo, answers, server_round)
-        return array_record(to_wire(*self.shared())), MetricRecord(dict(figures))
+            moved = step(state, merged, size=options.server_step, momentum=options.server_momentum)
+        _require_usable(moved)
+    return moved, {site: float(weight) for site, weight in zip(updates, weights, strict=True)}
 
-    def _notice(self, answers: dict[str, Answer]) -> None:
-        self.flat |= {site: own.number("flat") for site, own in answers.items() if "flat" in own.metrics}
-        for site, own in answers.items():
-            if own.number("fresh") and self.track.updates.get(site):
-                logger.warning("site %s lost its memory and starts afresh; its earlier report is replaced", site)
 
-    def _exact_round(self, answers: dict[str, Answer]) -> dict[str, float]:
-        state, rows = self.track.state, self.preparation.rows
-        moves = trial_moves(state)
-        replies = usable(answers, state.posterior, moves, rows, self.network.fail)
-        track, weights = advance(self.track, replies, answers, moves, rows=rows, agreement=self.agreement)
-        self.tracks[self.active] = track
-        self.weights.append(weights)
-        bound = self.track.state.bound
-        counted = sum(rows[site] for site, weight in weights.items() if weight)
-        return {"bound": bound, "objective": bound / counted} if counted and math.isfinite(bound) else {}
+def step(state: PseudoState, update: Mapping[str, Array], *, size: float, momentum: float) -> PseudoState:
+    """V ← βv + Δ, θ ← θ − ηv."""
+    velocity = {name: momentum * v + update[name] for name, v in state.velocity.items()}
+    parameters = {name: p - size * velocity[name] for name, p in state.parameters.items()}
+    return replace(state, parameters=parameters, velocity=velocity)
 
-    def _pseudo_round(self, state: PseudoState, answers: dict[str, Answer], server_round: int) -> dict[str, float]:
-        rows = self.preparation.rows
-        for site, own in list(answers.items()):
-            reason = claims_refusal(own, rows[site])
-            if reason:
-                self.network.fail(site, reason)
-                del answers[site]
-        said = {site: int(own.number("state-updates")) for site, own in answers.items()}
-        self.tracks[0] = replace(self.track, updates={**self.track.updates, **said})
-        self.pseudo, weights = fedmgp_pseudo.advance(
-            state, answers, server_round, options=self.options, shares=self._shares
+
+def adam(state: PseudoState, update: Mapping[str, Array], *, size: float) -> PseudoState:
+    """One step of Flower's FedAdam on the merged Δ, at β = (0.9, 0.99), τ = 10⁻³ and rate ``size``.
+
+    Flower counts rounds from 0, so that with the number of steps before this one its bias correction is that of Adam.
+    """
+    flower = FedAdam(eta=size)
+    flower.current_arrays = dict(state.parameters)
+    flower.m_t, flower.v_t = dict(state.velocity), dict(state.squares)
+    target = array_record({name: p - update[name] for name, p in state.parameters.items()})
+    content = RecordDict({"arrays": target, "metrics": MetricRecord({"num-examples": 1})})
+    moved, _ = flower.aggregate_train(state.steps, [Message(content, dst_node_id=0, message_type="train")])
+    parameters = numpy_arrays(cast(ArrayRecord, moved))  # there is one reply, so there is a step
+    velocity, squares = ({n: np.asarray(a) for n, a in (kept or {}).items()} for kept in (flower.m_t, flower.v_t))
+    return replace(state, parameters=parameters, velocity=velocity, squares=squares, steps=state.steps + 1)
+
+
+def _require_usable(state: PseudoState) -> None:
+    """θ, q(u), lengthscales and what the optimiser remembers are finite; a squared lengthscale is not 0."""
+    scales, factors = np.exp(state.parameters[SCALES]), state.parameters[FACTOR]
+    held = [*state.parameters.values(), *state.velocity.values(), *state.squares.values()]
+    finite = all(np.isfinite(array).all() for array in [*held, scales, factors @ np.swapaxes(factors, 1, 2)])
+    if not (finite and np.all(scales > 0)):
+        raise NumericsError(
+            "the merged pseudo-gradient leads to parameters that are not finite: a unit sent far too much. Lower "
+            "`fedmgp.server-step`, or set `fedmgp.aggregation` to a rule that bounds every unit, as 'norm-clipped'"
         )
-        self.weights.append(weights)
-        total = sum(rows[site] for site in answers)
-        objective = sum(rows[s] * o.number("log-likelihood") for s, o in answers.items()) / max(total, 1)
-        return {"objective": objective} if answers else {}
-
-    def predictive(self) -> NamedArrays:
-        """Latent functions and q(g); a unit adds what it alone knows."""
-        return to_wire(*self.shared())
-
-    def baseline_arrays(self) -> NamedArrays:
-        """The pooled model has the same pseudo-inputs."""
-        return {"pooled.inducing": self.inducing}
-
-    def posterior(self) -> Posterior:
-        """The saved posterior of the latent functions."""
-        return fedmgp_closing.posterior(*self.shared(), self.config)
-
-    def details(self) -> dict[str, Any]:
-        """Bound, lengthscales, collapse, weights by round, and curves of simulated units."""
-        return fedmgp_closing.details(self)
-
-    def state(self) -> Snapshot:
-        """Every start, θ, and what the report shows."""
-        arrays: NamedArrays = {"fedmgp.inducing": self.inducing}
-        facts: dict[str, Any] = {"active": self.active, "weights": self.weights, "flat": self.flat}
-        tracks = []
-        for index, track in enumerate(self.tracks):
-            own, about = exact_to_record(track.state)
-            arrays |= {f"track.{index}.{name}": array for name, array in own.items()}
-            tracks.append({"state": about, "updates": dict(track.updates), "trusted": sorted(track.trusted)})
-        facts["tracks"], facts["pseudo"] = tracks, None
-        if self.pseudo is not None:
-            own, facts["pseudo"] = pseudo_to_record(self.pseudo)
-            arrays |= {f"pseudo.{name}": array for name, array in own.items()}
-        return Snapshot(arrays, {"fedmgp": facts})
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """The inverse of :meth:`state`."""
-
-        def within(prefix: str) -> NamedArrays:
-            return {n.removeprefix(prefix): a for n, a in snapshot.arrays.items() if n.startswith(prefix)}
-
-        facts, jitter = snapshot.facts["fedmgp"], self.config.model.jitter
-        self.inducing, self.active = snapshot.arrays["fedmgp.inducing"], int(facts["active"])
-        self.weights, self.flat = list(facts["weights"]), dict(facts["flat"])
-        self.tracks = []
-        for index, about in enumerate(facts["tracks"]):
-            state: ExactState = exact_from_record(within(f"track.{index}."), about["state"], jitter)
-            self.tracks.append(Track(state, dict(about["updates"]), frozenset(about["trusted"])))
-        if facts["pseudo"] is not None:
-            self.pseudo = pseudo_from_record(within("pseudo."), facts["pseudo"])
 
 
-def create(config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> FedMGP:
-    """The Strategy of ``method = "fedmgp"``."""
-    return FedMGP(config, observer, snapshot)
+def noted(
+    state: PseudoState, answers: Mapping[str, PseudoGradient], weights: Mapping[str, float], server_round: int
+) -> PseudoState:
+    """Who answered, and what the report shows."""
+    notice_fresh((site for site, own in answers.items() if float(own.fresh)), state.reports)
+    flat = {site: float(own.flat) for site, own in answers.items() if own.flat is not None}
+    reports = {**state.reports, **dict.fromkeys(answers, server_round)}
+    return replace(state, reports=reports, record=state.record.after(weights, flat))
+
+
+class FedMGP(SharedLatents[PseudoState]):
+    """Algorithm 2 of the paper, for any likelihood and mini-batches."""
+
+    state_class = PseudoState
+    implied: ClassVar[Mapping[str, Any]] = {"update": "pseudo-gradient", "final_rounds": 0}
+
+    def initialise(self, roster: Roster) -> Asking[PseudoState]:
+        """Pseudo-inputs from where inputs lie, lengthscales from their spacing, q(u) from one unit."""
+        return (yield from initialise(roster, self.plan))
+
+    def one_round(self, state: PseudoState, roster: Roster) -> Asking[tuple[PseudoState, Figures]]:
+        """Algorithm 2."""
+        return (yield from one_round(state, roster, self.plan))
+
+    def public(self, state: PseudoState) -> NamedArrays:
+        """θ."""
+        return encode(Parameters(state.parameters))
+
+    def adopt(self, state: PseudoState, arrays: NamedArrays) -> PseudoState:
+        """Another θ, the same memory."""
+        return replace(state, parameters={name.removeprefix("values."): array for name, array in arrays.items()})

@@ -6,52 +6,43 @@ rows is shared but the hyperparameters fitted to them, and prediction is persona
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
-from fedgp_flower.config import CoreConfig, Fraction, MethodOptions, Positive, RunConfig
-from fedgp_flower.errors import ConfigError
-from fedgp_flower.shapes import NamedArrays
-from strategies.averaging import Averaging, median_hyperparameters
-from strategies.base import Observer, Snapshot
-from strategies.closing import Posterior
-
-
-class FGPROptions(MethodOptions):
-    """The table ``fgpr.*``."""
-
-    table: ClassVar[str] = "fgpr"
-
-    fraction: Fraction = 1.0
-    """Share ρ of the sites that take part in a round; at least one does."""
-    server_optimizer: Literal["fedavg", "fedadam", "fedyogi"] = "fedavg"
-    """Flower's rule that combines the sites' hyperparameters."""
-    server_learning_rate: Positive = 0.1
-    """Of ``fedadam`` and ``fedyogi``."""
-
-    def check(self, core: CoreConfig) -> None:
-        """A Gaussian likelihood and whole batches."""
-        if core.model.likelihood != "gaussian":
-            raise ConfigError(f"`model.likelihood` = {core.model.likelihood!r}: fgpr needs 'gaussian'")
-        if core.optimizer.batch_size:
-            raise ConfigError("`optimizer.batch-size`: the evidence of fgpr takes all rows of a site; set it to 0")
+from fedgp_flower.messages import encode
+from fedgp_flower.methods.fgpr.options import FGPROptions
+from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.typing import NamedArrays
+from strategies.server.fedavg import AveragingPlan, AveragingState, averaging_round, first_state
+from strategies.server.questions import Asking, Figures, Roster
+from strategies.server.shapes import initial_hyperparameters, shapes_of_inputs
+from strategies.server.strategy import FederatedStrategy
 
 
-class FGPR(Averaging):
+class FGPR(FederatedStrategy[AveragingState]):
     """Hyperparameters of the kernel and the noise are global; rows, and so predictions, belong to a site."""
 
-    def initialise(self) -> None:
+    method = "fgpr"
+    options_class = FGPROptions
+    state_class = AveragingState
+    options: FGPROptions
+
+    def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Hyperparameters start where the configuration says."""
-        self.parameters = median_hyperparameters(self.shapes_of_inputs())
+        return first_state(initial_hyperparameters((yield from shapes_of_inputs(roster))))
 
-    def predictive(self) -> NamedArrays:
+    def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
+        """Local steps on the evidence of a site's rows; the server averages."""
+        options = self.options
+        plan = AveragingPlan.of(self.config, options.fraction, options.server_optimizer, options.server_learning_rate)
+        return (yield from averaging_round(state, roster, plan))
+
+    def predictive(self, state: AveragingState, roster: Roster) -> Asking[Parameters]:
         """The hyperparameters are all a site needs besides its rows."""
-        return self.parameters
+        yield from ()
+        return Parameters(state.parameters)
 
-    def posterior(self) -> Posterior | None:
-        """None: to predict takes rows, and they stay at the site."""
-        return None
+    def public(self, state: AveragingState) -> NamedArrays:
+        """The hyperparameters."""
+        return encode(Parameters(state.parameters))
 
-
-def create(config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> FGPR:
-    """The Strategy of ``method = "fgpr"``."""
-    return FGPR(config, observer, snapshot)
+    def adopt(self, state: AveragingState, arrays: NamedArrays) -> AveragingState:
+        """Other hyperparameters, the same moments."""
+        return AveragingState({name.removeprefix("values."): array for name, array in arrays.items()}, state.moments)

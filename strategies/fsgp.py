@@ -1,160 +1,122 @@
-"""FSGP: a sparse GP whose hyperparameters and inducing points are learned by all sites, with an exact posterior.
+"""FSGP: federated averaging of a sparse GP, with an exact posterior of all rows from sums.
 
-Guo et al., *Federated sparse Gaussian processes* (2022). Training is either the paper's federated averaging (this
-module) or the exact gradient of the pooled bound (:mod:`strategies.fsgp_exact`). Prediction is the same for both: sums
-over sites give the optimal q(u) of all rows (paper Eqs. 14-15), whatever the partition.
+Guo et al., *Federated sparse Gaussian processes* (2022), Algorithms 1-2. Sampled sites take a few steps on their own
+bound per row from w = {β, Z}; the server averages. After training sums over sites give the optimal q(u) of all rows at
+w (Eqs. 14-15), whatever the partition. :mod:`strategies.fsgp_exact` trains by sums too.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-import operator
-from abc import ABC
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import Field
 
-from fedgp_flower.config import CoreConfig, Fraction, MethodOptions, Positive
-from fedgp_flower.errors import ConfigError, RunError
-from fedgp_flower.shapes import NamedArrays
-from fedgp_flower.statistics import SparseSums, WhitenedPosterior, collapsed_bound_value, exact_posterior
-from strategies.averaging import Averaging, ParameterStrategy, median_hyperparameters
-from strategies.base import Observer, Snapshot
-from strategies.closing import Posterior
-from strategies.wire import Answer, ArraySpec, Specs
-
-logger = logging.getLogger("fedgp")
+from fedgp_flower.errors import RunError
+from fedgp_flower.gp.sums import collapsed_bound_value, exact_posterior
+from fedgp_flower.messages import encode
+from fedgp_flower.methods.fsgp.messages import PooledPosterior, Statistics
+from fedgp_flower.methods.fsgp.options import FSGPOptions
+from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.options import ModelSection
+from fedgp_flower.typing import NamedArrays
+from strategies.server.fedavg import AveragingPlan, AveragingState, averaging_round, first_state
+from strategies.server.finalise import Posterior
+from strategies.server.questions import Asking, Figures, Roster, Total
+from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
+from strategies.server.strategy import FederatedStrategy
 
 LOG_NOISE = "likelihood.log_noise"
 
 
-class FSGPOptions(MethodOptions):
-    """The table ``fsgp.*``."""
-
-    table: ClassVar[str] = "fsgp"
-
-    objective: Literal["exact", "average"] = "exact"
-    """``exact``: gradient of the pooled bound, L-BFGS or Adam at the server; ``average``: the paper's local steps."""
-    fraction: Fraction = 1.0
-    """Share ρ of the sites that take part in a round of ``average``; at least one does."""
-    server_optimizer: Literal["fedavg", "fedadam", "fedyogi"] = "fedavg"
-    """``average``: Flower's rule that combines the sites' parameters."""
-    exact_optimizer: Literal["lbfgs", "adam"] = "lbfgs"
-    """``exact``: what the server does with the exact gradient."""
-    server_learning_rate: Positive = 0.1
-    """Of ``fedadam``, ``fedyogi`` and ``adam``."""
-    tolerance: Annotated[float, Field(ge=0)] = 1e-6
-    """``exact``: stop when the bound per row changes less than this, relative to its size."""
-
-    def check(self, core: CoreConfig) -> None:
-        """A Gaussian likelihood, whole batches, and a server optimiser that fits the objective."""
-        if core.model.likelihood != "gaussian":
-            raise ConfigError(f"`model.likelihood` = {core.model.likelihood!r}: the sums of fsgp need 'gaussian'")
-        if core.optimizer.batch_size:
-            raise ConfigError(
-                "`optimizer.batch-size`: the collapsed bound of fsgp takes all rows of a site; set it to 0"
-            )
+def initial_parameters(roster: Roster, model: ModelSection, seed: int) -> Asking[NamedArrays]:
+    """The first w = {β, Z}: inducing points from federated statistics, hyperparameters where the configuration says."""
+    answers = yield from shapes_of_inputs(roster)
+    locations = initial_locations(answers, model, seed)
+    return {"inducing.locations": locations, **initial_hyperparameters(answers)}
 
 
-class SparseStrategy(ParameterStrategy, ABC):
-    """What both objectives share: parameters w = {β, Z}, sums over sites, and prediction from them."""
-
-    @property
-    def options(self) -> FSGPOptions:
-        """The table ``fsgp.*``."""
-        return cast(FSGPOptions, self.config.options)
-
-    @property
-    def noise(self) -> float:
-        """Noise variance of the standardised target."""
-        return math.exp(float(self.parameters[LOG_NOISE][0]))
-
-    def initialise(self) -> None:
-        """Draw inducing points from federated statistics; hyperparameters start where the configuration says."""
-        answers = self.shapes_of_inputs()
-        locations = self.initial_inducing_points(answers)
-        self.parameters = {"inducing.locations": locations, **median_hyperparameters(answers)}
-
-    def statistics_specs(self) -> Specs:
-        """Shapes of the sums of a site."""
-        return {name: ArraySpec(shape) for name, shape in SparseSums.shapes(self.config.model.num_inducing).items()}
-
-    def usable_sums(self, answers: Mapping[str, Answer]) -> dict[str, SparseSums]:
-        """The sums of each site, without those that cannot come from its rows."""
-        found: dict[str, SparseSums] = {}
-        for site, own in answers.items():
-            reason = sums_refusal(own.arrays, self.preparation.rows[site])
-            if reason:
-                self.network.fail(site, reason)
-            else:
-                found[site] = SparseSums.from_arrays(own.arrays)
-        return found
-
-    def pooled(self) -> SparseSums:
-        """The sums of all rows of all sites that answer, at the current parameters."""
-        answers = self.ask("query.statistics", self.parameters, self.statistics_specs(), retries=1)
-        parts = list(self.usable_sums(answers).values())
-        if not parts:
-            raise RunError("no site sent usable sums; see the failures above")
-        return functools.reduce(operator.add, parts)
-
-    def predictive(self) -> NamedArrays:
-        """Parameters and the exact posterior at them, from one query for sums."""
-        return self.predictive_from(self.pooled())
-
-    def predictive_from(self, sums: SparseSums) -> NamedArrays:
-        """Parameters and the exact posterior that follows from sums at them."""
-        self.bound = collapsed_bound_value(sums, self.noise)
-        self.whitened = exact_posterior(sums, self.noise)
-        return {**self.parameters, **self.whitened.to_arrays()}
-
-    def posterior(self) -> Posterior:
-        """The saved posterior: parameters in natural units, q of whitened inducing values."""
-        return sparse_posterior(self.parameters, self.whitened, self.config)
-
-    def details(self) -> dict[str, Any]:
-        """The pooled bound at the end, in nats, and the noise level."""
-        return {"bound": self.bound, "noise_sd_standardised": math.sqrt(self.noise)}
+def noise_of(parameters: Mapping[str, np.ndarray]) -> float:
+    """Noise variance of the standardised target."""
+    return math.exp(float(parameters[LOG_NOISE][0]))
 
 
-class FSGPAverage(SparseStrategy, Averaging):
-    """Federated averaging: sampled sites take a few local steps on their own bound per row (paper, Algorithms 1-2)."""
+def pooled(parameters: Mapping[str, np.ndarray], sites: tuple[str, ...] | None = None) -> Asking[Statistics]:
+    """The sums of all rows of all sites that answer.
 
-    def round_metrics(self) -> dict[str, float]:
-        """The noise variance beside the mean of the sites' objectives."""
-        return {"noise": self.noise}
-
-
-@np.errstate(over="ignore")
-def sums_refusal(arrays: Mapping[str, np.ndarray], rows: int) -> str | None:
-    """Why sums cannot come from ``rows`` rows: necessary conditions every honest site meets.
-
-    A = W Wᵀ is symmetric and positive semi-definite, tr A ≤ Σ k(x, x) because the whitened projection cannot explain
-    more than the prior variance, and by Cauchy-Schwarz bᵀb ≤ λ_max(A) Σ y².
+    Raises:
+        RunError: nobody answered.
     """
-    gram, slack = arrays["sums.gram"], 1e-6
-    if float(arrays["sums.count"]) != rows:
-        return f"sums of {float(arrays['sums.count']):g} rows, introduced itself with {rows}"
-    eigenvalues = np.linalg.eigvalsh(gram / 2 + gram.T / 2)  # halves first: a liar's numbers may be huge
-    largest = max(float(eigenvalues[-1]), 1e-300)
-    if np.abs(gram - gram.T).max() > slack * largest or eigenvalues[0] < -slack * largest:
-        return "`sums.gram` is not a Gram matrix"
-    if np.trace(gram) > float(arrays["sums.prior_variance"]) * (1 + slack):
-        return "`sums.gram` explains more than the prior variance of the rows"
-    limit = math.sqrt(largest) * math.sqrt(max(float(arrays["sums.target_squares"]), 0.0)) * (1 + slack)
-    if math.hypot(*arrays["sums.projection"]) > limit:
-        return "`sums.projection` is larger than the targets allow"
-    return None
+    summed = yield Total(Statistics, Parameters(parameters), sites)
+    if summed.total is None:
+        raise RunError("no site sent usable sums; see the failures above")
+    return summed.total
 
 
-def sparse_posterior(parameters: NamedArrays, whitened: WhitenedPosterior, config: Any) -> Posterior:
+def posterior_at(parameters: Mapping[str, np.ndarray], totals: Statistics) -> PooledPosterior:
+    """q(v) of all rows behind the totals: the optimum at w (Eqs. 14-15)."""
+    whitened = exact_posterior(totals.sums(), noise_of(parameters))
+    return PooledPosterior(parameters, whitened.mean.numpy(), whitened.covariance.numpy())
+
+
+class FSGPAveraging(FederatedStrategy[AveragingState]):
+    """Federated averaging of w, then the exact posterior at it."""
+
+    method = "fsgp"
+    options_class = FSGPOptions
+    state_class = AveragingState
+    options: FSGPOptions
+    implied: ClassVar[Mapping[str, Any]] = {"objective": "average"}
+
+    def initialise(self, roster: Roster) -> Asking[AveragingState]:
+        """The first parameters; no moments."""
+        return first_state((yield from initial_parameters(roster, self.config.model, self.config.seed)))
+
+    def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
+        """Algorithm 1 of the paper."""
+        options = self.options
+        plan = AveragingPlan.of(self.config, options.fraction, options.server_optimizer, options.server_learning_rate)
+        state, figures = yield from averaging_round(state, roster, plan)
+        return state, figures and {**figures, "noise": noise_of(state.parameters)}
+
+    def predictive(self, state: AveragingState, roster: Roster) -> Asking[PooledPosterior]:
+        """Parameters and the exact posterior at them, from one query for sums."""
+        totals = yield from pooled(state.parameters, roster.everyone)
+        self.last = (posterior_at(state.parameters, totals), totals)
+        return self.last[0]
+
+    def public(self, state: AveragingState) -> NamedArrays:
+        """The parameters."""
+        return encode(Parameters(state.parameters))
+
+    def adopt(self, state: AveragingState, arrays: NamedArrays) -> AveragingState:
+        """Other parameters, the same moments."""
+        return AveragingState({name.removeprefix("values."): array for name, array in arrays.items()}, state.moments)
+
+    def posterior_of(self, state: AveragingState) -> Posterior:
+        """Parameters in natural units, q of whitened inducing values."""
+        return saved(self.last[0], self.config.model)
+
+    def details_of(self, state: AveragingState) -> dict[str, Any]:
+        """The pooled bound at the end, in nats, and the noise level."""
+        return facts(*self.last)
+
+
+def facts(posterior: PooledPosterior, totals: Statistics) -> dict[str, float]:
+    """The pooled bound in nats, and the noise level."""
+    noise = noise_of(posterior.values)
+    return {"bound": collapsed_bound_value(totals.sums(), noise), "noise_sd_standardised": math.sqrt(noise)}
+
+
+def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
     """Arrays, meanings and the equation of prediction for a sparse GP with whitened q(v)."""
-    arrays: NamedArrays = {"inducing.locations": parameters["inducing.locations"], **whitened.to_arrays()}
-    for name, array in parameters.items():
+    arrays: NamedArrays = {
+        "inducing.locations": posterior.values["inducing.locations"],
+        "inducing.mean": posterior.mean,
+        "inducing.covariance": posterior.covariance,
+    }
+    for name, array in posterior.values.items():
         if ".log_" in name:
             arrays[name.replace(".log_", ".", 1)] = np.exp(array)
     meanings = {
@@ -165,20 +127,13 @@ def sparse_posterior(parameters: NamedArrays, whitened: WhitenedPosterior, confi
         "kernel.outputscale": "prior variance of f",
         "likelihood.noise": "σ², noise variance of an observation",
     }
-    standardised = "standardised"
-    coordinates = dict.fromkeys(arrays, standardised) | dict.fromkeys(
-        ("inducing.mean", "inducing.covariance"), "whitened"
-    )
+    whitened = dict.fromkeys(("inducing.mean", "inducing.covariance"), "whitened")
     equation = (
         "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): y(x) ~ N(aᵀm, k(x, x) − aᵀa + aᵀS a + σ²), "
         "x and y standardised by input.mean, input.scale, target.mean, target.scale."
     )
-    model = {"family": "sparse", "kernel": config.model.kernel, "ard": config.model.ard, "jitter": config.model.jitter}
-    return Posterior(arrays, {n: meanings.get(n, "hyperparameter") for n in arrays}, coordinates, equation, model)
-
-
-def create(config: Any, observer: Observer, snapshot: Snapshot | None = None) -> SparseStrategy:
-    """The Strategy of ``fsgp.objective``."""
-    from strategies.fsgp_exact import FSGPExact  # noqa: PLC0415  it builds on this module
-
-    return (FSGPExact if config.options.objective == "exact" else FSGPAverage)(config, observer, snapshot)
+    facts_of_model = {"family": "sparse", "kernel": model.kernel, "ard": model.ard, "jitter": model.jitter}
+    coordinates = dict.fromkeys(arrays, "standardised") | whitened
+    return Posterior(
+        arrays, {n: meanings.get(n, "hyperparameter") for n in arrays}, coordinates, equation, facts_of_model
+    )

@@ -1,191 +1,210 @@
-"""SFVI and SFVI-Avg on the server: pure updates of (θ, η_G), without Flower and without a model.
-
-Parameters are arrays under names: ``theta.*`` for θ, and ``q.mean``, ``q.log_scale`` and, unless q(Z_G) is diagonal,
-``q.lower`` for η_G, with Z_G = μ + σ ⊙ (L ε) and L's strictly lower entries row by row.
-"""
+"""What SFVI and SFVI-Avg share on the server: the state, how it starts, what sites predict with and what is saved."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import field, replace
+from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
 
-from fedgp_flower.barycentre import barycentre, wasserstein_distance
-from fedgp_flower.shapes import Array
+from fedgp_flower.errors import RunError
+from fedgp_flower.gp.optimisers import AdamState
+from fedgp_flower.messages import encode, message
+from fedgp_flower.methods.messages import Nothing, Parameters, Shape
+from fedgp_flower.methods.sfvi.messages import ModelStart
+from fedgp_flower.methods.sfvi.options import LEARNED, SHARED, SFVIOptions
+from fedgp_flower.options import ModelSection
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.typing import AnyShape, Array, NamedArrays
+from strategies.server.finalise import Posterior
+from strategies.server.inducing import box_points
+from strategies.server.questions import Asking, Each, Roster
+from strategies.server.shapes import initial_locations, shapes_of_inputs, usual_answers
+from strategies.server.strategy import FederatedStrategy
+from strategies.server.wire import ArraySpec, Specs
 
-Parameters = Mapping[str, Array]
-LEARNED_PRIOR = "theta.prior_log_scales"
-DECAYS = (0.9, 0.999)
-"""Of Adam's moments."""
+logger = logging.getLogger("fedgp")
 
 
-@dataclass(frozen=True, slots=True)
+@message()
 class Prior:
     """p_θ(Z_G) = N(0, diag s²), log s = ``fixed`` + θ.prior_log_scales[``block``]; an empty ``block`` is none."""
 
-    fixed: Array  # [M]
-    block: np.ndarray[tuple[int], np.dtype[np.int64]]  # [M] or [0]
-
-    def log_scale(self, parameters: Parameters) -> Array:
-        """The vector log s [M]."""
-        return self.fixed + parameters[LEARNED_PRIOR][self.block] if len(self.block) else self.fixed
+    fixed: Float[ndarray, " G"]
+    block: Int[ndarray, " B"]
 
 
-@dataclass(frozen=True, slots=True)
-class Adam:
-    """Moments of Adam (Kingma & Ba 2015) for every parameter."""
+@message()
+class Averaged:
+    """How the latest average was reached."""
 
-    step: int
-    first: Parameters
-    second: Parameters
-
-
-@dataclass(frozen=True, slots=True)
-class SFVIState:
-    """What the server keeps between rounds."""
-
-    parameters: Parameters
-    adam: Adam
-
-
-def start(parameters: Parameters) -> SFVIState:
-    """A state before the first round."""
-    zero = {name: np.zeros_like(value) for name, value in parameters.items()}
-    return SFVIState(parameters, Adam(0, zero, zero))
-
-
-def global_noise(seed: int, step: int, draws: int, size: int) -> Array:
-    """ε_G [S, M] of a round, standard normal."""
-    return np.random.default_rng((seed, step)).standard_normal((draws, size))
-
-
-def factor(parameters: Parameters) -> Array:
-    """diag(σ) L [M, M], a factor of the covariance of q(Z_G); σ [M] itself when q is diagonal."""
-    scale, lower = np.exp(parameters["q.log_scale"]), _unit_lower(parameters)
-    return scale if lower is None else scale[:, None] * lower
-
-
-def sampled_server_gradient(parameters: Parameters, prior: Prior, noise: Array) -> tuple[float, dict[str, Array]]:
-    """Value and gradient of log p_θ(Z_G) − log q(Z_G), averaged over draws, by sticking the landing.
-
-    With log q's own parameters held constant, ∇_Z = −Z / s² + diag(σ)⁻¹ L⁻ᵀ ε, and Z = μ + σ ⊙ Lε carries it to
-    μ, log σ and L.
-    """
-    scale, lower = np.exp(parameters["q.log_scale"]), _unit_lower(parameters)
-    mixed = noise if lower is None else noise @ lower.T  # [S, M]
-    z = parameters["q.mean"] + scale * mixed
-    log_scale = prior.log_scale(parameters)
-    white = z * np.exp(-log_scale)
-    pull = noise if lower is None else np.linalg.solve(lower.T, noise.T).T
-    slope = -white * np.exp(-log_scale) + pull / scale
-    gradient = {"q.mean": slope.mean(0), "q.log_scale": (slope * scale * mixed).mean(0)}
-    if "q.lower" in parameters:
-        gradient["q.lower"] = _packed((slope * scale).T @ noise / len(noise))
-    constants = (parameters["q.log_scale"] - log_scale).sum()
-    value = 0.5 * (np.sum(noise**2) - np.sum(white**2)) / len(noise) + constants
-    return float(value), gradient | _prior_gradient(parameters, prior, (white**2).mean(0) - 1)
-
-
-def expected_server_gradient(parameters: Parameters, prior: Prior) -> tuple[float, dict[str, Array]]:
-    """Value and gradient of −KL(q(Z_G) ‖ p_θ(Z_G)) = Σ log σ/s + ½ M − ½ Σ (Σ_ii + μ_i²) / s_i²."""
-    mean, scale, lower = parameters["q.mean"], np.exp(parameters["q.log_scale"]), _unit_lower(parameters)
-    log_scale = prior.log_scale(parameters)
-    precision = np.exp(-2 * log_scale)
-    variance = scale**2 if lower is None else scale**2 * np.sum(lower**2, -1)
-    second = (variance + mean**2) * precision
-    gradient = {"q.mean": -mean * precision, "q.log_scale": 1 - variance * precision}
-    if lower is not None:
-        gradient["q.lower"] = _packed(-(scale**2 * precision)[:, None] * lower)
-    value = np.sum(parameters["q.log_scale"] - log_scale) + 0.5 * np.sum(1 - second)
-    return float(value), gradient | _prior_gradient(parameters, prior, second - 1)
-
-
-def total(server: Parameters, sites: Sequence[Parameters], *, scale: float = 1.0) -> dict[str, Array]:
-    """The server's gradient plus ``scale`` times the sum of the sites' messages; a name may be missing in either.
-
-    ``scale`` is N over the rows of the sites that replied: 1 when all did.
-    """
-    result = {name: np.array(value) for name, value in server.items()}
-    for message in sites:
-        for name, value in message.items():
-            result[name] = np.asarray(result.get(name, np.zeros_like(value)) + scale * value)
-    return result
-
-
-def learning_rate(step: int, *, steps: int, initial: float, constant: float = 0.5, final: float = 0.01) -> float:
-    """Constant for the first part of ``steps``, then falling geometrically to ``final`` · ``initial``."""
-    progress = (step / steps - constant) / (1 - constant)
-    return float(initial * final ** np.clip(progress, 0.0, 1.0))
-
-
-def ascend(state: SFVIState, gradient: Parameters, *, rate: float, decays: tuple[float, float] = DECAYS) -> SFVIState:
-    """One step of Adam uphill."""
-    one, two = decays
-    step = state.adam.step + 1
-    first, second, parameters = {}, {}, {}
-    for name, value in state.parameters.items():  # asarray: a sum of arrays without dimensions is not an array
-        first[name] = np.asarray(one * state.adam.first[name] + (1 - one) * gradient[name])
-        second[name] = np.asarray(two * state.adam.second[name] + (1 - two) * gradient[name] ** 2)
-        move = (first[name] / (1 - one**step)) / (np.sqrt(second[name] / (1 - two**step)) + 1e-8)
-        parameters[name] = np.asarray(value + rate * move)
-    return SFVIState(parameters, Adam(step, first, second))
-
-
-@dataclass(frozen=True, slots=True)
-class Average:
-    """The parameters after a round of SFVI-Avg, and how the barycentre was found."""
-
-    parameters: Parameters
     iterations: int
+    """Of the barycentre."""
     residual: float
-    spread: Array
-    """W₂ from each site's q(Z_G) to the barycentre, [K]."""
+    spread: Mapping[str, float]
+    """W₂ from each site's q(Z_G) to their barycentre."""
+    estimate: float
+    """Mean over sites and local steps of what each site takes for the bound; the ELBO of no posterior."""
 
 
-def average(sites: Sequence[Parameters], weights: Array, *, tolerance: float = 1e-12) -> Average:
-    """θ ← Σ wₖ θₖ and q(Z_G) ← Wasserstein barycentre of the sites' q(Z_G).
+@message()
+class SFVIState:
+    """θ and η_G, the moments of the server's Adam, and what is known of the sites."""
 
-    Args:
-        sites: Parameters as each site left them.
-        weights: N_k / N, or equal; divided by their sum.
-        tolerance: Relative change at which the barycentre stops.
+    parameters: Mapping[str, AnyShape]
+    """θ as ``theta.*``; η_G as ``q.mean``, ``q.log_scale`` and, unless q(Z_G) is diagonal, ``q.lower``."""
+    prior: Prior
+    shared: Mapping[str, AnyShape]
+    """Shared inducing inputs of ``gp``, unless they are part of θ."""
+    steps: int = 0
+    first: Mapping[str, AnyShape] = field(default_factory=dict)
+    second: Mapping[str, AnyShape] = field(default_factory=dict)
+    bound: float | None = None
+    """The latest ELBO of all rows, in nats; none before the first sum of gradients."""
+    averaged: Averaged | None = None
+    trained: tuple[str, ...] = ()
+    """Sites that have taken part."""
+    fresh: Mapping[str, int] = field(default_factory=dict)
+    """How often a site that had taken part began anew: it lost its state, or came back with other rows."""
+
+    @property
+    def adam(self) -> AdamState[Array]:
+        """The moments as the optimiser wants them."""
+        return AdamState(self.steps, self.first, self.second)
+
+    def with_moments(self, adam: AdamState[Array]) -> SFVIState:
+        """The same with other moments."""
+        first, second = ({n: np.asarray(value) for n, value in own.items()} for own in (adam.first, adam.second))
+        return replace(self, steps=adam.step, first=first, second=second)
+
+    def joined(self, sites: Iterable[str], fresh: Iterable[str]) -> SFVIState:
+        """After a round in which these sites took part, and some of those that had before began anew."""
+        counts = dict(self.fresh)
+        for site in fresh:
+            logger.warning("site %s has lost its state: it began anew and caught up", site)
+            counts[site] = counts.get(site, 0) + 1
+        return replace(self, trained=tuple(sorted({*self.trained, *sites})), fresh=counts)
+
+
+def initialise(roster: Roster, options: SFVIOptions, model: ModelSection, seed: int) -> Asking[SFVIState]:
+    """θ as the sites' model starts, shared inputs from federated statistics, q(Z_G) = N(0, scale² I)."""
+    start = yield from agreed_model(roster)
+    parameters = {f"theta.{name}": array for name, array in start.theta.items()}
+    shared: NamedArrays = {}
+    if options.model == "gp":
+        answers = yield from shapes_of_inputs(roster)
+        points = shared_inputs(answers, options, model, seed)
+        (parameters if LEARNED in parameters else shared)[LEARNED if LEARNED in parameters else SHARED] = points
+    size = len(start.fixed)
+    parameters["q.mean"] = np.zeros(size)
+    parameters["q.log_scale"] = np.full(size, math.log(options.initial_scale))
+    if options.structure == "full":
+        parameters["q.lower"] = np.zeros(size * (size - 1) // 2)
+    return SFVIState(parameters, Prior(start.fixed, start.block), shared)
+
+
+def agreed_model(roster: Roster) -> Asking[ModelStart]:
+    """Initial θ and prior: honest sites send the same, so the median over those of the usual layout is theirs.
+
+    Raises:
+        RunError: if no site answers.
     """
-    shares = weights / weights.sum()
-    means = np.stack([site["q.mean"] for site in sites])
-    factors = np.stack([factor(site) for site in sites])
-    found = barycentre(means, factors, weights, tolerance=tolerance)
-    merged: dict[str, Array] = {
-        name: np.tensordot(shares, np.stack([site[name] for site in sites]), 1)
-        for name in sites[0]
-        if name.startswith("theta.")
-    }
-    scale = found.factor if found.factor.ndim == 1 else np.diagonal(found.factor)
-    merged |= {"q.mean": found.mean, "q.log_scale": np.log(scale)}
-    if found.factor.ndim == 2:
-        merged["q.lower"] = _packed(found.factor / scale[:, None])
-    spread = [wasserstein_distance(found.mean, found.factor, m, f) for m, f in zip(means, factors, strict=True)]
-    return Average(merged, found.iterations, found.residual, np.array(spread))
+    answers: dict[str, ModelStart] = yield Each(ModelStart, {site: Nothing() for site in roster.sites}, retries=1)
+    answers = yield from usual_answers(answers, "its model is not the one that most sites have")
+    if not answers:
+        raise RunError("no site described its model; see the failures above")
+    parts = list(answers.values())
+
+    def median(arrays: list[ndarray]) -> Any:
+        return np.asarray(np.median(arrays, axis=0)).astype(arrays[0].dtype)
+
+    theta = {name: median([own.theta[name] for own in parts]) for name in parts[0].theta}
+    return ModelStart(theta, median([own.fixed for own in parts]), median([own.block for own in parts]))
 
 
-def _unit_lower(parameters: Parameters) -> Array | None:
-    """L [M, M]; None when q(Z_G) is diagonal."""
-    if "q.lower" not in parameters:
-        return None
-    size = len(parameters["q.mean"])
-    lower: Array = np.eye(size)
-    lower[np.tril_indices(size, -1)] = parameters["q.lower"]
-    return lower
+def shared_inputs(answers: Mapping[str, Shape], options: SFVIOptions, model: ModelSection, seed: int) -> Array:
+    """Inducing inputs [M, D] in standardised units; no site sends a row."""
+    if options.shared_inputs == "box":
+        histogram = np.sum([own.histogram for own in answers.values()], axis=0)
+        return box_points(model.num_inducing, histogram, np.random.default_rng([seed, *b"inducing"]))
+    return initial_locations(answers, model, seed)
 
 
-def _packed(matrix: Array) -> Array:
-    return matrix[np.tril_indices(len(matrix), -1)]
+class StructuredVI(FederatedStrategy[SFVIState]):
+    """What the Strategies of both methods have in common."""
 
+    options_class = SFVIOptions
+    state_class = SFVIState
+    options: SFVIOptions
 
-def _prior_gradient(parameters: Parameters, prior: Prior, slope: Array) -> dict[str, Array]:
-    """∂ / ∂ log s summed over the entries that share a learned scale."""
-    if len(prior.block) == 0:
-        return {}
-    summed: Array = np.zeros_like(parameters[LEARNED_PRIOR])
-    np.add.at(summed, prior.block, slope)
-    return {LEARNED_PRIOR: summed}
+    def _set(self, config: RunConfig, *kept: Any) -> None:
+        super()._set(config, *kept)
+        self.predicts = self.options.model != "multinomial"
+
+    def initialise(self, roster: Roster) -> Asking[SFVIState]:
+        """The model that sites describe, before any of them has learned."""
+        return (yield from initialise(roster, self.options, self.config.model, self.config.seed))
+
+    def rate(self, server_round: int) -> float:
+        """The learning rate of a round."""
+        return self.options.rate(server_round - 1, self.planned_rounds)
+
+    def predictive(self, state: SFVIState, roster: Roster) -> Asking[Parameters]:
+        """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
+        yield from ()
+        return Parameters(state.parameters)
+
+    def constants(self, state: SFVIState) -> NamedArrays:
+        """The shared inducing inputs."""
+        return dict(state.shared)
+
+    def public(self, state: SFVIState) -> NamedArrays:
+        """θ and η_G."""
+        return encode(Parameters(state.parameters))
+
+    def adopt(self, state: SFVIState, arrays: NamedArrays) -> SFVIState:
+        """Other parameters, the same moments."""
+        return replace(state, parameters={name.removeprefix("values."): array for name, array in arrays.items()})
+
+    def row_specs(self) -> Specs:
+        """Trend and deviation of every row."""
+        return {name: ArraySpec((None,)) for name in ("prediction.trend", "prediction.deviation")}
+
+    def details_of(self, state: SFVIState) -> dict[str, Any]:
+        """The bound at the end, and how the latest average was reached."""
+        facts: dict[str, Any] = {"shared_latents": len(state.prior.fixed)}
+        if state.bound is not None:
+            facts["bound"] = state.bound
+        if state.fresh:
+            facts["fresh_starts"] = dict(state.fresh)
+        if state.averaged is not None:
+            last = state.averaged
+            facts["barycentre"] = {"iterations": last.iterations, "residual": last.residual}
+            facts |= {"site_estimate": last.estimate, "spread": dict(last.spread)}
+        return facts
+
+    def posterior_of(self, state: SFVIState) -> Posterior:
+        """What predicts for a new site: θ, q(Z_G) and the shared inputs."""
+        arrays = {**state.parameters, **state.shared}
+        meanings = {
+            "q.mean": "μ_G, mean of the shared latents Z_G",
+            "q.log_scale": "log σ_G, by entry of Z_G",
+            "q.lower": "strictly lower entries of L_G, row by row",
+            SHARED: "Z, shared inducing inputs",
+        }
+        coordinates = {name: "standardised" if name in (SHARED, LEARNED) else "unconstrained" for name in arrays}
+        equation = (
+            "q(Z_G) = N(μ_G, diag(σ_G) L_G L_Gᵀ diag(σ_G)); without q.lower, L_G = I. The model of `sfvi.model` with "
+            "parameters θ (theta.*) gives p(y | x, Z_G, Z_L), and a new site has Z_L from its prior. For `gp`: "
+            "f(x) = a(x)ᵀ Z_G[:M] + [1, x]ᵀ Z_G[M:] + h(x) with L Lᵀ = k_G(Z, Z) + jitter · k_G(z, z) · I, "
+            "a(x) = L⁻¹ k_G(Z, x), h(x) ~ N(0, k_L(x, x) + [1, x²]ᵀ exp(2 theta.log_site_slope)), or h = 0 where "
+            "`sfvi.site-inducing` is 0; x and y standardised."
+        )
+        section = {k: v for k, v in self.config.model.model_dump(by_alias=True).items() if k != "inducing-init"}
+        model = {"family": "structured", "model": section, "structure": self.options.model_dump(by_alias=True)}
+        return Posterior(arrays, {n: meanings.get(n, "hyperparameter") for n in arrays}, coordinates, equation, model)

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from jaxtyping import install_import_hook
 
-CHECKED = (
-    "fedgp_flower.linalg",
-    "fedgp_flower.statistics",
-    "fedgp_flower.gaussian",
-    "fedgp_flower.barycentre",
-    "fedgp_flower.latent",
-    "fedgp_flower.models",
-)
+CHECKED = ("fedgp_flower.gp", "fedgp_flower.methods")
 
 _hook = install_import_hook(CHECKED, "beartype.beartype")

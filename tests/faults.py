@@ -17,12 +17,15 @@ from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from fedgp_flower import client_app
 from fedgp_flower.data.sites import load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.engine import InProcessGrid, simulated_nodes
-from fedgp_flower.models.sparse import SparseGP, pooled_sums
-from fedgp_flower.registry import METHODS, load, parse_config
-from fedgp_flower.statistics import SparseSums, WhitenedPosterior, exact_posterior
-from strategies.base import GPStrategy, Snapshot
-from strategies.wire import content_bytes
+from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, exact_posterior
+from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
+from fedgp_flower.run.registry import parse_config, strategy_class
+from fedgp_flower.typing import NamedArrays
+from strategies.fsgp import noise_of
+from strategies.fsgp_exact import ExactState
+from strategies.server.base import BaseStrategy, Snapshot
+from strategies.server.wire import content_bytes
 
 Change = Callable[[Message], Message | None]
 """A reply as the site meant it → what arrives; None is lost on the way."""
@@ -91,6 +94,12 @@ class FaultyGrid(InProcessGrid):
             if reply is not None:
                 return [reply]
         return []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Replies that are not lost, in Flower's own loop."""
+        del timeout
+        replies = [self.arrival(self._pending.pop(message_id)) for message_id in self.push_messages(messages)]
+        return [reply for reply in replies if reply is not None]
 
     def arrival(self, message: Message) -> Message | None:
         """What arrives of the reply to a message."""
@@ -200,7 +209,7 @@ class Clock:
 def no_waiting() -> Iterator[None]:
     """A timeout costs no time."""
     clock = Clock()
-    with mock.patch("strategies.network.time", clock), mock.patch("strategies.meeting.time", clock):
+    with mock.patch("strategies.server.network.time", clock), mock.patch("strategies.server.enrolment.time", clock):
         yield
 
 
@@ -231,18 +240,24 @@ def configured(**changes: Any) -> dict[str, Any]:
 def run(grid: FaultyGrid, recorder: Recorder | None = None, snapshot: Snapshot | None = None) -> Any:
     """Run the grid's configuration and return the Strategy."""
     config = parse_config(grid.flat)
-    strategy: GPStrategy = load(METHODS[config.method].strategy)(config, recorder or Recorder(), snapshot)
+    strategy: BaseStrategy = strategy_class(config).from_config(config, recorder or Recorder(), snapshot)
     with no_waiting():
         strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
     return strategy
 
 
-def blamed(strategy: GPStrategy) -> dict[str, list[str]]:
+def blamed(strategy: BaseStrategy) -> dict[str, list[str]]:
     """Reasons by site."""
     found: dict[str, list[str]] = {}
     for failure in strategy.network.failures:
         found.setdefault(failure.site, []).append(failure.reason)
     return found
+
+
+def parameters(strategy: Any) -> NamedArrays:
+    """The parameters that a run of FSGP or FGPR has reached."""
+    state = strategy.current
+    return dict(state.best if isinstance(state, ExactState) else state.parameters)
 
 
 def sums_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> SparseSums:
@@ -251,14 +266,14 @@ def sums_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> SparseSums
     preparation = Preparation.from_wire(prepared.arrays, prepared.schema)
     nodes = [grid.contexts[grid.node_of(site)].node_config for site in sites]
     data = [load_site(strategy.config, node).encode(preparation) for node in nodes]
-    model = SparseGP.from_arrays(strategy.config.model, strategy.parameters)
+    model = SparseGP.from_arrays(strategy.config.model, parameters(strategy))
     x, y = (torch.from_numpy(np.concatenate([getattr(own, name) for own in data])) for name in ("x", "y"))
     return pooled_sums(model, x, y)
 
 
 def posterior_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> WhitenedPosterior:
     """q(v) of some sites' rows at the final parameters, from their rows."""
-    return exact_posterior(sums_of(grid, strategy, sites), strategy.noise)
+    return exact_posterior(sums_of(grid, strategy, sites), noise_of(parameters(strategy)))
 
 
 def waves(rows: int, seed: int) -> pd.DataFrame:

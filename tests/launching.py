@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedgp_flower.processes import ProcessEntry, belonging, from_proc
+from fedgp_flower.deploy.processes import ProcessEntry, belonging, snapshot
 
 SMALL = ["num-server-rounds=2", "model.num-inducing=8", "evaluate-every=0", "baselines.pooled=false"]
 
@@ -31,7 +31,7 @@ class Launch:
     def watch(self, until: str = "") -> str:
         """Note every descendant until the launcher ends or its output holds ``until``; returns the output."""
         while self.process.poll() is None and not (until and until in self.output):
-            table = from_proc("")
+            table = snapshot("")
             own = {pid: entry for pid, entry in table.items() if pid == self.process.pid}
             self.children |= {p: e for p, e in belonging(table, self.children | own).items() if p not in own}
             time.sleep(0.2)
@@ -42,7 +42,7 @@ class Launch:
         return (self.folder / "out.txt").read_text(errors="replace")
 
     def survivors(self) -> list[int]:
-        table = from_proc("")
+        table = snapshot("")
         return list(belonging(table, self.children))
 
 

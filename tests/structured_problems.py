@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from fedgp_flower.config import ModelSection
-from fedgp_flower.models.kernels import build_kernel
-from fedgp_flower.models.logistic_mixed import LogisticMixed
-from fedgp_flower.models.structured_family import GlobalPosterior, LocalPosterior, initial_global, named, with_named
-from fedgp_flower.models.structured_gp import GPOptions, HierarchicalGP
-from strategies.sfvi_state import Prior
+from fedgp_flower.gp.kernels import build_kernel
+from fedgp_flower.gp.optimisers import AdamState
+from fedgp_flower.methods.sfvi.family import (
+    GlobalPosterior,
+    LocalPosterior,
+    initial_global,
+    named,
+    on_the_wire,
+    with_named,
+)
+from fedgp_flower.methods.sfvi.gp import GPOptions, HierarchicalGP
+from fedgp_flower.methods.sfvi.learner import Learner, step_local
+from fedgp_flower.methods.sfvi.logistic_mixed import LogisticMixed
+from fedgp_flower.methods.sfvi.messages import GradientShare
+from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.options import ModelSection
+from strategies.server.questions import Roster
+from strategies.sfvi_avg import Plan
+from strategies.sfvi_state import Prior, SFVIState
 
 
 def randomised(posterior, generator, spread=0.3):
@@ -40,7 +55,7 @@ def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8, l
     deviation = build_kernel(ModelSection(kernel="matern52", lengthscale=0.5, outputscale=0.4), inputs.shape[1])
     options = GPOptions(
         likelihood=likelihood,
-        deviates=deviates,
+        site_inducing=20 if deviates else 0,
         noise=0.2,
         noise_spread=noise_spread,
         jitter=jitter,
@@ -51,24 +66,19 @@ def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8, l
 
 def gp_sites(model, generator, *, sizes=(6, 5, 7), num_inducing=3, binary=False):
     """Sites of one-dimensional data."""
+    if model.options.deviates:
+        model.options = replace(model.options, site_inducing=num_inducing)
     sites = []
     for key, size in enumerate(sizes):
         x = torch.linspace(-2, 2, size, dtype=torch.float64)[:, None] + 0.1 * key
         y = torch.sin(2 * x[:, 0]) + 0.3 * key + 0.3 * torch.randn(size, generator=generator, dtype=torch.float64)
-        sites.append(model.prepare(x, (y > 0).double() if binary else y, key=key, num_inducing=num_inducing))
+        sites.append(model.prepare(x, (y > 0).double() if binary else y, key=key))
     return sites
 
 
 def prior_of(model):
     """The arrays a server needs of a model."""
     return Prior(model.fixed_log_scale.numpy(), model.block.numpy())
-
-
-def wire(theta, eta):
-    """Arrays under the names the server uses."""
-    named_arrays = {f"theta.{name}": value for name, value in theta.items()}
-    named_arrays |= {f"q.{name}": value for name, value in eta.items()}
-    return {name: value.detach().numpy().copy() for name, value in named_arrays.items()}
 
 
 def as_global(mean, covariance):
@@ -121,3 +131,42 @@ def start_posteriors(model, sites, generator, *, coupled=True, triangular=True):
     q_global = randomised(initial_global(model.global_size, scale=0.5, triangular=triangular), generator)
     local = [model.initial_local(site, scale=0.7, coupled=coupled, triangular=triangular) for site in sites]
     return q_global, [randomised(q, generator) for q in local]
+
+
+class PlainSite:
+    """A site without Flower: a model, rows, and a local posterior that takes a step of Adam a round."""
+
+    def __init__(self, model, rows, q_local, *, draws=1, rate=0.05):
+        self.learner = Learner(model, rows, 11, 0, 1, draws)
+        self.q_local, self.moments, self.rate, self.step = q_local, AdamState(), rate, 0
+
+    def gradient(self, request):
+        """The share of a round; what stays at the site is in ``share.local``."""
+        noise = None if request.noise is None else torch.tensor(request.noise)
+        self.share = self.learner.gradient(GlobalPosterior.of(request.values), self.q_local, noise, self.step)
+        self.q_local, self.moments = step_local(self.q_local, self.share, self.moments, self.rate)
+        self.step += 1
+        values = on_the_wire(self.share.theta, self.share.eta)
+        return GradientShare(values, self.share.value, 0)
+
+
+def roster_of(sites, server_round=1):
+    """Everybody is there, with as many rows as they have."""
+    rows = {name: len(site.learner.site.targets) for name, site in sites.items()}
+    return Roster(rows, tuple(rows), (), server_round)
+
+
+def state_of(model, q_global):
+    """The server's state before the first round."""
+    return SFVIState(on_the_wire(model.theta(), named(q_global)), prior_of(model), {})
+
+
+def plan_of(**options):
+    """How a round goes: seed 5, rate 0.05."""
+    return Plan(SFVIOptions.model_validate({name.replace("_", "-"): value for name, value in options.items()}), 5, 0.05)
+
+
+def gradient_of(state):
+    """The gradient behind the first step of Adam, whose first moment is 1 − β₁ of it."""
+    assert state.steps == 1
+    return {name: value / (1 - 0.9) for name, value in state.first.items()}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedgp_flower.artefacts import RunFolder
-from fedgp_flower.config import MethodOptions, parse
-from fedgp_flower.metrics import bernoulli_scores, gaussian_scores
-from fedgp_flower.records import ArrayNote, Posterior, RunMetrics
-from strategies.evaluation import as_baseline, combine, combine_histograms
+from fedgp_flower.options import MethodOptions
+from fedgp_flower.run.artefacts import ArrayNote, Posterior, RunFolder, RunMetrics
+from fedgp_flower.run.config import parse
+from fedgp_flower.run.metrics import bernoulli_scores, gaussian_scores
+from strategies.server.evaluation import as_baseline, combine, combine_histograms
 
 
 def truth(x):

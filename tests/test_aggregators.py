@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedgp_flower.errors import ConfigError
-from strategies.aggregators import RULES, Signals, aggregate, krum, median, norm_clipped, trimmed_mean
+from strategies.server.aggregators import RULES, Signals, aggregate, krum, median, norm_clipped, trimmed_mean
 
 EQUAL3 = Signals(np.full(3, 1 / 3))
 ROWS = np.array([[1.0, 2.0], [3.0, -4.0], [100.0, 6.0]])

@@ -9,11 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedgp_flower.artefacts import HISTORY_COLUMNS, RunFolder, read_posterior, read_run
-from fedgp_flower.config import MethodOptions, parse
 from fedgp_flower.errors import RunError
-from fedgp_flower.files import read_arrays, read_json, write_arrays, write_bytes, write_json
-from fedgp_flower.records import ArrayNote, Posterior, RunMetrics
+from fedgp_flower.options import MethodOptions
+from fedgp_flower.run.artefacts import (
+    HISTORY_COLUMNS,
+    ArrayNote,
+    Posterior,
+    RunFolder,
+    RunMetrics,
+    read_posterior,
+    read_run,
+)
+from fedgp_flower.run.config import parse
+from fedgp_flower.run.files import read_arrays, read_json, write_arrays, write_bytes, write_json
 
 
 def config(folder, **keys):

@@ -6,8 +6,8 @@ import mpmath
 import numpy as np
 import pytest
 
-from fedgp_flower.barycentre import barycentre, wasserstein_distance
 from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
 
 
 def random_factors(rng, sites, size, condition):

@@ -10,9 +10,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from fedgp_flower import cli, figures
+from fedgp_flower import cli
 from fedgp_flower.data.catalogue import BUILTINS
-from fedgp_flower.registry import METHODS
+from fedgp_flower.errors import RunError
+from fedgp_flower.run import figures
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.registry import METHODS
+from fedgp_flower.run.user_config import parse_assignments
 
 TINY = ["dataset=sine", "split=0", "model.num-inducing=6", "baselines.local-only=false", "baselines.pooled=false"]
 TINY += ["evaluate-every=0"]
@@ -42,8 +46,8 @@ def fedgp(monkeypatch, capsys):
 
 def in_process(folder: Path, name: str, *words: str) -> Path:
     """A tiny run with two sites, made once for several tests."""
-    flat = cli.parse_assignments([*TINY, f"output-dir={folder}", f"name={name}", *words])
-    return cli.run_in_process(flat, 2)
+    flat = parse_assignments([*TINY, f"output-dir={folder}", f"name={name}", *words])
+    return run_in_process(flat, 2)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ def personal(tmp_path_factory):
 def broken(tmp_path_factory):
     """The folder of a run that could not be completed."""
     parent = tmp_path_factory.mktemp("runs")
-    with pytest.raises(cli.RunError):
+    with pytest.raises(RunError):
         in_process(parent, "broken", "device=cuda", "num-server-rounds=1")
     return parent / "broken"
 

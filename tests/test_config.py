@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgp_flower.config import flatten, nest
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.registry import METHODS, all_phases, default_config, load, parse_config
+from fedgp_flower.run.config import flatten, nest
+from fedgp_flower.run.registry import METHODS, default_config, load, parse_config
 
 PYPROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -50,7 +52,7 @@ def test_errors_name_key_value_and_what_is_allowed(flat, words):
         assert word in str(caught.value)
 
 
-def test_all_errors_are_told_at_once():
+def test_all_errors_are_named_at_once():
     with pytest.raises(ConfigError, match=r"(?s)`seed`.*`threads`"):
         parse_config({"seed": -1, "threads": 0})
 
@@ -77,10 +79,40 @@ def test_nest_undoes_flatten(nested):
     assert nest(flatten(nested)) == nested
 
 
-def test_every_method_resolves_and_answers_its_phases():
-    for name, method in METHODS.items():
-        client = load(method.client)
-        for phase in method.phases:
-            assert callable(getattr(client, "on_" + phase.replace(".", "_"))), (name, phase)
-        assert callable(load(method.strategy))
-    assert len(set(all_phases())) == len(all_phases())
+@pytest.mark.parametrize("name", METHODS)
+def test_every_reference_of_a_row_resolves(name):
+    row = METHODS[name]
+    references = [
+        getattr(row, entry.name) for entry in fields(row) if re.fullmatch(r"[\w.]+:\w+", getattr(row, entry.name))
+    ]
+    assert len(references) >= 3
+    assert all(callable(load(reference)) for reference in references)
+    assert bool(row.posterior) != bool(row.why_no_posterior), "a row says how a run predicts, or why it does not"
+    assert bool(row.forgotten) <= bool(row.forget)
+
+
+def test_extra_carries_keys_and_is_checked_like_them():
+    config = parse_config({"extra": "seed=3 model.kernel='matern52 + linear' fsgp.objective=average"})
+    assert (config.seed, config.model.kernel, config.options.objective, config.extra) == (
+        3,
+        "matern52 + linear",
+        "average",
+        "",
+    )
+    assert parse_config(config.flat()) == config
+    assert config.digest() == parse_config(config.flat()).digest()
+
+
+@pytest.mark.parametrize(
+    ("flat", "words"),
+    [
+        ({"extra": "toy.step=3"}, "unknown configuration key `toy.step`"),
+        ({"extra": "seed"}, "`seed` is not of the form KEY=VALUE"),
+        ({"extra": "seed=-1"}, "`seed` = -1"),
+        ({"extra": "name='x"}, "No closing quotation"),
+        ({"extra": "seed=3", "seed": 4}, "given by itself and in `extra`: `seed`"),
+    ],
+)
+def test_wrong_words_in_extra_are_named(flat, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse_config(flat)

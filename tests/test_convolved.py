@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.polynomial.hermite_e import hermegauss
 
-from fedgp_flower.models.convolved import ConvolvedKernel, CoregionalKernel, smoothed_covariance
+from fedgp_flower.gp.convolved import ConvolvedKernel, CoregionalKernel, smoothed_covariance
 
 
 def kernel(num_latents: int, dims: int) -> ConvolvedKernel:

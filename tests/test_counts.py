@@ -10,10 +10,11 @@ import pytest
 from faults import FaultyGrid, configured
 from scipy import integrate, stats
 
-from fedgp_flower import figures, server_app
+from fedgp_flower import server_app
 from fedgp_flower.clients.counts import central, count_quantiles, count_scores
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.predict import QUANTILES, Predictor
+from fedgp_flower.run import figures
+from fedgp_flower.run.predict import QUANTILES, Predictor
 
 CASES = ((0.3, 0.5, 0), (1.2, 0.2, 7), (-2.0, 0.9, 1), (3.0, 0.0, 20), (4.0, 0.3, 31))
 
@@ -112,7 +113,7 @@ def test_counts_at_three_sites(tmp_path: Path) -> None:
     grid = FaultyGrid(flat, 3)
     folder = server_app.execute(grid, flat, lambda row, total: None)
     metrics = pd.read_json(folder / "metrics.json", typ="series")
-    table = Predictor.of_run(folder).table(pd.DataFrame({"x": [-1.0, 1.0]}))
+    table = Predictor.of_run(folder).predict(pd.DataFrame({"x": [-1.0, 1.0]}))
     assert (table["q2.5"] >= 0).all()
     assert (table.filter(like="q") % 1 == 0).all(axis=None)
     constant = -stats.poisson.logpmf(y, y.mean()).mean()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fedgp_flower.data.sites import write_partition
-from fedgp_flower.processes import from_proc
-from fedgp_flower.registry import parse_config
+from fedgp_flower.deploy.processes import snapshot
+from fedgp_flower.run.registry import parse_config
 
 pytestmark = [
     pytest.mark.deployment,
@@ -22,7 +22,7 @@ pytestmark = [
 def naming(folder: Path) -> list[int]:
     """Processes whose command line names something inside ``folder``."""
     found = []
-    for pid in from_proc(""):
+    for pid in snapshot(""):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:

@@ -16,20 +16,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+import pandas as pd
 import pytest
 import typer
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from fedgp_flower import deploy_demo, launch
 from fedgp_flower.cli import app
-from fedgp_flower.config import CoreConfig, RunConfig, Section
-from fedgp_flower.launch import parse_assignments
-from fedgp_flower.registry import METHODS, default_config, option_classes, parse_config
+from fedgp_flower.options import Section
+from fedgp_flower.run import figures
+from fedgp_flower.run.config import CoreConfig, RunConfig
+from fedgp_flower.run.registry import METHODS, default_config, option_classes, parse_config
+from fedgp_flower.run.user_config import parse_assignments, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", PAGE, ROOT / "docs" / "adding-a-method.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROW = re.compile(r"^\| `(?P<key>[^`]+)` \| (?P<default>.+?) \| (?P<allowed>.+?) \| (?P<meaning>.*) \|$", re.MULTILINE)
 SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
 
@@ -120,14 +123,14 @@ def test_the_configuration_page_says_what_the_code_says():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "simulations").glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_configurations_are_valid(path):
-    config: RunConfig = parse_config(launch.read_config(path))
+    config: RunConfig = parse_config(read_config(path))
     assert path.stem.startswith(config.method)
     command = rf"fedgp run --sites \d+ --config simulations/{re.escape(path.name)}"
     assert re.search(command, path.read_text(encoding="utf-8")), "the head of the file says how to run it"
 
 
 def test_the_methods_of_the_readme_are_those_with_a_configuration():
-    shipped = {parse_config(launch.read_config(path)).method for path in (ROOT / "simulations").glob("*.toml")}
+    shipped = {parse_config(read_config(path)).method for path in (ROOT / "simulations").glob("*.toml")}
     chapter = (ROOT / "README.md").read_text(encoding="utf-8").split("## Methods\n")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([\w-]+)`", chapter, re.MULTILINE)) == shipped
     assert shipped <= METHODS.keys()
@@ -153,27 +156,38 @@ def named(program: str) -> list[list[str]]:
     return [words[len(head) :] for words in COMMANDS if [Path(words[0]).name, *words[1 : len(head)]] == head]
 
 
-@pytest.mark.parametrize("words", named("fedgp"), ids=" ".join)
-def test_documented_fedgp_commands_exist(words):
-    command = typer.main.get_command(app).commands[words[0]]
+def understood(words: list[str]) -> list[str]:
+    """The plain words of a documented command whose name and options exist."""
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        command, words = command.commands[words[0]], words[1:]
     options = {name: option for option in command.params for name in option.opts if name.startswith("--")}
-    rest = iter(words[1:])
+    rest = iter(words)
     plain = []
     for word in rest:
         if not word.startswith("--"):
             plain.append(word)
         elif word != "--help":
             assert word in options
-            next(rest)
-    parse_config(parse_assignments([word for word in plain if "=" in word]))
+            if not options[word].is_flag:
+                next(rest)
+    return plain
 
 
-@pytest.mark.parametrize("module", [launch, deploy_demo], ids=lambda module: module.__name__)
-def test_documented_launches_are_understood(module):
-    commands = named(f"python -m {module.__name__}")
+@pytest.mark.parametrize("words", named("fedgp"), ids=" ".join)
+def test_documented_fedgp_commands_exist(words):
+    parse_config(parse_assignments([word for word in understood(words) if "=" in word]))
+
+
+@pytest.mark.parametrize("command", ["launch", "deploy-demo"])
+def test_documented_launches_are_understood(command):
+    commands = named(f"python -m fedgp_flower.{command.replace('-', '_')}")
     assert commands
     for words in commands:
-        parse_config(parse_assignments(module._arguments(words).assignments))
+        plain = understood([command, *words])
+        files = [word for word in plain if "=" not in word]
+        assert not files or "--data" in words
+        parse_config(parse_assignments([word for word in plain if "=" in word]))
 
 
 def test_documented_make_targets_exist():
@@ -200,10 +214,48 @@ def test_every_documented_command_is_of_a_program_these_tests_know():
     assert {Path(words[0]).name for words in COMMANDS} - known == set()
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "docs" / "notation.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+def test_files_that_documents_name_exist():
+    """``folder/file.py`` from the root, ``file.py`` in the tree of the architecture somewhere below its folder."""
+    code = re.compile(r"\b(?:fedgp_flower|strategies|tests|examples|simulations)/[\w/]+\.(?:py|md|toml)\b")
+    for path in DOCUMENTS:
+        names = set(code.findall(path.read_text(encoding="utf-8")))
+        assert sorted(name for name in names if not (ROOT / name).exists()) == [], path.name
+    tree = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("```")[1]
+    known = {path.name for path in ROOT.glob("*/**/*.py")}
+    assert sorted(set(re.findall(r"\w+\.py\b", tree)) - known) == []
+
+
+def test_the_readme_says_of_every_message_what_leaves_a_site():
+    code = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("[fs]*/**/*.py")))
+    kinds = set(re.findall(r'^(?:@message\(| +kind = )"((?:train|query)[\w.]*)"', code, re.MULTILINE))
+    assert {"train", "query.statistics", "query.pooled"} <= kinds
+    chapter = (ROOT / "README.md").read_text(encoding="utf-8").split("## What leaves a site\n")[1].split("\n## ")[0]
+    assert kinds - set(re.findall(r"`([\w.]+)`", chapter)) == set()
+
+
+def test_python_of_the_readme_runs(tmp_path, monkeypatch):
+    """The block of the chapter on Python, as it stands, on a table with a column of text."""
+    chapter = (ROOT / "README.md").read_text(encoding="utf-8").split("## From Python\n")[1].split("\n## ")[0]
+    [block] = re.findall(r"^```python\n(.*?)^```", chapter, re.DOTALL | re.MULTILINE)
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame({"x": rng.normal(size=60), "clinic": rng.choice(["n", "s", "w"], 60)})
+    table["target"] = 100 + 9 * table["x"] + rng.normal(size=60)
+    table.to_csv(tmp_path / "mine.csv", index=False)
+    table.drop(columns="target").to_csv(tmp_path / "new.csv", index=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(figures, "DPI", 30)
+    names = {}
+    exec(compile(block, "README.md", "exec"), names)
+    expected = names["posterior"].predict(names["new"])["mean"]
+    np.testing.assert_allclose(names["exported"].transforms.original(names["standardised"]).mean, expected, rtol=1e-9)
+    np.testing.assert_allclose(names["f"].mean, expected, rtol=1e-9)
+    assert names["run"].metrics.test["rmse"] < 10
 
 
 if __name__ == "__main__":

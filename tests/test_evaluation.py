@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.metrics import bernoulli_scores, gaussian_scores
-from strategies.evaluation import as_baseline, combine, combine_histograms, natural_order
+from fedgp_flower.run.metrics import bernoulli_scores, gaussian_scores
+from strategies.server.evaluation import as_baseline, combine, combine_histograms, natural_order
 
 
 def predictions(n, seed=0):

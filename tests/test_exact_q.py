@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from fedgp_flower.errors import NumericsError, ProtocolError
-from fedgp_flower.latent import Latents, Move, Posterior, Statistics, pack, spacing, unpack
-from fedgp_flower.models.convolved import smoothed_covariance
-from fedgp_flower.models.exact_q import (
+from fedgp_flower.gp.convolved import smoothed_covariance
+from fedgp_flower.messages import decode, encode
+from fedgp_flower.methods.fedmgp.exact_q import best_scales, pooled_bound, posterior
+from fedgp_flower.methods.fedmgp.latents import Latents, Move, Posterior, Statistics, spacing
+from fedgp_flower.methods.fedmgp.messages import TrialStatistics
+from fedgp_flower.methods.fedmgp.multi_output import from_exact
+from fedgp_flower.methods.fedmgp.references import fit_pooled
+from fedgp_flower.methods.fedmgp.unit import (
     SearchOptions,
     UnitData,
     UnitParameters,
@@ -25,18 +30,8 @@ from fedgp_flower.models.exact_q import (
     starting_parameters,
     statistics,
 )
-from fedgp_flower.models.multi_output import from_exact
-from fedgp_flower.models.multi_output_baselines import fit_pooled
-from strategies.exact_q import (
-    best_scales,
-    is_flat,
-    lead,
-    merge,
-    pooled_bound,
-    posterior,
-    start_state,
-    trial_moves,
-)
+from strategies.fedmgp_exact import merge, start_state, trial_moves
+from strategies.fedmgp_shared import is_flat, latents_at
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 OPTIONS = SearchOptions()
@@ -58,11 +53,18 @@ def signals(dims: int, seed: int = 0, num_units: int = 3, rows: int = 50) -> lis
     return units
 
 
+def start(inducing, multiples=(1.0,)):  # type: ignore[no-untyped-def]
+    """Before the first round: lengthscales from the spacing of the pseudo-inputs, q(u) the prior."""
+    latents = latents_at(inducing, list(multiples), 1e-8)
+    return start_state(latents, Posterior(np.zeros(latents.size), np.eye(latents.size)))
+
+
 def federate(units, inducing, rounds, *, multiples=(1.0,), options=OPTIONS, reach=None):  # type: ignore[no-untyped-def]
     """The whole protocol in one process; returns every state and every unit's parameters."""
     data = {str(i): UnitData.build(x, y, inducing) for i, (x, y) in enumerate(units)}
-    state = start_state(inducing, multiples)
-    state = lead(state, statistics(data["0"], state.latents, starting_parameters(data["0"], state.latents, options)))
+    state = start(inducing, multiples)
+    first = statistics(data["0"], state.latents, starting_parameters(data["0"], state.latents, options))
+    state = replace(state, posterior=posterior(first))
     memory: dict[str, UnitState] = {}
     states = [state]
     for r in range(rounds):
@@ -301,7 +303,7 @@ def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
 
 
 def test_trial_moves_take_turns_and_steps_adapt() -> None:
-    state = start_state(grid(2), (1.0, 3.0))
+    state = start(grid(2), (1.0, 3.0))
     np.testing.assert_allclose(state.latents.scales, np.outer([1.0, 9.0], spacing(grid(2)) ** 2))
     touched = []
     for r in range(4):
@@ -318,10 +320,10 @@ def test_trial_moves_take_turns_and_steps_adapt() -> None:
 def test_statistics_survive_the_wire() -> None:
     latents, _, data, phi, _ = random_unit(2, 1)
     sent = [statistics(data, latents, phi), statistics(data, latents, replace(phi, noise=0.2))]
-    arrays = pack(sent)
+    message = TrialStatistics.of(sent, flat=False, fresh=True)
     J = latents.size
-    assert arrays["statistics.precision"].shape == (2, J * (J + 1) // 2)
-    for a, b in zip(sent, unpack(arrays), strict=True):
+    assert message.precision.shape == (2, J * (J + 1) // 2)
+    for a, b in zip(sent, decode(TrialStatistics, encode(message)).each(), strict=True):
         np.testing.assert_array_equal(np.tril(a.precision), np.tril(b.precision))
         np.testing.assert_array_equal(b.precision, b.precision.T)
         np.testing.assert_array_equal(a.shift, b.shift)
@@ -334,11 +336,11 @@ def test_a_flat_g_is_noticed() -> None:
     states, phi, data = federate(units, W, 5)
     good = {s: explained_share(data[s], phi[s]) for s in data}
     assert min(good.values()) > 0.8
-    assert not is_flat(good)
+    assert not is_flat({site: float(share < 0.1) for site, share in good.items()})
     prior = Posterior(np.zeros(16), np.eye(16))
     stuck = {s: explained_share(data[s], maximise(data[s], states[0].latents, prior, phi[s], OPTIONS)) for s in data}
     assert max(stuck.values()) < 1e-9  # with m = 0 no amplitude explains anything
-    assert is_flat(stuck)
+    assert is_flat({site: float(share < 0.1) for site, share in stuck.items()})
     assert not is_flat({})
 
 

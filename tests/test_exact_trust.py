@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_exact_q import OPTIONS, SHAPES, federate, grid, random_unit, signals
+from test_exact_q import OPTIONS, SHAPES, federate, grid, random_unit, signals, start
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.latent import Move, Statistics
-from fedgp_flower.models.exact_q import (
+from fedgp_flower.methods.fedmgp.exact_q import posterior
+from fedgp_flower.methods.fedmgp.latents import Move, Statistics
+from fedgp_flower.methods.fedmgp.trust import START_NOISE, agreeing, best_lead, consistent, possible, possible_start
+from fedgp_flower.methods.fedmgp.unit import (
     SearchOptions,
     UnitData,
     UnitState,
@@ -21,20 +23,12 @@ from fedgp_flower.models.exact_q import (
     starting_parameters,
     statistics,
 )
-from strategies.exact_q import (
-    ExactState,
-    bound_of,
-    carried,
-    merge,
-    posterior,
-    start_state,
-    trial_moves,
-)
-from strategies.exact_trust import START_NOISE, agreeing, best_lead, consistent, possible, possible_start
-from strategies.fedmgp_exact import Track, advance, best_track
-from strategies.wire import Answer
+from fedgp_flower.run.registry import parse_config
+from strategies.fedmgp_exact import Asked, ExactState, advance, best_start, bound_of, carried, merge, trial_moves
+from strategies.fedmgp_shared import Plan
 
 ROWS = 50
+AGREEMENT = parse_config({"method": "fedmgp", "fedmgp.aggregation": "agreement"})
 Answers = dict[str, tuple[Statistics, ...]]
 
 
@@ -55,7 +49,7 @@ def test_honest_answers_are_consistent(num_latents: int, dims: int, options: Sea
     """From newcomers to convergence, stretched moves included, and where the noise is at its floor."""
     units, W = signals(dims), grid(dims)
     units[2] = (units[2][0], np.zeros(ROWS) + 1e-9 * units[2][1])
-    state = start_state(W, (1.0, 2.0)[:num_latents])
+    state = start(W, (1.0, 2.0)[:num_latents])
     data = [UnitData.build(x, y, W) for x, y in units]
     memory: list[UnitState | None] = [None] * len(data)
     for _ in range(8):
@@ -71,7 +65,7 @@ def test_honest_answers_are_consistent(num_latents: int, dims: int, options: Sea
 
 def test_honest_answers_of_rows_without_noise_are_consistent() -> None:
     W = grid(1)
-    state = start_state(W)
+    state = start(W)
     x = np.linspace(-1, 1, ROWS)[:, None]
     data = UnitData.build(x, 1e-3 * np.cos(2 * x[:, 0]), W)
     phi = starting_parameters(data, state.latents, OPTIONS)
@@ -145,7 +139,7 @@ def test_a_quorum_of_gains_reaches_the_same_bound() -> None:
 def starts(dims: int = 1, num_latents: int = 1, options: SearchOptions = OPTIONS) -> dict[str, Statistics]:
     """First looks of honest units."""
     W = grid(dims)
-    latents = start_state(W, (1.0, 2.0)[:num_latents]).latents
+    latents = start(W, (1.0, 2.0)[:num_latents]).latents
     found = {}
     for m, (x, y) in enumerate(signals(dims, num_units=5)):
         data = UnitData.build(x, y, W)
@@ -192,7 +186,7 @@ def stranger(state: ExactState, moves: tuple[Move, ...]) -> tuple[Statistics, ..
     """What a unit that sees g out of phase answers, with noise that lets it insist."""
     x = signals(1, num_units=1)[0][0]
     data = UnitData.build(x, 2 * np.cos(23 * x[:, 0]), grid(1))
-    lone = start_state(grid(1))
+    lone = start(grid(1))
     phi = starting_parameters(data, lone.latents, OPTIONS)
     told = statistics(data, state.latents, replace(phi, noise=0.1))
     return tuple(told for _ in moves)
@@ -206,27 +200,26 @@ def test_who_answers_alone_is_compared_with_those_that_are_absent() -> None:
     known = {site: carried(report, state.latents) for site, report in state.reports.items()}
     found = agreeing({"s": told[0]}, asked=state.posterior, counts=rows, absent=known)
     assert found == ("0", "1", "2", "3", "4")
-    own = {"s": Answer("s", {}, {"state-updates": 1.0}, {})}
-    after, weights = advance(Track(state), {"s": told}, own, moves, rows=rows, agreement=True)
+    after, weights = advance(state, Asked({"s": told}), moves, 5, Plan(AGREEMENT, rows))
     assert weights == {"0": 1.0, "1": 1.0, "2": 1.0, "3": 1.0, "4": 1.0, "s": 0.0}
     honest = merge(state, {}, moves=moves, quorum=0.5)
-    np.testing.assert_allclose(after.state.posterior.mean, honest.posterior.mean, rtol=1e-9)
+    np.testing.assert_allclose(after.posterior.mean, honest.posterior.mean, rtol=1e-9)
 
 
 def test_the_first_unit_to_answer_is_kept_in_mind_and_not_believed() -> None:
     states, _, data = federate(signals(1, num_units=2), grid(1), 0)
     state, moves = states[-1], trial_moves(states[-1])
     replies = {s: respond(d, state.latents, state.posterior, moves, None, OPTIONS)[1] for s, d in data.items()}
-    rows, track = dict.fromkeys("01", ROWS), Track(state)
-    said = {site: {site: Answer(site, {}, {"state-updates": 7.0}, {})} for site in "01"}
-    track, weights = advance(track, {"0": replies["0"]}, said["0"], moves, rows=rows, agreement=True)
+    plan = Plan(AGREEMENT, dict.fromkeys("01", ROWS))
+    first, weights = advance(state, Asked({"0": replies["0"]}), moves, 7, plan)
     assert weights == {"0": 0.0}
-    assert track.updates == {"0": 7}
-    np.testing.assert_array_equal(track.state.posterior.mean, state.posterior.mean)
-    track, weights = advance(track, {"1": replies["1"]}, said["1"], moves, rows=rows, agreement=True)
+    assert first.reported == {"0": 7}
+    np.testing.assert_array_equal(first.posterior.mean, state.posterior.mean)
+    second, weights = advance(first, Asked({"1": replies["1"]}), moves, 8, plan)
     assert weights == {"0": 1.0, "1": 1.0}
-    alone, _ = advance(Track(state), {"0": replies["0"]}, said["0"], moves, rows={"0": ROWS}, agreement=True)
-    assert alone.trusted == {"0"}
+    assert second.reported == {"0": 7, "1": 8}
+    alone, _ = advance(state, Asked({"0": replies["0"]}), moves, 7, Plan(AGREEMENT, {"0": ROWS}))
+    assert alone.trusted == ("0",)
 
 
 def test_starts_are_compared_over_the_units_that_all_of_them_count() -> None:
@@ -235,10 +228,10 @@ def test_starts_are_compared_over_the_units_that_all_of_them_count() -> None:
     better, worse = (federate(units, W, rounds)[0][-1] for rounds in (12, 1))
     few = replace(worse, reports={site: worse.reports[site] for site in "01"}, bound=better.bound + 100)
     assert bound_of(better, "0123") == pytest.approx(better.bound, rel=1e-6)
-    assert best_track([Track(few), Track(better)], agreement=False) == 1
-    trusting = [Track(few, trusted=frozenset("01")), Track(better, trusted=frozenset("0123"))]
-    assert best_track(trusting, agreement=True) == 1
-    assert best_track([Track(replace(worse, reports={})), Track(better)], agreement=False) == 1
+    assert best_start([few, better], agreement=False) == 1
+    trusting = [replace(few, trusted=tuple("01")), replace(better, trusted=tuple("0123"))]
+    assert best_start(trusting, agreement=True) == 1
+    assert best_start([replace(worse, reports={}), better], agreement=False) == 1
 
 
 def answers(seed: int = 0, num_units: int = 7):  # type: ignore[no-untyped-def]
@@ -289,7 +282,7 @@ def test_lead_is_a_site_that_most_others_agree_with() -> None:
     rng = np.random.default_rng(2)
     x = rng.uniform(-1, 1, (90, 1))
     strangers = [(x, g * np.sin(23 * x[:, 0] + 1) + 0.1 * rng.normal(size=90)) for g in (2.0, 3.0)]
-    latents = start_state(W).latents
+    latents = start(W).latents
     starts = {}
     for name, (rows, y) in zip("01234", [*strangers, *signals(1)], strict=True):
         data = UnitData.build(rows, y, W)

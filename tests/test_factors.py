@@ -2,7 +2,6 @@
 
 import math
 
-import gpytorch
 import numpy as np
 import pytest
 import torch
@@ -10,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal, kl_divergence
 
-from fedgp_flower.config import ModelSection
 from fedgp_flower.errors import ConfigError, NumericsError
-from fedgp_flower.gaussian import NaturalGaussian
-from fedgp_flower.models.batched_kernel import BatchedKernel
-from fedgp_flower.models.cavity import local_free_energy
-from fedgp_flower.models.factors import (
+from fedgp_flower.gp.batched_kernel import BatchedKernel
+from fedgp_flower.gp.gaussian import NaturalGaussian
+from fedgp_flower.gp.kernels import build_kernel
+from fedgp_flower.gp.likelihoods import GaussianNoise, build_point_likelihood
+from fedgp_flower.messages import decode, encode
+from fedgp_flower.methods.pvi.factors import (
     InducingFactor,
     Natural,
     PseudoObservations,
@@ -25,10 +25,19 @@ from fedgp_flower.models.factors import (
     product,
     view,
 )
-from fedgp_flower.models.first_factors import first_factor
-from fedgp_flower.models.hierarchical import Data, Draws, Latents, Point, SparseModel, predict, standard_normal
-from fedgp_flower.models.kernels import build_kernel
-from fedgp_flower.models.likelihoods import GaussianNoise, build_point_likelihood
+from fedgp_flower.methods.pvi.hierarchical import (
+    Data,
+    Draws,
+    Latents,
+    Point,
+    SparseModel,
+    local_free_energy,
+    predict,
+    standard_normal,
+)
+from fedgp_flower.methods.pvi.messages import PseudoPoints
+from fedgp_flower.methods.pvi.updates import first_factor
+from fedgp_flower.options import ModelSection
 
 SAMPLES, INDUCING, ROWS = 3, 5, 9
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -142,7 +151,7 @@ def test_the_product_does_not_depend_on_order_or_grouping(seed, order, cut):
     assert float((whole.precision - torch.eye(INDUCING)).diagonal(dim1=-2, dim2=-1).min()) > 0
 
 
-def test_cavity_times_own_factor_is_the_product():
+def test_cavity_times_a_site_s_factor_is_the_product():
     model = make_model()
     draws, others, own = make_draws(model), [dpo(1), dpo(5)], dpo(9)
     views = view(model.geometry(draws), others, own, rand(ROWS, 2))
@@ -164,12 +173,12 @@ def test_arrays_of_a_factor_are_bit_exact(full):
     diagonal = dpo(3)
     root = diagonal.root.diag() if full else diagonal.root
     factor = PseudoObservations(diagonal.inputs, diagonal.targets, root, False, 7.0, torch.tensor(1.5).double())
-    arrays = factor.to_arrays()
-    back = PseudoObservations.from_arrays(arrays)
+    arrays = encode(PseudoPoints.of(factor))
+    back = decode(PseudoPoints, arrays).factor(tied=False)
     for name in ("inputs", "targets", "root", "residual"):
         assert torch.equal(getattr(back, name), getattr(factor, name))
     assert (back.tied, back.count) == (False, 7.0)
-    assert sum(a.size for a in arrays.values()) == 4 * 2 + 4 + root.numel() + 3
+    assert sum(a.size for a in arrays.values()) == 4 * 2 + 4 + root.numel() + 2
 
 
 def test_correlated_noise_enters_by_its_inverse():
@@ -221,44 +230,6 @@ def test_noise_evidence_is_a_product_of_normal_densities_at_zero_function():
     normal = torch.distributions.Normal(0.0, (noise[:, None] / weights).sqrt())
     expected = normal.log_prob(m).sum(-1) - 0.5 * weights.log().sum()
     torch.testing.assert_close(log_noise_evidence(factor, noise), expected, **EXACT)
-
-
-@pytest.mark.parametrize("name", ["bernoulli", "poisson", "student-t"])
-def test_quadrature_likelihoods_agree_with_monte_carlo(name):
-    likelihood = build_point_likelihood(name, noise=0.3)
-    hyper = likelihood.initial.expand(2, -1)
-    mean, variance = torch.tensor([[0.3, -0.5], [0.1, 0.9]]).double(), torch.tensor([[0.4, 0.2], [0.3, 0.5]]).double()
-    y = torch.tensor([1.0, 0.0]).double()
-    f = mean + variance.sqrt() * rand(200_000, 2, 2)
-    densities = {
-        "bernoulli": lambda: torch.distributions.Bernoulli(torch.distributions.Normal(0, 1).cdf(f)).log_prob(y),
-        "poisson": lambda: torch.distributions.Poisson(f.exp()).log_prob(y),
-        "student-t": lambda: torch.distributions.StudentT(4.0, f, math.sqrt(0.3)).log_prob(y),
-    }
-    log_density = densities[name]()
-    expected = likelihood.expected(y, mean, variance, hyper)
-    torch.testing.assert_close(expected, log_density.mean(0), rtol=0, atol=6e-3)  # 2e5 draws, sd below 1
-    predictive = likelihood.log_predictive(y, mean, variance, hyper)
-    torch.testing.assert_close(predictive, log_density.exp().mean(0).log(), rtol=0, atol=6e-3)
-    assert bool((predictive >= expected).all()), "Jensen"
-
-
-def test_observation_moments_by_quadrature():
-    mean, variance = torch.tensor([[0.2]]).double(), torch.tensor([[0.5]]).double()
-    none = torch.zeros(1, 0).double()
-    first, second = build_point_likelihood("poisson").moments(mean, variance, none)
-    rate = math.exp(0.2 + 0.25)
-    assert float(first) == pytest.approx(rate, rel=1e-8)
-    assert float(second) == pytest.approx(rate + rate**2 * (math.exp(0.5) - 1), rel=1e-8)
-    p, spread = build_point_likelihood("bernoulli").moments(mean, variance, none)
-    exact = gpytorch.likelihoods.BernoulliLikelihood().marginal(torch.distributions.Normal(mean, variance.sqrt())).probs
-    assert float(p) == pytest.approx(float(exact), abs=1e-8)
-    assert float(spread) == pytest.approx(float(exact * (1 - exact)), abs=1e-8)
-    loc, scale2 = build_point_likelihood("student-t", noise=0.3).moments(
-        mean, variance, torch.tensor([[0.5 * math.log(0.3), math.log(2.0)]]).double()
-    )
-    assert float(loc) == pytest.approx(0.2, abs=1e-8)
-    assert float(scale2) == pytest.approx(0.5 + 0.3 * 4 / 2, rel=1e-8)  # ν = 4: variance is scale² ν/(ν−2)
 
 
 def test_a_function_that_is_known_to_be_zero_somewhere_is_predicted_there():

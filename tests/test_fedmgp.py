@@ -14,16 +14,19 @@ import pytest
 import torch
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, crashed, csv_nodes, lost, run
 
-from fedgp_flower.clients.fedmgp_memory import Memory
 from fedgp_flower.clients.state import load_state
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.latent import from_parameters
-from fedgp_flower.models.exact_q import UnitData, UnitParameters, predict, statistics
-from fedgp_flower.models.multi_output import load, shared_parameters, unit_model
-from fedgp_flower.registry import parse_config
-from strategies.exact_q import pooled_bound, posterior
+from fedgp_flower.messages import decode
+from fedgp_flower.methods.fedmgp.exact_q import pooled_bound, posterior
+from fedgp_flower.methods.fedmgp.latents import from_parameters
+from fedgp_flower.methods.fedmgp.learner import Memories, Memory, fit_alone
+from fedgp_flower.methods.fedmgp.multi_output import load, shared_parameters, unit_model
+from fedgp_flower.methods.fedmgp.unit import SearchOptions, UnitData, UnitParameters, predict, statistics
+from fedgp_flower.run.registry import parse_config
+from strategies.fedmgp_exact import ExactRun, ExactState
+from strategies.fedmgp_then_exact import TwoPhases
 
 UNITS = ("a", "b", "c", "d")
 
@@ -48,28 +51,60 @@ def keys(**changes: Any) -> dict[str, Any]:
     return configured(**(own | changes))
 
 
+def shared(strategy: Any) -> tuple[Any, Any]:
+    """Latent functions and q(u) now."""
+    own = strategy.current.shared
+    return own.latents, own.posterior
+
+
+def exact(strategy: Any) -> ExactState:
+    """The start that is being worked on."""
+    state = strategy.current
+    run = state if isinstance(state, ExactRun) else state.exact
+    assert run is not None
+    return run.state
+
+
+def theta(strategy: Any) -> Mapping[str, np.ndarray]:
+    """Shared parameters of Algorithm 2."""
+    state = strategy.current
+    return state.pseudo.parameters if isinstance(state, TwoPhases) else state.parameters
+
+
+def weights(strategy: Any) -> list[Mapping[str, float]]:
+    """By round."""
+    return list(strategy.current.record.weights)
+
+
+def memory(grid: FaultyGrid, strategy: Any, site: str, start: int = 0) -> Memory | None:
+    """What a unit remembers of a start."""
+    arrays = load_state(grid.contexts[grid.node_of(site)], strategy.network.run).arrays
+    return decode(Memories, arrays).starts.get(str(start)) if arrays else None
+
+
 def known(grid: FaultyGrid, strategy: Any, site: str) -> tuple[UnitParameters | None, UnitData, Any]:
     """A unit's parameters behind the server's last report, read from its memory; its rows."""
-    latents, _ = strategy.shared()
+    latents, _ = shared(strategy)
     context = grid.contexts[grid.node_of(site)]
     prepared = Preparation.from_wire(strategy.preparation.arrays, strategy.preparation.schema)
     rows = load_site(strategy.config, context.node_config).encode(prepared)
     data = UnitData.build(rows.x, rows.y, latents.inducing)
-    memory = Memory.of(load_state(context, strategy.network.run).arrays, strategy.active)
-    phi = None if memory is None else memory.agreed(data, strategy.personal(site))
+    about = strategy.current.known(site)
+    kept = memory(grid, strategy, site, about.start)
+    phi = None if kept is None else kept.agreed(data, about)
     return phi, data, rows
 
 
 def consistent(grid: FaultyGrid, strategy: Any, sites: tuple[str, ...] = UNITS) -> float:
     """Asserts that bound and q(u) are those of the units' rows at the units' own parameters; returns the bound."""
-    latents, q = strategy.shared()
+    latents, q = shared(strategy)
     parts = []
     for site in sites:
         phi, data, _ = known(grid, strategy, site)
         assert phi is not None
         parts.append(statistics(data, latents, phi))
     total = sum(parts[1:], parts[0])
-    assert strategy.track.state.bound == pytest.approx(pooled_bound(total), rel=1e-9)
+    assert exact(strategy).bound == pytest.approx(pooled_bound(total), rel=1e-9)
     np.testing.assert_allclose(posterior(total).mean, q.mean, rtol=1e-6, atol=1e-8)
     return pooled_bound(total)
 
@@ -84,14 +119,14 @@ def test_exact_rounds_hold_what_the_rows_say_and_never_lose(tmp_path: Path, late
     assert bounds[-1] > bounds[0]
     assert strategy.details()["flat_units"] == []
     assert not strategy.details()["collapsed"]
-    assert strategy.weights == [dict.fromkeys(UNITS, 1.0)] * 5
+    assert weights(strategy) == [dict.fromkeys(UNITS, 1.0)] * 5
 
 
 def test_a_unit_predicts_with_what_it_alone_knows(tmp_path: Path) -> None:
     """Scores of the run are those of the unit's parameters; nearly the truth where the unit saw nothing."""
     grid = FaultyGrid(keys(num_server_rounds=8), nodes(tmp_path))
     strategy = run(grid)
-    latents, q = strategy.shared()
+    latents, q = shared(strategy)
     squares = count = 0.0
     for site in UNITS:
         phi, _, rows = known(grid, strategy, site)
@@ -116,7 +151,7 @@ def test_a_unit_can_predict_with_its_own_deviation(tmp_path: Path) -> None:
         strategy = run(grid)
         strategy.begin_round()
         strategy.evaluate()
-        found.append((strategy.shared()[1].mean, {row["site"]: row for row in strategy.evaluation["per_site"]}))
+        found.append((shared(strategy)[1].mean, {row["site"]: row for row in strategy.evaluation["per_site"]}))
     (q, plain), (same, wider) = found
     assert np.array_equal(q, same)
     assert all(wider[site]["rmse"] < 0.25 for site in UNITS)
@@ -149,11 +184,13 @@ def test_a_reply_lost_in_the_last_round_leaves_the_report_before(tmp_path: Path)
     fault = Fault("b", lost, ("train.exact",), range(5, 6))
     grid = FaultyGrid(keys(), nodes(tmp_path), fault)
     strategy = run(grid)
-    memory = Memory.of(load_state(grid.contexts[grid.node_of("b")], strategy.network.run).arrays, 0)
-    assert memory is not None
-    assert (memory.number, memory.based_on) == (5, 4)
+    kept = memory(grid, strategy, "b")
+    assert kept is not None
+    assert (kept.round, kept.based_on) == (5, 4)
     phi, _, _ = known(grid, strategy, "b")
-    assert phi == memory.unit.before
+    assert phi is not None
+    assert np.array_equal(phi.smoothing, kept.unit.before.smoothing)
+    assert phi.noise == kept.unit.before.noise != kept.unit.proposed.noise
 
 
 def test_a_unit_that_lost_its_memory_starts_afresh_and_replaces_its_report(tmp_path: Path) -> None:
@@ -161,7 +198,7 @@ def test_a_unit_that_lost_its_memory_starts_afresh_and_replaces_its_report(tmp_p
     recorder.at[3] = lambda: grid.restart("c")
     strategy = run(grid, recorder)
     consistent(grid, strategy)
-    assert sorted(strategy.track.state.reports) == list(UNITS)
+    assert sorted(exact(strategy).reports) == list(UNITS)
     assert recorder.rows[-1]["bound"] > recorder.rows[0]["bound"]
 
 
@@ -192,22 +229,23 @@ def test_a_resumed_run_ends_where_it_would_have_ended(tmp_path: Path, mode: str)
     again = Recorder()
     resumed = run(FaultyGrid(flat, sites), again, recorder.snapshots[1])
     assert again.rows[-1]["objective"] == recorder.rows[-1]["objective"]
-    for own, other in zip(resumed.shared(), whole.shared(), strict=True):
+    for own, other in zip(shared(resumed), shared(whole), strict=True):
         for name in own.__dataclass_fields__:
             assert np.array_equal(getattr(own, name), getattr(other, name)), name
     json.dumps(resumed.details())
 
 
+STATISTICS = ("precision", "shift", "evidence", "slack")
 LIES = {
-    "a hundred times": lambda own: {name: 100 * array for name, array in own.items()},
-    "negative": lambda own: {**own, "statistics.precision": -own["statistics.precision"]},
-    "not a number": lambda own: {**own, "statistics.shift": own["statistics.shift"] * np.nan},
-    "evidence at one trial": lambda own: {
-        **own,
-        "statistics.evidence": own["statistics.evidence"] + [0, 0, 0, 5, 0, 0],
-    },
-    "evidence of every trial": lambda own: {**own, "statistics.evidence": own["statistics.evidence"] + [0, *[99] * 5]},
-    "large slack": lambda own: {**own, "statistics.slack": own["statistics.slack"] + 1e6},
+    "a hundred times": lambda own: {**own, **{name: 100 * own[name] for name in STATISTICS}},
+    "negative": lambda own: {**own, "precision": -own["precision"]},
+    "not a number": lambda own: {**own, "shift": own["shift"] * np.nan},
+    "evidence at one trial": lambda own: {**own, "evidence": own["evidence"] + [0, 0, 0, 5, 0, 0]},
+    "evidence of every trial": lambda own: {**own, "evidence": own["evidence"] + [0, *[99] * 5]},
+    "large slack": lambda own: {**own, "slack": own["slack"] + 1e6},
+    "five trials of six": lambda own: {**own, **{name: own[name][:5] for name in STATISTICS}},
+    "another number of pseudo-inputs": lambda own: {**own, "shift": own["shift"][:, 1:]},
+    "flat": lambda own: {**own, "flat": np.array(7.0)},
 }
 
 
@@ -218,11 +256,11 @@ def test_statistics_that_no_rows_can_produce_are_refused(tmp_path: Path, lie: st
     strategy = run(grid)
     consistent(grid, strategy, ("a", "b", "c"))
     assert len(blamed(strategy)["d"]) >= 3
-    assert "d" not in strategy.track.state.reports
+    assert "d" not in exact(strategy).reports
 
 
 def flipped(own: dict[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    return {**own, "statistics.shift": -own["statistics.shift"]}
+    return {**own, "shift": -own["shift"]}
 
 
 def test_agreement_leaves_out_who_does_not_share_g(tmp_path: Path) -> None:
@@ -232,9 +270,9 @@ def test_agreement_leaves_out_who_does_not_share_g(tmp_path: Path) -> None:
     flat = keys(fedmgp__aggregation="agreement", num_server_rounds=8, fedmgp__fraction=0.8)
     grid = FaultyGrid(flat, csv_nodes(tmp_path, frames), Fault("d", arrays(flipped), ("train.exact",)))
     strategy = run(grid)
-    assert {"a", "b", "c"} <= strategy.track.trusted
-    assert "d" not in strategy.track.trusted
-    counted = tuple(sorted(strategy.track.trusted))
+    assert {"a", "b", "c"} <= set(exact(strategy).trusted)
+    assert "d" not in exact(strategy).trusted
+    counted = tuple(sorted(exact(strategy).trusted))
     consistent(grid, strategy, counted)
 
 
@@ -246,11 +284,11 @@ def test_a_unit_that_joins_late_takes_part_and_one_that_comes_after_fits_alone(t
     strategy = run(grid, recorder)
     consistent(grid, strategy, UNITS[:3])
     strategy.begin_round()
-    before = strategy.shared()[1].mean.copy()
+    before = shared(strategy)[1].mean.copy()
     strategy.evaluate()
     [late] = [row for row in strategy.evaluation["per_site"] if row["site"] == "d"]
     assert late["rmse"] < 0.35  # noise 0.1 on a signal of sd 1.4
-    assert np.array_equal(strategy.shared()[1].mean, before)
+    assert np.array_equal(shared(strategy)[1].mean, before)
     assert known(grid, strategy, "d")[0] is None
 
 
@@ -267,18 +305,15 @@ def test_one_unit_and_one_step_is_a_plain_adam_step(tmp_path: Path) -> None:
     before = run(FaultyGrid(flat, nodes(tmp_path, ("b",))))
     grid = FaultyGrid(flat | {"num-server-rounds": 1}, nodes(tmp_path, ("b",)))
     strategy = run(grid)
-    theta = before.pseudo.parameters
-    latents, q = from_parameters(theta, before.inducing, 1e-6)
+    start = theta(before)
+    latents, q = from_parameters(start, before.current.inducing, 1e-6)
     _, data, rows = known(grid, strategy, "b")
-    from fedgp_flower.clients.fedmgp import FedMGPClient
-
-    site = FedMGPClient(strategy.config, None, None)
-    model = unit_model(latents, site.alone(data, latents, q))
-    load(shared_parameters(model), theta)
+    model = unit_model(latents, fit_alone(data, latents, q, SearchOptions()))
+    load(shared_parameters(model), start)
     (model.kl() - model.expected_log_likelihood(torch.from_numpy(rows.x), torch.from_numpy(rows.y)).sum()).backward()
     torch.optim.Adam(model.parameters(), lr=0.02).step()
     for name, value in shared_parameters(model).items():
-        np.testing.assert_allclose(strategy.pseudo.parameters[name], value.detach().numpy(), atol=1e-9, err_msg=name)
+        np.testing.assert_allclose(theta(strategy)[name], value.detach().numpy(), atol=1e-9, err_msg=name)
 
 
 def test_a_collapse_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -295,7 +330,7 @@ def test_a_collapse_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 def test_one_unit_cannot_end_a_run_with_its_first_look(tmp_path: Path) -> None:
     lie = arrays(lambda own: {**own, "statistics.precision": own["statistics.precision"] * 0 + 1e16})
-    strategy = run(FaultyGrid(keys(num_server_rounds=2), nodes(tmp_path), Fault("a", lie, ("query.start",))))
+    strategy = run(FaultyGrid(keys(num_server_rounds=2), nodes(tmp_path), Fault("a", lie, ("query.first",))))
     assert blamed(strategy) == {"a": ["first statistics that its rows cannot produce"]}
     assert strategy.details()["flat_units"] == []
 
@@ -304,7 +339,7 @@ def test_several_starts_go_on_with_the_best(tmp_path: Path) -> None:
     flat = keys(fedmgp__starts=2, fedmgp__start_rounds=2, fedmgp__start_multiple=12.0, num_server_rounds=6)
     recorder, grid = Recorder(), FaultyGrid(flat, nodes(tmp_path))
     strategy = run(grid, recorder)
-    assert strategy.active == int(np.argmax([recorder.rows[1]["bound"], recorder.rows[3]["bound"]]))
+    assert strategy.current.active == int(np.argmax([recorder.rows[1]["bound"], recorder.rows[3]["bound"]]))
     assert recorder.rows[4]["bound"] > max(recorder.rows[1]["bound"], recorder.rows[3]["bound"])
     consistent(grid, strategy)
 
@@ -316,7 +351,6 @@ def test_classes_are_predicted_by_the_unit(tmp_path: Path) -> None:
         model__likelihood="bernoulli", fedmgp__local_steps=10, num_server_rounds=4, optimizer__learning_rate=0.05
     )
     strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, frames)))
-    assert strategy.pseudo is not None
     assert strategy.evaluation["test"]["accuracy"] > 0.85
 
 

@@ -1,4 +1,4 @@
-"""FedMGP through the engine: what changes a run besides its data, other likelihoods, and the yardsticks beside it."""
+"""FedMGP through the engine: what changes a run besides its data, other likelihoods, and the baselines beside it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import pytest
 import torch
 from faults import FaultyGrid, Recorder, csv_nodes, run
 from scipy import stats
-from test_fedmgp import UNITS, consistent, keys, known, nodes, wave
+from test_fedmgp import UNITS, consistent, keys, known, memory, nodes, shared, theta, wave, weights
 
-from fedgp_flower import server_app, unit_figures
-from fedgp_flower.artefacts import read_run
-from fedgp_flower.clients.fedmgp import FedMGPClient
-from fedgp_flower.clients.fedmgp_memory import Memory
-from fedgp_flower.clients.state import load_state
+from fedgp_flower import server_app
 from fedgp_flower.errors import RunError
-from fedgp_flower.latent import from_parameters
-from fedgp_flower.models.exact_q import UnitParameters, predict
-from fedgp_flower.models.multi_output import load, shared_parameters, unit_model
-from fedgp_flower.models.multi_output_likelihoods import log_density, moments
+from fedgp_flower.methods.fedmgp import panels as unit_figures
+from fedgp_flower.methods.fedmgp.latents import from_parameters
+from fedgp_flower.methods.fedmgp.learner import fit_alone
+from fedgp_flower.methods.fedmgp.likelihoods import log_density, moments
+from fedgp_flower.methods.fedmgp.multi_output import load, shared_parameters, unit_model
+from fedgp_flower.methods.fedmgp.unit import SearchOptions, UnitParameters, predict
+from fedgp_flower.run.artefacts import read_run
 
 Z = np.linspace(-8, 8, 4001)[:, None]
 WEIGHT = np.exp(-0.5 * Z**2) / np.exp(-0.5 * Z**2).sum()
@@ -63,7 +62,7 @@ def trained(folder: Path, frames: dict[str, pd.DataFrame], **changes: Any) -> tu
 
 def held_out(grid: FaultyGrid, strategy: Any) -> Any:
     """Latent mean and variance, own parameters and targets of every unit's held-out rows."""
-    latents, q = strategy.shared()
+    latents, q = shared(strategy)
     for site in UNITS:
         phi, _, rows = known(grid, strategy, site)
         assert phi is not None
@@ -89,13 +88,13 @@ def test_heavy_tails_are_learned_and_kept_at_the_site(tmp_path: Path) -> None:
     """Two likelihood parameters stay in the unit's memory and move; outliers cost less than under Gaussian noise."""
     frames = heavy()
     grid, strategy = trained(tmp_path, frames, model__likelihood="student-t")
-    memory = Memory.of(load_state(grid.contexts[grid.node_of("b")], strategy.network.run).arrays, 0)
-    assert memory is not None
-    kept = memory.unit.proposed.likelihood
+    remembered = memory(grid, strategy, "b")
+    assert remembered is not None
+    kept = remembered.unit.proposed.likelihood
     assert len(kept) == 2
     scale = float(strategy.preparation.arrays["target.scale"])
     assert 0.05 < np.exp(kept[0]) * scale < 0.4  # noise 0.1; with the outliers the residuals have 1.3
-    assert not any("likelihood" in name for name in strategy.pseudo.parameters)
+    assert not any("likelihood" in name for name in theta(strategy))
     total = rows = 0.0
     for phi, mean, variance, y in held_out(grid, strategy):
         log_scale, log_excess = phi.likelihood
@@ -115,9 +114,9 @@ def test_likelihood_parameters_go_on_from_round_to_round(tmp_path: Path) -> None
         (tmp_path / str(rounds)).mkdir()
         changes = {"model__likelihood": "student-t", "num_server_rounds": rounds, "fedmgp__final_rate": 1.0}
         grid, strategy = trained(tmp_path / str(rounds), heavy(), **changes, fedmgp__local_steps=4)
-        memory = Memory.of(load_state(grid.contexts[grid.node_of("c")], strategy.network.run).arrays, 0)
-        assert memory is not None
-        seen.append(memory.unit.proposed.likelihood)
+        remembered = memory(grid, strategy, "c")
+        assert remembered is not None
+        seen.append(remembered.unit.proposed.likelihood)
     start = 4 * 0.05  # a step of Adam is at most about the rate
     assert abs(seen[1][1] - np.log(2)) > start > abs(seen[0][1] - np.log(2)) > 0
 
@@ -161,12 +160,15 @@ UNEQUAL = {"a": wave(0, 24), "b": wave(1, 60), "c": wave(2, 36)}
 
 
 class Watcher(FaultyGrid):
-    """Keeps the learning rates that units were told."""
+    """Keeps learning rates and shares p_m that units were sent."""
 
     def arrival(self, message: Any) -> Any:
         """The reply; the rate of its request is noted."""
         if message.metadata.message_type == "train":
-            self.rates = [*getattr(self, "rates", []), float(message.content.array_records["arrays"]["rate"].numpy())]
+            sent = message.content.config_records["config"]
+            site = next(site for site in UNITS if self.node_of(site) == message.metadata.dst_node_id)
+            self.shares = {**getattr(self, "shares", {}), site: float(sent["share"])}
+            self.rates = [*getattr(self, "rates", []), float(sent["learning_rate"])]
         return super().arrival(message)
 
 
@@ -176,39 +178,37 @@ def one_round(folder: Path, **changes: Any) -> tuple[Any, Any, FaultyGrid]:
     own = {"fedmgp__local_steps": 1, "optimizer__name": "sgd", "optimizer__learning_rate": 1e-4, "model__jitter": 1e-6}
     flat = pseudo(**(own | changes))
     before = run(FaultyGrid(flat | {"num-server-rounds": 0}, csv_nodes(folder, UNEQUAL)))
-    grid = FaultyGrid(flat | {"num-server-rounds": 1}, csv_nodes(folder, UNEQUAL))
+    grid = Watcher(flat | {"num-server-rounds": 1}, csv_nodes(folder, UNEQUAL))
     return before, run(grid), grid
 
 
-@pytest.mark.parametrize("weights", ["equal", "examples"])
-def test_a_step_of_all_units_is_a_step_on_the_pooled_bound(tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize("kind", ["equal", "examples"])
+def test_a_step_of_all_units_is_a_step_on_the_pooled_bound(tmp_path: Path, kind: str) -> None:
     """Σ p_m ∇R_m = ∇[KL − Σ E_m], whatever p_m: the p_m of a unit's risk and of the average cancel in the data term."""
-    before, after, grid = one_round(tmp_path, fedmgp__weights=weights)
-    theta, rate, rows_of = before.pseudo.parameters, 1e-4, after.preparation.rows
-    shares = {site: rows_of[site] / sum(rows_of.values()) if weights == "examples" else 1 / 3 for site in UNEQUAL}
-    assert after.weights == [pytest.approx(shares)]
-    assert {site: float(after.personal(site)["own.share"]) for site in UNEQUAL} == pytest.approx(shares)
-    latents, q = from_parameters(theta, before.inducing, 1e-6)
-    client, slopes = FedMGPClient(before.config, None, None), dict.fromkeys(theta, 0.0)
+    before, after, grid = one_round(tmp_path, fedmgp__weights=kind)
+    start, rate, rows_of = theta(before), 1e-4, after.preparation.rows
+    shares = {site: rows_of[site] / sum(rows_of.values()) if kind == "examples" else 1 / 3 for site in UNEQUAL}
+    assert weights(after) == [pytest.approx(shares)]
+    assert grid.shares == pytest.approx(shares)
+    latents, q = from_parameters(start, before.current.inducing, 1e-6)
+    slopes = dict.fromkeys(start, 0.0)
     for index, site in enumerate(UNEQUAL):
         _, data, rows = known(grid, after, site)
-        model = unit_model(latents, client.alone(data, latents, q))
-        load(shared_parameters(model), theta)
+        model = unit_model(latents, fit_alone(data, latents, q, SearchOptions()))
+        load(shared_parameters(model), start)
         loss = -model.expected_log_likelihood(torch.from_numpy(rows.x), torch.from_numpy(rows.y)).sum()
         (loss + model.kl() if index == 0 else loss).backward()
         slopes = {name: slopes[name] + p.grad.numpy() for name, p in shared_parameters(model).items()}
     for name, slope in slopes.items():
-        moved = (theta[name] - after.pseudo.parameters[name]) / rate
+        moved = (start[name] - theta(after)[name]) / rate
         np.testing.assert_allclose(moved, slope, rtol=1e-6, atol=1e-6 * np.abs(slope).max(), err_msg=name)
 
 
 def test_the_server_goes_its_step_along_the_average(tmp_path: Path) -> None:
     start, whole, _ = one_round(tmp_path / "whole")
     _, half, _ = one_round(tmp_path / "half", fedmgp__server_step=0.5)
-    for name, theta in start.pseudo.parameters.items():
-        np.testing.assert_allclose(
-            theta - half.pseudo.parameters[name], 0.5 * (theta - whole.pseudo.parameters[name]), atol=1e-12
-        )
+    for name, at in theta(start).items():
+        np.testing.assert_allclose(at - theta(half)[name], 0.5 * (at - theta(whole)[name]), atol=1e-12)
 
 
 def test_the_local_rate_falls_to_its_last_share_over_the_rounds_of_pseudo_gradients(tmp_path: Path) -> None:
@@ -221,12 +221,12 @@ def test_the_local_rate_falls_to_its_last_share_over_the_rounds_of_pseudo_gradie
 
 
 def test_perturbed_pseudo_inputs_are_the_grid_and_noise_of_that_size(tmp_path: Path) -> None:
-    plain, noisy, again = (
-        run(FaultyGrid(keys(num_server_rounds=0, model__num_inducing=60, fedmgp__perturbation=size), nodes(tmp_path)))
-        for size in (0.0, 0.1, 0.1)
-    )
-    assert np.std(noisy.inducing - plain.inducing) == pytest.approx(0.1, rel=0.25)
-    assert np.array_equal(noisy.inducing, again.inducing)
+    W = []
+    for size in (0.0, 0.1, 0.1):
+        flat = keys(num_server_rounds=0, model__num_inducing=60, fedmgp__perturbation=size)
+        W.append(shared(run(FaultyGrid(flat, nodes(tmp_path))))[0].inducing)
+    assert np.std(W[1] - W[0]) == pytest.approx(0.1, rel=0.25)
+    assert np.array_equal(W[1], W[2])
 
 
 @pytest.mark.parametrize("covariance", ["convolved", "lmc"])
@@ -243,7 +243,7 @@ def test_covariances_in_two_dimensions(tmp_path: Path, covariance: str) -> None:
     strategy = run(grid, recorder)
     consistent(grid, strategy)
     assert min(np.diff([row["bound"] for row in recorder.rows])) >= -1e-7
-    [[fast, slow]] = strategy.shared()[0].scales
+    [[fast, slow]] = shared(strategy)[0].scales
     assert slow > (3 if covariance == "convolved" else 1.2) * fast
     phi, _, _ = known(grid, strategy, "c")
     assert phi is not None
@@ -260,15 +260,16 @@ def simulated(method: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("method", "worst"), [("modular-gp", 0.5), ("fed-poly", 1.0)])
-def test_yardsticks_of_the_paper(method: str, worst: float) -> None:
+def test_baselines_of_the_paper(method: str, worst: float) -> None:
     strategy = run(FaultyGrid(simulated(method), 5))
+    assert strategy.method == method
     test = strategy.evaluation["test_standardised"]
     assert 0.05 < test["rmse"] < worst
     assert test["coverage_95"] > 0.4  # half of a unit is unseen
 
 
-def test_yardsticks_need_gaussian_noise_and_simulated_units(tmp_path: Path) -> None:
-    with pytest.raises(RunError):
+def test_baselines_need_gaussian_noise_and_simulated_units(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="'modular-gp' needs simulated sites"):
         run(FaultyGrid(keys(method="modular-gp"), nodes(tmp_path)))
 
 
@@ -276,7 +277,7 @@ def test_report_of_simulated_units_with_the_pooled_model_beside(tmp_path: Path) 
     """Panels show what the run predicts; the same model with all rows in one place is no worse than three rounds."""
     flat = simulated("fedmgp", keep_predictions=True, baselines__pooled=True, output_dir=str(tmp_path), name="run")
     flat["round-timeout"] = 120.0
-    with mock.patch.object(server_app, "report"):
+    with mock.patch("fedgp_flower.run.report.write_report"):
         server_app.execute(FaultyGrid(flat, 5), flat, lambda row, total: None)
     found = read_run(tmp_path / "run")
     assert 0.05 < found.metrics.pooled["rmse"] < found.metrics.test["rmse"] + 0.05

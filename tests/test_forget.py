@@ -14,10 +14,12 @@ import pytest
 from faults import FaultyGrid
 from test_pvi import FIXED, SITES, quick
 
-from fedgp_flower import figures, forget, pvi_figures, server_app
-from fedgp_flower.artefacts import read_run
-from fedgp_flower.cli import run_in_process
+from fedgp_flower import server_app
 from fedgp_flower.errors import RunError
+from fedgp_flower.methods.pvi import panels as pvi_figures
+from fedgp_flower.run import figures, forget
+from fedgp_flower.run.artefacts import read_run
+from fedgp_flower.run.in_process import run_in_process
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +73,7 @@ def test_both_figures_are_over_the_rows_of_the_sites_that_remain(tmp_path: Path)
     assert record["divergence"].keys() == {"inducing", "hyper"}
 
 
-def test_no_yardstick_learns_from_the_forgotten_rows(tmp_path: Path) -> None:
+def test_no_baseline_learns_from_the_forgotten_rows(tmp_path: Path) -> None:
     run = execute(tmp_path)
     assert read_run(run).metrics.pooled is not None
     left, _ = forgotten(run, "1", rounds=0)
@@ -93,7 +95,7 @@ def test_the_divergence_of_a_conjugate_run_is_that_of_its_posteriors(tmp_path: P
     assert record["remains"] == ["the standardisation and the first inducing inputs, which all sites agreed on"]
 
 
-def test_too_few_sites_are_told_before_a_folder_is_made(tmp_path: Path) -> None:
+def test_too_few_sites_are_refused_before_a_folder_is_made(tmp_path: Path) -> None:
     run = execute(tmp_path, sites=2)
     with pytest.raises(RunError, match="min-sites"):
         forget.prepare(run, "1", rounds=0, name="left")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
+from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}  # conditions stay below 1e3 here
 

@@ -10,14 +10,15 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from flwr.common.config import parse_config_args
 
-from fedgp_flower.config import Value
-from fedgp_flower.credentials import create_node_key, create_server_credentials
-from fedgp_flower.deploy_demo import create_sites, demo_config
+from fedgp_flower.cli import main
+from fedgp_flower.deploy.credentials import create_node_key, create_server_credentials
+from fedgp_flower.deploy.demo import create_sites, demo_config
+from fedgp_flower.deploy.processes import Processes, free_ports
+from fedgp_flower.deploy.submission import Flower, environment, install_profiles, project_folder
 from fedgp_flower.errors import ConfigError, DataError, RunError
-from fedgp_flower.launch import complete_config, main, parse_assignments, run_folder
-from fedgp_flower.processes import Processes, free_ports
-from fedgp_flower.registry import METHODS
-from fedgp_flower.submission import Flower, environment, install_profiles, project_folder
+from fedgp_flower.options import Value
+from fedgp_flower.run.registry import METHODS
+from fedgp_flower.run.user_config import complete_config, parse_assignments, run_folder
 
 
 def test_assignments_take_the_type_of_their_key() -> None:
@@ -86,17 +87,24 @@ def test_flower_reports_a_superlink_that_does_not_answer(tmp_path: Path) -> None
             flower.json("ls", "gone")
 
 
+def status_of(*words: str) -> object:
+    """The exit status of ``python -m fedgp_flower.launch`` with these words."""
+    with pytest.raises(SystemExit) as end:
+        main(["launch", *words], wrong=1)
+    return end.value.code
+
+
 def test_an_unknown_connection_is_reported_in_the_words_of_flower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    assert main(["--connection", "nowhere"]) == 1
+    assert status_of("--connection", "nowhere") == 1
     assert "`flwr run" in capsys.readouterr().err
     assert (tmp_path / "config.toml").is_file()
 
 
 def test_an_expected_error_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "/nowhere/run.toml"]) == 1
+    assert status_of("--config", "/nowhere/run.toml") == 1
     assert capsys.readouterr().err == "error: there is no file /nowhere/run.toml\n"
 
 
@@ -146,7 +154,7 @@ def test_sites_from_own_files(tmp_path: Path) -> None:
     assert [site.name for site in create_sites(tmp_path, [files[0], files[0]])] == ["site1", "site2"]
 
 
-def test_a_site_is_told_of_its_own_files_alone(tmp_path: Path) -> None:
+def test_a_site_knows_its_own_files_alone(tmp_path: Path) -> None:
     for name in ("north.csv", "north.test.csv", "south.csv"):
         (tmp_path / name).write_text("x,y\n1,2\n")
     north, south = create_sites(tmp_path, [tmp_path / "north.csv", tmp_path / "south.csv"])

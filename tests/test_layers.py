@@ -1,79 +1,179 @@
-"""Who may import whom, read off the syntax trees; and the size of modules."""
+"""What each layer may import, as closures: import it in a fresh interpreter and read ``sys.modules``.
+
+The arrows point from what is used to what uses it:
+gp ← methods/*/{options, messages, mathematics} ← strategies; gp, data ← methods/*/{learner, client, posterior, panels};
+run and the apps know methods through the registry alone.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("fedgp_flower", "strategies")
-FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+from fedgp_flower.run.registry import BUILT_IN
+from fedgp_flower.run.summary import BASELINES
 
-FOUNDATION = {"errors", "shapes", "config", "linalg", "gaussian", "barycentre", "statistics", "latent"}
-ALLOWED = {
-    "errors": set(),
-    "shapes": set(),
-    "config": {"errors"},
-    "linalg": {"errors", "shapes"},
-    "gaussian": {"errors", "shapes", "linalg"},
-    "barycentre": {"errors", "shapes", "linalg"},
-    "statistics": {"errors", "shapes", "linalg"},
-    "latent": {"errors", "shapes", "linalg"},
-    "metrics": {"errors", "shapes"},
-    "models": FOUNDATION | {"models"},
-    "data": {"errors", "shapes", "config", "data"},
-    "clients": FOUNDATION | {"models", "data", "metrics", "clients"},
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("torch", "flwr", "pandas", "matplotlib", "gpytorch", "sklearn", "scipy", "ray", "jinja2", "pyarrow")
+
+
+def loaded(code: str) -> set[str]:
+    """Every module in ``sys.modules`` after some code, in a fresh interpreter."""
+    script = f"{code}\nimport sys; print('MODULES', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split("MODULES")[1].split())
+
+
+def importing(*modules: str) -> set[str]:
+    return loaded(f"import {', '.join(modules)}")
+
+
+def modules_of(*folders: str) -> list[str]:
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files)
+
+
+METHOD_MODULES = modules_of("fedgp_flower/methods")
+CLOSURES = {
+    "the command line, before a command runs": (["fedgp_flower.cli"], (*HEAVY, "numpy", "pydantic", "rich")),
+    "the package": (["fedgp_flower"], (*HEAVY, "numpy", "pydantic")),
+    "configuration and registry": (["fedgp_flower.run.config", "fedgp_flower.run.registry"], (*HEAVY, "numpy")),
+    "options": (
+        [name for name in METHOD_MODULES if name.endswith(".options")],
+        (*HEAVY, "numpy"),
+    ),
+    "strategies": (modules_of("strategies"), ("flwr.simulation", "ray", "matplotlib", "pandas", "jinja2")),
+    "the ServerApp": (
+        ["fedgp_flower.server_app"],
+        ("gpytorch", "matplotlib", "pandas", "sklearn", "scipy.stats", "flwr.simulation", "ray", "jinja2"),
+    ),
+    "the ClientApp": (["fedgp_flower.client_app"], ("matplotlib", "jinja2", "strategies", "fedgp_flower.run.report")),
+    "the GP toolbox": (modules_of("fedgp_flower/gp"), ("flwr", "pandas", "matplotlib", "strategies")),
 }
-FLOWER = {"clients", "client_app", "server_app", "engine", "cli", "launch", "submission", "deploy_demo"}
-PLOTTING = {"report", "figures", "pvi_figures", "unit_figures", "structured_figures"}
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@pytest.mark.parametrize("layer", CLOSURES)
+def test_a_layer_loads_none_of_what_it_does_without(layer):
+    modules, without = CLOSURES[layer]
+    assert modules
+    assert sorted(importing(*modules) & set(without)) == []
+
+
+def test_help_loads_neither_torch_nor_flower():
+    start = "import sys; sys.argv = ['fedgp', '--help']\nfrom fedgp_flower.cli import main\n"
+    code = f"{start}try: main()\nexcept SystemExit: pass"
+    assert sorted(loaded(code) & {*HEAVY, "numpy", "pydantic"}) == []
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Modules that a file imports when it is imported: not inside functions, not for the type checker alone."""
+    waiting: list[ast.stmt] = list(ast.parse(path.read_text(encoding="utf-8")).body)
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ClassDef | ast.Try | ast.With):
+            waiting += node.body
+        elif isinstance(node, ast.If):
+            waiting += node.orelse if "TYPE_CHECKING" in ast.dump(node.test) else [*node.body, *node.orelse]
 
 
-def part(module: str) -> str:
-    """The unit of ``fedgp_flower`` that a dotted name or a path belongs to."""
-    return module.split(".")[1] if "." in module else ""
+def file_of(module: str) -> Path:
+    path = ROOT / Path(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def own_part(path: Path) -> str:
-    return path.relative_to(ROOT / "fedgp_flower").parts[0].removesuffix(".py")
+def graph() -> dict[str, set[str]]:
+    """Module → the project's modules it imports."""
+    modules = modules_of("fedgp_flower", "strategies")
+    known = set(modules)
+    return {module: {name for name in imports_of(file_of(module)) if name in known} - {module} for module in modules}
 
 
-def tops(path: Path) -> set[str]:
-    return {name.split(".")[0] for name in imports(path)}
+def test_no_module_imports_itself_by_way_of_others():
+    try:
+        TopologicalSorter(graph()).prepare()
+    except CycleError as error:
+        pytest.fail(f"import circle: {' → '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_imports_keep_to_the_layers(path):
-    if path.is_relative_to(ROOT / "strategies"):
-        seen = {part(name) for name in imports(path) if name.startswith("fedgp_flower.")}
-        assert seen <= FOUNDATION
-        assert not tops(path) & {"torch", "gpytorch", "sklearn", "pandas", "matplotlib", "simulations"}
-        return
-    unit = own_part(path)
-    seen = {part(name) for name in imports(path) if name.startswith("fedgp_flower.")}
-    if unit in ALLOWED:
-        assert seen <= ALLOWED[unit]
-        assert "strategies" not in tops(path)
-    assert "simulations" not in tops(path)
-    if unit not in FLOWER:
-        assert not tops(path) & {"flwr", "ray"}
-    if unit not in PLOTTING:
-        assert "matplotlib" not in tops(path)
-    if unit == "server_app":
-        assert not seen & {"models", "clients", "data", "metrics", "statistics"}
+def layer_of(module: str) -> str:
+    """The layer of a module: its folder, and for methods which half of one."""
+    parts = module.split(".")
+    if parts[0] == "strategies":
+        return "strategies"
+    if parts[1:2] == ["methods"] and len(parts) > 3:
+        return "site half" if parts[3] in SITE_HALF else "method"
+    return parts[1] if len(parts) > 2 else "top"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_modules_have_one_purpose(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 300
+SITE_HALF = {"learner", "client", "posterior", "panels", "forgetting", "references", "prediction"}
+"""Modules of a method that only a site, or a reader of finished runs, imports."""
+FORBIDDEN = {
+    "gp": {"strategies", "site half", "method", "clients", "data", "deploy"},
+    "data": {"strategies", "site half", "method", "clients", "deploy"},
+    "method": {"strategies", "site half", "deploy"},
+    "site half": {"strategies", "deploy"},
+    "strategies": {"site half", "clients", "data", "deploy"},
+    "clients": {"strategies", "site half", "method", "deploy"},
+    "run": {"site half", "method", "deploy"},
+}
+"""Layer → layers that none of its modules may import."""
+
+
+@pytest.mark.parametrize("layer", FORBIDDEN)
+def test_imports_point_downwards(layer):
+    edges = [(module, name) for module, names in graph().items() if layer_of(module) == layer for name in names]
+    assert edges
+    wrong = {module: name for module, name in edges if layer_of(name) in FORBIDDEN[layer]}
+    assert wrong == {}
+
+
+def test_no_method_reaches_into_another():
+    methods = {
+        module: name.split(".")[2]
+        for module in graph()
+        for name in [module]
+        if name.count(".") > 2 and ".methods." in name
+    }
+    edges = [
+        (module, name) for module, names in graph().items() if module in methods for name in names if name in methods
+    ]
+    assert [f"{module} imports {name}" for module, name in edges if methods[module] != methods[name]] == []
+
+
+EVERYWHERE = ["fedgp_flower/run", "fedgp_flower/clients", "fedgp_flower/data", "fedgp_flower/gp", "fedgp_flower/cli.py"]
+MAY_NAME = {
+    "fedgp_flower/run/registry.py",  # the table of methods
+    "fedgp_flower/run/config.py",  # the default of `method`
+    "fedgp_flower/gp/optimisers.py",  # an error whose remedy is one method's key
+}
+
+
+def test_only_the_registry_names_a_method():
+    """The names of baselines are those of arms in every report, too."""
+    names = "|".join(sorted(map(re.escape, BUILT_IN.keys() - set(BASELINES)), key=len, reverse=True))
+    pattern = re.compile(rf"(?<![\w-])(?:{names})(?![\w-])")
+    files = [
+        path
+        for place in EVERYWHERE
+        for path in ([ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py"))
+    ]
+    lines = {
+        f"{path.relative_to(ROOT)}:{number}": line.strip()
+        for path in files
+        if str(path.relative_to(ROOT)) not in MAY_NAME
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if pattern.search(line)
+    }
+    assert lines == {}

@@ -10,22 +10,21 @@ import pytest
 import torch
 
 from fedgp_flower.errors import NumericsError, ProtocolError
-from fedgp_flower.latent import Latents, Posterior
-from fedgp_flower.models.convolved import ConvolvedKernel, CoregionalKernel, smoothed_covariance
-from fedgp_flower.models.exact_q import UnitData, UnitParameters, predict, statistics
-from fedgp_flower.models.multi_output import (
-    LocalSteps,
+from fedgp_flower.gp.convolved import ConvolvedKernel, CoregionalKernel, smoothed_covariance
+from fedgp_flower.methods.fedmgp.exact_q import pooled_bound, posterior
+from fedgp_flower.methods.fedmgp.gradient import GaussianRisk
+from fedgp_flower.methods.fedmgp.latents import Latents, Posterior
+from fedgp_flower.methods.fedmgp.learner import LocalSteps, local_update
+from fedgp_flower.methods.fedmgp.multi_output import (
     MultiOutputModel,
     from_exact,
     load,
-    local_update,
     personal_parameters,
     shared_parameters,
     to_arrays,
     to_exact,
 )
-from fedgp_flower.models.multi_output_gradient import GaussianRisk
-from strategies.exact_q import pooled_bound, posterior
+from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, predict, statistics
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from test_multi_output import problem, signals
 
-from fedgp_flower.models.exact_q import UnitData, predict, statistics
-from fedgp_flower.models.federated_polynomial import fit_polynomial
-from fedgp_flower.models.multi_output_baselines import fit_modular, fit_pooled, starting_point
-from strategies.exact_q import pooled_bound
+from fedgp_flower.methods.fedmgp.exact_q import pooled_bound
+from fedgp_flower.methods.fedmgp.references import fit_modular, fit_polynomial, fit_pooled, starting_point
+from fedgp_flower.methods.fedmgp.unit import UnitData, predict, statistics
 
 
 def test_baselines_recover_a_shared_sine() -> None:
@@ -35,7 +34,7 @@ def test_baselines_recover_a_shared_sine() -> None:
 
 def test_modules_that_see_everything_reproduce_the_pooled_bound_up_to_a_constant() -> None:
     """With Z ⊇ X a module loses nothing, so its posterior of g is the pooled one at the same parameters."""
-    from fedgp_flower.models.multi_output_baselines import _Site, _sums
+    from fedgp_flower.methods.fedmgp.references import _Site, _sums
 
     latents, units, phi = problem(1, 1)
     (x, y), p = units[0], phi[0]

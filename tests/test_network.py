@@ -10,9 +10,9 @@ from faults import Fault, FaultyGrid, arrays, configured, crashed, each, lost, n
 from flwr.app import Array, ConfigRecord, Message, MetricRecord
 
 from fedgp_flower.errors import RunError
-from strategies.closing import scores_refusal, usable_scores
-from strategies.network import Network
-from strategies.wire import Answer, ArraySpec, content_bytes, last_line
+from strategies.server.finalise import scores_refusal, usable_scores
+from strategies.server.network import Network
+from strategies.server.wire import Answer, ArraySpec, content_bytes, last_line
 
 DESCRIBE = "query.describe"
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from test_exact_q import OPTIONS, grid, random_unit
 
-from fedgp_flower.latent import Latents, Posterior
-from fedgp_flower.models import own_deviation
-from fedgp_flower.models.exact_q import UnitData, UnitParameters, features, maximise, predict, squared_gaps
-from fedgp_flower.models.own_deviation import predict_with_deviation
+from fedgp_flower.methods.fedmgp import deviation as own_deviation
+from fedgp_flower.methods.fedmgp.deviation import predict_with_deviation
+from fedgp_flower.methods.fedmgp.latents import Latents, Posterior
+from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, features, maximise, predict, squared_gaps
 
 
 @pytest.mark.parametrize(("num_latents", "dims"), [(1, 1), (2, 2)])

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.models.exact import ExactGP
-from fedgp_flower.models.placement import FLOAT32_JITTER, Placement
-from fedgp_flower.models.sparse import SparseGP, pooled_sums, sums_gradient
-from fedgp_flower.registry import parse_config
-from fedgp_flower.statistics import bound_gradient, collapsed_bound_value, exact_posterior
+from fedgp_flower.gp.exact import ExactGP
+from fedgp_flower.gp.placement import FLOAT32_JITTER, Placement
+from fedgp_flower.gp.sparse import Adjoints, SparseGP, pooled_sums, rows_gradient
+from fedgp_flower.gp.sums import bound_gradient, collapsed_bound_value, exact_posterior
+from fedgp_flower.run.registry import parse_config
 
 
 def rows(n: int = 80):
@@ -33,8 +33,8 @@ def computed(precision: str):
     sums = pooled_sums(model, inputs, targets).from_arrays(arrays)
     noise = float(model.noise.detach())
     bound = bound_gradient(sums, np.log(noise))
-    adjoints = {f"adjoint.{n}": getattr(bound, n) for n in ("gram", "projection", "prior_variance")}
-    gradient = sums_gradient(model, inputs, targets, adjoints)
+    adjoints = Adjoints.of(bound.gram, bound.projection, bound.prior_variance, inputs)
+    gradient = rows_gradient(model, inputs, targets, adjoints)
     with torch.no_grad():
         mean, _ = model.predict(place.tensor(x[:5] + 0.1), exact_posterior(sums, noise))
     assert all(
@@ -56,9 +56,8 @@ def test_float32_agrees_with_float64_to_its_own_precision():
 def test_an_exact_gp_moves_too():
     config = parse_config({"precision": "float32"})
     place, (x, y) = Placement.of(config), rows(20)
-    model = place.module(ExactGP(config.model, 2))
-    value = model.log_evidence(place.tensor(x), place.tensor(y))
-    double = ExactGP(config.model, 2).log_evidence(torch.from_numpy(x), torch.from_numpy(y))
+    double = ExactGP(config.model, torch.from_numpy(x), torch.from_numpy(y)).log_evidence()
+    value = place.module(ExactGP(config.model, torch.from_numpy(x), torch.from_numpy(y))).log_evidence()
     assert value.dtype == torch.float32
     assert float(value.detach()) == pytest.approx(float(double.detach()), rel=1e-3)
 

@@ -10,13 +10,14 @@ import pytest
 from safetensors.numpy import load_file
 from scipy.stats import norm
 
-from fedgp_flower import figures
-from fedgp_flower.cli import run_in_process
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.errors import RunError
-from fedgp_flower.launch import read_config
-from fedgp_flower.predict import QUANTILES, Predictor, predict_file, report
-from fedgp_flower.registry import parse_config
+from fedgp_flower.run import figures
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.predict import QUANTILES, Predictor, predict_file
+from fedgp_flower.run.registry import METHODS, parse_config
+from fedgp_flower.run.report import write_report
+from fedgp_flower.run.user_config import read_config
 
 BASE = {"baselines.local-only": False, "baselines.pooled": False, "evaluate-every": 0, "model.num-inducing": 7}
 SITES = 3
@@ -61,7 +62,7 @@ def test_the_saved_posterior_predicts_what_every_site_predicted(mixed):
     predictor = Predictor.of_run(mixed)
     assert set(told["site"]) == {site.site for site in sites}
     for site in sites:
-        own, again = told[told["site"] == site.site], predictor.table(site.test)
+        own, again = told[told["site"] == site.site], predictor.predict(site.test)
         np.testing.assert_allclose(own["target"], site.test["outcome"], rtol=1e-12)
         np.testing.assert_allclose(again["mean"], own["mean"], rtol=1e-10)
         np.testing.assert_allclose(again["sd"], own["sd"], rtol=1e-10)
@@ -72,7 +73,7 @@ def test_a_file_of_new_rows_is_predicted_row_by_row(line, tmp_path):
     shuffled = told.sample(frac=1, random_state=0)
     new = pd.DataFrame({"extra": "text", "x": shuffled["input.x"]})
     new.to_csv(tmp_path / "new.csv", index=False)
-    assert predict_file(line, tmp_path / "new.csv", tmp_path / "out.csv") == (len(told), 0)
+    assert predict_file(Predictor.of_run(line), tmp_path / "new.csv", tmp_path / "out.csv") == (len(told), 0)
     found = pd.read_csv(tmp_path / "out.csv")
     np.testing.assert_allclose(found["mean"], shuffled["mean"], rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(found["sd"], shuffled["sd"], rtol=1e-10)
@@ -109,7 +110,7 @@ def encoded(frame):
 def test_the_equation_written_beside_the_posterior_is_the_prediction(mixed):
     new = table(200)
     mean, sd = by_hand(mixed, encoded(new))
-    found = Predictor.of_run(mixed).table(new.drop(columns="outcome"))
+    found = Predictor.of_run(mixed).predict(new.drop(columns="outcome"))
     np.testing.assert_allclose(found["mean"], mean, rtol=1e-8)
     np.testing.assert_allclose(found["sd"], sd, rtol=1e-8)
     assert np.corrcoef(mean, new["outcome"])[0, 1] > 0.8  # a prediction of something
@@ -133,7 +134,7 @@ def test_columns_may_come_in_another_order_and_unknown_levels_are_counted(mixed,
     new = table(20)
     new.loc[[3, 7], "clinic"] = "east"
     new[["clinic", "sex", "dose", "age"]].to_csv(tmp_path / "new.csv", index=False)
-    assert predict_file(mixed, tmp_path / "new.csv", tmp_path / "out.csv") == (20, 2)
+    assert predict_file(Predictor.of_run(mixed), tmp_path / "new.csv", tmp_path / "out.csv") == (20, 2)
     mean, sd = by_hand(mixed, encoded(new))
     found = pd.read_csv(tmp_path / "out.csv")
     np.testing.assert_allclose(found["mean"], mean, rtol=1e-8)
@@ -145,6 +146,7 @@ def test_a_method_without_a_shared_posterior_says_so(method, tmp_path):
     keys = {"dataset": "five-blocks", "method": method, "num-server-rounds": 1, "output-dir": str(tmp_path)}
     run = run_in_process(BASE | keys | {"name": "run", "baselines.max-evaluations": 3}, 2)
     assert not (run / "posterior.safetensors").exists()
-    with pytest.raises(RunError, match=rf"no posterior to predict from.*`method` = '{method}'"):
+    with pytest.raises(RunError, match=rf"no posterior to predict from.*`method` = '{method}'") as caught:
         Predictor.of_run(run)
-    assert report(run).is_file()
+    assert METHODS[method].why_no_posterior in str(caught.value)
+    assert write_report(run).is_file()

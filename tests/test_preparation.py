@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedgp_flower.data.standardisation import Preparation, describe, encode_inputs, encode_targets
 from fedgp_flower.errors import DataError
-from strategies.preparation import Agreement, SiteDescription, agree
+from strategies.server.standardisation import Agreement, SiteDescription, agree
 
 
 def described(frame: pd.DataFrame, features=("x", "job"), target="y") -> SiteDescription:
@@ -124,6 +124,15 @@ def test_without_standardisation_and_for_counts_units_stay():
     assert counts["input.mean"][0] == pytest.approx(frame["x"].mean())
 
 
+def test_what_a_prediction_without_inputs_would_say_is_agreed_too():
+    frame = rows(60, 0, offset=5.0)
+    for keys in ({}, {"standardise": False}, {"likelihood": "poisson"}):
+        told = agreed(frame, np.arange(60) % 4, **keys).training_target
+        assert told == pytest.approx({"mean": frame["y"].mean(), "sd": frame["y"].std(ddof=0)})
+    classes = frame.assign(y=["no"] * 45 + ["yes"] * 15)
+    assert agreed(classes, np.arange(60) % 4).training_target == {"share": 0.25}
+
+
 def test_classes_are_indices_of_the_agreed_levels():
     frame = rows(8, 0).assign(y=["yes"] * 4 + ["no"] * 4)
     found = agreed(frame, np.arange(8) // 4)
@@ -179,6 +188,8 @@ def test_another_target_is_refused():
         ("features.sum", np.zeros(2), "shape"),
         ("features.squares", np.array([-1.0]), "not negative"),
         ("target.sum", np.array(np.nan), "finite"),
+        ("features.residual", np.array([1e-9]), "more than rounding"),
+        ("target.residual", np.array(-1e-9), "more than rounding"),
         ("levels.job", np.array([1, 1, 1]), "add up"),
         ("levels.job", np.array([30, -25, 5]), "not negative"),
         ("extra", np.zeros(1), "extra"),
@@ -208,6 +219,13 @@ def test_a_malformed_schema_is_refused(schema):
     good = described(rows(10, 0))
     found = agree({"bad": SiteDescription(good.arrays, schema, 10), "good": good})
     assert list(found.refused) == ["bad"]
+
+
+def test_a_single_row_has_no_spread():
+    one = described(rows(1, 0))
+    spread = SiteDescription({**one.arrays, "features.squares": np.array([1.0])}, one.schema, 1)
+    assert agree({"one": one, "two": described(rows(9, 1))}).refused == {}
+    assert "single row" in agree({"one": spread, "two": described(rows(9, 1))}).refused["one"]
 
 
 def test_nobody_left_is_an_error():

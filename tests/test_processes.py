@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from fedgp_flower.deploy.processes import (
+    TOKEN,
+    ProcessEntry,
+    Processes,
+    belonging,
+    free_ports,
+    snapshot,
+)
 from fedgp_flower.errors import RunError
-from fedgp_flower.processes import TOKEN, ProcessEntry, Processes, belonging, free_ports, from_proc, from_ps, snapshot
 
 SLEEP = "import time; time.sleep(300)"
 # A child in a session of its own, which ignores SIGTERM and whose parent ends at once.
@@ -25,7 +31,7 @@ subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(signal.SIG
 """
 
 
-def entry(parent: int, started: str = "0", marked: bool = False) -> ProcessEntry:
+def entry(parent: int, started: float = 0.0, marked: bool = False) -> ProcessEntry:
     return ProcessEntry(parent, started, marked)
 
 
@@ -51,11 +57,11 @@ def test_belonging_follows_children_and_remembers_who_lost_their_environment() -
         10: entry(1, marked=True),
         11: entry(10),
         12: entry(11),
-        20: entry(1, "5"),
+        20: entry(1, 5.0),
         21: entry(20),
-        30: entry(1, "9"),
+        30: entry(1, 9.0),
     }
-    seen = {20: entry(10, "5"), 30: entry(10, "8")}  # 30 is another process by now
+    seen = {20: entry(10, 5.0), 30: entry(10, 8.0)}  # 30 is another process by now
     assert belonging(table, {}).keys() == {10, 11, 12}
     assert belonging(table, seen).keys() == {10, 11, 12, 20, 21}
 
@@ -107,7 +113,7 @@ def test_a_signal_ends_everything_and_shows_in_the_status(tmp_path: Path, number
     script = f"""
 import signal, sys
 from pathlib import Path
-from fedgp_flower.processes import Processes, interruptible
+from fedgp_flower.deploy.processes import Processes, interruptible
 signal.signal({int(number)}, signal.SIG_DFL)  # whoever runs the tests in the background may have told us to ignore it
 with interruptible(), Processes({{}}, Path({str(tmp_path)!r})) as processes:
     processes.start("sleeper", [sys.executable, "-c", "{SLEEP}"], Path("/"))
@@ -123,13 +129,13 @@ with interruptible(), Processes({{}}, Path({str(tmp_path)!r})) as processes:
     assert not any(e.marked for e in snapshot(token).values())
 
 
-@pytest.mark.skipif(shutil.which("ps") is None or not Path("/proc/self/stat").exists(), reason="needs ps and /proc")
-def test_both_ways_of_looking_agree(stranger: subprocess.Popen[bytes]) -> None:
+def test_a_process_is_known_by_its_parent_its_token_and_its_start(stranger: subprocess.Popen[bytes]) -> None:
     wait_for("0" * 32, 1)
-    proc, ps = from_proc("0" * 32), from_ps("0" * 32)
-    for pid in (os.getpid(), stranger.pid):
-        assert (proc[pid].parent, proc[pid].marked) == (ps[pid].parent, ps[pid].marked)
-    assert proc[stranger.pid] == ProcessEntry(os.getpid(), proc[stranger.pid].started, True)
+    before, after = snapshot("0" * 32), snapshot("1" * 32)
+    assert (before[stranger.pid].parent, before[stranger.pid].marked) == (os.getpid(), True)
+    assert (before[os.getpid()].parent, before[os.getpid()].marked) == (os.getppid(), False)
+    assert not after[stranger.pid].marked
+    assert after[stranger.pid].started == before[stranger.pid].started >= before[os.getpid()].started
 
 
 def test_free_ports_are_distinct_and_can_be_bound() -> None:

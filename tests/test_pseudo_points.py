@@ -5,11 +5,11 @@ import torch
 from test_pvi_updates import exact, generator, sine
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.models import pseudo_points
-from fedgp_flower.models.hierarchical import (
+from fedgp_flower.methods.pvi import pseudo_points
+from fedgp_flower.methods.pvi.hierarchical import (
     Data,
 )
-from fedgp_flower.models.pseudo_points import MERGED_ROWS, distance_report, microaggregate
+from fedgp_flower.methods.pvi.pseudo_points import MERGED_ROWS, distance_report, microaggregate
 
 
 @pytest.mark.parametrize("floor", [1, 3])

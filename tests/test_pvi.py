@@ -13,23 +13,23 @@ import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, each, lost, numbers, run, waves
 from faults import arrays as other_arrays
 
-from fedgp_flower import forget, server_app
-from fedgp_flower.artefacts import read_posterior
-from fedgp_flower.cli import run_in_process
-from fedgp_flower.config import ModelSection
+from fedgp_flower import server_app
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ConfigError, NumericsError
-from fedgp_flower.models import pvi_arrays as site_arrays
-from fedgp_flower.models.hierarchical import Data
-from fedgp_flower.models.linear_pvi import fixed_point_update
-from fedgp_flower.models.pseudo_points import membership_auc
-from fedgp_flower.models.pvi_local import linear_site
-from fedgp_flower.predict import Predictor
-from fedgp_flower.registry import parse_config
-from strategies import pvi_arrays as wire
-from strategies.pvi_forget import without
-from strategies.pvi_state import posterior
+from fedgp_flower.gp.gaussian import NaturalGaussian
+from fedgp_flower.messages import encode
+from fedgp_flower.methods.pvi.factors import PseudoObservations
+from fedgp_flower.methods.pvi.hierarchical import Data, sparse_model
+from fedgp_flower.methods.pvi.linear import fixed_point_update, linear_site
+from fedgp_flower.methods.pvi.pseudo_points import membership_auc
+from fedgp_flower.options import ModelSection
+from fedgp_flower.run import forget, report
+from fedgp_flower.run.artefacts import read_posterior
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.predict import Predictor
+from fedgp_flower.run.registry import parse_config
+from strategies.pvi import forget_site, marginals, posterior, predictive, state_of
 
 FIXED = {"pvi__inducing": "fixed", "pvi__hyper": "fixed", "pvi__local_update": "analytic"}
 QUICK = {
@@ -65,14 +65,19 @@ def rows_of(strategy: Any, nodes: list[dict[str, Any]]) -> Data:
     return Data(*(torch.from_numpy(np.concatenate([getattr(own, name) for own in data])) for name in ("x", "y")))
 
 
+def standard(size: int) -> NaturalGaussian:
+    """N(0, I)."""
+    return NaturalGaussian.from_moments(torch.zeros(size).double(), torch.eye(size).double())
+
+
 def whitened(strategy: Any) -> tuple[np.ndarray, np.ndarray]:
-    mean, covariance = posterior(strategy.factors)["whitened"].moments()
+    mean, covariance = posterior(strategy.current)["whitened"].moments()
     return mean.numpy(), covariance.numpy()
 
 
 def titsias(strategy: Any, data: Data) -> tuple[np.ndarray, np.ndarray]:
     """Mean and covariance of q(v) from the rows of all sites, written with K."""
-    z = strategy.parameters["inducing"].reshape(-1, data.inputs.shape[1])
+    z = strategy.current.first["inducing"].reshape(-1, data.inputs.shape[1])
     noise = strategy.config.model.noise
 
     def kernel(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -119,7 +124,7 @@ def test_one_pass_of_a_conjugate_model_is_titsias(schedule: dict[str, Any]) -> N
 def test_one_pass_presets_stop_after_every_site() -> None:
     strategy = run(FaultyGrid(fixed(pvi__preset="vcl", num_server_rounds=20), SITES))
     assert strategy.round == SITES
-    assert set(strategy.book.visits.values()) == {1}
+    assert set(strategy.current.record.visits.values()) == {1}
 
 
 def test_global_vi_is_pooled_gradient_ascent_whatever_the_partition() -> None:
@@ -137,15 +142,16 @@ def test_asynchronous_one_at_a_time_is_sequential() -> None:
     changes = {"pvi__local_update": "adam", "num_server_rounds": 5, "pvi__damping": 1.0}
     one = run(FaultyGrid(quick(**changes), SITES))
     other = run(FaultyGrid(quick(**changes, pvi__schedule="asynchronous", pvi__concurrency=1), SITES))
-    for name, array in one.predictive().items():
-        assert np.array_equal(other.predictive()[name], array), name
-    assert set(other.book.staleness.values()) == {0}
+    same = encode(predictive(other.current))
+    for name, array in encode(predictive(one.current)).items():
+        assert np.array_equal(same[name], array), name
+    assert set(other.current.record.staleness.values()) == {0}
 
 
 def test_asynchronous_sites_answer_on_what_they_were_given() -> None:
     strategy = run(FaultyGrid(fixed(pvi__schedule="asynchronous", num_server_rounds=4), SITES))
-    assert strategy.book.staleness == {"0": 2, "1": 1, "2": 2}
-    assert strategy.book.visits == {"0": 2, "1": 1, "2": 1}
+    assert strategy.current.record.staleness == {"0": 2, "1": 1, "2": 2}
+    assert strategy.current.record.visits == {"0": 2, "1": 1, "2": 1}
 
 
 @pytest.mark.parametrize("likelihood", ["bernoulli", "poisson", "student-t"])
@@ -162,7 +168,7 @@ def test_other_likelihoods_predict_from_what_was_saved(tmp_path: Path, likelihoo
     metrics = json.loads((folder / "metrics.json").read_text())
     assert np.isfinite(metrics["test"]["nll"])
     assert metrics["method_details"]["free_energy"]["fit"] < 0
-    table = Predictor.of_run(folder).table(frames["a"][["x1", "x2"]])
+    table = Predictor.of_run(folder).predict(frames["a"][["x1", "x2"]])
     assert np.isfinite(table.to_numpy()).all()
 
 
@@ -174,9 +180,9 @@ def test_bernoulli_fixed_point_is_that_of_the_pooled_rows(tmp_path: Path) -> Non
     changes = {"pvi__local_update": "natural-gradient", "model__likelihood": "bernoulli", "num_server_rounds": 40}
     strategy = run(FaultyGrid(fixed(**changes), nodes))
     data = rows_of(strategy, nodes)
-    model = site_arrays.sparse_model(strategy.config.model, 2)
-    latents = site_arrays.latents_of({f"q.{n}": a for n, a in strategy.factors.points.items()}, "q")
-    prior = wire.standard(strategy.config.model.num_inducing, full=True)
+    model = sparse_model(strategy.config.model, 2)
+    latents = marginals(strategy.current).latents()
+    prior = standard(strategy.config.model.num_inducing)
     pooled = fixed_point_update(linear_site(model, data, latents), prior, prior.flat(), tolerance=1e-12)
     expected = (prior * pooled.factor).moments()
     for found, wanted in zip(whitened(strategy), expected, strict=True):
@@ -210,7 +216,7 @@ def execute(folder: Path, *, kill_at: int = 0, **changes: Any) -> Path:
 
     flat = quick(**{"num_server_rounds": 5, "evaluate_every": 2, "output_dir": str(folder), "name": "run", **changes})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_app, "report", lambda path: None)
+        patch.setattr(report, "write_report", lambda path: None)
         return server_app.execute(FaultyGrid(flat, SITES), flat, progress)
 
 
@@ -247,21 +253,20 @@ def test_forgetting_is_never_having_had_the_site(tmp_path: Path) -> None:
     nodes = csv_nodes(tmp_path, {name: waves(30, seed) for seed, name in enumerate("abc")})
     recorder = Recorder()
     strategy = run(FaultyGrid(fixed(), nodes), recorder)
-    left = without(recorder.snapshots[-1], "b")
-    state = wire.state_of(wire.part(left.arrays, "pvi"), left.facts["pvi"])
+    state = state_of(forget_site(recorder.snapshots[-1], "b"))
     mean, covariance = posterior(state)["whitened"].moments()
     expected = titsias(strategy, rows_of(strategy, [nodes[0], nodes[2]]))
     assert mean.numpy() == pytest.approx(expected[0], rel=1e-8, abs=1e-8)
     assert covariance.numpy() == pytest.approx(expected[1], rel=1e-8, abs=1e-8)
-    assert list(left.facts["book"]["visits"]) == ["a", "c"]
-    assert left.facts["book"]["forgotten"] == ["b"]
+    assert list(state.record.visits) == ["a", "c"]
+    assert state.record.forgotten == ("b",)
 
 
 def test_forgetting_a_run_leaves_the_posterior_of_the_other_sites(tmp_path: Path) -> None:
     folder = execute(tmp_path, **{**FIXED, "num_server_rounds": SITES})
     going_on = forget.prepare(folder, "1", rounds=1, name="left")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_app, "report", lambda path: None)
+        patch.setattr(report, "write_report", lambda path: None)
         left = run_in_process(going_on.flat, 0, going_on.nodes)
     forget.record(folder, left, "1", 1)
     arrays = read_posterior(left).arrays
@@ -282,7 +287,7 @@ def test_free_energy_of_the_parts_is_the_collapsed_bound() -> None:
     strategy = run(FaultyGrid(fixed(), SITES))
     data = rows_of(strategy, simulated())
     mean, covariance = titsias(strategy, data)
-    z, noise = strategy.parameters["inducing"].reshape(-1, 1), strategy.config.model.noise
+    z, noise = strategy.current.first["inducing"].reshape(-1, 1), strategy.config.model.noise
     x, y = data.inputs.numpy(), data.targets.numpy()
     kernel = lambda a, b: np.exp(-0.5 * ((a[:, None] - b[None]) ** 2).sum(-1))  # noqa: E731
     a = np.linalg.solve(np.linalg.cholesky(kernel(z, z) + 1e-8 * np.eye(len(z))), kernel(z, x))
@@ -327,8 +332,8 @@ def test_a_bad_answer_is_its_sites_failure_and_changes_nothing(change: Any, word
     flat = quick(num_server_rounds=4)
     strategy = run(FaultyGrid(flat, SITES, Fault("1", change, ("train",))))
     assert words in blamed(strategy)["1"][0]
-    assert set(strategy.factors.sites) == {"0", "2"}
-    assert strategy.book.visits == {"0": 2, "2": 1}
+    assert set(strategy.current.sites) == {"0", "2"}
+    assert strategy.current.record.visits == {"0": 2, "2": 1}
     assert strategy.evaluation is not None
 
 
@@ -347,16 +352,16 @@ def test_an_improper_factor_is_damped_and_counted() -> None:
 
     faults = [Fault("1", other_arrays(spoilt), ("train",))]
     strategy = run(FaultyGrid(fixed(), SITES, *faults))
-    assert strategy.book.halvings > 0
-    assert strategy.book.refused == 0
-    assert posterior(strategy.factors)["whitened"].is_proper()
+    assert strategy.current.record.halvings > 0
+    assert strategy.current.record.refused == 0
+    assert posterior(strategy.current)["whitened"].is_proper()
 
 
 def test_parallel_replay_survives_the_site_that_refits() -> None:
     flat = quick(pvi__schedule="synchronous", num_server_rounds=2)
     strategy = run(FaultyGrid(flat, SITES, Fault("1", lost, ("train.refit",))))
     assert "1" in blamed(strategy)
-    assert "hyper.eta1" in strategy.factors.points
+    assert strategy.current.shared["hyper"].eta1 is not None
 
 
 @pytest.mark.parametrize(
@@ -387,8 +392,8 @@ def test_membership_is_certain_at_the_rows_and_chance_elsewhere() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 2, generator=generator, dtype=torch.float64)
     rows, strangers = Data(x[:100], x[:100, 0]), Data(x[100:], x[100:, 0])
-    at_rows = site_arrays.PseudoObservations(rows.inputs, rows.targets, torch.ones(100).double())
-    far = site_arrays.PseudoObservations(torch.tensor([[1e6, 0.0]]).double(), torch.zeros(1).double(), torch.ones(1))
+    at_rows = PseudoObservations(rows.inputs, rows.targets, torch.ones(100).double())
+    far = PseudoObservations(torch.tensor([[1e6, 0.0]]).double(), torch.zeros(1).double(), torch.ones(1))
     assert membership_auc(at_rows, rows, strangers) == 1.0
     assert membership_auc(far, rows, strangers) == pytest.approx(0.5, abs=0.15)
     assert ModelSection().likelihood == "gaussian"

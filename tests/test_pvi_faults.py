@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,23 @@ import numpy as np
 import pytest
 from faults import Fault, FaultyGrid, Recorder, blamed, csv_nodes, lost, numbers, run, waves
 from faults import arrays as other_arrays
-from test_pvi import SITES, assert_exact, fixed, quick, rows_of, simulated, whitened
+from test_pvi import SITES, assert_exact, fixed, quick, rows_of, simulated, standard, whitened
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gaussian import Gaussian
-from fedgp_flower.models import pvi_arrays as site_arrays
-from fedgp_flower.models.hierarchical import Data
-from fedgp_flower.models.linear_pvi import LinearSite, fixed_point_update, gradient_update
-from fedgp_flower.models.pvi_local import linear_site
-from strategies import pvi_arrays as wire
-from strategies.pvi_forget import without
-from strategies.pvi_posterior import factor_strengths, free_energy
-from strategies.pvi_state import Contribution, PVIState, posterior
-from strategies.wire import Answer
+from fedgp_flower.gp.gaussian import Gaussian
+from fedgp_flower.methods.pvi.hierarchical import Data, sparse_model
+from fedgp_flower.methods.pvi.linear import LinearSite, fixed_point_update, gradient_update, linear_site
+from fedgp_flower.methods.pvi.messages import FreeEnergyShare, Marginal, NaturalParameters, PseudoPoints
+from strategies.pvi import (
+    Contribution,
+    PVIState,
+    factor_strengths,
+    forget_site,
+    free_energy,
+    marginals,
+    posterior,
+    state_of,
+)
 
 ADAM = {"pvi__local_update": "adam", "pvi__steps": 3, "pvi__first_steps": 3}
 SYNCHRONOUS = {"pvi__schedule": "synchronous", "pvi__damping": 1.0, "num_server_rounds": 1}
@@ -50,7 +55,7 @@ def test_a_lying_factor_of_u_ends_no_run(lie: Any, words: str) -> None:
     flat = quick(**ADAM, pvi__factor="cpo")
     strategy = run(FaultyGrid(flat, SITES, Fault("0", lie, ("train",))))
     assert words in blamed(strategy)["0"][0]
-    assert set(strategy.factors.sites) == {"1", "2"}
+    assert set(strategy.current.sites) == {"1", "2"}
     assert strategy.evaluation is not None
 
 
@@ -58,8 +63,8 @@ def test_an_update_that_nothing_makes_proper_is_its_sites_failure_alone() -> Non
     lie = changed(whitened__eta2=lambda a: 1e15 * np.eye(len(a)))
     strategy = run(FaultyGrid(fixed(**SYNCHRONOUS), SITES, Fault("1", lie, ("train",))))
     assert blamed(strategy) == {"1": ["no damping makes its update proper"]}
-    assert strategy.book.visits == {"0": 1, "2": 1}
-    assert (strategy.book.refused, strategy.book.halvings) == (1, 0)
+    assert strategy.current.record.visits == {"0": 1, "2": 1}
+    assert (strategy.current.record.refused, strategy.current.record.halvings) == (1, 0)
     assert_exact(strategy, [simulated()[0], simulated()[2]])
 
 
@@ -68,17 +73,23 @@ def test_a_refused_update_moves_no_averaged_inducing_points() -> None:
     flat = quick(**ADAM, pvi__inducing="average", **SYNCHRONOUS)
     strategy = run(FaultyGrid(flat, SITES, Fault("1", lie, ("train",))))
     assert "no damping" in blamed(strategy)["1"][0]
-    assert np.abs(strategy.factors.points["inducing.value"]).max() < 100
-    assert strategy.book.visits == {"0": 1, "2": 1}
+    assert np.abs(strategy.current.shared["inducing"].value).max() < 100
+    assert strategy.current.record.visits == {"0": 1, "2": 1}
 
 
 def test_a_round_of_improper_updates_alone_changes_nothing() -> None:
-    lies = [Fault(site, changed(whitened__eta2=lambda a: 1e15 * np.eye(len(a))), ("train",)) for site in "012"]
+    """And a run of such rounds alone has no result."""
+    improper = changed(whitened__eta2=lambda a: 1e15 * np.eye(len(a)))
+    lies = [Fault(site, improper, ("train",), range(1, 2)) for site in "012"]
     recorder = Recorder()
-    strategy = run(FaultyGrid(fixed(**SYNCHRONOUS), SITES, *lies), recorder)
-    assert strategy.book.visits == {}
-    assert strategy.factors.version == 0
+    run(FaultyGrid(fixed(**(SYNCHRONOUS | {"num_server_rounds": 2})), SITES, *lies), recorder)
+    states = [state_of(snapshot) for snapshot in recorder.snapshots]
+    assert states[0].record.visits == {}
+    assert states[0].version == 0
     assert "objective" not in recorder.rows[0]
+    assert states[1].record.visits == {"0": 1, "1": 1, "2": 1}
+    with pytest.raises(RunError, match="no damping makes its update proper"):
+        run(FaultyGrid(fixed(**SYNCHRONOUS), SITES, *lies))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +103,7 @@ def test_a_round_of_improper_updates_alone_changes_nothing() -> None:
 )
 def test_the_order_of_residuals_starves_no_site_whose_residual_is_unknown(form: dict[str, Any]) -> None:
     strategy = run(FaultyGrid(quick(pvi__order="residual", num_server_rounds=9, **form), SITES))
-    assert strategy.book.visits == {"0": 3, "1": 3, "2": 3}
+    assert strategy.current.record.visits == {"0": 3, "1": 3, "2": 3}
 
 
 def left_after(forgotten: str, nodes: list[Any], *faults: Fault, **changes: Any) -> tuple[Any, Any, Recorder]:
@@ -101,7 +112,7 @@ def left_after(forgotten: str, nodes: list[Any], *faults: Fault, **changes: Any)
     whole = run(FaultyGrid(quick(**changes), nodes), before)
     kept = [node for node in nodes if node["site"] != forgotten]
     flat = quick(**{**changes, "num_server_rounds": whole.round + 1})
-    left = run(FaultyGrid(flat, kept, *faults), after, without(before.snapshots[-1], forgotten))
+    left = run(FaultyGrid(flat, kept, *faults), after, forget_site(before.snapshots[-1], forgotten))
     return whole, left, after
 
 
@@ -109,11 +120,11 @@ def test_forgetting_refits_what_all_sites_share(tmp_path: Path) -> None:
     nodes = csv_nodes(tmp_path, {name: waves(20, seed) for seed, name in enumerate("abc")})
     recorder = Recorder()
     whole = run(FaultyGrid(quick(), nodes), recorder)
-    left = run(FaultyGrid(quick(), [nodes[0], nodes[2]]), None, without(recorder.snapshots[-1], "b"))
+    left = run(FaultyGrid(quick(), [nodes[0], nodes[2]]), None, forget_site(recorder.snapshots[-1], "b"))
     assert left.round == whole.round
-    for name in ("inducing.eta1", "hyper.eta1"):
-        assert np.abs(left.factors.points[name] - whole.factors.points[name]).max() > 1e-6, name
-    assert not left.book.refit_due
+    for name in ("inducing", "hyper"):
+        assert np.abs(left.current.shared[name].eta1 - whole.current.shared[name].eta1).max() > 1e-6, name
+    assert not left.current.record.refit_due
 
 
 def test_forgetting_that_no_site_refits_is_an_error_and_not_a_result(tmp_path: Path) -> None:
@@ -127,8 +138,8 @@ def test_visits_of_a_forgotten_site_stay_on_the_abscissa_of_the_history(tmp_path
     asynchronous = {**ADAM, "pvi__schedule": "asynchronous"}
     _, left, recorder = left_after("b", nodes, **asynchronous)
     assert recorder.rows[-1]["visits"] == SITES + 1
-    assert sum(left.book.visits.values()) == SITES
-    assert not left.book.refit_due
+    assert sum(left.current.record.visits.values()) == SITES
+    assert not left.current.record.refit_due
 
 
 def test_parallel_replay_is_undamped_and_says_so() -> None:
@@ -139,35 +150,38 @@ def test_parallel_replay_is_undamped_and_says_so() -> None:
 
 
 def test_what_optimisers_had_to_do_is_added_up_and_lies_about_it_are_not() -> None:
+    lies = {"1": {"rejected": [1.0, 2.0]}, "2": {"halvings": -5}, "3": {"rejected": None}}
     faults = [
-        Fault("0", numbers(**{"counts.rejected": 3.0, "counts.halvings": 2.0}), ("train",)),
-        Fault("1", numbers(**{"counts.rejected": [1.0, 2.0], "counts.halvings": -5.0}), ("train",)),
-        Fault("2", numbers(**{"counts.rejected": None, "counts.halvings": 1.0}), ("train",)),
+        Fault("0", numbers(rejected=3, halvings=2), ("train",)),
+        Fault("4", numbers(rejected=0, halvings=1), ("train",)),
     ]
-    strategy = run(FaultyGrid(fixed(), SITES, *faults))
-    assert strategy.book.local == {"rejected": 3, "halvings": 3}
+    faults += [Fault(site, numbers(**lie), ("train",)) for site, lie in lies.items()]
+    strategy = run(FaultyGrid(fixed(num_server_rounds=5), 5, *faults))
+    assert strategy.current.record.local == {"rejected": 3, "halvings": 3}
+    assert blamed(strategy).keys() == lies.keys()
 
 
 def test_free_energy_weighs_its_parts() -> None:
-    def said(fit: float, divergence: float) -> Answer:
-        return Answer("", {}, {"fit": fit, "divergence": divergence}, {})
-
-    answers = {"a": said(-10.0, 2.0), "b": said(-30.0, 2.0)}
-    found = free_energy(answers, {"a", "b"}, {"inducing": 50.0, "hyper": 3.0}, alpha=0.1)
+    """KL(N(0, s²) ‖ N(0, 1)) = ½(s² − 1) − log s, by entry."""
+    answers = {"a": FreeEnergyShare(-10.0, 2.0), "b": FreeEnergyShare(-30.0, 2.0)}
+    shared = {"inducing": Marginal(np.zeros(3), np.full(3, -2.0)), "hyper": Marginal(np.zeros(2), np.full(2, -0.125))}
+    sites = {site: Contribution({}) for site in "ab"}
+    found = free_energy(PVIState({}, sites, shared), answers, alpha=0.1)
+    kl = {"inducing": 3 * (-0.375 + math.log(2)), "hyper": 2 * (1.5 - math.log(2))}
     assert found is not None
-    assert found["total"] == pytest.approx(-40.0 - 2.0 - 0.1 * 50.0 - 3.0)
-    assert (found["kl_inducing"], found["kl_hyper"]) == (50.0, 3.0)
-    assert free_energy(answers, {"a", "c"}, {"inducing": 0.0, "hyper": 0.0}, alpha=0.1) is None
+    assert found["total"] == pytest.approx(-40.0 - 2.0 - 0.1 * kl["inducing"] - kl["hyper"])
+    assert (found["kl_inducing"], found["kl_hyper"]) == (pytest.approx(kl["inducing"]), pytest.approx(kl["hyper"]))
+    assert free_energy(PVIState({}, {"a": sites["a"], "c": sites["b"]}, shared), answers, alpha=0.1) is None
 
 
 def test_strengths_of_factors() -> None:
-    diagonal = wire.gaussian_of({"eta1": np.zeros(2), "eta2": np.array([-1.0, -2.0])})  # precisions 2 and 4
-    full = wire.gaussian_of({"eta1": np.zeros(2), "eta2": -0.5 * np.diag([3.0, 1.0])})
-    points = {"targets": np.zeros(3), "root": np.array([1.0, 2.0, 3.0])}
+    diagonal = NaturalParameters(np.zeros(2), np.array([-1.0, -2.0]))  # precisions 2 and 4
+    full = NaturalParameters(np.zeros(2), -0.5 * np.diag([3.0, 1.0]))
+    points = PseudoPoints(np.zeros((3, 1)), np.zeros(3), np.array([1.0, 2.0, 3.0]), np.array(0.0), np.array(3.0))
     sites = {
         "a": Contribution({"hyper": diagonal}, points, 20),
-        "b": Contribution({"whitened": full}, {}, 30),
-        "c": Contribution({"values": full}, {}, 40),
+        "b": Contribution({"whitened": full}, None, 30),
+        "c": Contribution({"values": full}, None, 40),
     }
     assert factor_strengths(PVIState({}, sites)) == {
         "a": {"rows": 20, "points": 3, "weight": pytest.approx(14.0), "hyper": pytest.approx(3.0)},
@@ -185,8 +199,8 @@ def bernoulli_nodes(folder: Path) -> list[dict[str, str]]:
 
 def linear(strategy: Any, nodes: list[dict[str, str]]) -> LinearSite:
     """The rows of some sites at the fixed Z and β."""
-    model = site_arrays.sparse_model(strategy.config.model, 2)
-    latents = site_arrays.latents_of({f"q.{n}": a for n, a in strategy.factors.points.items()}, "q")
+    model = sparse_model(strategy.config.model, 2)
+    latents = marginals(strategy.current).latents()
     data: Data = rows_of(strategy, nodes)
     return linear_site(model, data, latents)
 
@@ -212,7 +226,7 @@ def test_presets_without_conjugacy_are_what_they_are_called(tmp_path: Path) -> N
     for preset in ("vcl", "streaming-vb", "bcm-same", "bcm-split"):
         changes = {"pvi__local_update": "natural-gradient", "model__likelihood": "bernoulli", "pvi__preset": preset}
         strategy = run(FaultyGrid(fixed(**changes), nodes))
-        prior = wire.standard(strategy.config.model.num_inducing, full=True)
+        prior = standard(strategy.config.model.num_inducing)
         expected = by_hand(preset, [linear(strategy, [node]) for node in nodes], prior).moments()
         for found, wanted in zip(whitened(strategy), expected, strict=True):
             assert found == pytest.approx(wanted.numpy(), rel=1e-6, abs=1e-7), preset
@@ -225,11 +239,11 @@ def test_global_vi_without_conjugacy_is_pooled_gradient_ascent(tmp_path: Path) -
     nodes, step = bernoulli_nodes(tmp_path), 1e-2
     changes = {"pvi__preset": "global-vi", "pvi__local_update": "gradient", "pvi__step": step}
     strategy = run(FaultyGrid(fixed(**changes, model__likelihood="bernoulli", num_server_rounds=3), nodes))
-    prior = wire.standard(strategy.config.model.num_inducing, full=True)
+    prior = standard(strategy.config.model.num_inducing)
     pooled, factor = linear(strategy, nodes), prior.flat()
     for _ in range(3):
         factor = gradient_update(pooled, prior * factor, prior, factor, step=step)
-    found = posterior(strategy.factors)["whitened"]
+    found = posterior(strategy.current)["whitened"]
     assert found.eta1.numpy() == pytest.approx((prior * factor).eta1.numpy(), rel=1e-7, abs=1e-9)
     assert found.eta2.numpy() == pytest.approx((prior * factor).eta2.numpy(), rel=1e-7, abs=1e-9)
     assert np.abs(found.eta1.numpy()).max() > 1e-2

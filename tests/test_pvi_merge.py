@@ -5,27 +5,32 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from test_pvi_exact import contribution, contribution_of
+from test_pvi_exact import blocks, contribution, contribution_of
 
-from fedgp_flower.gaussian import DiagonalGaussian, NaturalGaussian
-from fedgp_flower.models.factors import InducingFactor
-from strategies.pvi_schedule import Plan, damping_of, next_sites
-from strategies.pvi_state import (
+from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
+from fedgp_flower.methods.pvi.factors import InducingFactor
+from fedgp_flower.methods.pvi.messages import Marginal, PseudoPoints, Refined
+from fedgp_flower.methods.pvi.options import Plan
+from fedgp_flower.run.registry import parse_config
+from strategies.pvi import (
     Contribution,
     PVIState,
-    average_points,
     cavity,
+    damping_of,
+    due,
     merge,
+    next_sites,
     posterior,
+    shared,
 )
 
 
 def test_damping_is_a_geometric_mean_of_old_and_new():
-    q = {"b": DiagonalGaussian.standard(2)}
+    q = blocks(b=DiagonalGaussian.standard(2))
     old, new = (DiagonalGaussian(v * torch.ones(2).double(), -v * torch.ones(2).double()) for v in (1.0, 3.0))
-    state = PVIState(q, {"s": Contribution({"b": old})})
-    merged, record = merge(state, {"s": Contribution({"b": new})}, damping=0.25)
-    torch.testing.assert_close(merged.sites["s"].factors["b"].eta1, torch.full((2,), 1.5).double())
+    state = PVIState(q, {"s": Contribution(blocks(b=old))})
+    merged, record = merge(state, {"s": Contribution(blocks(b=new))}, damping=0.25)
+    torch.testing.assert_close(merged.sites["s"].factors["b"].gaussian.eta1, torch.full((2,), 1.5).double())
     assert record.damping == 0.25
     assert record.size["s"] == pytest.approx(float(posterior(merged)["b"].kl(posterior(state)["b"])))
     assert merged.version == 1
@@ -33,17 +38,17 @@ def test_damping_is_a_geometric_mean_of_old_and_new():
 
 def test_an_improper_update_is_damped_further_and_counted():
     """Prior precision 1 and t̂ precision −3: proper only if ρ < ⅓, so ρ = 1 is halved twice."""
-    state = PVIState({"b": DiagonalGaussian.standard(1)})
+    state = PVIState(blocks(b=DiagonalGaussian.standard(1)))
     bad = DiagonalGaussian(torch.zeros(1).double(), torch.full((1,), 1.5).double())
-    merged, record = merge(state, {"s": Contribution({"b": bad})}, damping=1.0)
+    merged, record = merge(state, {"s": Contribution(blocks(b=bad))}, damping=1.0)
     assert (record.damping, record.halvings, record.refused) == (0.25, 2, ())
     assert float(posterior(merged)["b"].precision) == pytest.approx(0.25)
 
 
 def test_an_update_that_cannot_be_made_proper_is_refused():
-    state = PVIState({"b": DiagonalGaussian.standard(1)})
+    state = PVIState(blocks(b=DiagonalGaussian.standard(1)))
     nan = DiagonalGaussian(torch.full((1,), float("nan")).double(), torch.full((1,), -0.5).double())
-    merged, record = merge(state, {"s": Contribution({"b": nan})}, damping=1.0)
+    merged, record = merge(state, {"s": Contribution(blocks(b=nan))}, damping=1.0)
     assert record.refused == ("s",)
     assert (record.damping, dict(record.size)) == (0.0, {})
     assert merged is state
@@ -51,13 +56,13 @@ def test_an_update_that_cannot_be_made_proper_is_refused():
 
 def test_an_improper_site_does_not_hold_up_the_others():
     """Precisions: prior 1, a proposes 4, b −3, c −1e20. Alone b is proper at ρ/4, c at none; together a and b are."""
-    state = PVIState({"b": DiagonalGaussian.standard(1)}, {"c": contribution_of(1.0)}, version=3)
+    state = PVIState(blocks(b=DiagonalGaussian.standard(1)), {"c": contribution_of(1.0)}, version=3)
     replies = {"a": contribution_of(4.0), "b": contribution_of(-3.0), "c": contribution_of(-1e20)}
     merged, record = merge(state, replies, damping=1.0)
     assert record.refused == ("c",)
     assert record.halvings == 2
     assert record.damping == 0.25
-    found = {name: float(site.factors["b"].precision) for name, site in merged.sites.items()}
+    found = {name: float(site.factors["b"].gaussian.precision) for name, site in merged.sites.items()}
     assert found == {"a": 4.0, "b": -0.75, "c": 1.0}
     assert set(record.size) == {"a", "b"}
     assert merged.version == 4
@@ -65,7 +70,7 @@ def test_an_improper_site_does_not_hold_up_the_others():
 
 def test_sites_that_are_improper_together_are_damped_together():
     """Each takes 0.6 of a prior precision of 1: alone proper, together not, at half of that they are."""
-    state = PVIState({"b": DiagonalGaussian.standard(1)})
+    state = PVIState(blocks(b=DiagonalGaussian.standard(1)))
     merged, record = merge(state, {"a": contribution_of(-0.6), "b": contribution_of(-0.6)}, damping=1.0)
     assert (record.damping, record.halvings, record.refused) == (0.5, 1, ())
     assert float(posterior(merged)["b"].precision) == pytest.approx(0.4)
@@ -75,22 +80,27 @@ def test_a_proper_posterior_with_an_improper_cavity_is_damped():
     """q has precision 1 + 4 − 2 = 3, but without the site of precision 4 it would have −1."""
     half = torch.full((1,), -0.5).double()
     state = PVIState(
-        {"b": DiagonalGaussian.standard(1)}, {"a": Contribution({"b": DiagonalGaussian(0 * half, 4 * half)})}
+        blocks(b=DiagonalGaussian.standard(1)), {"a": Contribution(blocks(b=DiagonalGaussian(0 * half, 4 * half)))}
     )
-    _, record = merge(state, {"s": Contribution({"b": DiagonalGaussian(0 * half, -2 * half)})}, damping=1.0)
+    _, record = merge(state, {"s": Contribution(blocks(b=DiagonalGaussian(0 * half, -2 * half)))}, damping=1.0)
     assert record.halvings == 2  # −2, −1 improper; −½ proper
 
 
 def test_pseudo_observations_are_replaced_undamped():
-    state = PVIState({}, {"s": Contribution({}, {"targets": np.zeros(2)})})
-    merged, _ = merge(state, {"s": Contribution({}, {"targets": np.ones(3)})}, damping=0.1)
-    np.testing.assert_array_equal(merged.sites["s"].arrays["targets"], np.ones(3))
+    def points(targets):
+        return PseudoPoints(np.zeros((len(targets), 1)), targets, targets + 1, np.array(0.0), np.array(3.0))
+
+    state = PVIState({}, {"s": Contribution({}, points(np.zeros(2)))})
+    merged, _ = merge(state, {"s": Contribution({}, points(np.ones(3)))}, damping=0.1)
+    np.testing.assert_array_equal(merged.sites["s"].points.targets, np.ones(3))
 
 
 def test_points_are_averaged_by_share_of_rows():
-    state = PVIState({}, points={"inducing": np.array([0.0, 4.0])})
-    averaged = average_points(state, {"inducing": np.array([1.0, 0.0])}, share=0.25)
-    np.testing.assert_allclose(averaged.points["inducing"], [0.25, 3.0])
+    options = parse_config({"method": "pvi", "pvi.local-update": "adam", "pvi.inducing": "average"}).options
+    state = PVIState({}, shared={"inducing": Marginal(value=np.array([0.0, 4.0]))})
+    answer = Refined(0.0, 1, 0, 0, inducing=Marginal(value=np.array([1.0, 0.0])))
+    averaged = shared(state, answer, options, share=0.25)
+    np.testing.assert_allclose(averaged.shared["inducing"].value, [0.25, 3.0])
 
 
 def test_block_without_a_prior_is_the_product_of_the_factors():
@@ -117,7 +127,9 @@ def test_schedules():
     assert next_sites(Plan(order="residual"), sites, {"a": 1, "b": 1, "c": 2}, zero, rng) == ["a"]
     assert next_sites(Plan("synchronous"), sites, visits, {}, rng) == ["a", "b", "c"]
     assert len(next_sites(Plan("synchronous", fraction=0.7), sites, visits, {}, rng)) == 2
-    assert next_sites(Plan(passes=2), sites, visits, {}, rng) == []
+    assert due(Plan(passes=2), sites, visits) == []
+    assert due(Plan(passes=2), sites, {"a": 2, "b": 1}) == ["c", "b"]
+    assert next_sites(Plan(), [], {}, {}, rng) == []
     visits, order = {}, []
     for _ in range(30):
         (site,) = next_sites(Plan(order="random"), sites, visits, {}, rng)

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from fedgp_flower.config import ModelSection
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.gaussian import DiagonalGaussian, NaturalGaussian
-from fedgp_flower.models.batched_kernel import BatchedKernel
-from fedgp_flower.models.cavity import Cavity, local_free_energy
-from fedgp_flower.models.factors import InducingFactor, PseudoObservations, log_noise_evidence
-from fedgp_flower.models.first_factors import first_factor
-from fedgp_flower.models.hierarchical import (
+from fedgp_flower.gp.batched_kernel import BatchedKernel
+from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
+from fedgp_flower.gp.kernels import build_kernel
+from fedgp_flower.gp.likelihoods import build_point_likelihood
+from fedgp_flower.gp.optimisers import AdamSettings
+from fedgp_flower.methods.pvi.factors import InducingFactor, PseudoObservations, log_noise_evidence
+from fedgp_flower.methods.pvi.hierarchical import (
+    Cavity,
     Data,
     Draws,
     Latents,
@@ -21,14 +22,21 @@ from fedgp_flower.models.hierarchical import (
     SparseModel,
     collapsed_evidence,
     collapsed_local_bound,
+    local_free_energy,
     predict,
 )
-from fedgp_flower.models.kernels import build_kernel
-from fedgp_flower.models.likelihoods import build_point_likelihood
-from fedgp_flower.models.optimise import AdamSettings
-from fedgp_flower.models.pseudo_points import microaggregate
-from fedgp_flower.models.pvi_updates import LocalProblem, adam_update, first_latents, lbfgs_update
-from fedgp_flower.models.replay import ReplaySettings, distil, noise_residual, refit, replay_update, withhold
+from fedgp_flower.methods.pvi.pseudo_points import microaggregate
+from fedgp_flower.methods.pvi.replay import (
+    Replay,
+    ReplaySettings,
+    distil,
+    noise_residual,
+    refit,
+    replay_update,
+    withhold,
+)
+from fedgp_flower.methods.pvi.updates import LocalProblem, adam_update, first_factor, first_latents, lbfgs_update
+from fedgp_flower.options import ModelSection
 
 INDUCING = 8
 
@@ -202,8 +210,8 @@ def test_refit_with_everything_as_pseudo_observations_is_refit_on_the_rows():
     prior = standard(latents)
     settings = ReplaySettings(refit_evaluations=60, adam=AdamSettings(steps=0))
     half = [data.subset(torch.arange(0, 30)), data.subset(torch.arange(30, 60))]
-    pooled = refit(model(), [], data, prior, latents, settings, generator())
-    replayed = refit(model(), [exact(half[0])], half[1], prior, latents, settings, generator())
+    pooled = refit(Replay(model(), [], data, prior, settings), latents, generator())
+    replayed = refit(Replay(model(), [exact(half[0])], half[1], prior, settings), latents, generator())
     assert replayed.bound == pytest.approx(pooled.bound, abs=1e-4)
     torch.testing.assert_close(replayed.latents.hyper.value, pooled.latents.hyper.value, rtol=1e-2, atol=1e-2)
     start = collapsed_evidence(model(), draws_at(latents), [], data).item()
@@ -215,7 +223,7 @@ def test_refit_without_any_evidence_returns_the_prior():
     latents = grid()
     prior = standard(latents)
     settings = ReplaySettings(alpha=0.2, start_scale=(0.5, 0.5), adam=AdamSettings(steps=1))
-    found = refit(model(), [], None, prior, latents, settings, generator())
+    found = refit(Replay(model(), [], None, prior, settings), latents, generator())
     kl = -0.5 * (1 + np.log(0.25) - 0.25)  # of N(0, ¼) from N(0, 1), per entry
     assert found.traces[0].values[-1] == pytest.approx(0.0, abs=1e-4)
     expected = -0.2 * kl * len(latents.inducing.value) - kl * len(latents.hyper.value)
@@ -225,7 +233,7 @@ def test_refit_without_any_evidence_returns_the_prior():
 def test_refit_keeps_a_latent_whose_prior_is_a_point():
     data, latents = sine(), grid()
     prior = Latents(latents.inducing, standard(latents).hyper)
-    found = refit(model(), [], data, prior, latents, ReplaySettings(adam=AdamSettings(steps=5)), generator())
+    found = refit(Replay(model(), [], data, prior, ReplaySettings(adam=AdamSettings(steps=5))), latents, generator())
     assert torch.equal(found.latents.inducing.value, latents.inducing.value)
     assert isinstance(found.latents.hyper, DiagonalGaussian)
 
@@ -233,7 +241,7 @@ def test_refit_keeps_a_latent_whose_prior_is_a_point():
 def test_refit_of_distributions_raises_the_bound_and_narrows_beta():
     data, latents = sine(), grid()
     settings = ReplaySettings(adam=AdamSettings(steps=60, window=20))
-    found = refit(model(), [], data, standard(latents), latents, settings, generator())
+    found = refit(Replay(model(), [], data, standard(latents), settings), latents, generator())
     adam_values = found.traces[1].values
     assert np.mean(adam_values[-10:]) > np.mean(adam_values[:10])
     assert float(found.latents.hyper.moments()[1].max()) < 1.0
@@ -251,7 +259,9 @@ def test_replay_refuses_free_noise_and_other_likelihoods():
 
 def test_residual_is_zero_at_the_rows_and_the_lost_squares_after_averaging():
     data, latents = sine(), grid()
-    fit = refit(model(), [], data, standard(latents), latents, ReplaySettings(adam=AdamSettings(steps=0)), generator())
+    fit = refit(
+        Replay(model(), [], data, standard(latents), ReplaySettings(adam=AdamSettings(steps=0))), latents, generator()
+    )
     draws = draws_at(fit.latents)
     assert float(noise_residual(Cavity.at(model(), draws, [], data), exact(data), data)) == pytest.approx(0.0, abs=1e-9)
     pairs = Data(data.inputs.repeat(2, 1), torch.cat([data.targets + 0.1, data.targets - 0.1]))
@@ -288,7 +298,7 @@ def test_distillation_of_few_points_keeps_most_of_the_bound():
     data, latents, others = sine(), grid(), [exact(sine(20, 5))]
     own = microaggregate(data, 20, 3)
     settings = ReplaySettings(num_samples=4, distil_evaluations=80)
-    found, trace = distil(model(), others, data, own, latents, settings, generator())
+    found, trace = distil(Replay(model(), others, data, latents, settings), own, latents, generator())
     best = collapsed_local_bound(model(), draws_at(latents), others, data).item()
     assert trace.values[-1] > trace.values[0]
     reached = collapsed_evidence(model(), draws_at(latents), [*others, found], None).item()
@@ -307,13 +317,13 @@ def test_a_replay_pass_predicts_like_pooled_training():
     for k, data in enumerate(sites):
         others = [factors[j] for j in factors]
         own = microaggregate(data, 12, 2)
-        factors[k], fitted, _ = replay_update(model(), others, data, own, prior, start, settings, generator(k))
+        factors[k], fitted, _ = replay_update(Replay(model(), others, data, prior, settings), own, start, generator(k))
         start = fitted.latents
     mean = [start.inducing.mean(), start.hyper.mean()]
     federated = predict(
         model(), draws_at(Latents(*map(Point, mean))), list(factors.values()), test.inputs, test.targets
     )
-    gold = refit(model(), [], train, prior, grid(), settings, generator()).latents
+    gold = refit(Replay(model(), [], train, prior, settings), grid(), generator()).latents
     mean = [gold.inducing.mean(), gold.hyper.mean()]
     pooled = predict(model(), draws_at(Latents(*map(Point, mean))), [exact(train)], test.inputs, test.targets)
     assert float(federated.log_density().mean()) > float(pooled.log_density().mean()) - 0.1

@@ -12,12 +12,12 @@ from rich.console import Console
 from scipy import stats
 from synthetic_runs import make_run, predict
 
-from fedgp_flower import figures
-from fedgp_flower.artefacts import read_run
 from fedgp_flower.errors import RunError
-from fedgp_flower.files import read_json, write_json
-from fedgp_flower.report import Panel, write_report
-from fedgp_flower.summary import (
+from fedgp_flower.run import figures
+from fedgp_flower.run.artefacts import read_run
+from fedgp_flower.run.files import read_json, write_json
+from fedgp_flower.run.report import Panel, write_page, write_report
+from fedgp_flower.run.summary import (
     Arm,
     Difference,
     arms,
@@ -25,11 +25,13 @@ from fedgp_flower.summary import (
     comparison_frame,
     expected_coverage,
     headline,
+    no_better_than_the_mean,
     paired_difference,
-    rich_table,
+    sentences,
     show,
     verdict,
 )
+from fedgp_flower.run.terminal import figures_table
 
 LABELS = ["<script>alert(1)</script>", "cost $a$ & $b", "病院"]
 FAILURES = [{"round": 3, "site": "5", "reason": "column <b>age</b> is missing"}]
@@ -55,7 +57,7 @@ def line_page(line_run):
         Panel("Own figure", Figure(figsize=(1, 1)), "a figure"),
         Panel("Own image", b"\x89PNG", "an image"),
     ]
-    return write_report(line_run, predict, extra).read_text()
+    return write_page(read_run(line_run), predict, extra).read_text()
 
 
 def plots(run):
@@ -113,32 +115,32 @@ def test_panels_of_a_method_are_added(line_page, line_run):
 def test_pictures_follow_the_number_of_inputs(tmp_path, line_run, line_page):
     assert {"curve", "calibration", "convergence", "sites", "cost"} <= plots(line_run)
     bare = make_run(tmp_path / "1", inputs=1, sites=2, rows=20)
-    write_report(bare)
+    write_page(read_run(bare))
     assert "intervals" in plots(bare)
     two = make_run(tmp_path / "2", inputs=2, sites=2, rows=20)
-    write_report(two, predict)
+    write_page(read_run(two), predict)
     assert {"map", "parity"} <= plots(two)
-    write_report(two)
+    write_page(read_run(two))
     many = make_run(tmp_path / "8", inputs=8, sites=45, rows=12)
-    page = write_report(many).read_text()
+    page = write_page(read_run(many)).read_text()
     assert {"parity"} == plots(many) - {"calibration", "convergence", "sites", "cost"}
     assert re.search(r"400 of [45]\d\d rows", page)
 
 
 def test_a_deployed_run_shows_the_curve_without_rows(tmp_path):
     run = make_run(tmp_path, inputs=1, sites=2, keep=False, baselines=False)
-    page = write_report(run, predict).read_text()
+    page = write_page(read_run(run), predict).read_text()
     assert "curve" in plots(run)
     assert "no baseline was computed" in page
     assert "<td>local-only</td>" not in page
     assert "No site failed." in page
-    page = write_report(run).read_text()
+    page = write_page(read_run(run)).read_text()
     assert "real sites never send rows" in page
 
 
 def test_a_classification_run_shows_probabilities_and_reliability(tmp_path):
     run = make_run(tmp_path, inputs=3, sites=3, classes=True)
-    page = write_report(run).read_text()
+    page = write_page(read_run(run)).read_text()
     assert "probabilities" in plots(run)
     assert "Brier" in page
     assert "coverage" not in page
@@ -152,7 +154,7 @@ def test_a_run_without_figures_or_rounds_still_has_a_page(tmp_path):
     write_json(run / "metrics.json", content | {"test": nothing, "per_site": [], "calibration": {"pit": [0] * 20}})
     (run / "history.csv").write_text((run / "history.csv").read_text().splitlines()[0] + "\n")
     (run / "posterior.json").unlink()
-    page = write_report(run).read_text()
+    page = write_page(read_run(run)).read_text()
     assert "is not finite, so the run cannot be judged" in page
 
 
@@ -213,6 +215,60 @@ def test_the_verdict_on_intervals_follows_the_coverage(line_run, coverage, words
     assert bool(sentence) == (coverage is not None)
 
 
+@pytest.mark.parametrize(
+    ("rmse", "rows", "words"),
+    [
+        (1.9, 1000, ""),  # R² = 0.0975, and one standard error is 2.2 %
+        (1.98, 1000, "RMSE of 1.980 on 1,000 held-out rows is not clearly below 2.000"),
+        (1.9, 100, "R² = 1 − RMSE²/sd² = 0.09750"),  # one standard error is 7.1 %
+        (2.2, 1000, "R² = 1 − RMSE²/sd² = −0.2100"),
+        (None, 1000, ""),
+        (2.2, 0, ""),
+    ],
+)
+def test_a_model_no_better_than_the_mean_is_called_that(line_run, rmse, rows, words):
+    told = replace(
+        judged(line_run, [1.0], None, [rows or 1]), test={"rmse": rmse, "nll": 1.0}, training_target={"sd": 2.0}
+    )
+    told = told if rows else replace(told, per_site=[])
+    found = no_better_than_the_mean(told)
+    assert words in found
+    assert bool(found) == bool(words)
+    assert no_better_than_the_mean(replace(told, training_target={})) == ""
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "brier", "words"),
+    [
+        (0.81, 0.1, ()),
+        (0.8, 0.1, ("accuracy of 80.0 % against 80.0 % for always naming the commoner class",)),
+        (0.85, 0.2, ("Brier score of 0.2000 against 0.1625",)),  # 0.2 · 0.75² + 0.8 · 0.25² = 0.1625
+        (0.7, 0.2, ("accuracy of 70.0 % against 80.0 %", "Brier score of 0.2000 against 0.1625")),
+    ],
+)
+def test_classes_no_better_than_their_shares_are_called_that(line_run, accuracy, brier, words):
+    """Class 1 has a quarter of the training rows and 20 of 100 held-out rows."""
+    told = replace(
+        judged(line_run, [1.0], None, [100]),
+        test={"accuracy": accuracy, "brier": brier, "nll": 0.5},
+        calibration={"reliability": [[60, 6.0, 5.0], [40, 15.0, 15.0]]},
+        training_target={"share": 0.25},
+    )
+    found = no_better_than_the_mean(told)
+    assert all(word in found for word in words)
+    assert bool(found) == bool(words)
+    assert no_better_than_the_mean(replace(told, calibration={})) == ""
+
+
+def test_warnings_come_first(line_run):
+    told = replace(judged(line_run, [1.0, 1.1, 1.2], None, [400] * 3), warnings=["Mind the data."])
+    told = replace(told, test={**told.test, "rmse": 3.0}, training_target={"mean": 0.0, "sd": 1.0})
+    warned, mean, *others = sentences(told)
+    assert warned == "Mind the data."
+    assert mean.startswith("No better than the mean")
+    assert others == [verdict(told), calibration_verdict(told)]
+
+
 @pytest.mark.parametrize("rows", [20, 89, 4000])
 def test_expected_coverage_is_the_central_range_of_the_binomial(rows):
     low, high = expected_coverage(rows, 0.95)
@@ -226,7 +282,7 @@ def test_arms_scored_on_different_rows_are_flagged(tmp_path):
     content = read_json(run / "metrics.json")
     content["local_only"]["per_site"].pop()
     write_json(run / "metrics.json", content)
-    assert "different numbers of rows" in write_report(run).read_text()
+    assert "different numbers of rows" in write_page(read_run(run)).read_text()
 
 
 def test_headline_and_comparison_hold_the_figures(line_run, tmp_path):
@@ -241,7 +297,7 @@ def test_headline_and_comparison_hold_the_figures(line_run, tmp_path):
     assert both["rmse"].tolist() == [metrics.test["rmse"], read_run(other).metrics.test["rmse"]]
     assert both["failures"].tolist() == [1, 0]
     text = io.StringIO()
-    Console(file=text, width=200).print(rich_table(both, "runs"))
+    Console(file=text, width=200).print(figures_table(both, "runs"))
     assert show(metrics.test["rmse"]) in text.getvalue()
 
 

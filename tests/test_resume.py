@@ -14,9 +14,9 @@ import pytest
 from faults import Fault, FaultyGrid, Recorder, configured, lost, no_waiting, run
 
 from fedgp_flower import server_app
-from fedgp_flower.artefacts import RunFolder, read_posterior
 from fedgp_flower.errors import RunError
-from fedgp_flower.registry import parse_config
+from fedgp_flower.run.artefacts import RunFolder, read_posterior
+from fedgp_flower.run.registry import parse_config
 
 KINDS: dict[str, dict[str, Any]] = {
     "exact": {"fsgp__objective": "exact"},
@@ -43,7 +43,7 @@ def execute(folder: Path, *faults: Fault, kill_at: int = 0, **keys: Any) -> Path
         **{"num_server_rounds": ROUNDS, "evaluate_every": 3, "name": "run", "output_dir": str(folder), **keys}
     )
     with no_waiting(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_app, "report", lambda path: None)
+        patch.setattr("fedgp_flower.run.report.write_report", lambda path: None)
         return server_app.execute(FaultyGrid(flat, 3, *faults), flat, progress)
 
 
@@ -96,7 +96,7 @@ def test_bytes_and_seconds_of_a_resumed_history_are_those_of_each_round(
     assert sum(float(row["seconds"]) for row in own) <= found["seconds"]["total"] * (1 + 1e-9)
 
 
-def test_failures_before_the_kill_are_told_once(tmp_path: Path) -> None:
+def test_failures_before_the_kill_are_listed_once(tmp_path: Path) -> None:
     away = lambda: Fault("1", lost, ("train",), range(1, 4))  # noqa: E731
     keys = {**KINDS["fedavg"], "fsgp__fraction": 1.0, "max_failures": 2}
     whole = execute(tmp_path / "whole", away(), **keys)
@@ -129,10 +129,10 @@ def test_a_converged_run_resumed_asks_for_no_new_gradient() -> None:
     flat = configured(num_server_rounds=60, fsgp__tolerance=1e-3)
     recorder = Recorder()
     first = run(FaultyGrid(flat, 2), recorder)
-    assert first.converged
+    assert first.current.converged
     grid = FaultyGrid(flat, 2)
     again = run(grid, Recorder(), recorder.snapshots[-1])
-    assert again.converged
+    assert again.current.converged
     assert again.details() == first.details()
     assert "train.gradient" not in {visit.phase for visit in grid.visits}
 
@@ -141,13 +141,13 @@ def test_a_record_that_the_optimiser_does_not_follow_is_not_replayed() -> None:
     recorder = Recorder()
     whole = run(FaultyGrid(configured(), 2), recorder)
     saved = recorder.snapshots[2]
-    points = saved.arrays["segment.points"].copy()
+    points = saved.arrays["state.points"].copy()
     points[1] += 0.5  # as if another optimiser had chosen it
-    values = saved.arrays["segment.values"] + [0.0, 100.0, 0.0]
-    odd = replace(saved, arrays={**saved.arrays, "segment.points": points, "segment.values": values})
+    values = saved.arrays["state.values"] + [0.0, 100.0, 0.0]
+    odd = replace(saved, arrays={**saved.arrays, "state.points": points, "state.values": values})
     resumed = run(FaultyGrid(configured(num_server_rounds=6), 2), Recorder(), odd)
-    assert [*resumed.values[:3]] == pytest.approx(whole.values[:3], rel=1e-12)
-    assert np.array_equal(resumed.points[1], whole.points[1])
+    assert [*resumed.current.values[:3]] == pytest.approx(whole.current.values[:3], rel=1e-12)
+    assert np.array_equal(resumed.current.points[1], whole.current.points[1])
 
 
 @pytest.mark.parametrize("missing", ["0", "2"])
@@ -156,10 +156,10 @@ def test_a_site_that_does_not_return_ends_the_segment(missing: str) -> None:
     run(FaultyGrid(configured(), 3), recorder)
     nodes = [{"partition-id": index, "num-partitions": 3} for index in range(3) if str(index) != missing]
     resumed = run(FaultyGrid(configured(num_server_rounds=8), nodes), Recorder(), recorder.snapshots[-1])
-    assert missing not in resumed.segment_sites
+    assert missing not in resumed.current.sites
     rows = resumed.preparation.rows
-    assert float(resumed.sums.count) == sum(rows[site] for site in rows if site != missing)
-    assert len(resumed.points) == resumed.round - 4
+    assert float(resumed.last[1].count) == sum(rows[site] for site in rows if site != missing)
+    assert len(resumed.current.points) == resumed.round - 4
 
 
 def test_another_configuration_is_refused_by_key(tmp_path: Path) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from faults import FaultyGrid, blamed, csv_nodes, run, waves
+from faults import FaultyGrid, blamed, csv_nodes, parameters, run, waves
 from scipy.special import ndtr
-from test_sfvi import tiny
-from test_sfvi_memory import memories
+from test_sfvi import memories, tiny
 
-from fedgp_flower.models.structured_memory import Memory
+from fedgp_flower.methods.sfvi.memory import Memory
 
 
 def memory_of(**keys: Any) -> Memory:
@@ -35,7 +34,7 @@ def memory_of(**keys: Any) -> Memory:
     ids=["one", "own-steps", "kept", "anew"],
 )
 def test_steps_and_moments(keys: dict[str, Any], steps: int) -> None:
-    assert memory_of(**keys).moments.step == steps
+    assert memory_of(**keys).steps == steps
 
 
 @pytest.mark.parametrize("coupled", [True, False])
@@ -56,20 +55,20 @@ def test_own_noise_and_own_inputs_are_latents_of_the_site() -> None:
 
 def test_initial_scales_and_variances() -> None:
     strategy = run(FaultyGrid(tiny(num_server_rounds=0, sfvi__deviation=0.2, sfvi__site_slope=0.4), 2))
-    assert np.exp(strategy.parameters["theta.log_site_slope"]) == pytest.approx([0.4, 0.4])
-    assert float(np.exp(strategy.parameters["theta.deviation.log_outputscale"]).item()) == pytest.approx(0.2)
+    assert np.exp(parameters(strategy)["theta.log_site_slope"]) == pytest.approx([0.4, 0.4])
+    assert float(np.exp(parameters(strategy)["theta.deviation.log_outputscale"]).item()) == pytest.approx(0.2)
     wide = run(FaultyGrid(tiny(num_server_rounds=0, sfvi__initial_scale=0.7), 2))
-    assert np.exp(wide.parameters["q.log_scale"]) == pytest.approx(np.full(7, 0.7))
-    local = memory_of(sfvi__initial_local_scale=0.8, sfvi__learning_rate=1e-9).local["log_scale"].exp().numpy()
+    assert np.exp(parameters(wide)["q.log_scale"]) == pytest.approx(np.full(7, 0.7))
+    local = np.exp(memory_of(sfvi__initial_local_scale=0.8, sfvi__learning_rate=1e-9).local["log_scale"])
     assert local == pytest.approx(np.full(local.shape, 0.8))
 
 
 def test_shared_inputs_move_where_they_are_learned() -> None:
     start, end = (run(FaultyGrid(tiny(num_server_rounds=n, sfvi__learn_inputs=True), 2)) for n in (0, 2))
-    assert not end.shared
-    moved = np.abs(end.parameters["theta.inputs"] - start.parameters["theta.inputs"])
+    assert not end.current.shared
+    moved = np.abs(parameters(end)["theta.inputs"] - parameters(start)["theta.inputs"])
     assert 0 < moved.max() < 0.1
-    assert "theta.inputs" not in run(FaultyGrid(tiny(num_server_rounds=0), 2)).parameters
+    assert "theta.inputs" not in parameters(run(FaultyGrid(tiny(num_server_rounds=0), 2)))
 
 
 def test_shared_inputs_fill_the_box_or_follow_the_rows(tmp_path: Path) -> None:
@@ -81,7 +80,7 @@ def test_shared_inputs_fill_the_box_or_follow_the_rows(tmp_path: Path) -> None:
 
     def far(kind: str) -> int:
         flat = tiny(num_server_rounds=0, sfvi__shared_inputs=kind, model__num_inducing=20)
-        points = run(FaultyGrid(flat, nodes)).shared["inducing.locations"]
+        points = run(FaultyGrid(flat, nodes)).current.shared["inducing.locations"]
         return int((np.abs(points) > 1.5).any(axis=1).sum())
 
     assert far("box") > 10

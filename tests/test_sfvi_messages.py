@@ -8,14 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, run
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, parameters, run
 from flwr.app import Message, RecordDict
 
-from fedgp_flower.clients.base import Request
-from fedgp_flower.clients.standing import FACTS, carried, completed
-from strategies.standing import Standing
-
-PREPARED = {"input.mean", "input.scale", "target.mean", "target.scale"}
+from strategies.server.context import LACKS, SharedContext
 
 
 class Watched(FaultyGrid):
@@ -25,11 +21,13 @@ class Watched(FaultyGrid):
         super().__init__(*told)
         self.down: list[tuple[str, int, dict[str, np.ndarray]]] = []
         self.up: list[dict[str, np.ndarray]] = []
+        self.once: list[bool] = []
 
     def answer(self, message: Message) -> Message:
         reply = super().answer(message)
-        record, config = message.content.array_records["arrays"], message.content.config_records["config"]
-        carries = {name: array.numpy() for name, array in record.items()}
+        records, config = message.content.array_records, message.content.config_records["config"]
+        carries = {name: array.numpy() for record in records.values() for name, array in record.items()}
+        self.once.append("context" in message.content)
         self.down.append((message.metadata.message_type, int(str(config["round"])), carries))
         self.up.append({name: array.numpy() for name, array in reply.content.array_records["arrays"].items()})
         return reply
@@ -75,14 +73,16 @@ def test_a_later_round_carries_the_numbers_of_the_method_and_no_others(structure
     """θ and η_G down, their gradients up; the closed-form model needs no draws."""
     grid = Watched(gaussian_process(structure), 3)
     strategy = run(grid)
-    numbers = sum(array.size for array in strategy.parameters.values())
-    assert "inducing.locations" in strategy.predictive()
-    for (phase, number, down), up in zip(grid.down, grid.up, strict=True):
+    shared = {f"values.{name}" for name in parameters(strategy)}
+    numbers = sum(array.size for array in parameters(strategy).values())
+    assert "inducing.locations" in strategy.current.shared
+    for (phase, number, down), up, once in zip(grid.down, grid.up, grid.once, strict=True):
         if phase != "train.gradient":
             continue
         first = number == 1
-        assert set(down) - set(strategy.parameters) == (PREPARED | {"inducing.locations"} if first else set())
-        assert set(up) == set(strategy.parameters)
+        assert once == first
+        assert set(down) - shared == ({"inducing.locations"} if first else set())
+        assert set(up) == shared
         assert first or sum(array.nbytes for array in (*down.values(), *up.values())) == 2 * numbers * 8
 
 
@@ -90,32 +90,33 @@ def test_bytes_of_a_round_keep_to_the_bound(tmp_path: Path) -> None:
     """1.1 · (2 |η_G| + 2 |θ| + S |ε|) · 8 for a site, everything included that crosses the wire."""
     grid = Watched(multinomial(tmp_path), 3)
     strategy = run(grid)
-    numbers = sum(array.size for array in strategy.parameters.values())
-    draws = 2 * len(strategy.parameters["q.mean"])
+    numbers = sum(array.size for array in parameters(strategy).values())
+    draws = 2 * len(parameters(strategy)["q.mean"])
     visits = [visit for visit in grid.visits if visit.phase == "train.gradient"]
     later = [visit.down + visit.up for visit in visits if visit.round > 1]
     assert len(later) == 9
     assert max(later) <= 1.1 * (2 * numbers + draws) * 8
-    assert min(visit.down + visit.up for visit in visits if visit.round == 1) > max(later)
+    with_context = [phase for (phase, _, _), once in zip(grid.down, grid.once, strict=True) if once]
+    assert with_context == ["query.model"] * 3  # the first message that needs it
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_site_that_forgot_is_told_again_and_nothing_changes(tmp_path: Path, every: int) -> None:
+def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path: Path, every: int) -> None:
     flat = multinomial(tmp_path, evaluate_every=every)
     calm = run(FaultyGrid(flat, 3))
     grid, recorder = Watched(flat, 3), Recorder()
     recorder.at[2] = lambda: grid.forget("1")
     strategy = run(grid, recorder)
     assert not blamed(strategy)
-    for name, array in calm.parameters.items():
-        assert np.array_equal(strategy.parameters[name], array), name
+    for name, array in parameters(calm).items():
+        assert np.array_equal(parameters(strategy)[name], array), name
     assert strategy.evaluation["test"] == calm.evaluation["test"]
     asked = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train.gradient"]
     assert {key for key in asked if asked.count(key) > 1} == {(3, "1")}
 
 
-def test_a_site_that_forgot_is_told_again_for_an_evaluation(tmp_path: Path) -> None:
-    """It scores its rows; as it keeps nothing of an evaluation, the next training round tells it once more."""
+def test_a_site_that_forgot_is_sent_it_again_for_an_evaluation(tmp_path: Path) -> None:
+    """It scores its rows, and keeps what it was told for the next training round."""
     flat = multinomial(tmp_path, evaluate_every=2, num_server_rounds=3)
     grid = Watched(flat, 3)
     forgetful = Fault("2", forgetting(grid), ("train.gradient",), range(2, 3))
@@ -126,7 +127,7 @@ def test_a_site_that_forgot_is_told_again_for_an_evaluation(tmp_path: Path) -> N
     evaluated = [visit for visit in grid.visits if visit.phase == "evaluate" and visit.round == 2]
     assert [visit.site for visit in evaluated].count("2") == 2
     asked = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train.gradient"]
-    assert asked.count((3, "2")) == 2
+    assert asked.count((3, "2")) == 1
 
 
 def forgetting(grid: Watched) -> Any:
@@ -152,34 +153,22 @@ def test_a_site_that_claims_to_forget_for_ever_fails(tmp_path: Path) -> None:
 def claiming(reply: Message) -> Message:
     """A site that says it lacks what it was sent."""
     reply = arrays(lambda own: {})(reply) or reply
-    reply.content.metric_records["metrics"]["lacks"] = 1.0
+    reply.content.config_records["config"][LACKS] = True
     return reply
 
 
-def test_another_run_s_memory_is_not_taken_for_this_one_s() -> None:
-    """What a site keeps has a digest: a message that names another is not read with it."""
-    kept_arrays = {"scale": np.array([2.0, 3.0])}
-    standing = Standing.of(kept_arrays, {"schema": "a"})
-    assert standing.digest != Standing.of({"scale": np.array([2.0, 3.5])}, {"schema": "a"}).digest
-    assert standing.digest != Standing.of(kept_arrays, {"schema": "b"}).digest
-    told = request(*standing.around(1, {"noise": np.zeros(2)}, {"rate": 0.1}))
-    kept = carried(told)
-    standing.told.add(1)
-    later = request(*standing.around(1, {"noise": np.ones(2), **kept_arrays}, {"rate": 0.2, "schema": "a"}))
-    assert set(later.arrays) == {"noise"}
-    assert "schema" not in later.settings
-    whole = completed(later, kept)
-    assert whole is not None
-    assert np.array_equal(whole.arrays["scale"], [2.0, 3.0])
-    assert np.array_equal(whole.arrays["noise"], [1.0, 1.0])
-    assert (whole.settings["schema"], whole.settings["rate"]) == ("a", 0.2)
-    assert completed(later, {}) is None
-    other = Standing.of({"scale": np.ones(2)}, {"schema": "a"})
-    other.told.add(1)
-    assert completed(request(*other.around(1, {}, {})), kept) is None
-    assert FACTS in kept
-
-
-def request(own: Any, settings: Any) -> Request:
-    """As a site sees it."""
-    return Request("train.gradient", own, 1, 0, settings)
+def test_a_context_is_named_by_what_it_holds() -> None:
+    """A message that names another digest is not read with what a site keeps."""
+    arrays_of_all, texts = {"input.mean": np.array([2.0, 3.0])}, {"schema": "a"}
+    context = SharedContext.of(arrays_of_all, texts, {"points": np.ones((2, 3))})
+    others = (
+        SharedContext.of({"input.mean": np.array([2.0, 3.5])}, texts, {"points": np.ones((2, 3))}),
+        SharedContext.of(arrays_of_all, {"schema": "b"}, {"points": np.ones((2, 3))}),
+        SharedContext.of(arrays_of_all, texts, {"points": np.ones((3, 2))}),
+        SharedContext.of(arrays_of_all, texts, {"point": np.ones((2, 3))}),
+        SharedContext.of(arrays_of_all, texts),
+    )
+    assert len({context.digest, *(other.digest for other in others)}) == 6
+    same = SharedContext.of(arrays_of_all, texts, {"points": np.ones((2, 3))})
+    assert same.digest == context.digest
+    assert same.constants["points"].numpy().shape == (2, 3)

@@ -12,9 +12,10 @@ from faults import FaultyGrid
 from scipy.special import ndtr
 from test_sfvi import mixed, tiny, visits_csv
 
-from fedgp_flower import server_app, structured_figures
-from fedgp_flower.artefacts import read_run
-from fedgp_flower.predict import Predictor, _trend
+from fedgp_flower import server_app
+from fedgp_flower.methods.sfvi import panels as structured_figures
+from fedgp_flower.run.artefacts import read_run
+from fedgp_flower.run.predict import Predictor
 
 
 def finished(folder: Path, flat: dict[str, Any]) -> Path:
@@ -42,8 +43,8 @@ def eight_inputs(folder: Path, likelihood: str) -> dict[str, Any]:
 @pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli", "poisson"])
 def test_trend_and_deviations_of_many_inputs(tmp_path: Path, likelihood: str) -> None:
     folder = finished(tmp_path, eight_inputs(tmp_path, likelihood))
-    run, predictor = read_run(folder), Predictor.of_run(folder)
-    found = {panel.title: panel for panel in structured_figures.panels(run, _trend(folder, predictor))}
+    run = read_run(folder)
+    found = {panel.title: panel for panel in structured_figures.panels(run)}
     axes = [ax for ax in found["A new site"].body.axes if ax.get_visible()]
     assert len(axes) == 6
     assert {"x0", "x1"} <= {ax.get_xlabel() for ax in axes}

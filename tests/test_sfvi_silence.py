@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from faults import FaultyGrid, run
 from flwr.app import Message
 from test_sfvi import mixed, tiny, visits_csv
 
-from fedgp_flower.clients.sfvi import SFVIClient
 from fedgp_flower.clients.state import ARRAYS
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.models.structured_memory import NOW, Memory
+from fedgp_flower.messages import decode
+from fedgp_flower.methods.sfvi.client import SFVIClient
+from fedgp_flower.methods.sfvi.memory import SiteMemory
+from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
 
 
 class Listening(FaultyGrid):
@@ -32,10 +35,10 @@ class Listening(FaultyGrid):
         context = self.contexts[message.metadata.dst_node_id]
         site = str(context.node_config["partition-id"])
         own = {name: array.numpy() for name, array in (context.state.array_records.get(ARRAYS) or {}).items()}
-        memory = Memory.from_arrays(own, NOW)
-        for values in () if memory is None else (memory.local, memory.moments.first, memory.moments.second):
+        memory = decode(SiteMemory, own).latest
+        for values in () if memory is None else (memory.local, memory.first, memory.second):
             for value in values.values():
-                self.secrets.setdefault(site, set()).update(words(value.numpy()))
+                self.secrets.setdefault(site, set()).update(words(value))
         self.sent.append((site, content(reply)))
         return reply
 
@@ -95,21 +98,16 @@ def test_nothing_about_units_leaves_a_site(tmp_path: Path, hidden: int) -> None:
     assert not any(leaks(mixed(visits_csv(tmp_path), "three", **keys)).values())
 
 
-def leaked(client: SFVIClient) -> float:
-    """A number that must stay at a site."""
-    memory = Memory.from_arrays(client.state.arrays, NOW)
-    assert memory is not None
-    return float(next(iter(memory.local.values())).ravel()[0])
-
-
 @pytest.mark.parametrize("hidden", [None, 0, 3], ids=["gp", "intercepts", "network"])
 def test_the_listener_hears_a_leak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hidden: int | None) -> None:
     """One number of one site's latents among the figures of its replies is enough."""
+    original = SFVIClient.gradient
 
-    def figures(self: SFVIClient, value: float, fresh: bool) -> dict[str, float]:
-        del value, fresh
-        return {"objective": leaked(self) if self.site.site == "1" else 0.0}
+    def gradient(self: SFVIClient, request: GradientRequest) -> GradientShare:
+        share = original(self, request)
+        latents = next(iter(decode(SiteMemory, self.state.arrays).latest.local.values()))
+        return replace(share, objective=float(latents.ravel()[0])) if self.site.site == "1" else share
 
-    monkeypatch.setattr(SFVIClient, "figures", figures)
+    monkeypatch.setattr(SFVIClient, "gradient", gradient)
     flat = tiny() if hidden is None else mixed(visits_csv(tmp_path), "three", sfvi__amortised_units=hidden)
     assert {site for site, found in leaks(flat).items() if found} == {"1"}

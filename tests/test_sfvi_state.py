@@ -1,42 +1,120 @@
-"""What SFVI's server does with messages: Adam, its rate, and absent sites."""
+"""What SFVI's server does with messages: its rate, absent sites, sites that began anew, and a state that survives."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from structured_problems import plan_of
 
-from strategies import sfvi_state
+from fedgp_flower.messages import decode, encode
+from fedgp_flower.methods.sfvi.messages import Beginning, GradientShare, LocalEnd
+from fedgp_flower.methods.sfvi.options import SFVIOptions
+from strategies import sfvi, sfvi_avg
+from strategies.server.questions import Roster, drive
+from strategies.sfvi_avg import move_limit
+from strategies.sfvi_state import Averaged, Prior, SFVIState
 
 
 def test_learning_rate_is_constant_then_falls_to_its_final_fraction():
-    rates = [sfvi_state.learning_rate(step, steps=100, initial=0.2) for step in (0, 50, 75, 100)]
-    assert rates == pytest.approx([0.2, 0.2, 0.02, 0.002])
-
-
-def test_first_step_of_adam_has_the_length_of_the_rate():
-    state = sfvi_state.start({"q.mean": np.zeros(3), "theta.noise": np.array(1.0)})
-    gradient = {"q.mean": np.array([5.0, -0.1, 2.0]), "theta.noise": np.array(-3.0)}
-    for step in (1, 2):
-        state = sfvi_state.ascend(state, gradient, rate=0.01)
-        expected = step * np.array([0.01, -0.01, 0.01])
-        np.testing.assert_allclose(state.parameters["q.mean"], expected, rtol=1e-6)
-        np.testing.assert_allclose(state.parameters["theta.noise"], 1 - step * 0.01, rtol=1e-6)
-    for values in (state.parameters, state.adam.first, state.adam.second, sfvi_state.total(gradient, [gradient])):
-        assert all(isinstance(value, np.ndarray) for value in values.values())  # a scalar parameter too
-
-
-def test_second_moment_of_adam_remembers():
-    """After gradients 1 and 3: m = (0.9·0.1 + 0.1·3)/(1 − 0.9²), v = (0.999·0.001 + 0.001·9)/(1 − 0.999²)."""
-    state = sfvi_state.start({"q.mean": np.zeros(1)})
-    state = sfvi_state.ascend(state, {"q.mean": np.array([1.0])}, rate=1.0)
-    before = state.parameters["q.mean"]
-    state = sfvi_state.ascend(state, {"q.mean": np.array([3.0])}, rate=1.0)
-    expected = (0.39 / 0.19) / np.sqrt(0.009999 / (1 - 0.999**2))
-    np.testing.assert_allclose(state.parameters["q.mean"] - before, expected, rtol=1e-6)
+    options = SFVIOptions.model_validate({"learning-rate": 0.2})
+    assert [options.rate(step, 100) for step in (0, 50, 75, 100)] == pytest.approx([0.2, 0.2, 0.02, 0.002])
 
 
 def test_missing_sites_are_made_up_for_by_scale():
-    server, message = {"q.mean": np.ones(2)}, {"q.mean": np.array([1.0, 2.0]), "theta.noise": np.array(0.5)}
-    found = sfvi_state.total(server, [message, message], scale=1.5)
+    server, sites = {"q.mean": np.ones(2)}, {"q.mean": np.array([2.0, 4.0]), "theta.noise": np.array(1.0)}
+    found = sfvi.plus(server, sites, scale=1.5)
     np.testing.assert_allclose(found["q.mean"], [4.0, 7.0])
     np.testing.assert_allclose(found["theta.noise"], 1.5)
+
+
+def start(**known):
+    """Two shared latents and one parameter."""
+    parameters = {"q.mean": np.zeros(2), "q.log_scale": np.zeros(2), "theta.noise": np.array(1.0)}
+    return SFVIState(parameters, Prior(np.zeros(2), np.zeros(0, np.int64)), {}, **known)
+
+
+class Site:
+    """Answers by heart."""
+
+    def __init__(self, *, fresh=False, move=0.0):
+        self.fresh, self.move, self.asked = fresh, move, 0
+
+    def gradient(self, request):
+        slopes = {name: np.ones_like(array) for name, array in request.values.items()}
+        return GradientShare(slopes, -2.0, int(self.fresh))
+
+    def average(self, request):
+        values = {name: array + self.move for name, array in request.values.items()}
+        return LocalEnd(values, -2.0, self.fresh)
+
+    def beginning(self, request):
+        self.asked += 1
+        return Beginning(self.fresh)
+
+
+ROSTER = Roster({"a": 3, "b": 1, "c": 2}, ("a", "b", "c"), (), 4)
+
+
+@pytest.mark.parametrize("algorithm", [sfvi, sfvi_avg])
+def test_who_began_anew_is_counted_where_it_had_taken_part(algorithm):
+    """b is new and c comes back without its state; the sum alone does not say which, so the server asks once."""
+    sites = {"a": Site(), "b": Site(fresh=True), "c": Site(fresh=True)}
+    state, _ = drive(algorithm.one_round(start(trained=("a", "c")), ROSTER, plan_of()), sites)
+    assert state.trained == ("a", "b", "c")
+    assert state.fresh == {"c": 1}
+    assert [site.asked for site in sites.values()] == ([1, 0, 1] if algorithm is sfvi else [0, 0, 0])
+
+
+def test_nobody_is_asked_where_only_newcomers_are_new():
+    sites = {"a": Site(), "b": Site(fresh=True), "c": Site()}
+    state, _ = drive(sfvi.one_round(start(trained=("a", "c")), ROSTER, plan_of()), sites)
+    assert state.fresh == {}
+    assert not any(site.asked for site in sites.values())
+
+
+def test_a_round_of_gradients_is_a_step_of_adam_and_one_of_averages_is_none():
+    sites = {name: Site(move=0.01) for name in "abc"}
+    stepped, figures = drive(sfvi.one_round(start(), ROSTER, plan_of()), sites)
+    np.testing.assert_allclose(stepped.parameters["q.mean"], [0.05, 0.05], rtol=1e-6)  # the rate, whatever the slope
+    assert stepped.steps == 1
+    assert figures == {
+        "objective": pytest.approx((-6.0 + sfvi.server_term(start().parameters, start().prior, None)[0]) / 6)
+    }
+    averaged, figures = drive(sfvi_avg.one_round(stepped, ROSTER, plan_of()), sites)
+    np.testing.assert_allclose(averaged.parameters["theta.noise"], 1.06, rtol=1e-6)
+    assert (averaged.steps, averaged.bound) == (1, stepped.bound)
+    assert figures["site_estimate"] == pytest.approx(-2.0 / 6)
+    for state in (stepped, averaged):
+        assert all(isinstance(v, np.ndarray) for part in (state.parameters, state.first) for v in part.values())
+
+
+def test_a_state_survives_its_checkpoint():
+    last = Averaged(3, 1e-13, {"a": 0.25, "b": 0.1}, -7.5)
+    state = start(trained=("a", "b"), fresh={"b": 2}, bound=-1.25, averaged=last, steps=1)
+    back = decode(SFVIState, encode(state))
+    assert (back.trained, back.fresh, back.bound, back.averaged, back.steps) == (("a", "b"), {"b": 2}, -1.25, last, 1)
+    assert back.prior.block.dtype == np.int64
+    none = decode(SFVIState, encode(start()))
+    assert (none.bound, none.averaged, none.fresh) == (None, None, {})
+
+
+def test_gradients_that_dwarf_the_others_are_outliers_where_three_can_be_compared():
+    shares = {name: share(1.0) for name in "abc"}
+    shares["b"] = share(1e9)
+    rows = dict.fromkeys("abc", 10)
+    assert set(GradientShare.outliers(shares, rows)) == {"b"}
+    assert GradientShare.outliers({name: shares[name] for name in "ab"}, rows) == {}
+
+
+def share(size):
+    """A gradient of a size."""
+    return GradientShare({"q.mean": np.full(2, size)}, 0.0, 0)
+
+
+def test_a_move_beyond_reach_is_refused_by_name():
+    limit = move_limit(0.05, 20)
+    sent = start().parameters
+    near, far = ({name: array + by for name, array in sent.items()} for by in (0.9 * limit, 1.1 * limit))
+    found = sfvi_avg.too_far({"a": LocalEnd(near, 0.0, False), "b": LocalEnd(far, 0.0, False)}, sent, limit)
+    assert set(found) == {"b"}
+    assert "reach no farther" in found["b"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from launching import SMALL, Launch, scratch_left_empty
 
-from fedgp_flower.cli import run_in_process
-from fedgp_flower.launch import complete_config, parse_assignments
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.user_config import complete_config, parse_assignments
 
 pytestmark = [
     pytest.mark.simulation,

@@ -12,10 +12,10 @@ from gpytorch.kernels import InducingPointKernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgp_flower.config import ModelSection
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.models.sparse import SparseGP, pooled_bound, pooled_sums, sums_gradient
-from fedgp_flower.statistics import SparseSums, bound_gradient, collapsed_bound, exact_posterior
+from fedgp_flower.gp.sparse import Adjoints, SparseGP, inducing_gradient, pooled_bound, pooled_sums, rows_gradient
+from fedgp_flower.gp.sums import SparseSums, bound_gradient, collapsed_bound, exact_posterior
+from fedgp_flower.options import ModelSection
 
 KERNELS = ("rbf", "matern52", "rbf + linear", "matern32 * periodic")
 
@@ -128,8 +128,9 @@ def test_shares_of_the_gradient_add_up_to_autograd_of_the_pooled_bound(kernel, s
     chunks = list(zip(inputs.tensor_split(sites), targets.tensor_split(sites), strict=True))
     pooled = sum((pooled_sums(sparse, *c) for c in chunks[1:]), start=pooled_sums(sparse, *chunks[0]))
     server = bound_gradient(pooled, float(sparse.noise.detach().log()))
-    adjoints = {f"adjoint.{n}": getattr(server, n) for n in ("gram", "projection", "prior_variance")}
-    shares = [sums_gradient(sparse, *chunk, adjoints) for chunk in chunks]
+    adjoints = Adjoints.of(server.gram, server.projection, server.prior_variance, inputs)
+    shares = [rows_gradient(sparse, *chunk, adjoints) for chunk in chunks]
+    shares.append(inducing_gradient(sparse, pooled.gram, pooled.projection, adjoints))
     for name, gradient in expected.items():
         total = sum(share[name] for share in shares)
         if name == "likelihood.log_noise":
@@ -143,7 +144,7 @@ def test_chunked_bound_has_the_value_and_gradient_of_the_plain_one(monkeypatch):
     plain = collapsed_bound(sparse.sums(inputs, targets), sparse.noise)
     parameters = [parameter for _, parameter in sparse.wire_parameters()]
     expected = torch.autograd.grad(plain, parameters)
-    monkeypatch.setattr("fedgp_flower.models.sparse.CHUNK", 7)
+    monkeypatch.setattr("fedgp_flower.gp.sparse.CHUNK", 7)
     chunked = pooled_bound(sparse, inputs, targets)
     assert float(chunked.detach()) == pytest.approx(float(plain.detach()), rel=1e-12)
     for own, wanted in zip(torch.autograd.grad(2 * chunked, parameters), expected, strict=True):

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
 from structured_problems import (
+    PlainSite,
     children,
     gp_sites,
+    gradient_of,
     linear_gaussian_posterior,
     mixed_model,
+    plan_of,
     prior_of,
+    randomised,
+    roster_of,
     sparse_gp,
     start_posteriors,
-    wire,
+    state_of,
 )
 
-from fedgp_flower.models.multinomial import Multinomial
-from fedgp_flower.models.structured_estimators import (
-    expected_global_term,
+from fedgp_flower.methods.sfvi.estimators import (
     expected_site_term,
     gradients,
     likelihood_only,
-    sampled_global_term,
     sampled_site_term,
     unit_noise,
     whole_term,
 )
-from fedgp_flower.models.structured_family import named, with_named
-from strategies import sfvi_state
+from fedgp_flower.methods.sfvi.family import (
+    expected_global_term,
+    initial_global,
+    named,
+    on_the_wire,
+    sampled_global_term,
+    with_named,
+)
+from fedgp_flower.methods.sfvi.multinomial import Multinomial
+from strategies.server.questions import drive
+from strategies.sfvi import global_noise, one_round, plus, server_term
+from strategies.sfvi_avg import average, factor
 
 
 @pytest.fixture
@@ -65,41 +75,38 @@ def site_message(model, site, q_global, q_local, *, noise_global, draws, step=0)
         model,
         q_global,
         q_local,
-        lambda eta, own: sampled_site_term(model, site, eta, own, noise_global=noise_global, noise_local=noise_local),
+        lambda eta, own: sampled_site_term(model, site, eta, own, noise=(noise_global, noise_local)),
     )
 
 
 @pytest.mark.parametrize("draws", [1, 4])
 @pytest.mark.parametrize("centred", [False, True])
-def test_sum_of_messages_is_the_pooled_gradient_for_any_partition(generator, draws, centred):
-    """Server term + Σ messages = autograd of the pooled bound with the same draws; local gradients too."""
-    model = mixed_model(centred=centred)
+def test_a_round_takes_the_pooled_gradient_for_any_partition(generator, draws, centred):
+    """Server term + Σ shares = autograd of the pooled bound with the same draws; local gradients too."""
+    model, plan = mixed_model(centred=centred), plan_of(model="logistic-mixed", samples=3)
     features, targets, groups = children(generator)
     pooled = model.prepare(features, targets, groups)
     q_global, (q_local,) = start_posteriors(model, [pooled], generator)
-    noise = torch.tensor(sfvi_state.global_noise(5, 0, 3, model.global_size))
+    noise = torch.tensor(global_noise(plan.seed, 1, 3, model.global_size))
     noise_local = unit_noise(11, 0, pooled.keys, (draws, 3), 1)
 
     def bound(eta, own):
-        local = sampled_site_term(model, pooled, eta, own, noise_global=noise, noise_local=noise_local)
-        return sampled_global_term(model, eta, noise_global=noise) + local
+        local = sampled_site_term(model, pooled, eta, own, noise=(noise, noise_local))
+        return sampled_global_term(model.prior_log_scale(), eta, noise) + local
 
     expected = gradients(model, q_global, q_local, bound)
-    parameters = wire(model.theta(), named(q_global))
-    value, server = sfvi_state.sampled_server_gradient(parameters, prior_of(model), noise.numpy())
     for parts in partitions(21):
-        replies, own_gradients = [], []
+        sites = {}
         for part, own in zip(parts, split(q_local, parts), strict=True):
             keys, order = pooled.keys[part].sort()
-            rows = torch.isin(groups, keys)
-            site = model.prepare(features[rows], targets[rows], groups[rows])
-            mine = split(own, [order])[0]
-            replies.append(site_message(model, site, q_global, mine, noise_global=noise, draws=draws))
-            own_gradients.append({int(k): replies[-1].local["mean"][i] for i, k in enumerate(keys)})
-        summed = sfvi_state.total(server, [wire(reply.theta, reply.eta) for reply in replies])
-        assert_close(summed, wire(expected.theta, expected.eta))
-        assert value + sum(reply.value for reply in replies) == pytest.approx(expected.value, rel=1e-13)
-        by_key = {key: slope for site in own_gradients for key, slope in site.items()}
+            chosen = torch.isin(groups, keys)
+            rows = model.prepare(features[chosen], targets[chosen], groups[chosen])
+            sites[str(len(sites))] = PlainSite(model, rows, split(own, [order])[0], draws=draws)
+        state, figures = drive(one_round(state_of(model, q_global), roster_of(sites), plan), sites)
+        assert_close(gradient_of(state), on_the_wire(expected.theta, expected.eta))
+        assert state.bound == pytest.approx(expected.value, rel=1e-13)
+        assert figures == {"objective": state.bound / len(targets)}
+        by_key = {int(k): s.share.local["mean"][i] for s in sites.values() for i, k in enumerate(s.learner.site.keys)}
         found = torch.stack([by_key[int(key)] for key in pooled.keys])
         torch.testing.assert_close(found, expected.local["mean"], rtol=0, atol=1e-12)
 
@@ -107,52 +114,64 @@ def test_sum_of_messages_is_the_pooled_gradient_for_any_partition(generator, dra
 @pytest.mark.parametrize("sites", [1, 3, 7])
 def test_learned_prior_scales_get_the_pooled_gradient(generator, sites):
     """Multinomial regression: no local latents, and θ appears in the server's term only."""
-    model = Multinomial(3, 4)
-    with torch.no_grad():
-        model.prior_log_scales.copy_(torch.tensor([-0.4, 0.7], dtype=torch.float64))
+    model, plan = learned_scales(Multinomial(3, 4)), plan_of(model="multinomial", samples=2)
     x = torch.randn(28, 3, generator=generator, dtype=torch.float64)
     y = torch.randint(4, (28,), generator=generator).double()
-    pooled = model.prepare(x, y, key=0)
+    pooled = model.prepare(x, y)
     q_global, (q_local,) = start_posteriors(model, [pooled], generator, triangular=False)
-    noise = torch.tensor(sfvi_state.global_noise(5, 0, 2, model.global_size))
+    noise = torch.tensor(global_noise(plan.seed, 1, 2, model.global_size))
     empty = torch.zeros(1, 2, 1, 0, dtype=torch.float64)
 
     def bound(eta, own):
-        local = sampled_site_term(model, pooled, eta, own, noise_global=noise, noise_local=empty)
-        return sampled_global_term(model, eta, noise_global=noise) + local
+        local = sampled_site_term(model, pooled, eta, own, noise=(noise, empty))
+        return sampled_global_term(model.prior_log_scale(), eta, noise) + local
 
     expected = gradients(model, q_global, q_local, bound)
-    _, server = sfvi_state.sampled_server_gradient(wire(model.theta(), named(q_global)), prior_of(model), noise.numpy())
-    messages = []
-    for key, (rows, labels) in enumerate(zip(x.chunk(sites), y.chunk(sites), strict=True)):
-        site = model.prepare(rows, labels, key=key)
-        reply = site_message(model, site, q_global, q_local, noise_global=noise, draws=1)
-        messages.append(wire(reply.theta, reply.eta))
-    assert_close(sfvi_state.total(server, messages), wire(expected.theta, expected.eta))
+    dealt = enumerate(zip(x.chunk(sites), y.chunk(sites), strict=True))
+    plain = {str(key): PlainSite(model, model.prepare(*rows, key=key), q_local) for key, rows in dealt}
+    state, _ = drive(one_round(state_of(model, q_global), roster_of(plain), plan), plain)
+    assert_close(gradient_of(state), on_the_wire(expected.theta, expected.eta))
+
+
+def learned_scales(model):
+    """The model with prior scales that are not the ones it starts with."""
+    with torch.no_grad():
+        model.prior_log_scales.copy_(torch.tensor([-0.4, 0.7], dtype=torch.float64))
+    return model
 
 
 @pytest.mark.parametrize("triangular", [True, False])
-def test_server_gradients_match_autograd_with_and_without_draws(generator, triangular):
-    model = Multinomial(2, 3)
-    with torch.no_grad():
-        model.prior_log_scales.copy_(torch.tensor([-0.4, 0.7], dtype=torch.float64))
-    site = model.prepare(torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64), key=0)
+def test_the_server_s_term_needs_the_prior_s_arrays_alone(generator, triangular):
+    """With and without draws it is that of the model itself."""
+    model = learned_scales(Multinomial(2, 3))
+    site = model.prepare(torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
     q_global, (q_local,) = start_posteriors(model, [site], generator, triangular=triangular)
     noise = torch.randn(5, model.global_size, generator=generator, dtype=torch.float64)
-    parameters = wire(model.theta(), named(q_global))
-    for term, found in [
-        (
-            lambda eta, own: sampled_global_term(model, eta, noise_global=noise),
-            sfvi_state.sampled_server_gradient(parameters, prior_of(model), noise.numpy()),
-        ),
-        (
-            lambda eta, own: expected_global_term(model, eta),
-            sfvi_state.expected_server_gradient(parameters, prior_of(model)),
-        ),
-    ]:
+    parameters = on_the_wire(model.theta(), named(q_global))
+    for term, draws in (
+        (lambda eta, own: sampled_global_term(model.prior_log_scale(), eta, noise), noise.numpy()),
+        (lambda eta, own: expected_global_term(model.prior_log_scale(), eta), None),
+    ):
+        value, found = server_term(parameters, prior_of(model), draws)
         expected = gradients(model, q_global, q_local, term)
-        assert found[0] == pytest.approx(expected.value, rel=1e-12)
-        assert_close(found[1], wire(expected.theta, expected.eta))
+        assert value == pytest.approx(expected.value, rel=1e-12)
+        assert_close(found, on_the_wire(expected.theta, expected.eta))
+
+
+@pytest.mark.parametrize("triangular", [True, False])
+def test_the_server_s_gradient_is_the_slope_of_its_value(generator, triangular):
+    """Central differences of −KL(q ‖ p) along random directions."""
+    model = learned_scales(Multinomial(2, 3))
+    q_global = randomised(initial_global(model.global_size, scale=0.5, triangular=triangular), generator)
+    parameters, prior = on_the_wire(model.theta(), named(q_global)), prior_of(model)
+    _, found = server_term(parameters, prior, None)
+    assert set(found) == set(parameters)
+    for name, slope in found.items():
+        direction = torch.randn(slope.shape, generator=generator, dtype=torch.float64).numpy()
+        ends = [
+            server_term({**parameters, name: parameters[name] + h * direction}, prior, None)[0] for h in (1e-5, -1e-5)
+        ]
+        assert float(np.sum(slope * direction)) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6)
 
 
 def test_expected_divergence_agrees_with_torch(generator):
@@ -163,7 +182,15 @@ def test_expected_divergence_agrees_with_torch(generator):
     q = torch.distributions.MultivariateNormal(q_global.mean, scale_tril=factor)
     p = torch.distributions.MultivariateNormal(torch.zeros_like(q_global.mean), torch.eye(4).double() * 4.0)
     divergence = torch.distributions.kl_divergence(q, p)
-    torch.testing.assert_close(expected_global_term(model, q_global), -divergence, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        expected_global_term(model.prior_log_scale(), q_global), -divergence, rtol=1e-12, atol=1e-12
+    )
+
+
+def total_of(replies):
+    """Σ of the sites' gradients by η_G."""
+    shares = [on_the_wire({}, reply.eta) for reply in replies]
+    return {name: sum(share[name] for share in shares) for name in shares[0]}
 
 
 def conjugate_problem(generator):
@@ -201,12 +228,12 @@ def test_sfvi_reaches_the_exact_posterior_of_a_conjugate_model(generator):
 
     def negative_bound(vector):
         eta, own = unpack(vector)
-        value, server = sfvi_state.expected_server_gradient(wire({}, named(eta)), prior_of(model))
+        value, server = server_term(on_the_wire({}, named(eta)), prior_of(model), None)
         replies = [
             gradients(model, eta, mine, lambda e, o, site=site: expected_site_term(model, site, e, o))
             for site, mine in zip(sites, own, strict=True)
         ]
-        summed = sfvi_state.total(server, [wire({}, reply.eta) for reply in replies])
+        summed = plus(server, total_of(replies))
         ordered = {name: summed[f"q.{name}"] for name in template[0]}
         return -value - sum(r.value for r in replies), -pack([ordered, *(r.local for r in replies)])
 
@@ -226,20 +253,18 @@ def test_sticking_the_landing_has_no_gradient_and_no_noise_at_the_exact_posterio
     """Every draw gives ∇η = 0 there: p/q is constant. The plain estimator is not zero."""
     model, sites, q_global, q_local, exact_bound = conjugate_problem(generator)
     noise = torch.randn(2, model.global_size, generator=generator, dtype=torch.float64)
-    parameters = wire(model.theta(), named(q_global))
-    value, server = sfvi_state.sampled_server_gradient(parameters, prior_of(model), noise.numpy())
+    parameters = on_the_wire(model.theta(), named(q_global))
+    value, server = server_term(parameters, prior_of(model), noise.numpy())
     for sticking in (True, False):
         replies = []
         for site, own in zip(sites, q_local, strict=True):
             noise_local = unit_noise(1, 0, site.keys, (1, 2), model.local_width(site))
 
             def term(eta, mine, site=site, noise_local=noise_local, sticking=sticking):
-                return sampled_site_term(
-                    model, site, eta, mine, noise_global=noise, noise_local=noise_local, sticking=sticking
-                )
+                return sampled_site_term(model, site, eta, mine, noise=(noise, noise_local), sticking=sticking)
 
             replies.append(gradients(model, q_global, own, term))
-        summed = sfvi_state.total(server, [wire({}, reply.eta) for reply in replies])
+        summed = plus(server, total_of(replies))
         worst = max(np.abs(gradient).max() for name, gradient in summed.items() if name.startswith("q."))
         worst_local = max(float(g.abs().max()) for reply in replies for g in reply.local.values())
         assert (worst < 1e-10 and worst_local < 1e-10) if sticking else worst_local > 1e-2
@@ -256,8 +281,7 @@ def test_importance_weights_give_the_conditional_evidence_when_q_is_exact(genera
             sites[0],
             q_global,
             q_local[0],
-            noise_global=noise,
-            noise_local=unit_noise(1, 0, sites[0].keys, (draws, 3), model.local_width(sites[0])),
+            noise=(noise, unit_noise(1, 0, sites[0].keys, (draws, 3), model.local_width(sites[0]))),
         )
         for draws in (1, 2, 9)
     ]
@@ -276,8 +300,7 @@ def test_more_importance_weights_tighten_the_bound(generator):
             site,
             q_global,
             q_local,
-            noise_global=noise,
-            noise_local=unit_noise(2, 0, site.keys, (draws, 400), 1),
+            noise=(noise, unit_noise(2, 0, site.keys, (draws, 400), 1)),
         )
         for draws in (1, 10)
     )
@@ -296,9 +319,7 @@ def test_only_a_single_draw_sticks_the_landing(generator, draws):
     for sticking in (True, False):
 
         def term(eta, own, sticking=sticking):
-            return sampled_site_term(
-                model, site, eta, own, noise_global=noise, noise_local=noise_local, sticking=sticking
-            )
+            return sampled_site_term(model, site, eta, own, noise=(noise, noise_local), sticking=sticking)
 
         found.append(gradients(model, q_global, q_local, term))
     for group in ("eta", "local"):
@@ -318,12 +339,12 @@ def test_one_of_equal_sites_scaled_stands_for_all(generator, draws):
     def term(eta, own, **scaling):
         if draws is None:
             return expected_site_term(model, site, eta, own, **scaling)
-        return sampled_site_term(model, site, eta, own, noise_global=noise, noise_local=noise_local, **scaling)
+        return sampled_site_term(model, site, eta, own, noise=(noise, noise_local), **scaling)
 
     one = gradients(model, q_global, q_local, term)
     three = gradients(model, q_global, q_local, lambda eta, own: term(eta, own, scaling=whole_term(3.0)))
-    scaled = {name: 3 * value for name, value in wire(one.theta, one.eta).items()}
-    assert_close(wire(three.theta, three.eta), scaled)
+    scaled = {name: 3 * value for name, value in on_the_wire(one.theta, one.eta).items()}
+    assert_close(on_the_wire(three.theta, three.eta), scaled)
     assert three.value == pytest.approx(3 * one.value, rel=1e-13)
     literal = float(term(q_global, q_local, scaling=likelihood_only(3.0)).detach())
     minus_log_q = (
@@ -339,32 +360,32 @@ def test_one_of_equal_sites_scaled_stands_for_all(generator, draws):
 
 
 def test_rounds_of_sfvi_do_not_depend_on_the_partition(generator):
-    """Five rounds with local steps: 1 site and 3 sites stay together."""
-    model = mixed_model()
+    """Five rounds, in which sites step too: 1 site and 3 sites stay together."""
+    model, plan = mixed_model(), plan_of(model="logistic-mixed", samples=2)
     features, targets, groups = children(generator)
     pooled = model.prepare(features, targets, groups)
     q_start, (own_start,) = start_posteriors(model, [pooled], generator)
     ends = []
     for parts in partitions(21)[:2]:
-        state, own = sfvi_state.start(wire({}, named(q_start))), split(own_start, parts)
-        rows = [torch.isin(groups, pooled.keys[part]) for part in parts]
-        sites = [model.prepare(features[r], targets[r], groups[r]) for r in rows]
-        for step in range(5):
-            q_global = replace(q_start, **{name[2:]: torch.tensor(value) for name, value in state.parameters.items()})
-            noise = torch.tensor(sfvi_state.global_noise(5, step, 2, model.global_size))
-            _, server = sfvi_state.sampled_server_gradient(state.parameters, prior_of(model), noise.numpy())
-            replies = [
-                site_message(model, site, q_global, mine, noise_global=noise, draws=2, step=step)
-                for site, mine in zip(sites, own, strict=True)
-            ]
-            summed = sfvi_state.total(server, [wire({}, reply.eta) for reply in replies])
-            state = sfvi_state.ascend(state, summed, rate=0.05)
-            own = [
-                with_named(mine, {name: value + 0.01 * reply.local[name] for name, value in named(mine).items()})
-                for mine, reply in zip(own, replies, strict=True)
-            ]
+        chosen = [torch.isin(groups, pooled.keys[part]) for part in parts]
+        rows = [model.prepare(features[r], targets[r], groups[r]) for r in chosen]
+        dealt = zip(rows, split(own_start, parts), strict=True)
+        sites = {str(k): PlainSite(model, own, q, draws=2) for k, (own, q) in enumerate(dealt)}
+        state = state_of(model, q_start)
+        for server_round in range(1, 6):
+            state, _ = drive(one_round(state, roster_of(sites, server_round), plan), sites)
         ends.append(state.parameters)
     assert_close(ends[1], ends[0], tolerance=1e-10)  # Adam divides by √v, which amplifies rounding
+
+
+def test_a_round_at_the_exact_posterior_has_the_evidence_and_no_gradient(generator):
+    """The conjugate model: the bound is log p(y) less what the inducing values leave open, and nothing pulls."""
+    model, rows, q_global, q_local, exact_bound = conjugate_problem(generator)
+    sites = {str(k): PlainSite(model, own, q) for k, (own, q) in enumerate(zip(rows, q_local, strict=True))}
+    state, _ = drive(one_round(state_of(model, q_global), roster_of(sites), plan_of()), sites)
+    assert state.bound == pytest.approx(exact_bound, abs=1e-9)
+    assert max(np.abs(v).max() for n, v in gradient_of(state).items() if n.startswith("q.")) < 1e-9
+    assert max(float(v.abs().max()) for site in sites.values() for v in site.share.local.values()) < 1e-9
 
 
 def test_noise_belongs_to_the_unit_and_is_standard_normal():
@@ -391,7 +412,7 @@ def test_nothing_local_is_in_a_message(generator):
     q_global, (q_local,) = start_posteriors(model, [site], generator)
     noise = torch.zeros(1, model.global_size, dtype=torch.float64)
     reply = site_message(model, site, q_global, q_local, noise_global=noise, draws=1)
-    assert {name: value.shape for name, value in wire(reply.theta, reply.eta).items()} == {
+    assert {name: value.shape for name, value in on_the_wire(reply.theta, reply.eta).items()} == {
         "q.mean": (4,),
         "q.log_scale": (4,),
         "q.lower": (6,),
@@ -404,15 +425,15 @@ def test_averaging_equal_sites_changes_nothing_and_different_ones_meet_at_the_ba
     first, _ = start_posteriors(model, [site], generator)
     second, _ = start_posteriors(model, [site], generator)
     theta = [{"noise": torch.tensor(value, dtype=torch.float64)} for value in (1.0, 3.0)]
-    one, two = (wire(t, named(q)) for t, q in zip(theta, (first, second), strict=True))
-    same = sfvi_state.average([one, one], np.array([1.0, 2.0]))
+    one, two = (on_the_wire(t, named(q)) for t, q in zip(theta, (first, second), strict=True))
+    same = average([one, one], np.array([1.0, 2.0]))
     assert_close(same.parameters, one, tolerance=1e-12)
-    assert same.spread.max() < 1e-12
-    both = sfvi_state.average([one, two], np.array([1.0, 3.0]))
+    assert max(same.spread) < 1e-12
+    both = average([one, two], np.array([1.0, 3.0]))
     assert both.parameters["theta.noise"] == pytest.approx(2.5)
     np.testing.assert_allclose(both.parameters["q.mean"], (first.mean + 3 * second.mean) / 4, rtol=1e-13)
     s1, s2 = ((q.factor() @ q.factor().mT).numpy() for q in (first, second))
-    root = sfvi_state.factor(both.parameters)
+    root = factor(both.parameters)
     halves = []
     for s in (s1, s2):
         values, vectors = np.linalg.eigh(root.T @ s @ root)
@@ -420,7 +441,7 @@ def test_averaging_equal_sites_changes_nothing_and_different_ones_meet_at_the_ba
     np.testing.assert_allclose(root.T @ root, 0.25 * halves[0] + 0.75 * halves[1], atol=1e-12)
     assert both.spread[0] > both.spread[1] > 0
     diagonal = [{k: v for k, v in message.items() if k != "q.lower"} for message in (one, two)]
-    scales = np.exp(sfvi_state.average(diagonal, np.ones(2)).parameters["q.log_scale"])
+    scales = np.exp(average(diagonal, np.ones(2)).parameters["q.log_scale"])
     np.testing.assert_allclose(scales, (first.log_scale.exp() + second.log_scale.exp()) / 2, rtol=1e-13)
 
 

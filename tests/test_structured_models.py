@@ -19,19 +19,19 @@ from structured_problems import (
 )
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.models.multinomial import Multinomial
-from fedgp_flower.models.structured import predict_by_draws
-from fedgp_flower.models.structured_estimators import gradients, sampled_site_term, unit_noise
-from fedgp_flower.models.structured_family import (
+from fedgp_flower.methods.sfvi.estimators import gradients, sampled_site_term, unit_noise
+from fedgp_flower.methods.sfvi.family import (
     GlobalPosterior,
     initial_amortised,
     initial_global,
     initial_local,
     named,
+    normal_log_density,
     with_named,
 )
-from fedgp_flower.models.structured_gp import farthest_points
-from fedgp_flower.models.structured_likelihoods import LIKELIHOODS, Noise
+from fedgp_flower.methods.sfvi.gp import farthest_points
+from fedgp_flower.methods.sfvi.multinomial import Multinomial
+from fedgp_flower.methods.sfvi.structured import predict_by_draws
 
 FIVE_ERRORS = 5.0
 
@@ -78,7 +78,7 @@ def test_logistic_mixed_density_by_unit(generator, centred):
         expected += stats.norm.logpdf(float(latent[unit]), scale=scale if centred else 1.0)
         assert found[unit] == pytest.approx(expected, rel=1e-12)
     prior = stats.norm.logpdf(z.numpy(), scale=2.0).sum()
-    assert float(model.log_prior(z)) == pytest.approx(prior, rel=1e-12)
+    assert float(normal_log_density(z, model.prior_log_scale(), None)) == pytest.approx(prior, rel=1e-12)
 
 
 @pytest.mark.parametrize("centred", [True, False])
@@ -116,63 +116,12 @@ def test_multinomial_density_and_its_learned_prior(generator):
         assert float(found[draw, 0]) == pytest.approx(rows.sum(), rel=1e-12)
         prior = stats.norm.logpdf(z[draw, :6], scale=math.exp(-0.4)).sum()
         prior += stats.norm.logpdf(z[draw, 6:], scale=math.exp(0.7)).sum()
-        assert float(model.log_prior(z[draw]).detach()) == pytest.approx(prior, rel=1e-12)
+        assert float(normal_log_density(z[draw], model.prior_log_scale(), None).detach()) == pytest.approx(
+            prior, rel=1e-12
+        )
     probability, variance = model.observation(site, z, empty)
     torch.testing.assert_close(probability.sum(-1), torch.ones(2, 5, dtype=torch.float64))
     torch.testing.assert_close(variance, probability * (1 - probability))
-
-
-NOISE = Noise(*(torch.tensor(v, dtype=torch.float64) for v in (-1.2, 0.3, 0.2, 0.25)))
-
-
-@pytest.mark.parametrize(
-    ("name", "y", "density"),
-    [
-        ("bernoulli", 0.0, lambda f: stats.norm.logcdf(-f)),
-        ("bernoulli", 1.0, stats.norm.logcdf),
-        ("poisson", 3.0, lambda f: stats.poisson.logpmf(3, np.exp(f))),
-    ],
-)
-def test_expected_log_densities_match_quadrature(name, y, density):
-    mean, variance = 0.4, 0.9
-    expected, _ = integrate.quad(lambda f: density(f) * stats.norm.pdf(f, mean, variance**0.5), -9, 9, epsabs=1e-12)
-    arguments = (torch.tensor([v], dtype=torch.float64) for v in (y, mean, variance))
-    assert float(LIKELIHOODS[name].expected_log_density(*arguments, NOISE)) == pytest.approx(expected, abs=1e-9)
-
-
-def test_gaussian_expectation_with_a_correlated_noise_offset_matches_quadrature():
-    """E log N(y | f, σ² e^{2ζ}) and var y with cov(f, ζ) = 0.25, by two-dimensional Gauss–Hermite."""
-    y, mean, variance = 1.5, 0.4, 0.9
-    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
-    factor = np.linalg.cholesky([[variance, 0.25], [0.25, 0.2]])
-    first, second = np.meshgrid(nodes, nodes, indexing="ij")
-    f, zeta = np.einsum("ij,j...->i...", factor, np.stack([first, second])) + np.array([mean, 0.3])[:, None, None]
-    mass = np.outer(weights, weights) / (2 * np.pi)
-    sd = math.exp(-0.6) * np.exp(zeta)
-    arguments = [torch.tensor([v], dtype=torch.float64) for v in (y, mean, variance)]
-    found = LIKELIHOODS["gaussian"].expected_log_density(*arguments, NOISE)
-    assert float(found) == pytest.approx((mass * stats.norm.logpdf(y, f, sd)).sum(), rel=1e-10)
-    observed_mean, observed_variance = LIKELIHOODS["gaussian"].observation(*arguments[1:], NOISE)
-    assert float(observed_mean) == pytest.approx((mass * f).sum(), rel=1e-10)
-    assert float(observed_variance) == pytest.approx((mass * ((f - mean) ** 2 + sd**2)).sum(), rel=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("name", "moments"),
-    [
-        ("bernoulli", lambda f: (stats.norm.cdf(f), stats.norm.cdf(f))),
-        ("poisson", lambda f: (np.exp(f), np.exp(f) + np.exp(2 * f))),
-    ],
-)
-def test_observations_have_the_moments_of_the_mixture(name, moments):
-    mean, variance = 0.4, 0.9
-    first, second = (
-        integrate.quad(lambda f, i=i: moments(f)[i] * stats.norm.pdf(f, mean, variance**0.5), -10, 12)[0]
-        for i in (0, 1)
-    )
-    found = LIKELIHOODS[name].observation(torch.tensor(mean).double(), torch.tensor(variance).double(), NOISE)
-    assert float(found[0]) == pytest.approx(first, rel=1e-6)
-    assert float(found[1]) == pytest.approx(second - first**2, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +282,7 @@ def test_sites_may_have_latents_of_different_number(generator):
     noise = torch.zeros(1, model.global_size, dtype=torch.float64)
     for site, q in zip((small, large), q_local, strict=True):
         own = unit_noise(0, 0, site.keys, (1, 1), model.local_width(site))
-        term = sampled_site_term(model, site, q_global, q, noise_global=noise, noise_local=own)
+        term = sampled_site_term(model, site, q_global, q, noise=(noise, own))
         assert bool(torch.isfinite(term))
 
 
@@ -389,7 +338,7 @@ def test_amortised_posterior_is_a_network_of_what_a_unit_has_seen(generator):
     noise_local = unit_noise(0, 0, site.keys, (1, 2), 1)
 
     def term(eta, q, *, sticking=False):
-        return sampled_site_term(model, site, eta, q, noise_global=noise, noise_local=noise_local, sticking=sticking)
+        return sampled_site_term(model, site, eta, q, noise=(noise, noise_local), sticking=sticking)
 
     torch.testing.assert_close(term(q_global, q_local), term(q_global, own))
     slopes = gradients(model, q_global, q_local, term).local

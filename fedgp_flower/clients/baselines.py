@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.models.fitting import maximise
-from fedgp_flower.models.placement import Placement, to_array
-from fedgp_flower.models.sparse import SparseGP, pooled_bound, pooled_sums
-from fedgp_flower.shapes import Array, Rows, Targets
-from fedgp_flower.statistics import SparseSums, exact_posterior
+from fedgp_flower.gp.exact import ExactGP
+from fedgp_flower.gp.kernels import WiredModel
+from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
+from fedgp_flower.gp.placement import Placement, to_array
+from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
+from fedgp_flower.gp.sums import SparseSums, exact_posterior
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.typing import Array
 
 EXACT_ROWS = 400
-"""Up to so many rows a site fits an exact GP: inducing points at all its rows, where the bound is the evidence."""
+"""Up to so many rows a site fits an exact GP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Baseline:
     evaluations: int
 
 
-def log_prior(model: SparseGP) -> Tensor:
+def log_prior(model: WiredModel) -> Tensor:
     """Log density, up to a constant, of weak priors: lengthscales, amplitude √outputscale and noise sd are LN(0, 1).
 
     They keep a GP of a dozen rows from explaining them without noise.
@@ -45,80 +47,58 @@ def log_prior(model: SparseGP) -> Tensor:
     return -0.5 * torch.stack(terms).sum()
 
 
-def fit(
-    model: SparseGP,
-    inputs: Rows,
-    targets: Targets,
-    *,
-    max_evaluations: int,
-    move_inducing: bool,
-    prior: bool,
-    tolerance: float = 1e-7,
-) -> int:
-    """Maximise the collapsed bound, plus the log prior if asked; returns the evaluations it took."""
-    named = [(n, p) for n, p in model.wire_parameters() if move_inducing or n != "inducing.locations"]
-    model.inducing_points.requires_grad_(move_inducing)
-
-    def objective() -> Tensor:
-        bound = pooled_bound(model, inputs, targets)
-        return (bound + log_prior(model) if prior else bound) / len(targets)
-
-    _, evaluations = maximise(
-        objective,
-        [parameter for _, parameter in named],
-        max_evaluations=max_evaluations,
-        bounded=[".log_" in name for name, _ in named],
-        tolerance=tolerance,
+def fit(model: WiredModel, objective: Callable[[], Tensor], max_evaluations: int, tolerance: float = 1e-7) -> int:
+    """Maximise a function of the model's parameters, logarithms within their bounds; returns the evaluations used."""
+    named = dict(model.wire_parameters())
+    bounds = [LOGARITHM if ".log_" in name else FREE for name in named]
+    trace = maximise(
+        objective, list(named.values()), max_evaluations=max_evaluations, bounds=bounds, tolerance=tolerance
     )
-    return evaluations
+    return trace.evaluations
 
 
 def local_only(site_data: tuple[Array, Array, Array, Array], config: RunConfig) -> Baseline:
     """A GP of the site's own rows, hyperparameters at their mode: exact up to ``EXACT_ROWS`` rows, else sparse."""
     x, y, x_test, y_test = site_data
+    if len(x) > EXACT_ROWS:
+        return _sparse(site_data, config, np.random.default_rng([config.seed, *b"local"]), prior=True)
     place = Placement.of(config)
-    inputs, targets = place.tensor(x), place.tensor(y)
-    exact = len(x) <= EXACT_ROWS
-    rng = np.random.default_rng([config.seed, *b"local"])
-    centres = x if exact else _subset(x, config.model.num_inducing, rng)
-    model = place.module(SparseGP(config.model, torch.from_numpy(centres)))
-    used = fit(
-        model,
-        inputs,
-        targets,
-        max_evaluations=config.baselines.max_evaluations,
-        move_inducing=not exact,
-        prior=True,
-    )
-    return _predict(model, inputs, targets, x_test, y_test, used)
+    model = place.module(ExactGP(config.model, torch.from_numpy(x), torch.from_numpy(y)))
+    used = fit(model, lambda: model.log_evidence() + log_prior(model) / len(y), config.baselines.max_evaluations)
+    mean, variance = model.predict(place.tensor(x_test))
+    return Baseline(to_array(mean), to_array(variance), y_test, used)
 
 
 def pooled(site: RawSite, preparation: Preparation, config: RunConfig) -> Baseline:
     """A sparse GP of the rows of all simulated sites, inducing points started at a random subset of the rows."""
-    x, y, x_test, y_test = _all_rows(config, site.partitions, preparation)
-    place = Placement.of(config)
-    inputs, targets = place.tensor(x), place.tensor(y)
-    rng = np.random.default_rng([config.seed, *b"pooled"])
-    model = place.module(SparseGP(config.model, torch.from_numpy(_subset(x, config.model.num_inducing, rng))))
-    used = fit(
-        model, inputs, targets, max_evaluations=config.baselines.max_evaluations, move_inducing=True, prior=False
-    )
-    return _predict(model, inputs, targets, x_test, y_test, used)
+    rows = all_rows(config, site.partitions, preparation)
+    return _sparse(rows, config, np.random.default_rng([config.seed, *b"pooled"]), prior=False)
 
 
-def _all_rows(config: RunConfig, partitions: int, preparation: Preparation) -> tuple[Array, Array, Array, Array]:
+def all_rows(config: RunConfig, partitions: int, preparation: Preparation) -> tuple[Array, Array, Array, Array]:
+    """Encoded inputs and targets of all simulated sites, then those of their held-out rows."""
     encoded = [site.encode(preparation) for site in load_all_sites(config, partitions)]
     parts: Sequence[str] = ("x", "y", "x_test", "y_test")
     x, y, x_test, y_test = (np.concatenate([getattr(data, part) for data in encoded]) for part in parts)
     return x, y, x_test, y_test
 
 
-def _subset(x: Array, count: int, rng: np.random.Generator) -> Array:
-    return x[np.sort(rng.permutation(len(x))[:count])]
+def _sparse(
+    rows: tuple[Array, Array, Array, Array], config: RunConfig, rng: np.random.Generator, *, prior: bool
+) -> Baseline:
+    """Hyperparameters and inducing points at the maximum of the collapsed bound, plus the log prior if asked."""
+    x, y, x_test, y_test = rows
+    place = Placement.of(config)
+    inputs, targets = place.tensor(x), place.tensor(y)
+    chosen = np.sort(rng.permutation(len(x))[: config.model.num_inducing])
+    model = place.module(SparseGP(config.model, torch.from_numpy(x[chosen])))
 
+    def objective() -> Tensor:
+        bound = pooled_bound(model, inputs, targets)
+        return (bound + log_prior(model) if prior else bound) / len(targets)
 
-def _predict(model: SparseGP, inputs: Rows, targets: Targets, x_test: Array, y_test: Array, used: int) -> Baseline:
+    used = fit(model, objective, config.baselines.max_evaluations)
     with torch.no_grad():
         sums = SparseSums.from_arrays(pooled_sums(model, inputs, targets).to_arrays())
-        mean, variance = model.predict(torch.from_numpy(x_test).to(inputs), exact_posterior(sums, float(model.noise)))
+        mean, variance = model.predict(place.tensor(x_test), exact_posterior(sums, float(model.noise)))
     return Baseline(to_array(mean), to_array(variance), y_test, used)

@@ -13,8 +13,8 @@ import numpy as np
 from scipy.special import gammaln, logsumexp, ndtri, pdtr
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.metrics import LEVELS, PIT_BINS, Scores
-from fedgp_flower.shapes import Array
+from fedgp_flower.run.metrics import LEVELS, PIT_BINS, Scores
+from fedgp_flower.typing import Array
 
 NODES, FEWER = 241, 49
 """Steps of f for a density and, for the many values of F in a CRPS, fewer."""

@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedgp_flower.shapes import NamedArrays
+from fedgp_flower.typing import NamedArrays
 
 ARRAYS, FACTS = "site-state.arrays", "site-state.facts"
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from fedgp_flower.data.synthetic import Made, convolved_signals, five_blocks, plane_wave, sine
 from fedgp_flower.data.tables import SUFFIXES, table_stem
@@ -127,6 +126,8 @@ def catalogue(data_dir: str = "") -> list[Entry]:
 
 def _file_entry(name: str, path: Path) -> Entry:
     """Counts rows as lines, so that listing a folder stays fast."""
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]  # noqa: PLC0415  only for such files
+
     if path.name.endswith(".parquet"):
         facts = pq.ParquetFile(path).metadata
         rows, columns = facts.num_rows, facts.num_columns

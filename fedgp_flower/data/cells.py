@@ -13,14 +13,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
 Mask: TypeAlias = NDArray[np.bool_]
 
-LEAST_ROWS_FOR_IDS = 10
-"""In a shorter table even an ordinary categorical column may have no level twice."""
+ROWS_PER_LEVEL = 3
+"""Fewer rows than this for a level on average: the levels name rows, as identifiers do."""
 
 
 def kind_of(column: pd.Series) -> Kind:
@@ -69,7 +70,7 @@ def _typed_column(column: pd.Series, kind: Kind | None) -> tuple[pd.Series, list
         numbers = pd.Series(column.to_numpy(dtype=np.float64, na_value=np.nan), index=column.index)
         return _levels(number_labels(numbers)) if kind == "categorical" else _numeric(numbers, None)
     if pd.api.types.is_datetime64_any_dtype(column.dtype) or pd.api.types.is_timedelta64_dtype(column.dtype):
-        return column, ["dates; expected numbers or text, for example days since a fixed day"]
+        return column, ["dates or durations; expected numbers or text, for example days since a fixed day"]
     text = column.astype("str").str.strip()
     text = text.where(~text.isin(MISSING))
     numbers = pd.to_numeric(text, errors="coerce").astype(np.float64)
@@ -115,7 +116,11 @@ def check_target(target: pd.Series, likelihood: str, file: str) -> None:
     if likelihood == "bernoulli":
         levels = target.nunique()
         if levels > 2:
-            raise DataError(f"{said} has {levels} levels; `model.likelihood` = 'bernoulli' needs two")
+            like = ", as an identifier has" if nearly_unique(levels, len(target)) else ""
+            raise DataError(
+                f"{said} has {levels} levels in {len(target)} rows{like}; `model.likelihood` = 'bernoulli' needs two"
+                " classes. Name another `target`"
+            )
         return
     if kind_of(target) == "categorical":
         raise DataError(
@@ -128,19 +133,50 @@ def check_target(target: pd.Series, likelihood: str, file: str) -> None:
         raise DataError(f"{said}: expected counts 0, 1, 2, …; another number {_at(wrong)}")
 
 
-def refuse_ids(frame: pd.DataFrame, names: Sequence[str], file: str) -> None:
-    """Raise DataError where a text column has a level of its own in every row: a name or a number of a case.
-
-    Such a column says nothing about a new row, and its levels would travel to the server.
-    """
-    if len(frame) < LEAST_ROWS_FOR_IDS:
-        return
-    ids = [n for n in names if kind_of(frame[n]) == "categorical" and frame[n].nunique() == len(frame)]
-    if ids:
-        raise DataError(
-            f"{file}: text differs in every row of {', '.join(f'`{n}`' for n in ids)}, as an identifier does;"
-            " name the columns to use in `features`"
+def refuse_dates(frame: pd.DataFrame, features: Sequence[str], target: str, file: str) -> None:
+    """Raise DataError naming the columns of dates of a table as it was read, each with the first row that holds one."""
+    problems = []
+    for name in (*features, target):
+        dates = dates_in(frame[name])
+        if dates is None:
+            continue
+        other = "name another `target`" if name == target else "leave it out of `features`"
+        row = int(np.argmax(dates)) + 1
+        problems.append(
+            f"`{name}` holds dates (for example row {row}); turn it into a number such as days since"
+            f" a fixed day, or {other}"
         )
+    if problems:
+        raise DataError(f"{file}: {'. '.join(problems)}")
+
+
+def refuse_identifiers(frame: pd.DataFrame, names: Sequence[str], file: str, most: int) -> None:
+    """Refuse typed text columns whose levels are nearly unique, or more than ``most``.
+
+    The levels of a column travel to the server and into the saved posterior; those of an identifier say nothing about
+    a new row, even where some of them come back. Two levels are a class, however few the rows.
+
+    Raises:
+        DataError: naming every such column and how many levels it has.
+    """
+    problems = []
+    for name in names:
+        if kind_of(frame[name]) == "numeric":
+            continue
+        levels = int(frame[name].nunique())
+        counted = f"`{name}` has {levels} levels in {len(frame)} rows"
+        if nearly_unique(levels, len(frame)):
+            problems.append(f"{counted}, as an identifier has; leave it out of `features`")
+        elif levels > most:
+            remedy = "leave it out of `features`, or raise `max-levels`"
+            problems.append(f"{counted}; at most `max-levels` = {most} are allowed: {remedy}")
+    if problems:
+        raise DataError(f"{file}: {'. '.join(problems)}")
+
+
+def nearly_unique(levels: int, rows: int) -> bool:
+    """Whether a level has fewer than three rows on average."""
+    return levels > 2 and levels * ROWS_PER_LEVEL > rows
 
 
 def refuse_constant(frame: pd.DataFrame, names: Sequence[str], where: str, hint: str) -> None:

@@ -14,11 +14,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
-from fedgp_flower.data.cells import Kind, check_target, refuse_ids, typed
+from fedgp_flower.data.cells import Kind, check_target, refuse_dates, refuse_identifiers, typed
 from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
 from fedgp_flower.errors import DataError
+from fedgp_flower.run.config import CoreConfig
 
 OPENML = "openml/"
 
@@ -34,12 +34,21 @@ class Choice:
     """Column to partition by; empty means the target."""
     natural: bool
     """The partition column names the site of a row, so it is an input only if ``features`` says so."""
+    max_levels: int
+    """Most levels of a column of text."""
 
     @staticmethod
     def of(config: CoreConfig) -> Choice:
         """Take the keys from a run configuration."""
         natural = config.partitioner == "natural"
-        return Choice(config.target, config.features, config.model.likelihood, config.partition.column, natural)
+        return Choice(
+            config.target,
+            config.features,
+            config.model.likelihood,
+            config.partition.column,
+            natural,
+            config.max_levels,
+        )
 
     def columns(
         self, names: Sequence[str], file: str, target: str = "", aside: Sequence[str] = ()
@@ -135,6 +144,8 @@ def checked(
         DataError: naming the file and the columns that are missing or hold cells that cannot be used.
     """
     require_columns(raw, [*features, target], file)
+    if kinds is None:
+        refuse_dates(raw, features, target, file)
     settled: dict[str, Kind] = {**(kinds or {}), **({target: "categorical"} if likelihood == "bernoulli" else {})}
     frame = typed(raw, [*features, target], file, settled)
     check_target(frame[target], likelihood, file)
@@ -154,7 +165,7 @@ def _load(name: str, path: Path | None, choice: Choice, seed: int, stamps: tuple
     by = choice.column or target
     require_columns(raw.frame, [*features, target, by], raw.file)
     frame = checked(raw.frame, features, target, choice.likelihood, raw.file)
-    refuse_ids(frame, features, raw.file)
+    refuse_identifiers(frame, features, raw.file, choice.max_levels)
     column = frame[by] if by in frame else typed(raw.frame, [by], raw.file)[by]
     return Table(raw.file, frame, tuple(features), target, column, raw.splits)
 

@@ -17,11 +17,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import kind_of, number_labels
 from fedgp_flower.data.seeds import derived_seed, generator
 from fedgp_flower.errors import DataError
-from fedgp_flower.shapes import Array
+from fedgp_flower.run.config import CoreConfig
+from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from fedgp_flower.config import CoreConfig, Value
-from fedgp_flower.data.cells import kind_of, refuse_constant, refuse_ids, require_rows
+from fedgp_flower.data.cells import kind_of, refuse_constant, refuse_identifiers, require_rows
 from fedgp_flower.data.datasets import Choice, Table, checked, load_table
 from fedgp_flower.data.partitioning import Deal, Indices, deal, row_labels
 from fedgp_flower.data.seeds import generator
@@ -27,10 +27,21 @@ from fedgp_flower.data.standardisation import (
 )
 from fedgp_flower.data.tables import read_table, table_stem
 from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.shapes import Array
+from fedgp_flower.options import Value
+from fedgp_flower.run.config import CoreConfig
+from fedgp_flower.typing import Array
 
 LEAST_ROWS = 2
 """Training rows below which a site has no spread to describe."""
+
+LOADED = "load_data"
+"""What errors call rows that a function of the user returned."""
+
+Data: TypeAlias = (
+    tuple[NDArray[Any], NDArray[Any]]
+    | tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+    | tuple[pd.DataFrame, str]
+)
 
 _ONE_AT_A_TIME = Lock()
 """Sites that share a process wait for one of them to read and deal; silencing a library is not safe beside a thread."""
@@ -96,8 +107,10 @@ class RawSite:
 
 def site_id(node_config: Mapping[str, Value]) -> str:
     """The stable id of this node: `site`, else the name of its data file, else its partition; empty if it has none."""
+    if node_config.get("site"):
+        return str(node_config["site"])
     if "data-path" in node_config:
-        return str(node_config.get("site", "")) or table_stem(Path(str(node_config["data-path"])))
+        return table_stem(Path(str(node_config["data-path"])))
     return str(node_config.get("partition-id", ""))
 
 
@@ -228,21 +241,73 @@ def _dealt(table: Table, config: CoreConfig, partitions: int) -> Deal:
 
 def _real_site(config: CoreConfig, site: str, node: Mapping[str, str]) -> RawSite:
     path = Path(node["data-path"]).expanduser()
+    other = Path(node["test-path"]).expanduser() if node.get("test-path") else path
+    test = read_table(other) if node.get("test-path") else None
+    label = node.get("label", "") or site
+    return _of_tables(config, (site, label, ""), (read_table(path), test), (path.name, other.name))
+
+
+def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) -> RawSite:
+    """A real site with rows that a loader of one's own returned.
+
+    Args:
+        config: The run configuration.
+        node_config: ``site`` or ``partition-id`` names the site, ``label`` is its name for people.
+        data: ``(X, y)``, ``(X, y, X_test, y_test)``, or ``(frame, target)`` with a DataFrame and the name of a column.
+
+    Raises:
+        DataError: the data are nothing of the kind, or their rows cannot be used.
+    """
+    site = site_id(node_config)
+    if not site:
+        raise DataError("the node configuration names no site: it needs `site` (or `partition-id`, in simulation)")
+    label = str(node_config.get("label", "")) or site
+    if len(data) == 2 and isinstance(data[0], pd.DataFrame):
+        return _of_tables(config, (site, label, str(data[1])), (data[0], None), (LOADED, LOADED))
+    if len(data) not in (2, 4):
+        raise DataError(
+            f"{LOADED} returned {len(data)} things, expected (X, y), (X, y, X_test, y_test) or (frame, target)"
+        )
+    tables = [_framed(np.asarray(x), np.asarray(y)) for x, y in zip(data[::2], data[1::2], strict=True)]
+    return _of_tables(config, (site, label, "y"), (tables[0], tables[1] if len(tables) > 1 else None), (LOADED, LOADED))
+
+
+def _framed(inputs: NDArray[Any], target: NDArray[Any]) -> pd.DataFrame:
+    """Rows as a table with the columns x0, x1, … and y."""
+    if inputs.ndim != 2 or target.shape != inputs.shape[:1]:
+        raise DataError(f"{LOADED} returned arrays of shapes {inputs.shape}, {target.shape}; expected [N, D] and [N]")
+    frame = pd.DataFrame(inputs, columns=[f"x{column}" for column in range(inputs.shape[1])])
+    return frame.assign(y=target)
+
+
+def _of_tables(
+    config: CoreConfig,
+    names: tuple[str, str, str],
+    tables: tuple[pd.DataFrame, pd.DataFrame | None],
+    files: tuple[str, str],
+) -> RawSite:
+    """A real site of a table, and of one with its held-out rows or a share of the first.
+
+    Args:
+        config: The run configuration.
+        names: Of the site, of the site for people, and of the target where the configuration names none.
+        tables: Rows to train on, and rows to hold out where they are apart.
+        files: What errors call the two.
+    """
+    site, label, usual = names
+    (raw, other), (file, other_file) = tables, files
     choice = Choice.of(config)
-    raw = read_table(path)
-    features, target = choice.columns([str(name) for name in raw.columns], path.name)
-    frame = checked(raw, features, target, choice.likelihood, path.name)
-    refuse_ids(frame, features, path.name)
-    if node.get("test-path"):
-        other = Path(node["test-path"]).expanduser()
+    features, target = choice.columns([str(name) for name in raw.columns], file, usual)
+    frame = checked(raw, features, target, choice.likelihood, file)
+    if other is not None:
         kinds = {name: kind_of(frame[name]) for name in features}
-        train, test = frame, checked(read_table(other), features, target, choice.likelihood, other.name, kinds)
+        train, test = frame, checked(other, features, target, choice.likelihood, other_file, kinds)
     else:
         keep, drop = _hold_out(len(frame), config, site)
         train, test = (frame.iloc[part].reset_index(drop=True) for part in (keep, drop))
-    result = RawSite(site, node.get("label", "") or site, 0, train, test, tuple(features), target)
-    usable = _usable(result, path.name, choice.likelihood)
+    refuse_identifiers(train, features, file, choice.max_levels)
+    usable = _usable(RawSite(site, label, 0, train, test, tuple(features), target), file, choice.likelihood)
     if config.constant_columns == "error":
         hint = "leave it out of `features`, or set `constant-columns` to 'keep'"
-        refuse_constant(train, features, path.name, hint)
+        refuse_constant(train, features, file, hint)
     return usable

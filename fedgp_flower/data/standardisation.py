@@ -1,8 +1,9 @@
 """A site's half of federated standardisation: describe its rows by sums, and encode them with what was agreed.
 
-The server's half is ``strategies.preparation``. A column of numbers is described by its sum, its sum of squares about
-the site's own mean, and what rounding took from the sum; a categorical column by how often each level occurs. The
-agreed preparation turns numeric columns into one standardised input each and categorical ones into indicators.
+The server's half is ``strategies.server.standardisation``. A column of numbers is described by its sum, its sum of
+squares about the site's own mean, and what rounding took from the sum; a categorical column by how often each level
+occurs. The agreed preparation turns numeric columns into one standardised input each and categorical ones into
+indicators.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from fedgp_flower.data.cells import Kind, kind_of, typed
 from fedgp_flower.data.tables import read_table, require_columns
 from fedgp_flower.errors import DataError, ProtocolError
-from fedgp_flower.shapes import Array, NamedArrays
+from fedgp_flower.typing import Array, NamedArrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +164,18 @@ def _require_array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: 
 
 
 def read_inputs(path: Path, preparation: Preparation) -> pd.DataFrame:
-    """Feature columns of a file of new rows, typed as the sites agreed; other columns are not looked at.
+    """:func:`typed_inputs` of a file of new rows."""
+    return typed_inputs(read_table(path), preparation, path.name)
+
+
+def typed_inputs(frame: pd.DataFrame, preparation: Preparation, name: str) -> pd.DataFrame:
+    """Feature columns of new rows, typed as the sites agreed; other columns are not looked at.
 
     Raises:
-        DataError: the file lacks a column, or holds cells that cannot be used; names file, column and row.
+        DataError: a column is missing, or holds cells that cannot be used; says ``name``, column and row.
     """
-    raw = read_table(path)
-    require_columns(raw, preparation.features, path.name)
-    return typed(raw, preparation.features, path.name, {column.name: column.kind for column in preparation.columns})
+    require_columns(frame, preparation.features, name)
+    return typed(frame, preparation.features, name, {column.name: column.kind for column in preparation.columns})
 
 
 def _level_index(series: pd.Series, column: Column) -> NDArray[np.int64]:

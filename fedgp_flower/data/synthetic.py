@@ -7,10 +7,9 @@ from typing import TypeAlias
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy.ndimage import gaussian_filter1d
 
 from fedgp_flower.data.seeds import generator
-from fedgp_flower.shapes import Array
+from fedgp_flower.typing import Array
 
 Made: TypeAlias = tuple[pd.DataFrame, tuple[NDArray[np.int64], ...]]
 """A table, and the test rows of each of its standard splits."""
@@ -61,6 +60,8 @@ def convolved_signals(seed: int) -> Made:
     lengthscale 0.1, ψ a Gaussian density of width λ_m ~ U(2, 10) grid steps, δ_m ~ U(0.5, 3), ε_m ~ N(0, 0.1²), on 200
     evenly spaced points of [−1, 1]. The test rows are those of the first unit above 0, which no unit may train on.
     """
+    from scipy.ndimage import gaussian_filter1d  # noqa: PLC0415  a third of a second, for one data set
+
     draw = generator(seed, "convolved-signals")
     points, margin, units = 200, 50, 5
     step = 2 / (points - 1)

@@ -14,9 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedgp_flower.models.exact_q import SearchOptions, UnitData, respond, starting_parameters, statistics
-from fedgp_flower.models.multi_output import LocalSteps, from_exact, local_update
-from strategies.exact_q import ExactState, lead, start_state, trial_moves
+from fedgp_flower.methods.fedmgp.exact_q import posterior
+from fedgp_flower.methods.fedmgp.learner import LocalSteps, local_update
+from fedgp_flower.methods.fedmgp.multi_output import from_exact
+from fedgp_flower.methods.fedmgp.unit import SearchOptions, UnitData, respond, starting_parameters, statistics
+from strategies.fedmgp_exact import ExactState, start_state, trial_moves
+from strategies.fedmgp_shared import latents_at
 
 RESULT = Path(__file__).parent.parent / "results" / "fedmgp_benchmark.md"
 
@@ -27,9 +30,9 @@ def problem(rows: int, pseudo_inputs: int, latents: int) -> tuple[np.ndarray, np
     x = np.linspace(-1, 1, rows)[:, None]
     y = np.sin(9 * x[:, 0]) + 0.1 * rng.standard_normal(rows)
     W = np.linspace(-1.1, 1.1, pseudo_inputs)[:, None]
-    state, data = start_state(W, [3.0**i for i in range(latents)]), UnitData.build(x, y, W)
-    own = starting_parameters(data, state.latents, SearchOptions())
-    return x, y, lead(state, statistics(data, state.latents, own)), data
+    shared, data = latents_at(W, [3.0**i for i in range(latents)], 1e-8), UnitData.build(x, y, W)
+    first = statistics(data, shared, starting_parameters(data, shared, SearchOptions()))
+    return x, y, start_state(shared, posterior(first)), data
 
 
 def least(action: Callable[[], object], seconds: float = 1.5) -> float:

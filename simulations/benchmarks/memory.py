@@ -37,7 +37,7 @@ def imports(data_dir: str) -> float:
 
 def run(data_dir: str, **own: bool | int | float | str) -> float:
     """A short run over all rows."""
-    from fedgp_flower.cli import run_in_process
+    from fedgp_flower.run.in_process import run_in_process
 
     with tempfile.TemporaryDirectory() as folder:
         keys: dict[str, bool | int | float | str] = {
@@ -67,11 +67,11 @@ def average(data_dir: str) -> float:
 
 
 def pooled(data_dir: str) -> float:
-    """The pooled yardstick: all 40 000 rows at one place."""
+    """The pooled baseline: all 40 000 rows at one place."""
     return run(data_dir, method="pooled", **{"test-fraction": 0.02})
 
 
-PARTS = {"imports": imports, "fsgp exact": exact, "fsgp average": average, "pooled yardstick": pooled}
+PARTS = {"imports": imports, "fsgp exact": exact, "fsgp average": average, "pooled baseline": pooled}
 
 
 def main() -> None:

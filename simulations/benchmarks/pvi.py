@@ -19,15 +19,15 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fedgp_flower.gaussian import DiagonalGaussian
-from fedgp_flower.models import pvi_arrays as wire
-from fedgp_flower.models.factors import PseudoObservations
-from fedgp_flower.models.hierarchical import Data, Latents, SparseModel, location_scale
-from fedgp_flower.models.optimise import AdamSettings
-from fedgp_flower.models.pseudo_points import microaggregate
-from fedgp_flower.models.pvi_local import LocalSettings, Situation, local_update, prior_of
-from fedgp_flower.models.pvi_updates import LocalProblem, adam_update
-from fedgp_flower.registry import parse_config
+from fedgp_flower.gp.gaussian import DiagonalGaussian
+from fedgp_flower.gp.optimisers import AdamSettings
+from fedgp_flower.methods.pvi.factors import PseudoObservations
+from fedgp_flower.methods.pvi.hierarchical import Data, Latents, SparseModel, location_scale, sparse_model
+from fedgp_flower.methods.pvi.learner import Site, Situation, prior_of, replayed
+from fedgp_flower.methods.pvi.options import PVIOptions
+from fedgp_flower.methods.pvi.pseudo_points import microaggregate
+from fedgp_flower.methods.pvi.updates import LocalProblem, adam_update
+from fedgp_flower.run.registry import parse_config
 
 RESULT = Path(__file__).parent.parent / "results" / "pvi_benchmark.md"
 INPUTS, SAMPLES, STEPS = 8, 4, 4
@@ -58,7 +58,7 @@ CASES = (
 def problem(case: Case) -> tuple[SparseModel, Data, list[PseudoObservations], Latents]:
     """A site's rows, the factors of the other sites, and q(Z), q(β) in the middle of training."""
     rng = np.random.default_rng(0)
-    model = wire.sparse_model(parse_config({"method": "pvi"}).model, INPUTS)
+    model = sparse_model(parse_config({"method": "pvi"}).model, INPUTS)
     data = [_rows(rng, case.rows) for _ in range(case.sites)]
     Z = torch.from_numpy(rng.standard_normal(case.inducing * INPUTS))
     hyper = model.initial_hyper() + torch.tensor([1.0] * INPUTS + [0.0, 0.0], dtype=torch.float64)
@@ -72,11 +72,13 @@ def _rows(rng: np.random.Generator, count: int) -> Data:
     return Data(torch.from_numpy(x), torch.from_numpy(y))
 
 
-def settings(**keys: bool | int | float | str) -> LocalSettings:
+def settings(**keys: bool | int | float | str) -> PVIOptions:
     """Of a site, as a configuration gives them; pseudo-observations near single rows, as in the paper."""
     flat: dict[str, bool | int | float | str] = {"method": "pvi", "pvi.min-rows-per-pseudo-point": 1}
     flat |= {f"pvi.{name.replace('_', '-')}": value for name, value in keys.items()}
-    return LocalSettings.of(parse_config(flat).options, 0)
+    options = parse_config(flat).options
+    assert isinstance(options, PVIOptions)
+    return options
 
 
 def adam_steps(case: Case) -> Callable[[], object]:
@@ -92,8 +94,8 @@ def replay_visit(case: Case) -> tuple[float, int]:
     """Processor seconds of one visit with the default budgets, and the evaluations it took."""
     model, data, others, latents = problem(case)
     started = time.process_time()
-    outcome = local_update(
-        model, data, Situation(latents, latents, others, None), settings(), torch.Generator().manual_seed(0)
+    outcome = replayed(
+        Site(model, data, settings(), torch.Generator().manual_seed(0)), Situation(latents, latents, others)
     )
     return time.process_time() - started, outcome.evaluations
 
@@ -160,7 +162,7 @@ def least(actions: Mapping[str, Callable[[], object]], rounds: int = 12) -> dict
 
 def traffic(case: Case) -> tuple[float, float]:
     """Bytes up and down of a visit to a site when all sites have factors, as a run counts them."""
-    from fedgp_flower.cli import run_in_process
+    from fedgp_flower.run.in_process import run_in_process
 
     rng = np.random.default_rng(0)
     data = _rows(rng, case.rows * case.sites)

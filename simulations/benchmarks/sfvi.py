@@ -23,11 +23,12 @@ import pandas as pd
 from flwr.app import ArrayRecord, Message
 
 from fedgp_flower import client_app
-from fedgp_flower.config import Value
-from fedgp_flower.engine import InProcessGrid, simulated_nodes
-from fedgp_flower.registry import METHODS, load, parse_config
-from strategies.base import GPStrategy, Snapshot
-from strategies.wire import content_bytes
+from fedgp_flower.options import Value
+from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
+from fedgp_flower.run.registry import METHODS, load, parse_config
+from strategies.server.base import Snapshot
+from strategies.server.wire import content_bytes
+from strategies.sfvi_state import StructuredVI
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import sfvi_mnist
@@ -46,7 +47,7 @@ LINES = (
     "Bytes are those of a site and round, up and down, once it has what is sent only once. What must travel is",
     "(2 |η_G| + 2 |θ| + S |ε|) × 8; `arrays` is the data of all arrays over that, `all` everything in both messages:",
     "headers of arrays (Flower's are 128 bytes each), names, the site, the run, the round and the figures. First:",
-    "all bytes of the round that carries standardisation, schema and shared inputs.",
+    "all bytes of the largest message and answer that carry standardisation, schema and shared inputs.",
 )
 
 
@@ -57,6 +58,8 @@ class Figures:
     rows: list[dict[str, float]] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     """Processor time at the end of every round."""
+    first: int = 0
+    """Bytes of the largest message and its answer that carry what is sent once."""
 
     def on_round(self, row: Mapping[str, float], total: int) -> None:
         """Note the time."""
@@ -79,8 +82,10 @@ class Meter(InProcessGrid):
         started = time.process_time()
         reply = super().answer(message)
         seconds = time.process_time() - started
+        both = (message, reply)
+        if "context" in message.content:
+            self.figures.first = max(self.figures.first, sum(content_bytes(m) for m in both))
         if message.metadata.message_type.startswith("train"):
-            both = (message, reply)
             arrays = [array.numpy() for m in both for array in m.content.array_records["arrays"].values()]
             number = int(str(message.content.config_records["config"]["round"]))
             row = {"round": number, "seconds": seconds, "numbers": sum(array.nbytes for array in arrays)}
@@ -88,23 +93,24 @@ class Meter(InProcessGrid):
         return reply
 
 
-def measured(flat: dict[str, Any], sites: int) -> tuple[pd.DataFrame, float, GPStrategy]:
-    """Messages of a short run, seconds of a round, and the strategy."""
+def measured(flat: dict[str, Any], sites: int) -> tuple[Figures, float, StructuredVI]:
+    """What was seen in a short run, seconds of a round, and the strategy."""
     figures, config = Figures(), parse_config(flat)
-    strategy: GPStrategy = load(METHODS[config.method].strategy)(config, figures, None)
+    strategy: StructuredVI = load(METHODS[config.method].strategy).from_config(config, figures)
     strategy.start(Meter(flat, sites, figures), ArrayRecord(), num_rounds=ROUNDS, timeout=config.round_timeout)
-    return pd.DataFrame(figures.rows), float(np.median(np.diff(figures.ends))), strategy
+    return figures, float(np.median(np.diff(figures.ends))), strategy
 
 
 def row_of(name: str, flat: dict[str, Any], sites: int) -> dict[str, Any]:
     """A row of the table."""
     short = {**QUIET, **flat, "num-server-rounds": ROUNDS}
-    messages, seconds, strategy = measured({**short, "method": "sfvi"}, sites)
-    averaged, _, _ = measured({**short, "method": "sfvi-avg", "sfvi.local-steps": STEPS}, sites)
-    parameters: dict[str, np.ndarray] = strategy.predictive()
+    figures, seconds, strategy = measured({**short, "method": "sfvi"}, sites)
+    others, _, _ = measured({**short, "method": "sfvi-avg", "sfvi.local-steps": STEPS}, sites)
+    messages, averaged = pd.DataFrame(figures.rows), pd.DataFrame(others.rows)
+    parameters = strategy.current.parameters
     eta = sum(array.size for key, array in parameters.items() if key.startswith("q."))
     theta = sum(array.size for key, array in parameters.items() if key.startswith("theta."))
-    options: Any = strategy.config.options
+    options = strategy.options
     noise = 0 if options.closed_form else options.samples * len(parameters["q.mean"])
     must = 8 * (2 * eta + 2 * theta + noise)
     later, own = messages[messages["round"] > 1], averaged[averaged["round"] > 1]
@@ -121,7 +127,7 @@ def row_of(name: str, flat: dict[str, Any], sites: int) -> dict[str, Any]:
         "arrays": float(later["numbers"].max()) / must,
         "all": float(later["bytes"].max()) / must,
         f"all ≤ {BOUND}": "yes" if float(later["bytes"].max()) <= BOUND * must else "no",
-        "first": str(int(messages.loc[messages["round"] == 1, "bytes"].max())),
+        "first": str(figures.first),
     }
 
 

@@ -1,0 +1,235 @@
+"""A site's ClientApp: Flower messages in and out of a method's client, whatever the message and whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+
+from fedgp_flower.clients import masking
+from fedgp_flower.clients.numpy_client import NAMES, Setting, SiteClient
+from fedgp_flower.clients.state import SiteState, load_state, save_state
+from fedgp_flower.data.sites import Data, RawSite, load_site, site_id, site_of
+from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.errors import ConfigError, FedGPError
+from fedgp_flower.gp.linalg import counting_repairs
+from fedgp_flower.options import FlatConfig
+from fedgp_flower.privacy.questions import context_digest
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.run.registry import METHODS, load, parse_config
+from fedgp_flower.typing import NamedArrays
+
+logger = logging.getLogger("fedgp")
+
+SCHEMA_VERSION = 1
+CONTEXT, CONSTANTS, LACKS = "context", "constants", "lacks-context"
+"""Records, config key and state of what travels to a site once; config key of a reply by a site that has it not."""
+
+LoadSite: TypeAlias = Callable[[RunConfig, Context], RawSite]
+
+
+class SiteApp(ClientApp):
+    """Answers every message of every method.
+
+    Args:
+        load: The rows of a node, by the configuration of a run and the node's Context.
+        mods: Flower's mods, applied to every message.
+        train_mods: Mods of training messages alone, such as ``fixedclipping_mod``.
+    """
+
+    def __init__(
+        self, load: LoadSite | None = None, mods: list[Mod] | None = None, train_mods: list[Mod] | None = None
+    ) -> None:
+        super().__init__(mods=mods)
+        self.load: LoadSite = load or (lambda config, context: load_site(config, context.node_config))
+        self.train_mods = train_mods or []
+        self.known: set[str] = set()
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """The reply to a message; a type seen for the first time is registered with Flower first."""
+        kind = message.metadata.message_type
+        if kind not in self.known:
+            category, _, action = kind.partition(".")
+            mods = self.train_mods if category == "train" else []
+            register = getattr(self, category)(*([action] if action else []), mods=mods)
+            register(self.answer)
+            self.known.add(kind)
+        return super().__call__(message, context)
+
+    def answer(self, message: Message, context: Context) -> Message:
+        """Answer one message. A site's error becomes a reply that names the site and says what is wrong.
+
+        The words of an error that nobody foresaw may hold a cell of the site's table: they stay in the site's own log.
+        """
+        identity: dict[str, Any] = {
+            "schema-version": SCHEMA_VERSION,
+            "site": site_id(context.node_config),
+            "run": message.content.config_records["config"]["run"],
+        }
+        started = time.perf_counter()
+        try:
+            if _lacks(message, context):
+                return _reply(message, identity, {}, {"num-examples": 0}, {LACKS: True})
+            with counting_repairs() as repairs:
+                arrays, metrics, texts = self._computed(message, context)
+        except FedGPError as error:
+            return _refusal(message, identity, str(error))
+        except Exception as error:
+            logger.exception("site %s could not answer %s", identity["site"], message.metadata.message_type)
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            what = (
+                f"unexpected {type(error).__name__} in {Path(place.filename).name}:{place.lineno}; see the site's log"
+            )
+            return _refusal(message, identity, what)
+        if masking.WORDS not in arrays:  # what a site spent may say how many rows it has
+            metrics |= {f"repairs.{name}": count for name, count in repairs.items()}
+            metrics["seconds"] = time.perf_counter() - started
+        return _reply(message, identity, arrays, metrics, texts)
+
+    def _computed(self, message: Message, context: Context) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Arrays, numbers and texts of the reply."""
+        given: dict[str, Any] = {**message.content.config_records["config"]}
+        flat = self._configuration(message, context)
+        config = _parsed(json.dumps(flat, sort_keys=True))
+        kind = message.metadata.message_type
+        if kind == masking.KEYS:
+            return masking.introduced(context, str(given["run"]))
+        state = load_state(context, str(given["run"]))
+        client = self._client(config, given, context, state)
+        record = message.content.array_records["arrays"]
+        names, parameters = list(record), [array.numpy() for array in record.values()]
+        given[NAMES] = "\n".join(names)
+        if masking.REQUEST in given:
+            summand = self._masked(message, context, client, dict(zip(names, parameters, strict=True)))
+            save_state(context, state)
+            return summand
+        public = client.answers_publicly(kind)
+        masking.require_masks(context, config.privacy.secure_aggregation, kind, public)
+        if kind == "evaluate":
+            loss, count, scores = client.evaluate(parameters, given)
+            return {}, {"num-examples": count, "loss": loss, **scores}, {}
+        outputs, count, mixed = client.fit(parameters, given)
+        save_state(context, state)
+        said = str(mixed.pop(NAMES))
+        answered = said.split("\n") if said else []
+        texts = {name: value for name, value in mixed.items() if isinstance(value, str)}
+        numbers = {name: value for name, value in mixed.items() if name not in texts}
+        return dict(zip(answered, outputs, strict=True)), {"num-examples": count, **numbers}, texts
+
+    @staticmethod
+    def _masked(
+        message: Message, context: Context, client: SiteClient, arrays: NamedArrays
+    ) -> tuple[NamedArrays, dict[str, Any], dict[str, Any]]:
+        """The reply to a question under masks."""
+        kind, given = message.metadata.message_type, dict(message.content.config_records["config"])
+        request = client.asked(kind, arrays, given)
+        kept = context.state.config_records.get(CONTEXT, ConfigRecord())
+        constants = context.state.array_records.get(CONSTANTS, ArrayRecord())
+        digest = context_digest(kept, {name: array.numpy() for name, array in constants.items()})
+        question = masking.question_of(message, context, request, digest)
+        return masking.answered(question, context, lambda: client.handler(kind)(request))
+
+    def _configuration(self, message: Message, context: Context) -> FlatConfig:
+        """The configuration that the server names, else this node's copy of the run's."""
+        kept = context.state.config_records.get(CONTEXT)
+        text = message.content.config_records["config"].get("configuration")
+        if text is None and kept is not None and CONTEXT in message.content.config_records["config"]:
+            text = kept["configuration"]
+        return context.run_config if text is None else dict(json.loads(str(text)))
+
+    def _client(self, config: RunConfig, given: Mapping[str, Any], context: Context, state: SiteState) -> SiteClient:
+        """The client of the configured method, holding this node's data and state."""
+        method: type[SiteClient] = load(METHODS[config.method].client)
+        site = self.load(config, context)
+        kept = context.state.config_records.get(CONTEXT) if given.get(CONTEXT) else None
+        preparation = None if kept is None else _preparation(kept)
+        own = context.state.array_records.get(CONSTANTS, ArrayRecord()) if kept is not None else ArrayRecord()
+        constants = {name: array.numpy() for name, array in own.items()}
+        numbers = int(given["round"]), int(given["communication"])
+        return method(Setting(config, site, state, preparation, *numbers, constants))
+
+
+def make_client_app(
+    method: str,
+    load_data: Callable[[Context], Data],
+    mods: list[Mod] | None = None,
+    train_mods: list[Mod] | None = None,
+) -> ClientApp:
+    """The sites' app of a method, with rows of one's own.
+
+    A site is called by ``site`` in its node configuration, in simulation by its ``partition-id``. All else that a site
+    needs to know comes with the server's messages.
+
+    Args:
+        method: Name of the method; a server that runs another one is refused.
+        load_data: Returns ``(X, y)``, ``(X, y, X_test, y_test)``, or ``(frame, target)`` with a DataFrame and the name
+            of a column. Without test rows a share ``test_fraction`` of the rows is held out.
+        mods: Flower's mods, applied to every message.
+        train_mods: Mods of training messages alone, such as ``fixedclipping_mod``.
+    """
+    kept: dict[tuple[int, int], tuple[RunConfig, RawSite]] = {}
+
+    def load(config: RunConfig, context: Context) -> RawSite:
+        if config.method != method:
+            raise ConfigError(f"the server runs the method `{config.method}`; this app was made for `{method}`")
+        key = context.run_id, context.node_id
+        if key not in kept or kept[key][0] != config:
+            kept[key] = config, site_of(config, context.node_config, load_data(context))
+        return kept[key][1]
+
+    return SiteApp(load, mods, train_mods)
+
+
+def _lacks(message: Message, context: Context) -> bool:
+    """Keep the context that a message brings; whether it names one that is not kept here."""
+    digest = message.content.config_records["config"].get(CONTEXT)
+    if digest is None:
+        return False
+    brought = message.content.config_records.get(CONTEXT)
+    if brought is not None:
+        context.state[CONTEXT] = ConfigRecord({**brought, "digest": str(digest)})
+        context.state[CONSTANTS] = message.content.array_records.get(CONSTANTS, ArrayRecord())
+    kept = context.state.config_records.get(CONTEXT)
+    return kept is None or kept["digest"] != digest
+
+
+def _preparation(kept: ConfigRecord) -> Preparation:
+    arrays = {name: np.asarray(kept[name]) for name in ("input.mean", "input.scale")}
+    arrays |= {name: np.asarray(kept[name]).reshape(()) for name in ("target.mean", "target.scale")}
+    return Preparation.from_wire(arrays, str(kept["schema"]))
+
+
+@lru_cache(maxsize=8)
+def _parsed(flat: str) -> RunConfig:
+    return parse_config(json.loads(flat))
+
+
+def _reply(
+    message: Message,
+    identity: Mapping[str, Any],
+    arrays: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    texts: Mapping[str, Any],
+) -> Message:
+    content = RecordDict(
+        {
+            "arrays": ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()}),
+            "metrics": MetricRecord(dict(metrics)),
+            "config": ConfigRecord({**identity, **texts}),
+        }
+    )
+    return Message(content, reply_to=message)
+
+
+def _refusal(message: Message, identity: Mapping[str, Any], error: str) -> Message:
+    return Message(RecordDict({"config": ConfigRecord({**identity, "error": error})}), reply_to=message)

@@ -1,0 +1,211 @@
+"""A site's half of totals under masks: who it is, what it refuses, and what it remembers of a run.
+
+What a site has answered stands in the node's Context and, with ``state-dir``, on its disk *before* the reply leaves:
+a site that forgets can be asked the same under another roster. The same request gets the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load
+
+from fedgp_flower.data.sites import site_id
+from fedgp_flower.errors import ConfigError, ProtocolError
+from fedgp_flower.messages import Layout, encode, is_summand
+from fedgp_flower.privacy import masks
+from fedgp_flower.privacy.keys import Identity, Trust
+from fedgp_flower.privacy.questions import (
+    LEAST_SITES,
+    MAX_CHANGES,
+    History,
+    MaskedQuestion,
+    SitePolicy,
+    admitted,
+    content_digest,
+    flat,
+    layout_of,
+    length,
+    read_members,
+)
+from fedgp_flower.run.files import write_arrays, write_bytes
+from fedgp_flower.typing import NamedArrays
+
+logger = logging.getLogger("fedgp")
+
+REQUEST, MEMBERS, ANSWERS, LAYOUT = "masked", "members", "answers", "layout"
+"""Config key of a request, of the context's roster, and of a reply: H, and the layout where the server has none."""
+WORDS = "masked"
+"""The one array of a reply."""
+KEYS = "query.keys"
+IN_THE_CLEAR = frozenset({"query.describe", KEYS})
+"""What a site that answers under masks alone still says by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A site as it takes part in totals."""
+
+    site: str
+    identity: Identity
+    trust: Trust
+    policy: SitePolicy
+
+    @staticmethod
+    def of(node_config: Mapping[str, Any]) -> Guard:
+        """By ``site-key``, ``trust``, ``min-sites`` and ``max-roster-changes`` of the node configuration.
+
+        Raises:
+            ConfigError: a real site without a key or a trust file.
+        """
+        site = site_id(node_config)
+        least = int(node_config.get("min-sites", LEAST_SITES))
+        policy = SitePolicy(max(least, LEAST_SITES), int(node_config.get("max-roster-changes", MAX_CHANGES)))
+        files = [str(node_config.get(key, "")) for key in ("site-key", "trust")]
+        if all(files):
+            return Guard(site, Identity.read(Path(files[0])), Trust.read(Path(files[1])), policy)
+        if any(files) or "partition-id" not in node_config:
+            raise ConfigError(
+                "totals under masks need `site-key` and `trust` in the node configuration of a real site; make them"
+                " with `fedgp site key` and `fedgp site trust`"
+            )
+        return Guard(site, Identity.simulated(site), Trust(None), policy)
+
+
+def introduced(context: Context, run: str) -> tuple[NamedArrays, dict[str, Any], dict[str, Any]]:
+    """The answer to ``query.keys``: this site's line of the roster, and the latest question it has answered."""
+    guard = Guard.of(context.node_config)
+    member = guard.identity.member(run, guard.site)
+    latest = Journal(context, run).history.number
+    return {}, {"num-examples": 0, "latest-question": latest}, {"key": member.key, "signature": member.signature}
+
+
+def require_masks(context: Context, wanted: bool, kind: str, public: bool) -> None:
+    """Refuse to answer in the clear where the run or the site's owner wants masks.
+
+    Raises:
+        ProtocolError: this kind of message is answered under masks, or not at all.
+    """
+    clear = IN_THE_CLEAR | ({"query.pooled"} if "partition-id" in context.node_config else frozenset())
+    if (wanted or context.node_config.get("trust")) and kind not in clear and not public:
+        raise ProtocolError(
+            f"this site answers `{kind}` under masks alone; the run needs `privacy.secure-aggregation = true` and a"
+            " method that asks for totals"
+        )
+
+
+class Journal:
+    """What a site remembers of the masked questions of a run, and its latest reply."""
+
+    def __init__(self, context: Context, run: str) -> None:
+        self.context, self.run = context, run
+        self.name = f"masks.{hashlib.sha256(run.encode()).hexdigest()[:16]}"
+        folder = context.node_config.get("state-dir")
+        self.folder = Path(str(folder)).expanduser() if folder else None
+
+    @property
+    def history(self) -> History:
+        """The later of what the Context and the disk hold: a kill can leave an older Context."""
+        texts = [str(self.context.state.config_records.get(self.name, ConfigRecord()).get("history", ""))]
+        if self.folder is not None and (self.folder / f"{self.name}.json").exists():
+            texts.append((self.folder / f"{self.name}.json").read_text(encoding="utf-8"))
+        found = [TypeAdapter(History).validate_json(text) for text in texts if text]
+        return max(found, key=lambda own: (own.number, own.changes), default=History(self.run))
+
+    def reply(self, digest: str) -> masks.Words | None:
+        """The words that were sent in answer to the question with this hash, if they are still here."""
+        kept = self.context.state.array_records.get("masks.reply", ArrayRecord())
+        if digest in kept:
+            return np.asarray(kept[digest].numpy())
+        if self.folder is not None:
+            try:
+                return load((self.folder / "masks.reply.safetensors").read_bytes()).get(digest)
+            except (FileNotFoundError, SafetensorError):
+                return None
+        return None
+
+    def keep(self, history: History, words: masks.Words) -> None:
+        """Remember an answer before it leaves: the question first, then the reply."""
+        text = json.dumps(asdict(history))
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(self.folder / f"{self.name}.json", text.encode())
+            write_arrays(self.folder / "masks.reply.safetensors", {history.digest: words})
+        self.context.state[self.name] = ConfigRecord({"history": text})
+        self.context.state["masks.reply"] = ArrayRecord({history.digest: Array(words)})
+
+
+def question_of(message: Message, context: Context, request: Any, digest: str) -> MaskedQuestion:
+    """The question as this site has received it.
+
+    Raises:
+        ProtocolError: the message is no question under masks.
+    """
+    config = message.content.config_records["config"]
+    try:
+        said = json.loads(str(config[REQUEST]))
+        sites, number = [str(site) for site in said["sites"]], int(said["number"])
+        layout: Layout | None = TypeAdapter(Layout | None).validate_python(said["layout"])
+    except (ValueError, KeyError, TypeError, ValidationError):
+        raise ProtocolError("the message is no question under masks: other version of the app") from None
+    kept = context.state.config_records.get("context", ConfigRecord())
+    members = {member.site: member for member in read_members(str(kept.get(MEMBERS, "[]")))}
+    missing = sorted(set(sites) - set(members))
+    if missing:
+        raise ProtocolError(f"the roster names {', '.join(missing[:5])}, whose keys were not sent")
+    return MaskedQuestion(
+        run=str(config["run"]),
+        round=int(str(config["round"])),
+        number=number,
+        kind=message.metadata.message_type,
+        content=content_digest(digest, encode(request)),
+        layout=layout,
+        members=tuple(members[site] for site in sites),
+    )
+
+
+def answered(
+    question: MaskedQuestion, context: Context, answer: Callable[[], Any]
+) -> tuple[NamedArrays, dict[str, Any], dict[str, Any]]:
+    """The masked summand of this site, or masked zeros where it cannot answer and knows of what shape.
+
+    Raises:
+        ProtocolError: this site refuses the question; nothing is remembered then.
+    """
+    guard, journal = Guard.of(context.node_config), Journal(context, question.run)
+    member = guard.identity.member(question.run, guard.site)
+    history = admitted(question, member, guard.trust, guard.policy, journal.history)
+    texts: dict[str, Any] = {ANSWERS: question.digest}
+    words = journal.reply(question.digest)
+    if words is None or question.layout is None:
+        plain, layout = _summand(question, answer)
+        words = question.masked(plain, guard.identity, guard.site) if words is None else words
+        texts |= {LAYOUT: json.dumps(layout)} if question.layout is None else {}
+    journal.keep(history, words)
+    return {WORDS: words}, {"num-examples": 0}, texts
+
+
+def _summand(question: MaskedQuestion, answer: Callable[[], Any]) -> tuple[masks.Words, Layout]:
+    sites = len(question.members)
+    try:
+        found = answer()
+        if not is_summand(type(found)):
+            raise ProtocolError(f"`{type(found).__name__}` is no summand, so there is no total of it")
+        arrays = encode(found)
+        layout = layout_of(arrays) if question.layout is None else question.layout
+        return masks.counted(flat(arrays, layout), sites), layout
+    except Exception:
+        if question.layout is None:
+            raise
+        logger.exception("this site adds nothing to `%s`", question.kind)
+        return masks.nothing(length(question.layout)), question.layout

@@ -1,0 +1,280 @@
+"""A site's half of every method: handlers with typed messages, behind Flower's ``NumPyClient``.
+
+The handler of a kind of message has its name: ``query.statistics`` is answered by ``statistics``, ``train`` by
+``train``. Its annotation says what the request is, and what it returns says what the answer is::
+
+    def statistics(self, request: Parameters) -> Statistics: ...
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.client import NumPyClient
+from flwr.common import NDArrays
+from flwr.common.typing import Scalar as FlowerScalar
+from numpy.typing import NDArray
+
+from fedgp_flower.clients import baselines
+from fedgp_flower.clients.state import SiteState
+from fedgp_flower.data.sites import RawSite, SiteData
+from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.errors import ProtocolError
+from fedgp_flower.gp.kernels import build_kernel, wire_name
+from fedgp_flower.gp.placement import Placement
+from fedgp_flower.gp.sums import input_shape
+from fedgp_flower.messages import decode, encode, is_message, is_public, join, split
+from fedgp_flower.methods.messages import LocalScoreSums, Nothing, ScoreSums, Shape
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.run.metrics import Scores, gaussian_scores
+from fedgp_flower.typing import NamedArrays
+
+NAMES = "names-of-arrays"
+"""Config key (request) and metric key (reply) that names the arrays of a ``fit`` call, a line each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a client is made of: the configuration, the site's rows and state, and what the sites agreed on."""
+
+    config: RunConfig
+    site: RawSite
+    state: SiteState
+    preparation: Preparation | None
+    round: int
+    communication: int
+    constants: NamedArrays = field(default_factory=dict)
+    """Arrays that the server sent once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer that is no message: arrays under names of their own, and numbers and texts beside them."""
+
+    arrays: NamedArrays
+    said: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predictive mean and variance of noisy observations, standardised, each [N]."""
+
+    mean: NDArray[np.float64]
+    variance: NDArray[np.float64]
+
+
+class SiteClient(NumPyClient):
+    """Handlers of the messages that every method answers; a method adds its own, and :meth:`predict`."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.config = setting.config
+        self.site = setting.site
+        self.state = setting.state
+        self.setting = setting
+        self.placement = Placement.of(setting.config)
+        torch.set_num_threads(setting.config.threads)
+
+    # The pairing with Flower.
+
+    def fit(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[NDArrays, int, dict[str, Any]]:
+        """Carry named arrays to the handler of the message's kind, and its answer back."""
+        arrays, texts = self.answer(str(config["phase"]), dict(zip(_names(config), parameters, strict=True)), config)
+        return list(arrays.values()), self.num_examples, {NAMES: "\n".join(arrays), **texts}
+
+    def evaluate(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[float, int, dict[str, Any]]:
+        """Score predictions for the site's held-out rows; returns (mean NLL, rows, sums of scores)."""
+        scores = self.score(self._request("predict", dict(zip(_names(config), parameters, strict=True)), config))
+        count = int(scores.sums["count"])
+        return scores.sums["nll"] / count if count else 0.0, count, flat_scores(scores)
+
+    def answer(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> tuple[NamedArrays, dict[str, Any]]:
+        """Arrays of the answer, and what else it says.
+
+        Raises:
+            ProtocolError: if this method has no handler for the kind, or the arrays are not its request.
+        """
+        answer = self.handler(kind)(self.asked(kind, arrays, numbers))
+        if isinstance(answer, Said):
+            return answer.arrays, dict(answer.said)
+        return split(type(answer), encode(answer))
+
+    def handler(self, kind: str) -> Callable[[Any], Any]:
+        """What answers messages of a kind.
+
+        Raises:
+            ProtocolError: nothing does.
+        """
+        name = kind.partition(".")[2] or kind
+        if not is_answered(type(self), name):
+            raise ProtocolError(f"method `{self.config.method}` does not answer `{kind}`")
+        return typing.cast(Callable[[Any], Any], getattr(self, name))
+
+    def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
+        """The request in a message of a kind."""
+        self.handler(kind)
+        return self._request(kind.partition(".")[2] or kind, arrays, numbers)
+
+    def answers_publicly(self, kind: str) -> bool:
+        """Whether an answer of a kind says nothing of the rows."""
+        name = kind.partition(".")[2] or kind
+        answer = typing.get_type_hints(getattr(self, name)).get("return") if is_answered(type(self), name) else None
+        return is_message(answer) and is_public(typing.cast(type, answer))
+
+    def _request(self, handler: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
+        request = request_class(type(self), handler)
+        return decode(request, join(request, arrays, numbers))
+
+    # What a method's handlers work with.
+
+    @property
+    def num_examples(self) -> int:
+        """Training rows of the site."""
+        return len(self.site.train)
+
+    @property
+    def preparation(self) -> Preparation:
+        """What the sites agreed on.
+
+        Raises:
+            ProtocolError: the message carries no agreement.
+        """
+        if self.setting.preparation is None:
+            raise ProtocolError("the message names no agreed columns and scales")
+        return self.setting.preparation
+
+    @property
+    def rows(self) -> SiteData:
+        """The site's rows, standardised as the sites agreed."""
+        return self.site.encode(self.preparation)
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Standardised training inputs [N, D] and targets [N], where and as precisely as the configuration says."""
+        return self.placement.tensor(self.rows.x), self.placement.tensor(self.rows.y)
+
+    def predict(self, request: Any, inputs: NDArray[np.float64]) -> Prediction:
+        """Predict noisy observations at standardised inputs [N, D] with what the request carries.
+
+        Raises:
+            ProtocolError: for a method whose clients share nothing that predicts rows.
+        """
+        del request, inputs
+        raise ProtocolError(f"method `{self.config.method}` has no prediction of single rows")
+
+    def score(self, request: Any) -> Scores:
+        """Scores of the held-out rows in original units."""
+        return gaussian_scores(*self.original(self.predict(request, self.rows.x_test), self.rows.y_test))
+
+    def original(self, prediction: Prediction, target: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+        """Mean, standard deviation and target in the units of the data."""
+        mean, scale = self.preparation.target_mean, self.preparation.target_scale
+        return prediction.mean * scale + mean, np.sqrt(prediction.variance) * scale, target * scale + mean
+
+    def start(self, num_inputs: int) -> NamedArrays:
+        """Initial hyperparameters under their wire names; the same at every site, from the configuration alone."""
+        kernel = build_kernel(self.config.model, num_inputs)
+        arrays: NamedArrays = {f"kernel.{wire_name(n)}": p.detach().numpy() for n, p in kernel.named_parameters()}
+        return arrays | {"likelihood.log_noise": np.log([self.config.model.noise])}
+
+    # Handlers.
+
+    def describe(self, request: Nothing) -> Said:
+        """Counts, sums and sums of squares of the training rows, and the schema of the site's table."""
+        del request
+        description = self.site.describe()
+        said = {"partitions": self.site.partitions, "schema": description.schema, "label": self.site.label}
+        return Said(dict(description.arrays), said)
+
+    def shape(self, request: Nothing) -> Shape:
+        """Where the standardised inputs lie, and the initial hyperparameters of the configured model."""
+        del request
+        arrays = input_shape(self.rows.x)
+        return Shape(arrays["input.histogram"], arrays["input.products"], self.start(self.rows.x.shape[1]))
+
+    def score_sums(self, request: Any) -> ScoreSums:
+        """Scores of the held-out rows as a summand."""
+        return ScoreSums.of(self.score(request))
+
+    def predictions(self, request: Any) -> Said:
+        """Held-out rows with their predictions; a real site refuses, its rows stay where they are."""
+        self._require_simulated("does not send rows")
+        return Said(self.shown(request))
+
+    def shown(self, request: Any) -> NamedArrays:
+        """Held-out rows as a simulation keeps them: predictive mean and sd, target, and one or two inputs."""
+        mean, sd, target = self.original(self.predict(request, self.rows.x_test), self.rows.y_test)
+        arrays: NamedArrays = {"prediction.mean": mean, "prediction.sd": sd, "prediction.target": target}
+        return arrays | self.shown_inputs()
+
+    def shown_inputs(self) -> NamedArrays:
+        """Held-out inputs in original units, where a plot can show them."""
+        if self.rows.x_test.shape[1] > 2:
+            return {}
+        return {"prediction.input": self.rows.x_test * self.preparation.input_scale + self.preparation.input_mean}
+
+    def local_only(self, request: Nothing) -> Said:
+        """The comparison a site can make by itself: a GP of its rows alone."""
+        del request
+        return self.compared(self.local_fit())
+
+    def local_scores(self, request: Nothing) -> LocalScoreSums:
+        """The same as a summand."""
+        del request
+        return LocalScoreSums(**vars(ScoreSums.of(self._scored(self.local_fit()))))
+
+    def pooled(self, request: Nothing) -> Said:
+        """The comparison only a simulation can make: one sparse GP of the rows of all sites."""
+        del request
+        self._require_simulated("does not see the rows of other sites")
+        return self.compared(baselines.pooled(self.site, self.preparation, self.config))
+
+    def local_fit(self) -> baselines.Baseline:
+        """A GP of this site's rows, and what it predicts of the held-out ones."""
+        rows = self.rows
+        return baselines.local_only((rows.x, rows.y, rows.x_test, rows.y_test), self.config)
+
+    def compared(self, result: baselines.Baseline) -> Said:
+        """The answer that carries a baseline's scores."""
+        return scored(self._scored(result), evaluations=result.evaluations)
+
+    def _scored(self, result: baselines.Baseline) -> Scores:
+        return gaussian_scores(*self.original(Prediction(result.mean, result.variance), result.target))
+
+    def _require_simulated(self, what: str) -> None:
+        if not self.site.simulated:
+            raise ProtocolError(f"a real site {what}")
+
+
+def is_answered(client: type[SiteClient], handler: str) -> bool:
+    """Whether a method of this name is a handler: its annotation names a request."""
+    return handler.isidentifier() and request_class(client, handler) is not None
+
+
+@cache
+def request_class(client: type[SiteClient], handler: str) -> Any:
+    """The class of a handler's request; None where the name is no handler. Scores are asked as ``predict`` is."""
+    function = getattr(client, "predict" if handler in {"predictions", "score_sums"} else handler, None)
+    hints = typing.get_type_hints(function) if callable(function) else {}
+    hint = hints.get("request")
+    return hint if is_message(hint) else None
+
+
+def scored(scores: Scores, **more: float) -> Said:
+    """An answer of scores alone."""
+    return Said({}, {**flat_scores(scores), **more})
+
+
+def flat_scores(scores: Scores) -> dict[str, float | list[float]]:
+    """Scores as metrics of a reply: sums as numbers, histograms as flat lists."""
+    histograms = {name: [float(value) for value in array.ravel()] for name, array in scores.arrays.items()}
+    return {**scores.sums, **histograms}
+
+
+def _names(config: Mapping[str, FlowerScalar]) -> list[str]:
+    return str(config[NAMES]).split("\n") if config[NAMES] else []

@@ -1,0 +1,1 @@
+"""Processes and credentials of a federation on real machines."""

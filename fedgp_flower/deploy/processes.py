@@ -1,0 +1,214 @@
+"""Processes of one launch, marked by a token in their environment, so that exactly these are ended, whatever happens.
+
+A SuperLink starts further processes (ServerApp, Ray, SuperExec); some have sessions of their own, some outlive their
+parent. Process groups and parent ids alone would miss those. All of them inherit the token, and nobody else has it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from fedgp_flower.errors import RunError
+
+TOKEN = "FEDGP_LAUNCH"  # noqa: S105 - the name of a variable, not a secret
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEntry:
+    """A living process; its start time distinguishes it from a later one with the same id."""
+
+    parent: int
+    started: float
+    marked: bool
+    """Whether its environment holds the token."""
+
+
+Table = Mapping[int, ProcessEntry]
+
+
+def snapshot(token: str) -> dict[int, ProcessEntry]:
+    """Every living process, and whether it carries ``token``."""
+    table = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess), process.oneshot():
+            if process.status() != psutil.STATUS_ZOMBIE:
+                table[process.pid] = ProcessEntry(process.ppid(), process.create_time(), _carries(process, token))
+    return table
+
+
+def _carries(process: psutil.Process, token: str) -> bool:
+    try:
+        return process.environ().get(TOKEN) == token
+    except (psutil.AccessDenied, OSError):
+        return False  # of another user, hence not started here
+
+
+def belonging(table: Table, seen: Table) -> dict[int, ProcessEntry]:
+    """The processes of a launch: the marked ones, their descendants, and those ``seen`` before that still live.
+
+    A process may overwrite its environment when it renames itself, as the workers of Ray do; such a one is
+    recognised by its parent, and remembered when the parent is gone.
+    """
+    found = {p: e for p, e in table.items() if e.marked or (p in seen and seen[p].started == e.started)}
+    while True:
+        children = {p: e for p, e in table.items() if e.parent in found and p not in found}
+        if not children:
+            return found
+        found |= children
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+class Processes:
+    """A context that ends every process started in it, and every process those started."""
+
+    def __init__(self, environment: Mapping[str, str], logs: Path, grace: float = 10.0) -> None:
+        """Prepare an empty set of processes.
+
+        Args:
+            environment: Variables added to those of this process, for every child.
+            logs: Folder for the output of background processes, ``<name>.log``.
+            grace: Seconds between asking a process to end and forcing it to.
+        """
+        self.token = uuid.uuid4().hex
+        self.environment = {**os.environ, **environment, TOKEN: self.token}
+        self.logs = logs
+        self._grace = grace
+        self._background: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Processes:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with _deaf():
+            self.end()
+
+    def start(self, name: str, command: Sequence[str], folder: Path, extra: Mapping[str, str] | None = None) -> None:
+        """Start a background process in ``folder``, with ``extra`` variables; its output goes to a log file."""
+        with (self.logs / f"{name}.log").open("ab") as log:
+            self._background[name] = subprocess.Popen(  # noqa: S603 - our own command, no shell
+                list(command),
+                cwd=folder,
+                env={**self.environment, **(extra or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def call(self, command: Sequence[str], folder: Path, capture: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end; its output is captured, or passed through."""
+        pipe = subprocess.PIPE if capture else None
+        return subprocess.run(  # noqa: S603 - our own command, no shell
+            list(command),
+            cwd=folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+
+    def require_alive(self) -> None:
+        """Raise where a background process has ended by itself.
+
+        Raises:
+            RunError: naming the process, its exit status and the end of its log.
+        """
+        for name, process in self._background.items():
+            if process.poll() is not None:
+                raise RunError(f"{name} ended with status {process.returncode}; the end of its log:\n{self.tail(name)}")
+
+    def tail(self, name: str, lines: int = 20) -> str:
+        """The end of a background process's log."""
+        return "\n".join((self.logs / f"{name}.log").read_text(errors="replace").splitlines()[-lines:])
+
+    def end(self) -> None:
+        """Ask every process of this launch to end, then force those that have not.
+
+        Raises:
+            RunError: naming the processes that neither signal ended.
+        """
+        seen: dict[int, ProcessEntry] = {}
+        for number, patience in ((signal.SIGTERM, self._grace), (signal.SIGKILL, self._grace)):
+            deadline = time.monotonic() + patience
+            asked: set[int] = set()
+            while (living := self._living(seen)) and time.monotonic() < deadline:
+                seen |= living
+                for pid in living.keys() - asked:
+                    _signal(pid, number)
+                asked |= living.keys()
+                time.sleep(0.1)
+            if not living:
+                for process in self._background.values():
+                    process.wait()  # it may have ended since it was last asked
+                return
+        raise RunError(f"could not end processes {sorted(seen.keys() & snapshot(self.token).keys())}; end them by hand")
+
+    def _living(self, seen: Table) -> dict[int, ProcessEntry]:
+        for process in self._background.values():
+            process.poll()  # lets the system forget a child that has ended
+        return belonging(snapshot(self.token), seen)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return  # it ended between looking and asking
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Ignore the ending signals: a second Ctrl-C must not stop the tidying up that the first began."""
+    with _handled(signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Turn the ending signals into SystemExit (status 128 + number), so that ``finally`` and ``with`` do their work."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        os.write(2, b"interrupted; ending what was started\n")  # print may be what was interrupted
+        raise SystemExit(128 + number)
+
+    with _handled(leave):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Set one handler for the ending signals, except those that whoever started us told us to ignore (``nohup``)."""
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    heard = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
+    for number in heard:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in heard.items():
+            signal.signal(number, old)

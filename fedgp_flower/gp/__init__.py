@@ -1,0 +1,1 @@
+"""The Gaussian-process toolbox: kernels, likelihoods, sums, Gaussians, optimisers."""

@@ -1,0 +1,216 @@
+"""Gaussians in natural parameters: a product of densities is a sum, a cavity a difference, damping a multiple.
+
+A factor t(x) = exp(η₁ᵀx + xᵀη₂x) need not be a density: it may be flat (η = 0) or have negative precision, as the
+approximate likelihoods of expectation propagation and partitioned variational inference do. Only what needs a density
+(moments, KL, normaliser) asks for η₂ ≺ 0, and then an improper one is an error, never repaired.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.linalg import cholesky
+from fedgp_flower.typing import NamedArrays
+
+G = TypeVar("G", bound="Gaussian")
+_HINT = "Lower the damping factor, or give the site a proper cavity"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gaussian(ABC):
+    """A Gaussian factor t(x) = exp(η₁ᵀx + xᵀη₂x), up to its normaliser.
+
+    ``*`` multiplies densities, ``/`` removes one (a cavity), ``**`` damps or tempers one.
+    """
+
+    eta1: Float[Tensor, " M"]
+    """η₁ = S⁻¹m."""
+    eta2: Tensor
+    """η₂ = −½S⁻¹: [M, M], or its diagonal [M]."""
+
+    def __mul__(self: G, other: G) -> G:
+        """Product of densities: natural parameters add."""
+        return type(self)(self.eta1 + other.eta1, self.eta2 + other.eta2)
+
+    def __truediv__(self: G, other: G) -> G:
+        """Quotient of densities: natural parameters subtract; what remains without ``other`` is the cavity."""
+        return type(self)(self.eta1 - other.eta1, self.eta2 - other.eta2)
+
+    def __pow__(self: G, exponent: float) -> G:
+        """Power of a density: natural parameters scale."""
+        return type(self)(exponent * self.eta1, exponent * self.eta2)
+
+    @property
+    def precision(self) -> Tensor:
+        """Λ = −2η₂ = S⁻¹."""
+        return -2.0 * self.eta2
+
+    @property
+    def size(self) -> int:
+        """Dimension of x."""
+        return self.eta1.shape[-1]
+
+    def flat(self: G) -> G:
+        """The factor t ≡ 1 of the same size: what a site that was never visited contributes."""
+        return self**0.0
+
+    def to_arrays(self) -> NamedArrays:
+        """Natural parameters as float64 arrays ``eta1`` and ``eta2``, ready for a message or a file."""
+        return {"eta1": _numpy(self.eta1), "eta2": _numpy(self.eta2)}
+
+    @classmethod
+    def from_arrays(cls: type[G], arrays: Mapping[str, NDArray[np.generic]]) -> G:
+        """The inverse of :meth:`to_arrays`."""
+        return cls(*(torch.as_tensor(np.array(arrays[name], dtype=np.float64)) for name in ("eta1", "eta2")))
+
+    def kl(self: G, other: G) -> Tensor:
+        """KL(self ‖ other) in nats, a scalar.
+
+        KL = ½ [tr(Λ'S) − M + (m−m')ᵀΛ'(m−m') + log|Λ| − log|Λ'|], primes marking ``other``.
+
+        Raises:
+            NumericsError: one of the two is improper.
+        """
+        difference = self.mean() - other.mean()
+        quadratic = difference @ _apply(other.precision, difference)
+        log_determinants = self.log_determinant() - other.log_determinant()
+        return 0.5 * (self._trace(other) - self.size + quadratic + log_determinants)
+
+    def expected(self: G, factor: G) -> Tensor:
+        """E[log t(x)] = η₁ᵀm + tr(η₂(S + mmᵀ)) under this density, of an unnormalised ``factor``, scalar, nats."""
+        mean = self.mean()
+        return factor.eta1 @ mean + mean @ _apply(factor.eta2, mean) - 0.5 * self._trace(factor)
+
+    def log_normaliser(self) -> Tensor:
+        """A(η) = log ∫ exp(η₁ᵀx + xᵀη₂x) dx = ½η₁ᵀSη₁ − ½log|Λ| + M/2 log 2π, a scalar."""
+        volume = self.size * math.log(2 * math.pi) - self.log_determinant()
+        return 0.5 * (self.eta1 @ self.mean() + volume)
+
+    @abstractmethod
+    def is_proper(self) -> bool:
+        """Whether the precision is finite and positive definite."""
+
+    @abstractmethod
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean m = Sη₁ and covariance S = Λ⁻¹ (its diagonal, for a diagonal Gaussian).
+
+        Raises:
+            NumericsError: the factor is not a density.
+        """
+
+    @abstractmethod
+    def mean(self) -> Float[Tensor, " M"]:
+        """Mean m = Sη₁."""
+
+    @abstractmethod
+    def log_determinant(self) -> Tensor:
+        """log|Λ|, a scalar."""
+
+    @abstractmethod
+    def _trace(self, other: Gaussian) -> Tensor:
+        """tr(Λ'S) with Λ' the precision of ``other``."""
+
+
+class NaturalGaussian(Gaussian):
+    """A Gaussian factor with full precision: ``eta2`` is [M, M] and symmetric."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_moments(cls: type[G], mean: Float[Tensor, " M"], covariance: Float[Tensor, "M M"]) -> G:
+        """The density N(mean, covariance)."""
+        L = cholesky(covariance, of="covariance of a Gaussian", hint="A covariance must be symmetric positive definite")
+        return cls(torch.cholesky_solve(mean[:, None], L)[:, 0], -0.5 * torch.cholesky_inverse(L))
+
+    def is_proper(self) -> bool:
+        """Whether the precision is finite and positive definite."""
+        if not (torch.isfinite(self.eta1).all() and torch.isfinite(self.eta2).all()):
+            return False
+        return bool(torch.linalg.cholesky_ex(self.precision).info == 0)
+
+    def moments(self) -> tuple[Float[Tensor, " M"], Float[Tensor, "M M"]]:
+        """Mean m = Sη₁ [M] and covariance S = (−2η₂)⁻¹ [M, M]."""
+        L = self._factor()
+        return torch.cholesky_solve(self.eta1[:, None], L)[:, 0], torch.cholesky_inverse(L)
+
+    def mean(self) -> Float[Tensor, " M"]:
+        """Mean m = Sη₁."""
+        return torch.cholesky_solve(self.eta1[:, None], self._factor())[:, 0]
+
+    def log_determinant(self) -> Tensor:
+        """log|Λ|."""
+        return 2.0 * self._factor().diagonal().log().sum()
+
+    def _trace(self, other: Gaussian) -> Tensor:
+        return torch.cholesky_solve(other.precision, self._factor()).diagonal().sum()
+
+    def _factor(self) -> Tensor:
+        return cholesky(self.precision, of="precision of a Gaussian", hint=_HINT)
+
+
+class DiagonalGaussian(Gaussian):
+    """A fully factorised Gaussian factor: ``eta2`` [M] is the diagonal."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_moments(cls: type[G], mean: Float[Tensor, " M"], variance: Float[Tensor, " M"]) -> G:
+        """The density ∏ N(mean_i, variance_i)."""
+        if not (variance > 0).all():
+            raise NumericsError(f"variances of a diagonal Gaussian must be positive; smallest: {variance.min():.2e}")
+        return cls(mean / variance, -0.5 / variance)
+
+    @classmethod
+    def standard(cls: type[G], size: int) -> G:
+        """The density N(0, I)."""
+        return cls(torch.zeros(size, dtype=torch.float64), torch.full((size,), -0.5, dtype=torch.float64))
+
+    def is_proper(self) -> bool:
+        """Whether every precision is finite and positive."""
+        finite = torch.isfinite(self.eta1).all() and torch.isfinite(self.eta2).all()
+        return bool(finite and (self.eta2 < 0).all())
+
+    def moments(self) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+        """Mean [M] and variances [M]."""
+        variance = 1.0 / self._checked()
+        return variance * self.eta1, variance
+
+    def mean(self) -> Float[Tensor, " M"]:
+        """Mean m = Sη₁."""
+        return self.eta1 / self._checked()
+
+    def log_determinant(self) -> Tensor:
+        """log|Λ|."""
+        return self._checked().log().sum()
+
+    def _trace(self, other: Gaussian) -> Tensor:
+        return (other.precision / self._checked()).sum()
+
+    def _checked(self) -> Tensor:
+        precision = self.precision
+        if not (precision > 0).all():
+            raise NumericsError(
+                f"precision of a diagonal Gaussian must be positive in all {self.size} entries; "
+                f"{int((~(precision > 0)).sum())} are not, the smallest is {precision.min():.2e}. {_HINT}."
+            )
+        return precision
+
+
+def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
+    """A full matrix, or a diagonal given as a vector, times a vector."""
+    return matrix @ vector if matrix.ndim == 2 else matrix * vector
+
+
+def _numpy(values: Tensor) -> NDArray[np.float64]:
+    return np.asarray(values.detach().cpu().numpy(), dtype=np.float64)

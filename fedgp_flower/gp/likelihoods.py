@@ -1,0 +1,286 @@
+"""What a posterior asks of a likelihood: E_q log p(y | f), the predictive density, and the moments of y.
+
+The models are those of GPyTorch (Gaussian, probit Bernoulli, Student-t) and counts with rate eᶠ; parameters are given
+from outside, as logarithms, so that one call serves many samples of them. Closed forms stand where there are any, the
+rest is Gauss–Hermite quadrature with nodes in float64, which GPyTorch rounds to float32. For labels log Φ is torch's
+``log_ndtr``: GPyTorch's ``log_normal_cdf`` is wrong by up to 2e-3 just below −1.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import gpytorch
+import numpy as np
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood, Likelihood, StudentTLikelihood
+from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Poisson, StudentT
+
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.gp.kernels import log_positive
+
+WEAK = 0.01
+"""Precision of a label as a value of f: small enough for an update to move it anywhere."""
+NONE = torch.zeros(0, dtype=torch.float64)
+"""Parameters of a likelihood without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Noise variance σ² e^{2ζ} with a Gaussian offset ζ: log σ², and under q its mean, variance, covariance with f."""
+
+    log_variance: Tensor
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor  # with each f_n  [N]
+
+
+class PointLikelihood(ABC):
+    """A likelihood that factorises over rows. Samples S, rows N, parameters R; any leading shape broadcasts alike.
+
+    Args:
+        nodes: Of the quadrature.
+    """
+
+    initial: Float[Tensor, " R"] = NONE
+    """Parameters at the start, in logarithms."""
+
+    def __init__(self, nodes: int = 20) -> None:
+        points, weights = np.polynomial.hermite.hermgauss(nodes)  # for N(0, ½)
+        self._nodes, self._weights = torch.as_tensor(points), torch.as_tensor(weights / math.sqrt(math.pi))
+
+    @abstractmethod
+    def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
+        """The conditional log p(y | f)."""
+
+    @abstractmethod
+    def to_gpytorch(self, hyper: Float[Tensor, " R"]) -> Likelihood:
+        """The same model as a likelihood of GPyTorch."""
+
+    def as_function(self, targets: Float[Tensor, " N"]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+        """Values of f that targets, or averages of them, suggest, and the precision of each: where factors start.
+
+        Labels and real values with outliers are no values of f; taken as such, but weak, they only break the symmetry.
+        """
+        return targets, torch.full_like(targets, WEAK)
+
+    def expected(
+        self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]
+    ) -> Tensor:
+        """E log p(y | f) with f ~ N(mean, variance), both [*S, N]: Σ_j w_j log p(y | m + √(2v) x_j)."""
+        function, weights = self._at_nodes(mean, variance)
+        return (weights * self.log_density(targets, function, hyper)).sum(0)
+
+    def log_predictive(
+        self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]
+    ) -> Tensor:
+        """Log predictive density log ∫ p(y | f) N(f; mean, variance) df.
+
+        Summed in logarithms: far from every node the density is small, but not zero.
+        """
+        function, weights = self._at_nodes(mean, variance)
+        return torch.logsumexp(self.log_density(targets, function, hyper) + weights.log(), 0)
+
+    @abstractmethod
+    def moments(self, mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]) -> tuple[Tensor, Tensor]:
+        """Mean and variance of a noisy observation."""
+
+    def expected_with(self, targets: Tensor, mean: Tensor, variance: Tensor, noise: Noise) -> Tensor:
+        """:meth:`expected` where the noise is uncertain; without Gaussian noise there is none."""
+        del noise
+        return self.expected(targets, mean, variance, NONE)
+
+    def moments_with(self, mean: Tensor, variance: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+        """:meth:`moments` where the noise is uncertain."""
+        del noise
+        return self.moments(mean, variance, NONE)
+
+    def _at_nodes(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (-1,) + (1,) * max(mean.ndim, variance.ndim)
+        return mean + (2.0 * variance).sqrt() * self._nodes.view(shape), self._weights.view(shape)
+
+
+class GaussianNoise(PointLikelihood):
+    """p(y | f) = N(y; f, σ²) with σ = exp(β_last): everything in closed form."""
+
+    def __init__(self, noise: float = 0.1) -> None:
+        """``noise``: initial variance σ², in squared units of y."""
+        super().__init__()
+        self.initial = torch.tensor([0.5 * math.log(noise)], dtype=torch.float64)
+
+    def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
+        """Log N(y; f, σ²)."""
+        return self.expected(targets, function, torch.zeros_like(function), hyper)
+
+    def to_gpytorch(self, hyper: Tensor) -> Likelihood:
+        """GPyTorch's Gaussian likelihood."""
+        return gaussian_likelihood(float((2.0 * hyper[-1]).exp()))
+
+    def as_function(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The targets themselves, with precision 1 in units of 1/σ²."""
+        return targets, torch.ones_like(targets)
+
+    def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """−½ log 2πσ² − ((y − m)² + v) / 2σ²."""
+        noise = (2.0 * hyper[..., -1:]).exp()
+        return -0.5 * (torch.log(2 * math.pi * noise) + ((targets - mean).square() + variance) / noise)
+
+    def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """Log density log N(y; m, v + σ²)."""
+        total = variance + (2.0 * hyper[..., -1:]).exp()
+        return -0.5 * (torch.log(2 * math.pi * total) + (targets - mean).square() / total)
+
+    def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean m and variance v + σ²."""
+        return mean, variance + (2.0 * hyper[..., -1:]).exp()
+
+    def expected_with(self, targets: Tensor, mean: Tensor, variance: Tensor, noise: Noise) -> Tensor:
+        """E log N(y | f, σ² e^{2ζ}) for jointly Gaussian (f, ζ).
+
+        Weighting by e^{−2ζ} moves the mean of f by −2 cov(f, ζ) and leaves its variance:
+        E[e^{−2ζ}(y − f)²] = exp(−2 E ζ + 2 var ζ) [(y − m + 2 cov)² + v].
+        """
+        precision = (-noise.log_variance - 2 * noise.mean + 2 * noise.variance).exp()
+        squares = (targets - mean + 2 * noise.covariance).square() + variance
+        return -0.5 * (math.log(2 * math.pi) + noise.log_variance + 2 * noise.mean + precision * squares)
+
+    def moments_with(self, mean: Tensor, variance: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+        """Moments m and v + σ² E e^{2ζ}, with E e^{2ζ} = exp(2 E ζ + 2 var ζ)."""
+        return mean, variance + (noise.log_variance + 2 * noise.mean + 2 * noise.variance).exp()
+
+
+class Probit(PointLikelihood):
+    """Labels y ∈ {0, 1} with p(y = 1 | f) = Φ(f); the predictive probability Φ(m / √(1 + v)) is closed form."""
+
+    def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
+        """Log Φ((2y − 1) f)."""
+        values: Tensor = torch.special.log_ndtr((2.0 * targets - 1.0) * function)
+        return values
+
+    def to_gpytorch(self, hyper: Tensor) -> Likelihood:
+        """GPyTorch's Bernoulli likelihood."""
+        return _float64(BernoulliLikelihood(), self)
+
+    def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """Log Φ(±m / √(1 + v))."""
+        return self.log_density(targets, mean / (1.0 + variance).sqrt(), hyper)
+
+    def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
+        """Moments p = E Φ(f) = Φ(m / √(1 + v)) and p (1 − p)."""
+        probability = torch.special.ndtr(mean / (1.0 + variance).sqrt())
+        return probability, probability * (1.0 - probability)
+
+
+class Counts(PointLikelihood):
+    """Poisson counts with rate eᶠ; all but the predictive mass is closed form."""
+
+    def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
+        """Y f − eᶠ − log y!."""
+        return targets * function - function.exp() - torch.lgamma(targets + 1.0)
+
+    def to_gpytorch(self, hyper: Tensor) -> Likelihood:
+        """:class:`LogPoisson`: GPyTorch has none."""
+        return _float64(LogPoisson(), self)
+
+    def as_function(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Counts y suggest f = log(y + ½) with precision y + ½, the inverse variance of that logarithm."""
+        return (targets + 0.5).log(), targets + 0.5
+
+    def expected(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
+        """E [y f − eᶠ − log y!] with E eᶠ = exp(m + ½ v)."""
+        return targets * mean - (mean + variance / 2).exp() - torch.lgamma(targets + 1.0)
+
+    def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
+        """Moments r = E eᶠ, and var y = r + r² (eᵛ − 1)."""
+        rate = (mean + variance / 2).exp()
+        return rate, rate + rate.square() * variance.expm1()
+
+
+class HeavyTailed(PointLikelihood):
+    """Student-t noise: the parameters are log of its scale and log(ν − 2), so that the variance exists."""
+
+    def __init__(self, noise: float = 0.1, nodes: int = 20) -> None:
+        """``noise``: initial squared scale; ν starts at 4."""
+        super().__init__(nodes)
+        self.initial = torch.tensor([0.5 * math.log(noise), math.log(2.0)], dtype=torch.float64)
+
+    def log_density(self, targets: Tensor, function: Tensor, hyper: Tensor) -> Tensor:
+        """Log density of Student-t noise around f."""
+        freedom, scale = 2.0 + hyper[..., -1:].exp(), hyper[..., -2:-1].exp()
+        return StudentT(df=freedom, loc=function, scale=scale, validate_args=False).log_prob(targets)
+
+    def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean m and variance v + scale² ν / (ν − 2)."""
+        excess = hyper[..., -1:].exp()
+        return mean, variance + (2.0 * hyper[..., -2:-1]).exp() * (2.0 + excess) / excess
+
+    def to_gpytorch(self, hyper: Tensor) -> Likelihood:
+        """GPyTorch's Student-t likelihood."""
+        likelihood = StudentTLikelihood(noise_constraint=log_positive()).double()
+        likelihood.noise, likelihood.deg_free = (2.0 * hyper[-2]).exp(), 2.0 + hyper[-1].exp()
+        return _float64(likelihood, self)
+
+
+def build_point_likelihood(name: str, *, noise: float = 0.1, nodes: int = 20) -> PointLikelihood:
+    """The likelihood ``model.likelihood`` names.
+
+    Args:
+        name: ``gaussian``, ``bernoulli``, ``poisson`` or ``student-t``.
+        noise: Initial noise variance σ² (``gaussian``) or squared scale (``student-t``).
+        nodes: Of the quadrature.
+
+    Raises:
+        ConfigError: for another name.
+    """
+    if name == "gaussian":
+        return GaussianNoise(noise)
+    if name == "student-t":
+        return HeavyTailed(noise, nodes)
+    kinds = {"bernoulli": Probit, "poisson": Counts}
+    if name not in kinds:
+        raise ConfigError(f"`model.likelihood` = {name!r} is unknown; allowed: gaussian, student-t, {', '.join(kinds)}")
+    return kinds[name](nodes)
+
+
+def gaussian_likelihood(noise: float) -> GaussianLikelihood:
+    """Gaussian noise of this variance, learned in log coordinates without a floor."""
+    likelihood = GaussianLikelihood(noise_constraint=log_positive()).double()
+    likelihood.noise = torch.tensor(noise, dtype=torch.float64)
+    return likelihood
+
+
+class LogPoisson(_OneDimensionalLikelihood):
+    """Counts with rate eᶠ, as a likelihood of GPyTorch."""
+
+    def forward(self, function_samples: Tensor, *_: object, **__: object) -> Poisson:
+        """The distribution of y given f."""
+        return Poisson(function_samples.exp(), validate_args=False)
+
+
+class LearnedLikelihood(gpytorch.Module):
+    """A likelihood whose parameters are learned; called as those of GPyTorch are."""
+
+    def __init__(self, point: PointLikelihood, own: Tensor) -> None:
+        super().__init__()
+        self.point = point
+        if own.numel():
+            self.register_parameter("own", torch.nn.Parameter(own.clone()))
+        else:
+            self.register_buffer("own", own)
+
+    def expected_log_prob(self, observations: Tensor, function_dist: MultivariateNormal) -> Tensor:
+        """E log p(y_n | f_n) of each row, [N]."""
+        return self.point.expected(observations, function_dist.mean, function_dist.variance, self.own)
+
+
+def _float64(likelihood: _OneDimensionalLikelihood, point: PointLikelihood) -> Likelihood:
+    """With the same quadrature, in float64."""
+    likelihood.quadrature.locations = point._nodes
+    likelihood.quadrature.weights = point._weights * math.sqrt(math.pi)
+    return likelihood

@@ -1,0 +1,295 @@
+"""The sparse GP of every sparse method: a GPyTorch kernel and likelihood with shared inducing points."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpytorch.kernels import Kernel, RBFKernel, ScaleKernel
+from torch import Tensor
+
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.kernels import WiredModel, build_kernel, prior_variance
+from fedgp_flower.gp.likelihoods import gaussian_likelihood
+from fedgp_flower.gp.linalg import kernel_cholesky, symmetric
+from fedgp_flower.gp.placement import FLOAT32_JITTER, to_array
+from fedgp_flower.gp.projections import whitened_projection
+from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, bound_gradient
+from fedgp_flower.options import ModelSection
+from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
+
+CHUNK = 4096
+"""Rows handled at once: no array grows with N beyond M × CHUNK."""
+
+
+class SparseGP(WiredModel):
+    """Kernel, Gaussian noise and inducing points; parameters in log coordinates, data standardised."""
+
+    def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
+        super().__init__()
+        self.covar_module = build_kernel(model, inducing_points.shape[-1])
+        self.likelihood = gaussian_likelihood(model.noise)
+        self.inducing_points = torch.nn.Parameter(inducing_points.double().clone())
+        self.requested_jitter = model.jitter
+
+    @staticmethod
+    def from_arrays(model: ModelSection, arrays: Mapping[str, Array]) -> SparseGP:
+        """The model that ``arrays`` describe; the inverse of :meth:`to_arrays`."""
+        sparse = SparseGP(model, torch.as_tensor(arrays["inducing.locations"]))
+        sparse.load(arrays)
+        return sparse
+
+    def wire_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The inducing points before kernel and noise."""
+        yield "inducing.locations", self.inducing_points
+        yield from super().wire_parameters()
+
+    @property
+    def jitter(self) -> float:
+        """Relative jitter of K_zz; float32 needs more than float64."""
+        single = self.inducing_points.dtype == torch.float32
+        return max(self.requested_jitter, FLOAT32_JITTER) if single else self.requested_jitter
+
+    def factor(self) -> Tensor:
+        """L with L Lᵀ = K_zz + jitter, shape [M, M]."""
+        if self._closed():
+            scale, variance = _of_squared_exponential(self.kernel)
+            points = self.inducing_points / scale
+            return kernel_cholesky(_covariance(points, points, variance), variance=variance, jitter=self.jitter)
+        kzz, variance = self._inducing_covariance()
+        return kernel_cholesky(kzz, variance=variance, jitter=self.jitter)
+
+    def _closed(self) -> bool:
+        """Whether the kernel is evaluated without GPyTorch: no graph is wanted and its formula is known."""
+        return not torch.is_grad_enabled() and is_squared_exponential(self.kernel)
+
+    def _cross(self, inputs: Rows) -> tuple[Tensor, Tensor]:
+        """K_zx and Σ k(x, x)."""
+        if self._closed():
+            scale, variance = _of_squared_exponential(self.kernel)
+            return _covariance(self.inducing_points / scale, inputs / scale, variance), len(inputs) * variance
+        return self.kernel(self.inducing_points, inputs).to_dense(), self.kernel(inputs, diag=True).sum()
+
+    def _inducing_covariance(self) -> tuple[Tensor, Tensor]:
+        return self.kernel(self.inducing_points).to_dense(), prior_variance(self.kernel, self.inducing_points)
+
+    def whitened_cross(self, inputs: Rows) -> Tensor:
+        """W = L⁻¹ K_zx with L Lᵀ = K_zz + jitter, shape [M, N]."""
+        return whitened_projection(self.kernel, self.inducing_points, inputs, jitter=self.jitter)
+
+    def sums(self, inputs: Rows, targets: Targets, factor: Tensor | None = None) -> SparseSums:
+        """The additive sums of some rows, differentiable by the parameters; ``factor`` is L where it is known."""
+        covariance, variance = self._cross(inputs)
+        cross = torch.linalg.solve_triangular(self.factor() if factor is None else factor, covariance, upper=False)
+        return SparseSums(
+            gram=cross @ cross.mT,
+            projection=cross @ targets,
+            target_squares=targets.square().sum(),
+            prior_variance=variance,
+            count=torch.tensor(float(len(targets)), dtype=targets.dtype, device=targets.device),
+        )
+
+    def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
+        """Mean and variance of a noisy observation, both [N], in standardised units.
+
+        With a = L⁻¹k_zx: mean aᵀm, variance k_xx - aᵀa + aᵀSa + σ².
+
+        Raises:
+            NumericsError: if a variance is not positive, which means that the posterior is broken.
+        """
+        pieces = [self._predict(chunk, posterior) for chunk in inputs.split(CHUNK)]
+        mean, variance = (torch.cat(part) for part in zip(*pieces, strict=True))
+        if not bool((variance > 0).all()):
+            raise NumericsError(
+                f"{int((variance <= 0).sum())} of {len(variance)} predictive variances are not positive."
+            )
+        return mean, variance
+
+    def _predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
+        cross = self.whitened_cross(inputs)
+        prior = self.kernel(inputs, diag=True)
+        mean, covariance = posterior.mean.to(cross), posterior.covariance.to(cross)
+        explained = cross.square().sum(0) - (covariance @ cross * cross).sum(0)
+        return cross.mT @ mean, prior - explained + self.noise
+
+
+def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, factor: Tensor | None = None) -> SparseSums:
+    """The sums of any number of rows, chunk by chunk, without a graph; ``factor`` is L where it is known."""
+    with torch.no_grad():
+        factor = model.factor() if factor is None else factor
+        chunks = zip(inputs.split(CHUNK), targets.split(CHUNK), strict=True)
+        return functools.reduce(operator.add, (model.sums(x, y, factor) for x, y in chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class Adjoints:
+    """Derivatives of the bound by the pooled sums."""
+
+    gram: Tensor  # ∂F/∂A  [M, M], symmetric
+    projection: Tensor  # ∂F/∂b  [M]
+    prior_variance: Tensor  # ∂F/∂c  []
+
+    @staticmethod
+    def of(gram: Array, projection: Array, prior_variance: Array, like: Tensor) -> Adjoints:
+        """From arrays, as precise as ``like`` and where it is."""
+        return Adjoints(*(torch.as_tensor(array).to(like) for array in (gram, projection, prior_variance)))
+
+    def of_cross(self, cross: Tensor, products: Tensor) -> Tensor:
+        """2 ∂F/∂A C + ∂F/∂b dᵀ: with C = W, d = y the adjoint of W, with C = A, d = b that of W times Wᵀ."""
+        return 2 * self.gram @ cross + torch.outer(self.projection, products)
+
+
+def rows_gradient(
+    model: SparseGP, inputs: Rows, targets: Targets, adjoints: Adjoints, factor: Tensor | None = None
+) -> NamedArrays:
+    """The part of dF/dw that needs rows: ⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw, K̄_zx = L⁻ᵀ (2 ∂F/∂A W + ∂F/∂b yᵀ).
+
+    Nothing is differentiated through the Cholesky factor, which no row touches: see :func:`inducing_gradient`.
+
+    Returns:
+        Under each parameter's wire name its share.
+    """
+    with torch.no_grad():
+        factor = model.factor() if factor is None else factor
+    total = _Gradient(model)
+    pull_back = _squared_exponential if is_squared_exponential(model.kernel) else _by_autograd
+    for x, y in zip(inputs.split(CHUNK), targets.split(CHUNK), strict=True):
+        pull_back(model, x, y, factor, adjoints, total)
+    return total.arrays()
+
+
+def _incoming(cross: Tensor, targets: Tensor, factor: Tensor, adjoints: Adjoints) -> Tensor:
+    """K̄_zx of some rows from their K_zx."""
+    whitened = torch.linalg.solve_triangular(factor, cross, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, adjoints.of_cross(whitened, targets), upper=True)
+
+
+def _by_autograd(model: SparseGP, x: Tensor, y: Tensor, factor: Tensor, adjoints: Adjoints, total: _Gradient) -> None:
+    """Any kernel: autograd through k alone."""
+    cross, variances = model.kernel(model.inducing_points, x).to_dense(), model.kernel(x, diag=True)
+    with torch.no_grad():
+        incoming = _incoming(cross, y, factor, adjoints)
+    total.add([cross, variances], [incoming, adjoints.prior_variance.expand_as(variances)])
+
+
+def is_squared_exponential(kernel: Kernel) -> bool:
+    """Whether a kernel is a² exp(−½ Σ_d (x_d − z_d)²/ℓ_d²), whose derivatives are closed."""
+    return type(kernel) is ScaleKernel and type(kernel.base_kernel) is RBFKernel
+
+
+@torch.no_grad()
+def _squared_exponential(
+    model: SparseGP, x: Tensor, y: Tensor, factor: Tensor, adjoints: Adjoints, total: _Gradient
+) -> None:
+    """The squared exponential in closed form.
+
+    With H = K̄ ⊙ K, r = H 1, q = Hᵀ 1 and X, Z in units of ℓ:
+    ∂F/∂log a² = Σ H + N a² ∂F/∂c,  ∂F/∂Z = (H X − r ⊙ Z)/ℓ,  ∂F/∂log ℓ_d = Σ_m r z² + Σ_n q x² − 2 Σ_m z ⊙ (H X).
+    """
+    scale, variance = _of_squared_exponential(model.kernel)
+    points, rows = model.inducing_points / scale, x / scale
+    cross = _covariance(points, rows, variance)
+    weights = _incoming(cross, y, factor, adjoints).mul_(cross)  # H [M, N]
+    row_sums, column_sums, moved = weights.sum(1), weights.sum(0), weights @ rows
+    by_input = row_sums @ points.square() + column_sums @ rows.square() - 2 * (points * moved).sum(0)
+    total.take("inducing.locations", (moved - row_sums[:, None] * points) / scale)
+    total.take("kernel.log_lengthscale", by_input if scale.shape[-1] > 1 else by_input.sum())
+    total.take("kernel.log_outputscale", row_sums.sum() + len(x) * variance * adjoints.prior_variance)
+
+
+def _of_squared_exponential(kernel: Kernel) -> tuple[Tensor, Tensor]:
+    """Lengthscales [1, D] or [1, 1], and prior variance []."""
+    return kernel.base_kernel.raw_lengthscale.exp(), kernel.raw_outputscale.exp()
+
+
+def _covariance(points: Tensor, rows: Tensor, variance: Tensor) -> Tensor:
+    """a² exp(−½ |z − x|²) of inputs in units of ℓ."""
+    squares = points.square().sum(1)[:, None] + rows.square().sum(1)
+    return torch.addmm(squares, points, rows.mT, alpha=-2).clamp_(min=0).mul_(-0.5).exp_().mul_(variance)
+
+
+def inducing_gradient(model: SparseGP, gram: Tensor, projection: Tensor, adjoints: Adjoints) -> NamedArrays:
+    """The part of dF/dw that comes through K_zz = L Lᵀ, from totals alone.
+
+    With P = K̄_zx Wᵀ = L⁻ᵀ (2 ∂F/∂A A + ∂F/∂b bᵀ) summed over all rows, L̄ = −tril P and
+    K̄_zz = sym(L⁻ᵀ Φ(Lᵀ L̄) L⁻¹), where Φ takes the lower triangle and half the diagonal (Murray 2016).
+
+    Args:
+        model: At the parameters the adjoints were formed for.
+        gram: A = Σ W Wᵀ over all rows [M, M].
+        projection: b = Σ W y over all rows [M].
+        adjoints: Derivatives of the bound.
+    """
+    covariance, variance = model._inducing_covariance()
+    with torch.no_grad():
+        factor = kernel_cholesky(covariance, variance=variance, jitter=model.jitter)
+        products = torch.linalg.solve_triangular(factor.mT, adjoints.of_cross(gram, projection), upper=True)
+        inner = -(factor.mT @ products.tril()).tril()
+        inner.diagonal().mul_(0.5)
+        left = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
+        incoming = symmetric(torch.linalg.solve_triangular(factor, left, upper=False, left=False))
+    total = _Gradient(model)
+    total.add([covariance, variance], [incoming, model.jitter * incoming.diagonal().sum()])
+    return total.arrays()
+
+
+class _Gradient:
+    """A sum of pull-backs, by wire name; the noise and whatever does not move have zeros."""
+
+    def __init__(self, model: SparseGP) -> None:
+        named = list(model.wire_parameters())
+        self.total = {name: torch.zeros_like(parameter) for name, parameter in named}
+        self.moving = {name: parameter for name, parameter in named if parameter.requires_grad}
+
+    def add(self, outputs: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Pull some outputs' adjoints back to the parameters."""
+        grads = torch.autograd.grad(outputs, list(self.moving.values()), incoming, allow_unused=True)
+        for name, grad in zip(self.moving, grads, strict=True):
+            if grad is not None:
+                self.total[name] += grad
+
+    def take(self, name: str, grad: Tensor) -> None:
+        """Add a derivative that is known."""
+        if name in self.moving:
+            self.total[name] += grad.reshape(self.total[name].shape)
+
+    def arrays(self) -> NamedArrays:
+        """As float64 arrays on the CPU."""
+        return {name: to_array(grad) for name, grad in self.total.items()}
+
+
+class _ChunkedBound(torch.autograd.Function):
+    """Value and gradient of the collapsed bound in two passes over chunks, so that memory does not grow with N."""
+
+    @staticmethod
+    def forward(ctx: Any, model: SparseGP, inputs: Tensor, targets: Tensor, *parameters: Tensor) -> Tensor:
+        """Sums of all chunks, then the bound."""
+        del parameters
+        sums = SparseSums.from_arrays(pooled_sums(model, inputs, targets).to_arrays())
+        bound = bound_gradient(sums, float(model.noise.detach().log()))
+        ctx.model, ctx.inputs, ctx.targets, ctx.sums, ctx.bound = model, inputs, targets, sums, bound
+        return torch.tensor(bound.value, dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        """The derivatives by the sums, pulled back through each chunk and through K_zz."""
+        model, sums, bound = ctx.model, ctx.sums, ctx.bound
+        adjoints = Adjoints.of(bound.gram, bound.projection, bound.prior_variance, ctx.inputs)
+        with torch.enable_grad():
+            shares = rows_gradient(model, ctx.inputs, ctx.targets, adjoints)
+            through = inducing_gradient(model, sums.gram.to(ctx.inputs), sums.projection.to(ctx.inputs), adjoints)
+        shares["likelihood.log_noise"] = shares["likelihood.log_noise"] + bound.log_noise
+        scale = grad_outputs[0].item()
+        whole = (scale * torch.as_tensor(shares[name] + through[name]).to(ctx.inputs) for name in shares)
+        return None, None, None, *whole
+
+
+def pooled_bound(model: SparseGP, inputs: Rows, targets: Targets) -> Tensor:
+    """Titsias' bound of any number of rows, in nats, with its gradient in O(M² + M·CHUNK) memory."""
+    parameters = [parameter for _, parameter in model.wire_parameters()]
+    value: Tensor = _ChunkedBound.apply(model, inputs, targets, *parameters)
+    return value

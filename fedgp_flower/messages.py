@@ -1,0 +1,425 @@
+"""A message is a frozen dataclass; its annotations are the contract.
+
+From one declaration come the encoding as named arrays, the decoding with words, the checkpoint of a state, the sum over
+sites, and the table of what leaves a site::
+
+    @message("query.statistics", summand=True)
+    class Statistics:
+        gram: Float[ndarray, "M M"] = leaves("W Wᵀ, W = L⁻¹ k(Z, X)", symmetric=True)
+        moment: Float[ndarray, "M"] = leaves("W y")
+
+A field is an array with a shape, another message, ``tuple[Message, ...]``, ``Mapping[str, Message]``,
+``Mapping[str, ndarray]``, a number, one of these ``| None`` (None is absent), or anything that JSON can hold. Arrays
+travel under ``field`` or ``outer.field``, the numbers of a request or an answer among Flower's configuration or metrics
+(:func:`split`); all else is JSON text in one array of bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeAlias, TypeVar, dataclass_transform
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from fedgp_flower.errors import ProtocolError
+from fedgp_flower.typing import NamedArrays
+
+M = TypeVar("M")
+
+_NUMBERS: Mapping[Any, str] = {float: "f", int: "iu", bool: "b"}
+"""Python's numbers, and the kinds of array that may hold them."""
+_KIND, _SUMMAND, _PUBLIC = "__message_kind__", "__message_summand__", "__message_public__"
+
+Layout: TypeAlias = list[list[Any]]
+"""Arrays of a summand: name, shape and ``int64`` or ``float64`` of each."""
+
+
+def leaves(meaning: str, *, symmetric: bool = False, as_sent: bool = False, default: Any = dataclasses.MISSING) -> Any:
+    """A field of a message: what it is, in words that a site's owner reads.
+
+    Args:
+        meaning: The words.
+        symmetric: A symmetric matrix, which travels packed.
+        as_sent: Named arrays of an answer with the names and shapes of the request's field of this name.
+        default: Of a field that may be left out.
+    """
+    facts = {"meaning": meaning, "symmetric": symmetric, "as_sent": as_sent}
+    return dataclasses.field(default=default, metadata=facts)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(leaves, dataclasses.field))
+def message(kind: str = "", *, summand: bool = False, public: bool = False) -> Callable[[type[M]], type[M]]:
+    """Declare a message.
+
+    Args:
+        kind: For what a site answers: the Flower message type it answers, such as ``train`` or ``query.statistics``.
+            Requests, parts of messages and states have none.
+        summand: The server needs only the sum over sites: every field is an array of fixed shape or a number.
+        public: It says nothing of a site's rows, so that each site may send its own where all else is masked.
+    """
+
+    def declare(cls: type[M]) -> type[M]:
+        frozen = dataclasses.dataclass(frozen=True)(cls)
+        setattr(frozen, _KIND, kind)
+        setattr(frozen, _SUMMAND, summand)
+        setattr(frozen, _PUBLIC, public)
+        return frozen
+
+    return declare
+
+
+def is_message(cls: Any) -> bool:
+    """Whether a class was declared by :func:`message`."""
+    return isinstance(cls, type) and _KIND in cls.__dict__
+
+
+def kind_of(cls: type) -> str:
+    """The Flower message type that a class of answers belongs to."""
+    return str(getattr(cls, _KIND))
+
+
+def is_summand(cls: type) -> bool:
+    """Whether answers of a class may be added without looking at any of them."""
+    return bool(getattr(cls, _SUMMAND))
+
+
+def is_public(cls: type) -> bool:
+    """Whether answers of a class say nothing of a site's rows."""
+    return bool(getattr(cls, _PUBLIC))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Field:
+    """A field, its annotation taken apart."""
+
+    name: str
+    form: str
+    """``array``, ``number``, ``message``, ``messages`` (tuple), ``mapping`` (of messages), ``arrays`` or ``json``."""
+    inner: Any
+    optional: bool
+    meaning: str
+    symmetric: bool
+    as_sent: bool
+    has_default: bool
+
+
+@cache
+def _fields(cls: Any) -> tuple[_Field, ...]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return tuple(_field(own, hints[own.name]) for own in dataclasses.fields(cls))
+
+
+def _field(own: dataclasses.Field[Any], hint: Any) -> _Field:
+    arguments = typing.get_args(hint)
+    optional = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    optional = optional and type(None) in arguments
+    if optional:
+        [hint] = [argument for argument in arguments if argument is not type(None)]
+    form, inner = _form(hint)
+    has_default = own.default is not dataclasses.MISSING or own.default_factory is not dataclasses.MISSING
+    facts = own.metadata
+    marks = facts.get("symmetric", False), facts.get("as_sent", False)
+    return _Field(own.name, form, inner, optional, facts.get("meaning", ""), *marks, has_default)
+
+
+def _form(hint: Any) -> tuple[str, Any]:
+    for form, fits in (
+        ("array", hasattr(hint, "dim_str")),
+        ("number", hint in _NUMBERS),
+        ("message", is_message(hint)),
+    ):
+        if fits:
+            return form, hint
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and len(arguments) == 2 and is_message(arguments[0]):
+        return "messages", arguments[0]
+    if isinstance(origin, type) and issubclass(origin, Mapping) and hasattr(arguments[1], "dim_str"):
+        return "arrays", arguments[1]
+    if isinstance(origin, type) and issubclass(origin, Mapping) and is_message(arguments[1]):
+        return "mapping", arguments[1]
+    return "json", TypeAdapter(hint)
+
+
+def encode(value: Any) -> NamedArrays:
+    """A message as named arrays.
+
+    >>> @message()
+    ... class Pair:
+    ...     rows: int
+    ...     label: str
+    >>> sorted(encode(Pair(3, "north")))
+    ['label', 'rows']
+    """
+    arrays: NamedArrays = {}
+    cls: Any = type(value)
+    for own in _fields(cls):
+        content = getattr(value, own.name)
+        if content is not None or not own.optional:
+            arrays |= _ENCODERS[own.form](own, content)
+    return arrays
+
+
+def _encode_array(own: _Field, content: Any) -> NamedArrays:
+    return {own.name: _packed(np.asarray(content)) if own.symmetric else np.asarray(content)}
+
+
+def _encode_parts(own: _Field, content: Any) -> NamedArrays:
+    """A count or the keys under the field's name, and each part under its number."""
+    keyed = own.form == "mapping"
+    head = _text(TypeAdapter(list[str]).dump_json(list(content))) if keyed else np.array(len(content))
+    arrays: NamedArrays = {own.name: head}
+    for index, item in enumerate(content.values() if keyed else content):
+        arrays |= _under(f"{own.name}.{index}", encode(item))
+    return arrays
+
+
+_ENCODERS: Mapping[str, Callable[[_Field, Any], NamedArrays]] = {
+    "array": _encode_array,
+    "number": lambda own, content: {own.name: np.array(own.inner(content))},
+    "message": lambda own, content: _under(own.name, encode(content)),
+    "messages": _encode_parts,
+    "mapping": _encode_parts,
+    "arrays": lambda own, content: _under(own.name, {key: np.asarray(item) for key, item in content.items()}),
+    "json": lambda own, content: {own.name: _text(own.inner.dump_json(content))},
+}
+
+
+def decode(cls: type[M], arrays: Mapping[str, NDArray[Any]], sizes: Mapping[str, int] | None = None) -> M:
+    """The inverse of :func:`encode`, for arrays that may come from anywhere.
+
+    Args:
+        cls: What the arrays must be.
+        arrays: Named arrays.
+        sizes: Lengths that the letters of shapes must have, such as ``{"M": 50}``; others are bound by first use.
+
+    Raises:
+        ProtocolError: naming the field, what is wrong with it and what was expected.
+    """
+    reader = _Reader(cls.__name__, dict(sizes or {}))
+    own = reader.read(cls, arrays, "")
+    unknown = sorted(set(arrays) - reader.seen)
+    if unknown:
+        raise ProtocolError(f"{cls.__name__}: unknown arrays {', '.join(unknown[:5])}")
+    return typing.cast(M, own)
+
+
+def split(cls: Any, arrays: Mapping[str, NDArray[Any]]) -> tuple[NamedArrays, dict[str, float | int]]:
+    """What travels as arrays, and the numbers that travel as Flower's metrics, which know no bool, or configuration."""
+    numbers = {own.name: own.inner for own in _fields(cls) if own.form == "number" and own.name in arrays}
+    rest = {name: array for name, array in arrays.items() if name not in numbers}
+    return rest, {name: (int if number is bool else number)(arrays[name]) for name, number in numbers.items()}
+
+
+def join(cls: Any, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, Any]) -> NamedArrays:
+    """The inverse of :func:`split`; numbers that the message does not declare are left out."""
+    declared = {own.name: own.inner for own in _fields(cls) if own.form == "number" and own.name in numbers}
+    found = {name: np.asarray(numbers[name]) for name in declared}
+    truths = {name: array == 1 for name, array in found.items() if declared[name] is bool and array in (0, 1)}
+    return {**arrays, **found, **truths}
+
+
+class _Reader:
+    """Decoding of one message: which names were read, and which letter of a shape stands for which length."""
+
+    def __init__(self, title: str, sizes: dict[str, int]) -> None:
+        self.title, self.sizes, self.seen = title, sizes, set[str]()
+
+    def read(self, cls: type, arrays: Mapping[str, NDArray[Any]], prefix: str) -> Any:
+        values = {}
+        for own in _fields(cls):
+            name = f"{prefix}{own.name}"
+            there = name in arrays or any(key.startswith(f"{name}.") for key in arrays)
+            if there or (own.form == "arrays" and not own.optional):
+                values[own.name] = self._value(own, name, arrays)
+            elif own.optional:
+                values[own.name] = None
+            elif not own.has_default:
+                raise self._error(name, "is missing")
+        return cls(**values)
+
+    def _value(self, own: _Field, name: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
+        if own.form == "message":
+            return self.read(own.inner, arrays, f"{name}.")
+        if own.form == "arrays":
+            keys = [key for key in arrays if key.startswith(f"{name}.")]
+            return {key.removeprefix(f"{name}."): self._array(own, key, arrays[key]) for key in keys}
+        if name not in arrays:
+            raise self._error(name, "is missing")
+        self.seen.add(name)
+        if own.form in ("messages", "mapping"):
+            return self._parts(own, name, arrays)
+        readers = {"array": self._array, "number": self._number, "json": self._json}
+        return readers[own.form](own, name, np.asarray(arrays[name]))
+
+    def _parts(self, own: _Field, name: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
+        if own.form == "messages":
+            return tuple(self.read(own.inner, arrays, f"{name}.{index}.") for index in range(self._count(name, arrays)))
+        keys = self._text(TypeAdapter(list[str]), name, np.asarray(arrays[name]))
+        return {key: self.read(own.inner, arrays, f"{name}.{index}.") for index, key in enumerate(keys)}
+
+    def _json(self, own: _Field, name: str, value: NDArray[Any]) -> Any:
+        return self._text(own.inner, name, value)
+
+    def _text(self, adapter: TypeAdapter[Any], name: str, value: NDArray[Any]) -> Any:
+        try:
+            return adapter.validate_json(np.asarray(value, dtype=np.uint8).tobytes())
+        except (ValidationError, ValueError, TypeError) as error:
+            raise self._error(name, "is not the JSON that was expected") from error
+
+    def _number(self, own: _Field, name: str, value: NDArray[Any]) -> Any:
+        if value.shape != () or value.dtype.kind not in _NUMBERS[own.inner]:
+            raise self._error(name, f"expected a single {own.inner.__name__}")
+        if not np.isfinite(value):
+            raise self._error(name, "is not finite")
+        return own.inner(value)
+
+    def _count(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> int:
+        count = np.asarray(arrays[name])
+        if count.shape != () or count.dtype.kind not in "iu" or not 0 <= int(count) <= len(arrays):
+            raise self._error(name, "is not a count of parts")
+        return int(count)
+
+    def _array(self, own: _Field, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        self.seen.add(name)
+        if own.symmetric:
+            array = self._unpacked(name, array)
+        wanted = [name for name in own.inner.dtypes if name == "float64" or "float" not in name]
+        if str(array.dtype) not in wanted:
+            raise self._error(name, f"type {array.dtype}, expected {' or '.join(wanted)}")
+        self._match(name, array.shape, own.inner.dim_str.split())
+        if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
+            raise self._error(name, f"{int((~np.isfinite(array)).sum())} of {array.size} entries are not finite")
+        return array
+
+    def _match(self, name: str, shape: tuple[int, ...], letters: Sequence[str]) -> None:
+        if list(letters) == ["*_"]:
+            return
+        fits = len(shape) == len(letters)
+        for letter, length in zip(letters, shape, strict=False):
+            known = int(letter) if letter.isdigit() else self.sizes.setdefault(letter, length)
+            fits = fits and (letter == "_" or known == length)
+        if not fits:
+            known_sizes = ", ".join(f"{own} = {self.sizes[own]}" for own in dict.fromkeys(letters) if own in self.sizes)
+            wanted = " ".join(letters) or "a single number"
+            raise self._error(name, f"shape {shape}, expected {wanted!r}{' with ' if known_sizes else ''}{known_sizes}")
+
+    def _unpacked(self, name: str, packed: NDArray[Any]) -> NDArray[Any]:
+        size = int((np.sqrt(8 * packed.size + 1) - 1) / 2)
+        if packed.ndim != 1 or size * (size + 1) // 2 != packed.size:
+            raise self._error(name, f"shape {packed.shape} is no packed symmetric matrix")
+        full = np.zeros((size, size), dtype=packed.dtype)
+        full[np.tril_indices(size)] = packed
+        return np.asarray(full + np.tril(full, -1).T)
+
+    def _error(self, name: str, what: str) -> ProtocolError:
+        return ProtocolError(f"{self.title}.{name}: {what}")
+
+
+def add(parts: Iterable[M]) -> M:
+    """The sum of summands, in the order given so that the last digit is reproducible.
+
+    Raises:
+        ProtocolError: nothing to add.
+    """
+    summands = list(parts)
+    if not summands:
+        raise ProtocolError("a total over no site")
+    first = summands[0]
+    totals: dict[str, Any] = {}
+    cls: Any = type(first)
+    for own in _fields(cls):
+        values = [getattr(summand, own.name) for summand in summands]
+        if own.form == "message":
+            totals[own.name] = add(values)
+        elif own.form == "number":
+            totals[own.name] = own.inner(sum(values))
+        elif own.form == "arrays":
+            totals[own.name] = {key: _sum([value[key] for value in values]) for key in values[0]}
+        else:
+            totals[own.name] = _sum(values)
+    return type(first)(**totals)
+
+
+def _sum(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    total = np.asarray(values[0])
+    for value in values[1:]:
+        total = np.asarray(total + value)  # numpy makes a scalar of the sum of arrays without axes
+    return total
+
+
+def layout(cls: type, sizes: Mapping[str, int], request: Any) -> Layout | None:
+    """The arrays of an answer before there is one; None where a length or a name is not known.
+
+    Args:
+        cls: The class of the answer, a summand.
+        sizes: Lengths of letters.
+        request: What is asked; arrays that are sent back have the shapes of its arrays.
+    """
+    cells: Layout = []
+    for own in _fields(cls):
+        inner: Layout | None = None
+        if own.form == "array" and not own.optional:
+            inner = _cell(own, sizes)
+        elif own.form == "number" and own.inner is not bool:
+            inner = [[own.name, [], "float64" if own.inner is float else "int64"]]
+        elif own.form == "message":
+            nested = layout(own.inner, sizes, request)
+            inner = nested and [[f"{own.name}.{name}", shape, dtype] for name, shape, dtype in nested]
+        elif own.form == "arrays" and own.as_sent:
+            sent = getattr(request, own.name)
+            inner = [[f"{own.name}.{key}", list(np.shape(array)), "float64"] for key, array in sent.items()]
+        if inner is None:
+            return None
+        cells += inner
+    return cells
+
+
+def _cell(own: _Field, sizes: Mapping[str, int]) -> Layout | None:
+    letters = own.inner.dim_str.split()
+    shape = [int(letter) if letter.isdigit() else sizes.get(letter, -1) for letter in letters]
+    if -1 in shape:
+        return None
+    shape = [shape[0] * (shape[0] + 1) // 2] if own.symmetric else shape
+    return [[own.name, shape, "float64" if "float64" in own.inner.dtypes else "int64"]]
+
+
+def misfit(request: Any, answer: Any) -> str | None:
+    """In what the arrays that an answer sends back differ in names or shapes from those of the request, or None."""
+    cls: Any = type(answer)
+    for name in [own.name for own in _fields(cls) if own.as_sent]:
+        sent, back = ({key: np.shape(array) for key, array in getattr(own, name).items()} for own in (request, answer))
+        odd = sorted(key for key in {**sent, **back} if sent.get(key) != back.get(key))
+        if odd:
+            shapes = [str(own.get(odd[0], "nothing")) for own in (sent, back)]
+            return f"`{name}.{odd[0]}`: expected {shapes[0]}, the shape that was sent, found {shapes[1]}"
+    return None
+
+
+def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Rows (name, shape, meaning) of what a message holds: the page *what leaves a site* is made of them."""
+    for own in _fields(cls):
+        name = f"{prefix}{own.name}"
+        if own.form in ("message", "messages", "mapping"):
+            yield from table(own.inner, f"{name}." if own.form == "message" else f"{name}.*.")
+        else:
+            lengths = own.inner.dim_str.split() if own.form in ("array", "arrays") else []
+            shape = f"[{', '.join(lengths)}]" if own.form in ("array", "arrays") else own.form.replace("json", "text")
+            yield f"{name}.*" if own.form == "arrays" else name, shape, own.meaning
+
+
+def _under(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> NamedArrays:
+    return {f"{prefix}.{name}": array for name, array in arrays.items()}
+
+
+def _packed(matrix: NDArray[Any]) -> NDArray[Any]:
+    return np.asarray(matrix[np.tril_indices(len(matrix))])
+
+
+def _text(content: bytes) -> NDArray[Any]:
+    return np.frombuffer(content, dtype=np.uint8)

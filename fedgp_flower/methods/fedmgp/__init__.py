@@ -1,0 +1,1 @@
+"""FedMGP: federated multi-output Gaussian processes."""

@@ -1,0 +1,164 @@
+"""What a unit and the server of FedMGP share: latent functions at pseudo-inputs, their posterior, a unit's sums.
+
+Latent functions are whitened, g_i = L_i u_i with u_i ~ N(0, I), so the sums of all units add up to a precision
+I + Σ_m G_m that is never smaller than the identity. Each is a message, or a part of one; nothing here sees data.
+
+Reference: Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+from scipy.linalg import solve_triangular
+
+from fedgp_flower.gp.linalg import kernel_cholesky
+from fedgp_flower.messages import leaves, message
+from fedgp_flower.typing import Array
+
+Hold = Literal["gain", "width"]
+SCALES, MEAN, FACTOR, INDUCING = (
+    "kernel.raw_scales",
+    "variational.variational_mean",
+    "variational.chol_variational_covar",
+    "inducing",
+)
+"""Names of the shared parameters θ of Algorithm 2: log S, mean and lower factor of each q(u_i), and W if learned."""
+
+
+@message()
+class Latents:
+    """I independent functions g_i ~ GP(0, a_i² exp(−½ (w − w')ᵀ S_i⁻¹ (w − w'))) seen at J pseudo-inputs W (Eq. 17).
+
+    The amplitudes a_i are redundant with the units' own; they let the server rescale every unit at once.
+    """
+
+    inducing: Float[ndarray, "J D"] = leaves("W, pseudo-inputs")
+    scales: Float[ndarray, "I D"] = leaves("diagonals of S_i, squared lengthscales")
+    amplitudes: Float[ndarray, " I"] = leaves("a_i")
+    jitter: float = leaves("added to the diagonal of the correlation of g_i at W", default=1e-8)
+
+    @property
+    def size(self) -> int:
+        """Length I·J of the stacked u."""
+        return int(self.scales.shape[0] * self.inducing.shape[0])
+
+    def whitening(self) -> Array:
+        """Lower factors L_i of the correlation of g_i at W; C_gg = a_i² L_i L_iᵀ.  [I, J, J]."""
+        gaps = np.square(self.inducing[:, None, :] - self.inducing[None, :, :])  # [J, J, D]
+        correlation = np.exp(np.moveaxis(gaps @ (-0.5 / self.scales.T), 2, 0))
+        variance = torch.ones(len(correlation), dtype=torch.float64)
+        factors = kernel_cholesky(torch.from_numpy(correlation), variance=variance, jitter=self.jitter, of="C_gg")
+        return np.asarray(factors)
+
+
+def spacing(inducing: Array) -> Array:
+    """Typical distance of neighbouring pseudo-inputs along each dimension, extent / (J^(1/D) − 1).  [D]."""
+    count, dims = inducing.shape
+    distance: Array = np.ptp(inducing, axis=0) / (count ** (1.0 / dims) - 1.0)
+    return distance
+
+
+def grid_side(count: int, dims: int) -> int:
+    """Most points along each of ``dims`` inputs of a regular grid with ``count`` points or fewer."""
+    side = round(count ** (1 / dims))
+    return side if side**dims <= count else side - 1
+
+
+@message()
+class Posterior:
+    """q(u) = N(m, V) of the stacked whitened latents, L = I·J numbers."""
+
+    mean: Float[ndarray, " L"] = leaves("m")
+    covariance: Float[ndarray, "L L"] = leaves("V")
+
+    def second_moment(self) -> Array:
+        """E uuᵀ = V + m mᵀ."""
+        moment: Array = self.covariance + np.outer(self.mean, self.mean)
+        return moment
+
+    def of_latents(self, latents: Latents) -> tuple[Array, Array]:
+        """Mean [I·J] and covariance [I·J, I·J] of the values g(W), unwhitened."""
+        J = latents.inducing.shape[0]
+        scale = np.zeros((latents.size, latents.size))
+        for i, (factor, amplitude) in enumerate(zip(latents.whitening(), latents.amplitudes, strict=True)):
+            scale[i * J : (i + 1) * J, i * J : (i + 1) * J] = amplitude * factor
+        return scale @ self.mean, scale @ self.covariance @ scale.T
+
+
+@message()
+class Move:
+    """A trial change of the shared lengthscales together with the units' own parameters.
+
+    ``stretch`` 1 takes the unit's improved parameters, more extrapolates beyond them. When S_i changes a unit keeps
+    either the ``gain`` of its convolution, v = s (|2R + S| / |S|)^¼, or the ``width`` of its output, 2R + S.
+    """
+
+    offset: Float[ndarray, "I D"] = leaves("change of log S")
+    stretch: float = leaves("1: the improved parameters; more: beyond them")
+    hold: Hold = leaves("what a unit keeps when S changes")
+
+
+@message()
+class Statistics:
+    """What exact rounds need of a unit's data: log of ∏ p(y_m | u), averaged over f_m given u, is quadratic in u.
+
+    evidence + Σ_i slack_i + bᵀu − ½ uᵀGu. The slack is −½ tr(Ω_m)/σ²: what the pseudo-inputs cannot explain.
+    """
+
+    precision: Float[ndarray, "L L"] = leaves("G = Σ_n k_n k_nᵀ / σ²", symmetric=True)
+    shift: Float[ndarray, " L"] = leaves("b = Σ_n k_n y_n / σ²")
+    evidence: float = leaves("−½ N log 2πσ² − ½ yᵀy / σ²")
+    slack: Float[ndarray, " I"] = leaves("−½ tr(Ω_m) / σ², by latent function")
+
+    def __add__(self, other: Statistics) -> Statistics:
+        return Statistics(
+            self.precision + other.precision,
+            self.shift + other.shift,
+            self.evidence + other.evidence,
+            self.slack + other.slack,
+        )
+
+    def rescaled(self, factors: Array) -> Statistics:
+        """The same unit when every latent function i is multiplied by ``factors[i]``."""
+        wide = np.repeat(factors, self.shift.size // factors.size)
+        return Statistics(
+            wide[:, None] * self.precision * wide, wide * self.shift, self.evidence, factors**2 * self.slack
+        )
+
+    def rotated(self, old: Array, new: Array) -> Statistics:
+        """The same knowledge of g in other whitened coordinates: u_old = T u_new with T = L_old⁻¹ L_new for each i."""
+        count, J = old.shape[0], old.shape[1]
+        turn = np.zeros_like(self.precision)
+        for i in range(count):
+            block = slice(i * J, (i + 1) * J)
+            turn[block, block] = solve_triangular(old[i], new[i], lower=True)
+        return Statistics(turn.T @ self.precision @ turn, turn.T @ self.shift, self.evidence, self.slack)
+
+
+def product_factors(posterior: Posterior, count: int) -> Array:
+    """Cholesky factors [I, J, J] of the product over latent functions that is closest to a joint q in KL(product ‖ q).
+
+    That product keeps each function's covariance given the others. With function i ordered last, the last block of the
+    Cholesky factor of the joint covariance is the factor of exactly that, so nothing is inverted.
+    """
+    blocks = np.arange(len(posterior.mean)).reshape(count, -1)
+    orders = [np.concatenate([*np.delete(blocks, i, axis=0), blocks[i]]) for i in range(count)]
+    size = blocks.shape[1]
+    return np.stack([np.linalg.cholesky(posterior.covariance[np.ix_(o, o)])[-size:, -size:] for o in orders])
+
+
+def from_parameters(parameters: Mapping[str, Array], inducing: Array, jitter: float) -> tuple[Latents, Posterior]:
+    """Latent functions and q(u) at θ; ``inducing`` [J, D] is used where W is not learned."""
+    scales = np.exp(parameters[SCALES])
+    latents = Latents(parameters.get(INDUCING, inducing), scales, np.ones(len(scales)), jitter)
+    count, J = parameters[MEAN].shape
+    covariance = np.zeros((count * J, count * J))
+    for i, factor in enumerate(np.tril(parameters[FACTOR])):
+        covariance[i * J : (i + 1) * J, i * J : (i + 1) * J] = factor @ factor.T
+    return latents, Posterior(parameters[MEAN].ravel(), covariance)

@@ -1,0 +1,98 @@
+"""Sections that FedMGP adds to a report: a panel per unit, the shared latent functions, and what each unit counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.figures import BAND, DPI, FEDERATED, LOCAL, MISS, POOLED, Z95
+from fedgp_flower.run.report import Panel
+from fedgp_flower.typing import Array
+
+COLUMNS = 3
+MOST_SITES_OF_WEIGHTS = 60
+
+
+def panels(run: RunData) -> list[Panel]:
+    """Sections for what ``method_details`` hold: units, latent functions, weights by round."""
+    details = run.metrics.method_details
+    sections: list[Panel] = []
+    if details.get("units"):
+        caption = (
+            "Solid with band: federated mean and 95 % interval of an observation. Dashed: a GP of the unit's own rows. "
+            "Grey dots: rows the unit trained on; red circles: held-out rows."
+        )
+        sections.append(Panel("Units", units(details["units"], _held_out(run)), caption))
+    if details.get("latents"):
+        caption = "Mean and 95 % interval at the pseudo-inputs, all that the units share."
+        sections.append(Panel("Shared latent functions", latents(details["latents"]), caption))
+    weights = details.get("weights") or ()
+    if 2 <= len({site for row in weights for site in row}) <= MOST_SITES_OF_WEIGHTS:
+        caption = "Weight the aggregation gave each unit in each round; white: the unit had no part in it."
+        sections.append(Panel("Weights by round", weights_map(weights), caption))
+    return sections
+
+
+def _held_out(run: RunData) -> dict[str, tuple[Array, Array]]:
+    """Inputs and targets of held-out rows, by the label of their unit."""
+    labels = run.metrics.labels
+    if run.predictions is None:
+        return {}
+    [column] = [name for name in run.predictions.columns if str(name).startswith("input.")]
+    groups: Mapping[Any, pd.DataFrame] = dict(iter(run.predictions.groupby("site")))
+    return {labels[str(site)]: (rows[column].to_numpy(), rows["target"].to_numpy()) for site, rows in groups.items()}
+
+
+def units(curves: Mapping[str, Mapping[str, Sequence[float]]], held_out: Mapping[str, tuple[Array, Array]]) -> Figure:
+    """A panel per unit: rows, federated mean and 95 % band, independent GP, held-out rows."""
+    count = len(curves)
+    rows = -(-count // COLUMNS)
+    figure = Figure(figsize=(8.6, 2.3 * rows), dpi=DPI, layout="constrained")
+    axes = figure.subplots(rows, min(COLUMNS, count), squeeze=False).ravel()
+    for ax, (label, own) in zip(axes, curves.items(), strict=False):
+        grid, mean, sd = (np.asarray(own[name]) for name in ("grid", "mean", "sd"))
+        ax.fill_between(grid, mean - Z95 * sd, mean + Z95 * sd, color=BAND, alpha=0.7, lw=0)
+        ax.plot(grid, own["alone.mean"], "--", color=LOCAL, lw=1.2)
+        ax.plot(grid, mean, color=FEDERATED, lw=1.6)
+        ax.plot(own["x"], own["y"], ".", color="#888888", ms=2.5)
+        if label in held_out:
+            ax.plot(*held_out[label], "o", mfc="none", mec=MISS, ms=3, mew=0.6)
+        ax.set_title(label, fontsize=8)
+        ax.tick_params(labelsize=7)
+    for ax in axes[count:]:
+        ax.set_visible(False)
+    return figure
+
+
+def latents(functions: Sequence[Mapping[str, Sequence[float]]]) -> Figure:
+    """Mean and 95 % band of every latent function at the pseudo-inputs."""
+    figure = Figure(figsize=(8.6, 2.4), dpi=DPI, layout="constrained")
+    for index, (ax, own) in enumerate(
+        zip(figure.subplots(1, len(functions), squeeze=False)[0], functions, strict=True)
+    ):
+        w, mean, sd = (np.asarray(own[name]) for name in ("w", "mean", "sd"))
+        ax.fill_between(w, mean - Z95 * sd, mean + Z95 * sd, color=BAND, alpha=0.7, lw=0)
+        ax.plot(w, mean, "o-", color=POOLED, ms=2.5, lw=1.2)
+        ax.set_title(f"g{index + 1}", fontsize=8)
+        ax.tick_params(labelsize=7)
+    return figure
+
+
+def weights_map(weights: Sequence[Mapping[str, float]]) -> Figure:
+    """Units by rounds, coloured by weight."""
+    sites = list(dict.fromkeys(site for row in weights for site in row))
+    table = np.array([[row.get(site, np.nan) for row in weights] for site in sites])
+    figure = Figure(figsize=(8.6, 1.2 + 0.16 * len(sites)), dpi=DPI, layout="constrained")
+    ax = figure.subplots()
+    extent = (0.5, len(weights) + 0.5, len(sites) - 0.5, -0.5)
+    image = ax.imshow(table, aspect="auto", cmap="Blues", vmin=0, extent=extent, interpolation="nearest")
+    ax.set_yticks(range(len(sites)), sites)
+    ax.tick_params(labelsize=7)
+    ax.set(xlabel="round", ylabel="unit")
+    figure.colorbar(image, ax=ax).ax.tick_params(labelsize=7)
+    return figure

@@ -1,0 +1,172 @@
+"""Which statistics exact rounds trust: those that rows can produce, of units that share g with most others.
+
+All of it needs individual statistics, and most of it what was asked. A unit
+that took its M-step with q fixed has E_q‖y − f‖²/σ² = N, which ties what it sends together; a lie that respects every
+tie is one that other rows could have sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from fedgp_flower.errors import NumericsError, ProtocolError
+from fedgp_flower.methods.fedmgp.exact_q import shared_evidence
+from fedgp_flower.methods.fedmgp.latents import Move, Posterior, Statistics
+from fedgp_flower.typing import Array
+
+START_NOISE = 0.09
+"""Noise variance of a unit's starting parameters, relative to the mean square of its targets."""
+_RANK = 1e-9
+"""Eigenvalues of G below this share of the largest are rounding."""
+_SLACK = 1e-6
+"""Rounding that is let pass, per row."""
+
+
+def best_lead(starts: Mapping[str, Statistics]) -> str:
+    """The site that shares g, up to a sign, with the most others, from everyone's statistics at their starts.
+
+    Its score is the median over k of the better log evidence of b_m + b_k and b_m − b_k, so that a minority of bad
+    sites cannot become lead by agreeing with one another. It needs individual statistics.
+
+    Raises:
+        ProtocolError: no site sent statistics that data can produce.
+    """
+    known = {site: own for site, own in starts.items() if semidefinite(own)}
+    alone = _finite_evidence(known)
+    if not alone:
+        raise ProtocolError("no site sent starting statistics that data can produce; one is enough")
+    flipped = {site: replace(starts[site], shift=-starts[site].shift) for site in alone}
+
+    def support(m: str) -> float:
+        pairs = [
+            max(_evidence(starts[m] + starts[k]), _evidence(starts[m] + flipped[k])) - alone[m] - alone[k]
+            for k in alone
+            if k != m
+        ]
+        finite = [gain for gain in pairs if math.isfinite(gain)]
+        return float(np.median(finite)) if finite else 0.0 if not pairs else -math.inf
+
+    return max(alone, key=support)
+
+
+def agreeing(
+    statistics: Mapping[str, Statistics],
+    *,
+    asked: Posterior,
+    counts: Mapping[str, int],
+    absent: Mapping[str, Statistics] | None = None,
+) -> tuple[str, ...]:
+    """Sites whose answers data can produce and that share g with most others: the `agreement` rule.
+
+    Unit m stays if :func:`possible` and the median over k of log p(m, k share g) − log p(they do not) is positive, from
+    :func:`shared_evidence` of the pair and of each alone. It needs individual statistics. A unit that nobody can be
+    compared with stays only where it is the only one there is.
+
+    Args:
+        statistics: of every site that answered, at the first trial move.
+        asked: q(u) that was sent with the moves.
+        counts: number of rows of every unit.
+        absent: the last word of every other site, in the coordinates of the first trial move; :func:`possible` when it
+            was said. They are compared, and judged, like those that are present.
+    """
+    usable = {site: own for site, own in statistics.items() if possible(own, asked, counts[site])}
+    usable |= absent or {}
+    alone = _finite_evidence(usable)
+    valid = list(alone)
+    if len(valid) < 2:
+        return tuple(valid) if len(counts) == 1 else ()
+    gain = np.full((len(valid), len(valid)), np.nan)
+    for i, m in enumerate(valid):
+        for j, k in enumerate(valid[:i]):
+            gain[i, j] = gain[j, i] = _evidence(usable[m] + usable[k]) - alone[m] - alone[k]
+    return tuple(
+        site for site, row in zip(valid, gain, strict=True) if not np.isnan(row).all() and np.nanmedian(row) > 0
+    )
+
+
+def _finite_evidence(statistics: Mapping[str, Statistics]) -> dict[str, float]:
+    """Log evidence of each site alone, by name, without sites whose numbers leave the range of floating point."""
+    evidence = {site: _evidence(statistics[site]) for site in sorted(statistics)}
+    return {site: value for site, value in evidence.items() if math.isfinite(value)}
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def _evidence(statistics: Statistics) -> float:
+    """:func:`shared_evidence`, NaN where it cannot be computed."""
+    try:
+        return shared_evidence(statistics)
+    except NumericsError:
+        return math.nan
+
+
+def possible_start(statistics: Statistics, count: int) -> bool:
+    """Whether any ``count`` rows could have produced these statistics at a unit's starting parameters.
+
+    There σ² = :data:`START_NOISE` · yᵀy/N and the prior variance of f is yᵀy/N, so that with a = N / START_NOISE both
+    yᵀy/σ² and tr G − 2 Σ slack are a; hence bᵀG⁺b ≤ a too. One unit's first look cannot outweigh its rows.
+    """
+    if not semidefinite(statistics):
+        return False
+    most, slack = count / START_NOISE * (1 + _SLACK), statistics.slack
+    within = np.trace(statistics.precision) - 2 * slack.sum() <= most and np.all(slack <= _SLACK * count)
+    return bool(within and _length(statistics.precision, statistics.shift) <= most)
+
+
+def possible(statistics: Statistics, asked: Posterior, count: int) -> bool:
+    """Whether any ``count`` rows could have produced this answer to q(u) = N(m, V) at the first trial move.
+
+    A unit that took its M-step has E_q‖y − f‖²/σ² = N, and yᵀy/σ² ≥ bᵀG⁺b. Hence G is positive semi-definite and
+    (b − Gm)ᵀG⁺(b − Gm) + tr(GV) − 2 Σ slack ≤ N, whatever q was; a scaled or flipped answer breaks it.
+    """
+    if not semidefinite(statistics):
+        return False
+    G, b = statistics.precision, statistics.shift
+    misfit = _length(G, b - G @ asked.mean) + np.vdot(G, asked.covariance) - 2 * statistics.slack.sum()
+    return bool(misfit <= count * (1 + _SLACK) and np.all(statistics.slack <= _SLACK * count))
+
+
+@np.errstate(over="ignore")
+def _length(G: Array, vector: Array) -> float:
+    """vᵀ(G + εI)⁻¹v ≤ vᵀG⁺v for v in the range of G, and large for any other: ε is the rounding of the spectrum."""
+    eigenvalues, vectors = np.linalg.eigh(G)
+    rounding = max(_RANK * float(eigenvalues[-1]), np.finfo(float).tiny)
+    return float(np.sum((vectors.T @ vector) ** 2 / (np.maximum(eigenvalues, 0.0) + rounding)))
+
+
+def consistent(answers: Sequence[Statistics], moves: Sequence[Move], asked: Posterior, count: int) -> bool:
+    """Whether ``count`` rows could have produced the answers at all trial moves; the first must be :func:`possible`.
+
+    Evidence e = −N/2 log 2πσ² − a/2 with a = yᵀy/σ² depends on the noise alone, and that on a move's stretch alone: at
+    equal stretch it is equal. At the first move E_q‖y − f‖² = Nσ² gives a_0 = N + 2bᵀm − tr(G E uuᵀ) + 2 Σ slack. As
+    yᵀy is the same throughout and a ≥ κ = bᵀG⁺b, e − e_0 ≤ N/2 log(κ/a_0) − ½ (κ − a_0), with N for a smaller κ.
+    """
+    first = answers[0]
+    for part in answers:
+        if not semidefinite(part) or not np.all(part.slack <= _SLACK * count):
+            return False
+    fitted = 2 * first.shift @ asked.mean - np.vdot(first.precision, asked.second_moment())
+    power = count + fitted + 2 * first.slack.sum()
+    if power < count * (1 - _SLACK):
+        return False
+    claimed: dict[float, float] = {}
+    for part, move in zip(answers, moves, strict=True):
+        kappa = max(_length(part.precision, part.shift), count)
+        most = 0.5 * count * math.log(kappa / power) - 0.5 * (kappa - power)
+        if part.evidence - first.evidence > most + _SLACK * power:
+            return False
+        same = claimed.setdefault(move.stretch, part.evidence)
+        if abs(part.evidence - same) > _SLACK * (count + abs(same)):
+            return False
+    return True
+
+
+def semidefinite(statistics: Statistics) -> bool:
+    """Whether everything is finite and G positive semi-definite to rounding."""
+    if not all(np.isfinite(part).all() for part in (statistics.precision, statistics.shift, statistics.slack)):
+        return False
+    eigenvalues = np.linalg.eigvalsh(statistics.precision)
+    return bool(eigenvalues[0] >= -_RANK * max(eigenvalues[-1], 0.0))

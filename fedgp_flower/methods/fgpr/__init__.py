@@ -1,0 +1,1 @@
+"""FGPR: averaged hyperparameters of exact GPs."""

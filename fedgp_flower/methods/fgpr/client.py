@@ -1,0 +1,40 @@
+"""The site's half of FGPR: local steps on the evidence of its rows, and prediction from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from numpy import ndarray
+
+from fedgp_flower.clients.averaging import AveragingClient
+from fedgp_flower.clients.numpy_client import Prediction
+from fedgp_flower.gp.exact import ExactGP
+from fedgp_flower.gp.optimisers import ascend
+from fedgp_flower.gp.placement import to_array
+from fedgp_flower.methods.messages import Parameters, Step, Stepped
+from fedgp_flower.typing import Array
+
+
+class FGPRClient(AveragingClient):
+    """An exact GP of this site's rows at the server's hyperparameters."""
+
+    def model(self, values: Mapping[str, ndarray]) -> ExactGP:
+        """The model of this site's rows at given hyperparameters."""
+        model = ExactGP(self.config.model, torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y))
+        model.load(values)
+        return self.placement.module(model)
+
+    def train(self, request: Step) -> Stepped:
+        """P local steps on the log evidence per row."""
+        model, local = self.model(request.values), self.config.optimizer
+        rate = request.learning_rate
+        value = ascend(
+            model.log_evidence, list(model.parameters()), name=local.name, steps=local.steps, learning_rate=rate
+        )
+        return Stepped.of(request, model.to_arrays(), value)
+
+    def predict(self, request: Parameters, inputs: Array) -> Prediction:
+        """Prediction from this site's rows."""
+        mean, variance = self.model(request.values).predict(self.placement.tensor(inputs))
+        return Prediction(to_array(mean), to_array(variance))

@@ -1,0 +1,1 @@
+"""FSGP: federated sparse Gaussian processes."""

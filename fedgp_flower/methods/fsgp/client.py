@@ -1,0 +1,69 @@
+"""The site's half of FSGP: local steps, sums, shares of the exact gradient, prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+import torch
+from numpy import ndarray
+
+from fedgp_flower.clients.averaging import AveragingClient
+from fedgp_flower.clients.numpy_client import Prediction
+from fedgp_flower.gp import sparse
+from fedgp_flower.gp.optimisers import ascend
+from fedgp_flower.gp.placement import to_array
+from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.sums import collapsed_bound
+from fedgp_flower.methods.fsgp.messages import Adjoints, GradientShare, PooledPosterior, Statistics
+from fedgp_flower.methods.messages import Parameters, Step, Stepped
+from fedgp_flower.typing import Array
+
+_factorised: dict[Hashable, tuple[SparseGP, torch.Tensor]] = {}
+"""The latest parameters of this process, with what every site computes from them alone."""
+
+
+class FSGPClient(AveragingClient):
+    """A sparse GP at the server's parameters w = {β, Z}, seeing only this site's rows."""
+
+    def model(self, values: Mapping[str, ndarray]) -> SparseGP:
+        """The model at given parameters."""
+        return self.placement.module(SparseGP.from_arrays(self.config.model, values))
+
+    def factorised(self, values: Mapping[str, ndarray]) -> tuple[SparseGP, torch.Tensor]:
+        """The model and its factor L; kept for the next message, which mostly comes with the same parameters."""
+        key = (self.config.model, self.placement, *((name, own.tobytes()) for name, own in values.items()))
+        if key not in _factorised:
+            model = self.model(values)
+            with torch.no_grad():
+                found = model, model.factor()
+            _factorised.clear()
+            _factorised[key] = found
+        return _factorised[key]
+
+    def train(self, request: Step) -> Stepped:
+        """P local steps on the collapsed bound per row F_k (Guo et al. 2022, Eq. 9 and Algorithm 1)."""
+        model, (inputs, targets) = self.model(request.values), self.tensors
+
+        def objective() -> torch.Tensor:
+            return collapsed_bound(model.sums(inputs, targets), model.noise) / len(targets)
+
+        local, rate = self.config.optimizer, request.learning_rate
+        value = ascend(objective, list(model.parameters()), name=local.name, steps=local.steps, learning_rate=rate)
+        return Stepped.of(request, model.to_arrays(), value)
+
+    def statistics(self, request: Parameters) -> Statistics:
+        """The additive sums of this site's rows (Guo et al. 2022, Eqs. 14-15)."""
+        model, factor = self.factorised(request.values)
+        return Statistics.of(pooled_sums(model, *self.tensors, factor))
+
+    def gradient(self, request: Adjoints) -> GradientShare:
+        """The part of the pooled bound's gradient that needs this site's rows."""
+        (model, factor), (inputs, targets) = self.factorised(request.values), self.tensors
+        adjoints = sparse.Adjoints.of(request.gram, request.projection, request.prior_variance, inputs)
+        return GradientShare(sparse.rows_gradient(model, inputs, targets, adjoints, factor))
+
+    def predict(self, request: PooledPosterior, inputs: Array) -> Prediction:
+        """Prediction from the exact pooled posterior."""
+        with torch.no_grad():
+            mean, variance = self.model(request.values).predict(self.placement.tensor(inputs), request.whitened())
+        return Prediction(to_array(mean), to_array(variance))

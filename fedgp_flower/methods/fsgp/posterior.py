@@ -1,0 +1,47 @@
+"""Prediction from the saved posterior of a federated sparse GP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from gpytorch.likelihoods import Likelihood
+
+from fedgp_flower.gp.sparse import SparseGP
+from fedgp_flower.gp.sums import WhitenedPosterior
+from fedgp_flower.gp.to_gpytorch import SparsePosterior, export
+from fedgp_flower.options import ModelSection
+from fedgp_flower.run.artefacts import Posterior
+from fedgp_flower.typing import Array, NamedArrays
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSparseGP:
+    """Kernel, noise, Z and q(v)."""
+
+    model: SparseGP
+    whitened: WhitenedPosterior
+
+    def __call__(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and sd of a noisy observation [N] at standardised inputs [N, D]."""
+        with torch.no_grad():
+            mean, variance = self.model.predict(torch.from_numpy(inputs), self.whitened)
+        return mean.numpy(), variance.sqrt().numpy()
+
+    def export(self) -> list[tuple[SparsePosterior, Likelihood]]:
+        """The one model and likelihood of GPyTorch."""
+        return [export(self.model, self.whitened)]
+
+
+def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
+    """The posterior of a finished run; positive parameters are saved as they are."""
+    del names
+    arrays: NamedArrays = dict(saved.arrays)
+    for name, array in saved.arrays.items():
+        if name.startswith(("kernel.", "likelihood.")):
+            *path, leaf = name.split(".")
+            arrays[".".join([*path, f"log_{leaf}"])] = np.log(array)
+    settings = {key: saved.model[key] for key in ("kernel", "ard", "jitter")}
+    model = SparseGP.from_arrays(ModelSection.model_validate(settings), arrays)
+    return SavedSparseGP(model, WhitenedPosterior.from_arrays(arrays))

@@ -1,0 +1,127 @@
+"""Messages that every method shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+from fedgp_flower.messages import leaves, message
+from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, PIT_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
+from fedgp_flower.typing import AnyShape
+
+
+@message()
+class Nothing:
+    """A request that needs no arrays."""
+
+
+@message("query.shape", summand=True)
+class Shape:
+    """Where a site's standardised inputs lie, and the initial hyperparameters that the configuration means."""
+
+    histogram: Int[ndarray, "D B"] = leaves("counts of each input in fixed bins")
+    products: Float[ndarray, "D D"] = leaves("XᵀX of the standardised inputs")
+    start: Mapping[str, AnyShape] = leaves("initial hyperparameters, from the configuration alone")
+
+    def contradiction(self, rows: int) -> str | None:
+        """What shows that the site has other rows than it described, or None."""
+        if (self.histogram.sum(axis=1) != rows).any():
+            return f"`histogram` is not one of the {rows} rows it introduced itself with"
+        return None
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot come from so many rows, or None."""
+        if (self.histogram < 0).any():
+            return f"`histogram` has negative counts of {rows} rows"
+        eigenvalues = np.linalg.eigvalsh(self.products / 2 + self.products.T / 2)
+        slack = 1e-6 * max(float(eigenvalues[-1]), 1e-300)
+        if np.abs(self.products - self.products.T).max() > slack or eigenvalues[0] < -slack:
+            return "`products` is not XᵀX of any rows"
+        return None
+
+
+@message()
+class Parameters:
+    """Named parameters in unconstrained coordinates, such as ``kernel.log_lengthscale`` or ``inducing.locations``."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
+
+
+@message()
+class Step:
+    """Take local steps from these parameters."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
+    learning_rate: float = leaves("of this round")
+
+
+@message("train")
+class Stepped:
+    """Parameters after local steps: what federated averaging averages."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates", as_sent=True)
+    objective: float = leaves("mean over rows of the local objective after the steps")
+
+    @staticmethod
+    def of(request: Step, arrays: Mapping[str, np.ndarray], objective: float) -> Stepped:
+        """The parameters that were sent, after the steps, in the order and shapes in which they came."""
+        return Stepped({name: arrays[name].reshape(sent.shape) for name, sent in request.values.items()}, objective)
+
+
+@message("train.weighted", summand=True)
+class WeightedStep:
+    """Parameters after local steps times the rows behind them: the summand of a weighted mean."""
+
+    values: Mapping[str, AnyShape] = leaves("N times the parameters after local steps", as_sent=True)
+    objective: Float[ndarray, ""] = leaves("N times the mean over rows of the local objective")
+    rows: Float[ndarray, ""] = leaves("N, number of rows")
+
+    @staticmethod
+    def of(step: Stepped, rows: int) -> WeightedStep:
+        """A site's step, weighted by its rows."""
+        values = {name: np.asarray(rows * array) for name, array in step.values.items()}
+        return WeightedStep(values, np.array(rows * step.objective), np.array(float(rows)))
+
+    def mean(self) -> Stepped:
+        """The weighted mean of a total."""
+        rows = float(self.rows)
+        return Stepped(
+            {name: np.asarray(array / rows) for name, array in self.values.items()}, float(self.objective / rows)
+        )
+
+
+@message("query.score_sums", summand=True)
+class ScoreSums:
+    """Scores of held-out rows, see :mod:`fedgp_flower.run.metrics`; those of the other kind of task are zero."""
+
+    regression: Float[ndarray, " 8"] = leaves("rows, squared and absolute errors, NLL, CRPS, rows inside intervals")
+    classification: Float[ndarray, " 4"] = leaves("rows, right ones, NLL, Brier score")
+    pit: Float[ndarray, " 20"] = leaves("histogram of the PIT")
+    reliability: Float[ndarray, "10 3"] = leaves("rows, probabilities and outcomes by predicted probability")
+
+    @staticmethod
+    def of(scores: Scores) -> ScoreSums:
+        """From the scores of a site."""
+        parts = [
+            np.array([scores.sums[name] for name in names] if set(names) <= set(scores.sums) else np.zeros(len(names)))
+            for names in (REGRESSION_SUMS, CLASSIFICATION_SUMS)
+        ]
+        for name, shape in (("evaluation.pit", (PIT_BINS,)), ("evaluation.reliability", (RELIABILITY_BINS, 3))):
+            parts.append(np.asarray(scores.arrays.get(name, np.zeros(shape)), np.float64).reshape(shape))
+        return ScoreSums(*parts)
+
+    def scores(self) -> Scores:
+        """The scores that a total is of."""
+        if self.classification[0] > 0:
+            arrays = {"evaluation.reliability": self.reliability} if self.reliability.any() else {}
+            return Scores(dict(zip(CLASSIFICATION_SUMS, self.classification.tolist(), strict=True)), arrays)
+        counts = {"evaluation.pit": np.rint(self.pit).astype(np.int64)}
+        return Scores(dict(zip(REGRESSION_SUMS, self.regression.tolist(), strict=True)), counts)
+
+
+@message("query.local_scores", summand=True)
+class LocalScoreSums(ScoreSums):
+    """Scores of a GP of each site's rows alone, on its held-out rows."""

@@ -1,0 +1,1 @@
+"""PVI: partitioned variational inference."""

@@ -1,0 +1,86 @@
+"""What a run saves of a partitioned posterior: arrays under their names, what each is, and the equation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedgp_flower.gp.gaussian import DiagonalGaussian
+from fedgp_flower.methods.pvi.factors import Factor
+from fedgp_flower.methods.pvi.hierarchical import Latent, Latents, Point, location_scale
+from fedgp_flower.methods.pvi.messages import Factors, NaturalParameters, Predictive, PseudoPoints
+from fedgp_flower.typing import Array, NamedArrays
+
+EQUATION = (
+    "For draws (Z, β) ~ q(Z) q(β), L Lᵀ = k(Z, Z) + jitter · k(z, z) · I, A = L⁻¹k(Z, V), B = I + A S⁻¹ Aᵀ, "
+    "h = A S⁻¹ m (factor.values adds LᵀΛL and Lᵀη, factor.whitened Λ and η), a = L⁻¹k(Z, x): f(x) ~ N(aᵀB⁻¹h, "
+    "k(x, x) − aᵀa + aᵀB⁻¹a). Predict with the mixture over draws of p(y | f). x and y are standardised by input.mean, "
+    "input.scale, target.mean, target.scale; β are logarithms of standard deviations and lengthscales."
+)
+LATENTS = {"inducing.locations": "Z, inducing inputs", "hyper": "β, log hyperparameters"}
+POINTS = {
+    "inputs": "V, pseudo-inputs of all sites",
+    "targets": "m, pseudo-targets",
+    "root": "R, S⁻¹ = R Rᵀ, over σ² where tied",
+    "residual": "c, squares that the pseudo-observations do not carry",
+    "count": "rows that the pseudo-observations stand for",
+}
+GAUSSIAN = {
+    "eta1": "first natural parameter of the product of factors",
+    "eta2": "second natural parameter of the product of factors",
+}
+
+
+def saved_arrays(predictive: Predictive, first: Array, *, tied: bool) -> tuple[NamedArrays, dict[str, str]]:
+    """Arrays of the saved posterior, and what each is; ``first`` [M, D] is where Z began."""
+    arrays: NamedArrays = {"inducing.first": first}
+    meanings = {"inducing.first": "Z before training; not used for prediction"}
+
+    def add(name: str, array: NDArray[np.generic], words: str) -> None:
+        arrays[name], meanings[name] = array, words
+
+    for (name, words), marginal in zip(LATENTS.items(), (predictive.q.inducing, predictive.q.hyper), strict=True):
+        mean, scale = (part.numpy() for part in location_scale(marginal.latent()))
+        shape = first.shape if marginal is predictive.q.inducing else mean.shape
+        add(f"{name}.mean", mean.reshape(shape), f"mean of q of {words}")
+        if not marginal.is_point:
+            add(f"{name}.scale", scale.reshape(shape), f"sd of q of {words}")
+    for number, points in enumerate(predictive.factors.points):
+        for name, words in POINTS.items():
+            add(f"factor.points-{number}.{name}", getattr(points, name), words)
+        add(f"factor.points-{number}.tied", np.array(tied), "whether pseudo-noise scales with σ²")
+    for kind in ("values", "whitened"):
+        factor: NaturalParameters | None = getattr(predictive.factors, kind)
+        for name, words in GAUSSIAN.items() if factor is not None else ():
+            add(f"factor.{kind}.{name}", getattr(factor, name), words)
+    return arrays, meanings
+
+
+def saved_latents(arrays: Mapping[str, NDArray[np.generic]]) -> Latents:
+    """q(Z) and q(β) of a saved posterior."""
+    return Latents(*(_latent(arrays, name) for name in LATENTS))
+
+
+def saved_factors(arrays: Mapping[str, NDArray[np.generic]]) -> list[Factor]:
+    """The factors of u of a saved posterior."""
+    points, number = [], 0
+    while f"factor.points-{number}.inputs" in arrays:
+        points.append(PseudoPoints(**{name: arrays[f"factor.points-{number}.{name}"] for name in POINTS}))
+        number += 1
+    gaussians = {
+        kind: NaturalParameters(*(arrays[f"factor.{kind}.{name}"] for name in GAUSSIAN))
+        for kind in ("values", "whitened")
+        if f"factor.{kind}.eta1" in arrays
+    }
+    return Factors(tuple(points), **gaussians).factors(tied=bool(arrays.get("factor.points-0.tied", True)))
+
+
+def _latent(arrays: Mapping[str, NDArray[np.generic]], name: str) -> Latent:
+    mean = torch.as_tensor(np.array(arrays[f"{name}.mean"], dtype=np.float64)).flatten()
+    if f"{name}.scale" not in arrays:
+        return Point(mean)
+    scale = torch.as_tensor(np.array(arrays[f"{name}.scale"], dtype=np.float64)).flatten()
+    return DiagonalGaussian.from_moments(mean, scale.square())

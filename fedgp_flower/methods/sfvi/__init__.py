@@ -1,0 +1,1 @@
+"""SFVI and SFVI-Avg: structured federated variational inference."""

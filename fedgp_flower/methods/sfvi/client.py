@@ -1,0 +1,221 @@
+"""The site's half of SFVI and SFVI-Avg. Whatever is about Z_Lk stays in the site's memory."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import torch
+from numpy import ndarray
+
+from fedgp_flower.clients import baselines
+from fedgp_flower.clients.counts import count_scores
+from fedgp_flower.clients.numpy_client import Prediction, Said, SiteClient, scored
+from fedgp_flower.data.sites import SiteData as Encoded
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.optimisers import AdamState
+from fedgp_flower.messages import decode, encode
+from fedgp_flower.methods.messages import Nothing, Parameters
+from fedgp_flower.methods.sfvi.estimators import UNSCALED, likelihood_only, whole_term
+from fedgp_flower.methods.sfvi.family import GlobalPosterior, LocalFamily, initial_global, named, on_the_wire
+from fedgp_flower.methods.sfvi.gp import farthest_points
+from fedgp_flower.methods.sfvi.learner import Learner, LocalState, initial_local, step_local
+from fedgp_flower.methods.sfvi.memory import SiteMemory, remembered, scaled
+from fedgp_flower.methods.sfvi.messages import (
+    Beginning,
+    GradientRequest,
+    GradientShare,
+    LocalEnd,
+    LocalStepsRequest,
+    ModelStart,
+)
+from fedgp_flower.methods.sfvi.models import MODELS, Rows, model_and_rows, rows_of, site_number
+from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.methods.sfvi.posterior import StructuredPosterior
+from fedgp_flower.methods.sfvi.structured import SiteData, StructuredModel
+from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores, gaussian_scores
+from fedgp_flower.typing import Array, NamedArrays
+
+AGAIN = 2**32
+"""A site's further steps in a round are numbered so far apart, so that they share no draw with another round."""
+
+
+class SFVIClient(SiteClient):
+    """q(Z_Lk | Z_G) of this site, fitted around whatever q(Z_G) and θ the server sends."""
+
+    def model(self, request: Nothing) -> ModelStart:
+        """θ and the prior of Z_G at the start: the same at every site, from the configuration alone."""
+        del request
+        width = self.rows_of(self.rows.x).features.shape[1]
+        model = MODELS[self.options.model].configured(self.options, self.config.model, width)
+        theta = {name: value.detach().numpy().copy() for name, value in model.theta().items()}
+        return ModelStart(theta, model.fixed_log_scale.numpy(), model.block.numpy())
+
+    def gradient(self, request: GradientRequest) -> GradientShare:
+        """SFVI: the gradient by θ and η_G, and a step on η_Lk (paper, Algorithm 1)."""
+        learner, q_global = self.learner(request.values), GlobalPosterior.of(request.values)
+        q_local, moments, fresh = self.begin(learner, q_global)
+        noise = None if request.noise is None else torch.from_numpy(request.noise)
+        for again in range(self.options.own_steps):
+            share = learner.gradient(q_global, q_local, noise, self.setting.round + again * AGAIN)
+            q_local, moments = step_local(q_local, share, moments, request.learning_rate)
+        answer = GradientShare(on_the_wire(share.theta, share.eta), share.value, int(fresh))
+        self.remember(learner, (q_global, q_local, moments), answer, averaged=False, fresh=fresh)
+        return answer
+
+    def average(self, request: LocalStepsRequest) -> LocalEnd:
+        """SFVI-Avg: steps on θ, η_G and η_Lk; the first two are sent (paper, Algorithm 2)."""
+        learner, q_global = self.learner(request.values), GlobalPosterior.of(request.values)
+        q_local, moments, fresh = self.begin(learner, q_global)
+        ratio, options = request.total_rows / self.num_examples, self.options
+        scaling, factor = (whole_term(ratio), ratio) if options.scaling == "whole" else (likelihood_only(ratio), 1.0)
+        start = (q_global, q_local, scaled(moments, factor) if options.keep_moments else AdamState())
+        rates, first = [request.learning_rate] * options.local_steps, self.setting.round * options.local_steps
+        (q_global, q_local, moments), value = learner.local_steps(start, scaling, first_step=first, rates=rates)
+        answer = LocalEnd(on_the_wire(learner.model.theta(), named(q_global)), value, fresh)
+        end = (q_global, q_local, scaled(moments, 1 / factor))
+        self.remember(learner, end, answer, averaged=True, fresh=fresh)
+        return answer
+
+    def beginning(self, request: Nothing) -> Beginning:
+        """Whether this site began anew in the latest round."""
+        del request
+        return Beginning(self.memory.latest is not None and self.memory.latest.fresh)
+
+    def predict(self, request: Parameters, inputs: Array) -> Prediction:
+        """Personal prediction: shared latents of the request, local ones of this site."""
+        posterior, site, q_local = self.posterior(request.values)
+        return Prediction(*posterior.moments(site, q_local, self.rows_of(inputs)))
+
+    def score(self, request: Parameters) -> Scores:
+        """Scores by the kind of the target."""
+        return self.scores(*self.posterior(request.values), self.rows)
+
+    def shown(self, request: Parameters) -> NamedArrays:
+        """Held-out rows with their predictions, and how they add up; for classes the probability of the second one."""
+        posterior, site, q_local = self.posterior(request.values)
+        rows, arrays = self.rows_of(self.rows.x_test), super().shown(request)
+        trend, whole = (posterior.moments(site, own, rows, link=True)[0] for own in (None, q_local))
+        mean, scale = self.preparation.target_mean, self.preparation.target_scale
+        arrays |= {"prediction.trend": trend * scale + mean, "prediction.deviation": (whole - trend) * scale}
+        if self.config.model.likelihood == "bernoulli":
+            arrays["prediction.probability"] = arrays.pop("prediction.mean")
+            del arrays["prediction.sd"]
+        return arrays
+
+    def local_only(self, request: Nothing) -> Said:
+        """What the site can do alone; unless it is a Gaussian process with Gaussian noise, by the same model."""
+        return super().local_only(request) if self.plain else self.alone(self.rows)
+
+    def pooled(self, request: Nothing) -> Said:
+        """What one analyst with all rows could do; unless it is a Gaussian process, by the same model with one site."""
+        if self.plain or not self.site.simulated:
+            return super().pooled(request)
+        return self.alone(Encoded(*baselines.all_rows(self.config, self.site.partitions, self.preparation), 0))
+
+    # What the handlers work with.
+
+    @property
+    def options(self) -> SFVIOptions:
+        """The table ``sfvi.*``."""
+        return cast(SFVIOptions, self.config.options)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the comparisons of all methods will do: a Gaussian likelihood and a Gaussian process."""
+        return self.options.model == "gp" and self.config.model.likelihood == "gaussian"
+
+    def rows_of(self, inputs: Array) -> Rows:
+        """Encoded inputs without the unit column, and its values in original units."""
+        return rows_of(self.preparation, inputs, self.options.groups_by)
+
+    @cached_property
+    def memory(self) -> SiteMemory:
+        """What this site keeps of the run."""
+        return decode(SiteMemory, self.state.arrays) if self.state.arrays else SiteMemory()
+
+    @cached_property
+    def seed(self) -> int:
+        """Of the site's draws: in a simulation the run's, so that it can be repeated; a real site keeps one secret."""
+        if self.site.simulated:
+            return self.config.seed
+        return secrets.randbits(62) if self.memory.seed is None else self.memory.seed
+
+    def learner(self, values: Mapping[str, ndarray]) -> Learner:
+        """The model at given parameters, over this site's rows."""
+        model, site = model_and_rows(self.config, self.preparation, self.site, {**values, **self.setting.constants})
+        return self.learner_of(model, site, self.seed)
+
+    def begin(self, learner: Learner, q_global: GlobalPosterior) -> tuple[LocalFamily, AdamState[torch.Tensor], bool]:
+        """q(Z_Lk | Z_G) as the latest round left it, read around the given μ_G, its moments, and whether it is new.
+
+        A round that is asked for again starts where it started. A site without a memory that fits its rows begins
+        anew, and catches up if the others are ahead.
+        """
+        server_round = self.setting.round
+        start = initial_local(learner.model, learner.site, self.options, self.seed)
+        memory = self.memory.at(server_round)
+        if memory is not None and memory.fits(learner.site, start):
+            return memory.read_around(start, q_global.mean, server_round), memory.moments, False
+        if server_round == 1 or learner.model.local_width(learner.site) == 0:
+            return start, AdamState(), False
+        return *learner.caught_up(q_global, start, self.options.catch_up_rates()), True
+
+    def remember(
+        self, learner: Learner, end: LocalState, answer: GradientShare | LocalEnd, *, averaged: bool, fresh: bool
+    ) -> None:
+        """Keep where the steps of this round led.
+
+        Raises:
+            NumericsError: for steps that led to numbers that are not finite; what was kept before stays.
+        """
+        memory = remembered(self.setting.round, learner.site, end, averaged=averaged, fresh=fresh)
+        if not all(np.isfinite(array).all() for array in (*encode(memory).values(), *encode(answer).values())):
+            raise NumericsError(
+                "a step led to numbers that are not finite, so the site stays where it was. Lower `sfvi.learning-rate`?"
+            )
+        self.state.replace(encode(self.memory.after(memory, None if self.site.simulated else self.seed)))
+
+    def posterior(self, values: Mapping[str, ndarray]) -> tuple[StructuredPosterior, SiteData, LocalFamily | None]:
+        """What predicts at given θ and η_G: the posterior, the training rows, and the local posterior if any."""
+        learner, q_global = self.learner(values), GlobalPosterior.of(values)
+        start = initial_local(learner.model, learner.site, self.options, self.seed)
+        q_local = self.memory.posterior(learner.site, start, q_global.mean, self.setting.round)
+        posterior = StructuredPosterior(learner.model, q_global, self.options.prediction_draws)
+        return posterior, learner.site, q_local
+
+    def scores(
+        self, posterior: StructuredPosterior, site: SiteData, q_local: LocalFamily | None, data: Encoded
+    ) -> Scores:
+        """Scores of held-out rows: of class probabilities, of counts, or Gaussian in original units."""
+        rows, target, likelihood = self.rows_of(data.x_test), data.y_test, self.config.model.likelihood
+        mean, variance = posterior.moments(site, q_local, rows, link=likelihood == "poisson")
+        if likelihood == "poisson":
+            return count_scores(mean, variance, target)
+        if mean.ndim == 2:
+            return class_scores(mean, target)
+        if likelihood == "bernoulli":
+            return bernoulli_scores(mean, target)
+        return gaussian_scores(*self.original(Prediction(mean, variance), target))
+
+    def alone(self, data: Encoded) -> Said:
+        """Fit the model to these rows as if there were no others, by the run's schedule, and score."""
+        rows, own, section = self.rows_of(data.x), self.options, self.config.model
+        points = farthest_points(rows.features, section.num_inducing) if own.model == "gp" else None
+        model = MODELS[own.model].configured(own, section, rows.features.shape[1], points)
+        site = model.prepare(rows.features, torch.from_numpy(data.y), rows.groups, key=site_number(self.site.site))
+        learner = self.learner_of(model, site, self.config.seed)
+        q_global = initial_global(model.global_size, scale=own.initial_scale, triangular=own.structure == "full")
+        start = (q_global, initial_local(model, site, own, self.config.seed), AdamState[torch.Tensor]())
+        rates = own.rates(self.config.method, self.config.num_server_rounds)
+        (q_global, q_local, _), _ = learner.local_steps(start, UNSCALED, first_step=0, rates=rates)
+        posterior = StructuredPosterior(model, q_global, own.prediction_draws)
+        return scored(self.scores(posterior, site, q_local, data), evaluations=len(rates))
+
+    def learner_of(self, model: StructuredModel, site: SiteData, seed: int) -> Learner:
+        """A learner of a model and rows."""
+        own = self.options
+        return Learner(model, site, seed, site_number(self.site.site), own.samples, own.importance_samples)

@@ -1,0 +1,255 @@
+"""The structured Gaussian family of SFVI (Hassan et al. 2023): q(Z_G) ∏ₖ q(Z_Lk | Z_G).
+
+    Z_G  = μ_G + σ_G ⊙ (L_G ε_G),
+    Z_Lk = μ̄_k + C_k (Z_G − μ_G) + σ_k ⊙ (L_k ε_k),
+
+with ε standard normal, σ = exp(log σ) and L lower triangular with a unit diagonal; the strictly lower entries are kept
+row by row. Local latents come in units that are independent given Z_G: Z_Lk is [U, W] and L_k has one block per unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias, TypeVar, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fedgp_flower.typing import NamedArrays, Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalPosterior:
+    """q(Z_G) = N(μ, Σ) with the factor diag(σ) L of Σ; without ``lower``, L is the identity."""
+
+    mean: Float[Tensor, " M"]
+    log_scale: Float[Tensor, " M"]
+    lower: Float[Tensor, " T"] | None
+
+    @staticmethod
+    def of(values: Mapping[str, np.ndarray | Tensor]) -> GlobalPosterior:
+        """From ``q.mean``, ``q.log_scale`` and, unless L is the identity, ``q.lower``."""
+        lower = values.get("q.lower")
+        mean, log_scale = torch.as_tensor(values["q.mean"]), torch.as_tensor(values["q.log_scale"])
+        return GlobalPosterior(mean, log_scale, None if lower is None else torch.as_tensor(lower))
+
+    def transform(self, noise: Float[Tensor, "*S M"]) -> Float[Tensor, "*S M"]:
+        """Z_G for standard normal ``noise``."""
+        mixed = noise if self.lower is None else noise @ unit_lower(self.lower, len(self.mean)).mT
+        return self.mean + self.log_scale.exp() * mixed
+
+    def factor(self) -> Float[Tensor, "M M"]:
+        """diag(σ) L, lower triangular, with Σ = factor factorᵀ."""
+        return _factor(self.log_scale, self.lower)
+
+    def log_density(self, z: Float[Tensor, "*S M"]) -> Float[Tensor, "*S"]:
+        """The log density log q(z)."""
+        return normal_log_density(z - self.mean, self.log_scale, self.lower)
+
+    def entropy(self) -> Scalar:
+        """−E log q = Σ log σ + ½ M log 2πe."""
+        return self.log_scale.sum() + 0.5 * len(self.mean) * math.log(2 * math.pi * math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPosterior:
+    """q(Z_Lk | Z_G) of one site; without ``coupling`` it does not depend on Z_G, without ``lower`` L_k = I."""
+
+    mean: Float[Tensor, "U W"]
+    log_scale: Float[Tensor, "U W"]
+    coupling: Float[Tensor, "U W M"] | None
+    lower: Float[Tensor, "U T"] | None
+
+    def transform(
+        self, z_global: Float[Tensor, "*S M"], global_mean: Float[Tensor, " M"], noise: Float[Tensor, "*R U W"]
+    ) -> Float[Tensor, "*R U W"]:
+        """Z_Lk for standard normal ``noise``, whose leading dimensions end in those of ``z_global``."""
+        mixed = noise
+        if self.lower is not None:
+            mixed = torch.einsum("uij,...uj->...ui", unit_lower(self.lower, self.mean.shape[-1]), noise)
+        return self.location(z_global, global_mean) + self.log_scale.exp() * mixed
+
+    def location(
+        self, z_global: Float[Tensor, "*S M"], global_mean: Float[Tensor, " M"]
+    ) -> Float[Tensor, "*S U W"] | Float[Tensor, "U W"]:
+        """μ̄ + C (Z_G − μ_G)."""
+        if self.coupling is None:
+            return self.mean
+        return self.mean + torch.einsum("uwm,...m->...uw", self.coupling, z_global - global_mean)
+
+    def factor(self) -> Float[Tensor, "U W W"]:
+        """diag(σ) L of every unit."""
+        return _factor(self.log_scale, self.lower)
+
+    def log_density(
+        self, z_local: Float[Tensor, "*R U W"], z_global: Float[Tensor, "*S M"], global_mean: Float[Tensor, " M"]
+    ) -> Float[Tensor, "*R U"]:
+        """The log density log q(Z_Lu | Z_G) of every unit."""
+        return normal_log_density(z_local - self.location(z_global, global_mean), self.log_scale, self.lower)
+
+    def entropy(self) -> Scalar:
+        """−E log q(Z_Lk | Z_G) = Σ log σ + ½ U W log 2πe, whatever Z_G is."""
+        return self.log_scale.sum() + 0.5 * self.mean.numel() * math.log(2 * math.pi * math.e)
+
+    def unfold(self) -> LocalPosterior:
+        """The posterior of every unit: this one."""
+        return self
+
+    def shifted(self, old_mean: Float[Tensor, " M"], new_mean: Float[Tensor, " M"]) -> LocalPosterior:
+        """The same q(Z_Lk | Z_G) read around a new μ_G: μ̄ ← μ̄ + C (μ_G,new − μ_G,old).
+
+        A site owes this after every averaging of q(Z_G); otherwise its latents stay fitted to its own μ_G.
+        """
+        if self.coupling is None:
+            return self
+        return replace(self, mean=self.mean + self.coupling @ (new_mean - old_mean))
+
+
+@dataclass(frozen=True, slots=True)
+class AmortisedPosterior:
+    """q(Z_Lu | Z_G) read off what unit u has seen, by one network for all units of the site, and one C for all.
+
+    (μ̄_u, log σ_u) = B [tanh(A [s_u, 1]), 1], L_k = I. Its size does not grow with the number of units, and a unit that
+    was not there in training has a posterior as soon as it has data. The network is the site's own and stays there.
+    """
+
+    summary: Float[Tensor, "U E"] = field(metadata={"learned": False})
+    """s_u: what a unit has seen."""
+    hidden: Float[Tensor, "H E1"]
+    output: Float[Tensor, "W2 H1"]
+    coupling: Float[Tensor, "W M"] | None
+
+    def unfold(self) -> LocalPosterior:
+        """The posterior of every unit."""
+        one = self.summary.new_ones(len(self.summary), 1)
+        activation = torch.tanh(torch.cat([self.summary, one], -1) @ self.hidden.mT)
+        mean, log_scale = (torch.cat([activation, one], -1) @ self.output.mT).chunk(2, -1)
+        coupling = None if self.coupling is None else self.coupling.expand(len(self.summary), *self.coupling.shape)
+        return LocalPosterior(mean, log_scale, coupling, None)
+
+    def shifted(self, old_mean: Float[Tensor, " M"], new_mean: Float[Tensor, " M"]) -> AmortisedPosterior:
+        """The same q(Z_Lk | Z_G) read around a new μ_G: the constant of μ̄ moves."""
+        if self.coupling is None:
+            return self
+        output = self.output.clone()
+        output[: len(output) // 2, -1] += self.coupling @ (new_mean - old_mean)
+        return replace(self, output=output)
+
+
+def sampled_global_term(
+    log_scale: Float[Tensor, " M"],
+    q_global: GlobalPosterior,
+    noise_global: Float[Tensor, "S M"],
+    *,
+    sticking: bool = True,
+) -> Scalar:
+    """The server's bracket log p_θ(Z_G) − log q(Z_G), p_θ = N(0, diag s²), averaged over draws.
+
+    The parameters inside log q are held constant (sticking the landing, Roeder et al. 2017) unless ``sticking`` is off.
+    """
+    z_global = q_global.transform(noise_global)
+    inside = held(q_global) if sticking else q_global
+    return (normal_log_density(z_global, log_scale, None) - inside.log_density(z_global)).mean()
+
+
+def expected_global_term(log_scale: Float[Tensor, " M"], q_global: GlobalPosterior) -> Scalar:
+    """−KL(q(Z_G) ‖ N(0, diag s²)) = H(q) − ½ Σ [(Σ_ii + μ_i²) / s_i² + 2 log s_i + log 2π]."""
+    second = q_global.factor().square().sum(-1) + q_global.mean.square()
+    cross = 0.5 * (second * (-2 * log_scale).exp() + 2 * log_scale + math.log(2 * math.pi)).sum()
+    return q_global.entropy() - cross
+
+
+LocalFamily: TypeAlias = LocalPosterior | AmortisedPosterior
+Posterior = TypeVar("Posterior", bound=GlobalPosterior | LocalPosterior | AmortisedPosterior)
+
+
+def initial_global(size: int, *, scale: float, triangular: bool) -> GlobalPosterior:
+    """N(0, scale² I) in M = ``size`` dimensions."""
+    zero = torch.zeros(size, dtype=torch.float64)
+    lower = torch.zeros(size * (size - 1) // 2, dtype=torch.float64) if triangular else None
+    return GlobalPosterior(zero, zero + math.log(scale), lower)
+
+
+def initial_local(
+    units: int, width: int, global_size: int, *, scale: float, coupled: bool, triangular: bool
+) -> LocalPosterior:
+    """N(0, scale² I) for every unit, uncoupled from Z_G at first."""
+    zero = torch.zeros(units, width, dtype=torch.float64)
+    coupling = torch.zeros(units, width, global_size, dtype=torch.float64) if coupled else None
+    lower = torch.zeros(units, width * (width - 1) // 2, dtype=torch.float64) if triangular else None
+    return LocalPosterior(zero, zero + math.log(scale), coupling, lower)
+
+
+def initial_amortised(
+    summary: Float[Tensor, "U E"],
+    width: int,
+    global_size: int,
+    *,
+    scale: float,
+    hidden: int,
+    coupled: bool,
+    generator: torch.Generator,
+) -> AmortisedPosterior:
+    """N(0, scale² I) for every unit; the first layer is random so that its gradient is not zero for ever."""
+    inputs = summary.shape[1] + 1
+    first = torch.randn(hidden, inputs, generator=generator, dtype=torch.float64) / math.sqrt(inputs)
+    output = torch.zeros(2 * width, hidden + 1, dtype=torch.float64)
+    output[width:, -1] = math.log(scale)
+    coupling = torch.zeros(width, global_size, dtype=torch.float64) if coupled else None
+    return AmortisedPosterior(summary, first, output, coupling)
+
+
+def named(posterior: GlobalPosterior | LocalFamily) -> dict[str, Tensor]:
+    """The learned parameters that are present, by the name of their field."""
+    learned = [entry.name for entry in fields(posterior) if entry.metadata.get("learned", True)]
+    values = {name: getattr(posterior, name) for name in learned}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def on_the_wire(theta: Mapping[str, Tensor], eta: Mapping[str, Tensor]) -> NamedArrays:
+    """θ and η_G, or their gradients, under the names they have in messages: ``theta.…`` and ``q.…``."""
+    values = {f"theta.{name}": value for name, value in theta.items()}
+    values |= {f"q.{name}": value for name, value in eta.items()}
+    return {name: value.detach().numpy().copy() for name, value in values.items()}
+
+
+def with_named(posterior: Posterior, values: Mapping[str, Tensor]) -> Posterior:
+    """The posterior with the named parameters replaced."""
+    changed: Posterior = replace(cast(Any, posterior), **values)
+    return changed
+
+
+def held(posterior: Posterior) -> Posterior:
+    """The posterior with its parameters held constant, for the density inside the sticking-the-landing estimator."""
+    return with_named(posterior, {name: value.detach() for name, value in named(posterior).items()})
+
+
+def unit_lower(packed: Float[Tensor, "*B T"], size: int) -> Float[Tensor, "*B M M"]:
+    """Unit lower triangular L from its strictly lower entries, row by row."""
+    rows, columns = torch.tril_indices(size, size, offset=-1, device=packed.device)
+    eye = torch.eye(size, dtype=packed.dtype, device=packed.device).expand(*packed.shape[:-1], size, size)
+    return eye.index_put(_batched(packed, rows, columns), packed)
+
+
+def _batched(packed: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
+    if packed.ndim == 1:
+        return rows, columns
+    return torch.arange(len(packed), device=packed.device)[:, None], rows[None], columns[None]
+
+
+def _factor(log_scale: Tensor, lower: Tensor | None) -> Tensor:
+    scale = log_scale.exp()
+    return torch.diag_embed(scale) if lower is None else scale[..., None] * unit_lower(lower, scale.shape[-1])
+
+
+def normal_log_density(residual: Tensor, log_scale: Tensor, lower: Tensor | None) -> Tensor:
+    """Over the last dimension, log N(r | 0, diag(σ) L Lᵀ diag(σ)) = −½ ‖L⁻¹ (r / σ)‖² − Σ log σ − ½ M log 2π."""
+    size = log_scale.shape[-1]
+    white = residual / log_scale.exp()
+    if lower is not None:
+        white = torch.linalg.solve_triangular(unit_lower(lower, size), white[..., None], upper=False)[..., 0]
+    return -0.5 * white.square().sum(-1) - log_scale.sum(-1) - 0.5 * size * math.log(2 * math.pi)

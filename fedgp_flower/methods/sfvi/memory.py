@@ -1,0 +1,141 @@
+"""What a site keeps between rounds of SFVI and SFVI-Avg, and how a later round reads it. Nothing of it leaves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+from torch import Tensor
+
+from fedgp_flower.gp.optimisers import AdamState
+from fedgp_flower.messages import message
+from fedgp_flower.methods.sfvi.family import AmortisedPosterior, GlobalPosterior, LocalFamily, named, with_named
+from fedgp_flower.methods.sfvi.structured import SiteData
+from fedgp_flower.typing import AnyShape, NamedArrays
+
+LOCAL = "local."
+"""Prefix of η_Lk among the names of parameters that a site moves."""
+
+
+@message()
+class Memory:
+    """q(Z_Lk | Z_G) after a round, the moments of its optimiser, and the μ_G that it was fitted around."""
+
+    round: int
+    averaged: bool
+    """Whether the site took steps on q(Z_G): then it owes its latents the shift to the average."""
+    fresh: bool
+    """Whether it began anew in this round."""
+    about: str
+    """What the latents belong to; see :func:`subject`."""
+    centre: Float[ndarray, " G"]
+    local: Mapping[str, AnyShape]
+    steps: int
+    first: Mapping[str, AnyShape]
+    second: Mapping[str, AnyShape]
+
+    @property
+    def moments(self) -> AdamState[Tensor]:
+        """As the optimiser wants them."""
+        return AdamState(self.steps, _tensors(self.first), _tensors(self.second))
+
+    def with_moments(self, moments: AdamState[Tensor]) -> Memory:
+        """The same with other moments."""
+        return replace(self, steps=moments.step, first=_arrays(moments.first), second=_arrays(moments.second))
+
+    def fits(self, site: SiteData, start: LocalFamily) -> bool:
+        """Whether it is about latents like these of the same units: a site may come back with other rows."""
+        shapes = {name: array.shape for name, array in self.local.items()}
+        return self.about == subject(site, start) and shapes == {n: tuple(v.shape) for n, v in named(start).items()}
+
+    def read_around(self, start: LocalFamily, centre: Tensor, server_round: int) -> LocalFamily:
+        """q(Z_Lk | Z_G) around another μ_G, for a site whose q(Z_G) was averaged or that missed rounds.
+
+        A site that sends gradients every round owes no shift: the step of μ̄_k was taken together with that of μ_G.
+
+        Args:
+            start: q of the same family and shapes.
+            centre: μ_G as it is now.
+            server_round: The round it is read in.
+        """
+        q_local = with_named(start, _tensors(self.local))
+        if self.averaged or server_round > self.round + 1:
+            return q_local.shifted(torch.tensor(self.centre), centre)
+        return q_local
+
+
+@message()
+class SiteMemory:
+    """All a site keeps of a run."""
+
+    latest: Memory | None = None
+    before: Memory | None = None
+    """What a repetition of the latest round starts from."""
+    seed: int | None = None
+    """Of the site's draws, where nobody else knows it."""
+
+    def at(self, server_round: int) -> Memory | None:
+        """What a round starts from: what the latest one left, or, asked for the latest again, what it started from."""
+        repeated = self.latest is not None and self.latest.round >= server_round
+        return self.before if repeated else self.latest
+
+    def posterior(self, site: SiteData, start: LocalFamily, centre: Tensor, server_round: int) -> LocalFamily | None:
+        """q(Z_Lk | Z_G) to predict with; None at a site that has not trained, or has other rows now."""
+        if self.latest is None or not self.latest.fits(site, start):
+            return None
+        return self.latest.read_around(start, centre, server_round)
+
+    def after(self, memory: Memory, seed: int | None = None) -> SiteMemory:
+        """With what a round left; a repeated round replaces what its first attempt left."""
+        return SiteMemory(memory, self.at(memory.round), seed)
+
+
+def remembered(
+    server_round: int,
+    site: SiteData,
+    end: tuple[GlobalPosterior, LocalFamily, AdamState[Tensor]],
+    *,
+    averaged: bool,
+    fresh: bool,
+) -> Memory:
+    """The memory of a round from where its steps ended."""
+    q_global, q_local, moments = end
+    local, centre = _arrays(named(q_local)), q_global.mean.detach().numpy()
+    empty = Memory(server_round, averaged, fresh, subject(site, q_local), centre, local, 0, {}, {})
+    return empty.with_moments(moments)
+
+
+def subject(site: SiteData, start: LocalFamily) -> str:
+    """A digest of the units whose latents q is about, and of the inputs they refer to; a network reads any units."""
+    if isinstance(start, AmortisedPosterior):
+        return "any"
+    parts = (site.keys, site.anchors)
+    return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()
+
+
+def scaled(moments: AdamState[Tensor], factor: float) -> AdamState[Tensor]:
+    """Moments as if the gradients by η_Lk had been ``factor`` times what they were.
+
+    A site keeps those of its latents for its own term of the bound. Local steps on a bound that stands in for all
+    sites follow N / N_k times that, and would leave moments under which later gradients move nothing.
+    """
+    first = {name: value * factor if name.startswith(LOCAL) else value for name, value in moments.first.items()}
+    second = {n: value * factor**2 if n.startswith(LOCAL) else value for n, value in moments.second.items()}
+    return AdamState(moments.step, first, second)
+
+
+def below(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The values whose name begins with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+
+def _tensors(arrays: Mapping[str, ndarray]) -> dict[str, Tensor]:
+    return {name: torch.tensor(array) for name, array in arrays.items()}
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> NamedArrays:
+    return {name: tensor.detach().numpy() for name, tensor in tensors.items()}

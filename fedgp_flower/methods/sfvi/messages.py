@@ -1,0 +1,89 @@
+"""What server and sites of SFVI and SFVI-Avg say to each other. Of q(Z_Lk | Z_G) nothing leaves a site.
+
+θ and η_G travel as arrays under names: ``theta.*``, and ``q.mean``, ``q.log_scale`` and, unless q(Z_G) is diagonal,
+``q.lower``, with Z_G = μ + σ ⊙ (L ε) and L's strictly lower entries row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+from fedgp_flower.messages import leaves, message
+from fedgp_flower.typing import AnyShape
+
+OUTLIER = 1e4
+"""A gradient so many times larger per row than the median site's is not taken for one."""
+
+
+@message("query.model", public=True)
+class ModelStart:
+    """The model that the configuration means: the same at every honest site."""
+
+    theta: Mapping[str, AnyShape] = leaves("θ at the start")
+    fixed: Float[ndarray, " G"] = leaves("log s of p(Z_G) = N(0, diag s²), without learned parts")
+    block: Int[ndarray, " B"] = leaves("which learned scale multiplies each entry of s; empty where none is learned")
+
+
+@message()
+class GradientRequest:
+    """SFVI: where a gradient is wanted."""
+
+    values: Mapping[str, AnyShape] = leaves("θ and η_G")
+    learning_rate: float = leaves("of the site's step on its own latents")
+    noise: Float[ndarray, "S G"] | None = leaves("ε_G, where expectations are not known", default=None)
+
+
+@message("train.gradient", summand=True)
+class GradientShare:
+    """The site's term of the bound at the server's parameters and its gradient; the server needs the sum over sites."""
+
+    values: Mapping[str, AnyShape] = leaves(
+        "∂/∂θ and ∂/∂η_G of E log p(y, Z_L | Z_G) − E log q(Z_L | Z_G)", as_sent=True
+    )
+    objective: float = leaves("the term itself")
+    fresh: int = leaves("1 where the site had no memory of earlier rounds and caught up")
+
+    @staticmethod
+    def outliers(answers: Mapping[str, GradientShare], rows: Mapping[str, int]) -> dict[str, str]:
+        """Gradients that dwarf those of the other sites; with fewer than three sites nobody can tell which is wrong."""
+        if len(answers) < 3:
+            return {}
+        largest = {  # a norm would overflow where a liar's numbers are huge
+            site: max(float(np.abs(array).max(initial=0.0)) for array in share.values.values()) / rows[site]
+            for site, share in answers.items()
+        }
+        usual = float(np.median(list(largest.values())))
+        return {
+            site: f"its gradient is {size / usual:.1e} times the usual one per row"
+            for site, size in largest.items()
+            if size > OUTLIER * usual > 0
+        }
+
+
+@message()
+class LocalStepsRequest:
+    """SFVI-Avg: where local steps start."""
+
+    values: Mapping[str, AnyShape] = leaves("θ and η_G")
+    learning_rate: float = leaves("of the steps")
+    total_rows: float = leaves("N, the rows of all sites that the site stands in for")
+
+
+@message("train.average")
+class LocalEnd:
+    """θ and η_G after a site's local steps. The server needs each: a barycentre is no sum."""
+
+    values: Mapping[str, AnyShape] = leaves("θ and η_G", as_sent=True)
+    objective: float = leaves("what the site takes for the bound of all rows, mean over its steps")
+    fresh: bool = leaves("whether the site had no memory of earlier rounds and caught up")
+
+
+@message("query.beginning", public=True)
+class Beginning:
+    """Whether a site began anew in the latest round."""
+
+    fresh: bool = leaves("it had no memory of earlier rounds and caught up")

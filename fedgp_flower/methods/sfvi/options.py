@@ -1,0 +1,151 @@
+"""The table ``sfvi.*``, shared by ``sfvi`` and ``sfvi-avg``: model, variational family, rounds."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.options import Count, Fraction, MethodOptions, NonNegative, Positive, PositiveInt
+from fedgp_flower.run.config import CoreConfig
+
+SHARED, LEARNED = "inducing.locations", "theta.inputs"
+"""Names of the shared inducing inputs of ``gp``: constant, or part of θ."""
+LIKELIHOODS = {
+    "gp": ("gaussian", "bernoulli", "poisson"),
+    "logistic-mixed": ("bernoulli",),
+    "multinomial": ("gaussian",),
+}
+
+
+class SFVIOptions(MethodOptions):
+    """The table ``sfvi.*``."""
+
+    table: ClassVar[str] = "sfvi"
+
+    model: Literal["gp", "logistic-mixed", "multinomial"] = "gp"
+    """``gp``: shared trend + site deviation + site noise; the others as in the paper, Sections S3.1 and S3.2."""
+    structure: Literal["diagonal", "full"] = "diagonal"
+    """L_G of q(Z_G). ``full`` sends M²/2 numbers more; ``gp`` gains from it where sites do not deviate."""
+    local_structure: Literal["diagonal", "full"] = "full"
+    """L_k of q(Z_Lk | Z_G)."""
+    coupling: bool = True
+    """C_k: whether q(Z_Lk | Z_G) depends on Z_G."""
+    initial_scale: Positive = 0.3
+    """Initial standard deviation of Z_G under q."""
+    initial_local_scale: Positive = 0.3
+    """Initial standard deviation of Z_Lk under q."""
+    samples: PositiveInt = 4
+    """S, draws of Z_G in a gradient; the expectations of ``gp`` are known and need none."""
+    importance_samples: PositiveInt = 20
+    """R, draws of the latents of each unit, weighted; 1 is the paper's bound. No matter for ``gp``."""
+    amortised_units: Count = 0
+    """``logistic-mixed``: hidden units of a network that reads q of a unit's latents off its rows; 0: no network."""
+
+    learning_rate: Positive = 0.05
+    """Of Adam, at the server and at the sites."""
+    constant_share: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Share of the rounds before the learning rate falls."""
+    final_rate: Fraction = 0.01
+    """Learning rate after the last round, as a share of the first."""
+    fraction: Fraction = 1.0
+    """Share of the sites that take part in a round; at least one does."""
+    catch_up_steps: Count = 400
+    """Steps on its own latents alone, at a rate that falls like that of a run, by a site that comes late or has lost
+    its state."""
+
+    own_steps: PositiveInt = 1
+    """``sfvi``: steps of a site on its own latents in a round; the gradient of the last one is sent."""
+    warm_start_rounds: Count = 0
+    """``sfvi``: rounds of ``sfvi-avg`` that come first."""
+    local_steps: PositiveInt = 20
+    """``sfvi-avg``: m, steps of a site in a round."""
+    keep_moments: bool = True
+    """``sfvi-avg``: whether the sites' Adam goes on from round to round or starts anew."""
+    weights: Literal["rows", "equal"] = "rows"
+    """``sfvi-avg``: weights of the sites in the average."""
+    scaling: Literal["whole", "likelihood"] = "whole"
+    """``sfvi-avg``: what N / N_k multiplies; ``likelihood`` is the paper's letter and makes q(Z_Lk | Z_G) too sharp."""
+
+    shared_inputs: Literal["copula", "box"] = "copula"
+    """``gp``: shared inducing inputs follow the pooled distribution of the inputs, or fill the box they lie in."""
+    learn_inputs: bool = False
+    """``gp``: whether the shared inducing inputs are part of θ."""
+    site_inducing: Count = 20
+    """``gp``: inducing inputs of a site's deviation, rows of its own that stay there; 0: sites do not deviate."""
+    site_noise: NonNegative = 0.5
+    """``gp``: prior standard deviation of a site's log noise offset; 0 gives all sites the same noise."""
+    site_slope: Positive = 0.3
+    """``gp``: initial standard deviation of a site's intercept and slopes."""
+    deviation: Positive = 0.3
+    """``gp``: initial prior variance of a site's deviation, relative to ``model.outputscale``."""
+
+    unit_column: str = ""
+    """``logistic-mixed``: numeric feature whose value names the unit that shares an intercept."""
+    prior_scale: Positive = 10.0
+    """``logistic-mixed``: prior standard deviation of the coefficients and of ω."""
+    centred: bool = False
+    """``logistic-mixed``: whether the latents are the intercepts themselves, or standard normal a priori."""
+    classes: Annotated[int, Field(ge=2)] = 10
+    """``multinomial``: the target holds the numbers 0 to ``classes`` − 1."""
+    prediction_draws: PositiveInt = 200
+    """Draws in a prediction; ``gp`` needs none."""
+
+    def check(self, core: CoreConfig) -> None:
+        """A likelihood the model has, whole batches, and the keys a model cannot do without."""
+        allowed = LIKELIHOODS[self.model]
+        if core.model.likelihood not in allowed:
+            raise ConfigError(
+                f"`model.likelihood` = {core.model.likelihood!r}: `sfvi.model` = {self.model!r} needs "
+                + " or ".join(repr(name) for name in allowed)
+            )
+        if core.optimizer.batch_size:
+            raise ConfigError("`optimizer.batch-size`: sfvi takes all rows of a site; set it to 0")
+        if unread := core.optimizer.unread("batch_size"):
+            raise ConfigError(f"{unread}: sfvi takes steps of Adam; see `sfvi.learning-rate` and `sfvi.local-steps`")
+        if core.model.inducing_init != "copula":
+            key = f"`model.inducing-init` = {core.model.inducing_init!r}"
+            raise ConfigError(f"{key}: sfvi places shared inputs by `sfvi.shared-inputs`; leave it at 'copula'")
+        if core.device == "cuda" or core.precision != "float64":
+            raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
+        if self.model == "logistic-mixed" and not self.unit_column:
+            raise ConfigError("`sfvi.model` = 'logistic-mixed' needs `sfvi.unit-column`, which names the units")
+        if self.model == "multinomial" and core.standardise:
+            raise ConfigError(
+                "`sfvi.model` = 'multinomial' reads class numbers off the target: set `standardise` false"
+            )
+        if self.amortised_units and self.model != "logistic-mixed":
+            raise ConfigError("`sfvi.amortised-units`: only `sfvi.model` = 'logistic-mixed' has units to read off rows")
+        core.require_whole_rosters("sfvi.fraction", self.fraction)
+
+    @property
+    def closed_form(self) -> bool:
+        """Whether the model's expectations are known, so that no draws travel."""
+        return self.model == "gp"
+
+    @property
+    def groups_by(self) -> str:
+        """The column whose values name units; empty for a model without units."""
+        return self.unit_column if self.model == "logistic-mixed" else ""
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of one of ``steps`` rounds or steps, counted from 0: constant, then falling geometrically.
+
+        It ends at ``final-rate`` · ``learning-rate``.
+        """
+        progress = (step / steps - self.constant_share) / (1 - self.constant_share)
+        return float(self.learning_rate * self.final_rate ** min(max(progress, 0.0), 1.0))
+
+    def catch_up_rates(self) -> list[float]:
+        """The rate of every step of a site that comes late: the whole way from the first to the last."""
+        return [self.rate(step, self.catch_up_steps) for step in range(self.catch_up_steps)]
+
+    def rates(self, method: str, rounds: int) -> list[float]:
+        """The rate of every step on θ in a whole run."""
+        averaging = rounds if method == "sfvi-avg" else self.warm_start_rounds
+        return [
+            self.rate(step, rounds)
+            for step in range(rounds)
+            for _ in range(self.local_steps if step < averaging else 1)
+        ]

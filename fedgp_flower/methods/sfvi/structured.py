@@ -1,0 +1,229 @@
+"""What a model is to SFVI: log p_θ(Z_G), log p_θ(y_k, Z_Lk | Z_G), their shapes and a prediction.
+
+A model is one file with one subclass, and a row in :data:`fedgp_flower.methods.sfvi.models.MODELS`. Its parameters
+(``nn.Parameter``) are θ and are shared; everything that belongs to a site is in :class:`SiteData` and stays there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from fedgp_flower.errors import ProtocolError
+from fedgp_flower.gp.kernels import wire_name
+from fedgp_flower.methods.sfvi.family import GlobalPosterior, LocalFamily, LocalPosterior, initial_local
+from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.options import ModelSection
+from fedgp_flower.typing import Rows, Scalar, Targets
+
+IndexVector = Int64[Tensor, " N"]
+
+
+@dataclass(frozen=True, slots=True)
+class SiteData:
+    """The rows of one site, dealt to units whose local latents are independent given Z_G."""
+
+    features: Rows
+    targets: Targets
+    unit: IndexVector
+    """Unit of every row, 0 … U−1."""
+    keys: Int64[Tensor, " U"]
+    """What the random draws of a unit are keyed by; different for all units of all sites."""
+    anchors: Float[Tensor, "A D"]
+    """Inputs that the site's own latents refer to; empty for most models."""
+
+    def at(self, features: Rows, unit: IndexVector | None = None) -> SiteData:
+        """The same site with other rows, to predict at; all of unit 0 unless told."""
+        where = torch.zeros(len(features), dtype=torch.int64) if unit is None else unit
+        return replace(self, features=features, targets=features.new_zeros(len(features)), unit=where)
+
+
+class Prediction(NamedTuple):
+    """Mean and variance of a noisy observation, [N]; of indicators of the classes, [N, C], for a classifier."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+class StructuredModel(nn.Module, ABC):
+    """Latents Z_G [M] with p_θ(Z_G) = N(0, diag s²), units Z_Lu [W] and data y_u independent given Z_G.
+
+    log s = ``fixed`` + ``prior_log_scales``[``block``] where scales are learned, and a server needs no more than these
+    arrays for its own gradient. Another prior is the same model with Z_G transformed inside the likelihood.
+    """
+
+    fixed_log_scale: Tensor
+    block: Tensor
+
+    def __init__(self, fixed_log_scale: Float[Tensor, " M"], block: Int64[Tensor, " M"] | None = None) -> None:
+        super().__init__()
+        self.register_buffer("fixed_log_scale", fixed_log_scale)
+        if block is None:
+            self.register_buffer("block", torch.zeros(0, dtype=torch.int64))
+        else:
+            self.register_buffer("block", block)
+            self.prior_log_scales = nn.Parameter(torch.zeros(int(block.max()) + 1, dtype=torch.float64))
+
+    @classmethod
+    @abstractmethod
+    def configured(
+        cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
+    ) -> StructuredModel:
+        """The model at its initial θ.
+
+        Args:
+            options: ``sfvi.*``.
+            section: ``model.*``.
+            num_inputs: D, without a column that names units.
+            inputs: Shared inducing inputs, for a model that has any; without them it stands for its shapes only.
+        """
+
+    @property
+    def global_size(self) -> int:
+        """M, the length of Z_G."""
+        return len(self.fixed_log_scale)
+
+    def prior_log_scale(self) -> Float[Tensor, " M"]:
+        """The vector log s, by entry of Z_G."""
+        if len(self.block) == 0:
+            return self.fixed_log_scale
+        return self.fixed_log_scale + self.prior_log_scales[self.block]
+
+    def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteData:
+        """Rows of a site, dealt to units; here the site is one unit.
+
+        Args:
+            features: [N, D].
+            targets: [N].
+            groups: Equal for rows of one unit, where a site has several.
+            key: Number of the site, where it is one unit.
+        """
+        del groups
+        unit = torch.zeros(len(features), dtype=torch.int64)
+        return SiteData(features, targets, unit, torch.tensor([key]), features[:0])
+
+    def located(
+        self, site: SiteData, features: Rows, groups: IndexVector, *, trained: bool
+    ) -> Iterator[tuple[Tensor, SiteData, bool]]:
+        """Rows to predict at: which they are, as the model has them, and whether the site's posterior is about them.
+
+        Args:
+            site: Training rows of the site.
+            features: Inputs to predict at.
+            groups: Unit of each.
+            trained: Whether the site has a posterior at all.
+        """
+        del groups
+        yield torch.ones(len(features), dtype=torch.bool), site.at(features), trained
+
+    def summary(self, site: SiteData) -> Float[Tensor, "U E"]:
+        """What an amortised posterior sees of a unit: nothing, unless a site has many units."""
+        return site.features.new_zeros(len(site.keys), 0)
+
+    @abstractmethod
+    def local_width(self, site: SiteData) -> int:
+        """W, the number of latents of a unit; may differ from site to site."""
+
+    @abstractmethod
+    def log_local(
+        self, site: SiteData, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
+    ) -> Float[Tensor, "*S U"]:
+        """The log density log p_θ(y_u, Z_Lu | Z_G) of every unit."""
+
+    @abstractmethod
+    def draw_local(self, z_global: Float[Tensor, "*S M"], noise: Float[Tensor, "*S U W"]) -> Float[Tensor, "*S U W"]:
+        """Z_L | Z_G from its prior, for a site that has no posterior."""
+
+    @abstractmethod
+    def observation(
+        self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance of an observation at every row given the latents, [S, N] or [S, N, C]."""
+
+    @abstractmethod
+    def link(self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]) -> Tensor:
+        """What an observation depends on, on the scale where effects add up: [S, N] or [S, N, C]."""
+
+    def initial_local(self, site: SiteData, *, scale: float, coupled: bool, triangular: bool) -> LocalPosterior:
+        """N(0, scale² I) over the latents of a site."""
+        size = self.local_width(site)
+        return initial_local(
+            len(site.keys), size, self.global_size, scale=scale, coupled=coupled, triangular=triangular
+        )
+
+    def theta(self) -> dict[str, nn.Parameter]:
+        """The parameters that are learned, by the names they have in messages."""
+        return {wire_name(name): value for name, value in self.named_parameters() if value.requires_grad}
+
+    def load_theta(self, values: Mapping[str, Tensor]) -> None:
+        """Take θ from a message.
+
+        Raises:
+            ProtocolError: if names or shapes are not those of this model.
+        """
+        own = self.theta()
+        expected = {name: tuple(value.shape) for name, value in own.items()}
+        got = {name: tuple(value.shape) for name, value in values.items()}
+        if expected != got:
+            raise ProtocolError(f"model parameters: expected {expected}, got {got}. Is `model.*` the same everywhere?")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(values[name])
+
+
+class ClosedFormModel(StructuredModel):
+    """A model whose expected local part is known, so that a site needs no draws and its gradients have no noise."""
+
+    @abstractmethod
+    def expected_log_local(self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
+        """E_q log p_θ(y_k, Z_Lk | Z_G), summed over units."""
+
+    @abstractmethod
+    def latent(
+        self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior | None
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance on the scale of the link function, where effects add up; for a new site without q."""
+
+    @abstractmethod
+    def predict(self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior | None) -> Prediction:
+        """Prediction at ``site.features``; without ``q_local``, for a new site."""
+
+
+def predict_by_draws(
+    model: StructuredModel,
+    site: SiteData,
+    q_global: GlobalPosterior,
+    q_local: LocalFamily | None,
+    *,
+    noise_global: Float[Tensor, "S M"],
+    noise_local: Float[Tensor, "S U W"],
+    link: bool = False,
+) -> Prediction:
+    """The mixture over draws: its mean, and variance E var + var E.
+
+    Args:
+        model: The model, holding θ.
+        site: Rows to predict at, and their units.
+        q_global: q(Z_G).
+        q_local: q(Z_Lk | Z_G), or None for a new site, whose latents come from their prior given Z_G.
+        noise_global: Standard normal.
+        noise_local: Standard normal.
+        link: On the scale of the link function instead of that of an observation.
+    """
+    with torch.no_grad():
+        z_global = q_global.transform(noise_global)
+        if q_local is None:
+            z_local = model.draw_local(z_global, noise_local)
+        else:
+            z_local = q_local.unfold().transform(z_global, q_global.mean, noise_local)
+        if link:
+            values = model.link(site, z_global, z_local)
+            return Prediction(values.mean(0), values.var(0, correction=0))
+        mean, variance = model.observation(site, z_global, z_local)
+        return Prediction(mean.mean(0), variance.mean(0) + mean.var(0, correction=0))

@@ -1,1 +1,0 @@
-"""GPyTorch models."""

@@ -1,0 +1,135 @@
+"""What both halves of every method read: sections of the configuration as frozen, validated records.
+
+A method brings its own table (``fsgp.objective``) as a subclass of :class:`MethodOptions`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+if TYPE_CHECKING:
+    from fedgp_flower.run.config import CoreConfig
+
+Value: TypeAlias = bool | int | float | str
+FlatConfig: TypeAlias = Mapping[str, Value]
+
+PositiveInt: TypeAlias = Annotated[int, Field(ge=1)]
+Count: TypeAlias = Annotated[int, Field(ge=0)]
+Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class Section(BaseModel):
+    """One table of the configuration: frozen, strict, no unknown keys, dashes for underscores."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        alias_generator=_dashed,
+        populate_by_name=False,
+        use_attribute_docstrings=True,
+    )
+
+
+KERNELS = ("rbf", "matern32", "matern52", "periodic", "linear")
+"""What a kernel expression is made of, besides what installed packages register."""
+KERNEL_GROUP = "fedgp_flower.kernels"
+"""Entry points of packages that bring kernels; see :func:`fedgp_flower.gp.kernels.build_kernel`."""
+
+
+def kernel_names() -> tuple[str, ...]:
+    """Built-in kernels and those of installed packages, none of which is imported."""
+    return (*KERNELS, *sorted(entry_points(group=KERNEL_GROUP).names))
+
+
+def kernel_tree(expression: str) -> ast.expr:
+    """The syntax tree of a kernel expression: a sum or product of :func:`kernel_names`.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+    except SyntaxError:
+        tree = None
+    if tree is None or not _is_kernel(tree):
+        raise ValueError(f"expected a sum or product of {', '.join(kernel_names())}; example: 'matern52 + linear'")
+    return tree
+
+
+def _is_kernel(node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        return _is_kernel(node.left) and _is_kernel(node.right)
+    return isinstance(node, ast.Name) and (node.id in KERNELS or node.id in kernel_names())
+
+
+class ModelSection(Section):
+    """The Gaussian process."""
+
+    kernel: str = "rbf"
+    """``rbf``, ``matern32``, ``matern52``, ``linear``, ``periodic`` or one that an installed package registers in the
+    entry-point group ``fedgp_flower.kernels``, and sums and products: ``matern52 + linear``, ``matern52 * periodic``.
+    """
+    ard: bool = True
+    """A lengthscale for each input."""
+    num_inducing: PositiveInt = 50
+    """M."""
+    inducing_init: Literal["normal", "copula"] = "copula"
+    likelihood: Literal["gaussian", "bernoulli", "poisson", "student-t"] = "gaussian"
+    lengthscale: Positive = 1.0
+    outputscale: Positive = 1.0
+    noise: Positive = 0.1
+    """Initial noise variance, in units of the standardised target."""
+    jitter: NonNegative = 1e-8
+    """Added to the diagonal of K_zz, relative to the prior variance."""
+
+    @field_validator("kernel")
+    @classmethod
+    def _known_kernel(cls, expression: str) -> str:
+        kernel_tree(expression)
+        return expression
+
+
+class OptimizerSection(Section):
+    """The optimiser a site uses for its local steps."""
+
+    name: Literal["sgd", "adam", "lbfgs"] = "adam"
+    learning_rate: Positive = 0.1
+    decay: Fraction = 1.0
+    """The learning rate of round t is ``learning-rate * decay**(t-1)``."""
+    steps: PositiveInt = 3
+    batch_size: Count = 0
+    """Rows of a mini-batch; 0 takes all rows."""
+
+    def unread(self, *read: str) -> str:
+        """The keys with another value than their default that are not among the fields ``read``, for an error."""
+        usual = OptimizerSection()
+        names = [name for name in type(self).model_fields if name not in read]
+        changed = [name for name in names if getattr(self, name) != getattr(usual, name)]
+        return ", ".join(f"`optimizer.{name.replace('_', '-')}`" for name in changed)
+
+
+class MethodOptions(Section):
+    """A method's own table; methods that share a table share the class."""
+
+    table: ClassVar[str] = ""
+    """Prefix of the keys, for example ``fsgp``; empty for a method without options."""
+
+    def strategy_for(self, core: CoreConfig) -> str:
+        """``module:attribute`` of the Strategy, where the table chooses among several; else empty."""
+        del core
+        return ""
+
+    def check(self, core: CoreConfig) -> None:
+        """Raise ConfigError where the method cannot work with these core keys."""

@@ -1,0 +1,157 @@
+"""Masks that cancel in a total: fixed point, pairwise keystreams, and their sum.
+
+A summand x becomes q = rint(2^80 x) mod 2^128, two limbs of 64 bits. Sites i < j share a secret k_ij; for a question
+with hash H both expand it to the same keystream G(k_ij, H), which i adds and j subtracts::
+
+    sent_i = q_i + Σ_{j > i} G(k_ij, H) − Σ_{j < i} G(k_ij, H)   mod 2^128,      Σ_i sent_i = Σ_i q_i   mod 2^128.
+
+**Overflow is excluded.** Each of K sites refuses to encode an entry with |x| > 2^46 / K. So |q| ≤ 2^126 / K + ½ and
+|Σ q| ≤ 2^126 + K/2 < 2^127 for every K < 2^127: the residue of a total names one signed integer, whatever the signs and
+sizes of the summands, and nothing needs to be negotiated. Rounding costs at most 2^-81 for a summand, so a total is off
+by at most K 2^-81 ≈ 4e-25 K before it is a float64 again.
+
+The first word of a vector counts the summands in it, as an integer without scale: a site that cannot answer sends
+masked zeros that count nothing, and a count outside of 0 … K shows that the masks did not cancel.
+
+Two honest sites suffice: given only the sum of their messages, each is a one-time pad of keystream that nobody else
+can compute (Bonawitz et al., *Practical secure aggregation*, 2017, without their second mask; see ``docs/privacy.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
+from numpy.typing import NDArray
+
+from fedgp_flower.errors import NumericsError, ProtocolError
+from fedgp_flower.typing import Array
+
+Words = NDArray[np.uint64]
+"""Residues mod 2^128, [n, 2]: low limb, high limb."""
+
+FRACTION_BITS = 80
+LARGEST_TOTAL = 2.0**46
+"""A summand of K sites is at most this over K."""
+WORD_BYTES = 16
+
+
+def encode(values: Array, sites: int) -> Words:
+    """The residues of a summand of ``sites`` sites.
+
+    Raises:
+        NumericsError: an entry is not finite or larger than the bound.
+
+    >>> encode(np.array([-(2.0**-80), 2.0**-16]), 3).tolist()
+    [[18446744073709551615, 18446744073709551615], [0, 1]]
+    """
+    bound = LARGEST_TOTAL / sites
+    with np.errstate(invalid="ignore"):
+        odd = int((~(np.abs(values) <= bound)).sum())
+    if odd:
+        raise NumericsError(
+            f"{odd} of {np.size(values)} entries of a summand are not finite or larger than 2^46 / {sites} sites; "
+            "scale the data (`standardise = true`)"
+        )
+    size = np.rint(np.ldexp(np.abs(values), FRACTION_BITS))
+    high = np.floor(np.ldexp(size, -64))
+    words = np.empty((np.size(values), 2), np.uint64)
+    words[:, 0] = size - np.ldexp(high, 64)  # exact: the low bits of the same 53
+    words[:, 1] = high
+    _negate(words, np.signbit(values))
+    return words
+
+
+def decode(words: Words) -> Array:
+    """The numbers that residues stand for, each within a unit in the last place."""
+    size = words.copy()
+    negative = (words[:, 1] >> np.uint64(63)).astype(bool)
+    _negate(size, negative)
+    values = np.ldexp(size[:, 1].astype(np.float64), 64 - FRACTION_BITS)
+    values += np.ldexp(size[:, 0].astype(np.float64), -FRACTION_BITS)
+    return np.where(negative, -values, values)
+
+
+def add(total: Words, words: Words) -> None:
+    """Total ← total + words, mod 2^128."""
+    total[:, 0] += words[:, 0]
+    carry = total[:, 0] < words[:, 0]
+    total[:, 1] += words[:, 1]
+    total[:, 1] += carry
+
+
+def subtract(total: Words, words: Words) -> None:
+    """Total ← total − words, mod 2^128."""
+    borrow = total[:, 0] < words[:, 0]
+    total[:, 0] -= words[:, 0]
+    total[:, 1] -= words[:, 1]
+    total[:, 1] -= borrow
+
+
+def _negate(words: Words, where: NDArray[np.bool_]) -> None:
+    words[where] = ~words[where]
+    words[where, 0] += np.uint64(1)
+    words[where, 1] += words[where, 0] == 0
+
+
+@lru_cache(maxsize=4096)
+def pair_secret(private: bytes, public: bytes, info: bytes) -> bytes:
+    """k_ij: what two sites share by their X25519 keys; ``info`` names the run and both of them.
+
+    Raises:
+        ProtocolError: the other key is one with which everybody shares the same.
+    """
+    try:
+        shared = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        raise ProtocolError("a key of the roster is no X25519 key that can keep a secret") from None
+    return HKDF(SHA256(), 32, salt=None, info=info).derive(shared)
+
+
+def keystream(secret: bytes, question: bytes, length: int) -> Words:
+    """G(k_ij, H): ``length`` residues; the key is used for this one question, so the nonce may be 0."""
+    key = HKDFExpand(SHA256(), 32, info=b"fedgp mask" + question).derive(secret)
+    words = np.zeros((length, 2), np.dtype("<u8"))
+    cipher = Cipher(ChaCha20(key, bytes(16)), None).encryptor()
+    cipher.update_into(words.data.cast("B"), words.data.cast("B"))
+    return words.astype(np.uint64, copy=False)
+
+
+def counted(values: Array, sites: int) -> Words:
+    """[1 ‖ q]: a summand that counts."""
+    head = np.array([[1, 0]], np.uint64)
+    return np.concatenate([head, encode(np.ravel(values), sites)])
+
+
+def nothing(length: int) -> Words:
+    """[0 ‖ 0]: what a site sends that cannot answer."""
+    return np.zeros((length + 1, 2), np.uint64)
+
+
+def masked(words: Words, secrets: Mapping[str, bytes], site: str, question: bytes) -> Words:
+    """The words of ``site`` under the masks it shares with each of the others."""
+    sent = words.copy()
+    for other, secret in secrets.items():
+        (add if site < other else subtract)(sent, keystream(secret, question, len(words)))
+    return sent
+
+
+def total(parts: Iterable[Words]) -> tuple[int, Array]:
+    """How many summands count, and their sum; the count is of all 128 bits, unsigned."""
+    first, *others = parts
+    words = first.copy()
+    for part in others:
+        add(words, part)
+    return int(words[0, 0]) | int(words[0, 1]) << 64, decode(words[1:])
+
+
+def exact(words: Words) -> Sequence[int]:
+    """Residues as integers in [−2^127, 2^127), for proofs."""
+    whole = [int(low) | int(high) << 64 for low, high in words]
+    return [own - (1 << 128) if own >> 127 else own for own in whole]

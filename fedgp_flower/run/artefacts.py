@@ -1,0 +1,389 @@
+"""The files of a run: what they hold, how they are written while it goes, how they are read afterwards.
+
+A run lives in ``<output-dir>/<run-name>/`` and never overwrites another. Every file is replaced as a whole (see
+:mod:`fedgp_flower.run.files`), so what is there is always complete; the rename of one small file commits a checkpoint.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import logging
+import math
+import secrets
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tomli_w
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.options import Value
+from fedgp_flower.run.config import RunConfig, flatten, nest
+from fedgp_flower.run.files import read_arrays, read_json, write_arrays, write_bytes, write_json
+from fedgp_flower.typing import NamedArrays
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+HISTORY_COLUMNS = ("round", "communications", "seconds", "bytes_up", "bytes_down")
+"""Columns every row of the history has: communications so far; seconds and bytes of this round alone."""
+
+Number = int | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMetrics:
+    """The content of ``metrics.json``; fields are its keys. Figures are means over held-out rows."""
+
+    method: str
+    dataset: str
+    sites: int
+    rounds: int
+    communications: int
+    seconds: Mapping[str, float]
+    """``total``, ``setup``, ``training``, ``evaluation``."""
+    bytes: Mapping[str, int]
+    """``up`` (sites to server) and ``down``."""
+    test: Mapping[str, float | None]
+    test_standardised: Mapping[str, float | None]
+    per_site: Sequence[Mapping[str, Any]]
+    """``site``, ``num_examples`` (held-out rows), figures; ``label`` and ``training_rows`` where known."""
+    pooled: Mapping[str, Any] | None = None
+    local_only: Mapping[str, Any] | None = None
+    """Figures of the baseline and its ``per_site`` rows."""
+    failures: Sequence[Mapping[str, Any]] = ()
+    """``round``, ``site``, ``reason``."""
+    repairs: Mapping[str, int] = field(default_factory=dict)
+    """Numerical repairs by kind, such as Cholesky factorisations that needed extra jitter."""
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    """``pit`` (counts) or ``reliability`` (rows of count, Σp, Σy)."""
+    training_target: Mapping[str, float] = field(default_factory=dict)
+    """``mean`` and ``sd`` of the target over the training rows, or the ``share`` of rows of the second class."""
+    warnings: Sequence[str] = ()
+    """What to know of the data before reading the figures."""
+    method_details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Site id → what people call the site."""
+        return {str(row["site"]): str(row.get("label") or row["site"]) for row in self.per_site}
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayNote:
+    """What an array of the posterior is: its coordinates (``standardised``, ``log``, …) and its meaning."""
+
+    coordinates: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posterior:
+    """All that is needed to predict without any site, and the words that say how."""
+
+    arrays: NamedArrays
+    notes: Mapping[str, ArrayNote]
+    equation: str
+    """How the arrays become a prediction."""
+    model: Mapping[str, Any]
+    """Kernel expression, jitter and what else defines the model."""
+    schema: Mapping[str, Any]
+    """The agreed columns: ``features`` and ``target``."""
+    method: str
+    likelihood: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The last complete round: arrays bit for bit, and a state of JSON's types."""
+
+    round: int
+    arrays: NamedArrays
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """A finished run as read back. ``posterior`` and ``predictions`` are None where the run wrote none."""
+
+    path: Path
+    config: dict[str, Value]
+    history: pd.DataFrame
+    metrics: RunMetrics
+    posterior: Posterior | None
+    predictions: pd.DataFrame | None
+
+
+class RunFolder:
+    """The folder of one run; made by :meth:`open`."""
+
+    def __init__(self, path: Path, digest: str) -> None:
+        self.path = path
+        self._digest = digest
+        self._history: list[dict[str, Number]] = []
+
+    @classmethod
+    def open(cls, config: RunConfig) -> RunFolder:
+        """Make the folder of a new run, or with ``resume`` enter the one named ``name``, and write ``config.toml``.
+
+        Raises:
+            RunError: when the folder exists without ``resume``, or ``resume`` finds no run or one configured otherwise.
+        """
+        parent = Path(config.output_dir)
+        if config.resume:
+            path = _resumable(parent, config)
+            (path / "metrics.json").unlink(missing_ok=True)  # it marks a finished run
+        else:
+            parent.mkdir(parents=True, exist_ok=True)
+            path = _new_folder(parent, config)
+        write_bytes(path / "config.toml", tomli_w.dumps(nest(config.flat())).encode())
+        return cls(path, config.digest())
+
+    def append_history(self, row: Mapping[str, Number]) -> None:
+        """Add a round to ``history.csv``; columns a row lacks stay empty, new ones are added at the right.
+
+        Raises:
+            RunError: when a fixed column is missing or rounds do not increase.
+        """
+        missing = [name for name in HISTORY_COLUMNS if name not in row]
+        if missing:
+            raise RunError(f"a row of the history lacks {', '.join(missing)}; expected {', '.join(HISTORY_COLUMNS)}")
+        if self._history and row["round"] <= self._history[-1]["round"]:
+            raise RunError(f"round {row['round']} of the history follows round {self._history[-1]['round']}")
+        self._history.append(dict(row))
+        self._write_history()
+
+    def write_metrics(self, metrics: RunMetrics) -> None:
+        """Write ``metrics.json``, the mark of a finished run."""
+        write_json(self.path / "metrics.json", asdict(metrics))
+
+    def write_posterior(self, posterior: Posterior) -> None:
+        """Write ``posterior.safetensors`` and its description ``posterior.json``.
+
+        Raises:
+            RunError: when an array has no note or a note no array.
+        """
+        if unmatched := sorted(posterior.arrays.keys() ^ posterior.notes.keys()):
+            raise RunError(f"arrays of the posterior without a note, or notes without an array: {', '.join(unmatched)}")
+        arrays = {
+            name: {"shape": list(np.shape(posterior.arrays[name])), **asdict(note)}
+            for name, note in posterior.notes.items()
+        }
+        words = {f.name: getattr(posterior, f.name) for f in fields(posterior) if f.name not in {"arrays", "notes"}}
+        write_arrays(self.path / "posterior.safetensors", posterior.arrays)
+        write_json(self.path / "posterior.json", {"arrays": arrays, **words})
+
+    def write_predictions(self, by_site: Mapping[str, NamedArrays], input_names: Sequence[str] = ()) -> None:
+        """Write ``predictions.csv``: a row per held-out row; columns ``site``, the prediction, and ``input.<name>``.
+
+        Args:
+            by_site: site → its ``prediction.*`` arrays, as in the evaluation reply; nothing is written for no site.
+            input_names: names of the encoded input columns, for ``prediction.input`` [n, D].
+        """
+        rows = [row for site, arrays in by_site.items() for row in _prediction_rows(site, arrays, input_names)]
+        if rows:
+            write_bytes(self.path / "predictions.csv", _csv(rows, ()))
+
+    def checkpoint(self, server_round: int, arrays: NamedArrays, state: Mapping[str, Any]) -> None:
+        """Keep a complete round. Call it after the round's :meth:`append_history`.
+
+        The arrays go to a file of a new name; the rename of ``checkpoint.json``, which names that file, commits; then
+        older files go.
+        """
+        folder = self.path / "checkpoint"
+        folder.mkdir(exist_ok=True)
+        name = f"round-{server_round:06d}-{secrets.token_hex(4)}.safetensors"
+        write_arrays(folder / name, arrays)
+        content = {"round": server_round, "arrays": name, "config_digest": self._digest, "state": state}
+        write_json(folder / "checkpoint.json", content)
+        for old in folder.iterdir():
+            if old.name not in {name, "checkpoint.json"}:
+                old.unlink()
+
+    def restore(self) -> Checkpoint | None:
+        """The last complete round, with the history cut back to it; None where no round was completed.
+
+        Raises:
+            RunError: when the checkpoint is damaged or belongs to another configuration.
+        """
+        folder = self.path / "checkpoint"
+        if not (folder / "checkpoint.json").exists():
+            return None
+        content = read_json(folder / "checkpoint.json")
+        if content.get("config_digest") != self._digest:
+            raise RunError(f"{folder} belongs to a run with another configuration; start afresh under another `name`")
+        self._history = [row for row in _history_rows(self.path / "history.csv") if row["round"] <= content["round"]]
+        self._write_history()
+        return Checkpoint(content["round"], read_arrays(folder / content["arrays"]), content["state"])
+
+    @contextmanager
+    def logging_to_file(self, *loggers: str) -> Iterator[Path]:
+        """Append what the named loggers say to ``log.txt`` while the context lasts."""
+        path = self.path / "log.txt"
+        handler = logging.FileHandler(path, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        chosen = [logging.getLogger(name) for name in loggers]
+        for logger in chosen:
+            logger.addHandler(handler)
+        try:
+            yield path
+        finally:
+            for logger in chosen:
+                logger.removeHandler(handler)
+            handler.close()
+
+    def _write_history(self) -> None:
+        write_bytes(self.path / "history.csv", _csv(self._history, HISTORY_COLUMNS))
+
+
+def read_run(path: Path) -> RunData:
+    """Read a finished run.
+
+    Raises:
+        RunError: naming the folder or file that is missing or unreadable.
+    """
+    if not path.is_dir():
+        raise RunError(f"{path} is not the folder of a run")
+    if not (path / "metrics.json").exists():
+        hint = "the run has not finished; go on with `resume`" if (path / "config.toml").exists() else "is it a run?"
+        raise RunError(f"metrics.json is missing from {path}: {hint}")
+    content = read_json(path / "metrics.json")
+    if unmatched := sorted(content.keys() ^ {f.name for f in fields(RunMetrics)}):
+        raise RunError(f"{path / 'metrics.json'} has missing or unknown keys: {', '.join(unmatched)}")
+    predictions = path / "predictions.csv"
+    return RunData(
+        path=path,
+        config=_read_config(path),
+        history=_read_history(path / "history.csv"),
+        metrics=RunMetrics(**content),
+        posterior=read_posterior(path) if (path / "posterior.json").exists() else None,
+        predictions=_read_predictions(predictions) if predictions.exists() else None,
+    )
+
+
+def read_posterior(path: Path) -> Posterior:
+    """Read the posterior of a run, to predict from.
+
+    Raises:
+        RunError: when a file is missing or the two disagree.
+    """
+    content, arrays = read_json(path / "posterior.json"), read_arrays(path / "posterior.safetensors")
+    described = content.pop("arrays", {})
+    shapes = {name: tuple(item.get("shape", ())) for name, item in described.items()}
+    if shapes != {name: value.shape for name, value in arrays.items()}:
+        raise RunError(f"posterior.json and posterior.safetensors in {path} describe different arrays")
+    notes = {name: ArrayNote(item["coordinates"], item["meaning"]) for name, item in described.items()}
+    return Posterior(arrays=arrays, notes=notes, **content)
+
+
+def _new_folder(parent: Path, config: RunConfig) -> Path:
+    if config.name:
+        path = parent / _checked_name(config.name)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            raise RunError(f"{path} exists; choose another `name`, or set `resume` to go on with that run") from None
+        return path
+    dataset = "-".join(part for part in Path(config.dataset).parts[-2:] if part not in {"/", "..", "."})
+    stem = f"{config.method}-{dataset}-{datetime.now():%Y%m%d-%H%M%S}".replace("\\", "-")
+    for attempt in itertools.count(1):
+        path = parent / (stem if attempt == 1 else f"{stem}-{attempt}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            break
+    return path
+
+
+def _resumable(parent: Path, config: RunConfig) -> Path:
+    if not config.name:
+        raise RunError("`resume` needs `name`, the name of the run to go on with")
+    path = parent / _checked_name(config.name)
+    if not (path / "config.toml").exists():
+        raise RunError(f"nothing to resume: config.toml is missing from {path}; check `output-dir` and `name`")
+    before, now = _read_config(path), config.flat()
+    differing = [key for key in sorted(before.keys() | now.keys()) if _matters(config, key, before.get(key))]
+    if differing:
+        changes = "; ".join(f"`{key}` was {before.get(key)!r}, now {now.get(key)!r}" for key in differing)
+        raise RunError(f"cannot resume {path} with another configuration: {changes}. Start afresh under another `name`")
+    return path
+
+
+def _matters(config: RunConfig, key: str, before: Value | None) -> bool:
+    """Whether the value the key had makes another run of it; keys like ``num-server-rounds`` may change."""
+    if config.flat().get(key) == before:
+        return False
+    name = key.replace("-", "_")
+    if before is None or name not in type(config).model_fields:
+        return True
+    return config.model_copy(update={name: before}).digest() != config.digest()
+
+
+def _checked_name(name: str) -> str:
+    if name in {".", ".."} or "/" in name or "\\" in name:
+        raise RunError(f"`name` = {name!r} should be the name of a folder inside `output-dir`, without a path")
+    return name
+
+
+def _read_config(path: Path) -> dict[str, Value]:
+    try:
+        return flatten(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise RunError(f"config.toml is missing from {path}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RunError(f"{path / 'config.toml'} is not valid TOML: {error}") from None
+
+
+def _history_rows(path: Path) -> list[dict[str, Number]]:
+    """Rows as they were appended: no empty cells, counts as whole numbers."""
+    whole = set(HISTORY_COLUMNS) - {"seconds"}
+    if not path.exists():
+        raise RunError(f"{path.name} is missing from {path.parent}")
+    rows = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    return [{name: int(cell) if name in whole else float(cell) for name, cell in row.items() if cell} for row in rows]
+
+
+def _read_history(path: Path) -> pd.DataFrame:
+    import pandas as pd  # noqa: PLC0415  a server that only writes does without
+
+    try:
+        return pd.read_csv(path)
+    except FileNotFoundError:
+        raise RunError(f"{path.name} is missing from {path.parent}") from None
+
+
+def _read_predictions(path: Path) -> pd.DataFrame:
+    import pandas as pd  # noqa: PLC0415  a server that only writes does without
+
+    # A site may be called "NA" or "007".
+    return pd.read_csv(path, dtype={"site": str}, keep_default_na=False, na_values=[""])
+
+
+def _csv(rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> bytes:
+    """A table with the columns ``first``, then others as they occur; cells that a row lacks, and NaN, are empty."""
+    columns = list(dict.fromkeys((*first, *(name for row in rows for name in row))))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({k: "" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()} for row in rows)
+    return text.getvalue().encode()
+
+
+def _prediction_rows(site: str, arrays: NamedArrays, input_names: Sequence[str]) -> list[dict[str, Any]]:
+    names = ("target", "mean", "sd", "probability", "trend", "deviation")
+    columns = {name: arrays[f"prediction.{name}"] for name in names if f"prediction.{name}" in arrays}
+    if "prediction.input" in arrays:
+        inputs = arrays["prediction.input"].T
+        if len(inputs) != len(input_names):
+            raise RunError(f"site {site} sent predictions at {len(inputs)} inputs, the schema has {len(input_names)}")
+        columns |= {f"input.{name}": values for name, values in zip(input_names, inputs, strict=True)}
+    if len({len(values) for values in columns.values()}) != 1:
+        raise RunError(f"site {site} sent prediction columns of unequal length, or none")
+    cells = zip(*(np.asarray(values).tolist() for values in columns.values()), strict=True)
+    return [{"site": site, **dict(zip(columns, row, strict=True))} for row in cells]

@@ -1,0 +1,286 @@
+"""The run configuration: flat dotted keys, validated once, the same on the server and at every site.
+
+Keys are written with dashes and dots (``model.num-inducing``) in ``pyproject.toml``, ``--run-config`` and TOML files. A
+method brings a table of keys as a subclass of :class:`MethodOptions`; the registry knows them all. Flower refuses keys
+that ``pyproject.toml`` does not list, such as those of a method from another package: ``extra`` carries them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import shlex
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.options import (
+    Count,
+    FlatConfig,
+    MethodOptions,
+    ModelSection,
+    OptimizerSection,
+    Positive,
+    PositiveInt,
+    Section,
+    Value,
+)
+
+
+class PartitionSection(Section):
+    """How a data set is dealt to simulated sites; read only by the partitioners that need the key."""
+
+    column: str = ""
+    """Column to partition by (``natural``, ``dirichlet``, ``pathological``); empty means the target."""
+    alpha: Positive = 0.5
+    """Concentration of ``dirichlet``: small is uneven."""
+    bins: PositiveInt = 10
+    """Quantile bins a numeric column is cut into before ``dirichlet`` or ``pathological``."""
+    classes_per_site: PositiveInt = 2
+    ratio: Annotated[float, Field(ge=1)] = 10.0
+    """Rows of the largest site over rows of the smallest, for ``sizes``."""
+    min_rows: PositiveInt = 10
+    """A natural group with fewer rows is left out; ``dirichlet`` deals until every site has as many."""
+
+
+class BaselineSection(Section):
+    """Comparisons computed beside the method, shown in ``metrics.json`` and the report."""
+
+    local_only: bool = True
+    pooled: bool = True
+    """Simulation only: one process sees the rows of all sites. Ignored where sites are real machines."""
+    max_evaluations: PositiveInt = 200
+    """L-BFGS evaluations of each baseline."""
+
+
+class PrivacySection(Section):
+    """What the server learns of a site."""
+
+    secure_aggregation: bool = False
+    """Sums over sites are asked under masks that cancel in the sum: the server sees no site's summand. Methods that ask
+    single sites are refused. See ``docs/privacy.md``."""
+    min_sites: Annotated[int, Field(ge=3)] = 3
+    """Fewest sites in a sum under masks; a site may insist on more."""
+
+
+class CoreConfig(Section):
+    """The keys every method shares."""
+
+    method: str = "fsgp"
+    dataset: str = "diabetes"
+    data_dir: str = ""
+    """Folder that ``dataset`` names live in; empty means the environment variable ``FEDGP_DATA``."""
+    split: Annotated[int, Field(ge=-1)] = -1
+    """Standard split to use (its test rows are the pooled held-out set); -1: every site holds out its own rows."""
+    target: str = ""
+    """Target column; empty means ``y``, else the last column."""
+    features: str = ""
+    """Comma-separated feature columns; empty means all but the target."""
+    test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    constant_columns: Literal["error", "keep"] = "error"
+    """A feature that is constant in a site's own file; simulated partitions always keep it."""
+    max_levels: PositiveInt = 50
+    """Most levels of a column of text, at a site and over all sites. One with fewer than three rows for a level is
+    refused whatever the key says."""
+    standardise: bool = True
+    partitioner: Literal[
+        "iid", "linear", "square", "exponential", "dirichlet", "pathological", "natural", "sizes", "kmeans", "blocks"
+    ] = "iid"
+    num_server_rounds: Count = 100
+    seed: Count = 0
+    output_dir: str = "results"
+    name: str = ""
+    """Name of the run's folder; empty means method-dataset-timestamp."""
+    resume: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    precision: Literal["float64", "float32"] = "float64"
+    threads: PositiveInt = 1
+    """Threads of linear algebra at a site. One thread makes simulation engines agree to the last digit."""
+    evaluate_every: Count = 10
+    """Rounds between evaluations; 0 evaluates only after the last round."""
+    sites: Count = 0
+    """Sites the server waits for before it starts; 0 waits for all simulated sites, or for ``min-sites`` real ones."""
+    min_sites: PositiveInt = 2
+    """Usable sites below which the run stops."""
+    wait_seconds: Positive = 120.0
+    """Seconds the server waits for sites; then it starts with those that are there."""
+    round_timeout: Positive = 3600.0
+    """Seconds after which a missing reply counts as that site's failure."""
+    max_failures: PositiveInt = 3
+    """Consecutive failures after which a site is left out of training until it answers an evaluation or query again."""
+    extra: str = ""
+    """Further ``key=value`` words with blanks between them, for keys that Flower does not know: those of a method from
+    another package, such as ``toy.steps=3 toy.rate=0.1``. They are checked like all others."""
+    keep_predictions: bool = True
+    """Keep held-out predictions row by row in the run folder. Simulation only: real sites never send rows."""
+    partition: PartitionSection = PartitionSection()
+    model: ModelSection = ModelSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    baselines: BaselineSection = BaselineSection()
+    privacy: PrivacySection = PrivacySection()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> CoreConfig:
+        if self.partitioner == "natural" and not self.partition.column:
+            raise ValueError(
+                "`partitioner` = 'natural' needs `partition.column`, the column that names the site of a row"
+            )
+        return self
+
+    def require_whole_rosters(self, key: str, fraction: float) -> None:
+        """Refuse to draw sites anew in every round under masks.
+
+        Raises:
+            ConfigError: totals over different sites at nearly the same parameters differ by the summands of a few.
+        """
+        if fraction < 1 and self.privacy.secure_aggregation:
+            raise ConfigError(
+                f"`{key}` = {fraction:g} draws other sites in every round, and the difference of two totals under"
+                " masks is what a few sites added; set it to 1, or `privacy.secure-aggregation` to false"
+            )
+
+
+class RunConfig(CoreConfig):
+    """Core keys plus the table of the chosen method as ``options``."""
+
+    options: MethodOptions = MethodOptions()
+
+    def flat(self) -> dict[str, Value]:
+        """Every key with its resolved value, the method's table under the method's own prefix."""
+        out = dict(_flatten(self.model_dump(by_alias=True, exclude={"options"})))
+        return out | dict(_flatten({self.options.table: self.options.model_dump(by_alias=True)}))
+
+    def digest(self) -> str:
+        """Short hash of all keys that shape the result; equal digests mean interchangeable site state."""
+        ignored = {"resume", "output-dir", "name", "num-server-rounds", "round-timeout", "wait-seconds"}
+        keep = {k: v for k, v in sorted(self.flat().items()) if k not in ignored}
+        return hashlib.sha256(json.dumps(keep).encode()).hexdigest()[:16]
+
+
+def _flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def flatten(nested: Mapping[str, Any]) -> dict[str, Value]:
+    """Nested TOML tables as flat dotted keys: ``{"model": {"kernel": "rbf"}}`` becomes ``{"model.kernel": "rbf"}``."""
+    return dict(_flatten(nested))
+
+
+def nest(flat: FlatConfig) -> dict[str, Any]:
+    """Flat dotted keys as nested tables, the inverse of :func:`flatten`."""
+    out: dict[str, Any] = {}
+    for key, value in flat.items():
+        *tables, leaf = key.split(".")
+        node = out
+        for table in tables:
+            node = node.setdefault(table, {})
+        node[leaf] = value
+    return out
+
+
+def defaults(options: Iterable[type[MethodOptions]]) -> dict[str, Value]:
+    """Every key a run knows, with its default: the content of ``[tool.flwr.app.config]``."""
+    out = dict(_flatten(CoreConfig().model_dump(by_alias=True)))
+    for section in options:
+        if section.table:
+            out |= dict(_flatten({section.table: section().model_dump(by_alias=True)}))
+    return out
+
+
+def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunConfig:
+    """Validate flat keys; ``options`` maps every method to the class of its table.
+
+    Raises:
+        ConfigError: naming every wrong key, its value and what is allowed.
+    """
+    known = defaults(options.values())
+    given = _with_extra(flat, known)
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ConfigError("\n".join(_unknown(key, known) for key in unknown))
+    method = given.get("method", known["method"])
+    if method not in options:
+        raise ConfigError(f"`method` = {method!r} is not a method; allowed: {', '.join(sorted(options))}")
+    nested = nest({k: _number(v, known[k]) for k, v in given.items()})
+    tables = {section.table: section for section in options.values() if section.table}
+    validated = {name: _validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
+    core = _validated(CoreConfig, nested, "")
+    chosen = validated.get(options[str(method)].table, MethodOptions())
+    chosen.check(core)
+    return RunConfig.model_construct(**{name: getattr(core, name) for name in CoreConfig.model_fields}, options=chosen)
+
+
+def assignments(words: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
+    """``KEY=VALUE`` words with the types their keys have: the text itself for a string, else a TOML scalar.
+
+    Raises:
+        ConfigError: for a word without ``=``.
+    """
+    out: dict[str, Value] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"`{word}` is not of the form KEY=VALUE")
+        out[key] = text if isinstance(known.get(key), str) else _scalar(text)
+    return out
+
+
+def _scalar(text: str) -> Value:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return value if isinstance(value, bool | int | float | str) else text
+
+
+def _with_extra(flat: FlatConfig, known: Mapping[str, Value]) -> FlatConfig:
+    """The keys, with those that ``extra`` carries among them.
+
+    Raises:
+        ConfigError: for words that are no assignments, or a key that is given by itself too.
+    """
+    if not flat.get("extra"):
+        return flat
+    try:
+        words = shlex.split(str(flat["extra"]))
+    except ValueError as error:
+        raise ConfigError(
+            f"`extra` = {flat['extra']!r}: {error}; expected KEY=VALUE words, quoted like a shell's"
+        ) from None
+    further = assignments(words, known)
+    if twice := [key for key in further if key in flat and flat[key] != known.get(key, further[key])]:
+        raise ConfigError(f"given by itself and in `extra`: {', '.join(f'`{key}`' for key in twice)}; leave one out")
+    return {**flat, "extra": "", **further}
+
+
+def _number(value: Value, default: Value) -> Value:
+    """TOML writes 1 for 1.0; everything else keeps its type and is judged strictly."""
+    return float(value) if isinstance(default, float) and type(value) is int else value
+
+
+def _unknown(key: str, known: Mapping[str, Value]) -> str:
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+    hint = (
+        f"did you mean {' or '.join(f'`{k}`' for k in close)}?" if close else f"known keys: {', '.join(sorted(known))}"
+    )
+    return f"unknown configuration key `{key}`; {hint}"
+
+
+def _validated(section: type[Section], values: Mapping[str, Any], prefix: str) -> Any:
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            key = prefix + ".".join(str(part) for part in item["loc"])
+            found = "" if key == prefix else f" = {item['input']!r}"
+            lines.append(f"`{key or prefix.rstrip('.') or 'configuration'}`{found}: {item['msg']}")
+        raise ConfigError("\n".join(lines)) from None

@@ -1,0 +1,297 @@
+"""The figures of a report, each a function from numbers to a matplotlib Figure (Agg, no global state)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from scipy.stats import binom
+
+from fedgp_flower.clients.counts import central
+from fedgp_flower.run.summary import Arm, number
+from fedgp_flower.typing import Array
+
+Predictor = Callable[[Array], tuple[Array, Array]]
+"""Inputs in original units [n, D] → mean and sd of a noisy observation, in the units of the target [n], [n]."""
+
+FEDERATED, LOCAL, POOLED, BAND, MISS = "#1f5f99", "#c8691c", "#3d3d3d", "#bcd3e8", "#b3261e"
+Z95 = 1.959963984540054
+MAX_POINTS = 400
+DPI = 180
+
+
+def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> Figure | None:
+    """Objective and evaluated figures against round, the baselines as horizontal lines; None for an empty history.
+
+    Where a history counts visits of sites, the unit that schedules compare by, these are the abscissa.
+    """
+    wanted = ("objective", "bound", "elbo", "loss", "nll", "rmse", "accuracy")
+    series = {name: column for name in wanted if (column := _column(history, name))}
+    if not series or len(history) < 2:
+        return None
+    names = {"nll": "held-out NLL (nats per row)", "rmse": f"held-out RMSE ({units})", "accuracy": "held-out accuracy"}
+    unit, label = ("visits", "communications (visits of a site)") if "visits" in history else ("round", "round")
+    history = history.assign(abscissa=history[unit].ffill().fillna(0.0))
+    figure, axes = _axes(len(series), height=2.9)
+    for ax, (name, column) in zip(axes, series.items(), strict=True):
+        rows = history[["abscissa", column]].dropna()
+        style = "o-" if len(rows) <= 30 else "-"
+        ax.plot(rows["abscissa"], rows[column], style, color=FEDERATED, ms=3.5, lw=1.6, label="federated")
+        levels = {arm.name: number(arm.figures.get(name)) for arm in baselines}
+        for arm, level in levels.items():
+            if math.isfinite(level):
+                colour, dash = (LOCAL, "--") if arm == "local-only" else (POOLED, ":")
+                ax.axhline(level, color=colour, ls=dash, lw=1.5, label=arm)
+        _frame_late_rounds(ax, rows[column].to_numpy(dtype=float), list(levels.values()))
+        ax.set(xlabel=label, ylabel=names.get(name, f"training {name}"))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[-1].legend(fontsize=8, frameon=False)
+    return figure
+
+
+def curve(
+    rows: pd.DataFrame | None,
+    predictor: Predictor,
+    span: tuple[float, float],
+    names: tuple[str, str],
+    counts: bool = False,
+) -> Figure:
+    """Predictive mean and 95 % band of a noisy observation along one input, with held-out points."""
+    figure, (ax,) = _axes(1, width=7.6, height=3.6)
+    x = np.linspace(*span, 400)
+    mean, sd = predictor(x[:, None])
+    ax.fill_between(x, *central(mean, sd, counts), color=BAND, alpha=0.7, lw=0, label="95 % interval")
+    ax.plot(x, mean, color=FEDERATED, lw=1.8, label="mean")
+    if rows is not None:
+        some = subsample(rows)
+        ax.plot(some[f"input.{names[0]}"], some["target"], "o", color=POOLED, ms=2.6, alpha=0.75, label="held-out rows")
+    ax.set(xlabel=_text(names[0]), ylabel=_text(names[1]))
+    ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def intervals(rows: pd.DataFrame, names: tuple[str, str], counts: bool = False) -> Figure:
+    """Held-out rows along one input with their own 95 % intervals."""
+    figure, (ax,) = _axes(1, width=7.6, height=3.6)
+    some = subsample(rows)
+    _draw_intervals(ax, some, some[f"input.{names[0]}"], counts)
+    ax.set(xlabel=_text(names[0]), ylabel=_text(names[1]))
+    return figure
+
+
+def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
+    """Observed against predicted with 95 % intervals around the diagonal: a dot off its bar is a miss."""
+    figure, (ax,) = _axes(1, width=4.8, height=4.4)
+    some = subsample(rows)
+    _draw_intervals(ax, some, some["mean"], counts)
+    ax.axline((float(some["mean"].mean()),) * 2, slope=1, color=POOLED, lw=0.9, zorder=1)
+    ax.set(xlabel=f"predicted {_text(target)}", ylabel=f"observed {_text(target)}")
+    return figure
+
+
+def surface(rows: pd.DataFrame | None, predictor: Predictor | None, spans: Array, names: Sequence[str]) -> Figure:
+    """Maps of predictive mean and sd over two inputs; without a predictor, the held-out rows carry the colours.
+
+    Args:
+        rows: held-out rows, or None.
+        predictor: evaluated on a grid, or None.
+        spans: low and high of both inputs [2, 2].
+        names: of the two inputs and of the target.
+    """
+    figure, axes = _axes(2, width=8.6, height=3.7)
+    if predictor is not None:
+        sides = [np.linspace(low, high, 90) for low, high in spans.tolist()]
+        grid = np.stack([g.ravel() for g in np.meshgrid(*sides)], axis=1)
+        for ax, values, colours in zip(axes, predictor(grid), ("viridis", "Blues"), strict=True):
+            ax.pcolormesh(sides[0], sides[1], values.reshape(90, 90), cmap=colours, shading="nearest", rasterized=True)
+    if rows is not None:
+        some = subsample(rows)
+        x, y = some[f"input.{names[0]}"], some[f"input.{names[1]}"]
+        if predictor is None:
+            axes[0].scatter(x, y, c=some["mean"], cmap="viridis", s=16)
+            axes[1].scatter(x, y, c=some["sd"], cmap="Blues", s=16, edgecolors=POOLED, linewidths=0.3)
+        else:
+            low, high = axes[0].collections[0].get_clim()
+            axes[0].scatter(x, y, 15, some["target"], cmap="viridis", vmin=low, vmax=high, edgecolors="white", lw=0.6)
+            axes[1].plot(x, y, ".", color=POOLED, ms=3)
+    labels = (f"mean of {_text(names[2])}", f"sd of {_text(names[2])}")
+    for ax, label in zip(axes, labels, strict=True):
+        figure.colorbar(ax.collections[0], ax=ax, label=label)
+        ax.set(xlabel=_text(names[0]), ylabel=_text(names[1]), xlim=spans[0], ylim=spans[1])
+        ax.grid(visible=False)
+    return figure
+
+
+def calibration(pit: Sequence[int], coverage_95: float) -> Figure:
+    """Share of rows inside central intervals against the nominal level; PIT histogram; both with 95 % chance bands."""
+    counts = np.asarray(pit)
+    n, half = int(counts.sum()), len(counts) // 2
+    figure, axes = _axes(2, width=8.6, height=3.6)
+    nominal = np.linspace(0, 1, 201)
+    low, high = _chance(n, nominal)
+    axes[0].fill_between(100 * nominal, 100 * low / n, 100 * high / n, color="#e3e3e3", lw=0, label="chance, 95 %")
+    axes[0].plot([0, 100], [0, 100], color=POOLED, lw=0.9)
+    levels = [j / half for j in range(half + 1)]
+    observed = [counts[half - j : half + j].sum() / n for j in range(half + 1)]
+    levels, observed = [*levels[:-1], 0.95, 1.0], [*observed[:-1], coverage_95, 1.0]
+    axes[0].plot(
+        100 * np.array(levels), 100 * np.array(observed), "o-", color=FEDERATED, ms=4, lw=1.4, label="observed"
+    )
+    axes[0].set(xlabel="nominal coverage of central interval (%)", ylabel="held-out rows inside (%)", aspect="equal")
+    axes[0].legend(fontsize=8, frameon=False, loc="upper left")
+    edges = np.linspace(0, 1, len(counts) + 1)
+    low, high = _chance(n, np.array([1 / len(counts)]))
+    axes[1].axhspan(float(low[0]), float(high[0]), color="#e3e3e3", lw=0)
+    for limit in (float(low[0]), float(high[0])):
+        axes[1].axhline(limit, color="#8a8a8a", lw=0.8, ls="--", zorder=3)
+    axes[1].axhline(n / len(counts), color=POOLED, lw=0.9)
+    axes[1].bar(edges[:-1], counts, np.diff(edges), align="edge", color=FEDERATED, alpha=0.75, ec="white", lw=0.6)
+    axes[1].set(xlabel="predictive probability of a smaller value (PIT)", ylabel="held-out rows", xlim=(0, 1))
+    return figure
+
+
+def reliability(table: Sequence[Sequence[float]]) -> Figure:
+    """Observed frequency against mean predicted probability with 95 % chance bars, and how often each was predicted."""
+    bins = np.asarray(table, dtype=float)
+    count, predicted, seen = bins[bins[:, 0] > 0].T
+    p = predicted / count
+    figure, axes = _axes(2, width=8.6, height=3.6)
+    low, high = _chance(count, p)
+    axes[0].vlines(100 * p, 100 * low / count, 100 * high / count, color="#d0d0d0", lw=7, label="chance, 95 %")
+    axes[0].plot([0, 100], [0, 100], color=POOLED, lw=0.9)
+    axes[0].plot(100 * p, 100 * seen / count, "o-", color=FEDERATED, ms=4, lw=1.4, label="observed")
+    axes[0].set(xlabel="predicted probability (%)", ylabel="observed frequency (%)", aspect="equal")
+    axes[0].legend(fontsize=8, frameon=False, loc="upper left")
+    edges = np.linspace(0, 100, len(bins) + 1)
+    axes[1].bar(edges[:-1], bins[:, 0], np.diff(edges), align="edge", color=FEDERATED, alpha=0.75, ec="white", lw=0.6)
+    axes[1].set(xlabel="predicted probability (%)", ylabel="held-out rows", xlim=(0, 100))
+    return figure
+
+
+def probabilities(rows: pd.DataFrame, levels: Sequence[str]) -> Figure:
+    """How often each probability of the second of two classes was predicted, by the class observed."""
+    figure, (ax,) = _axes(1, width=6.2, height=3.2)
+    edges = np.linspace(0, 100, 21)
+    for label, colour in ((0, LOCAL), (1, FEDERATED)):
+        share = 100 * rows.loc[rows["target"] == label, "probability"].to_numpy(dtype=float)
+        name = f"observed {_text(levels[label])} ({len(share):,} rows)"
+        ax.stairs(np.histogram(share, edges)[0], edges, fill=True, color=colour, alpha=0.4)
+        ax.stairs(np.histogram(share, edges)[0], edges, color=colour, lw=1.4, label=name)
+    ax.set(xlabel=f"predicted probability of {_text(levels[1])} (%)", ylabel="held-out rows", xlim=(0, 100))
+    ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def sites(federated: Sequence[Mapping[str, Any]], local: Sequence[Mapping[str, Any]]) -> Figure | None:
+    """NLL per site, federated beside local-only: a dot plot, or for more than 40 sites one against the other."""
+    frame = pd.DataFrame({"federated": _nll(federated), "local-only": _nll(local)}, index=list(_nll(federated)))
+    frame = frame.astype(float).dropna(subset=["federated"])
+    if frame.empty:
+        return None
+    if len(frame) > 40:
+        return _sites_scatter(frame.dropna()) if frame["local-only"].notna().any() else None
+    figure, (ax,) = _axes(1, width=6.2, height=1.1 + 0.26 * len(frame))
+    y = np.arange(len(frame))
+    ax.hlines(y, frame["federated"], frame["local-only"].fillna(frame["federated"]), color="#c9c9c9", lw=1.6, zorder=1)
+    ax.plot(frame["federated"], y, "o", color=FEDERATED, ms=6, label="federated")
+    if frame["local-only"].notna().any():
+        ax.plot(frame["local-only"], y, "o", color=LOCAL, ms=6, mfc="white", mew=1.5, label="local-only", zorder=1.5)
+        ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    ax.set_yticks(y, [_text(str(site)) for site in frame.index])
+    ax.set(xlabel="held-out NLL (nats per row), smaller is better", ylim=(len(frame) - 0.4, -0.6))
+    return figure
+
+
+def cost(history: pd.DataFrame) -> Figure | None:
+    """Bytes and seconds added up over rounds."""
+    if len(history) < 2:
+        return None
+    figure, axes = _axes(2, width=8.6, height=2.7)
+    up, down = history["bytes_up"].cumsum() / 1e6, history["bytes_down"].cumsum() / 1e6
+    axes[0].plot(history["round"], up, color=FEDERATED, lw=1.6, label="sites to server")
+    axes[0].plot(history["round"], down, color=LOCAL, lw=1.6, ls="--", label="server to sites")
+    axes[0].legend(fontsize=8, frameon=False)
+    axes[1].plot(history["round"], history["seconds"].cumsum(), color=FEDERATED, lw=1.6)
+    for ax, label in zip(axes, ("megabytes so far", "seconds so far"), strict=True):
+        ax.set(xlabel="round", ylabel=label)
+        ax.set_ylim(bottom=0)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def subsample(rows: pd.DataFrame) -> pd.DataFrame:
+    """At most ``MAX_POINTS`` rows, the same every time."""
+    return rows if len(rows) <= MAX_POINTS else rows.sample(MAX_POINTS, random_state=0)
+
+
+def _chance(n: int | Array, p: Array) -> tuple[Array, Array]:
+    """Central 95 % range of Bin(n, p), elementwise."""
+    return np.asarray(binom.ppf(0.025, n, p)), np.asarray(binom.ppf(0.975, n, p))
+
+
+def _draw_intervals(ax: Axes, rows: pd.DataFrame, x: pd.Series[float], counts: bool) -> None:
+    low, high = central(rows["mean"].to_numpy(dtype=float), rows["sd"].to_numpy(dtype=float), counts)
+    inside = (rows["target"] >= low) & (rows["target"] <= high)
+    ax.vlines(x, low, high, color=BAND, lw=1.6, zorder=0.5, label="95 % interval")
+    ax.plot(x[inside], rows["target"][inside], "o", color=FEDERATED, ms=3.2, label="inside")
+    ax.plot(x[~inside], rows["target"][~inside], "o", color=MISS, ms=3.6, label="outside")
+    ax.legend(fontsize=8, frameon=False)
+
+
+def _sites_scatter(frame: pd.DataFrame) -> Figure:
+    figure, (ax,) = _axes(1, width=4.8, height=4.6)
+    low, high = float(frame.to_numpy().min()), float(frame.to_numpy().max())
+    limits = (low - 0.05 * (high - low) - 0.01, high + 0.05 * (high - low) + 0.01)
+    ax.plot(limits, limits, color=POOLED, lw=0.9)
+    ax.plot(frame["local-only"], frame["federated"], "o", color=FEDERATED, ms=3.4, alpha=0.6)
+    ax.set(xlabel="local-only NLL (nats per row)", ylabel="federated NLL (nats per row)", xlim=limits, ylim=limits)
+    ax.set_title("a dot is a site; below the line federated is better", fontsize=8, color="#666666", loc="left")
+    return figure
+
+
+def _nll(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {str(row["site"]): number(row.get("nll")) for row in rows}
+
+
+def _column(history: pd.DataFrame, name: str) -> str | None:
+    """The first column called ``name``, or ending in it after a separator, that holds numbers."""
+    matches = (str(column) for column in history.columns if re.split(r"[./_-]", str(column))[-1] == name)
+    return next((column for column in matches if history[column].notna().any()), None)
+
+
+def _frame_late_rounds(ax: Axes, values: Array, levels: Sequence[float]) -> None:
+    """Where the first tenth of the rounds would flatten the rest, frame the rest and say so."""
+    late = values[len(values) // 10 :]
+    shown = np.array([*late, *levels])
+    shown = shown[np.isfinite(shown)]
+    width = float(np.ptp(shown)) if shown.size else 0.0
+    if width > 0 and np.ptp(values) > 4 * width:
+        ax.set_ylim(shown.min() - 0.05 * width, shown.max() + 0.05 * width)
+        ax.set_title("first rounds lie outside the frame", fontsize=8, color="#666666", loc="right")
+
+
+def _text(label: str) -> str:
+    """A label from data: no mathematics mode, one line, not too long."""
+    line = " ".join(label.split())
+    return (line if len(line) <= 28 else f"{line[:27]}…").replace("$", r"\$")
+
+
+def _axes(count: int, width: float = 8.6, height: float = 3.0) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    axes = list(figure.subplots(1, count, squeeze=False)[0])
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.spines[["left", "bottom"]].set_color("#888888")
+        ax.grid(color="#e8e8e8", lw=0.7)
+        ax.set_axisbelow(True)
+        ax.tick_params(labelsize=8, color="#888888")
+        ax.xaxis.label.set_size(9)
+        ax.yaxis.label.set_size(9)
+    return figure, axes

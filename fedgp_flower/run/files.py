@@ -1,0 +1,102 @@
+"""Writing files so that a kill at any moment leaves either the old content or the new, never a torn file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.typing import NamedArrays
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write to a temporary neighbour, flush it to disk, rename it over ``path``, flush the folder."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    _flush_folder(path.parent)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write strictly valid JSON: NaN and the infinities, which JSON lacks, become null."""
+    write_bytes(path, (json.dumps(plain(content), indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write named arrays as safetensors, C-ordered, with their shapes (0-d included) and types."""
+    write_bytes(path, save({name: np.array(value, order="C") for name, value in arrays.items()}))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        RunError: when the file is missing or is not JSON.
+    """
+    try:
+        content = json.loads(_read(path))
+    except ValueError as error:
+        raise RunError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise RunError(f"{path} should hold a JSON object, found a {type(content).__name__}")
+    return content
+
+
+def read_arrays(path: Path) -> NamedArrays:
+    """Read named arrays from safetensors.
+
+    Raises:
+        RunError: when the file is missing or damaged.
+    """
+    content = _read(path)
+    try:
+        arrays: NamedArrays = load(content)
+    except Exception as error:  # safetensors raises its own type, and KeyError or ValueError for odd headers
+        raise RunError(f"{path} is not a readable safetensors file: {error}") from None
+    return arrays
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's own types: numpy scalars and arrays unpacked, numbers that are not finite as None."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise RunError(f"{path.name} is missing from {path.parent}") from None
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,151 @@
+"""Forgetting a site after a run: a new run that goes on from the old one's checkpoint, without that site.
+
+A method says how by the entries ``forget`` and ``forgotten`` of its row in the registry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.options import Value
+from fedgp_flower.run.artefacts import Checkpoint, RunData, RunFolder, read_run
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.run.files import write_json
+from fedgp_flower.run.predict import row_of
+from fedgp_flower.run.registry import METHODS, load, parse_config
+from fedgp_flower.run.report import write_report
+from strategies.server.base import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What the in-process engine needs to go on: a configuration with ``resume``, and the nodes that remain."""
+
+    flat: dict[str, Value]
+    nodes: list[dict[str, Any]]
+
+
+def prepare(run: Path, site: str, *, rounds: int, name: str) -> Continuation:
+    """Write the folder of the new run: the old one's history and checkpoint, without the site.
+
+    The pooled baseline is left out: it would learn from the rows of all sites, the forgotten one among them.
+
+    Args:
+        run: Folder of a finished run over simulated sites, of a method that can forget.
+        site: Id or label of the site to forget.
+        rounds: Rounds of training after that, to let what the other sites said settle.
+        name: Name of the new folder, beside the old one.
+
+    Raises:
+        RunError: the run is of another method or of real sites, or too few sites would remain.
+        NumericsError: it has no such site, or what remains would be no density.
+    """
+    data = read_run(run)
+    if not row_of(data).forget:
+        able = ", ".join(repr(name) for name, method in METHODS.items() if method.forget)
+        raise RunError(f"{run} is a run of {data.metrics.method!r}; only a run of {able} can go on without a site")
+    old = parse_config(data.config)
+    saved = _checkpoint(run, old)
+    labels: Mapping[str, str] = saved.state["preparation"]["labels"]
+    chosen = next((key for key, label in labels.items() if site in {key, label}), site)
+    left: Snapshot = load(row_of(data).forget)(Snapshot(saved.arrays, dict(saved.state)), chosen)
+    remaining = sorted(left.facts["preparation"]["rows"], key=int)
+    if len(remaining) < old.min_sites:
+        raise RunError(
+            f"without site {chosen!r} {len(remaining)} site(s) remain, and `min-sites` = {old.min_sites}; "
+            "train again over those that remain, with a smaller `min-sites`"
+        )
+    flat = old.flat() | {
+        "name": name,
+        "output-dir": str(run.parent),
+        "sites": len(remaining),
+        "num-server-rounds": saved.round + rounds,
+        "resume": False,
+        "baselines.pooled": False,
+    }
+    folder = RunFolder.open(parse_config(flat))
+    for row in data.history.to_dict("records"):
+        folder.append_history({str(name): value for name, value in row.items() if not pd.isna(value)})
+    folder.checkpoint(saved.round, left.arrays, left.facts)
+    # Rows go on being dealt to as many sites as there were.
+    nodes = [{"partition-id": int(key), "num-partitions": len(labels)} for key in remaining]
+    return Continuation(flat | {"resume": True}, nodes)
+
+
+def record(before: Path, after: Path, site: str, rounds: int) -> None:
+    """Write ``forgotten.json``, what was removed and what that changed, and the report again with it.
+
+    Figures before and after are over the same held-out rows, those of the sites that remain.
+    """
+    old, new = read_run(before), read_run(after)
+    kept = old.metrics.labels.keys() & new.metrics.labels.keys()
+    per_site = old.metrics.per_site
+    row = next((row for row in per_site if site in {str(row["site"]), str(row.get("label"))}), {"site": site})
+    content = {
+        "site": str(row["site"]),
+        "label": row.get("label"),
+        "from": before.name,
+        "rounds_after": rounds,
+        "sites_before": old.metrics.sites,
+        "sites_after": new.metrics.sites,
+        "training_rows_removed": row.get("training_rows"),
+        "test_rows": sum(int(one["num_examples"]) for one in per_site if str(one["site"]) in kept),
+        "test_before": _figures(per_site, kept),
+        "test_after": _figures(new.metrics.per_site, kept),
+        "predictions": _shift(old, new, kept),
+    }
+    forgotten = row_of(old).forgotten
+    write_json(after / "forgotten.json", content | (load(forgotten)(old, new) if forgotten else {}))
+    write_report(after)
+
+
+def _checkpoint(run: Path, config: RunConfig) -> Checkpoint:
+    saved = RunFolder(run, config.digest()).restore()
+    if saved is None:
+        raise RunError(f"{run} has no checkpoint to go on from")
+    if not saved.state["preparation"]["simulated"]:
+        raise RunError("the sites of this run are real machines: start a run over those that remain")
+    return saved
+
+
+def _figures(rows: Iterable[Mapping[str, Any]], sites: set[str]) -> dict[str, float]:
+    """Figures over the held-out rows of some sites, from those of each: means over rows, RMSE through its square."""
+    scored = [row for row in rows if str(row["site"]) in sites and row["num_examples"]]
+    counts = [int(row["num_examples"]) for row in scored]
+    facts = {"site", "label", "num_examples", "training_rows"}
+    names = [name for name in (scored[0] if scored else ()) if name not in facts]
+    figures = {}
+    for name in names:
+        power = 2.0 if name == "rmse" else 1.0
+        values = np.array([math.nan if row[name] is None else float(row[name]) for row in scored])
+        figures[name] = float(np.average(values**power, weights=counts) ** (1.0 / power))
+    return figures
+
+
+def _shift(old: RunData, new: RunData, sites: set[str]) -> dict[str, float]:
+    """How far predictions of the remaining sites' held-out rows moved; empty where a run kept none."""
+    tables = [_predictions(data, sites) for data in (old, new)]
+    before, after = tables
+    if before is None or after is None or len(before) != len(after):
+        return {}
+    if "probability" in before:
+        change = (after["probability"] - before["probability"]).abs()
+        return {"mean_change_of_probability": float(change.mean())}
+    steps = (after["mean"] - before["mean"]) / before["sd"]
+    ratio = np.log(after["sd"] / before["sd"])
+    return {"rms_shift_in_sd": float(np.sqrt((steps**2).mean())), "sd_ratio": float(np.exp(ratio.mean()))}
+
+
+def _predictions(data: RunData, sites: set[str]) -> pd.DataFrame | None:
+    if data.predictions is None:
+        return None
+    some = data.predictions[data.predictions["site"].isin(sites)]
+    return some.sort_values("site", kind="stable").reset_index(drop=True)

@@ -1,0 +1,138 @@
+"""An in-process Flower Grid: the same ServerApp and ClientApp, no SuperLink, no Ray, one process.
+
+Messages are answered one after the other by calling the ClientApp with the node's own Context. A pushed message is
+answered when its reply is first pulled, oldest first, one per pull when only some are asked for: asynchronous methods
+see replies trickle in, in a reproducible order.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedgp_flower import client_app, server_app
+from fedgp_flower.data.datasets import load_table
+from fedgp_flower.data.sites import natural_sites, site_id
+from fedgp_flower.options import FlatConfig
+from fedgp_flower.run.registry import parse_config
+from fedgp_flower.server_app import Progress
+
+NODE_OFFSET = 1000
+"""Node ids of in-process sites start here: they differ from site ids, as they do in Flower."""
+
+
+def silent(row: Mapping[str, float], total: int) -> None:
+    """Show no progress."""
+    del row, total
+
+
+def run_in_process(
+    flat: FlatConfig, sites: int = 0, nodes: Sequence[Mapping[str, Any]] = (), progress: Progress = silent
+) -> Path:
+    """Run a configuration over an in-process Grid; returns the run's folder.
+
+    Args:
+        flat: Keys of the run configuration.
+        sites: Number of simulated sites; 0 takes every natural group.
+        nodes: Node configurations, if they are not those of ``sites`` simulated ones.
+        progress: Called with every row of the history.
+    """
+    logging.getLogger("flwr").setLevel(logging.WARNING)  # it logs every round
+    config = parse_config(flat)
+    load_table(config).rows(config.split)  # a data set nobody can use is one error here, not one of every site
+    grid = InProcessGrid(client_app.app, flat, nodes or simulated_nodes(sites or natural_sites(config)))
+    return server_app.execute(grid, flat, progress, lambda folder: grid.keep_states(folder / "sites"))
+
+
+class InProcessGrid(Grid):
+    """Nodes 0..K-1 of a simulation, each with its own Context, answered in this process."""
+
+    def __init__(
+        self, client_app: ClientApp, run_config: FlatConfig, node_configs: Iterable[Mapping[str, Any]]
+    ) -> None:
+        identify_task()
+        self.client_app = client_app
+        self.contexts = {
+            NODE_OFFSET + index: Context(
+                run_id=1,
+                node_id=NODE_OFFSET + index,
+                node_config=dict(node_config),
+                state=RecordDict(),
+                run_config=dict(run_config),
+            )
+            for index, node_config in enumerate(node_configs)
+        }
+        self._pending: dict[str, Message] = {}
+        self._run = Run.create_empty(run_id=1)
+
+    def keep_states(self, folder: Path) -> None:
+        """Have sites without a ``state-dir`` keep their state below ``folder``, so that a resumed run finds it."""
+        for context in self.contexts.values():
+            context.node_config.setdefault("state-dir", str(folder / site_id(context.node_config)))
+
+    def set_run(self, run: Run) -> None:
+        """Flower's own bookkeeping."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """Flower's own bookkeeping."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """A message to a node."""
+        return Message(content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Every node; in one process all are online."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Accept messages; they are answered when pulled."""
+        ids = []
+        for message in messages:
+            message_id = uuid.uuid4().hex
+            message.metadata.__dict__["_message_id"] = message_id
+            self._pending[message_id] = message
+            ids.append(message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Answer the oldest of the messages asked for."""
+        for message_id in message_ids:
+            if message_id in self._pending:
+                return [self.answer(self._pending.pop(message_id))]
+        return []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Answer all messages; nothing is ever late in one process."""
+        del timeout
+        return [self.answer(self._pending.pop(message_id)) for message_id in self.push_messages(messages)]
+
+    def answer(self, message: Message) -> Message:
+        """The reply of the ClientApp, or the error reply Flower makes of an exception."""
+        try:
+            return self.client_app(message, self.contexts[message.metadata.dst_node_id])
+        except Exception as error:
+            return Message(Error(code=2, reason=f"{type(error).__name__}: {error}"), reply_to=message)
+
+
+def simulated_nodes(count: int) -> list[dict[str, Any]]:
+    """The node configurations Flower's simulation gives to ``count`` nodes."""
+    return [{"partition-id": index, "num-partitions": count} for index in range(count)]
+
+
+def identify_task() -> None:
+    """Set the identity a Message needs outside a Flower runtime. Flower has no public way to do this in 1.41."""
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1

@@ -1,0 +1,272 @@
+"""Prediction from a finished run, without any site: the saved posterior and the equation written beside it.
+
+A method says how its posterior predicts by a :class:`SavedModel`, and by a :class:`SiteModel` how it predicts at a site
+that keeps something; its row in the registry names both. What predicts may also be :class:`Exportable` to GPyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import pandas as pd
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood
+from scipy.special import ndtri
+
+from fedgp_flower.clients.counts import count_quantiles
+from fedgp_flower.data.sites import RawSite, load_site
+from fedgp_flower.data.standardisation import (
+    Preparation,
+    count_unknown_levels,
+    encode_inputs,
+    read_inputs,
+    typed_inputs,
+)
+from fedgp_flower.errors import RunError
+from fedgp_flower.gp.to_gpytorch import Exported, SparsePosterior, Transforms, mixture, together
+from fedgp_flower.options import Value
+from fedgp_flower.run.artefacts import Posterior, RunData, read_run
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.run.files import read_arrays
+from fedgp_flower.run.registry import METHODS, Method, load, parse_config
+from fedgp_flower.typing import Array, NamedArrays, Rows
+
+Standardised: TypeAlias = Callable[[Array], tuple[Array, Array]]
+"""Mean and standard deviation [N] at standardised inputs [N, D]; of indicators of classes [N, C] for more than two."""
+QUANTILES = (0.025, 0.25, 0.5, 0.75, 0.975)
+STATE = "site-state.safetensors"
+
+
+@runtime_checkable
+class Exportable(Protocol):
+    """A :data:`Standardised` that is a sparse Gaussian process, or an even mixture of several."""
+
+    def __call__(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and sd of a noisy observation, standardised."""
+
+    def export(self) -> Sequence[tuple[SparsePosterior, Likelihood]]:
+        """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts.
+
+        Raises:
+            RunError: as configured, the posterior is no Gaussian process.
+        """
+
+
+class SavedModel(Protocol):
+    """Rebuilds the predictor of a saved posterior: called with the posterior and the names of the encoded inputs."""
+
+    def __call__(self, saved: Posterior, names: tuple[str, ...]) -> Standardised:
+        """Mean and sd of a noisy observation, standardised."""
+
+
+class SiteModel(Protocol):
+    """Rebuilds the predictor at one site, from what everybody has and what that site keeps."""
+
+    def __call__(self, run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> Standardised | None:
+        """Mean and sd of a noisy observation, standardised; None where the state is about other rows or another run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """The posterior of a run, ready to predict noisy observations in original units."""
+
+    run: RunData
+    saved: Posterior
+    preparation: Preparation
+    standardised: Standardised
+
+    @staticmethod
+    def of_run(run: Path) -> Predictor:
+        """Read the posterior of a run.
+
+        Raises:
+            RunError: if the run saved none, as a personal method does.
+        """
+        return Predictor.of(read_run(run))
+
+    @staticmethod
+    def of(run: RunData) -> Predictor:
+        """The posterior of a run that was read.
+
+        Raises:
+            RunError: if the run saved none.
+        """
+        reason = why_no_posterior(run)
+        if run.posterior is None or reason:
+            raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
+        preparation = _preparation(run.posterior)
+        model: SavedModel = load(row_of(run).posterior)
+        return Predictor(run, run.posterior, preparation, model(run.posterior, preparation.names))
+
+    @staticmethod
+    def at_site(run: Path, site: str, *, data: Path | None = None, state_dir: Path | None = None) -> Predictor:
+        """Predict at a site that took part, as it predicted its held-out rows; nothing is sent.
+
+        Args:
+            run: Folder of a finished run of a method whose sites keep something.
+            site: Id or label of the site.
+            data: The site's table, read as in training; a simulated site needs none.
+            state_dir: What its node configuration names; a simulated site has its folder in the run's.
+
+        Raises:
+            RunError: the run is of another method, or the site's state is missing or about other rows.
+            DataError: the site's rows cannot be used.
+        """
+        read = read_run(run)
+        reference = row_of(read).at_site
+        if read.posterior is None or not reference:
+            able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)
+            raise RunError(f"{run} is a run of {read.metrics.method!r}; only {able} can predict at a site")
+        node = _node(read, site, data)
+        state = (run / "sites" / str(node.get("partition-id")) if state_dir is None else state_dir) / STATE
+        try:
+            arrays = read_arrays(state)
+        except RunError:
+            raise RunError(f"{state} is missing or damaged: it is what a site keeps with a `state-dir`") from None
+        config = parse_config(read.config)
+        model: SiteModel = load(reference)
+        standardised = model(read, config, load_site(config, node), arrays)
+        if standardised is None:
+            raise RunError(f"{state} is about other rows than those of site {site!r}, or of another run")
+        return Predictor(read, read.posterior, _preparation(read.posterior), standardised)
+
+    def __call__(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and standard deviation, both [N], at encoded inputs [N, D] in original units."""
+        agreed = self.preparation
+        mean, sd = self.standardised((inputs - agreed.input_mean) / agreed.input_scale)
+        return mean * agreed.target_scale + agreed.target_mean, sd * agreed.target_scale
+
+    def predict(self, frame: pd.DataFrame, site: str | None = None) -> pd.DataFrame:
+        """Mean, sd and quantiles of a noisy observation for each row of a table with the agreed columns.
+
+        For a target of classes: the probability of each.
+
+        Args:
+            frame: Columns as the sites had them; others are not looked at.
+            site: Id or label of a simulated site, to predict as :meth:`at_site` does; a real one needs that method.
+        """
+        if site is not None:
+            return Predictor.at_site(self.run.path, site).predict(frame)
+        agreed = self.preparation
+        mean, sd = self.standardised(self._encoded(frame))
+        if agreed.target.levels or mean.ndim == 2:
+            classes = mean if mean.ndim == 2 else np.stack([1 - mean, mean], axis=1)
+            levels = agreed.target.levels or [str(index) for index in range(classes.shape[1])]
+            return pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
+        mean, sd = mean * agreed.target_scale + agreed.target_mean, sd * agreed.target_scale
+        counts = self.saved.likelihood == "poisson"
+        values = count_quantiles(mean, sd, QUANTILES) if counts else mean + sd * ndtri(np.array(QUANTILES))[:, None]
+        quantiles = {f"q{100 * level:g}": row for level, row in zip(QUANTILES, values, strict=True)}
+        return pd.DataFrame({"mean": mean, "sd": sd, **quantiles})
+
+    def inputs(self, frame: pd.DataFrame) -> Rows:
+        """Rows of a table as a model of :meth:`to_gpytorch` takes them: encoded and standardised, float64 [N, D]."""
+        return torch.from_numpy(self._encoded(frame))
+
+    def distribution(self, frame: pd.DataFrame, *, noise: bool = False) -> MultivariateNormal:
+        """The joint distribution of f at the rows of a table in original units, over all draws of a mixture.
+
+        A class or a count has no units: f is then what the likelihood takes, a probit or the logarithm of a rate.
+
+        Args:
+            frame: As for :meth:`predict`.
+            noise: Of noisy observations, where noise is Gaussian.
+
+        Raises:
+            RunError: as for :meth:`to_gpytorch_draws`, or observations have no normal distribution.
+        """
+        draws = self._draws()
+        model, likelihood = together(draws) if noise else (mixture(draws), draws[0][1])
+        latent = model(self.inputs(frame))
+        if noise and not isinstance(likelihood, GaussianLikelihood):
+            kind = self.saved.likelihood
+            raise RunError(f"observations with `model.likelihood` = {kind!r} are not normal: use `predict`")
+        return Transforms.of(self.saved.arrays).original(likelihood(latent) if noise else latent)
+
+    def to_gpytorch(self) -> Exported:
+        """``model, likelihood = posterior.to_gpytorch()``, such that ``likelihood(model(x))`` is the prediction.
+
+        Both are in evaluation mode and in standardised coordinates: :meth:`inputs` leads there from a table,
+        ``transforms`` from encoded inputs and back to original units. A mixture over draws of inducing points and
+        hyperparameters becomes the Gaussian process with its mean and covariance functions.
+
+        Raises:
+            RunError: as for :meth:`to_gpytorch_draws`, or several draws with other than Gaussian noise are no single
+                model.
+        """
+        return Exported(*together(self._draws()), Transforms.of(self.saved.arrays))
+
+    def to_gpytorch_draws(self) -> tuple[Exported, ...]:
+        """The components of the mixture that predicts, all of the same weight; one where nothing is drawn.
+
+        Raises:
+            RunError: what predicts is no Gaussian process with inducing points.
+        """
+        transforms = Transforms.of(self.saved.arrays)
+        return tuple(Exported(model, likelihood, transforms) for model, likelihood in self._draws())
+
+    def _draws(self) -> Sequence[tuple[SparsePosterior, Likelihood]]:
+        if not isinstance(self.standardised, Exportable):
+            raise RunError(
+                f"{self.run.path} is a run of {self.saved.method!r}; what predicts here is no sparse Gaussian"
+                " process that can be exported to GPyTorch. Use `predict`"
+            )
+        return self.standardised.export()
+
+    def _encoded(self, frame: pd.DataFrame) -> Array:
+        return encode_inputs(typed_inputs(frame, self.preparation, "the table"), self.preparation)
+
+
+def row_of(run: RunData) -> Method:
+    """The registry row of a run's method.
+
+    Raises:
+        RunError: if no package that is installed brings the method.
+    """
+    name = run.metrics.method
+    if name not in METHODS:
+        raise RunError(f"{run.path} is a run of {name!r}, which is not installed; install the package that brings it")
+    return METHODS[name]
+
+
+def why_no_posterior(run: RunData) -> str:
+    """Why nothing predicts from a run's folder alone; empty where a saved posterior does."""
+    row = row_of(run)
+    if row.posterior and run.posterior is not None:
+        return ""
+    return f"with `method` = {run.metrics.method!r} {row.why_no_posterior or 'this run saved none'}"
+
+
+def predict_file(predictor: Predictor, source: Path, output: Path) -> tuple[int, int]:
+    """Predict every row of a table into a CSV; returns the rows and the cells with a level no site had.
+
+    Raises:
+        RunError: if the CSV cannot be written.
+        DataError: naming the file, column and row that cannot be used.
+    """
+    frame = read_inputs(source, predictor.preparation)
+    try:
+        predictor.predict(frame).to_csv(output, index=False)
+    except OSError as error:
+        raise RunError(f"{output} cannot be written: {error.strerror or error}") from None
+    return len(frame), count_unknown_levels(frame, predictor.preparation)
+
+
+def _preparation(posterior: Posterior) -> Preparation:
+    return Preparation.from_wire(posterior.arrays, json.dumps(posterior.schema))
+
+
+def _node(run: RunData, site: str, data: Path | None) -> dict[str, Value]:
+    """The configuration of the node that the site was."""
+    chosen = next((key for key, label in run.metrics.labels.items() if site in {key, label}), None)
+    if data is not None:
+        return {"data-path": str(data), "site": chosen or site}
+    if chosen is None or not chosen.isdecimal():
+        raise RunError(f"{site!r} is not a simulated site of {run.path}: name its table with `--site-data`")
+    return {"partition-id": int(chosen), "num-partitions": run.metrics.sites}

@@ -1,0 +1,215 @@
+"""The one table of methods: a row ties a Flower Strategy to a NumPyClient, its configuration and what it saves.
+
+Rows are built in, or come from an installed package through the entry-point group ``fedgp_flower.methods``: the name of
+the entry point is the name of the method, its value the ``module:attribute`` of a :class:`Method`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.options import FlatConfig, MethodOptions, Value
+from fedgp_flower.run.config import RunConfig, defaults, parse
+
+GROUP = "fedgp_flower.methods"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A row of the registry. References are ``module:attribute``, imported only when they are used."""
+
+    summary: str
+    paper: str
+    options: str
+    """A subclass of :class:`~fedgp_flower.options.MethodOptions`."""
+    strategy: str
+    client: str
+    posterior: str = ""
+    """A :class:`~fedgp_flower.run.predict.SavedModel`, or empty where what a run saves predicts nothing by itself.
+
+    What it returns may be :class:`~fedgp_flower.run.predict.Exportable` to GPyTorch."""
+    why_no_posterior: str = ""
+    """Where ``posterior`` is empty: why, as the end of a sentence about runs of the method."""
+    panels: str = ""
+    """A function from a :class:`~fedgp_flower.run.artefacts.RunData` to further sections of its report."""
+    at_site: str = ""
+    """A :class:`~fedgp_flower.run.predict.SiteModel`, where a site keeps something to predict with."""
+    forget: str = ""
+    """A function from a checkpoint and a site's id to the checkpoint without that site, where there can be one."""
+    forgotten: str = ""
+    """A function from the runs before and after forgetting to further entries of ``forgotten.json``."""
+
+
+_FROM_ITS_ROWS = "every site predicts from its own rows, which stay there"
+_COMPARISON = "the model is made for the comparison alone and not kept"
+_WHAT_UNITS_SHARE = "what is saved is shared by all units; a prediction also takes what one unit alone knows"
+
+BUILT_IN: Mapping[str, Method] = {
+    "pvi": Method(
+        summary="Partitioned variational inference: a factor per site, refined in turn; sites can be forgotten",
+        paper="Ashman et al., Partitioned variational inference (2022); Federated learning of sparse GPs",
+        options="fedgp_flower.methods.pvi.options:PVIOptions",
+        strategy="strategies.replay_pvi:ReplayPVI",
+        client="fedgp_flower.methods.pvi.client:PVIClient",
+        posterior="fedgp_flower.methods.pvi.posterior:saved_model",
+        panels="fedgp_flower.methods.pvi.panels:panels",
+        forget="strategies.pvi:forget_site",
+        forgotten="fedgp_flower.methods.pvi.forgetting:changes",
+    ),
+    "fsgp": Method(
+        summary="Federated sparse GP: averaged or exact training, exact posterior from sums",
+        paper="Guo et al., Federated sparse Gaussian processes (2022); exact mode: Gal et al. (2014)",
+        options="fedgp_flower.methods.fsgp.options:FSGPOptions",
+        strategy="strategies.fsgp:FSGPAveraging",
+        client="fedgp_flower.methods.fsgp.client:FSGPClient",
+        posterior="fedgp_flower.methods.fsgp.posterior:saved_model",
+    ),
+    "fgpr": Method(
+        summary="Averaged hyperparameters of exact GPs; every site predicts from its own rows",
+        paper="Yue and Kontar, Federated Gaussian process (2021); baseline of Guo et al. (2022)",
+        options="fedgp_flower.methods.fgpr.options:FGPROptions",
+        strategy="strategies.fgpr:FGPR",
+        client="fedgp_flower.methods.fgpr.client:FGPRClient",
+        why_no_posterior=_FROM_ITS_ROWS,
+    ),
+    "sfvi": Method(
+        summary="Structured federated VI: shared trend, site deviations that stay at home; one gradient a round",
+        paper="Hassan et al., Federated variational inference methods for structured latent variable models (2023)",
+        options="fedgp_flower.methods.sfvi.options:SFVIOptions",
+        strategy="strategies.sfvi:SFVI",
+        client="fedgp_flower.methods.sfvi.client:SFVIClient",
+        posterior="fedgp_flower.methods.sfvi.posterior:saved_model",
+        panels="fedgp_flower.methods.sfvi.panels:panels",
+        at_site="fedgp_flower.methods.sfvi.posterior:site_model",
+    ),
+    "sfvi-avg": Method(
+        summary="SFVI with local steps: mean of parameters, Wasserstein barycentre of the sites' posteriors",
+        paper="Hassan et al., Federated variational inference methods for structured latent variable models (2023)",
+        options="fedgp_flower.methods.sfvi.options:SFVIOptions",
+        strategy="strategies.sfvi_avg:SFVIAvg",
+        client="fedgp_flower.methods.sfvi.client:SFVIClient",
+        posterior="fedgp_flower.methods.sfvi.posterior:saved_model",
+        panels="fedgp_flower.methods.sfvi.panels:panels",
+        at_site="fedgp_flower.methods.sfvi.posterior:site_model",
+    ),
+    "fedmgp": Method(
+        summary="Federated multi-output GP: units are smoothed, scaled views of shared latent functions",
+        paper="Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024)",
+        options="fedgp_flower.methods.fedmgp.options:FedMGPOptions",
+        strategy="strategies.fedmgp_exact:FedMGPExact",
+        client="fedgp_flower.methods.fedmgp.client:FedMGPClient",
+        why_no_posterior=_WHAT_UNITS_SHARE,
+        panels="fedgp_flower.methods.fedmgp.panels:panels",
+    ),
+    "modular-gp": Method(
+        summary="Baseline, simulation only: every unit's sparse GP, joined by a multi-output GP",
+        paper="Moreno-Muñoz et al., Modular Gaussian processes for transfer learning (2021)",
+        options="fedgp_flower.methods.fedmgp.options:FedMGPOptions",
+        strategy="strategies.multi_output_references:ModularGP",
+        client="fedgp_flower.methods.fedmgp.client:MultiOutputReferenceClient",
+        why_no_posterior=_COMPARISON,
+        panels="fedgp_flower.methods.fedmgp.panels:panels",
+    ),
+    "fed-poly": Method(
+        summary="Baseline, simulation only: a federated polynomial that every unit bends to its rows",
+        paper="Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024)",
+        options="fedgp_flower.methods.fedmgp.options:FedMGPOptions",
+        strategy="strategies.multi_output_references:FedPoly",
+        client="fedgp_flower.methods.fedmgp.client:MultiOutputReferenceClient",
+        why_no_posterior=_COMPARISON,
+        panels="fedgp_flower.methods.fedmgp.panels:panels",
+    ),
+    "local-only": Method(
+        summary="Baseline: every site fits a GP of its own rows, nothing is shared",
+        paper="Rasmussen and Williams, Gaussian processes for machine learning (2006)",
+        options="fedgp_flower.options:MethodOptions",
+        strategy="strategies.references:LocalOnly",
+        client="fedgp_flower.clients.reference:ReferenceClient",
+        why_no_posterior=_FROM_ITS_ROWS,
+    ),
+    "pooled": Method(
+        summary="Baseline, simulation only: one sparse GP of the rows of all sites",
+        paper="Titsias, Variational learning of inducing variables in sparse GPs (2009)",
+        options="fedgp_flower.options:MethodOptions",
+        strategy="strategies.references:Pooled",
+        client="fedgp_flower.clients.reference:ReferenceClient",
+        why_no_posterior=_COMPARISON,
+    ),
+}
+
+
+class Registry(Mapping[str, Method]):
+    """Rows by name: those built in, then those of installed packages, which are read when a row is first asked for.
+
+    Raises:
+        ConfigError: for an entry point that cannot be loaded, is no :class:`Method`, or takes a name that is taken.
+    """
+
+    @cached_property
+    def _rows(self) -> dict[str, Method]:
+        rows = dict(BUILT_IN)
+        for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+            if entry.name in rows:
+                raise ConfigError(f"{_whose(entry)}: another method has that name already; rename or uninstall one")
+            rows[entry.name] = _row(entry)
+        return rows
+
+    def __getitem__(self, name: str) -> Method:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+METHODS = Registry()
+
+
+def _row(entry: EntryPoint) -> Method:
+    try:
+        row = entry.load()
+    except Exception as error:
+        raise ConfigError(f"{_whose(entry)} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(row, Method):
+        raise ConfigError(f"{_whose(entry)}: expected a `fedgp_flower.run.registry.Method`, got {type(row).__name__}")
+    return row
+
+
+def _whose(entry: EntryPoint) -> str:
+    package = f" of package {entry.dist.name}" if entry.dist else ""
+    return f"method {entry.name!r}{package} (entry point {entry.value})"
+
+
+def load(reference: str) -> Any:
+    """The object a ``module:attribute`` reference names."""
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@cache
+def option_classes() -> dict[str, type[MethodOptions]]:
+    """The options class of every method."""
+    return {name: load(method.options) for name, method in METHODS.items()}
+
+
+def parse_config(flat: FlatConfig) -> RunConfig:
+    """Validate a run configuration against the tables of all methods; see :func:`fedgp_flower.run.config.parse`."""
+    return parse(flat, option_classes())
+
+
+def default_config() -> dict[str, Value]:
+    """Every key with its default, except those of installed packages: what ``[tool.flwr.app.config]`` must hold."""
+    return defaults(load(method.options) for method in BUILT_IN.values())
+
+
+def strategy_class(config: RunConfig) -> Any:
+    """The Strategy of a configuration: the one its method's table chooses, else that of the method's row."""
+    return load(config.options.strategy_for(config) or METHODS[config.method].strategy)

@@ -1,0 +1,25 @@
+"""Array types that carry the notation: N rows, M inducing points, D inputs, K sites, S samples."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array: TypeAlias = NDArray[np.float64]
+"""A float64 array of any shape."""
+
+NamedArrays: TypeAlias = dict[str, NDArray[Any]]
+"""What a message or a file carries: arrays under names, never by position."""
+
+AnyShape: TypeAlias = Float[np.ndarray, "*_"]
+"""A float64 array of any shape, in a message."""
+
+Scalar: TypeAlias = Float[Tensor, ""]
+Vector: TypeAlias = Float[Tensor, " M"]
+Square: TypeAlias = Float[Tensor, "M M"]
+Rows: TypeAlias = Float[Tensor, "N D"]
+Targets: TypeAlias = Float[Tensor, " N"]

@@ -1,0 +1,229 @@
+"""What a run needs whatever the algorithm: a clock, rounds and their history, evaluation, checkpoints.
+
+:mod:`strategies.server.strategy` puts an algorithm's questions on top.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp.strategy import Strategy
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.typing import NamedArrays
+from strategies.server import enrolment, finalise
+from strategies.server.enrolment import Enrolment, Preparation
+from strategies.server.evaluation import Evaluation, combine
+from strategies.server.finalise import Posterior, Summary
+from strategies.server.network import Expected, Network
+from strategies.server.wire import Answer, Specs, answer
+
+logger = logging.getLogger("fedgp")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All a run needs to go on after a kill: arrays, and JSON-able facts about them."""
+
+    arrays: NamedArrays
+    facts: dict[str, Any]
+
+
+class Observer(Protocol):
+    """What the run's folder and progress display want to know."""
+
+    def on_round(self, row: Mapping[str, float], total: int) -> None:
+        """A round is complete; ``row`` is its line of the history."""
+
+    def on_checkpoint(self, snapshot: Snapshot) -> None:
+        """Keep this; it replaces the one before."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds spent in the parts of a run, carried over a resume."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: {"setup": 0.0, "training": 0.0, "evaluation": 0.0})
+    started: float = field(default_factory=time.perf_counter)
+    part: str = "setup"
+
+    def switch(self, part: str) -> str:
+        """Book the time so far and go on in another part; returns the part left."""
+        now = time.perf_counter()
+        self.seconds[self.part] += now - self.started
+        self.started, left, self.part = now, self.part, part
+        return left
+
+
+class BaseStrategy(Strategy):
+    """The part of a Strategy that knows no algorithm."""
+
+    predicts = True
+    """Whether sites can predict single rows with what :meth:`predictive` returns."""
+    trains = True
+    """Whether rounds change the state by what sites answer."""
+
+    def __init__(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> None:
+        self.config = config
+        self.observer = observer
+        self.snapshot = snapshot
+        self.clock = Clock()
+        self.round = 0
+        self.merged = False
+        """Whether what a site answered to training has ever changed the state."""
+        self.booked: dict[str, float] = {}
+        self.evaluated_round = -1
+        self.evaluation_answers: dict[str, Answer] = {}
+        self.predicted_with: Any = {}
+        self.evaluated_sites = 0
+        self.evaluation: Evaluation | None = None
+        self.calibrated: Sequence[NamedArrays] = ()
+        """Histograms of the latest evaluation."""
+        self.network: Network
+        self.enrolment: Enrolment
+        self.preparation: Preparation
+        self.outcome: Summary | None = None
+
+    @abstractmethod
+    def ask_rows(self, phase: str, specs: Specs | None, sites: Iterable[str]) -> dict[str, Answer]:
+        """Answers of rows of a simulation, and of the scores of baselines."""
+
+    def row_specs(self) -> Specs:
+        """Arrays that a simulated site sends for its held-out rows besides target, prediction and inputs."""
+        return {}
+
+    @abstractmethod
+    def posterior(self) -> Posterior | None:
+        """What is saved to predict without any site; None for a personal method."""
+
+    @abstractmethod
+    def state(self) -> Snapshot:
+        """The method's own part of a checkpoint."""
+
+    def evaluation_specs(self) -> Expected:
+        """What the arrays of an evaluation reply must look like: scores are numbers, so there are none."""
+        return {}
+
+    def compared(self, phase: str, sites: list[str]) -> Evaluation | None:
+        """The scores of a baseline; None if no site has any."""
+        answers = finalise.usable_scores(self.network, self.ask_rows(phase, None, sites))
+        sums = {site: finalise.sums_of(own) for site, own in answers.items()}
+        return combine(sums, self.preparation.target_scale) if sums else None
+
+    def warnings(self) -> list[str]:
+        """What a reader of the results should know."""
+        return self.preparation.warnings
+
+    def details(self) -> dict[str, Any]:
+        """Facts of the method worth keeping in ``metrics.json``."""
+        return {}
+
+    def adjusted(self, preparation: Preparation) -> Preparation:
+        """The agreed standardisation, changed where the model needs another one."""
+        return preparation
+
+    def begin_round(self) -> None:
+        """Count a round, greet sites that are new or back, and check that there are enough."""
+        self.round += 1
+        self.network.round = self.round
+        enrolment.greet(self.network, self.preparation)
+        self.network.require(self.config.min_sites)
+
+    def complete_round(self, metrics: Mapping[str, float]) -> None:
+        """Record a round, evaluate when it is due, and keep a checkpoint."""
+        figures = dict(metrics)
+        every = self.config.evaluate_every
+        if every and self.round % every == 0:
+            figures |= self.evaluate()
+        traffic = self.network.traffic
+        self.clock.switch(self.clock.part)
+        row = {
+            "round": self.round,
+            "communications": traffic.communications,
+            **self.since_last_round(),
+            **figures,
+            "failures": len(self.network.failures),
+            "repairs": sum(self.network.repairs.values()),
+        }
+        self.observer.on_round(row, self.config.num_server_rounds)
+        self.observer.on_checkpoint(self._checkpoint())
+
+    def since_last_round(self) -> dict[str, float]:
+        """Seconds and bytes since the round before was complete."""
+        traffic = self.network.traffic
+        total = {
+            "seconds": sum(self.clock.seconds.values()),
+            "bytes_up": traffic.bytes_up,
+            "bytes_down": traffic.bytes_down,
+        }
+        spent = {name: value - self.booked.get(name, 0) for name, value in total.items()}
+        self.booked = total
+        return spent
+
+    def _checkpoint(self) -> Snapshot:
+        own = self.state()
+        facts = enrolment.accounts(self.network) | {"round": self.round, "seconds": self.clock.seconds}
+        facts["merged"] = self.merged
+        return Snapshot(
+            {**self.preparation.arrays, **own.arrays},
+            {**own.facts, **facts, "preparation": self.preparation.facts()},
+        )
+
+    def agree_without(self, contradicted: Mapping[str, str]) -> None:
+        """Dismiss sites whose first answers contradict their descriptions; the others agree again without them."""
+        self.enrolment = enrolment.agree_again(self.network, self.enrolment, contradicted)
+        self.preparation = self.adjusted(self.enrolment.preparation)
+
+    def generator(self, purpose: str) -> np.random.Generator:
+        """Randomness for a purpose in this round, from the seed of the run."""
+        return np.random.default_rng([self.config.seed, self.round, *purpose.encode()])
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Figures over all held-out rows, from the sites' sums; None if nobody has any."""
+        del server_round
+        answers = {self.network.site_of(reply): answer(self.network.site_of(reply), reply) for reply in replies}
+        self.evaluation_answers = finalise.usable_scores(self.network, answers)
+        if not self.evaluation_answers:
+            return None
+        sums = {site: finalise.sums_of(own) for site, own in self.evaluation_answers.items()}
+        self.evaluation = combine(sums, self.preparation.target_scale)
+        self.calibrated = [finalise.histograms(own) for own in self.evaluation_answers.values()]
+        return MetricRecord({f"test_{name}": value for name, value in self.evaluation["test"].items()})
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate once per round; later calls in the same round return nothing new."""
+        if self.evaluated_round == self.round:
+            return {}
+        left = self.clock.switch("evaluation")
+        self.network.round = self.round
+        messages = list(self.configure_evaluate(self.round, ArrayRecord(), ConfigRecord(), self.network.grid))
+        replies = self.network.exchange(messages, self.evaluation_specs(), retries=1)
+        record = self.aggregate_evaluate(self.round, replies)
+        self.evaluated_round = self.round
+        self.clock.switch(left)
+        self.evaluated_sites = len(replies)
+        return {} if record is None else {name: float(np.mean(value)) for name, value in record.items()}
+
+    def require_training(self) -> None:
+        """A run of rounds that left the state as it was at the start has no result.
+
+        Raises:
+            RunError: with the latest failures.
+        """
+        if self.trains and self.round and not self.merged:
+            raise RunError(
+                f"no answer to training could be used in {self.round} round(s), so nothing was learned."
+                f" {self.network.latest_failures()}"
+            )
+
+    def summary(self) -> None:
+        """Log what is about to run."""
+        logger.info("method %s on %s", self.config.method, self.config.dataset)

@@ -1,0 +1,289 @@
+"""How server and sites meet: who is there, which columns they share, and how data are standardised."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.typing import NamedArrays
+from strategies.server.network import Failure, Network
+from strategies.server.standardisation import SiteDescription, agree
+from strategies.server.wire import Answer
+
+logger = logging.getLogger("fedgp")
+
+ROWS_PER_INPUT = 3
+"""Fewer training rows than this for an encoded input are worth a warning."""
+ARRAYS = ("input.mean", "input.scale", "target.mean", "target.scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """The agreed schema and standardisation.
+
+    A site is sent it once, see :mod:`strategies.server.context`.
+    """
+
+    arrays: NamedArrays
+    schema: str
+    labels: dict[str, str]
+    rows: dict[str, int]
+    """Training rows of each site, as it introduced itself."""
+    simulated: bool
+    names: tuple[str, ...]
+    """Names of the D encoded inputs."""
+    training_target: dict[str, float] = field(default_factory=dict)
+    """What a prediction that looks at no input would say; see :class:`strategies.server.standardisation.Agreement`."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What travels in the configuration of a message."""
+        return {"schema": self.schema}
+
+    @property
+    def target_scale(self) -> float:
+        """Units of the target per unit of the standardised target."""
+        return float(self.arrays["target.scale"])
+
+    @property
+    def num_inputs(self) -> int:
+        """D, the number of encoded inputs."""
+        return len(self.arrays["input.mean"])
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader of the results should know of the data."""
+        rows = sum(self.rows.values())
+        if self.num_inputs * ROWS_PER_INPUT <= rows:
+            return []
+        return [
+            f"{self.num_inputs} encoded inputs for {rows} training rows are more than a third: expect predictions near"
+            " the mean. Name fewer columns in `features`, above all fewer of text, whose every level is an input."
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides the arrays."""
+        return {
+            "schema": self.schema,
+            "labels": self.labels,
+            "rows": self.rows,
+            "simulated": self.simulated,
+            "names": list(self.names),
+            "training_target": self.training_target,
+        }
+
+    @staticmethod
+    def from_snapshot(snapshot: Any) -> Preparation:
+        """The inverse of :meth:`facts` and of the arrays in a checkpoint."""
+        facts = dict(snapshot.facts["preparation"])
+        names = tuple(facts.pop("names"))
+        return Preparation({name: snapshot.arrays[name] for name in ARRAYS}, names=names, **facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Enrolment:
+    """What the sites said of their rows, and what they agreed on."""
+
+    described: Mapping[str, Answer]
+    """Answers to ``query.describe`` of the sites that take part."""
+    config: RunConfig
+    preparation: Preparation
+    refused: Mapping[str, str]
+    """Sites that the others could not agree with, and why."""
+    constant: tuple[str, ...]
+    """Features with one value over all sites."""
+
+    @staticmethod
+    def of(described: Mapping[str, Answer], config: RunConfig) -> Enrolment:
+        """Agree on schema and standardisation.
+
+        Raises:
+            DataError: nobody is left to agree, or nothing that could be agreed on; see :func:`agree`.
+        """
+        agreement = agree(
+            {site: _description(own) for site, own in described.items()},
+            standardise=config.standardise,
+            likelihood=config.model.likelihood,
+            max_levels=config.max_levels,
+        )
+        kept = {site: own for site, own in described.items() if site not in agreement.refused}
+        preparation = Preparation(
+            arrays=dict(agreement.arrays),
+            schema=agreement.schema,
+            labels={site: own.texts["label"] for site, own in kept.items()},
+            rows=dict(agreement.num_examples),
+            simulated=any(own.number("partitions") > 0 for own in kept.values()),
+            names=agreement.names,
+            training_target=agreement.training_target,
+        )
+        return Enrolment(kept, config, preparation, agreement.refused, agreement.constant)
+
+    def without(self, sites: Iterable[str]) -> Enrolment:
+        """What the other sites agree on, as if these had never been there."""
+        left = {site: own for site, own in self.described.items() if site not in set(sites)}
+        return Enrolment.of(left, self.config)
+
+
+def meet(network: Network, config: RunConfig) -> Enrolment:
+    """Wait for the sites, hear their descriptions, and agree on schema and standardisation.
+
+    Args:
+        network: Fills its table of sites.
+        config: ``sites``, ``min-sites`` and ``wait-seconds`` say how long to wait.
+
+    Raises:
+        RunError: if fewer than ``min-sites`` sites are usable.
+    """
+    described = _gather(network, config)
+    network.require(config.min_sites)
+    return _announced(network, Enrolment.of(described, config))
+
+
+def agree_again(network: Network, enrolment: Enrolment, contradicted: Mapping[str, str]) -> Enrolment:
+    """Leave out sites whose answers contradict their descriptions, and what they described with them.
+
+    Args:
+        network: Loses these sites.
+        enrolment: The agreement so far.
+        contradicted: The sites, and what shows it.
+
+    Raises:
+        RunError: if fewer than ``min-sites`` sites are left.
+    """
+    for site, reason in contradicted.items():
+        dismiss(network, site, reason)
+    network.require(enrolment.config.min_sites)
+    logger.warning("standardisation is agreed again without %s", ", ".join(contradicted))
+    return _announced(network, enrolment.without(contradicted))
+
+
+def _announced(network: Network, enrolment: Enrolment) -> Enrolment:
+    """Say who was refused and what is odd about the data; the others must be enough."""
+    for site, reason in enrolment.refused.items():
+        dismiss(network, site, reason)
+    network.require(enrolment.config.min_sites)
+    if enrolment.constant:
+        logger.warning("constant at every site, of no use to a model: %s", ", ".join(enrolment.constant))
+    for warning in enrolment.preparation.warnings:
+        logger.warning("%s", warning)
+    return enrolment
+
+
+def meet_again(network: Network, config: RunConfig, saved: Preparation) -> Preparation:
+    """Hear the sites of a run that is resumed; what they had agreed on stays as it was.
+
+    Raises:
+        RunError: if fewer than ``min-sites`` sites are usable, or simulated rows are dealt otherwise.
+    """
+    described = _gather(network, config)
+    network.require(config.min_sites)
+    _require_same_deal(saved, described)
+    _welcome(network, saved, described)
+    return saved
+
+
+def _require_same_deal(saved: Preparation, described: Mapping[str, Answer]) -> None:
+    """Simulated rows dealt otherwise would make training rows of the first half held-out rows of the second."""
+    changed = [site for site, own in described.items() if saved.rows.get(site) != own.num_examples]
+    if saved.simulated and changed:
+        raise RunError(
+            f"cannot resume: the run has {len(saved.rows)} simulated sites, and the rows of {len(changed)} of the "
+            f"{len(described)} sites there now are not theirs. Resume with the same number of sites and the same data."
+        )
+
+
+def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
+    described: dict[str, Answer] = {}
+    deadline = time.monotonic() + config.wait_seconds
+    while True:
+        described |= _introduced(network)
+        partitions = max((int(own.number("partitions")) for own in described.values()), default=0)
+        wanted = config.sites or partitions or config.min_sites
+        known = bool(config.sites or partitions or not described)  # else more sites may be on their way
+        if len(network.heard if known else described) >= wanted:
+            return described
+        if time.monotonic() > deadline:
+            if len(described) >= config.min_sites:
+                logger.warning("%d of %d sites after %g s; starting", len(described), wanted, config.wait_seconds)
+                return described
+            raise RunError(
+                f"{len(described)} usable site(s) of {len(network.heard)} heard after `wait-seconds` = "
+                f"{config.wait_seconds:g}; wanted {wanted}. "
+                + "; ".join(f"{failure.site}: {failure.reason}" for failure in network.failures)
+            )
+        time.sleep(0.1)
+
+
+def _introduced(network: Network) -> dict[str, Answer]:
+    """Descriptions by nodes never heard of."""
+    described = network.introduce("query.describe")
+    for site in [site for site, own in described.items() if not {"schema", "label"} <= set(own.texts)]:
+        dismiss(network, site, "its description lacks a schema or a label: other version of the app")
+        del described[site]
+    return described
+
+
+def greet(network: Network, preparation: Preparation) -> None:
+    """Hear nodes that are new since the last round: a site that restarted, or one that joins late."""
+    if set(network.grid.get_node_ids()) - network.heard:
+        _welcome(network, preparation, _introduced(network))
+
+
+def _welcome(network: Network, preparation: Preparation, described: Mapping[str, Answer]) -> None:
+    own_columns = _columns(preparation.schema)
+    for site, own in described.items():
+        if _columns(own.texts["schema"]) != own_columns:
+            dismiss(network, site, "its columns are not those the other sites agreed on")
+            continue
+        logger.info("site %s %s", site, "is back" if site in preparation.rows else "joined")
+        preparation.labels[site] = own.texts["label"]
+        preparation.rows[site] = own.num_examples
+
+
+def dismiss(network: Network, site: str, reason: str) -> None:
+    """Leave a site out for good and say why."""
+    network.fail(site, reason)
+    network.nodes.pop(site, None)
+
+
+def _columns(schema: str) -> set[tuple[str, str]] | None:
+    """Names and kinds; a site may have its columns in another order. None where the text is no schema."""
+    try:
+        parsed = json.loads(schema)
+        return {(column["name"], column["kind"]) for column in [*parsed["features"], parsed["target"]]}
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _description(own: Answer) -> SiteDescription:
+    return SiteDescription(arrays=own.arrays, schema=own.texts["schema"], num_examples=own.num_examples)
+
+
+def accounts(network: Network) -> dict[str, Any]:
+    """Traffic, failures and repairs so far, for a checkpoint."""
+    return {
+        "run": network.run,
+        "traffic": asdict(network.traffic),
+        "failures": [asdict(failure) for failure in network.failures],
+        "repairs": network.repairs,
+        "streak": network.streak,
+        "site_seconds": network.site_seconds,
+    }
+
+
+def restore_accounts(network: Network, facts: Mapping[str, Any]) -> None:
+    """Add what a checkpoint had counted to what the new process has counted since it started."""
+    before = facts["traffic"]
+    network.traffic.bytes_up += int(before["bytes_up"])
+    network.traffic.bytes_down += int(before["bytes_down"])
+    network.traffic.communications += int(before["communications"])
+    network.failures[:0] = [Failure(**failure) for failure in facts["failures"]]
+    network.repairs = {**facts["repairs"]}
+    network.streak |= {site: int(count) for site, count in facts["streak"].items()}
+    network.site_seconds += float(facts["site_seconds"])

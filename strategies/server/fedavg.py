@@ -1,0 +1,124 @@
+"""Federated averaging of named parameters: Flower's own FedAvg, FedAdam and FedYogi, as a pure update of a state.
+
+What Flower's rules lack is here: sites sampled by their stable ids from a seed, and moments that are part of the state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedYogi
+
+from fedgp_flower.messages import message
+from fedgp_flower.methods.messages import Step, Stepped, WeightedStep
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.typing import AnyShape, NamedArrays
+from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
+from strategies.server.wire import array_record, numpy_arrays
+
+RULES: Mapping[str, Callable[[float], FedAvg]] = {
+    "fedavg": lambda rate: FedAvg(),
+    "fedadam": lambda rate: FedAdam(eta=rate),
+    "fedyogi": lambda rate: FedYogi(eta=rate),
+}
+MOMENTS = ("m_t", "v_t")
+
+
+@message()
+class AveragingState:
+    """Parameters in unconstrained coordinates, and the moments of a server optimiser that has them."""
+
+    parameters: Mapping[str, AnyShape]
+    moments: Mapping[str, AnyShape]
+
+
+def first_state(parameters: NamedArrays) -> AveragingState:
+    """The state before the first round; every array has an axis, because Flower's clipping passes over one without."""
+    return AveragingState({name: np.atleast_1d(array) for name, array in parameters.items()}, {})
+
+
+@dataclass(frozen=True, slots=True)
+class AveragingPlan:
+    """How a round of federated averaging goes."""
+
+    fraction: float
+    """Share ρ of the sites in a round."""
+    rule: str
+    """``fedavg``, ``fedadam`` or ``fedyogi``."""
+    server_learning_rate: float
+    learning_rate: float
+    """Of the sites' steps in the first round."""
+    decay: float
+    seed: int
+
+    @staticmethod
+    def of(config: RunConfig, fraction: float, rule: str, rate: float) -> AveragingPlan:
+        """From the configuration and a method's own keys."""
+        return AveragingPlan(fraction, rule, rate, config.optimizer.learning_rate, config.optimizer.decay, config.seed)
+
+
+def sampled(roster: Roster, fraction: float, seed: int) -> list[str]:
+    """max(⌈ρK⌉, 1) sites, drawn from the seed and the round."""
+    size = max(math.ceil(fraction * len(roster.sites)), 1)
+    draw = np.random.default_rng([seed, roster.round, *b"sample"])
+    return [roster.sites[index] for index in sorted(draw.choice(len(roster.sites), size=size, replace=False))]
+
+
+def averaging_round(
+    state: AveragingState, roster: Roster, plan: AveragingPlan
+) -> Asking[tuple[AveragingState, Figures]]:
+    """Sampled sites take local steps; the rule combines what they send (McMahan et al. 2017, Algorithm 1)."""
+    rate = plan.learning_rate * plan.decay ** (roster.round - 1)
+    if roster.totals_only:
+        return (yield from _averaged_total(state, roster, plan, Step(state.parameters, rate)))
+    chosen = sampled(roster, plan.fraction, plan.seed)
+    answers: Mapping[str, Stepped] = yield Each(Stepped, {site: Step(state.parameters, rate) for site in chosen})
+    if not answers:
+        return state, {}
+    weights = [roster.rows[site] for site in answers]
+    objective = float(np.average([own.objective for own in answers.values()], weights=weights))
+    values = {site: (dict(own.values), roster.rows[site]) for site, own in answers.items()}
+    merged = combined(state, values, roster.round, plan)
+    return merged, {"objective": objective}
+
+
+def _averaged_total(
+    state: AveragingState, roster: Roster, plan: AveragingPlan, step: Step
+) -> Asking[tuple[AveragingState, Figures]]:
+    """The same from Σ N_k w_k and Σ N_k: the rule is given their mean as if it came from one site."""
+    summed: Summed[WeightedStep] = yield Total(WeightedStep, step)
+    if summed.total is None:
+        return state, {}
+    mean = summed.total.mean()
+    return combined(state, {"all": (dict(mean.values), 1)}, roster.round, plan), {"objective": mean.objective}
+
+
+def combined(
+    state: AveragingState, values: Mapping[str, tuple[NamedArrays, int]], server_round: int, plan: AveragingPlan
+) -> AveragingState:
+    """The state after Flower's rule, from parameters and rows N_k; weights N_k / Σ N_k."""
+    rule = RULES[plan.rule](plan.server_learning_rate)
+    if isinstance(rule, FedAdam | FedYogi):
+        rule.current_arrays = dict(state.parameters)
+        for kind in MOMENTS:
+            moments = {n.removeprefix(f"{kind}."): a for n, a in state.moments.items() if n.startswith(f"{kind}.")}
+            if moments:
+                setattr(rule, kind, moments)
+    replies = [_reply(arrays, rows) for arrays, rows in values.values()]
+    aggregated, _ = rule.aggregate_train(server_round, replies)
+    assert aggregated is not None
+    kept = {
+        f"{kind}.{name}": np.asarray(array)
+        for kind in MOMENTS
+        for name, array in (getattr(rule, kind, None) or {}).items()
+    }
+    return AveragingState(numpy_arrays(aggregated), kept)
+
+
+def _reply(arrays: NamedArrays, rows: int) -> Message:
+    content = RecordDict({"arrays": array_record(arrays), "metrics": MetricRecord({"num-examples": rows})})
+    return Message(content, dst_node_id=0, message_type="train")

@@ -1,0 +1,113 @@
+"""Keyword arguments of a Strategy: the fields of its options and of the shared sections, documented where declared.
+
+``ReplayPVI(num_inducing=100, damping=0.5, seed=1)`` and the run configuration ``model.num-inducing = 100``,
+``pvi.damping = 0.5``, ``seed = 1`` are the same thing: every keyword is a field of the configuration, validated alike.
+A field that two sections share belongs to the method's own table; the other one is reached by its section's name,
+``optimizer_learning_rate``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from fedgp_flower.options import MethodOptions, Section, Value
+from fedgp_flower.run.config import CoreConfig, RunConfig, parse
+
+IN_A_PROGRAM: Mapping[str, Value] = {
+    "baselines.local-only": False,
+    "baselines.pooled": False,
+    "keep-predictions": False,
+    "evaluate-every": 1,
+}
+"""Defaults that differ where no run folder and no report is wanted."""
+NOT_FOR_A_STRATEGY = (
+    {"method", "dataset", "data_dir", "partitioner", "partition", "output_dir", "name", "resume"}
+    | {"num_server_rounds", "extra"}  # rounds are an argument of `start`
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Keyword:
+    """A keyword argument: its key in the configuration, its default, and what it is."""
+
+    key: str
+    default: Any
+    meaning: str
+
+
+def keys(options: type[MethodOptions], implied: Mapping[str, Any]) -> dict[str, Keyword]:
+    """The keywords for a method's table and the shared sections, without those that a class implies."""
+    found: dict[str, Keyword] = {}
+    nested: list[tuple[str, type[Section]]] = [(options.table, options)] if options.table else []
+    for name, info in CoreConfig.model_fields.items():
+        if name in NOT_FOR_A_STRATEGY:
+            continue
+        if isinstance(info.default, Section):
+            nested.append((name, type(info.default)))
+        else:
+            found[name] = _keyword("", name, info)
+    for table, section in nested:
+        for name, info in section.model_fields.items():
+            keyword = _keyword(f"{table}.", name, info)
+            found.setdefault(name, keyword) if table != options.table else found.update({name: keyword})
+            found[f"{table}_{name}".replace("-", "_")] = keyword
+    fixed = {found[name].key for name in implied}
+    return {name: keyword for name, keyword in found.items() if keyword.key not in fixed}
+
+
+def _keyword(prefix: str, name: str, info: FieldInfo) -> Keyword:
+    key = prefix + name.replace("_", "-")
+    return Keyword(key, IN_A_PROGRAM.get(key, info.default), info.description or "")
+
+
+def configured(
+    method: str, options: type[MethodOptions], implied: Mapping[str, Any], given: Mapping[str, Any]
+) -> RunConfig:
+    """The configuration that keyword arguments stand for.
+
+    Args:
+        method: Name of the method.
+        options: Class of its table.
+        implied: Fields of the table that the class of the Strategy stands for.
+        given: The keyword arguments.
+
+    Raises:
+        TypeError: naming a keyword that does not exist, and those it may have meant.
+        ConfigError: naming a value that is not allowed, and what is.
+    """
+    known = keys(options, implied)
+    flat: dict[str, Value] = {"method": method, **IN_A_PROGRAM}
+    flat |= {f"{options.table}.{name.replace('_', '-')}": value for name, value in implied.items()}
+    for name, value in given.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(close)}?" if close else f"; allowed: {', '.join(sorted(known))}"
+            raise TypeError(f"unexpected keyword argument {name!r}{hint}")
+        if value is not None:  # None: the default
+            flat[known[name].key] = value
+    return parse(flat, {method: options})
+
+
+def signature(options: type[MethodOptions], implied: Mapping[str, Any]) -> inspect.Signature:
+    """What an editor shows: every keyword with its default."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(
+        [inspect.Parameter(name, kind, default=keyword.default) for name, keyword in keys(options, implied).items()]
+    )
+
+
+def documented(doc: str | None, options: type[MethodOptions], implied: Mapping[str, Any]) -> str:
+    """The docstring of a Strategy with a section of its keywords, from the docstrings of the fields they stand for."""
+    lines = [
+        f"    {name}: {' '.join(keyword.meaning.split())} (`{keyword.key}`, default {keyword.default!r})".replace(
+            ":  ", ": "
+        )
+        for name, keyword in keys(options, implied).items()
+    ]
+    return "\n".join([inspect.cleandoc(doc or ""), "", "Args:", *lines])

@@ -1,0 +1,248 @@
+"""The server's half of totals under masks: who takes part, the question, and the sum.
+
+An algorithm that asks a :class:`~strategies.server.questions.Total` cannot tell whether it was masked. What this costs:
+a site that stays silent is left out of every later total of the run, because each change of the roster lets the totals
+before and after it be compared; sites accept few of them. Sites that join late take no part.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flwr.app import Message
+
+from fedgp_flower.errors import ProtocolError, RunError
+from fedgp_flower.messages import Layout, decode, encode, kind_of, layout
+from fedgp_flower.privacy import masks
+from fedgp_flower.privacy.keys import Member
+from fedgp_flower.privacy.questions import MaskedQuestion, content_digest, length, unflat, written_members
+from strategies.server.network import Network
+from strategies.server.questions import Summed, Total
+from strategies.server.wire import ArraySpec, numpy_arrays
+
+logger = logging.getLogger("fedgp")
+
+REQUEST, MEMBERS, ANSWERS, LAYOUT, WORDS, KEYS = "masked", "members", "answers", "layout", "masked", "query.keys"
+"""Names in messages, see :mod:`fedgp_flower.clients.masking`."""
+SEEN = "column names, levels of text with their counts, rows, sums and squares (`query.describe`), keys, who is silent"
+"""What the server still sees of each site."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedContract:
+    """What a reply to a question under masks must be; its content says nothing."""
+
+    total: Total[Any]
+    question: MaskedQuestion
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What a message carries besides the request."""
+        asked = {
+            "number": self.question.number,
+            "sites": list(self.question.sites),
+            "layout": self.question.layout,
+        }
+        return {REQUEST: json.dumps(asked)}
+
+    def refusal(self, reply: Message) -> str | None:
+        """Why a reply cannot be used, or None."""
+        said = reply.content.config_records["config"]
+        if said.get(ANSWERS) != self.question.digest:
+            return "it answers another question, or a roster or scales that it alone was shown"
+        try:
+            arrays = numpy_arrays(reply.content.array_records["arrays"])
+            shape = (length(self.layout(reply)) + 1, 2)
+        except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
+            return f"a masked summand cannot be decoded ({type(error).__name__})"
+        if set(arrays) != {WORDS}:
+            return f"expected one masked array, found {', '.join(sorted(arrays)) or 'none'}"
+        return ArraySpec(shape, "uint64").refusal(arrays[WORDS])
+
+    def layout(self, reply: Message) -> Layout:
+        """The layout of the question, or the one the reply names."""
+        if self.question.layout is not None:
+            return self.question.layout
+        return list(json.loads(str(reply.content.config_records["config"][LAYOUT])))
+
+    def words(self, reply: Message) -> masks.Words:
+        """The masked summand."""
+        return numpy_arrays(reply.content.array_records["arrays"])[WORDS]
+
+
+@dataclass(slots=True)
+class Masking:
+    """The roster of a run, and what happened to it."""
+
+    network: Network
+    members: dict[str, Member]
+    least: int
+    simulated: bool
+    number: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Sites that were silent once, and in what round."""
+    totals: int = 0
+    silences: int = 0
+    """Summands that were masked zeros."""
+
+    @staticmethod
+    def enrol(network: Network, configuration: str, least: int, simulated: bool) -> Masking:
+        """Ask every site for its key of the run.
+
+        Raises:
+            RunError: fewer than ``least`` sites have one.
+        """
+        settings = {"configuration": configuration}
+        answers = network.ask(KEYS, {site: {} for site in network.sites()}, {}, settings, retries=1)
+        masking = Masking(network, {}, least, simulated)
+        for site, said in answers.items():
+            if {"key", "signature"} <= set(said.texts):
+                masking.members[site] = Member(site, said.texts["key"], said.texts["signature"])
+                masking.number = max(masking.number, int(said.number("latest-question")) + 1)
+            else:
+                network.fail(site, "it sent no key of the run: other version of the app")
+        masking.require(masking.members)
+        return masking
+
+    def require(self, sites: Mapping[str, Any] | Sequence[str]) -> None:
+        """Raise RunError where a total would be of too few sites."""
+        if len(sites) < self.least:
+            raise RunError(
+                f"{len(sites)} site(s) can take part in a total under masks, `privacy.min-sites` = {self.least}."
+                f" Left out: {'; '.join(f'{site}: {why}' for site, why in self.left_out.items()) or 'none'}."
+                f" {self.network.latest_failures()}"
+            )
+
+    def taking_part(self, sites: Sequence[str]) -> list[str]:
+        """Those of the sites that have a key and were never silent."""
+        return [site for site in sites if site in self.members and site not in self.left_out]
+
+    @property
+    def text(self) -> str:
+        """The keys of all sites, for the context of every message."""
+        return written_members(list(self.members.values()))
+
+    def open(self, total: Total[Any], sites: Sequence[str], sizes: Mapping[str, int]) -> MaskedContract:
+        """A question under a number of its own.
+
+        Raises:
+            RunError: too few sites are left.
+        """
+        roster = sorted(self.taking_part(sites))
+        self.require(roster)
+        network = self.network
+        assert network.context is not None
+        self.number += 1
+        question = MaskedQuestion(
+            run=network.run,
+            round=network.round,
+            number=self.number,
+            kind=kind_of(total.answer),
+            content=content_digest(network.context.whole, encode(total.request)),
+            layout=layout(total.answer, sizes, total.request),
+            members=tuple(self.members[site] for site in roster),
+        )
+        return MaskedContract(total, question)
+
+    def without(self, contract: MaskedContract, silent: Sequence[str]) -> MaskedContract:
+        """The same question to the others; the silent sites take no part any more.
+
+        Raises:
+            RunError: too few sites are left.
+        """
+        question = contract.question
+        for site in silent:
+            self.left_out[site] = f"silent in round {question.round}"
+        members = tuple(member for member in question.members if member.site not in silent)
+        self.require([member.site for member in members])
+        logger.warning("round %d: asked again without %s", question.round, ", ".join(silent))
+        return replace(contract, question=replace(question, members=members))
+
+    def summed(
+        self, contract: MaskedContract, replies: Mapping[str, Message], sizes: Mapping[str, int], rows: int
+    ) -> Summed[Any]:
+        """The total of the replies of a whole roster.
+
+        Args:
+            contract: What was asked.
+            replies: Of every site of the roster.
+            sizes: Lengths of letters.
+            rows: Rows of these sites, as they introduced themselves.
+
+        Raises:
+            RunError: the masks did not cancel, or no rows have such a total.
+        """
+        sites = tuple(site for site in self.members if site in replies)
+        count, vector = masks.total(contract.words(replies[site]) for site in sites)
+        name = contract.total.answer.__name__
+        if not 0 <= count <= len(sites):
+            raise RunError(
+                f"the masks of a total of `{name}` did not cancel: a site answered another question than the others,"
+                " or words were changed on their way. No site can be named; nothing was learned from the total"
+            )
+        self.totals += 1
+        silent = len(sites) - count
+        self.silences += silent
+        if silent:
+            logger.warning("%d of %d sites added nothing to `%s`; no one knows which", silent, len(sites), name)
+        if count == 0:
+            return Summed(None, ())
+        try:
+            found = decode(contract.total.answer, unflat(vector, contract.layout(replies[sites[0]])), sizes)
+        except ProtocolError as error:
+            raise RunError(f"a total under masks cannot be used: {error}") from None
+        if not silent:
+            _judge(found, rows)
+        return Summed(found, sites, silent)
+
+    def usual(self, contract: MaskedContract, replies: Mapping[str, Message]) -> dict[str, Message]:
+        """The replies with the layout that most sites send."""
+        layouts = {site: json.dumps(contract.layout(reply)) for site, reply in replies.items()}
+        most = Counter(layouts.values()).most_common(1)
+        return {site: reply for site, reply in replies.items() if layouts[site] == most[0][0]}
+
+    def words(self) -> str:
+        """One sentence on what the server sees."""
+        if self.simulated:
+            return (
+                "totals under masks, simulated: keys follow from site ids and one machine holds all rows, so nothing is"
+                " secret here. On real machines the server would see of a site: " + SEEN
+            )
+        return f"totals under masks: the server sees sums over {len(self.members)} sites, and of each site: {SEEN}"
+
+    def warnings(self) -> list[str]:
+        """What a reader of the results should know."""
+        said = [
+            f"Site {site} was {why} and took no part in later totals. The totals before and after differ by what it"
+            " added; if its late reply reached the server, the server can compute that."
+            for site, why in self.left_out.items()
+        ]
+        if self.silences:
+            said.append(f"{self.silences} summand(s) under masks were empty; nobody knows whose.")
+        return said
+
+    def facts(self) -> dict[str, Any]:
+        """What ``metrics.json`` and a checkpoint hold."""
+        return {"left_out": dict(self.left_out), "totals": self.totals, "empty_summands": self.silences}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Undo :meth:`facts`."""
+        self.left_out = dict(facts["left_out"])
+        self.totals, self.silences = int(facts["totals"]), int(facts["empty_summands"])
+
+
+def _judge(total: Any, rows: int) -> None:
+    """Conditions that the rows of one site meet, the rows of all meet too."""
+    for name in ("contradiction", "refusal"):
+        judge: Callable[[int], str | None] | None = getattr(total, name, None)
+        reason = None if judge is None else judge(rows)
+        if reason is not None:
+            raise RunError(
+                f"no {rows} rows have such a total of `{type(total).__name__}`: {reason}. Under masks no site can be"
+                " named; `privacy.secure-aggregation = false` names it"
+            )

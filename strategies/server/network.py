@@ -1,0 +1,340 @@
+"""The sites behind a Flower Grid: who they are, what travels, and what counts as a failure.
+
+Flower's node ids are random; everything here is keyed by the stable site id that a site gives in its first reply. A
+reply with wrong names, shapes, types or non-finite numbers is that site's failure, never a part of the result.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedgp_flower.errors import RunError
+from strategies.server.context import SharedContext, lacks
+from strategies.server.evaluation import natural_order
+from strategies.server.wire import (
+    SCHEMA_VERSION,
+    Answer,
+    Specs,
+    Texts,
+    answer,
+    array_record,
+    arrays_refusal,
+    claimed_site,
+    content_bytes,
+    last_line,
+    numbers_refusal,
+)
+
+logger = logging.getLogger("fedgp")
+
+
+class Contract(Protocol):
+    """What an answer must be, where more than shapes is asked of it."""
+
+    def refusal(self, reply: Message) -> str | None:
+        """Why a reply cannot be used, or None."""
+
+
+Expected: TypeAlias = Specs | Contract | None
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes and visits so far."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    communications: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Something a site did wrong in some round."""
+
+    round: int
+    site: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Network:
+    """Messages out, valid answers in; failures and bytes are accounted on the way."""
+
+    grid: Grid
+    run: str
+    timeout: float
+    max_failures: int = 3
+    nodes: dict[str, int] = field(default_factory=dict)
+    """Site id → node id, of the sites that have introduced themselves."""
+    heard: set[int] = field(default_factory=set)
+    traffic: Traffic = field(default_factory=Traffic)
+    failures: list[Failure] = field(default_factory=list)
+    repairs: dict[str, int] = field(default_factory=dict)
+    streak: dict[str, int] = field(default_factory=dict)
+    """Failed exchanges of a site since its last valid reply."""
+    forgiven: dict[str, int] = field(default_factory=dict)
+    """The streak that a site's latest valid reply ended; it goes on if the caller refuses that reply."""
+    site_seconds: float = 0.0
+    """Seconds the sites say they computed, summed."""
+    round: int = 0
+    context: SharedContext | None = None
+    """What every message needs; messages to known sites name it instead of carrying it, once a site has it."""
+    accepted: set[str] = field(default_factory=set)
+    """Ids of the messages whose replies the latest exchange has judged to be valid."""
+    introduction: Texts = field(default_factory=dict)
+    """What nodes that are not known yet are told."""
+
+    def sites(self) -> list[str]:
+        """Every site known, in the one order that results may depend on."""
+        return sorted(self.nodes, key=natural_order)
+
+    def healthy(self) -> list[str]:
+        """Sites that have not failed ``max_failures`` times in a row."""
+        return [site for site in self.sites() if self.streak.get(site, 0) < self.max_failures]
+
+    def message(
+        self, site: str, phase: str, arrays: Mapping[str, np.ndarray], settings: Texts | None = None
+    ) -> Message:
+        """A message of a phase for one site."""
+        message = self._message(self.nodes[site], phase, arrays, settings or {})
+        if self.context is not None:
+            self.context.attach(message)
+        return message
+
+    def _message(self, node: int, phase: str, arrays: Mapping[str, np.ndarray], settings: Texts) -> Message:
+        config: dict[str, Any] = {
+            **settings,
+            "schema-version": SCHEMA_VERSION,
+            "run": self.run,
+            "round": self.round,
+            "communication": self.traffic.communications,
+            "phase": phase,
+        }
+        content = RecordDict({"arrays": array_record(arrays), "config": ConfigRecord(config)})
+        return Message(content, dst_node_id=node, message_type=phase, group_id=str(self.round))
+
+    def exchange(self, messages: Sequence[Message], specs: Expected, *, retries: int = 0) -> list[Message]:
+        """Send, wait, and keep what is valid, in site order; everything else becomes a failure of its site.
+
+        A site fails at most once in an exchange, however often it is asked.
+
+        Args:
+            messages: At most one for a site.
+            specs: What the arrays of a reply must look like; None leaves them to the caller.
+            retries: How often a message that failed is sent again at once.
+        """
+        site_of = {node: site for site, node in self.nodes.items()}
+        waiting = {site_of[message.metadata.dst_node_id]: message for message in messages}
+        for site in waiting:
+            self.forgiven.pop(site, None)
+        kept: dict[str, Message] = {}
+        for attempt in range(retries + 1):
+            for site, reply in zip(waiting, self._delivered(list(waiting.values())), strict=True):
+                reason = self.refusal(reply, specs, site)
+                if reason is None and reply is not None:
+                    kept[site] = reply
+                    self.forgiven[site] = self.streak.pop(site, 0)
+                    self._note(reply)
+                elif attempt == 0:
+                    self.fail(site, reason or "no reply")
+            waiting = {s: self._again(m) for s, m in waiting.items() if s not in kept}
+        self.traffic.communications += len(kept)
+        self.accepted = {reply.metadata.reply_to_message_id for reply in kept.values()}
+        return [kept[site] for site in sorted(kept, key=natural_order)]
+
+    def judged(self, replies: Iterable[Message], specs: Expected) -> list[Message]:
+        """The valid ones in site order: those of the latest exchange were judged there, all others are judged here."""
+        sites = {node: site for site, node in self.nodes.items()}
+        kept: dict[str, Message] = {}
+        for reply in replies:
+            site = sites.get(reply.metadata.src_node_id)
+            known = reply.metadata.reply_to_message_id in self.accepted
+            if site is not None and (known or self.accept(site, reply, specs) is not None):
+                kept[site] = reply
+        return [kept[site] for site in sorted(kept, key=natural_order)]
+
+    def _delivered(self, messages: Sequence[Message]) -> list[Message | None]:
+        replies = self.round_trip(messages)
+        return replies if self.context is None else self.context.supplied(messages, replies, self.round_trip)
+
+    @staticmethod
+    def _again(message: Message) -> Message:
+        meta = message.metadata
+        return Message(
+            message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id
+        )
+
+    def site_of(self, message: Message) -> str:
+        """The site that sent a reply."""
+        return str(message.content.config_records["config"]["site"])
+
+    def ask(
+        self,
+        phase: str,
+        arrays: Mapping[str, Mapping[str, np.ndarray]],
+        specs: Expected,
+        settings: Texts | None = None,
+        *,
+        retries: int = 0,
+    ) -> dict[str, Answer]:
+        """Send each site its arrays and return the valid answers by site."""
+        messages = [self.message(site, phase, own, settings) for site, own in arrays.items()]
+        return {
+            self.site_of(reply): answer(self.site_of(reply), reply)
+            for reply in self.exchange(messages, specs, retries=retries)
+        }
+
+    def introduce(self, phase: str) -> dict[str, Answer]:
+        """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it.
+
+        What goes wrong is noted, but not held against a site of the same name that already takes part.
+        """
+        online = set(self.grid.get_node_ids())
+        found: dict[str, Answer] = {}
+        for node, reply in self._first_replies(sorted(online - self.heard), phase).items():
+            site = claimed_site(reply)
+            reason = self.refusal(reply, None)
+            if reason is None and site is not None and (site in found or self._taken(site, online, phase)):
+                reason = f"two machines say that they are site {site!r}; give each its own `site` in --node-config"
+            self.heard.add(node)
+            if reason is None and reply is not None and site is not None:
+                self.nodes[site] = node
+                self.streak.pop(site, None)
+                found[site] = answer(site, reply)
+            else:
+                self._record(site or f"node {len(self.heard)}", reason or "no reply")
+        return dict(sorted(found.items(), key=lambda item: natural_order(item[0])))
+
+    def _first_replies(self, nodes: Sequence[int], phase: str) -> dict[int, Message | None]:
+        """Replies of nodes never heard of; one that gets lost is asked for again."""
+        replies: dict[int, Message | None] = dict.fromkeys(nodes)
+        for _ in range(2):
+            waiting = [node for node, reply in replies.items() if reply is None or reply.has_error()]
+            messages = [self._message(node, phase, {}, self.introduction) for node in waiting]
+            replies |= dict(zip(waiting, self.round_trip(messages), strict=True))
+        return replies
+
+    def _taken(self, site: str, online: set[int], phase: str) -> bool:
+        """Whether the node that has a site id still answers: Flower lists one that was killed for some time."""
+        node = self.nodes.get(site)
+        if node is None or node not in online:
+            return False
+        [reply] = self.round_trip([self._message(node, phase, {}, self.introduction)])
+        return claimed_site(reply) == site
+
+    def round_trip(self, messages: Sequence[Message]) -> list[Message | None]:
+        """Push all messages and poll until each has its reply or time is up; None where nothing came."""
+        if not messages:
+            return []
+        self.traffic.bytes_down += sum(content_bytes(message) for message in messages)
+        ids = list(self.grid.push_messages(messages))
+        replies: dict[str, Message] = {}
+        deadline, pause = time.monotonic() + self.timeout, 0.01
+        while len(replies) < len(ids) and time.monotonic() < deadline:
+            arrived = list(self.grid.pull_messages([i for i in ids if i not in replies]))
+            replies |= {reply.metadata.reply_to_message_id: reply for reply in arrived}
+            if not arrived:
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.5)
+        self.traffic.bytes_up += sum(content_bytes(reply) for reply in replies.values())
+        return [replies.get(i) for i in ids]
+
+    def push(self, message: Message) -> str:
+        """Send a message without waiting and return its id, for :meth:`pull`."""
+        self.traffic.bytes_down += content_bytes(message)
+        [message_id] = self.grid.push_messages([message])
+        return message_id
+
+    def pull(self, message_ids: Iterable[str]) -> list[Message]:
+        """The replies to pushed messages that have arrived by now."""
+        arrived = list(self.grid.pull_messages(list(message_ids)))
+        self.traffic.bytes_up += sum(content_bytes(reply) for reply in arrived)
+        return arrived
+
+    def accept(self, site: str, reply: Message | None, specs: Expected) -> Message | None:
+        """The reply to a pushed message if it is valid; else None, and it is the site's failure."""
+        self.forgiven.pop(site, None)
+        reason = self.refusal(reply, specs, site)
+        if self.context is not None:
+            self.context.note(reply)
+        if reason is not None or reply is None:
+            self.fail(site, reason or "no reply")
+            return None
+        self.forgiven[site] = self.streak.pop(site, 0)
+        self._note(reply)
+        self.traffic.communications += 1
+        return reply
+
+    def forgot(self, reply: Message) -> bool:
+        """Whether a site lost the shared context that it had; the next message to it carries it again."""
+        had = self.context is not None and reply.metadata.src_node_id in self.context.nodes
+        if self.context is not None:
+            self.context.note(reply)
+        return had and lacks(reply)
+
+    def refusal(self, reply: Message | None, specs: Expected, site: str | None = None) -> str | None:
+        """Why a reply cannot be used, or None if it can; ``site`` is who was asked, where that is known."""
+        if reply is None:
+            return f"no reply within {self.timeout:g} s"
+        if reply.has_error():
+            return f"the site's process failed: {last_line(reply.error.reason)}"
+        config = reply.content.config_records.get("config", ConfigRecord())
+        if "error" in config:
+            return str(config["error"])
+        return (
+            self._content_refusal(reply, config, site)
+            or numbers_refusal(reply)
+            or (arrays_refusal(reply, specs) if specs is None or isinstance(specs, Mapping) else specs.refusal(reply))
+        )
+
+    @staticmethod
+    def _content_refusal(reply: Message, config: ConfigRecord, site: str | None) -> str | None:
+        if not config.get("site") or "arrays" not in reply.content.array_records:
+            return "the reply lacks the records `arrays`, `metrics`, `config`"
+        if lacks(reply):
+            return "it lacks what it was sent once, and was sent again"
+        if config.get("schema-version") != SCHEMA_VERSION:
+            return (
+                f"message schema {config.get('schema-version')!r}, expected {SCHEMA_VERSION}: other version of the app"
+            )
+        if site is not None and config["site"] != site:
+            return f"site {site!r} was asked, and the reply says that it is from another"
+        return None
+
+    def _record(self, site: str, reason: str) -> None:
+        self.failures.append(Failure(self.round, site, reason))
+        logger.warning("round %d: site %s failed: %s", self.round, site, reason)
+
+    def fail(self, site: str, reason: str) -> None:
+        """Count a failure of a site and say so; a valid reply that the caller refuses does not end its streak."""
+        self._record(site, reason)
+        self.streak[site] = self.streak.get(site, 0) + self.forgiven.pop(site, 0) + 1
+        if self.streak[site] == self.max_failures:
+            logger.warning("site %s failed %d times in a row and is left out of training", site, self.max_failures)
+
+    def require(self, minimum: int) -> None:
+        """Raise RunError when fewer than ``minimum`` sites are healthy."""
+        if len(self.healthy()) < minimum:
+            raise RunError(f"{len(self.healthy())} usable site(s), `min-sites` = {minimum}. {self.latest_failures()}")
+
+    def latest_failures(self) -> str:
+        """The end of an error that failures led to."""
+        seen = "; ".join(f"{failure.site}: {failure.reason}" for failure in self.failures[-5:])
+        return f"Latest failures: {seen or 'none'}"
+
+    def _note(self, reply: Message) -> None:
+        """Seconds and repairs that a valid reply tells of: single numbers, and finite."""
+        for name, value in reply.content.metric_records["metrics"].items():
+            if name == "seconds":
+                self.site_seconds += float(value)  # type: ignore[arg-type]
+            elif name.startswith("repairs."):
+                key = name.removeprefix("repairs.")
+                self.repairs[key] = self.repairs.get(key, 0) + int(value)  # type: ignore[arg-type]

@@ -1,0 +1,135 @@
+"""What an algorithm may ask, and what it is answered; an algorithm knows no Flower.
+
+Two rules. *Everything that changes a state stands in the algorithm's own file*: a round is a generator that yields
+questions, is sent answers, and returns the next state. *That file knows nothing of who is on the line*: whether sites
+are simulated, how often a question was asked again, how many bytes it took and who failed is the driver's business
+(:mod:`strategies.server.strategy`).
+
+Theory of operation::
+
+    def one_round(state, sites):
+        totals = yield Total(Statistics, state.parameters)        # Statistics, summed over the sites that answered
+        answers = yield Each(Refined, {site: cavity})             # {site: Refined}, without the sites that failed
+        site, answer = yield First(Refined, {site: cavity})       # the next of all outstanding answers; None if lost
+        yield Refuse("north", "its precision is not positive")    # an answer cannot be used: the site's failure
+        return next_state, {"objective": 1.0}                     # and the figures of the round for the history
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+A = TypeVar("A")
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Each(Generic[A]):
+    """Ask every named site its own question; the answer is ``{site: A}``, without the sites that failed."""
+
+    answer: type[A]
+    requests: Mapping[str, Any]
+    """Site → request message; the sites asked are its keys."""
+    retries: int = 0
+    """How often a site that fails is asked again at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Total(Generic[A]):
+    """Ask the same of several sites; the answer is a :class:`Summed`. ``A`` must be a summand."""
+
+    answer: type[A]
+    request: Any
+    sites: tuple[str, ...] | None = None
+    """Who is asked; None: every healthy site."""
+    retries: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Summed(Generic[A]):
+    """A total over sites, and whose it is. ``total`` is None where nobody answered."""
+
+    total: A | None
+    sites: tuple[str, ...]
+    silent: int = 0
+    """How many of these sites added nothing; nobody knows which."""
+
+
+@dataclass(frozen=True, slots=True)
+class First(Generic[A]):
+    """Ask more sites, and wait for the first of *all* outstanding answers: ``(site, A | None)``."""
+
+    answer: type[A]
+    requests: Mapping[str, Any]
+    """New questions; earlier ones stay outstanding. At least one question must be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """An answer that no honest site gives: counted as the site's failure. The answer to this is None."""
+
+    site: str
+    reason: str
+
+
+Question: TypeAlias = Each[Any] | Total[Any] | First[Any] | Refuse
+Figures: TypeAlias = dict[str, float]
+Asking: TypeAlias = Generator[Question, Any, S]
+"""A computation that asks; it returns an ``S``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The sites of a round."""
+
+    rows: Mapping[str, int]
+    """Training rows of every healthy site, in the one order that results may depend on."""
+    everyone: tuple[str, ...]
+    """Every site known, also those that fail."""
+    busy: tuple[str, ...]
+    """Sites with a :class:`First` question that is not answered yet."""
+    round: int
+    totals_only: bool = False
+    """Whether sites answer no question but a :class:`Total`; who asks :class:`Each` otherwise, asks a total then."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The healthy sites."""
+        return tuple(self.rows)
+
+
+def drive(asking: Asking[S], sites: Mapping[str, Any]) -> S:
+    """Run a computation against sites that are plain objects: for tests, notebooks and proofs.
+
+    Args:
+        asking: A round, or any other computation that asks.
+        sites: Site → object with a method for every kind asked (``query.statistics`` → ``statistics``), which takes
+            the request and returns the answer.
+    """
+    outstanding: list[tuple[str, Any]] = []
+    reply: Any = None
+    while True:
+        try:
+            question = asking.send(reply)
+        except StopIteration as done:
+            return done.value
+        if isinstance(question, Refuse):
+            raise AssertionError(f"site {question.site} was refused: {question.reason}")
+        reply = _answered(question, sites, outstanding)
+
+
+def _answered(question: Question, sites: Mapping[str, Any], outstanding: list[tuple[str, Any]]) -> Any:
+    from fedgp_flower.messages import add, kind_of  # noqa: PLC0415
+
+    assert not isinstance(question, Refuse)
+    handler = kind_of(question.answer).rpartition(".")[2]
+    if isinstance(question, Total):
+        chosen = tuple(sites) if question.sites is None else question.sites
+        return Summed(add([getattr(sites[site], handler)(question.request) for site in chosen]), chosen)
+    answers = {site: getattr(sites[site], handler)(request) for site, request in question.requests.items()}
+    if isinstance(question, Each):
+        return answers
+    outstanding.extend(answers.items())
+    return outstanding.pop(0)

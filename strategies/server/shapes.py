@@ -1,0 +1,84 @@
+"""The first parameters of a sparse model: Z from sums of where inputs lie, hyperparameters as configured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.messages import encode
+from fedgp_flower.methods.messages import Nothing, Shape
+from fedgp_flower.options import ModelSection
+from fedgp_flower.typing import Array, NamedArrays
+from strategies.server.inducing import initial_inducing_points
+from strategies.server.questions import Asking, Each, Refuse, Roster, Summed, Total
+
+A = TypeVar("A")
+
+
+def shapes_of_inputs(roster: Roster) -> Asking[Mapping[str, Shape]]:
+    """What sites say of where their inputs lie, with the initial hyperparameters of the configured model.
+
+    Where there are totals only, it is one answer of all sites together.
+
+    Raises:
+        RunError: if no site answers.
+    """
+    if roster.totals_only:
+        return {"all": (yield from _of_all())}
+    answers: dict[str, Shape] = yield Each(Shape, {site: Nothing() for site in roster.sites}, retries=1)
+    answers = yield from usual_answers(answers, "its arrays are not those that most sites send")
+    if not answers:
+        raise RunError("no site answered where its inputs lie; see the failures above")
+    return answers
+
+
+def usual_answers(answers: Mapping[str, A], reason: str) -> Asking[dict[str, A]]:
+    """Answers with the names and shapes that most sites send; the others are refused, for the reason given."""
+    layouts = {site: frozenset((n, a.shape) for n, a in encode(own).items()) for site, own in answers.items()}
+    usual = Counter(layouts.values()).most_common(1)
+    odd = [site for site, layout in layouts.items() if layout != usual[0][0]]
+    for site in odd:
+        yield Refuse(site, reason)
+    return {site: own for site, own in answers.items() if site not in odd}
+
+
+def _of_all() -> Asking[Shape]:
+    """The histograms and products of all sites, and the mean of what every honest site says alike."""
+    summed: Summed[Shape] = yield Total(Shape, Nothing())
+    if summed.total is None:
+        raise RunError("no total of where inputs lie; see the failures above")
+    count = len(summed.sites) - summed.silent
+    start = {name: np.asarray(array / count) for name, array in summed.total.start.items()}
+    return replace(summed.total, start=start)
+
+
+def initial_hyperparameters(answers: Mapping[str, Shape]) -> NamedArrays:
+    """Every honest site sends the same, so the median is theirs."""
+    names = next(iter(answers.values())).start
+    return {name: np.asarray(np.median([own.start[name] for own in answers.values()], axis=0)) for name in names}
+
+
+def initial_locations(answers: Mapping[str, Shape], model: ModelSection, seed: int) -> Array:
+    """The first Z [M, D], drawn from the sums of what sites say of their inputs."""
+    parts = list(answers.values())
+    histogram = _total([own.histogram for own in parts])
+    return initial_inducing_points(
+        model.inducing_init,
+        model.num_inducing,
+        histogram,
+        _total([own.products for own in parts]),
+        float(histogram[0].sum()),
+        np.random.default_rng([seed, *b"inducing"]),
+    )
+
+
+def _total(arrays: list[Array]) -> Array:
+    total = arrays[0].astype(np.float64)
+    for array in arrays[1:]:
+        total = total + array
+    return total

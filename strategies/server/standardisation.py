@@ -1,0 +1,315 @@
+"""The server's half of federated standardisation: combine the sites' sums into one schema, means and scales.
+
+For sites k with n_k rows, mean c_k, residual r_k = Σ(x − c_k) and squares Q_k = Σ(x − c_k)² of a column,
+
+    m = Σ_k (n_k c_k + r_k) / N,    Σ(x − m)² = Σ_k [Q_k + 2 (c_k − m) r_k + n_k (c_k − m)²],
+
+which is the exact pairwise update of Chan, Golub & LeVeque (1983) for any number of parts: no square of an offset is
+ever formed, so a column with mean 1e8 and spread 1 loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgp_flower.errors import DataError, ProtocolError
+from fedgp_flower.typing import Array, NamedArrays
+
+Site: TypeAlias = str
+Kinds: TypeAlias = dict[str, str]
+
+SUMS = ("sum", "residual", "squares")
+ROUNDING = 4 * np.finfo(np.float64).eps
+"""A spread below this share of the mean is rounding: the column is constant."""
+
+TOO_MANY_LEVELS = "at most `max-levels` = {} are allowed: leave it out of `features`, or raise `max-levels`"
+
+
+@dataclass(frozen=True, slots=True)
+class SiteDescription:
+    """A site's answer to ``query.describe`` as it came."""
+
+    arrays: Mapping[str, NDArray[np.generic]]
+    schema: str
+    num_examples: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A checked description, by column name."""
+
+    num_examples: int
+    features: tuple[str, ...]
+    target: str
+    kinds: Kinds
+    sums: dict[str, Array]
+    """By numeric column: the sum, its residual, and the squares about the site's mean, [3]."""
+    counts: dict[str, dict[str, int]]
+    """By categorical column: rows of each level."""
+
+
+def _parse(description: SiteDescription) -> _Described:
+    """Read a description; ProtocolError where its schema or its arrays are not what they must be."""
+    arrays = description.arrays
+    features, target = _parse_schema(description.schema)
+    columns = [*features, target]
+    numeric = [c["name"] for c in features if c["kind"] == "numeric"]
+    shapes: dict[str, tuple[int, ...]] = {f"features.{part}": (len(numeric),) for part in SUMS}
+    if target["kind"] == "numeric":
+        shapes |= {f"target.{part}": () for part in SUMS}
+    shapes |= {f"levels.{c['name']}": (len(c["levels"]),) for c in columns if c["kind"] == "categorical"}
+    _check(arrays, shapes, description.num_examples)
+    sums = dict(zip(numeric, np.stack([_float(arrays[f"features.{p}"]) for p in SUMS], axis=1), strict=True))
+    if target["kind"] == "numeric":
+        sums[target["name"]] = np.array([_float(arrays[f"target.{part}"]) for part in SUMS])
+    counts = {
+        c["name"]: dict(zip(c["levels"], _float(arrays[f"levels.{c['name']}"]).astype(int).tolist(), strict=True))
+        for c in columns
+        if c["kind"] == "categorical"
+    }
+    names = tuple(c["name"] for c in features)
+    return _Described(
+        description.num_examples, names, target["name"], {c["name"]: c["kind"] for c in columns}, sums, counts
+    )
+
+
+def _float(value: NDArray[np.generic]) -> Array:
+    return np.asarray(value, dtype=np.float64)
+
+
+def _parse_schema(schema: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    try:
+        entries = json.loads(schema)
+        features, target = list(entries["features"]), dict(entries["target"])
+        names = [str(c["name"]) for c in (*features, target)]
+        well_formed = len(set(names)) == len(names) and all(
+            c["kind"] == "numeric" or (c["kind"] == "categorical" and len(set(c["levels"])) == len(c["levels"]) > 0)
+            for c in (*features, target)
+        )
+    except (ValueError, KeyError, TypeError):
+        raise ProtocolError("the site's schema is not JSON with `features` and `target`") from None
+    if not well_formed:
+        raise ProtocolError("the site's schema names a column or a level twice, or a kind that does not exist")
+    return features, target
+
+
+def _check(arrays: Mapping[str, NDArray[np.generic]], shapes: Mapping[str, tuple[int, ...]], num_examples: int) -> None:
+    if num_examples < 1:
+        raise ProtocolError(f"num-examples is {num_examples}; expected at least 1")
+    odd = sorted(set(arrays) ^ set(shapes))
+    if odd:
+        raise ProtocolError(f"the description lacks, or has besides what its schema says, the arrays {', '.join(odd)}")
+    for name, shape in shapes.items():
+        value = _float(arrays[name])
+        if value.shape != shape:
+            raise ProtocolError(f"`{name}` has shape {value.shape}; the schema needs {shape}")
+        negative = not name.endswith((".sum", ".residual")) and bool((value < 0).any())
+        if negative or not np.isfinite(value).all():
+            raise ProtocolError(f"`{name}` must be finite, and not negative where it counts or sums squares")
+        if name.startswith("levels.") and value.sum() != num_examples:
+            raise ProtocolError(f"`{name}` must add up to the {num_examples} rows of the site")
+    for columns in {name.partition(".")[0] for name in shapes if name.endswith(".squares")}:
+        _check_sums(columns, [_float(arrays[f"{columns}.{part}"]) for part in SUMS], num_examples)
+
+
+def _check_sums(columns: str, sums: Sequence[Array], rows: int) -> None:
+    """Refuse what no rows have: a spread of one row, or a residual that is more than rounding.
+
+    N additions of x round off at most N ε Σ|x|, and Σ|x| ≤ √(N Σx²) with Σx² = Q + s²/N; four such sums go into r.
+    """
+    total, residual, squares = sums
+    if rows == 1 and (squares > 0).any():
+        raise ProtocolError(f"`{columns}.squares` of a single row must be 0")
+    size = np.sqrt(rows) * np.hypot(np.sqrt(squares), np.abs(total) / np.sqrt(rows))
+    if (np.abs(residual) > 4 * rows * np.finfo(np.float64).eps * size).any():
+        raise ProtocolError(f"`{columns}.residual` is more than rounding takes from a sum of {rows} rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """One schema and one standardisation for all accepted sites."""
+
+    arrays: NamedArrays
+    """What later messages carry: ``input.mean|scale`` [D], ``target.mean|scale`` (0-d)."""
+    schema: str
+    names: tuple[str, ...]
+    """Names of the D encoded inputs."""
+    num_examples: dict[Site, int]
+    """Training rows of the accepted sites, in sorted order of their ids."""
+    refused: dict[Site, str]
+    """Sites whose columns differ from those of most sites, and in what."""
+    constant: tuple[str, ...]
+    """Feature columns with one value over all accepted sites; they become zero inputs."""
+    training_target: dict[str, float]
+    """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of rows of the second class."""
+
+    @property
+    def total(self) -> int:
+        """N, the training rows of all accepted sites."""
+        return sum(self.num_examples.values())
+
+
+def agree(
+    descriptions: Mapping[Site, SiteDescription],
+    *,
+    standardise: bool = True,
+    likelihood: str = "gaussian",
+    max_levels: int = 50,
+) -> Agreement:
+    """Settle columns, levels, means and scales from the sites' sums.
+
+    The columns are those that most sites have (on a tie, those of the first site in sorted order); other sites, and
+    those whose description is malformed, are refused by name. Means and population standard deviations are those of
+    the pooled rows; indicators of levels have mean p and scale √(p(1−p)). A target that is a class or a count is left
+    as it is.
+
+    Raises:
+        DataError: no site is left, the classes of the target are not two, or a column of text has more than
+            ``max_levels`` levels over all sites.
+    """
+    accepted, refused = _accepted(descriptions, max_levels)
+    sites = list(accepted.values())
+    columns = [_combined(sites, name) for name in sites[0].features]
+    many = [f"`{c.name}` has {len(c.levels)} levels over all sites" for c in columns if len(c.levels) > max_levels]
+    if many:
+        raise DataError(f"{', '.join(many)}; {TOO_MANY_LEVELS.format(max_levels)}")
+    target = _combined(sites, sites[0].target)
+    if len(target.levels) == 1:
+        raise DataError(f"target `{target.name}` is the same class at every site; classification needs two")
+    mean, scale = (np.concatenate([np.empty(0), *(getattr(c, part) for c in columns)]) for part in ("mean", "scale"))
+    raw_target = target.levels or likelihood == "poisson" or not standardise
+    goal = (0.0, 1.0) if raw_target else (float(target.mean[0]), float(target.scale[0]))
+    return Agreement(
+        arrays={
+            "input.mean": mean if standardise else np.zeros_like(mean),
+            "input.scale": scale if standardise else np.ones_like(scale),
+            "target.mean": np.array(goal[0]),
+            "target.scale": np.array(goal[1]),
+        },
+        schema=json.dumps({"features": [c.as_json() for c in columns], "target": target.as_json()}),
+        names=tuple(name for c in columns for name in c.names),
+        num_examples={site: description.num_examples for site, description in accepted.items()},
+        refused=refused,
+        constant=tuple(c.name for c in columns if c.constant),
+        training_target={"share": float(target.mean[0])}
+        if target.levels
+        else {"mean": float(target.mean[0]), "sd": float(target.scale[0])},
+    )
+
+
+def _accepted(
+    descriptions: Mapping[Site, SiteDescription], max_levels: int
+) -> tuple[dict[Site, _Described], dict[Site, str]]:
+    """The sites that agree with most, in sorted order, and why the others do not."""
+    parsed: dict[Site, _Described] = {}
+    refused: dict[Site, str] = {}
+    for site in sorted(descriptions):
+        try:
+            parsed[site] = _parse(descriptions[site])
+        except ProtocolError as error:
+            refused[site] = str(error)
+    for differing in (_other_columns, _other_classes, partial(_many_levels, most=max_levels)):
+        refused |= differing(parsed)
+        parsed = {site: described for site, described in parsed.items() if site not in refused}
+    if not parsed:
+        reasons = "; ".join(f"{site}: {reason}" for site, reason in refused.items()) or "no site described its data"
+        raise DataError(f"no site is left to agree with: {reasons}")
+    return parsed, refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Combined:
+    """One column over all sites; ``mean`` and ``scale`` have an entry for each encoded input."""
+
+    name: str
+    levels: tuple[str, ...]
+    names: tuple[str, ...]
+    mean: Array
+    scale: Array
+    constant: bool
+
+    def as_json(self) -> dict[str, Any]:
+        kind = {"kind": "categorical", "levels": list(self.levels)} if self.levels else {"kind": "numeric"}
+        return {"name": self.name, **kind}
+
+
+def _combined(sites: Sequence[_Described], name: str) -> _Combined:
+    if sites[0].kinds[name] == "numeric":
+        rows = np.array([site.num_examples for site in sites], dtype=np.float64)
+        mean, spread = combined_moments(rows, np.stack([site.sums[name] for site in sites]))
+        constant = bool(spread <= ROUNDING * abs(mean))
+        return _Combined(name, (), (name,), np.array([mean]), np.array([1.0 if constant else spread]), constant)
+    counts = sum((Counter(site.counts[name]) for site in sites), Counter[str]())
+    levels = tuple(sorted(counts))
+    shown = levels[1:] if len(levels) == 2 else levels
+    p = np.array([counts[level] for level in shown]) / counts.total()
+    alone = len(levels) == 1
+    scale = np.ones(1) if alone else np.sqrt(p * (1 - p))
+    return _Combined(name, levels, tuple(f"{name}={level}" for level in shown), p, scale, alone)
+
+
+def combined_moments(rows: Array, sums: Array) -> tuple[float, float]:
+    """Mean and population standard deviation of a column from the sites' row counts [K] and sums [K, 3].
+
+    See the formula at the top of this module.
+    """
+    total, residual, squares = sums.T
+    centre = total / rows
+    mean = centre[0] + (rows * (centre - centre[0]) + residual).sum() / rows.sum()
+    gap = centre - mean
+    spread = (squares + 2 * gap * residual + rows * gap**2).sum()
+    # Rounding can leave a constant column a spread of minus one unit in the last place of mean².
+    return float(mean), float(np.sqrt(abs(spread) / rows.sum()))
+
+
+def _other_columns(sites: Mapping[Site, _Described]) -> dict[Site, str]:
+    """Sites whose columns or kinds differ from the most common ones; the order of columns does not matter."""
+    if not sites:
+        return {}
+    layout = {site: (described.target, frozenset(described.kinds.items())) for site, described in sites.items()}
+    agreed = Counter(layout.values()).most_common(1)[0][0]  # equal counts come in order of first appearance
+    differing = [site for site, own in layout.items() if own != agreed]
+    return {site: _difference(sites[site], dict(agreed[1]), agreed[0]) for site in differing}
+
+
+def _difference(described: _Described, agreed: Mapping[str, str], target: str) -> str:
+    own = described.kinds
+    parts = {
+        "lacks the column": [name for name in agreed if name not in own],
+        "has the extra column": [name for name in own if name not in agreed],
+        "has as another kind": [name for name in own if name in agreed and own[name] != agreed[name]],
+        "has as target": [described.target] if described.target != target else [],
+    }
+    said = [f"{what} {', '.join(f'`{n}`' for n in sorted(names))}" for what, names in parts.items() if names]
+    return f"differs from most sites: {'; '.join(said)}; write the file the way they do, or name `features`"
+
+
+def _many_levels(sites: Mapping[Site, _Described], most: int) -> dict[Site, str]:
+    """Sites that should have refused a column themselves."""
+    return {
+        site: f"`{name}` has {len(levels)} levels; {TOO_MANY_LEVELS.format(most)}"
+        for site, described in sites.items()
+        for name, levels in described.counts.items()
+        if len(levels) > most
+    }
+
+
+def _other_classes(sites: Mapping[Site, _Described]) -> dict[Site, str]:
+    """Sites with a class that is not among the two that most sites have; none where the target is a number."""
+    held = Counter(
+        level for d in sites.values() if d.kinds[d.target] == "categorical" for level in sorted(d.counts[d.target])
+    )
+    two = {level for level, _ in sorted(held.items(), key=lambda item: (-item[1], item[0]))[:2]}
+    return {
+        site: f"target `{d.target}` has a class that is not among the two that most sites have; correct its spelling"
+        for site, d in sites.items()
+        if not set(d.counts.get(d.target, ())) <= two
+    }

@@ -1,0 +1,679 @@
+"""One Strategy drives any algorithm: a Flower round is a round of the paper.
+
+An algorithm supplies ``initialise``, ``one_round`` and ``predictive`` as computations that ask
+(:mod:`strategies.server.questions`). This class puts their questions to the sites through a Flower Grid, judges what
+comes back by the declaration of the message that was asked for, and is the only place where the state changes: once a
+round, when the round is complete. So a killed round is repeated from the last state, and Flower's own ``start``, its
+wrappers and its mods work.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from fedgp_flower.errors import ConfigError, FedGPError, ProtocolError
+from fedgp_flower.messages import add, decode, encode, is_public, is_summand, join, kind_of, misfit, split
+from fedgp_flower.methods.messages import LocalScoreSums, Nothing, ScoreSums
+from fedgp_flower.options import MethodOptions
+from fedgp_flower.run.config import RunConfig, defaults
+from fedgp_flower.typing import NamedArrays
+from strategies.server import enrolment, finalise
+from strategies.server.base import BaseStrategy, Observer, Snapshot
+from strategies.server.context import SharedContext, settings_text
+from strategies.server.evaluation import Evaluation, of_all
+from strategies.server.finalise import Posterior
+from strategies.server.keywords import configured, documented, signature
+from strategies.server.masking import MEMBERS, MaskedContract, Masking
+from strategies.server.network import Expected, Network
+from strategies.server.questions import Asking, Each, Figures, First, Question, Refuse, Roster, Summed, Total
+from strategies.server.wire import Answer, Specs, answer, array_record, claimed_site, numpy_arrays
+
+logger = logging.getLogger("fedgp")
+
+S = TypeVar("S")
+STATE = "state."
+
+
+class ContradictionError(FedGPError):
+    """Sites whose first answers contradict how they described their rows, and what shows it."""
+
+    def __init__(self, sites: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"{site}: {reason}" for site, reason in sites.items()))
+        self.sites = sites
+
+
+class NoObserver:
+    """Nobody watches and nothing is kept."""
+
+    def on_round(self, row: Mapping[str, float], total: int) -> None:
+        """Not kept."""
+
+    def on_checkpoint(self, snapshot: Snapshot) -> None:
+        """Not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What an answer must be: as its class declares, of the lengths that are known, from as many rows as the site has.
+
+    A class of answers may have a method ``refusal(rows)``, conditions that every honest answer from so many rows meets,
+    a method ``contradiction(rows)``, what shows that the site has other rows than it described, and a static method
+    ``outliers(answers, rows)``, which of several answers no honest site gives beside the others.
+    """
+
+    answer: type
+    sizes: Mapping[str, int]
+    rows: Mapping[str, int]
+    requests: Mapping[str, Any]
+    """What each site was asked."""
+    enrolling: bool = False
+    """Before the first round a contradiction is no failure yet: the sites agree again without the one that lied."""
+    seen: dict[int, tuple[Message, Any]] = field(default_factory=dict)
+    """Replies read so far with their answers, by identity."""
+    contradicted: dict[str, str] = field(default_factory=dict)
+    """Sites that have other rows than they described, and what shows it."""
+
+    def refusal(self, reply: Message) -> str | None:
+        """Why a reply cannot be used, or None."""
+        site, rows = str(claimed_site(reply)), int(reply.content["metrics"]["num-examples"])  # type: ignore[arg-type]
+        described = self.rows.get(site, rows)
+        if rows != described:
+            return self._contradicted(site, f"claims {rows} rows, introduced itself with {described}")
+        try:
+            own = self.read(reply)
+        except ProtocolError as error:
+            return str(error)
+        contradiction: Callable[[int], str | None] | None = getattr(own, "contradiction", None)
+        reason = None if contradiction is None else contradiction(rows)
+        if reason is not None:
+            return self._contradicted(site, reason)
+        reason = misfit(self.requests[site], own) if site in self.requests else None
+        judge: Callable[[int], str | None] | None = getattr(own, "refusal", None)
+        return reason if reason is not None or judge is None else judge(rows)
+
+    def _contradicted(self, site: str, reason: str) -> str | None:
+        self.contradicted[site] = reason
+        return None if self.enrolling else reason
+
+    def read(self, reply: Message) -> Any:
+        """The answer in a reply; read once."""
+        if id(reply) not in self.seen:
+            try:
+                arrays = numpy_arrays(reply.content.array_records["arrays"])
+                arrays = join(self.answer, arrays, reply.content.metric_records["metrics"])
+            except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
+                raise ProtocolError(f"arrays cannot be decoded ({type(error).__name__})") from error
+            self.seen[id(reply)] = reply, decode(self.answer, arrays, self.sizes)
+        return self.seen[id(reply)][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Outstanding:
+    """A question that is not waited for."""
+
+    site: str
+    node: int
+    deadline: float
+    request: Any
+
+
+class FederatedStrategy(BaseStrategy, Generic[S]):
+    """The base of every Strategy of this project.
+
+    A subclass names its ``method``, its ``options`` and its ``state_class``, and supplies :meth:`initialise`,
+    :meth:`one_round` and :meth:`predictive`. Keyword arguments are the fields of the configuration, see
+    :mod:`strategies.server.keywords`.
+    """
+
+    method: ClassVar[str]
+    options_class: ClassVar[type[MethodOptions]] = MethodOptions
+    state_class: ClassVar[type]
+    implied: ClassVar[Mapping[str, Any]] = {}
+    """Keywords that the class stands for."""
+    options: MethodOptions
+    """The method's own table; a subclass says of which class."""
+    current: S
+    contract: Contract | MaskedContract
+    scoring: Any
+    """The question for scores under masks."""
+    score_sums: ClassVar[type[ScoreSums]] = ScoreSums
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.__signature__ = signature(cls.options_class, cls.implied)  # type: ignore[attr-defined]
+        cls.__doc__ = documented(cls.__doc__, cls.options_class, cls.implied)
+
+    def __init__(self, **keywords: Any) -> None:
+        config = configured(self.method, self.options_class, self.implied, keywords)
+        self._set(config, NoObserver(), None)
+
+    @classmethod
+    def from_config(cls, config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> Self:
+        """The Strategy of a run: its configuration, who watches, and the checkpoint it goes on from."""
+        own = cls.__new__(cls)
+        own._set(config, observer, snapshot)
+        return own
+
+    def _set(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None) -> None:
+        super().__init__(config, observer, snapshot)
+        self.options = config.options
+        self.sizes: dict[str, int] = {"M": config.model.num_inducing}
+        self.train_config = ConfigRecord()
+        self.evaluate_config = ConfigRecord()
+        self.timeout = config.round_timeout
+        self.planned_rounds = config.num_server_rounds
+        self.masking: Masking | None = None
+        """Whether and how totals are masked."""
+        self.begun = 0
+        self.running: Asking[tuple[S, Figures]] | None = None
+        self.question: Question | None = None
+        self.complete: tuple[S, Figures] | None = None
+        self.outstanding: dict[str, Outstanding] = {}
+        """By message id."""
+        self.arrived: list[Message] = []
+        """Replies that came together with an earlier one."""
+
+    # What an algorithm supplies.
+
+    @abstractmethod
+    def initialise(self, roster: Roster) -> Asking[S]:
+        """The state before the first round; sites may be asked."""
+
+    def resumed(self, state: S, roster: Roster) -> Asking[S]:
+        """The state with which a resumed run goes on; sites may be asked, for a state that was changed in between."""
+        del roster
+        yield from ()
+        return state
+
+    @abstractmethod
+    def one_round(self, state: S, roster: Roster) -> Asking[tuple[S, Figures]]:
+        """The next state, and the figures of the round."""
+
+    @abstractmethod
+    def predictive(self, state: S, roster: Roster) -> Asking[Any]:
+        """The message with which a site predicts by a state; ``{site: message}`` where each has its own."""
+
+    def public(self, state: S) -> NamedArrays:
+        """The arrays that ``result.arrays`` holds: those that Flower's wrappers clip, disturb and save."""
+        return encode(state)
+
+    def adopt(self, state: S, arrays: NamedArrays) -> S:
+        """The state with public arrays that come from elsewhere, such as noise added by a wrapper."""
+        del arrays
+        return state
+
+    def finished(self, state: S) -> bool:
+        """Whether more rounds change nothing."""
+        del state
+        return False
+
+    def posterior_of(self, state: S) -> Posterior | None:
+        """What is saved to predict without any site; None for a personal method."""
+        del state
+        return None
+
+    def details_of(self, state: S) -> dict[str, Any]:
+        """Facts of the method worth keeping in ``metrics.json``."""
+        del state
+        return {}
+
+    def constants(self, state: S) -> NamedArrays:
+        """Arrays that sites need besides every message and that no round changes: a site is sent them once."""
+        del state
+        return {}
+
+    def final(self, state: S, roster: Roster) -> Asking[dict[str, Any]]:
+        """Facts for ``metrics.json`` that sites are asked for after training."""
+        del state, roster
+        yield from ()
+        return {}
+
+    # A run.
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the method on the sites of a Grid.
+
+        Args:
+            grid: Where the sites are.
+            initial_arrays: Public arrays to start from instead of the method's own first state.
+            num_rounds: Rounds, those before a resume among them.
+            timeout: Seconds after which a missing reply is its site's failure.
+            train_config: Sent with every training message.
+            evaluate_config: Sent with every evaluation message.
+            evaluate_fn: Called with (round, public arrays) before the first round and after each one.
+
+        Returns:
+            The public arrays at the end and the metrics of every round; :attr:`outcome` holds the full summary.
+
+        Raises:
+            RunError: if fewer than ``min-sites`` sites are usable at any time, or no site ever contributed.
+        """
+        self.train_config = train_config or ConfigRecord()
+        self.evaluate_config = evaluate_config or ConfigRecord()
+        self.timeout = timeout
+        self.planned_rounds = num_rounds
+        self.result = Result()
+        self.summary()
+        self.enrol(grid)
+        if initial_arrays is not None and self.snapshot is None:
+            self._take(initial_arrays)
+        self.clock.switch("training")
+        self._evaluate_at_server(evaluate_fn)
+        while self.round < num_rounds and not self.finished(self.current):
+            self._train_one_round(grid)
+            self._evaluate_at_server(evaluate_fn)
+        self.require_training()
+        self.clock.switch("evaluation")
+        self.evaluate()
+        self.outcome = finalise.close(self)
+        logger.info("%s", self.what_the_server_sees())
+        self.result.arrays = array_record(self.public(self.current))
+        return self.result
+
+    def _train_one_round(self, grid: Grid) -> None:
+        number = self.round + 1
+        config = ConfigRecord(dict(self.train_config))
+        messages = list(self.configure_train(number, ArrayRecord(), config, grid))
+        retries = self.question.retries if isinstance(self.question, Each | Total) else 0
+        replies = self.network.exchange(messages, self.contract, retries=retries) if messages else []
+        _, metrics = self.aggregate_train(number, replies)
+        figures = {} if metrics is None else {name: float(np.mean(value)) for name, value in metrics.items()}
+        self.merged |= bool(figures)
+        self.result.train_metrics_clientapp[number] = MetricRecord(dict(figures))
+        self.complete_round(figures)
+
+    def _evaluate_at_server(self, evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None) -> None:
+        if evaluate_fn is not None:
+            metrics = evaluate_fn(self.round, array_record(self.public(self.current)))
+            if metrics is not None:
+                self.result.evaluate_metrics_serverapp[self.round] = metrics
+
+    def initial_arrays(self, grid: Grid) -> ArrayRecord:
+        """The public arrays of the first state, for Flower's wrappers, whose ``start`` wants them."""
+        self.enrol(grid)
+        return array_record(self.public(self.current))
+
+    def enrol(self, grid: Grid) -> None:
+        """Meet the sites of a Grid, agree on columns and scales, and form the first state; once."""
+        if getattr(self, "network", None) is not None:
+            return
+        facts = {} if self.snapshot is None else self.snapshot.facts
+        # Sites keep state under this id: a resumed run goes on under its own, any other run starts afresh.
+        run = facts.get("run", f"{self.config.digest()}-{secrets.token_hex(4)}")
+        network = Network(grid, run, self.timeout, self.config.max_failures)
+        self.round = self.begun = network.round = int(facts.get("round", 0))
+        network.introduction = {"configuration": self._settings()}
+        self.network = network
+        self._set_up()
+
+    def _settings(self) -> str:
+        return settings_text(self.config.flat(), defaults([self.options_class]))
+
+    def _set_up(self) -> None:
+        if self.snapshot is not None:
+            saved = enrolment.Preparation.from_snapshot(self.snapshot)
+            met = enrolment.meet_again(self.network, self.config, saved)
+            self._exchange_keys(met.simulated)
+            self._agreed(met)
+            self._resume(self.snapshot)
+            self._share(self.constants(self.current))
+            return
+        self.enrolment = enrolment.meet(self.network, self.config)
+        preparation = self.enrolment.preparation
+        self._exchange_keys(preparation.simulated)
+        while True:
+            self._agreed(self.adjusted(preparation))
+            try:
+                self.current = self.ask_through(self.initialise(self.roster()))
+            except ContradictionError as contradiction:
+                self.agree_without(contradiction.sites)
+                preparation = self.enrolment.preparation
+            else:
+                self._share(self.constants(self.current))
+                return
+
+    def _agreed(self, preparation: enrolment.Preparation) -> None:
+        """Take columns and scales; every later message names them."""
+        self.preparation = preparation
+        self.sizes["D"] = preparation.num_inputs
+        self.network.context = None
+        self._share({})
+
+    def _share(self, constants: NamedArrays) -> None:
+        if constants or self.network.context is None:
+            texts = {"schema": self.preparation.schema, "configuration": self._settings()}
+            texts |= {} if self.masking is None else {MEMBERS: self.masking.text}
+            self.network.context = SharedContext.of(self.preparation.arrays, texts, constants)
+
+    def _resume(self, snapshot: Snapshot) -> None:
+        facts = snapshot.facts
+        enrolment.restore_accounts(self.network, facts)
+        self.merged = bool(facts["merged"])
+        self.clock.seconds = dict(facts["seconds"])
+        self.booked = {"seconds": sum(facts["seconds"].values())}
+        self.booked |= {name: facts["traffic"][name] for name in ("bytes_up", "bytes_down")}
+        arrays = {name.removeprefix(STATE): a for name, a in snapshot.arrays.items() if name.startswith(STATE)}
+        if self.masking is not None:
+            self.masking.restore(facts["privacy"])
+        logger.info("resumed after round %d", self.round)
+        self.current = self.ask_through(self.resumed(decode(self.state_class, arrays), self.roster()))
+
+    def roster(self) -> Roster:
+        """The sites as they are now."""
+        rows, busy = self.preparation.rows, tuple(own.site for own in self.outstanding.values())
+        healthy, everyone = self.network.healthy(), self.network.sites()
+        if self.masking is not None:
+            healthy, everyone = self.masking.taking_part(healthy), self.masking.taking_part(everyone)
+        return Roster({s: rows[s] for s in healthy}, tuple(everyone), busy, self.round, self.masking is not None)
+
+    def _take(self, arrays: ArrayRecord) -> None:
+        """Go on from public arrays that come from elsewhere; none change nothing.
+
+        Raises:
+            ProtocolError: their names or shapes are not those of the method's own.
+        """
+        if not len(arrays):
+            return
+        given, own = numpy_arrays(arrays), self.public(self.current)
+        if {name: array.shape for name, array in given.items()} != {name: array.shape for name, array in own.items()}:
+            shapes = ", ".join(f"`{name}` {array.shape}" for name, array in own.items())
+            raise ProtocolError(f"arrays to go on from: expected {shapes}; start from `initial_arrays(grid)`")
+        self.current = self.adopt(self.current, {name: np.asarray(given[name], own[name].dtype) for name in own})
+
+    # A round, in Flower's two halves.
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The messages of the round's first question; ``arrays``, where there are any, replace the public ones."""
+        self.enrol(grid)
+        if self.begun < server_round:
+            self.begun = server_round
+            self.begin_round()
+        self._take(arrays)
+        self.train_config = config
+        self.complete = None
+        self.running = self.one_round(self.current, self.roster())
+        self._advance(None)
+        if not isinstance(self.question, Each | Total):
+            return []
+        self.contract = self._contract(self.question)
+        return self._messages(self.question, self.contract)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Answer the first question with the replies, ask what else the round asks, and take its state."""
+        del server_round
+        first = self.question
+        if isinstance(first, Each | Total):
+            self._advance(self._answer_of(first, self.network.judged(replies, self.contract), self.contract))
+        while self.question is not None:
+            self._advance(self._ask(self.question))
+        assert self.complete is not None
+        self.current, figures = self.complete
+        self.merged |= bool(figures)
+        return array_record(self.public(self.current)), MetricRecord(dict(figures))
+
+    def _advance(self, reply: Any) -> None:
+        """Run the algorithm to its next question to a site; failures it declares are counted on the way."""
+        assert self.running is not None
+        try:
+            question = self.running.send(reply)
+            while isinstance(question, Refuse):
+                self.network.fail(question.site, question.reason)
+                question = self.running.send(None)
+        except StopIteration as done:
+            self.question, self.running, self.complete = None, None, done.value
+        else:
+            self.question = question
+
+    def ask_through(self, asking: Asking[Any]) -> Any:
+        """Run a computation outside of a round, such as the first state or what a site needs to predict."""
+        reply: Any = None
+        while True:
+            try:
+                question = asking.send(reply)
+            except StopIteration as done:
+                return done.value
+            reply = self._ask(question)
+
+    def _ask(self, question: Question) -> Any:
+        if isinstance(question, Refuse):
+            self.network.fail(question.site, question.reason)
+            return None
+        if isinstance(question, First):
+            return self._first(question)
+        contract = self._contract(question)
+        messages = self._messages(question, contract)
+        replies = self.network.exchange(messages, contract, retries=question.retries)
+        if isinstance(contract, Contract) and contract.contradicted and contract.enrolling:
+            raise ContradictionError(contract.contradicted)
+        return self._answer_of(question, replies, contract)
+
+    def _contract(self, question: Each[Any] | Total[Any]) -> Contract | MaskedContract:
+        if isinstance(question, Total) and self.masking is not None:
+            return self.masking.open(question, list(self._requests(question)), self.sizes)
+        return Contract(
+            question.answer, self.sizes, self.preparation.rows, self._requests(question), enrolling=not self.begun
+        )
+
+    def _requests(self, question: Each[Any] | Total[Any]) -> Mapping[str, Any]:
+        if isinstance(question, Each):
+            self._require_clear(question.answer)
+            return question.requests
+        if not is_summand(question.answer):
+            raise ProtocolError(f"a total of {question.answer.__name__} was asked for, which is no summand")
+        return dict.fromkeys(self.roster().sites if question.sites is None else question.sites, question.request)
+
+    def _messages(self, question: Each[Any] | Total[Any], contract: Contract | MaskedContract) -> list[Message]:
+        kind = kind_of(question.answer)
+        if isinstance(contract, MaskedContract):
+            request, settings = contract.total.request, contract.settings
+            return [self._message(site, kind, request, settings) for site in contract.question.sites]
+        there = self.network.nodes  # a site of a resumed run may not be back
+        return [self._message(site, kind, own) for site, own in self._requests(question).items() if site in there]
+
+    def _message(self, site: str, kind: str, request: Any, masked: Mapping[str, str] | None = None) -> Message:
+        given = {"train": self.train_config, "evaluate": self.evaluate_config}
+        settings = given.get(kind.partition(".")[0], ConfigRecord())
+        arrays, numbers = split(type(request), encode(request))
+        return self.network.message(site, kind, arrays, {**settings, **numbers, **(masked or {})})  # type: ignore[dict-item]
+
+    def _answer_of(
+        self, question: Each[Any] | Total[Any], replies: Iterable[Message], contract: Contract | MaskedContract
+    ) -> Any:
+        """What an algorithm is sent, from valid replies."""
+        if isinstance(contract, MaskedContract):
+            return self._total_under_masks(question.retries, replies, contract)
+        answers = {self.network.site_of(reply): contract.read(reply) for reply in replies}
+        judge: Callable[[Any, Mapping[str, int]], dict[str, str]] | None = getattr(question.answer, "outliers", None)
+        for site, reason in ({} if judge is None else judge(answers, self.preparation.rows)).items():
+            self.network.fail(site, reason)
+            del answers[site]
+        if isinstance(question, Each):
+            return answers
+        return Summed(add(answers.values()) if answers else None, tuple(answers))
+
+    # Totals under masks.
+
+    def _exchange_keys(self, simulated: bool) -> None:
+        """Agree who takes part in totals, where they are masked, and say what the server will see."""
+        privacy = self.config.privacy
+        if privacy.secure_aggregation:
+            self.masking = Masking.enrol(self.network, self._settings(), privacy.min_sites, simulated)
+        logger.info("%s", self.what_the_server_sees())
+
+    def what_the_server_sees(self) -> str:
+        """One sentence, the first and the last of a run."""
+        if self.masking is None:
+            return "the server sees what every site adds to a total (`privacy.secure-aggregation` = false)"
+        return self.masking.words()
+
+    def _require_clear(self, answer: type) -> None:
+        """Refuse to ask single sites for what belongs under masks.
+
+        Raises:
+            ConfigError: the algorithm needs more than totals.
+        """
+        if self.masking is not None and not is_public(answer):
+            raise ConfigError(
+                f"`privacy.secure-aggregation`: method `{self.config.method}` asks each site for its own"
+                f" `{answer.__name__}` and works with more than their sum, so it cannot run under masks; set the key to"
+                " false, or choose a method of totals"
+            )
+
+    def _total_under_masks(self, retries: int, replies: Iterable[Message], contract: MaskedContract) -> Summed[Any]:
+        """The total of the sites that answer: those that stay silent are left out, and the others asked again."""
+        assert self.masking is not None
+        while True:
+            answers = {self.network.site_of(reply): reply for reply in replies}
+            usable = self.masking.usual(contract, answers)
+            for site in answers.keys() - usable.keys():
+                self.network.fail(site, "its arrays are not those that most sites send")
+            silent = [site for site in contract.question.sites if site not in usable]
+            if not silent:
+                rows = sum(self.preparation.rows[site] for site in usable)
+                return self.masking.summed(contract, usable, self.sizes, rows)
+            if not usable:
+                return Summed(None, ())
+            contract = self.masking.without(contract, silent)
+            replies = self.network.exchange(self._messages(contract.total, contract), contract, retries=retries)
+
+    def _first(self, question: First[Any]) -> tuple[str, Any]:
+        """Send what is new, and wait for the first answer of all that are outstanding."""
+        self._require_clear(question.answer)
+        for site, request in question.requests.items():
+            self._push(site, question.answer, request)
+        pause = 0.01
+        while True:
+            self.arrived = self.arrived or self.network.pull(self.outstanding)
+            if self.arrived:
+                reply = self.arrived.pop(0)
+                asked = self.outstanding.pop(reply.metadata.reply_to_message_id)
+                if self.network.forgot(reply):
+                    self._push(asked.site, question.answer, asked.request)
+                    continue
+                requests = {asked.site: asked.request}
+                contract = Contract(question.answer, self.sizes, self.preparation.rows, requests)
+                kept = self.network.accept(asked.site, reply, contract)
+                return asked.site, None if kept is None else contract.read(kept)
+            lost = self._lost()
+            if lost is not None:
+                return lost, None
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.5)
+
+    def _push(self, site: str, answer: type, request: Any) -> None:
+        message = self._message(site, kind_of(answer), request)
+        deadline = time.monotonic() + self.network.timeout
+        own = Outstanding(site, self.network.nodes[site], deadline, request)
+        self.outstanding[self.network.push(message)] = own
+
+    def _lost(self) -> str | None:
+        """A site whose answer will not come: its time is up, or it is back under another node."""
+        for pushed, asked in list(self.outstanding.items()):
+            if time.monotonic() > asked.deadline or self.network.nodes.get(asked.site) != asked.node:
+                del self.outstanding[pushed]
+                self.arrived = [own for own in self.arrived if own.metadata.reply_to_message_id != pushed]
+                self.network.fail(asked.site, f"no reply within {self.network.timeout:g} s, or its node is gone")
+                return asked.site
+        return None
+
+    # Evaluation and what is kept.
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask every site, also one left out of training, to score its held-out rows."""
+        del server_round
+        self.enrol(grid)
+        self._take(arrays)
+        self.evaluate_config = ConfigRecord({**self.evaluate_config, **config})
+        self.predicted_with = self.ask_through(self.predictive(self.current, self.roster()))
+        if self.masking is not None:
+            if isinstance(self.predicted_with, Mapping):
+                self._require_clear(type(next(iter(self.predicted_with.values()))))
+            self.scoring = self._contract(Total(self.score_sums, self.predicted_with, self.roster().everyone))
+            return self._messages(self.scoring.total, self.scoring)
+        return [self._message(site, "evaluate", self._predicting(site)) for site in self.network.sites()]
+
+    def _predicting(self, site: str) -> Any:
+        return self.predicted_with[site] if isinstance(self.predicted_with, Mapping) else self.predicted_with
+
+    def ask_rows(self, kind: str, specs: Specs | None, sites: Iterable[str]) -> dict[str, Answer]:
+        """Answers that are no messages: rows of a simulation, and the scores of baselines."""
+        requests = {site: self._predicting(site) if kind == "query.predictions" else Nothing() for site in sites}
+        messages = [self._message(site, kind, request) for site, request in requests.items()]
+        replies = self.network.exchange(messages, specs, retries=1)
+        return {self.network.site_of(reply): answer(self.network.site_of(reply), reply) for reply in replies}
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Figures over all held-out rows, from the sites' sums; None if nobody has any."""
+        judged = self.network.judged(replies, self.evaluation_specs())
+        if self.masking is None:
+            record = super().aggregate_evaluate(server_round, judged)
+        else:
+            record = self._take_scores(self._answer_of(self.scoring.total, judged, self.scoring))
+        if record is not None and hasattr(self, "result"):
+            self.result.evaluate_metrics_clientapp[self.round] = record
+        return record
+
+    def evaluation_specs(self) -> Expected:
+        """Scores are numbers of a site, or a total."""
+        return super().evaluation_specs() if self.masking is None else self.scoring
+
+    def _take_scores(self, summed: Summed[ScoreSums]) -> MetricRecord | None:
+        """The figures of a total of scores."""
+        if summed.total is None:
+            return None
+        scores = summed.total.scores()
+        self.evaluation, self.calibrated = of_all(scores, self.preparation.target_scale), [scores.arrays]
+        if self.evaluation is None:
+            return None
+        return MetricRecord({f"test_{name}": value for name, value in self.evaluation["test"].items()})
+
+    def compared(self, phase: str, sites: list[str]) -> Evaluation | None:
+        """The scores of a baseline; under masks those of all sites together."""
+        if self.masking is None or phase != "query.local_only":
+            return super().compared(phase, sites)
+        summed: Summed[ScoreSums] = self._ask(Total(LocalScoreSums, Nothing(), self.roster().everyone))
+        return None if summed.total is None else of_all(summed.total.scores(), self.preparation.target_scale)
+
+    def warnings(self) -> list[str]:
+        """What a reader of the results should know."""
+        return super().warnings() + ([] if self.masking is None else self.masking.warnings())
+
+    def posterior(self) -> Posterior | None:
+        """What is saved."""
+        return self.posterior_of(self.current)
+
+    def details(self) -> dict[str, Any]:
+        """Facts of the method, those that sites are asked for among them."""
+        facts = self.details_of(self.current) | self.ask_through(self.final(self.current, self.roster()))
+        return facts if self.masking is None else facts | {"privacy": self.masking.facts()}
+
+    def state(self) -> Snapshot:
+        """The state as a message is encoded: the same codec serves wire and checkpoint."""
+        arrays = {f"{STATE}{name}": array for name, array in encode(self.current).items()}
+        return Snapshot(arrays, {} if self.masking is None else {"privacy": self.masking.facts()})

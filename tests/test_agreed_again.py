@@ -1,0 +1,84 @@
+"""A site that lied when it introduced itself takes its share of the standardisation with it when it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from faults import Fault, FaultyGrid, blamed, configured, csv_nodes, numbers, run, waves
+
+from fedgp_flower.data.standardisation import describe
+from fedgp_flower.errors import RunError
+from fedgp_flower.run.registry import parse_config
+from strategies.server.enrolment import Enrolment
+from strategies.server.wire import Answer
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fsgp exact": {"method": "fsgp"},
+    "fsgp average": {"method": "fsgp", "fsgp__objective": "average"},
+    "fgpr": {"method": "fgpr"},
+    "pvi": {"method": "pvi", "pvi__steps": 5, "pvi__first_steps": 5, "pvi__evaluations": 5},
+    "fedmgp": {"method": "fedmgp"},
+    "sfvi": {"method": "sfvi"},
+    "sfvi multinomial": {"method": "sfvi", "sfvi__model": "multinomial", "sfvi__classes": 3, "standardise": False},
+}
+
+
+def finished(folder: Path, sites: tuple[str, ...], keys: dict[str, Any], *faults: Fault) -> tuple[Any, FaultyGrid]:
+    frames = {site: waves(60, seed) for seed, site in enumerate(("a", "b", "c")) if site in sites}
+    for frame in frames.values() if "sfvi__classes" in keys else ():
+        frame["y"] = np.digitize(frame["y"], [-0.5, 0.5])
+    nodes = csv_nodes(folder, frames)
+    grid = FaultyGrid(configured(sites=len(sites), num_server_rounds=2, **keys), nodes, *faults)
+    return run(grid), grid
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_run_is_as_without_the_site_that_lied(method: str, tmp_path: Path) -> None:
+    keys = METHODS[method]
+    without, _ = finished(tmp_path, ("a", "c"), keys)
+    fault = Fault("b", numbers(num_examples=10**9), ("query.describe",))
+    strategy, grid = finished(tmp_path, ("a", "b", "c"), keys, fault)
+    [(site, [reason])] = blamed(strategy).items()
+    assert site == "b"
+    assert "introduced itself with" in reason
+    assert set(strategy.preparation.rows) == set(strategy.network.sites()) == {"a", "c"}
+    assert [visit.phase for visit in grid.visits if visit.site == "b" and visit.round > 0] == []
+    for name, array in without.preparation.arrays.items():
+        assert np.array_equal(strategy.preparation.arrays[name], array)
+    assert strategy.outcome.metrics["test"] == without.outcome.metrics["test"]
+    saved, expected = strategy.outcome.posterior, without.outcome.posterior
+    assert saved is None or all(np.array_equal(saved.arrays[name], array) for name, array in expected.arrays.items())
+
+
+def test_too_few_honest_sites_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    fault = Fault("b", numbers(num_examples=10**9), ("query.describe",))
+    with pytest.raises(RunError, match=r"1 usable.*introduced itself with"):
+        finished(tmp_path, ("a", "b"), {}, fault)
+
+
+def introduced(frame: pd.DataFrame, site: str) -> Answer:
+    own = describe(frame, ["x1", "job"], "y")
+    metrics = {"num-examples": float(own.num_examples), "partitions": 0.0}
+    return Answer(site, dict(own.arrays), metrics, {"schema": own.schema, "label": site.upper()})
+
+
+def test_without_a_site_the_others_agree_as_if_it_had_never_been_there() -> None:
+    config = parse_config({"method": "fsgp"})
+    frames = {
+        site: waves(30, seed).assign(job=list(jobs * 10))
+        for seed, (site, jobs) in enumerate({"a": "uvw", "b": "xyz", "c": "uuv"}.items())
+    }
+    described = {site: introduced(frame, site) for site, frame in frames.items()}
+    everyone = Enrolment.of(described, config)
+    left, never = everyone.without(["b"]), Enrolment.of({s: described[s] for s in "ac"}, config)
+    assert everyone.preparation.names == ("x1", *(f"job={level}" for level in "uvwxyz"))
+    assert left.preparation.names == never.preparation.names == ("x1", "job=u", "job=v", "job=w")
+    assert left.preparation.facts() == never.preparation.facts()
+    assert left.preparation.labels == {"a": "A", "c": "C"}
+    for name, array in never.preparation.arrays.items():
+        assert np.array_equal(left.preparation.arrays[name], array)
+    assert left.without([]).preparation.facts() == left.preparation.facts()

@@ -1,0 +1,258 @@
+"""The public Python API: a table in, a finished run out, and the same run read back."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import flwr.serverapp.strategy
+import gpytorch
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import fedgp_flower as fg
+import strategies
+from fedgp_flower import cli
+from fedgp_flower.errors import ConfigError, DataError, RunError
+from fedgp_flower.run import figures
+
+FEW = {"model.num-inducing": 6, "baselines.local-only": False, "baselines.pooled": False, "evaluate-every": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _coarse_pictures():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "DPI", 30)
+        yield
+
+
+def table(rows: int = 90) -> pd.DataFrame:
+    rng = np.random.default_rng(1)
+    x = rng.uniform(-3, 3, rows)
+    return pd.DataFrame({"x": x, "outcome": np.sin(x) + 0.1 * rng.normal(size=rows), "ward": np.arange(rows) % 3})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run over a table, dealt by a column."""
+    options = FEW | {"output-dir": str(tmp_path_factory.mktemp("api")), "name": "first"}
+    frame = table().assign(ward=lambda frame: frame["ward"].map("ward {}".format))
+    return fg.run(frame, target="outcome", site="ward", num_rounds=8, options=options)
+
+
+def test_a_table_becomes_a_run_with_figures_and_a_posterior(run):
+    assert (run.metrics.sites, run.config["num-server-rounds"], len(run.history)) == (3, 8, 8)
+    assert run.report_path.is_file()
+    assert run.why_no_posterior == ""
+    x = np.linspace(-2, 2, 20)
+    predicted = run.posterior.predict(pd.DataFrame({"x": x}))
+    assert np.abs(predicted["mean"] - np.sin(x)).max() < 0.3
+    assert list(predicted) == ["mean", "sd", "q2.5", "q25", "q50", "q75", "q97.5"]
+
+
+def test_a_run_is_read_back_as_it_was(run):
+    again = fg.load_run(run.path)
+    assert again.metrics == run.metrics
+    frame = pd.DataFrame({"x": [0.0, 1.0]})
+    pd.testing.assert_frame_equal(again.posterior.predict(frame), run.posterior.predict(frame))
+
+
+def test_a_table_per_site_is_that_site_s_rows(run, tmp_path):
+    frames = {f"ward {ward}": rows.drop(columns="ward") for ward, rows in table().groupby("ward")}
+    again = fg.run(frames, target="outcome", num_rounds=8, options=FEW | {"output-dir": str(tmp_path)})
+    assert again.metrics.test["rmse"] == pytest.approx(run.metrics.test["rmse"], rel=1e-9)
+    with pytest.raises(ConfigError, match="have a column 'x': name another"):
+        fg.run(frames, target="outcome", site="x")
+
+
+def test_a_run_without_a_posterior_says_why(tmp_path):
+    options = FEW | {"output-dir": str(tmp_path)}
+    personal = fg.run("five-blocks", method="fgpr", sites=2, num_rounds=1, options=options)
+    assert personal.posterior is None
+    assert "every site predicts from its own rows" in personal.why_no_posterior
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    with pytest.raises(RunError, match="not the folder of a run"):
+        fg.load_run(tmp_path / "nowhere")
+    with pytest.raises(AttributeError, match="no attribute 'fly'"):
+        fg.fly  # noqa: B018
+
+
+def admissions(rows: int = 72) -> pd.DataFrame:
+    """Whole numbers, text and real numbers in units far from standard ones."""
+    rng = np.random.default_rng(4)
+    frame = pd.DataFrame({"age": rng.integers(20, 80, rows), "clinic": rng.choice(["north", "south", "west"], rows)})
+    frame["dose"] = rng.lognormal(3, 0.5, rows)
+    effect = frame["clinic"].map({"north": 0.0, "south": 8.0, "west": -5.0})
+    frame["outcome"] = 300 + frame["age"] + 9 * np.sin(frame["dose"] / 9) + effect + rng.normal(0, 3, rows)
+    return frame
+
+
+SHORT = {"pvi.evaluations": 6, "pvi.steps": 6, "pvi.first-steps": 8, "pvi.samples": 2, "pvi.prediction-samples": 6}
+POSTERIORS = {
+    "fsgp": ("fsgp", {}),
+    "pvi": ("pvi", SHORT),
+    "pvi with points": ("pvi", SHORT | {"pvi.hyper": "fixed", "pvi.inducing": "fixed"}),
+    "sfvi": ("sfvi", {"sfvi.site-inducing": 4}),
+    "sfvi-avg": ("sfvi-avg", {"sfvi.site-inducing": 4, "sfvi.local-steps": 3}),
+}
+SAME = {"rtol": 1e-9, "atol": 1e-9}
+"""Rounding of the same operations in another order, at values around 300."""
+
+
+@pytest.fixture(scope="module", params=POSTERIORS)
+def finished(request, tmp_path_factory):
+    """A short run of a method that saves a posterior."""
+    method, keys = POSTERIORS[request.param]
+    options = FEW | keys | {"output-dir": str(tmp_path_factory.mktemp("posterior")), "name": "run"}
+    return fg.run(admissions(), method=method, target="outcome", sites=2, num_rounds=2, options=options)
+
+
+def test_a_saved_posterior_is_a_model_of_gpytorch_that_predicts_what_the_command_line_does(finished, tmp_path):
+    posterior, new = finished.posterior, admissions(40).drop(columns="outcome")
+    new.loc[3, "clinic"] = "nowhere"
+    new.to_csv(tmp_path / "new.csv", index=False)
+    words = ["--input", str(tmp_path / "new.csv"), "--output", str(tmp_path / "out.csv")]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["predict", str(finished.path), *words])
+    assert not end.value.code
+    written = pd.read_csv(tmp_path / "out.csv")
+
+    exported = posterior.to_gpytorch()
+    model, likelihood = exported
+    assert isinstance(model, gpytorch.models.ApproximateGP)
+    assert isinstance(model.variational_strategy, gpytorch.variational.VariationalStrategy)
+    assert isinstance(likelihood, gpytorch.likelihoods.GaussianLikelihood)
+    assert not model.training
+    assert not likelihood.training
+    inputs = posterior.inputs(new)
+    assert inputs.shape == (40, 5)  # three indicators
+    standardised = likelihood(model(inputs))
+    observed = exported.transforms.original(standardised)
+    np.testing.assert_allclose(written["mean"], observed.mean, **SAME)
+    np.testing.assert_allclose(written["sd"], observed.stddev, **SAME)
+    scale = posterior.preparation.target_scale
+    np.testing.assert_allclose(written["sd"], scale * standardised.stddev, **SAME)
+    assert written["mean"].std() > 1  # a prediction of something
+
+
+def test_the_joint_distribution_is_in_original_units(finished):
+    posterior, new = finished.posterior, admissions(12)
+    table, latent = posterior.predict(new), posterior.distribution(new)
+    observed = posterior.distribution(new, noise=True)
+    np.testing.assert_allclose(latent.mean, table["mean"], **SAME)
+    np.testing.assert_allclose(observed.mean, table["mean"], **SAME)
+    np.testing.assert_allclose(observed.stddev, table["sd"], **SAME)
+    noise = observed.covariance_matrix - latent.covariance_matrix
+    torch.testing.assert_close(noise, noise[0, 0] * torch.eye(12).double(), rtol=1e-9, atol=1e-8)
+    assert noise[0, 0] > 0
+    assert torch.linalg.eigvalsh(latent.covariance_matrix).min() > -1e-8
+    agreed, inputs = posterior.preparation, posterior.inputs(new)
+    encoded = torch.from_numpy(inputs.numpy() * agreed.input_scale + agreed.input_mean)
+    torch.testing.assert_close(posterior.to_gpytorch().transforms.inputs(encoded), inputs)
+
+
+def test_the_draws_of_a_mixture_have_equal_weights(finished):
+    posterior, new = finished.posterior, admissions(12)
+    draws, inputs = posterior.to_gpytorch_draws(), posterior.inputs(new)
+    drawn = finished.metrics.method == "pvi" and finished.config["pvi.hyper"] == "distribution"
+    assert len(draws) == (6 if drawn else 1)
+    observed = [likelihood(model(inputs)) for model, likelihood in draws]
+    mean = torch.stack([each.mean for each in observed]).mean(0)
+    second = torch.stack([each.variance + each.mean**2 for each in observed]).mean(0)
+    table, scale = posterior.predict(new), posterior.preparation.target_scale
+    np.testing.assert_allclose(table["mean"], mean * scale + posterior.preparation.target_mean, **SAME)
+    np.testing.assert_allclose(table["sd"], scale * (second - mean**2).sqrt(), **SAME)
+
+
+def test_classes_are_no_single_mixture_but_f_is(tmp_path):
+    frame = admissions()
+    frame["outcome"] = np.where(frame["outcome"] > frame["outcome"].median(), "high", "low")
+    options = FEW | SHORT | {"output-dir": str(tmp_path), "model.likelihood": "bernoulli", "pvi.local-update": "adam"}
+    posterior = fg.run(frame, method="pvi", target="outcome", sites=2, num_rounds=1, options=options).posterior
+    table = posterior.predict(frame)
+    draws, inputs = posterior.to_gpytorch_draws(), posterior.inputs(frame)
+    low = torch.stack([likelihood(model(inputs)).mean for model, likelihood in draws]).mean(0)
+    np.testing.assert_allclose(table["probability of low"], low, rtol=1e-7)
+    torch.testing.assert_close(
+        posterior.distribution(frame).mean, torch.stack([model(inputs).mean for model, _ in draws]).mean(0)
+    )
+    with pytest.raises(RunError, match=r"6 draws with BernoulliLikelihood.*Use `to_gpytorch_draws\(\)`"):
+        posterior.to_gpytorch()
+    with pytest.raises(RunError, match="6 draws with BernoulliLikelihood"):
+        posterior.distribution(frame, noise=True)
+
+
+def test_a_posterior_predicts_at_a_site_where_the_site_keeps_something(tmp_path, run):
+    options = FEW | {"output-dir": str(tmp_path), "sfvi.site-inducing": 4}
+    frame = admissions().assign(ward=lambda frame: (frame["age"] > 50).map({True: "old", False: "young"}))
+    finished = fg.run(frame, method="sfvi", target="outcome", site="ward", num_rounds=3, options=options)
+    there, anywhere = finished.posterior.predict(frame, site="old"), finished.posterior.predict(frame)
+    pd.testing.assert_frame_equal(there, fg.load_run(finished.path).posterior.predict(frame, site="old"))
+    assert (there["sd"] < anywhere["sd"]).all()  # what the site knows of its deviation is no longer open
+    site = finished.posterior.at_site(finished.path, "old")
+    with pytest.raises(RunError, match="no sparse Gaussian process that can be exported"):
+        site.to_gpytorch()
+    with pytest.raises(RunError, match="can predict at a site"):
+        run.posterior.predict(pd.DataFrame({"x": [0.0]}), site="ward 1")
+
+
+def test_new_rows_are_judged_as_a_site_s_are(run):
+    whole = run.posterior.predict(pd.DataFrame({"x": [0, 1]}))
+    pd.testing.assert_frame_equal(whole, run.posterior.predict(pd.DataFrame({"x": ["0", "1.0"]})))
+    with pytest.raises(DataError, match=r"the table: column `x`: empty or NaN cell in row 2"):
+        run.posterior.predict(pd.DataFrame({"x": [0.0, np.nan]}))
+    with pytest.raises(DataError, match=r"the table.*`x`"):
+        run.posterior.distribution(pd.DataFrame({"z": [0.0]}))
+
+
+def test_a_model_that_is_no_gaussian_process_says_so(tmp_path):
+    frame = pd.DataFrame({"a": np.sin(np.arange(60.0)), "y": np.arange(60) % 3})
+    keys = {"sfvi.model": "multinomial", "sfvi.classes": 3, "standardise": False}
+    options = FEW | keys | {"output-dir": str(tmp_path)}
+    posterior = fg.run(frame, method="sfvi", target="y", sites=2, num_rounds=1, options=options).posterior
+    with pytest.raises(RunError, match="Multinomial is no Gaussian process"):
+        posterior.to_gpytorch()
+
+
+def test_every_strategy_is_in_the_namespace_and_the_same_class():
+    expected = {}
+    for module in pkgutil.iter_modules(strategies.__path__, "strategies."):
+        classes = inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
+        expected |= {
+            name: cls
+            for name, cls in classes
+            if cls.__module__ == module.name
+            and issubclass(cls, flwr.serverapp.strategy.Strategy)
+            and not inspect.isabstract(cls)
+        }
+    assert {name: getattr(fg.strategies, name) for name in expected} == expected
+    assert dir(fg.strategies) == sorted(expected)
+    assert {"FSGPExact", "PVI", "ReplayPVI", "SFVIAvg", "FedMGPThenExact", "Pooled"} <= expected.keys()
+    with pytest.raises(AttributeError, match="no attribute 'Fly'"):
+        fg.strategies.Fly  # noqa: B018
+
+
+def test_public_names_are_imported_when_they_are_used():
+    code = """
+import sys
+import fedgp_flower as fg
+assert set(fg.__all__) <= set(dir(fg))
+fg.strategies
+print(sorted({"torch", "flwr", "pandas"} & sys.modules.keys()))
+print(fg.strategies.FSGPExact.__module__, fg.make_client_app.__module__, "strategies.pvi" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "strategies.fsgp_exact fedgp_flower.clients.app False"]
+
+
+def test_the_package_of_runs_can_be_called_whichever_is_imported_first():
+    code = "import fedgp_flower.run.config, fedgp_flower as fg; print(callable(fg.run), callable(fg.run.config.parse))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]

@@ -1,0 +1,118 @@
+"""Kernels from an expression, and kernels that a package of one's own brings."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import gpytorch
+import pytest
+import torch
+
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.gp.batched_kernel import BatchedKernel
+from fedgp_flower.gp.kernels import build_kernel, log_positive
+from fedgp_flower.gp.optimisers import LOGARITHM, maximise
+from fedgp_flower.gp.sparse import SparseGP, pooled_bound
+from fedgp_flower.options import ModelSection, kernel_names, kernel_tree
+
+TOY = """
+import gpytorch
+
+def rational_quadratic(num_inputs, ard):
+    return gpytorch.kernels.RQKernel(ard_num_dims=num_inputs if ard else None)
+
+def bounded(num_inputs, ard):
+    return gpytorch.kernels.RBFKernel(lengthscale_constraint=gpytorch.constraints.Interval(0.1, 2.0))
+"""
+POINTS = "[fedgp_flower.kernels]\nrational_quadratic = toy_kernels:rational_quadratic\nbounded = toy_kernels:bounded\n"
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An installed package with two kernels."""
+    (tmp_path / "toy_kernels.py").write_text(TOY)
+    info = tmp_path / "toy_kernels-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-kernels\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text(POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("toy_kernels", None)
+
+
+def rows(n: int = 6, d: int = 2) -> torch.Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_a_kernel_of_another_package_is_part_of_expressions(toy: Path):
+    del toy
+    assert {"rational_quadratic", "rbf"} <= set(kernel_names())
+    kernel = build_kernel(ModelSection(kernel="rational_quadratic + linear", lengthscale=1.5, outputscale=2.0), 2)
+    own = gpytorch.kernels.RQKernel(ard_num_dims=2).double()
+    own.lengthscale = 1.5
+    x = rows()
+    expected = 2.0 * own(x).to_dense() + 2.0 * x @ x.mT
+    torch.testing.assert_close(kernel(x).to_dense(), expected, rtol=1e-12, atol=1e-12)
+    alpha = dict(kernel.named_parameters())["kernels.0.base_kernel.raw_alpha"]
+    assert own.alpha.item() == pytest.approx(math.exp(alpha.item()))
+
+
+def test_such_a_kernel_learns_and_is_batched_over_its_hyperparameters(toy: Path):
+    del toy
+    model = SparseGP(ModelSection(kernel="rational_quadratic"), rows())
+    x = 2 * rows(40)
+    y = torch.sin(x[:, 0])
+    parameters = [p for name, p in model.wire_parameters() if name != "inducing.locations"]
+    assert {name for name, _ in model.wire_parameters()} >= {"kernel.log_alpha", "kernel.log_lengthscale"}
+    trace = maximise(
+        lambda: pooled_bound(model, x, y), parameters, max_evaluations=15, bounds=[LOGARITHM] * len(parameters)
+    )
+    assert trace.value > trace.values[0] + 1
+    batched = BatchedKernel(model.kernel)
+    hyper = batched.initial() + torch.tensor([[0.0], [0.3]], dtype=torch.float64)
+    matrices = batched.matrix(hyper, x[:5].expand(2, 5, 2), x[:5])
+    for s in range(2):
+        torch.testing.assert_close(matrices[s], batched.at(hyper[s])(x[:5]).to_dense(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_parameter_that_is_bounded_otherwise_is_refused(toy: Path):
+    del toy
+    with pytest.raises(ConfigError, match=r"bounded.*raw_lengthscale"):
+        build_kernel(ModelSection(kernel="bounded"), 2)
+
+
+def test_a_configuration_names_such_a_kernel_without_importing_it(toy: Path):
+    code = (
+        "import sys; from fedgp_flower.options import kernel_tree; kernel_tree('rational_quadratic * rbf'); "
+        "assert not {'torch', 'gpytorch', 'toy_kernels'} & set(sys.modules)"
+    )
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": f"{root}:{toy}"}, timeout=60)
+
+
+def test_an_unknown_kernel_is_refused_with_the_names_there_are():
+    with pytest.raises(ValueError, match=r"rbf.*linear"):
+        kernel_tree("cauchy + rbf")
+    assert "rational_quadratic" not in kernel_names()
+
+
+def test_a_season_that_drifts():
+    """Matérn times periodic: one scale, a lengthscale for each factor and input, and a period for each input."""
+    kernel = build_kernel(ModelSection(kernel="matern52 * periodic", lengthscale=0.8, outputscale=1.7), 2)
+    own = gpytorch.kernels.MaternKernel(2.5, lengthscale_constraint=log_positive()).double()
+    season = gpytorch.kernels.PeriodicKernel(ard_num_dims=2).double()
+    own.lengthscale = season.lengthscale = season.period_length = 0.8
+    x = rows()
+    torch.testing.assert_close(kernel(x).to_dense(), 1.7 * own(x).to_dense() * season(x).to_dense())
+    names = {name.rpartition(".")[2] for name, _ in kernel.named_parameters()}
+    assert names == {"raw_outputscale", "raw_lengthscale", "raw_period_length"}
+    assert all(math.isfinite(p.sum().item()) for p in kernel.parameters())
+
+
+def test_a_period_without_ard_is_one_for_all_inputs():
+    kernel = build_kernel(ModelSection(kernel="periodic", ard=False), 3)
+    assert [p.numel() for p in kernel.parameters()] == [1, 1, 1]
+    assert kernel(rows(4, 3)).to_dense().shape == (4, 4)

@@ -1,0 +1,341 @@
+"""Masks by themselves: exact arithmetic, uniform messages, what colluders see, and what a site refuses."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from fedgp_flower.errors import ConfigError, NumericsError, ProtocolError
+from fedgp_flower.privacy import masks
+from fedgp_flower.privacy.keys import Identity, Member, Trust, fingerprint
+from fedgp_flower.privacy.questions import (
+    History,
+    MaskedQuestion,
+    SitePolicy,
+    admitted,
+    content_digest,
+    context_digest,
+    flat,
+    layout_of,
+    unflat,
+)
+
+SITES = ("a", "b", "c", "d", "e")
+SCALE = Fraction(2) ** masks.FRACTION_BITS
+IDENTITIES = {site: Identity.simulated(site) for site in SITES}
+
+
+def members(run="run", sites=SITES):
+    return tuple(Identity.simulated(site).member(run, site) for site in sites)
+
+
+QUESTION = MaskedQuestion("run", 1, 1, "query.statistics", "content", [["x", [4], "float64"]], members())
+
+
+def sent(question, summands):
+    """What the sites of a question send: None adds nothing."""
+    found = {}
+    for site, values in summands.items():
+        size = question.layout[0][1][0]
+        words = masks.nothing(size) if values is None else masks.counted(values, len(question.members))
+        found[site] = question.masked(words, IDENTITIES[site], site)
+    return found
+
+
+def draws(size=4, sites=SITES, seed=0):
+    rng = np.random.default_rng(seed)
+    return {site: rng.standard_normal(size) * 10.0 ** rng.integers(-12, 12, size) for site in sites}
+
+
+def rounded(value):
+    """2^80 x, rounded to the nearest integer, ties to even."""
+    return round(Fraction(value) * SCALE)
+
+
+def test_a_total_is_the_exact_sum_of_the_rounded_summands():
+    summands = draws()
+    words = [masks.counted(values, len(SITES)) for values in summands.values()]
+    whole = words[0].copy()
+    for other in words[1:]:
+        masks.add(whole, other)
+    exact = [sum(rounded(values[i]) for values in summands.values()) for i in range(4)]
+    assert masks.exact(whole) == [len(SITES), *exact]
+    count, total = masks.total(sent(QUESTION, summands).values())
+    assert count == len(SITES)
+    for value, integer in zip(total, exact, strict=True):
+        assert value == pytest.approx(float(integer / SCALE), rel=2**-51)
+
+
+@pytest.mark.parametrize(
+    "value", [0.0, -0.0, 2.0**-80, -(2.0**-80), 2.0**-81, 1.5 * 2.0**-80, -1.0, 2.0**-16, 1 / 3, -1e13]
+)
+def test_a_number_is_rounded_to_the_grid(value):
+    words = masks.encode(np.array([value]), 3)
+    assert masks.exact(words) == [rounded(value)]
+    assert masks.decode(words)[0] == pytest.approx(value, abs=2.0**-81, rel=2**-52)
+
+
+@pytest.mark.parametrize("sites", [3, 7, 200])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_totals_at_the_bound_do_not_overflow(sites, sign):
+    largest = masks.LARGEST_TOTAL / sites
+    part = masks.encode(np.array([sign * largest]), sites)
+    whole = np.zeros_like(part)
+    for _ in range(sites):
+        masks.add(whole, part)
+    assert masks.exact(whole) == [sites * rounded(sign * largest)]
+    assert abs(masks.exact(whole)[0]) < 2**127
+    assert masks.decode(whole)[0] == pytest.approx(sign * masks.LARGEST_TOTAL, rel=1e-15)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, masks.LARGEST_TOTAL])
+def test_what_could_overflow_is_not_encoded(value):
+    with pytest.raises(NumericsError, match="1 of 2 entries"):
+        masks.encode(np.array([1.0, value]), 3)
+
+
+def test_who_cannot_answer_adds_nothing_and_is_counted():
+    summands = draws() | {"b": None, "d": None}
+    count, total = masks.total(sent(QUESTION, summands).values())
+    assert count == 3
+    assert total == pytest.approx(sum(own for own in summands.values() if own is not None), rel=1e-12)
+
+
+def test_without_a_silent_site_there_is_no_total():
+    messages = sent(QUESTION, draws())
+    del messages["c"]
+    count, _ = masks.total(messages.values())
+    assert count > len(SITES)
+    fewer = replace(QUESTION, members=members(sites=("a", "b", "d", "e")))
+    summands = draws(sites=("a", "b", "d", "e"))
+    count, total = masks.total(sent(fewer, summands).values())
+    assert count == 4
+    assert total == pytest.approx(sum(summands.values()), rel=1e-12)
+
+
+def test_a_masked_message_is_uniform():
+    """χ² of the bytes of one message of zeros against 256 equal cells, at one in a million."""
+    question = replace(QUESTION, layout=[["x", [20000], "float64"]])
+    message = sent(question, {"a": np.zeros(20000)})["a"]
+    counts = np.bincount(np.frombuffer(message.tobytes(), np.uint8), minlength=256)
+    expected = counts.sum() / 256
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    assert chi2.ppf(1e-6, 255) < statistic < chi2.ppf(1 - 1e-6, 255)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [replace(QUESTION, number=2), replace(QUESTION, run="again", members=members("again"))],
+    ids=["round", "run"],
+)
+def test_two_questions_share_no_word(other):
+    same = {site: np.ones(4) for site in SITES}
+    first, second = ({word.tobytes() for own in sent(q, same).values() for word in own} for q in (QUESTION, other))
+    assert len(first) == len(second) == 5 * len(SITES)
+    assert not first & second
+
+
+def test_all_but_two_colluders_see_only_the_sum_of_the_two():
+    """c, d and e take off every mask they share; a and b keep the one between them, which cancels in their sum."""
+    summands = draws()
+    messages = sent(QUESTION, summands)
+    bare = {}
+    for honest in ("a", "b"):
+        secrets = {site: key for site, key in QUESTION.secrets(IDENTITIES[honest], honest).items() if site > "b"}
+        bare[honest] = masks.masked(messages[honest], secrets, "z", bytes.fromhex(QUESTION.digest))
+        pair = {site: key for site, key in QUESTION.secrets(IDENTITIES[honest], honest).items() if site < "c"}
+        words = masks.counted(summands[honest], len(SITES))
+        assert np.array_equal(bare[honest], masks.masked(words, pair, honest, bytes.fromhex(QUESTION.digest)))
+        assert not (bare[honest] == words).any()
+    _, total = masks.total(bare.values())
+    assert total == pytest.approx(summands["a"] + summands["b"], rel=1e-12)
+
+
+def test_masks_of_a_pair_cancel_whatever_the_order():
+    for first, second in itertools.permutations(SITES, 2):
+        assert QUESTION.secrets(IDENTITIES[first], first)[second] == QUESTION.secrets(IDENTITIES[second], second)[first]
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        replace(QUESTION, content="another question"),
+        replace(QUESTION, content=content_digest(context_digest({"target.scale": [2.0]}, {}), {})),
+        replace(QUESTION, number=2),
+        replace(QUESTION, members=members(sites=("a", "b", "c", "d"))),
+    ],
+    ids=["question", "scale", "number", "roster"],
+)
+def test_what_one_site_alone_is_shown_destroys_the_total(shown):
+    summands = draws()
+    messages = sent(QUESTION, summands) | {"a": sent(shown, {"a": summands["a"]})["a"]}
+    count, total = masks.total(messages.values())
+    assert count > len(SITES)
+    assert not np.allclose(total, sum(summands.values()), rtol=0.5)
+
+
+def test_scales_are_part_of_what_is_asked():
+    record = {"target.scale": [1.0], "schema": "{}", "digest": "x"}
+    same = context_digest({**record, "digest": "y"}, {"c": np.ones(2)})
+    assert context_digest(record, {"c": np.ones(2)}) == same
+    for changed in ({**record, "target.scale": [1.0000001]}, {**record, "schema": "[]"}):
+        assert context_digest(changed, {"c": np.ones(2)}) != same
+    assert context_digest(record, {"c": np.zeros(2)}) != same
+
+
+# What a site refuses.
+
+ME = QUESTION.members[0]
+TRUST = Trust({site: identity.public for site, identity in IDENTITIES.items()})
+
+
+def asked(question=QUESTION, history=None, trust=TRUST, policy=None):
+    return admitted(question, ME, trust, policy or SitePolicy(), history or History("run"))
+
+
+def test_a_site_answers_and_remembers():
+    history = asked()
+    assert (history.number, history.changes, history.digest) == (1, 0, QUESTION.digest)
+    assert asked(history=history) == history
+    assert asked(replace(QUESTION, number=2, round=1), history).changes == 0
+
+
+def forged(site="b"):
+    """The key of a stranger in the place of a site's."""
+    stranger = Identity(bytes(32)).member("run", site)
+    return tuple(stranger if member.site == site else member for member in QUESTION.members)
+
+
+def signed_for_another_run():
+    other = members("other")[1]
+    return (ME, other, *QUESTION.members[2:])
+
+
+def keyed_anew():
+    own = Identity.simulated("a").member("other", "a")
+    return (Member("a", own.key, ME.signature), *QUESTION.members[1:])
+
+
+FEW = tuple(member for member in QUESTION.members if member.site in "ab")
+REFUSED = {
+    "too few": (replace(QUESTION, members=FEW), "takes part from 3 on"),
+    "a site twice": (replace(QUESTION, members=(*QUESTION.members, QUESTION.members[-1])), "twice"),
+    "not sorted": (replace(QUESTION, members=QUESTION.members[::-1]), "not sorted"),
+    "a substituted key": (replace(QUESTION, members=forged()), "site 'b' in the roster is not signed"),
+    "a key of another run": (
+        replace(QUESTION, members=signed_for_another_run()),
+        "site 'b' in the roster is not signed",
+    ),
+    "its own key replaced": (replace(QUESTION, members=keyed_anew()), "own key"),
+    "a stranger": (
+        replace(QUESTION, members=(*QUESTION.members, Identity.simulated("z").member("run", "z"))),
+        "'z' of the roster is not in this site's trust file",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_roster_is_refused(case):
+    question, reason = REFUSED[case]
+    with pytest.raises(ProtocolError, match=reason):
+        asked(question)
+
+
+def shrunk(*sites, number=1):
+    return replace(QUESTION, number=number, members=members(sites=sites))
+
+
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        (replace(QUESTION, number=0), "is older than question 1"),
+        (replace(QUESTION, number=2, round=0), "is older than question 1 of round 1"),
+        (replace(QUESTION, content="other"), "another question under number 1"),
+        (replace(QUESTION, kind="train.gradient"), "another question under number 1"),
+    ],
+    ids=["replay", "older round", "other content", "other kind"],
+)
+def test_a_question_is_refused_after_another(question, reason):
+    with pytest.raises(ProtocolError, match=reason):
+        asked(question, asked())
+
+
+def test_within_a_question_the_roster_may_only_shrink():
+    smaller = asked(shrunk("a", "b", "c", "d"), asked())
+    assert smaller.changes == 1
+    for roster in (SITES, ("a", "b", "c", "e")):
+        with pytest.raises(ProtocolError, match="does not shrink"):
+            asked(shrunk(*roster), smaller)
+
+
+def test_the_third_change_of_the_roster_is_refused():
+    first = asked(shrunk("a", "b", "c", "d"), asked())
+    second = asked(shrunk("a", "b", "c"), first)
+    assert second.changes == 2
+    with pytest.raises(ProtocolError, match=r"for the 3\. time in this run; this site accepts 2"):
+        asked(shrunk(*SITES, number=2), second)
+    with pytest.raises(ProtocolError, match="accepts 1"):
+        asked(shrunk("a", "b", "c"), first, policy=SitePolicy(max_changes=1))
+
+
+def test_a_site_may_insist_on_more_sites_and_never_on_fewer():
+    with pytest.raises(ProtocolError, match="takes part from 6 on"):
+        asked(policy=SitePolicy(least_sites=6))
+    with pytest.raises(ProtocolError, match="takes part from 3 on"):
+        asked(replace(QUESTION, members=FEW), policy=SitePolicy(least_sites=1))
+
+
+# Keys.
+
+
+def test_a_restarted_site_has_the_same_key_and_another_run_another():
+    identity = Identity.new()
+    assert identity.member("run", "a") == Identity(identity.seed).member("run", "a")
+    assert identity.member("run", "a").key != identity.member("other", "a").key
+    assert identity.member("run", "a").key != Identity.new().member("run", "a").key
+
+
+def test_keys_and_trust_files_are_read_as_they_were_written(tmp_path):
+    identity = Identity.new()
+    identity.write(tmp_path / "a.key")
+    assert Identity.read(tmp_path / "a.key") == identity
+    assert (tmp_path / "a.key").stat().st_mode & 0o77 == 0
+    with pytest.raises(ConfigError, match="never overwritten"):
+        identity.write(tmp_path / "a.key")
+    trust = Trust({}).with_site("a", identity.public).with_site("b", Identity.simulated("b").public)
+    trust.write(tmp_path / "trust.toml")
+    assert Trust.read(tmp_path / "trust.toml") == trust
+    assert len(fingerprint(identity.public)) == 19
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no trust file"),
+        ("[sites]\na = 'zz'", "64 hexadecimal"),
+        (f"[sites]\na = '{'0' * 64}'\nb = '{'0' * 64}'", "the key of site 'a'"),
+    ],
+)
+def test_a_trust_file_that_cannot_be_used_is_refused(tmp_path, text, reason):
+    (tmp_path / "trust.toml").write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        Trust.read(tmp_path / "trust.toml")
+    with pytest.raises(ConfigError, match="has another key already"):
+        TRUST.with_site("a", "1" * 64)
+
+
+def test_arrays_travel_as_one_vector():
+    arrays = {"gram": np.arange(6.0), "count": np.array(3), "wide": np.ones((2, 0, 3)), "square": np.eye(2)}
+    layout = layout_of(arrays)
+    back = unflat(flat(arrays, layout), layout)
+    assert {name: (own.shape, own.dtype.kind) for name, own in back.items()} == {
+        name: (own.shape, own.dtype.kind) for name, own in arrays.items()
+    }
+    assert all(np.array_equal(back[name], arrays[name]) for name in arrays)
+    with pytest.raises(ProtocolError, match="array `count`"):
+        flat({**arrays, "count": np.zeros(2)}, layout)

@@ -1,0 +1,170 @@
+"""A method in a package of its own is run, saved, predicted, reported, resumed and compared."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedgp_flower import cli
+from fedgp_flower.data.sites import load_all_sites
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.run import figures, registry
+from fedgp_flower.run.api import load_run
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.predict import Predictor
+from fedgp_flower.run.registry import METHODS, default_config, option_classes, parse_config
+from fedgp_flower.run.user_config import for_flower, parse_assignments
+
+PACKAGE = Path(__file__).parent / "toy_package"
+ROOT = Path(__file__).parent.parent
+SITES = 3
+
+
+def forget_rows() -> None:
+    """Have the registry look for packages again."""
+    METHODS.__dict__.pop("_rows", None)
+    option_classes.cache_clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toy():
+    """The package as if it were installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(PACKAGE)
+        patch.setattr(figures, "DPI", 30)
+        forget_rows()
+        yield
+    forget_rows()
+    for name in [name for name in sys.modules if name.startswith("toy_method")]:
+        del sys.modules[name]
+
+
+def keys(folder: Path, *words: str) -> dict[str, object]:
+    usual = ["method=toy", "dataset=diabetes", "num-server-rounds=4", "baselines.pooled=false", "name=run"]
+    return parse_assignments([*usual, "baselines.local-only=false", f"output-dir={folder}", *words])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return run_in_process(keys(tmp_path_factory.mktemp("toy"), "toy.noise=0.7"), SITES)
+
+
+def test_its_figures_are_those_of_all_rows_in_one_place(run):
+    """The sums are additive: weights after each step are those of centralised expectation maximisation."""
+    config = parse_config(load_run(run).config)
+    agreed, arrays = Predictor.of_run(run).preparation, load_run(run).files.posterior.arrays
+    sites = [site.encode(agreed) for site in load_all_sites(config, SITES)]
+    x = np.vstack([np.hstack([np.ones((len(site.y), 1)), site.x]) for site in sites])
+    y, noise = np.concatenate([site.y for site in sites]), 0.7
+    for _ in range(4):
+        covariance = np.linalg.inv(x.T @ x / noise + np.eye(x.shape[1]) / 3.0**2)
+        mean = covariance @ x.T @ y / noise
+        noise = (np.sum((y - x @ mean) ** 2) + np.trace(x @ covariance @ x.T)) / len(y)
+    np.testing.assert_allclose(arrays["weights.mean"], mean, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(arrays["noise"], noise, rtol=1e-9)
+
+
+def test_it_is_evaluated_saved_and_predicts_what_its_sites_predicted(run):
+    read = load_run(run)
+    assert read.metrics.method == "toy"
+    assert 40 < read.metrics.test["rmse"] < 70
+    rows = pd.read_csv(run / "predictions.csv", dtype={"site": str})
+    for site in load_all_sites(parse_config(read.config), SITES):
+        again, before = read.posterior.predict(site.test), rows[rows["site"] == site.site]
+        np.testing.assert_allclose(again["mean"], before["mean"], rtol=1e-10)
+        np.testing.assert_allclose(again["sd"], before["sd"], rtol=1e-10)
+
+
+def test_its_section_is_in_the_report(run):
+    page = (run / "report.html").read_text()
+    assert "Weights of the toy" in page
+    assert re.search(r"<td>weights</td><td>11</td>", page)
+
+
+def test_it_goes_on_where_it_was(run, tmp_path):
+    run_in_process(keys(tmp_path, "toy.noise=0.7", "num-server-rounds=2"), SITES)
+    resumed = run_in_process(keys(tmp_path, "toy.noise=0.7", "resume=true"), SITES)
+    assert load_run(resumed).metrics.test == load_run(run).metrics.test
+
+
+def test_flower_carries_its_keys_in_the_free_form_key(run, tmp_path):
+    """Flower refuses keys that pyproject.toml does not list."""
+    flat = for_flower(keys(tmp_path, "toy.noise=0.7"))
+    assert flat.keys() <= default_config().keys()
+    assert flat["extra"] == "toy.noise=0.7"
+    assert load_run(run_in_process(flat, SITES)).metrics.test == load_run(run).metrics.test
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["toy.noise=-1"], "`toy.noise` = -1"),
+        (["toy.nose=1"], "unknown configuration key `toy.nose`; did you mean `toy.noise`"),
+        (["extra=toy.noise=-1"], "`toy.noise` = -1"),
+        (["extra=toy.nose=1"], "unknown configuration key `toy.nose`; did you mean `toy.noise`"),
+    ],
+)
+def test_its_keys_are_checked_like_all_others(tmp_path, words, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_config(keys(tmp_path, *words))
+
+
+def test_commands_know_it_in_a_process_of_its_own(run, tmp_path):
+    """Nothing but the package on the path."""
+    code = """
+from fedgp_flower.cli import main
+for words in WORDS:
+    try:
+        main(words)
+    except SystemExit as end:
+        assert not end.code
+"""
+    table = tmp_path / "new.csv"
+    load_all_sites(parse_config(load_run(run).config), SITES)[0].test.to_csv(table, index=False)
+    words = [["methods"], ["compare", str(run), str(run)], ["report", str(run)]]
+    words += [["predict", str(run), "--input", str(table), "--output", str(tmp_path / "out.csv")]]
+    path = os.pathsep.join([str(PACKAGE), str(ROOT)])
+    command = [sys.executable, "-c", code.replace("WORDS", repr(words))]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert "toy" in done.stdout
+    assert len(pd.read_csv(tmp_path / "out.csv")) == len(pd.read_csv(table))
+
+
+def test_no_file_of_the_project_names_it():
+    places = [*(ROOT / "fedgp_flower").rglob("*.py"), *(ROOT / "strategies").rglob("*.py"), ROOT / "pyproject.toml"]
+    assert [path for path in places if "toy_method" in path.read_text(encoding="utf-8")] == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (EntryPoint("fsgp", "toy_method:METHOD", registry.GROUP), "another method has that name"),
+        (EntryPoint("gone", "no_such_package:METHOD", registry.GROUP), "cannot be loaded: ModuleNotFoundError"),
+        (
+            EntryPoint("odd", "toy_method:__doc__", registry.GROUP),
+            "expected a `fedgp_flower.run.registry.Method`, got str",
+        ),
+    ],
+)
+def test_a_package_that_brings_no_usable_row_is_named(monkeypatch, entry, message):
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        list(registry.Registry())
+
+
+def test_runs_of_a_package_that_is_gone_say_what_to_install(run, monkeypatch, capsys):
+    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+    forget_rows()
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(run)])
+    assert "is a run of 'toy', which is not installed" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.undo()
+    forget_rows()

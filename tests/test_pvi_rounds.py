@@ -1,0 +1,360 @@
+"""Rounds of partitioned variational inference against sites that are plain functions: no Flower, milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_pvi_exact import NOISE, Problem, assert_same
+
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.gaussian import NaturalGaussian
+from fedgp_flower.messages import decode, encode
+from fedgp_flower.methods.pvi.linear import LinearSite, analytic_factor, fixed_point_update
+from fedgp_flower.methods.pvi.messages import (
+    Distilled,
+    Leakage,
+    Marginal,
+    NaturalParameters,
+    Predictive,
+    PseudoPoints,
+    Refined,
+    Refitted,
+    Visit,
+)
+from fedgp_flower.methods.pvi.options import Plan, PVIOptions
+from fedgp_flower.run.registry import parse_config
+from strategies import async_pvi, replay_pvi
+from strategies.pvi import PVIState, begin, forget, one_round, posterior
+from strategies.server.questions import Asking, Each, First, Refuse, Roster, drive
+
+FIRST = {"inducing": np.zeros((8, 2)), "hyper": np.zeros(3)}
+
+
+def options(**keys: Any) -> PVIOptions:
+    parsed = parse_config({"method": "pvi", **{f"pvi.{n.replace('_', '-')}": v for n, v in keys.items()}}).options
+    assert isinstance(parsed, PVIOptions)
+    return parsed
+
+
+LINEAR = options(local_update="natural-gradient", inducing="fixed", hyper="fixed")
+REPLAY, PARALLEL = options(), options(schedule="synchronous")
+Rounds = Callable[[PVIState, Roster], Asking[tuple[PVIState, dict[str, float]]]]
+
+
+@dataclass
+class ConjugateSite:
+    """Rows whose factor of v is known in closed form, or a fixed point."""
+
+    rows: LinearSite
+    analytic: bool = True
+
+    def train(self, request: Visit) -> Refined:
+        """The factor, whatever the others say."""
+        context = request.context["whitened"].full()
+        factor = analytic_factor(self.rows, torch.tensor(NOISE).double())
+        if not self.analytic:
+            factor = fixed_point_update(self.rows, context, context.flat()).factor
+        return Refined(0.0, 1, 0, 0, whitened=NaturalParameters.of(factor))
+
+
+def sites_of(problem: Problem, likelihood: str = "gaussian") -> dict[str, ConjugateSite]:
+    return {
+        str(k): ConjugateSite(problem.site(k, likelihood), likelihood == "gaussian") for k in range(len(problem.rows))
+    }
+
+
+def roster_of(problem: Problem, number: int, busy: tuple[str, ...] = ()) -> Roster:
+    rows = {str(k): len(own) for k, own in enumerate(problem.rows)}
+    return Roster(rows, tuple(rows), busy, number)
+
+
+def trained(problem: Problem, plan: Plan, rounds: int, sites: Mapping[str, Any] | None = None) -> PVIState:
+    state = begin(FIRST, LINEAR, {})
+    for number in range(1, rounds + 1):
+        asking = one_round(state, roster_of(problem, number), plan, LINEAR)
+        state, _ = drive(asking, sites or sites_of(problem))
+    return state
+
+
+def q_of(state: PVIState) -> NaturalGaussian:
+    found = posterior(state)["whitened"]
+    assert isinstance(found, NaturalGaussian)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "rounds"),
+    [
+        (Plan(), 3),
+        (Plan(order="random", seed=5), 3),
+        (Plan(order="residual"), 3),
+        (Plan("synchronous", damping=1.0), 1),
+        (Plan("synchronous", fraction=0.7, damping=1.0, seed=2), 6),
+    ],
+    ids=str,
+)
+def test_a_conjugate_model_reaches_the_pooled_posterior_whatever_the_schedule(plan: Plan, rounds: int) -> None:
+    problem = Problem(3)
+    state = trained(problem, plan, rounds)
+    assert set(state.record.visits) == {"0", "1", "2"}
+    assert_same(problem.unwhitened(q_of(state)), problem.titsias())
+
+
+def test_a_damped_synchronous_round_is_a_share_of_the_way() -> None:
+    """ρ = 1/K: the natural parameters of q go a third of the way from the prior to the pooled posterior."""
+    problem = Problem(3)
+    one, all_of_it = trained(problem, Plan("synchronous"), 1), trained(problem, Plan(), 3)
+    prior = NaturalGaussian.from_moments(torch.zeros(8).double(), torch.eye(8).double())
+    expected = prior * (q_of(all_of_it) / prior) ** (1 / 3)
+    assert_same((q_of(one).eta1, q_of(one).eta2), (expected.eta1, expected.eta2))
+
+
+def test_the_order_of_sites_does_not_matter() -> None:
+    problem = Problem(4)
+    found = [q_of(trained(problem, Plan(order="random", seed=seed), 4)) for seed in range(4)]
+    for other in found[1:]:
+        assert_same((other.eta1, other.eta2), (found[0].eta1, found[0].eta2), rtol=1e-13, atol=1e-13)
+
+
+def test_a_site_that_is_taken_out_was_never_there() -> None:
+    problem = Problem(4)
+    without = forget(trained(problem, Plan(), 4), "2")
+    rest = torch.cat([problem.rows[k] for k in (0, 1, 3)])
+    assert_same(problem.unwhitened(q_of(without)), problem.titsias(rest))
+    assert "2" not in {*without.record.visits, *without.record.attempts, *without.rows}
+    assert (without.record.forgotten, without.record.communications) == (("2",), 4)
+
+
+def test_the_last_factor_cannot_be_taken_out() -> None:
+    problem = Problem(2)
+    state = trained(problem, Plan(), 1)
+    with pytest.raises(NumericsError, match="only one"):
+        forget(state, "0")
+
+
+def test_a_state_survives_its_encoding() -> None:
+    problem = Problem(3)
+    state = trained(problem, Plan(order="residual"), 4)
+    back = decode(PVIState, encode(state))
+    assert list(back.sites) == list(state.sites)
+    for name in ("record", "rows", "version", "sent"):
+        assert getattr(back, name) == getattr(state, name)
+    assert torch.equal(q_of(back).eta2, q_of(state).eta2)
+
+
+def test_an_answer_of_another_size_is_refused_and_the_others_are_merged() -> None:
+    problem = Problem(3)
+    state = trained(problem, Plan(), 1)
+    asking = one_round(state, roster_of(problem, 2), Plan("synchronous", damping=1.0), LINEAR)
+    question = next(asking)
+    answers = {name: site.train(question.requests[name]) for name, site in sites_of(problem).items()}
+    answers["1"] = Refined(0.0, 1, 0, 0, whitened=NaturalParameters(np.zeros(3), -np.eye(3)))
+    refusal = asking.send(answers)
+    assert isinstance(refusal, Refuse)
+    assert (refusal.site, "3 entries" in refusal.reason) == ("1", True)
+    with pytest.raises(StopIteration) as done:
+        asking.send(None)
+    merged, figures = done.value.value
+    assert set(merged.sites) == {"0", "2"}
+    assert figures["visits"] == 3
+
+
+# Asynchronous.
+
+
+@dataclass
+class Line:
+    """Answers that arrive in an order that a test chooses."""
+
+    sites: Mapping[str, ConjugateSite]
+    waiting: dict[str, Refined] = field(default_factory=dict)
+
+    def arrive(self, asking: Asking[Any], which: str | None, *, lost: bool = False) -> Any:
+        """Put the questions of a round, and let the answer of one site arrive, or get lost."""
+        question = next(asking)
+        assert isinstance(question, First)
+        self.waiting |= {name: self.sites[name].train(request) for name, request in question.requests.items()}
+        site = which or next(iter(self.waiting))
+        answer = self.waiting.pop(site)
+        with pytest.raises(StopIteration) as done:
+            asking.send((site, None if lost else answer))
+        return done.value.value
+
+
+def test_staleness_counts_merges_the_site_did_not_see() -> None:
+    problem, plan = Problem(3), Plan("asynchronous", damping=1.0)
+    line, state = Line(sites_of(problem)), begin(FIRST, LINEAR, {})
+    seen = []
+    for number, site in enumerate(["1", "0", "1", "2"], 1):
+        roster = roster_of(problem, number, tuple(line.waiting))
+        state, figures = line.arrive(async_pvi.one_round(state, roster, plan, LINEAR), site)
+        seen.append(figures["staleness"])
+    assert seen == [0, 1, 1, 3]
+    assert state.record.staleness == {"1": 1, "0": 1, "2": 3}
+    assert_same(problem.unwhitened(q_of(state)), problem.titsias())
+
+
+def test_asynchronous_one_at_a_time_is_sequential() -> None:
+    problem = Problem(3)
+    sites, line = sites_of(problem, "bernoulli"), Line(sites_of(problem, "bernoulli"))
+    expected = trained(problem, Plan(damping=1.0), 6, sites)
+    state, plan = begin(FIRST, LINEAR, {}), Plan("asynchronous", damping=1.0, concurrency=1)
+    for number in range(1, 7):
+        state, figures = line.arrive(async_pvi.one_round(state, roster_of(problem, number), plan, LINEAR), None)
+        assert figures["staleness"] == 0
+    assert torch.equal(q_of(state).eta1, q_of(expected).eta1)
+    assert torch.equal(q_of(state).eta2, q_of(expected).eta2)
+
+
+def test_a_lost_answer_moves_nothing_and_its_site_is_asked_again() -> None:
+    problem, plan = Problem(3), Plan("asynchronous")
+    line, state = Line(sites_of(problem)), begin(FIRST, LINEAR, {})
+    after, figures = line.arrive(async_pvi.one_round(state, roster_of(problem, 1), plan, LINEAR), "0", lost=True)
+    assert (after.version, figures, dict(after.sent)) == (0, {}, {"1": 0, "2": 0})
+    question = next(async_pvi.one_round(after, roster_of(problem, 2, ("1", "2")), plan, LINEAR))
+    assert set(question.requests) == {"0"}
+
+
+def test_a_resumed_run_asks_again_what_was_under_way() -> None:
+    problem, plan = Problem(3), Plan("asynchronous")
+    line = Line(sites_of(problem))
+    state, _ = line.arrive(async_pvi.one_round(begin(FIRST, LINEAR, {}), roster_of(problem, 1), plan, LINEAR), "1")
+    question = next(async_pvi.one_round(decode(PVIState, encode(state)), roster_of(problem, 2), plan, LINEAR))
+    assert set(question.requests) == {"0", "1", "2"}
+
+
+# Replay.
+
+
+class ReplaySite:
+    """Says the same at every visit, and of Z and β what it was told, moved by one."""
+
+    def points(self) -> PseudoPoints:
+        """Two pseudo-observations."""
+        return PseudoPoints(np.zeros((2, 2)), np.ones(2), np.ones(2), np.array(0.0), np.array(2.0))
+
+    def moved(self, told: Marginal) -> Marginal:
+        """A narrow distribution, one further."""
+        mean = told.value if told.eta1 is None else told.eta1 / (-2.0 * told.eta2)
+        return Marginal.narrow(mean + 1.0, 0.1)
+
+    def train(self, request: Visit) -> Refined:
+        """Refit and distil."""
+        latents = {"inducing": self.moved(request.q.inducing), "hyper": self.moved(request.q.hyper)}
+        return Refined(0.0, 1, 0, 0, self.points(), leakage=Leakage(0.0, 1.0, 1.0), moved=0.5, **latents)
+
+    def distil(self, request: Visit) -> Distilled:
+        """Distil."""
+        del request
+        return Distilled(0.0, 1, 0, 0, self.points(), leakage=Leakage(0.0, 1.0, 1.0))
+
+    def refit(self, request: Predictive) -> Refitted:
+        """Refit."""
+        return Refitted(0.0, 1, 0, 0, inducing=self.moved(request.q.inducing), hyper=self.moved(request.q.hyper))
+
+
+def sequential(state: PVIState, roster: Roster) -> Asking[tuple[PVIState, dict[str, float]]]:
+    return one_round(state, roster, Plan(damping=1.0), REPLAY)
+
+
+def parallel(state: PVIState, roster: Roster) -> Asking[tuple[PVIState, dict[str, float]]]:
+    return replay_pvi.parallel_round(state, roster, Plan("synchronous", damping=1.0), PARALLEL)
+
+
+def linear(state: PVIState, roster: Roster) -> Asking[tuple[PVIState, dict[str, float]]]:
+    return one_round(state, roster, Plan("synchronous"), LINEAR)
+
+
+def test_a_refit_is_shared_by_all_and_no_factor() -> None:
+    problem = Problem(3)
+    state = begin(FIRST, REPLAY, {})
+    sites = dict.fromkeys("012", ReplaySite())
+    for number in (1, 2):
+        state, figures = drive(sequential(state, roster_of(problem, number)), sites)
+    mean = state.shared["inducing"].latent().mean()
+    assert mean.tolist() == pytest.approx([2.0] * 16)
+    assert (set(state.sites), state.prior, figures["damping"]) == ({"0", "1"}, {}, 1.0)
+    assert state.record.sizes == {"0": 0.5, "1": 0.5}
+
+
+def test_parallel_replay_refits_once_a_round() -> None:
+    problem = Problem(3)
+    state = begin(FIRST, PARALLEL, {})
+    state, figures = drive(parallel(state, roster_of(problem, 1)), dict.fromkeys("012", ReplaySite()))
+    assert state.shared["hyper"].latent().mean().tolist() == pytest.approx([1.0] * 3)
+    assert (set(state.sites), figures["refit"]) == ({"0", "1", "2"}, 0.0)
+
+
+def test_another_site_refits_where_one_sends_what_was_not_asked_for() -> None:
+    problem, own = Problem(3), options(hyper="fixed")
+    state = begin(FIRST, own, {})
+    asking = replay_pvi.refit(state, roster_of(problem, 1), own)
+    question = next(asking)
+    assert list(question.requests) == ["1"]
+    site = ReplaySite()
+    refusal = asking.send({"1": site.refit(question.requests["1"])})
+    assert isinstance(refusal, Refuse)
+    assert "`hyper` is a distribution, expected absent" in refusal.reason
+    question = asking.send(None)
+    assert list(question.requests) == ["2"]
+
+
+# Kills.
+
+
+KILLED = {"linear": (linear, LINEAR), "replay": (sequential, REPLAY), "parallel replay": (parallel, PARALLEL)}
+
+
+@pytest.mark.parametrize(("rounds", "chosen"), KILLED.values(), ids=KILLED)
+def test_a_round_that_is_killed_anywhere_is_repeated_from_the_same_state(rounds: Rounds, chosen: PVIOptions) -> None:
+    problem = Problem(3)
+    sites = sites_of(problem) if chosen is LINEAR else dict.fromkeys("012", ReplaySite())
+    state, _ = drive(rounds(begin(FIRST, chosen, {}), roster_of(problem, 1)), sites)
+    before = encode(state)
+    expected, _ = drive(rounds(state, roster_of(problem, 2)), sites)
+    kills = 0
+    while killed_after(rounds(state, roster_of(problem, 2)), sites, kills):
+        kills += 1
+        assert same(encode(state), before)
+        again, _ = drive(rounds(state, roster_of(problem, 2)), sites)
+        assert same(encode(again), encode(expected))
+    assert kills == (2 if rounds is parallel else 1)
+
+
+def killed_after(asking: Asking[Any], sites: Mapping[str, Any], questions: int) -> bool:
+    """Close a round at a question; False if it has fewer."""
+    reply: Any = None
+    for count in range(questions + 1):
+        try:
+            question = asking.send(reply)
+        except StopIteration:
+            return False
+        assert isinstance(question, Each)
+        if count < questions:
+            kind = question.answer.__dict__["__message_kind__"].rpartition(".")[2]
+            reply = {name: getattr(sites[name], kind)(request) for name, request in question.requests.items()}
+    asking.close()
+    return True
+
+
+def same(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def test_a_site_without_a_factor_that_is_forgotten_is_named() -> None:
+    problem = Problem(2)
+    with pytest.raises(NumericsError, match="no factor in this posterior; sites that have one: 0"):
+        forget(trained(problem, Plan(), 1), "1")
+
+
+def test_more_sites_change_what_averages_weigh() -> None:
+    """A site that joins late counts among all rows from then on."""
+    problem = Problem(3)
+    state = replace(trained(problem, Plan(), 1), rows={"0": 14})
+    after, _ = drive(one_round(state, roster_of(problem, 2), Plan(), LINEAR), sites_of(problem))
+    assert sum(after.rows.values()) == 42

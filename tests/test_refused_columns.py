@@ -1,0 +1,150 @@
+"""Columns of text that must not become indicators are refused where they lie: no cell of them goes anywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from faults import Fault, FaultyGrid, configured, csv_nodes, no_waiting, run, waves
+from flwr.app import Message
+
+from fedgp_flower import server_app
+from fedgp_flower.data.cells import check_target, refuse_identifiers
+from fedgp_flower.data.datasets import load_table
+from fedgp_flower.data.standardisation import describe
+from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.run.config import CoreConfig
+from strategies.server.standardisation import SiteDescription, agree
+
+SECRET = b"SSN-7"
+
+
+def content(message: Message) -> bytes:
+    """Everything a message carries."""
+    if message.has_error():
+        return str(message.error.reason).encode()
+    records = message.content
+    arrays = b"".join(array.data for record in records.array_records.values() for array in record.values())
+    texts = [dict(record) for kind in (records.config_records, records.metric_records) for record in kind.values()]
+    return arrays + str(texts).encode()
+
+
+class RecordingGrid(FaultyGrid):
+    """Keeps what every message and every reply carries."""
+
+    def __init__(self, flat: Any, nodes: Any, *faults: Fault) -> None:
+        super().__init__(flat, nodes, *faults)
+        self.carried: list[bytes] = []
+
+    def arrival(self, message: Message) -> Message | None:
+        reply = super().arrival(message)
+        self.carried += [content(m) for m in (message, reply) if m is not None]
+        return reply
+
+
+def readmitted(rows: int, seed: int, visits: int = 2) -> pd.DataFrame:
+    """Rows of patients who came ``visits`` times each; most of their ids are at no other site."""
+    return waves(rows, seed).assign(patient=[f"SSN-7{seed}{i // visits:03d}" for i in range(rows)])
+
+
+def executed(flat: dict[str, Any], grid: RecordingGrid) -> None:
+    with no_waiting():
+        server_app.execute(grid, flat, lambda row, total: None)
+
+
+@pytest.mark.parametrize("most", [50, 10**6])
+def test_ids_that_repeat_are_refused_at_the_site_and_nothing_of_them_leaves(tmp_path: Path, most: int) -> None:
+    nodes = csv_nodes(tmp_path, {f"{seed}": readmitted(60, seed) for seed in range(3)})
+    flat = configured(sites=3, num_server_rounds=1, output_dir=str(tmp_path), target="y", max_levels=most)
+    refused, allowed = flat | {"name": "refused"}, flat | {"name": "left-out", "features": "x1,x2"}
+    grids = [RecordingGrid(keys, nodes) for keys in (refused, allowed)]
+    with pytest.raises(RunError, match=r"`patient` has \d+ levels in 48 rows, as an identifier has; leave it out of"):
+        executed(refused, grids[0])
+    executed(allowed, grids[1])
+    assert (tmp_path / "left-out" / "report.html").exists()
+    written = [path for name in ("refused", "left-out") for path in (tmp_path / name).rglob("*") if path.is_file()]
+    assert {"log.txt", "posterior.json", "report.html", "metrics.json"} <= {path.name for path in written}
+    assert len(grids[1].carried) > 20
+    assert not [text for grid in grids for text in grid.carried if SECRET in text]
+    assert not [path.name for path in written if SECRET in path.read_bytes()]
+
+
+def test_the_search_would_find_a_level_that_leaves(tmp_path: Path) -> None:
+    """Five ids at each site are levels that a column may have."""
+    nodes = csv_nodes(tmp_path, {f"{seed}": readmitted(60, seed, visits=12) for seed in range(3)})
+    flat = configured(sites=3, num_server_rounds=1, output_dir=str(tmp_path), name="seen", target="y")
+    grid = RecordingGrid(flat, nodes)
+    executed(flat, grid)
+    assert [text for text in grid.carried if SECRET in text]
+    assert SECRET in (tmp_path / "seen" / "posterior.json").read_bytes()
+
+
+def words(levels: int, rows: int) -> pd.DataFrame:
+    return pd.DataFrame({"word": [f"w{i % levels}" for i in range(rows)]})
+
+
+@pytest.mark.parametrize(
+    ("levels", "rows", "most", "reason"),
+    [
+        (2, 3, 50, ""),  # two levels are a class at the smallest site
+        (3, 9, 50, ""),
+        (3, 8, 50, "`word` has 3 levels in 8 rows, as an identifier has"),
+        (34, 100, 10**9, "`word` has 34 levels in 100 rows, as an identifier has; leave it out of `features`"),
+        (33, 100, 50, ""),
+        (51, 10_000, 50, "`word` has 51 levels in 10000 rows; at most `max-levels` = 50 are allowed: leave it out"),
+        (51, 10_000, 51, ""),
+    ],
+)
+def test_which_columns_are_refused(levels: int, rows: int, most: int, reason: str) -> None:
+    frame = words(levels, rows)
+    if not reason:
+        refuse_identifiers(frame, ["word"], "a.csv", most)
+        return
+    with pytest.raises(DataError, match=r"^a\.csv: ") as caught:
+        refuse_identifiers(frame, ["word"], "a.csv", most)
+    assert reason in str(caught.value)
+
+
+def test_a_simulated_data_set_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "all.csv"
+    words(60, 600).assign(x=range(600), y=range(600)).to_csv(path, index=False)
+    with pytest.raises(DataError, match=r"all\.csv: `word` has 60 levels in 600 rows; at most `max-levels` = 50"):
+        load_table(CoreConfig.model_validate({"dataset": str(path)}))
+    assert load_table(CoreConfig.model_validate({"dataset": str(path), "max-levels": 60})).features == ("word", "x")
+
+
+def test_a_target_of_identifiers_is_called_what_it_is() -> None:
+    with pytest.raises(DataError, match=r"target `word` has 40 levels in 80 rows, as an identifier has.*two classes"):
+        check_target(words(40, 80)["word"], "bernoulli", "a.csv")
+    with pytest.raises(DataError, match=r"target `word` has 3 levels in 80 rows; .* two classes"):
+        check_target(words(3, 80)["word"], "bernoulli", "a.csv")
+
+
+def described(levels: range) -> SiteDescription:
+    draw = np.random.default_rng(0)
+    word = [f"w{levels[i % len(levels)]}" for i in range(120)]
+    frame = pd.DataFrame({"word": word, "y": draw.normal(size=120)})
+    own = describe(frame, ["word"], "y")
+    return SiteDescription(own.arrays, own.schema, own.num_examples)
+
+
+def test_the_server_refuses_a_union_of_levels_and_a_site_that_sends_too_many() -> None:
+    apart = {str(k): described(range(40 * k, 40 * k + 40)) for k in range(2)}
+    with pytest.raises(DataError, match="`word` has 80 levels over all sites; at most `max-levels` = 50 are allowed"):
+        agree(apart)
+    assert len(json.loads(agree(apart, max_levels=80).schema)["features"][0]["levels"]) == 80
+    found = agree({"a": described(range(40)), "b": described(range(60))})
+    assert list(found.refused) == ["b"]
+    assert "`word` has 60 levels; at most `max-levels` = 50" in found.refused["b"]
+
+
+def test_a_union_of_too_many_levels_ends_the_run_before_training(tmp_path: Path) -> None:
+    frames = {str(k): waves(150, k).assign(word=[f"w{k}-{i % 30}" for i in range(150)]) for k in range(2)}
+    grid = FaultyGrid(configured(sites=2, target="y"), csv_nodes(tmp_path, frames))
+    with pytest.raises(DataError, match="`word` has 60 levels over all sites"):
+        run(grid)
+    assert {visit.phase for visit in grid.visits} == {"query.describe"}

@@ -1,0 +1,365 @@
+"""Totals under masks end to end: figures are those of plain totals, and the server sees no array of a site."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, lost, parameters, run, waves
+from flwr.app import Message
+
+from fedgp_flower.errors import ConfigError, NumericsError, RunError
+from fedgp_flower.methods.fsgp.client import FSGPClient
+from fedgp_flower.methods.fsgp.messages import Statistics
+from fedgp_flower.methods.messages import Step, Stepped
+from fedgp_flower.privacy.keys import Identity, Trust
+from fedgp_flower.run.artefacts import read_run
+from fedgp_flower.run.in_process import run_in_process
+from strategies.server.questions import Each, First
+
+MASKED = {"privacy__secure_aggregation": True}
+METHODS: dict[str, dict[str, Any]] = {
+    "exact": {"evaluate_every": 2},
+    "average": {"fsgp__objective": "average", "evaluate_every": 2},
+    "adam of averages": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
+    "fgpr": {"method": "fgpr"},
+    "sfvi": {"method": "sfvi"},
+    "local-only": {"method": "local-only"},
+}
+
+
+@dataclass
+class Transcript(FaultyGrid):
+    """Keeps every reply that arrives at the server."""
+
+    replies: list[tuple[str, str, Message]] = field(default_factory=list)
+
+    def __init__(self, flat, nodes, *faults):
+        super().__init__(flat, nodes, *faults)
+        self.replies = []
+
+    def arrival(self, message: Message) -> Message | None:
+        reply = super().arrival(message)
+        if reply is not None:
+            self.replies.append((self.visits[-1].site, message.metadata.message_type, reply))
+        return reply
+
+    def of(self, phase: str, site: str) -> list[Message]:
+        return [reply for where, kind, reply in self.replies if (where, kind) == (site, phase)]
+
+
+def words_of(reply: Message) -> np.ndarray:
+    return reply.content.array_records["arrays"]["masked"].numpy()
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def pair(request) -> Any:
+    """A run with plain totals and the same one under masks."""
+    keys = METHODS[request.param] | {"baselines__local_only": True, "num_server_rounds": 3}
+    found = []
+    for more in ({}, MASKED):
+        grid, recorder = Transcript(configured(**keys, **more), 4), Recorder()
+        found.append((run(grid, recorder), recorder, grid))
+    return found
+
+
+def test_figures_are_those_of_plain_totals(pair):
+    (plain, plain_rows, _), (masked, masked_rows, _) = pair
+    for first, second in zip(plain_rows.rows, masked_rows.rows, strict=True):
+        for name in first.keys() & {"bound", "objective", "noise", "test_nll", "test_rmse"}:
+            assert second[name] == pytest.approx(first[name], rel=1e-8), name
+    before, after = plain.outcome.metrics, masked.outcome.metrics
+    for name in ("test", "test_standardised"):
+        assert after[name] == pytest.approx(before[name], rel=1e-8)
+    assert after["calibration"] == before["calibration"]
+    for name, value in before["local_only"].items():
+        if name != "per_site":
+            assert after["local_only"][name] == pytest.approx(value, rel=1e-8)
+    assert (after["per_site"], after["local_only"]["per_site"]) == ([], [])
+    assert after["method_details"]["privacy"]["left_out"] == {}
+
+
+def test_the_server_sees_no_array_of_a_site(pair):
+    """Of a total: words of 128 bits, no row count, no time. By itself a site says its description and its key."""
+    _, (_, _, grid) = pair
+    assert {kind for _, kind, _ in grid.replies} >= {"query.describe", "query.keys", "query.local_scores"}
+    for _, kind, reply in grid.replies:
+        arrays = reply.content.array_records["arrays"]
+        if kind in {"query.keys", "query.model"}:  # a key, and what follows from the configuration alone
+            assert kind == "query.model" or len(arrays) == 0
+        elif kind != "query.describe":
+            assert list(arrays) == ["masked"]
+            assert arrays["masked"].numpy().dtype == np.uint64
+            assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 0}
+            assert set(reply.content.config_records["config"]) <= {
+                *("schema-version", "site", "run", "answers", "layout")
+            }
+
+
+def test_masks_cost_two_bytes_for_one(pair):
+    (_, _, plain), (_, _, masked) = pair
+    for kind in ("query.statistics", "train.gradient"):
+        sizes = [
+            [
+                sum(own.numpy().nbytes for own in reply.content.array_records["arrays"].values())
+                for reply in grid.of(kind, "0")
+            ]
+            for grid in (plain, masked)
+        ]
+        for before, after in zip(*sizes, strict=True):
+            assert after <= 2.2 * before + 16
+
+
+def test_two_runs_on_the_same_rows_share_no_word():
+    grids = [Transcript(configured(**MASKED, num_server_rounds=1), 3) for _ in range(2)]
+    for grid in grids:
+        run(grid)
+    first, second = (
+        {word.tobytes() for _, kind, own in grid.replies if kind == "query.statistics" for word in words_of(own)}
+        for grid in grids
+    )
+    assert len(first) == len(second)
+    assert not first & second
+
+
+def silent(site, *rounds, phase="query.statistics", times=10**9):
+    return Fault(site, lost, (phase,), range(rounds[0], rounds[-1] + 1), times)
+
+
+def test_a_site_that_is_silent_once_is_asked_again_and_sends_the_same():
+    grid = Transcript(configured(**MASKED), 4, silent("1", 2, times=1))
+    strategy = run(grid)
+    calm = run(FaultyGrid(configured(**MASKED), 4))
+    assert strategy.details()["privacy"]["left_out"] == {}
+    assert strategy.details()["bound"] == pytest.approx(calm.details()["bound"], rel=1e-12)
+    assert len(blamed(strategy)["1"]) == 1
+
+
+def test_the_same_request_gets_the_same_bytes():
+    grid = Transcript(configured(**MASKED, num_server_rounds=1), 3)
+    run(grid)
+    visit = grid.of("query.statistics", "0")[-1]
+    flat = configured(**MASKED, num_server_rounds=1)
+    again = Transcript(flat, 3, silent("0", 1, times=1))
+    seen = []
+    answer = again.answer
+
+    def kept(message):
+        reply = answer(message)
+        if message.metadata.message_type == "query.statistics" and "masked" in reply.content.array_records["arrays"]:
+            seen.append((reply.metadata.src_node_id, words_of(reply)))
+        return reply
+
+    again.answer = kept
+    run(again)
+    own = [words for node, words in seen if node == again.node_of("0")]
+    assert np.array_equal(own[0], own[1])
+    assert not np.array_equal(own[0], words_of(visit))
+
+
+def test_a_third_of_the_sites_silent_in_a_round():
+    """They are asked again, then the others without them; the report names them and what that may show."""
+    faults = (silent("1", 2, 2), silent("4", 2, 2))
+    grid = Transcript(configured(**MASKED, fsgp__objective="average"), 6, *faults)
+    for fault in faults:
+        fault.phases = ("train.weighted",)
+    strategy = run(grid)
+    metrics = strategy.outcome.metrics
+    assert metrics["method_details"]["privacy"]["left_out"] == dict.fromkeys("14", "silent in round 2")
+    assert sum("late reply" in line for line in metrics["warnings"]) == 2
+    later = [visit.site for visit in grid.visits if visit.phase == "train.weighted" and visit.round == 3]
+    assert later == ["0", "2", "3", "5"]
+    others = run(
+        FaultyGrid(
+            configured(fsgp__objective="average"), 6, *(Fault(site, lost, ("train",), range(2, 9)) for site in "14")
+        )
+    )
+    for name, array in parameters(others).items():
+        assert parameters(strategy)[name] == pytest.approx(array, rel=1e-8, abs=1e-10)
+
+
+def test_the_sites_refuse_a_third_change_of_the_roster():
+    faults = [Fault(site, lost, ("train.weighted",), range(number, 99)) for number, site in enumerate("123", 1)]
+    flat = configured(**MASKED, fsgp__objective="average", num_server_rounds=9)
+    with pytest.raises(RunError, match=r"for the 3\. time in this run; this site accepts 2"):
+        run(FaultyGrid(flat, 7, *faults))
+
+
+def test_too_few_sites_are_no_total():
+    with pytest.raises(RunError, match=r"2 site\(s\) can take part .* `privacy.min-sites` = 3"):
+        run(FaultyGrid(configured(**MASKED), 2))
+    faults = [Fault(site, lost, ("query.statistics",)) for site in "01"]
+    with pytest.raises(RunError, match=r"2 site\(s\) can take part .* 0: silent in round 1"):
+        run(FaultyGrid(configured(**MASKED), 4, *faults))
+
+
+def misbehaving(monkeypatch, site, change):
+    plain = FSGPClient.statistics
+
+    def statistics(self, request):
+        own = plain(self, request)
+        return change(own) if self.site.site == site else own
+
+    statistics.__annotations__ = get_type_hints(plain)
+    monkeypatch.setattr(FSGPClient, "statistics", statistics)
+
+
+def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):
+    def fails(own):
+        raise NumericsError("not positive definite")
+
+    misbehaving(monkeypatch, "2", fails)
+    flat = configured(**MASKED, fsgp__objective="average", num_server_rounds=1)
+    strategy = run(FaultyGrid(flat, 4))
+    assert blamed(strategy) == {}
+    assert strategy.details()["privacy"]["empty_summands"] == 1
+    assert any("nobody knows whose" in line for line in strategy.outcome.metrics["warnings"])
+    rows = strategy.preparation.rows
+    assert float(strategy.last[1].count) == sum(rows.values()) - rows["2"]
+
+
+def test_an_optimiser_never_mixes_totals_of_other_rows(monkeypatch):
+    """A site adds nothing to one question: the segment ends, instead of an objective of fewer rows."""
+    calls = []
+
+    def sometimes(own):
+        calls.append(own)
+        if len(calls) == 2:
+            raise NumericsError("not positive definite")
+        return own
+
+    misbehaving(monkeypatch, "2", sometimes)
+    recorder = Recorder()
+    strategy = run(FaultyGrid(configured(**MASKED), 4), recorder)
+    assert [("bound" in row) for row in recorder.rows] == [True, False, True, True]
+    assert float(strategy.last[1].count) == sum(strategy.preparation.rows.values())
+
+
+def test_a_total_that_no_rows_have_ends_the_run(monkeypatch):
+    misbehaving(
+        monkeypatch, "2", lambda own: Statistics(**{**vars(own), "gram": own.gram - 1e6 * np.eye(len(own.gram))})
+    )
+    with pytest.raises(RunError, match=r"not a Gram matrix\. Under masks no site can be named"):
+        run(FaultyGrid(configured(**MASKED), 4))
+
+
+def test_words_that_do_not_cancel_end_the_run():
+    noise = np.random.default_rng(0)
+    change = arrays(lambda own: {n: noise.integers(0, 2**63, a.shape).astype(np.uint64) for n, a in own.items()})
+    with pytest.raises(RunError, match="did not cancel"):
+        run(FaultyGrid(configured(**MASKED), 4, Fault("1", change, ("query.statistics",))))
+
+
+@pytest.mark.parametrize("kind", [Each, First])
+def test_single_sites_cannot_be_asked_under_masks(kind):
+    grid = Transcript(configured(**MASKED, num_server_rounds=0), 3)
+    strategy = run(grid)
+    before = len(grid.visits)
+
+    def asking():
+        yield kind(Stepped, {"0": Step(parameters(strategy), 0.1)})
+
+    with pytest.raises(ConfigError, match="`fsgp` asks each site for its own `Stepped`"):
+        strategy.ask_through(asking())
+    assert len(grid.visits) == before
+
+
+@pytest.mark.parametrize("method", ["pvi", "sfvi-avg", "fedmgp", "pooled"])
+def test_methods_of_more_than_totals_are_refused_by_name(method):
+    grid = Transcript(configured(**MASKED, method=method), 3)
+    with pytest.raises(ConfigError, match=f"{method}.*more than their sum|'{method}' sees the rows"):
+        run(grid)
+    assert {kind for _, kind, _ in grid.replies} <= {"query.describe", "query.keys", "query.shape", "query.model"}
+
+
+def test_drawing_sites_in_every_round_is_refused():
+    for method in ("fsgp", "fgpr", "sfvi"):
+        with pytest.raises(ConfigError, match=rf"`{method}.fraction` = 0.5 draws other sites"):
+            run(FaultyGrid(configured(**MASKED, method=method, **{f"{method}__fraction": 0.5}), 3))
+
+
+def test_a_restarted_site_has_its_key_again(tmp_path):
+    flat = configured(**MASKED)
+    nodes = [{"partition-id": i, "num-partitions": 4, "state-dir": str(tmp_path / str(i))} for i in range(4)]
+    grid = Transcript(flat, nodes)
+    strategy = run(grid, Recorder(at={2: lambda: grid.restart("1")}))
+    assert strategy.details()["privacy"]["left_out"] == {}
+    assert strategy.details()["bound"] == pytest.approx(run(FaultyGrid(flat, 4)).details()["bound"], rel=1e-12)
+
+
+def test_a_resumed_run_asks_no_question_again_under_an_old_number():
+    flat = configured(**MASKED)
+    recorder = Recorder()
+
+    def killed(reply):
+        raise KeyboardInterrupt
+
+    grid = Transcript(flat, 4, Fault("3", killed, ("train.gradient",), range(3, 4), 1))
+    with pytest.raises(KeyboardInterrupt):
+        run(grid, recorder)
+    resumed = run(grid, Recorder(), recorder.snapshots[-1])
+    assert blamed(resumed) == {}
+    assert resumed.details()["bound"] == pytest.approx(run(FaultyGrid(flat, 4)).details()["bound"], rel=1e-9)
+
+
+@pytest.fixture
+def real_nodes(tmp_path):
+    """Three sites with a file, a key and a trust file each."""
+    nodes = csv_nodes(tmp_path, {site: waves(40, seed) for seed, site in enumerate(("east", "north", "west"))})
+    trust = Trust({})
+    for node in nodes:
+        identity = Identity.new()
+        identity.write(tmp_path / f"{node['site']}.key")
+        trust = trust.with_site(node["site"], identity.public)
+    trust.write(tmp_path / "trust.toml")
+    return [
+        {**node, "site-key": str(tmp_path / f"{node['site']}.key"), "trust": str(tmp_path / "trust.toml")}
+        for node in nodes
+    ]
+
+
+def test_real_sites_with_keys_of_their_own(real_nodes):
+    plain = [{k: v for k, v in node.items() if k not in {"site-key", "trust"}} for node in real_nodes]
+    masked = run(FaultyGrid(configured(**MASKED), real_nodes))
+    assert masked.details()["bound"] == pytest.approx(run(FaultyGrid(configured(), plain)).details()["bound"], rel=1e-8)
+    assert "simulated" not in masked.what_the_server_sees()
+    with pytest.raises(RunError, match="need `site-key` and `trust`"):
+        run(FaultyGrid(configured(**MASKED), plain))
+
+
+def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
+    grid = Transcript(configured(), real_nodes)
+    with pytest.raises(RunError):
+        run(grid)
+    told = [
+        str(reply.content.config_records["config"].get("error", ""))
+        for _, kind, reply in grid.replies
+        if kind == "query.shape"
+    ]
+    assert told
+    assert all("answers `query.shape` under masks alone" in line for line in told)
+
+
+def test_a_site_that_a_trust_file_lacks_is_named(real_nodes, tmp_path):
+    trust = Trust.read(tmp_path / "trust.toml")
+    Trust({site: key for site, key in trust.keys.items() if site != "west"}).write(tmp_path / "small.toml")
+    real_nodes[0]["trust"] = str(tmp_path / "small.toml")
+    grid = Transcript(configured(**MASKED), real_nodes)
+    with pytest.raises(RunError, match="can take part"):
+        run(grid)
+    told = [str(reply.content.config_records["config"].get("error", "")) for reply in grid.of("query.shape", "east")]
+    assert told == ["site 'west' of the roster is not in this site's trust file"] * len(told)
+    assert told
+
+
+def test_a_run_says_first_and_last_what_the_server_saw_and_its_report_can_be_read(tmp_path):
+    flat = configured(**MASKED, output_dir=str(tmp_path), name="masked", keep_predictions=True, num_server_rounds=1)
+    folder = run_in_process(flat, 3)
+    lines = [line for line in (folder / "log.txt").read_text().splitlines() if "INFO" in line]
+    assert sum("totals under masks, simulated" in line for line in lines) == 2
+    assert "totals under masks, simulated" in lines[-1]
+    assert read_run(folder).metrics.per_site == []
+    assert not (folder / "predictions.csv").exists()
+    assert (folder / "report.html").stat().st_size > 0

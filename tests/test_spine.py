@@ -1,0 +1,479 @@
+"""The spine: an algorithm asks, one Strategy drives it, and a Flower user takes it away."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, lost, no_waiting, run
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.clientapp.mod import fixedclipping_mod
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    Result,
+)
+from jaxtyping import Float
+from numpy import ndarray
+
+from fedgp_flower.clients.app import SiteApp, make_client_app
+from fedgp_flower.errors import ConfigError, DataError, ProtocolError, RunError
+from fedgp_flower.messages import encode, leaves, message
+from fedgp_flower.methods.messages import Nothing, Parameters, Shape, Stepped
+from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
+from fedgp_flower.run.registry import parse_config
+from strategies.fgpr import FGPR
+from strategies.fsgp import FSGPAveraging
+from strategies.fsgp_exact import FSGPExact
+from strategies.server import strategy as spine
+from strategies.server.questions import Asking, Each, Figures, First, Refuse, Roster, Summed, Total, drive
+from strategies.server.wire import numpy_arrays
+
+# An algorithm against plain objects.
+
+
+@message("query.sum", summand=True)
+class Sum:
+    """A total."""
+
+    value: Float[ndarray, " N"] = leaves("Σ x")
+
+
+@message("train")
+class Count:
+    """A number that is no summand."""
+
+    number: int = leaves("n")
+
+
+@message()
+class Mean:
+    """A toy state."""
+
+    value: float
+    rounds: int
+
+
+class Site:
+    """Answers as a function would."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = values
+
+    def sum(self, request: Nothing) -> Sum:
+        return Sum(np.array([sum(self.values), len(self.values)]))
+
+    def train(self, request: Nothing) -> Count:
+        return Count(len(self.values))
+
+
+def toy_round(state: Mean, sites: tuple[str, ...]) -> Asking[tuple[Mean, Figures]]:
+    """The mean of all rows, and how many sites counted them."""
+    summed: Summed[Sum] = yield Total(Sum, Nothing(), sites)
+    assert summed.total is not None
+    counts: Mapping[str, Count] = yield Each(Count, dict.fromkeys(summed.sites, Nothing()))
+    total, rows = summed.total.value
+    return Mean(total / rows, state.rounds + 1), {"rows": float(sum(own.number for own in counts.values()))}
+
+
+TOYS = {"a": Site(1.0, 2.0), "b": Site(6.0)}
+
+
+def test_an_algorithm_runs_against_plain_objects() -> None:
+    assert drive(toy_round(Mean(0.0, 4), ("a", "b")), TOYS) == (Mean(3.0, 5), {"rows": 3.0})
+    assert drive(toy_round(Mean(0.0, 0), ("b",)), TOYS)[0] == Mean(6.0, 1)
+
+
+def test_first_answers_come_one_at_a_time_in_the_order_asked() -> None:
+    def asynchronous() -> Asking[list[Any]]:
+        first = yield First(Count, {"b": Nothing(), "a": Nothing()})
+        second = yield First(Count, {})
+        return [first, second]
+
+    assert drive(asynchronous(), TOYS) == [("b", Count(1)), ("a", Count(2))]
+
+
+def test_a_refusal_is_an_error_where_every_site_is_honest() -> None:
+    def suspicious() -> Asking[None]:
+        yield Refuse("a", "its sum is not positive")
+
+    with pytest.raises(AssertionError, match="site a was refused: its sum is not positive"):
+        drive(suspicious(), TOYS)
+
+
+# The Strategy that drives it.
+
+
+def rows_of(site: int, count: int = 40) -> tuple[ndarray, ndarray]:
+    draw = np.random.default_rng(site)
+    x = draw.uniform(-2, 2, (count, 2))
+    return x, np.sin(x[:, 0]) + 0.3 * x[:, 1] + 0.1 * draw.standard_normal(count)
+
+
+def load_rows(context: Context) -> tuple[ndarray, ndarray]:
+    return rows_of(int(context.node_config["partition-id"]))
+
+
+KEYWORDS: dict[str, Any] = {"num_inducing": 5, "sites": 3, "round_timeout": 5.0, "steps": 1, "learning_rate": 0.05}
+
+
+def own_grid(app: SiteApp | None = None, sites: int = 3) -> InProcessGrid:
+    """A grid whose sites know nothing but the rows that a user's function returns."""
+    return InProcessGrid(app or make_client_app("fsgp", load_rows), {}, simulated_nodes(sites))
+
+
+def same(one: Any, other: Any) -> bool:
+    mine, others = encode(one), encode(other)
+    return list(mine) == list(others) and all(np.array_equal(mine[name], others[name]) for name in mine)
+
+
+def watched(grid: InProcessGrid) -> list[Message]:
+    """Every message that leaves the server from now on."""
+    seen: list[Message] = []
+    original = grid.push_messages
+
+    def push(messages: Any) -> Any:
+        kept = list(messages)
+        seen.extend(kept)
+        return original(kept)
+
+    grid.push_messages = push  # type: ignore[method-assign]
+    return seen
+
+
+class Killed(BaseException):
+    """Nothing in the program may catch it."""
+
+
+@pytest.mark.parametrize("kind", [FSGPAveraging, FSGPExact])
+def test_a_round_killed_at_any_question_leaves_the_state_and_can_be_repeated(kind: type[Any]) -> None:
+    calm, rough = kind(**KEYWORDS), kind(**KEYWORDS)
+    for strategy, grid in ((calm, own_grid()), (rough, own_grid())):
+        strategy.timeout = 5.0
+        strategy.enrol(grid)
+    questions = {FSGPAveraging: 1, FSGPExact: 2}[kind]
+    for number in (1, 2):
+        before = rough.current
+        for kill in range(questions):
+            with pytest.raises(Killed):
+                one_round(rough, number, kill)
+            assert same(rough.current, before)
+        one_round(rough, number)
+        one_round(calm, number)
+        assert same(rough.current, calm.current)
+        assert not same(rough.current, before)
+
+
+def one_round(strategy: Any, number: int, kill: int | None = None) -> None:
+    """A round through Flower's two halves, killed when its question ``kill`` would be answered."""
+    answered, original = iter(range(9)), strategy._answer_of
+
+    def answer_of(*arguments: Any) -> Any:
+        if next(answered) == kill:
+            raise Killed
+        return original(*arguments)
+
+    strategy._answer_of = answer_of
+    try:
+        messages = strategy.configure_train(number, ArrayRecord(), ConfigRecord(), strategy.network.grid)
+        replies = strategy.network.exchange(list(messages), strategy.contract)
+        strategy.aggregate_train(number, replies)
+    finally:
+        strategy._answer_of = original
+
+
+def test_start_returns_arrays_and_the_metrics_of_every_round() -> None:
+    seen: list[tuple[int, ArrayRecord]] = []
+
+    def at_server(number: int, record: ArrayRecord) -> MetricRecord:
+        seen.append((number, record))
+        return MetricRecord({"norm": float(sum(np.square(a.numpy()).sum() for a in record.values()))})
+
+    strategy = FSGPAveraging(**KEYWORDS)
+    result = strategy.start(own_grid(), num_rounds=3, evaluate_fn=at_server)
+    assert isinstance(result, Result)
+    assert set(result.train_metrics_clientapp) == {1, 2, 3}
+    assert {"objective", "noise"} <= set(result.train_metrics_clientapp[3])
+    assert set(result.evaluate_metrics_clientapp) == {1, 2, 3}
+    assert result.evaluate_metrics_clientapp[3]["test_rmse"] == strategy.outcome.metrics["test"]["rmse"]
+    assert set(result.evaluate_metrics_serverapp) == {0, 1, 2, 3}
+    assert [number for number, _ in seen] == [0, 1, 2, 3]
+    final = numpy_arrays(result.arrays)
+    assert all(np.array_equal(array, final[name]) for name, array in numpy_arrays(seen[-1][1]).items())
+    assert final["values.inducing.locations"].shape == (5, 2)
+    assert strategy.posterior().arrays["inducing.mean"].shape == (5,)
+
+
+def test_start_goes_on_from_the_arrays_it_is_given() -> None:
+    first = FSGPAveraging(**KEYWORDS)
+    half = first.start(own_grid(), num_rounds=2).arrays
+    whole = FSGPAveraging(**KEYWORDS).start(own_grid(), num_rounds=3).arrays
+    rest = FSGPAveraging(**KEYWORDS).start(own_grid(), initial_arrays=half, num_rounds=1).arrays
+    for name, array in numpy_arrays(rest).items():
+        assert array == pytest.approx(numpy_arrays(whole)[name], rel=1e-12), name
+    with pytest.raises(ProtocolError, match=r"expected `values.inducing.locations` \(6, 2\)"):
+        FSGPAveraging(**(KEYWORDS | {"num_inducing": 6})).start(own_grid(), initial_arrays=half, num_rounds=1)
+
+
+def test_the_configurations_of_training_and_evaluation_reach_the_sites() -> None:
+    grid = own_grid()
+    seen = watched(grid)
+    configs = ConfigRecord({"colour": "red"}), ConfigRecord({"colour": "blue"})
+    FSGPAveraging(**KEYWORDS).start(grid, num_rounds=1, train_config=configs[0], evaluate_config=configs[1])
+    colours = {own.metadata.message_type: own.content.config_records["config"].get("colour") for own in seen}
+    assert (colours["train"], colours["evaluate"], colours["query.statistics"]) == ("red", "blue", None)
+
+
+def test_a_configuration_cannot_pose_as_the_runs_own() -> None:
+    grid = own_grid()
+    seen = watched(grid)
+    odd = ConfigRecord({"round": 77, "run": "other"})
+    FSGPAveraging(**KEYWORDS).start(grid, num_rounds=1, train_config=odd)
+    assert {own.content.config_records["config"]["round"] for own in seen} == {0, 1}
+
+
+def test_more_rounds_are_not_asked_once_an_algorithm_has_finished() -> None:
+    strategy = FSGPExact(**KEYWORDS, tolerance=1e-2)
+    result = strategy.start(own_grid(), num_rounds=200)
+    assert strategy.current.ended
+    assert strategy.round < 100
+    assert set(result.train_metrics_clientapp) == set(range(1, strategy.round + 1))
+
+
+def test_a_run_to_which_no_site_contributed_is_an_error() -> None:
+    flat = configured(fsgp__objective="average", num_server_rounds=2)
+    faults = [Fault(site, lost, ("train",)) for site in "012"]
+    with pytest.raises(RunError, match=r"in 2 round\(s\), so nothing was learned.*no reply within"):
+        run(FaultyGrid(flat, 3, *faults))
+
+
+# What is let in.
+
+
+def test_a_total_of_what_is_no_summand_is_refused() -> None:
+    class Wrong(FSGPAveraging):
+        def one_round(self, state: Any, roster: Roster) -> Asking[Any]:
+            yield Total(Stepped, Parameters(state.parameters))
+            return state, {}
+
+    with pytest.raises(ProtocolError, match="a total of Stepped was asked for, which is no summand"):
+        Wrong(**KEYWORDS).start(own_grid(), num_rounds=1)
+
+
+@pytest.mark.parametrize("name", ["inducing.locations", "likelihood.log_noise"])
+def test_what_cannot_be_decoded_is_the_failure_of_its_site(name: str) -> None:
+    change = arrays(lambda own: own | {f"values.{name}": np.array([["1"]])})
+    flat = configured(fsgp__objective="average", num_server_rounds=1)
+    strategy = run(FaultyGrid(flat, 3, Fault("1", change, ("train",))))
+    [(site, [reason])] = blamed(strategy).items()
+    assert (site, f"Stepped.values.{name}: type <U1, expected float64" in reason) == ("1", True)
+
+
+@pytest.mark.parametrize("phase", ["train", "query.statistics", "evaluate"])
+def test_a_site_that_lost_its_memory_is_sent_the_context_again(phase: str) -> None:
+    flat = configured(fsgp__objective="average", num_server_rounds=3, evaluate_every=1)
+    grid = FaultyGrid(flat, 3)
+    node = grid.node_of("1")
+
+    def forget() -> None:
+        grid.contexts[node].state.clear()
+
+    strategy = run(grid, Recorder(at={2: forget}))
+    calm = FaultyGrid(flat, 3)
+    assert strategy.outcome.metrics["test"] == run(calm).outcome.metrics["test"]
+    assert strategy.network.failures == []
+    assert len(grid.visits) == len(calm.visits) + 1  # one message was sent twice
+
+
+def test_a_reply_is_read_once_and_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[type] = []
+    judged: list[Any] = []
+    original, judge = spine.decode, Shape.refusal
+    monkeypatch.setattr(spine, "decode", lambda cls, *more: read.append(cls) or original(cls, *more))
+    monkeypatch.setattr(Shape, "refusal", lambda self, rows: judged.append(self) or judge(self, rows))
+    FSGPAveraging(**KEYWORDS, evaluate_every=0).start(own_grid(), num_rounds=2)
+    assert read.count(Shape) == len(judged) == 3
+    assert read.count(Stepped) == 6
+
+
+# Keyword arguments.
+
+
+def test_an_unknown_keyword_is_an_error_with_a_suggestion() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument .num_inducin.; did you mean .*num_inducing"):
+        FSGPAveraging(num_inducin=3)
+    for fixed in ("objective", "num_server_rounds", "output_dir"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{fixed}'"):
+            FSGPAveraging(**{fixed: 1})
+
+
+def test_a_wrong_value_is_named_with_what_is_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"`fsgp.fraction` = 2.0: .*less than or equal to 1"):
+        FSGPAveraging(fraction=2.0)
+    with pytest.raises(ConfigError, match=r"`model.likelihood` = 'poisson'"):
+        FSGPExact(likelihood="poisson")
+
+
+@pytest.mark.parametrize("kind", [FSGPAveraging, FSGPExact, FGPR])
+def test_help_shows_every_keyword_with_its_default_and_meaning(kind: type[Any]) -> None:
+    shown, doc = inspect.signature(kind).parameters, str(inspect.getdoc(kind))
+    assert {"fraction", "kernel", "seed", "optimizer_learning_rate"} <= set(shown)
+    assert all(f"\n    {name}: " in doc for name in shown)
+    assert "    fraction: Share ρ of the sites that take part in a round" in doc
+    assert f"default {shown['fraction'].default!r}" in doc
+    strategy = kind(**{name: own.default for name, own in shown.items()})
+    assert strategy.config == kind().config
+    assert strategy.config.flat().keys() == parse_config({"method": kind.method}).flat().keys()
+
+
+def test_the_class_decides_what_the_configuration_calls_the_objective() -> None:
+    assert FSGPExact().options.objective == "exact"
+    assert FSGPAveraging().options.objective == "average"
+
+
+# Flower's wrappers and mods.
+
+
+def distance(one: ArrayRecord, other: ArrayRecord) -> float:
+    mine, others = numpy_arrays(one), numpy_arrays(other)
+    return float(np.sqrt(sum(np.square(mine[name] - others[name]).sum() for name in mine)))
+
+
+def server_side(noise: float, norm: float, rounds: int) -> tuple[list[ArrayRecord], list[Message], Result]:
+    """Arrays before and after each round, every message, and the result."""
+    seen: list[ArrayRecord] = []
+    strategy, grid = FSGPAveraging(**KEYWORDS | {"steps": 20}), own_grid()
+    messages = watched(grid)
+    wrapped = DifferentialPrivacyServerSideFixedClipping(strategy, noise, norm, num_sampled_clients=3)
+    result = wrapped.start(
+        grid,
+        initial_arrays=strategy.initial_arrays(grid),
+        num_rounds=rounds,
+        evaluate_fn=lambda number, record: seen.append(record),
+    )
+    return seen, messages, result
+
+
+def test_flowers_server_side_clipping_bounds_the_update_of_a_round() -> None:
+    (free, moved), _, _ = server_side(0.0, 1e9, 1)
+    assert distance(free, moved) > 0.2
+    (start, clipped), _, result = server_side(0.0, 0.01, 1)
+    # every site moves by 0.01 at most, and so does their mean: no array escapes the clipping
+    assert 0.003 < distance(start, clipped) <= 0.01 * (1 + 1e-9)
+    assert {"test_rmse", "test_nll"} <= set(result.evaluate_metrics_clientapp[1])
+    assert "objective" in result.train_metrics_clientapp[1]
+
+
+def test_the_noised_arrays_are_those_that_sites_train_and_predict_with() -> None:
+    np.random.seed(0)  # noqa: NPY002  what Flower draws from
+    seen, messages, result = server_side(2.0, 0.1, 2)
+    assert distance(seen[1], seen[2]) > 0.1  # far more than clipping lets an update be
+    trained = [own for own in messages if own.metadata.message_type == "train"]
+    assert len(trained) == 6
+    for own in trained:
+        expected = seen[int(own.content.config_records["config"]["round"]) - 1]
+        assert distance(own.content.array_records["arrays"], expected) == 0
+    scored = [own for own in messages if own.metadata.message_type == "evaluate"]
+    for own in scored:
+        sent = numpy_arrays(own.content.array_records["arrays"])
+        expected = numpy_arrays(seen[int(own.content.config_records["config"]["round"])])
+        assert all(np.array_equal(sent[name], array) for name, array in expected.items())
+    assert distance(result.arrays, seen[2]) == 0
+
+
+def test_flowers_client_side_clipping_bounds_the_update_too() -> None:
+    app = make_client_app("fsgp", load_rows, train_mods=[fixedclipping_mod])
+    strategy, grid = FSGPAveraging(**KEYWORDS | {"steps": 20}), own_grid(app)
+    wrapped = DifferentialPrivacyClientSideFixedClipping(strategy, 0.0, 0.01, num_sampled_clients=3)
+    start = strategy.initial_arrays(grid)
+    result = wrapped.start(grid, initial_arrays=start, num_rounds=1)
+    assert 0.003 < distance(start, result.arrays) <= 0.01 * (1 + 1e-9)
+    assert strategy.network.failures == []
+
+
+def test_a_site_that_lies_under_flowers_own_loop_is_left_out_by_name() -> None:
+    flat = configured(fsgp__objective="average")
+    grid = FaultyGrid(flat, 3, Fault("1", arrays(lambda own: {n: a * np.nan for n, a in own.items()}), ("train",)))
+    strategy = FSGPAveraging(num_inducing=5, round_timeout=5.0)
+    wrapped = DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 1.0, num_sampled_clients=3)
+    with no_waiting():
+        result = wrapped.start(grid, initial_arrays=strategy.initial_arrays(grid), num_rounds=1)
+    assert [(own.round, own.site) for own in strategy.network.failures] == [(1, "1")]
+    assert all(np.isfinite(array).all() for array in numpy_arrays(result.arrays).values())
+
+
+def test_mods_see_every_message_and_train_mods_those_of_training() -> None:
+    seen: dict[str, list[str]] = {"every": [], "train": []}
+
+    def mod(name: str) -> Any:
+        def note(message: Message, context: Context, call_next: Any) -> Message:
+            seen[name].append(message.metadata.message_type)
+            return call_next(message, context)
+
+        return note
+
+    app = make_client_app("fsgp", load_rows, mods=[mod("every")], train_mods=[mod("train")])
+    FSGPExact(**KEYWORDS).start(own_grid(app), num_rounds=2)
+    assert set(seen["train"]) == {"train.gradient"}
+    assert {"query.describe", "query.shape", "query.statistics", "train.gradient", "evaluate"} == set(seen["every"])
+
+
+# A loader of one's own.
+
+
+def test_rows_held_apart_are_those_that_are_scored() -> None:
+    def load(context: Context) -> tuple[ndarray, ...]:
+        site = int(context.node_config["partition-id"])
+        return (*rows_of(site), *rows_of(site + 10, 7 + site))
+
+    strategy = FSGPExact(**KEYWORDS)
+    strategy.start(own_grid(make_client_app("fsgp", load)), num_rounds=1)
+    assert [row["num_examples"] for row in strategy.outcome.metrics["per_site"]] == [7, 8, 9]
+    assert strategy.preparation.rows == dict.fromkeys("012", 40)
+
+
+def test_a_data_frame_with_text_is_encoded_and_the_site_has_its_name() -> None:
+    import pandas as pd
+
+    def load(context: Context) -> tuple[pd.DataFrame, str]:
+        x, y = rows_of(int(context.node_config["seed"]))
+        return pd.DataFrame({"age": x[:, 0], "ward": np.where(x[:, 1] > 0, "north", "south"), "stay": y}), "stay"
+
+    nodes = [{"site": name, "label": name.title(), "seed": seed} for seed, name in enumerate(("ada", "bo"))]
+    grid = InProcessGrid(make_client_app("fsgp", load), {}, nodes)
+    strategy = FSGPExact(num_inducing=5, sites=2)
+    strategy.start(grid, num_rounds=1)
+    assert [row["label"] for row in strategy.outcome.metrics["per_site"]] == ["Ada", "Bo"]
+    assert strategy.preparation.names == ("age", "ward=south")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((np.zeros((3, 2)),), "returned 1 things"),
+        ((np.zeros(3), np.zeros(3)), r"shapes \(3,\), \(3,\); expected \[N, D\] and \[N\]"),
+        ((np.zeros((3, 2)), np.zeros(4)), r"shapes \(3, 2\), \(4,\)"),
+        ((np.ones((9, 2)), np.arange(9.0)), "load_data.*constant column"),
+        ((np.full((9, 1), np.nan), np.arange(9.0)), "load_data.*NaN"),
+    ],
+)
+def test_what_a_loader_returns_is_checked(data: Any, words: str) -> None:
+    strategy = FSGPExact(num_inducing=5, sites=2, wait_seconds=0.5)
+    with pytest.raises(RunError, match=words), no_waiting():
+        strategy.start(own_grid(make_client_app("fsgp", lambda context: data), 2), num_rounds=1)
+
+
+def test_an_app_of_one_method_refuses_a_server_of_another() -> None:
+    strategy = FGPR(sites=2, wait_seconds=0.5)
+    with pytest.raises(RunError, match="runs the method `fgpr`; this app was made for `fsgp`"), no_waiting():
+        strategy.start(own_grid(sites=2), num_rounds=1)
+
+
+def test_a_node_without_a_name_learns_how_to_get_one() -> None:
+    from fedgp_flower.data.sites import site_of
+
+    with pytest.raises(DataError, match="it needs `site`"):
+        site_of(parse_config({}), {}, rows_of(0))

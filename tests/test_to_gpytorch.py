@@ -1,0 +1,181 @@
+"""Posteriors as models of GPyTorch: ``likelihood(model(x))`` is our prediction, for every method that saves one."""
+
+from __future__ import annotations
+
+import gpytorch
+import numpy as np
+import pytest
+import torch
+from structured_problems import randomised, sparse_gp
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.gp.batched_kernel import BatchedKernel
+from fedgp_flower.gp.gaussian import NaturalGaussian
+from fedgp_flower.gp.kernels import build_kernel
+from fedgp_flower.gp.likelihoods import build_point_likelihood
+from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.sums import exact_posterior
+from fedgp_flower.gp.to_gpytorch import Transforms, export, mixture, together
+from fedgp_flower.methods.pvi.export import export as export_pvi
+from fedgp_flower.methods.pvi.factors import InducingFactor, PseudoObservations, WhitenedFactor
+from fedgp_flower.methods.pvi.hierarchical import Draws, SparseModel, predict
+from fedgp_flower.methods.sfvi.export import export as export_sfvi
+from fedgp_flower.methods.sfvi.family import initial_global
+from fedgp_flower.methods.sfvi.structured import SiteData
+from fedgp_flower.options import ModelSection
+
+EQUAL = {"rtol": 1e-9, "atol": 1e-10}
+"""The same operations in another order, at condition numbers below 1e5."""
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def sparse(**keys):
+    """A sparse GP at hyperparameters that are not the initial ones, and its optimal posterior."""
+    model = SparseGP(ModelSection(**keys), rand(12, 2, seed=1))
+    for index, parameter in enumerate(model.parameters()):
+        if parameter is not model.inducing_points:
+            parameter.data += 0.2 * rand(*parameter.shape, seed=10 + index)
+    x = 2 * rand(60, 2, seed=2)
+    y = torch.sin(2 * x[:, 0]) + 0.2 * rand(60, seed=3)
+    with torch.no_grad():
+        return model, exact_posterior(pooled_sums(model, x, y), float(model.noise)), (x, y)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "matern52 + linear", "matern32 * periodic"])
+@pytest.mark.parametrize("jitter", [1e-8, 1e-2])
+def test_a_sparse_posterior_predicts_the_same(kernel, jitter):
+    model, posterior, _ = sparse(kernel=kernel, jitter=jitter)
+    exported, likelihood = export(model, posterior)
+    assert isinstance(exported, gpytorch.models.ApproximateGP)
+    assert isinstance(exported.variational_strategy, gpytorch.variational.VariationalStrategy)
+    assert not exported.training
+    assert not likelihood.training
+    x = 2 * rand(30, 2, seed=5)
+    with torch.no_grad():
+        mean, variance = model.predict(x, posterior)
+    observed = likelihood(exported(x))
+    torch.testing.assert_close(observed.mean, mean, **EQUAL)
+    torch.testing.assert_close(observed.variance, variance, **EQUAL)
+    torch.testing.assert_close(observed.covariance_matrix.diagonal(), variance, **EQUAL)
+
+
+def test_the_joint_distribution_is_that_of_pooled_sparse_regression():
+    """Covariances between inputs too, by Titsias' formulas without whitening."""
+    model, posterior, (x, y) = sparse(jitter=0.0)
+    exported, _ = export(model, posterior)
+    new = rand(5, 2, seed=7)
+    kernel, points, noise = model.kernel, model.inducing_points, model.noise
+    with torch.no_grad():
+        kzz, kzx, kzn = (kernel(points, other).to_dense() for other in (points, x, new))
+        inner = kzz + kzx @ kzx.mT / noise
+        expected = kernel(new).to_dense() - kzn.mT @ (torch.linalg.solve(kzz, kzn) - torch.linalg.solve(inner, kzn))
+        mean = kzn.mT @ torch.linalg.solve(inner, kzx @ y) / noise
+    torch.testing.assert_close(exported(new).covariance_matrix, expected, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(exported(new).mean, mean, rtol=1e-7, atol=1e-8)
+
+
+def test_an_export_is_a_copy_that_learns_nothing_and_is_differentiable_by_its_inputs():
+    model, posterior, _ = sparse()
+    exported, likelihood = export(model, posterior)
+    assert not any(p.requires_grad for p in (*exported.parameters(), *likelihood.parameters()))
+    assert all(p.requires_grad for p in model.parameters())
+    x = rand(4, 2, seed=5).requires_grad_()
+    before = exported(x).mean
+    before.sum().backward()
+    assert bool((x.grad != 0).any())
+    for parameter in model.parameters():
+        parameter.data.fill_(0.3)
+    torch.testing.assert_close(exported(x).mean, before)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "bernoulli"])
+def test_every_draw_of_a_partitioned_posterior_predicts_the_same(name):
+    section = ModelSection(kernel="rbf + linear", likelihood=name, lengthscale=1.5)
+    likelihood = build_point_likelihood(name, noise=0.2)
+    model = SparseModel(BatchedKernel(build_kernel(section, 2)), likelihood, 2, 1e-8)
+    draws = Draws(2 * rand(4, 5, 2, seed=1), model.initial_hyper() + 0.3 * rand(4, model.num_hyper, seed=2))
+    root = rand(5, 5, seed=3)
+    values = NaturalGaussian(rand(5, seed=4), -0.5 * root @ root.mT)
+    factors = [
+        PseudoObservations(rand(6, 2, seed=5), rand(6, seed=6), rand(6, seed=7).exp(), tied=True),
+        PseudoObservations(rand(3, 2, seed=8), rand(3, seed=9), rand(3, 3, seed=10), tied=False),
+        InducingFactor(values),
+        WhitenedFactor(values),
+    ]
+    x = 2 * rand(20, 2, seed=11)
+    predicted, exported = predict(model, draws, factors, x), export_pvi(model, draws, factors)
+    assert len(exported) == 4
+    for s, (component, noise) in enumerate(exported):
+        observed = noise(component(x))
+        torch.testing.assert_close(observed.mean, predicted.means[s], **EQUAL)
+        torch.testing.assert_close(observed.variance, predicted.variances[s], **EQUAL)
+    if name != "gaussian":
+        with pytest.raises(RunError, match=r"4 draws with BernoulliLikelihood.*`to_gpytorch_draws\(\)`"):
+            together(exported)
+        return
+    single, noise = together(exported)
+    assert isinstance(single, gpytorch.models.ApproximateGP)
+    assert isinstance(single.variational_strategy, gpytorch.variational.VariationalStrategy)
+    assert not single.training
+    assert not noise.training
+    torch.testing.assert_close(noise(single(x)).mean, predicted.mean(), **EQUAL)
+    torch.testing.assert_close(noise(single(x)).variance, predicted.variance(), **EQUAL)
+
+
+def test_a_mixture_has_the_moments_of_draws_from_a_component_at_random():
+    """E f fᵀ over the components is the second moment of the whole, for posterior, prior and batches of inputs."""
+    first, second = (export(*sparse(kernel=kernel)[:2]) for kernel in ("rbf", "matern52"))
+    model, x = mixture([first, second]), rand(3, 4, 2, seed=5)
+    for prior in (False, True):
+        parts, whole = [part(x, prior=prior) for part, _ in (first, second)], model(x, prior=prior)
+        second_moment = sum(part.covariance_matrix + part.mean[..., None] * part.mean[..., None, :] for part in parts)
+        torch.testing.assert_close(
+            whole.covariance_matrix + whole.mean[..., None] * whole.mean[..., None, :], second_moment / 2, **EQUAL
+        )
+        torch.testing.assert_close(whole.mean, (parts[0].mean + parts[1].mean) / 2, **EQUAL)
+    strategies = [part.variational_strategy for part, _ in (first, second)]
+    divergence = torch.stack([strategy.kl_divergence() for strategy in strategies])
+    torch.testing.assert_close(model.variational_strategy.kl_divergence(), divergence, **EQUAL)
+    assert model.variational_strategy.inducing_points.shape == (2, 12, 2)
+    assert mixture([first]) is first[0]
+
+
+def test_a_mixture_takes_inputs_whose_covariance_is_singular():
+    model, x = mixture([export(*sparse(kernel=kernel)[:2]) for kernel in ("rbf", "matern52")]), rand(5, 2, seed=5)
+    twice = model(torch.cat([x, x]))
+    torch.testing.assert_close(twice.variance, model(x).variance.repeat(2), **EQUAL)
+
+
+@pytest.mark.parametrize("deviates", [True, False])
+@pytest.mark.parametrize("name", ["gaussian", "bernoulli"])
+def test_structured_posteriors_predict_a_new_site(name, deviates):
+    generator = torch.Generator().manual_seed(0)
+    inputs = rand(4, 2, seed=1)
+    spread = 0.5 if name == "gaussian" else 0.0
+    model = sparse_gp(inputs=inputs, likelihood=name, noise_spread=spread, deviates=deviates)
+    q_global = randomised(initial_global(model.global_size, scale=0.5, triangular=True), generator)
+    x = 2 * rand(15, 2, seed=3)
+    site = SiteData(x, x[:, 0], torch.zeros(15, dtype=torch.int64), torch.tensor([9]), x[:0])
+    exported, likelihood = export_sfvi(model, q_global)
+    expected = model.predict(site, q_global, None)
+    observed = likelihood(exported(x))
+    torch.testing.assert_close(observed.mean, expected.mean, **EQUAL)
+    torch.testing.assert_close(observed.variance, expected.variance, **EQUAL)
+    torch.testing.assert_close(exported(x.view(3, 5, 2)).variance, exported(x).variance.view(3, 5), **EQUAL)
+    trend, _ = export_sfvi(model, q_global, deviation=False)
+    for value, wanted in zip((trend(x).mean, trend(x).variance), model.trend_moments(x, q_global), strict=True):
+        torch.testing.assert_close(value, wanted, **EQUAL)
+
+
+def test_transforms_lead_to_original_units_and_back():
+    arrays = {"input.mean": np.array([1.0, -2.0]), "input.scale": np.array([2.0, 0.5]), "target.mean": np.array(10.0)}
+    transforms = Transforms.of(arrays | {"target.scale": np.array(3.0)})
+    x = torch.tensor([[3.0, -1.0]], dtype=torch.float64)
+    assert transforms.inputs(x).tolist() == [[1.0, 2.0]]
+    standard = gpytorch.distributions.MultivariateNormal(rand(2), torch.tensor([[2.0, 0.5], [0.5, 1.0]]).double())
+    original = transforms.original(standard)
+    torch.testing.assert_close(original.mean, 10 + 3 * rand(2))
+    torch.testing.assert_close(original.covariance_matrix, torch.tensor([[18.0, 4.5], [4.5, 9.0]]).double())
