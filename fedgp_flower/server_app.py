@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import gpytorch as gpytorch  # whole, before anything inside it: see fedgp_flower/clients/__init__.py
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 

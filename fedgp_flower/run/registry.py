@@ -212,4 +212,5 @@ def default_config() -> dict[str, Value]:
 
 def strategy_class(config: RunConfig) -> Any:
     """The Strategy of a configuration: the one its method's table chooses, else that of the method's row."""
+    importlib.import_module("gpytorch")  # whole, before anything inside it: see fedgp_flower/clients/__init__.py
     return load(config.options.strategy_for(config) or METHODS[config.method].strategy)
