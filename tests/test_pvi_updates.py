@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from pvi_oracles import collapsed_local_bound
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.batched_kernel import BatchedKernel
@@ -21,7 +22,6 @@ from fedgp_flower.methods.pvi.hierarchical import (
     Point,
     SparseModel,
     collapsed_evidence,
-    collapsed_local_bound,
     local_free_energy,
     predict,
 )

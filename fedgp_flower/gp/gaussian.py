@@ -2,12 +2,11 @@
 
 A factor t(x) = exp(η₁ᵀx + xᵀη₂x) need not be a density: it may be flat (η = 0) or have negative precision, as the
 approximate likelihoods of expectation propagation and partitioned variational inference do. Only what needs a density
-(moments, KL, normaliser) asks for η₂ ≺ 0, and then an improper one is an error, never repaired.
+(moments, KL) asks for η₂ ≺ 0, and then an improper one is an error, never repaired.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,11 +90,6 @@ class Gaussian(ABC):
         """E[log t(x)] = η₁ᵀm + tr(η₂(S + mmᵀ)) under this density, of an unnormalised ``factor``, scalar, nats."""
         mean = self.mean()
         return factor.eta1 @ mean + mean @ _apply(factor.eta2, mean) - 0.5 * self._trace(factor)
-
-    def log_normaliser(self) -> Tensor:
-        """A(η) = log ∫ exp(η₁ᵀx + xᵀη₂x) dx = ½η₁ᵀSη₁ − ½log|Λ| + M/2 log 2π, a scalar."""
-        volume = self.size * math.log(2 * math.pi) - self.log_determinant()
-        return 0.5 * (self.eta1 @ self.mean() + volume)
 
     @abstractmethod
     def is_proper(self) -> bool:

@@ -221,18 +221,6 @@ def free_energy_parts(model: SparseModel, draws: Draws, factors: Sequence[Factor
     return float(fit.mean()), float(divergence.mean())
 
 
-def collapsed_local_bound(
-    model: SparseModel, draws: Draws, others: Sequence[Factor], data: Data
-) -> Float[Tensor, " S"]:
-    r"""The local free energy maximised over the site's own factor, in closed form (Gaussian likelihood).
-
-    log ∫ N(y; Aᵀv, σ²I) q_\k(v) dv − Σ (k_xx − aᵀa)/2σ²: Titsias' bound with the cavity in place of the prior.
-    """
-    views = view(model.geometry(draws), others, None, data.inputs)
-    cavity = product(views, others)
-    return _log_evidence(cavity, views.geometry, _some(views.rows), data) - _potential(cavity)
-
-
 def collapsed_evidence(
     model: SparseModel, draws: Draws, factors: Sequence[PseudoObservations], data: Data | None
 ) -> Float[Tensor, " S"]:
