@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,7 @@ from fedgp_flower.methods.sfvi.learner import Learner, step_local
 from fedgp_flower.methods.sfvi.logistic_mixed import LogisticMixed
 from fedgp_flower.methods.sfvi.messages import GradientShare
 from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.methods.sfvi.structured import SampledModel
 from fedgp_flower.options import ModelSection
 from strategies.server.questions import Roster
 from strategies.sfvi_avg import Plan
@@ -49,6 +51,32 @@ def mixed_model(*, centred=False):
     return LogisticMixed(2, prior_scale=2.0, centred=centred)
 
 
+class DrawnGP(HierarchicalGP, SampledModel):
+    """The hierarchical GP given draws of its latents: what its closed forms are the averages of."""
+
+    def log_local(self, site, z_global, z_local):
+        """Σ_n E[log p(y_n | f_n, ζ)] + log N(Z_L | 0, I), over what the inducing values leave open of f_n.  [*S, 1]."""
+        own = z_local[..., 0, :]
+        mean, left_over, noise = self._given(site, z_global, z_local)
+        rows = self.likelihood.expected_with(site.targets, mean, left_over, noise)
+        prior = -0.5 * own.square().sum(-1) - 0.5 * own.shape[-1] * math.log(2 * math.pi)
+        return (rows.sum(-1) + prior)[..., None]
+
+    def observation(self, site, z_global, z_local):
+        """Moments of a noisy observation."""
+        return self.likelihood.moments_with(*self._given(site, z_global, z_local))
+
+    def link(self, site, z_global, z_local):
+        """Mean of f."""
+        return self._given(site, z_global, z_local)[0]
+
+    def _given(self, site, z_global, z_local):
+        """Mean and variance of f, and the noise; what is open of f is what the inducing values leave open."""
+        basis, own = self._basis(site), z_local[..., 0, :]
+        offset, zero = (own[..., -1:] if self.own_noise else own.new_zeros(1)), own.new_zeros(())
+        return z_global @ basis.shared + own @ basis.own, basis.left_over, self._noise(offset, zero, zero)
+
+
 def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8, learn_inputs=False, deviates=True):
     """A hierarchical GP in one input with different kernels for trend and deviation."""
     trend = build_kernel(ModelSection(kernel="rbf", lengthscale=1.0), inputs.shape[1])
@@ -61,7 +89,7 @@ def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8, l
         jitter=jitter,
         learn_inputs=learn_inputs,
     )
-    return HierarchicalGP(trend, deviation, inputs, options)
+    return DrawnGP(trend, deviation, inputs, options)
 
 
 def gp_sites(model, generator, *, sizes=(6, 5, 7), num_inducing=3, binary=False):

@@ -26,7 +26,7 @@ from fedgp_flower.methods.sfvi.family import (
     named,
     with_named,
 )
-from fedgp_flower.methods.sfvi.structured import ClosedFormModel, SiteData, StructuredModel
+from fedgp_flower.methods.sfvi.structured import ClosedFormModel, SampledModel, SiteData, StructuredModel
 from fedgp_flower.typing import Scalar
 
 
@@ -52,7 +52,7 @@ def likelihood_only(ratio: float) -> Scaling:
 
 
 def sampled_site_term(
-    model: StructuredModel,
+    model: SampledModel,
     site: SiteData,
     q_global: GlobalPosterior,
     q_local: LocalFamily,

@@ -112,30 +112,6 @@ class HierarchicalGP(ClosedFormModel):
         deviation = len(site.anchors) + site.features.shape[1] + 1 if self.options.deviates else 0
         return deviation + int(self.own_noise)
 
-    def log_local(
-        self, site: SiteData, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S 1 W"]
-    ) -> Float[Tensor, "*S 1"]:
-        """Σ_n E[log p(y_n | f_n, ζ)] + log N(Z_L | 0, I), over what the inducing values leave open of f_n."""
-        mean, left_over, noise = self._given(site, z_global, z_local)
-        own = z_local[..., 0, :]
-        rows = self.likelihood.expected_with(site.targets, mean, left_over, noise)
-        prior = -0.5 * own.square().sum(-1) - 0.5 * own.shape[-1] * math.log(2 * math.pi)
-        return (rows.sum(-1) + prior)[..., None]
-
-    def draw_local(self, z_global: Float[Tensor, "*S M"], noise: Float[Tensor, "*S U W"]) -> Float[Tensor, "*S U W"]:
-        """N(0, I), whatever Z_G is."""
-        return noise
-
-    def observation(
-        self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S 1 W"]
-    ) -> tuple[Tensor, Tensor]:
-        """Moments of a noisy observation given the latents."""
-        return self.likelihood.moments_with(*self._given(site, z_global, z_local))
-
-    def link(self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S 1 W"]) -> Tensor:
-        """Mean of f given the latents."""
-        return self._given(site, z_global, z_local)[0]
-
     def expected_log_local(self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
         """Σ_n E_q log p(y_n | f_n, ζ) + E_q log N(Z_L | 0, I); the first by quadrature for Bernoulli."""
         mean, variance, noise = self._moments(site, q_global, q_local)
@@ -164,13 +140,6 @@ class HierarchicalGP(ClosedFormModel):
             shared, left_over = self._project(self.trend, self.inputs, features)
             weights = torch.cat([shared, linear_terms(features)])
             return q_global.mean @ weights, left_over + (weights.mT @ q_global.factor()).square().sum(-1)
-
-    def _given(self, site: SiteData, z_global: Tensor, z_local: Tensor) -> tuple[Tensor, Tensor, Noise]:
-        """Moments of f given the latents; what is open then is what the inducing values leave open."""
-        basis = self._basis(site)
-        own = z_local[..., 0, :]
-        offset, zero = (own[..., -1:] if self.own_noise else own.new_zeros(1)), own.new_zeros(())
-        return z_global @ basis.shared + own @ basis.own, basis.left_over, self._noise(offset, zero, zero)
 
     def _moments(
         self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior | None

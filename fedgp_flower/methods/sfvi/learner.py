@@ -31,7 +31,7 @@ from fedgp_flower.methods.sfvi.family import (
 )
 from fedgp_flower.methods.sfvi.memory import LOCAL, below
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import ClosedFormModel, SiteData, StructuredModel
+from fedgp_flower.methods.sfvi.structured import ClosedFormModel, SampledModel, SiteData, StructuredModel
 from fedgp_flower.typing import Scalar
 
 LocalState: TypeAlias = tuple[GlobalPosterior, LocalFamily, AdamState[Tensor]]
@@ -69,8 +69,8 @@ class Learner:
         """The site's term of the bound; ``noise`` is ε_G [S, M] and needed where expectations are not known."""
         if isinstance(self.model, ClosedFormModel):
             return expected_site_term(self.model, self.site, q_global, q_local, scaling=scaling)
-        if noise is None:
-            raise ValueError("a sampled term needs draws of Z_G")
+        assert noise is not None
+        assert isinstance(self.model, SampledModel)
         width = self.model.local_width(self.site)
         shape = (self.importance if width else 1, len(noise))
         own = unit_noise(self.seed, step, self.site.keys, shape, width)
@@ -80,8 +80,7 @@ class Learner:
         """The server's bracket, for a site that stands in for all."""
         if isinstance(self.model, ClosedFormModel):
             return expected_global_term(self.model.prior_log_scale(), q_global)
-        if noise is None:
-            raise ValueError("a sampled term needs draws of Z_G")
+        assert noise is not None
         return sampled_global_term(self.model.prior_log_scale(), q_global, noise)
 
     def gradient(

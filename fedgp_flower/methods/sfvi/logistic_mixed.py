@@ -15,12 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import IndexVector, SiteData, StructuredModel
+from fedgp_flower.methods.sfvi.structured import IndexVector, SampledModel, SiteData
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
 
 
-class LogisticMixed(StructuredModel):
+class LogisticMixed(SampledModel):
     """θ is empty: everything has a prior.
 
     Args:

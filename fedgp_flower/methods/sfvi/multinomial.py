@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fedgp_flower.errors import DataError
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import IndexVector, SiteData, StructuredModel
+from fedgp_flower.methods.sfvi.structured import IndexVector, SampledModel, SiteData
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
 
 
-class Multinomial(StructuredModel):
+class Multinomial(SampledModel):
     """Classes 0 … C−1.
 
     Args:
@@ -62,10 +62,6 @@ class Multinomial(StructuredModel):
         chosen = site.targets.long().expand(log_class.shape[:-1])[..., None]
         rows = log_class.gather(-1, chosen)[..., 0]
         return rows.new_zeros(*rows.shape[:-1], len(site.keys)).index_add(-1, site.unit, rows)
-
-    def draw_local(self, z_global: Float[Tensor, "*S M"], noise: Float[Tensor, "*S U 0"]) -> Float[Tensor, "*S U 0"]:
-        """Nothing to draw."""
-        return noise
 
     def observation(
         self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U 0"]

@@ -27,6 +27,7 @@ from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import (
     ClosedFormModel,
     Prediction,
+    SampledModel,
     SiteData,
     StructuredModel,
     predict_by_draws,
@@ -66,8 +67,9 @@ class StructuredPosterior:
             where = (site.at(rows.features), self.q_global, None if q_local is None else q_local.unfold())
             mean, variance = self.model.latent(*where) if link else self.model.predict(*where)
             return mean.numpy(), variance.numpy()
+        assert isinstance(self.model, SampledModel)
         parts = [
-            (chosen, self._by_draws(data, q_local if known else None, link))
+            (chosen, self._by_draws(self.model, data, q_local if known else None, link))
             for chosen, data, known in self.model.located(site, rows.features, rows.groups, trained=q_local is not None)
         ]
         if len(parts) == 1:
@@ -79,8 +81,8 @@ class StructuredPosterior:
         mean, variance = joined
         return mean.numpy(), variance.numpy()
 
-    def _by_draws(self, site: SiteData, q_local: LocalFamily | None, link: bool) -> Prediction:
-        model, rng = self.model, np.random.default_rng(PREDICTION_SEED)
+    def _by_draws(self, model: SampledModel, site: SiteData, q_local: LocalFamily | None, link: bool) -> Prediction:
+        rng = np.random.default_rng(PREDICTION_SEED)
         noise = torch.from_numpy(rng.standard_normal((self.draws, model.global_size)))
         own = unit_noise(PREDICTION_SEED, 0, site.keys, (self.draws,), model.local_width(site))
         return predict_by_draws(model, site, self.q_global, q_local, noise_global=noise, noise_local=own, link=link)

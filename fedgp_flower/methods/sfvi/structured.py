@@ -108,20 +108,6 @@ class StructuredModel(nn.Module, ABC):
         unit = torch.zeros(len(features), dtype=torch.int64)
         return SiteData(features, targets, unit, torch.tensor([key]), features[:0])
 
-    def located(
-        self, site: SiteData, features: Rows, groups: IndexVector, *, trained: bool
-    ) -> Iterator[tuple[Tensor, SiteData, bool]]:
-        """Rows to predict at: which they are, as the model has them, and whether the site's posterior is about them.
-
-        Args:
-            site: Training rows of the site.
-            features: Inputs to predict at.
-            groups: Unit of each.
-            trained: Whether the site has a posterior at all.
-        """
-        del groups
-        yield torch.ones(len(features), dtype=torch.bool), site.at(features), trained
-
     def summary(self, site: SiteData) -> Float[Tensor, "U E"]:
         """What an amortised posterior sees of a unit: nothing, unless a site has many units."""
         return site.features.new_zeros(len(site.keys), 0)
@@ -129,26 +115,6 @@ class StructuredModel(nn.Module, ABC):
     @abstractmethod
     def local_width(self, site: SiteData) -> int:
         """W, the number of latents of a unit; may differ from site to site."""
-
-    @abstractmethod
-    def log_local(
-        self, site: SiteData, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
-    ) -> Float[Tensor, "*S U"]:
-        """The log density log p_θ(y_u, Z_Lu | Z_G) of every unit."""
-
-    @abstractmethod
-    def draw_local(self, z_global: Float[Tensor, "*S M"], noise: Float[Tensor, "*S U W"]) -> Float[Tensor, "*S U W"]:
-        """Z_L | Z_G from its prior, for a site that has no posterior."""
-
-    @abstractmethod
-    def observation(
-        self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]
-    ) -> tuple[Tensor, Tensor]:
-        """Mean and variance of an observation at every row given the latents, [S, N] or [S, N, C]."""
-
-    @abstractmethod
-    def link(self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]) -> Tensor:
-        """What an observation depends on, on the scale where effects add up: [S, N] or [S, N, C]."""
 
     def initial_local(self, site: SiteData, *, scale: float, coupled: bool, triangular: bool) -> LocalPosterior:
         """N(0, scale² I) over the latents of a site."""
@@ -177,6 +143,45 @@ class StructuredModel(nn.Module, ABC):
                 parameter.copy_(values[name])
 
 
+class SampledModel(StructuredModel):
+    """A model whose expectations are averages over draws of its latents."""
+
+    def located(
+        self, site: SiteData, features: Rows, groups: IndexVector, *, trained: bool
+    ) -> Iterator[tuple[Tensor, SiteData, bool]]:
+        """Rows to predict at: which they are, as the model has them, and whether the site's posterior is about them.
+
+        Args:
+            site: Training rows of the site.
+            features: Inputs to predict at.
+            groups: Unit of each.
+            trained: Whether the site has a posterior at all.
+        """
+        del groups
+        yield torch.ones(len(features), dtype=torch.bool), site.at(features), trained
+
+    @abstractmethod
+    def log_local(
+        self, site: SiteData, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
+    ) -> Float[Tensor, "*S U"]:
+        """The log density log p_θ(y_u, Z_Lu | Z_G) of every unit."""
+
+    def draw_local(self, z_global: Float[Tensor, "*S M"], noise: Float[Tensor, "*S U W"]) -> Float[Tensor, "*S U W"]:
+        """Z_L | Z_G from its prior, for a site that has no posterior: N(0, I), unless it depends on Z_G."""
+        del z_global
+        return noise
+
+    @abstractmethod
+    def observation(
+        self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance of an observation at every row given the latents, [S, N] or [S, N, C]."""
+
+    @abstractmethod
+    def link(self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]) -> Tensor:
+        """What an observation depends on, on the scale where effects add up: [S, N] or [S, N, C]."""
+
+
 class ClosedFormModel(StructuredModel):
     """A model whose expected local part is known, so that a site needs no draws and its gradients have no noise."""
 
@@ -196,7 +201,7 @@ class ClosedFormModel(StructuredModel):
 
 
 def predict_by_draws(
-    model: StructuredModel,
+    model: SampledModel,
     site: SiteData,
     q_global: GlobalPosterior,
     q_local: LocalFamily | None,
