@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from jaxtyping import install_import_hook
 
 CHECKED = ("fedgp_flower.gp", "fedgp_flower.methods")
 
 _hook = install_import_hook(CHECKED, "beartype.beartype")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _coarse_pictures():
+    """Pictures of few pixels: their content is tested, not their resolution."""
+    from fedgp_flower.run import figures  # after the hook
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "DPI", 30)
+        yield

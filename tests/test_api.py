@@ -19,16 +19,8 @@ import fedgp_flower as fg
 import strategies
 from fedgp_flower import cli
 from fedgp_flower.errors import ConfigError, DataError, RunError
-from fedgp_flower.run import figures
 
 FEW = {"model.num-inducing": 6, "baselines.local-only": False, "baselines.pooled": False, "evaluate-every": 0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _coarse_pictures():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "DPI", 30)
-        yield
 
 
 def table(rows: int = 90) -> pd.DataFrame:

@@ -13,7 +13,6 @@ import pytest
 from fedgp_flower import cli
 from fedgp_flower.data.catalogue import BUILTINS
 from fedgp_flower.errors import RunError
-from fedgp_flower.run import figures
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.run.user_config import parse_assignments
@@ -23,9 +22,8 @@ TINY += ["evaluate-every=0"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _coarse_pictures():
+def _no_data_folder():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "DPI", 30)
         patch.delenv("FEDGP_DATA", raising=False)
         yield
 

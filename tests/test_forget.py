@@ -22,13 +22,6 @@ from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 
 
-@pytest.fixture(autouse=True)
-def _coarse_pictures() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "DPI", 30)
-        yield
-
-
 def execute(folder: Path, sites: int = SITES, **changes: Any) -> Path:
     known = {"output_dir": str(folder), "name": "run", "num_server_rounds": sites, "keep_predictions": True}
     flat = quick(**{**known, "baselines__pooled": True, "evaluate_every": 1, **changes})

@@ -37,14 +37,6 @@ LABELS = ["<script>alert(1)</script>", "cost $a$ & $b", "病院"]
 FAILURES = [{"round": 3, "site": "5", "reason": "column <b>age</b> is missing"}]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _coarse_pictures():
-    """Pictures of few pixels: their content is tested, not their resolution."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "DPI", 30)
-        yield
-
-
 @pytest.fixture(scope="module")
 def line_run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("line"), inputs=1, failures=FAILURES, labels=LABELS)
