@@ -49,8 +49,8 @@ KERNEL_GROUP = "fedgp_flower.kernels"
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Built-in kernels and those of installed packages, none of which is imported."""
-    return (*KERNELS, *sorted(entry_points(group=KERNEL_GROUP).names))
+    """Built-in kernels and those of installed packages, none of which is imported; a dash would be a minus."""
+    return (*KERNELS, *sorted(name for name in entry_points(group=KERNEL_GROUP).names if name.isidentifier()))
 
 
 def kernel_tree(expression: str) -> ast.expr:

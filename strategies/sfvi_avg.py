@@ -17,7 +17,7 @@ import numpy as np
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.barycentre import Barycentre, barycentre, wasserstein_distance
 from fedgp_flower.methods.sfvi.messages import LocalEnd, LocalStepsRequest
-from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.methods.sfvi.options import SFVIAvgOptions, SFVIOptions
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Each, Figures, Refuse, Roster
@@ -142,6 +142,7 @@ class SFVIAvg(StructuredVI):
     """Rounds of local steps and averages."""
 
     method = "sfvi-avg"
+    options_class = SFVIAvgOptions
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 2 of the paper."""

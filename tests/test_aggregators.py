@@ -102,7 +102,7 @@ def test_no_rule_depends_on_the_order_of_sites_and_robust_ones_stay_in_the_hones
 
 
 def test_refusals_name_the_remedy() -> None:
-    with pytest.raises(ConfigError, match="'typo' is not a rule; allowed: mean"):
+    with pytest.raises(ConfigError, match=f"'typo' is not a rule; allowed: {', '.join(RULES)}"):
         aggregate("typo", named(ROWS), EQUAL3)
     with pytest.raises(ConfigError, match="log-likelihood"):
         aggregate("loss-weighted", named(ROWS), EQUAL3)

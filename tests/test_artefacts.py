@@ -89,7 +89,7 @@ def test_a_run_reads_back_as_it_was_written(tmp_path):
 def test_a_run_never_enters_the_folder_of_another(tmp_path):
     finished(tmp_path)
     before = (tmp_path / "a-run" / "config.toml").read_bytes()
-    with pytest.raises(RunError, match="exists; choose another `name`, or set `resume`"):
+    with pytest.raises(RunError, match=r"exists; choose another `name`, or set `resume` to go on with that run$"):
         RunFolder.open(config(tmp_path, seed=9))
     assert (tmp_path / "a-run" / "config.toml").read_bytes() == before
 

@@ -82,9 +82,7 @@ def test_nest_undoes_flatten(nested):
 @pytest.mark.parametrize("name", METHODS)
 def test_every_reference_of_a_row_resolves(name):
     row = METHODS[name]
-    references = [
-        getattr(row, entry.name) for entry in fields(row) if re.fullmatch(r"[\w.]+:\w+", getattr(row, entry.name))
-    ]
+    references = [value for entry in fields(row) if re.fullmatch(r"[\w.]+:\w+", value := str(getattr(row, entry.name)))]
     assert len(references) >= 3
     assert all(callable(load(reference)) for reference in references)
     assert bool(row.posterior) != bool(row.why_no_posterior), "a row says how a run predicts, or why it does not"

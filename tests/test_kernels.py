@@ -10,6 +10,7 @@ from pathlib import Path
 import gpytorch
 import pytest
 import torch
+from pydantic import ValidationError
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.batched_kernel import BatchedKernel
@@ -28,6 +29,7 @@ def bounded(num_inputs, ard):
     return gpytorch.kernels.RBFKernel(lengthscale_constraint=gpytorch.constraints.Interval(0.1, 2.0))
 """
 POINTS = "[fedgp_flower.kernels]\nrational_quadratic = toy_kernels:rational_quadratic\nbounded = toy_kernels:bounded\n"
+POINTS += "with-dash = toy_kernels:bounded\n"
 
 
 @pytest.fixture
@@ -58,6 +60,13 @@ def test_a_kernel_of_another_package_is_part_of_expressions(toy: Path):
     torch.testing.assert_close(kernel(x).to_dense(), expected, rtol=1e-12, atol=1e-12)
     alpha = dict(kernel.named_parameters())["kernels.0.base_kernel.raw_alpha"]
     assert own.alpha.item() == pytest.approx(math.exp(alpha.item()))
+
+
+def test_a_name_with_a_dash_is_neither_listed_nor_taken(toy: Path):
+    del toy
+    assert "with-dash" not in kernel_names()
+    with pytest.raises(ValidationError, match=r"expected a sum or product of .*rational_quadratic; example"):
+        ModelSection(kernel="with-dash")
 
 
 def test_such_a_kernel_learns_and_is_batched_over_its_hyperparameters(toy: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,7 @@ from scipy.stats import norm
 
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.errors import RunError
-from fedgp_flower.run import figures
+from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import QUANTILES, Predictor, predict_file
 from fedgp_flower.run.registry import METHODS, parse_config
@@ -21,13 +22,6 @@ from fedgp_flower.run.user_config import read_config
 
 BASE = {"baselines.local-only": False, "baselines.pooled": False, "evaluate-every": 0, "model.num-inducing": 7}
 SITES = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _coarse_pictures():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "DPI", 30)
-        yield
 
 
 def table(rows: int = 90) -> pd.DataFrame:
@@ -66,6 +60,13 @@ def test_the_saved_posterior_predicts_what_every_site_predicted(mixed):
         np.testing.assert_allclose(own["target"], site.test["outcome"], rtol=1e-12)
         np.testing.assert_allclose(again["mean"], own["mean"], rtol=1e-10)
         np.testing.assert_allclose(again["sd"], own["sd"], rtol=1e-10)
+
+
+def test_a_kernel_whose_package_is_missing_is_named(line):
+    run = read_run(line)
+    elsewhere = replace(run, posterior=replace(run.posterior, model={**run.posterior.model, "kernel": "brownian"}))
+    with pytest.raises(RunError, match=r"run was made with 'brownian': .*expected a sum .* Install the package"):
+        Predictor.of(elsewhere)
 
 
 def test_a_file_of_new_rows_is_predicted_row_by_row(line, tmp_path):

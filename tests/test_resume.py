@@ -174,7 +174,7 @@ def test_another_configuration_is_refused_by_key(tmp_path: Path) -> None:
 def test_a_folder_that_is_there_is_refused_without_resume(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         execute(tmp_path, kill_at=1)
-    with pytest.raises(RunError, match="exists; choose another `name`, or set `resume`"):
+    with pytest.raises(RunError, match=r"choose another `name`, or set `resume` .* did not finish; or delete"):
         execute(tmp_path)
     with pytest.raises(RunError, match="nothing to resume"):
         execute(tmp_path, name="other", resume=True)

@@ -185,10 +185,11 @@ def test_keys_that_would_do_nothing_are_refused(flat: dict[str, Any], word: str)
 
 def test_the_baseline_takes_the_steps_and_rates_of_the_run() -> None:
     own = parse_config(tiny(num_server_rounds=4, sfvi__warm_start_rounds=1, sfvi__local_steps=3)).options
-    rates = own.rates("sfvi", 4)
+    rates = own.rates(4)
     assert len(rates) == 3 + 3
     assert rates[:5] == pytest.approx([0.03] * 5)
     assert rates[-1] == pytest.approx(0.03 * 0.01**0.5)
-    assert own.rates("sfvi-avg", 2) == pytest.approx([0.03] * 6)
+    average = parse_config(tiny(method="sfvi-avg", sfvi__local_steps=3)).options
+    assert average.rates(2) == pytest.approx([0.03] * 6)
     assert len(own.catch_up_rates()) == 400
     assert np.diff(own.catch_up_rates()).max() <= 0

@@ -289,7 +289,10 @@ def _new_folder(parent: Path, config: RunConfig) -> Path:
         try:
             path.mkdir()
         except FileExistsError:
-            raise RunError(f"{path} exists; choose another `name`, or set `resume` to go on with that run") from None
+            finished = "" if (path / "metrics.json").exists() else ", which did not finish; or delete its folder"
+            raise RunError(
+                f"{path} exists; choose another `name`, or set `resume` to go on with that run{finished}"
+            ) from None
         return path
     dataset = "-".join(part for part in Path(config.dataset).parts[-2:] if part not in {"/", "..", "."})
     stem = f"{config.method}-{dataset}-{datetime.now():%Y%m%d-%H%M%S}".replace("\\", "-")

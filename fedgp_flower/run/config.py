@@ -210,10 +210,11 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     if method not in options:
         raise ConfigError(f"`method` = {method!r} is not a method; allowed: {', '.join(sorted(options))}")
     nested = nest({k: _number(v, known[k]) for k, v in given.items()})
-    tables = {section.table: section for section in options.values() if section.table}
+    own = options[str(method)]
+    tables = {section.table: section for section in (*options.values(), own) if section.table}
     validated = {name: _validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
     core = _validated(CoreConfig, nested, "")
-    chosen = validated.get(options[str(method)].table, MethodOptions())
+    chosen = validated.get(own.table, MethodOptions())
     chosen.check(core)
     return RunConfig.model_construct(**{name: getattr(core, name) for name in CoreConfig.model_fields}, options=chosen)
 

@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
+from pydantic import ValidationError
 from scipy.special import ndtri
 
 from fedgp_flower.clients.counts import count_quantiles
@@ -58,18 +59,11 @@ class Exportable(Protocol):
         """
 
 
-class SavedModel(Protocol):
-    """Rebuilds the predictor of a saved posterior: called with the posterior and the names of the encoded inputs."""
-
-    def __call__(self, saved: Posterior, names: tuple[str, ...]) -> Standardised:
-        """Mean and sd of a noisy observation, standardised."""
-
-
-class SiteModel(Protocol):
-    """Rebuilds the predictor at one site, from what everybody has and what that site keeps."""
-
-    def __call__(self, run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> Standardised | None:
-        """Mean and sd of a noisy observation, standardised; None where the state is about other rows or another run."""
+SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
+"""Rebuilds the predictor of a saved posterior, from it and the names of the encoded inputs."""
+SiteModel: TypeAlias = Callable[[RunData, RunConfig, RawSite, NamedArrays], Standardised | None]
+"""Rebuilds the predictor at one site, from what everybody has and what that site keeps; None where its state is about
+other rows or another run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +96,12 @@ class Predictor:
             raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
         preparation = _preparation(run.posterior)
         model: SavedModel = load(row_of(run).posterior)
-        return Predictor(run, run.posterior, preparation, model(run.posterior, preparation.names))
+        try:
+            standardised = model(run.posterior, preparation.names)
+        except ValidationError as error:
+            said = "; ".join(f"{item['input']!r}: {item['msg']}" for item in error.errors())
+            raise RunError(f"{run.path} was made with {said}. Install the package that brings it") from None
+        return Predictor(run, run.posterior, preparation, standardised)
 
     @staticmethod
     def at_site(run: Path, site: str, *, data: Path | None = None, state_dir: Path | None = None) -> Predictor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -30,6 +30,8 @@ class Method:
     """A subclass of :class:`~fedgp_flower.options.MethodOptions`."""
     strategy: str
     client: str
+    federated: bool = True
+    """Whether sites learn together; False for what every federated method is compared with."""
     posterior: str = ""
     """A :class:`~fedgp_flower.run.predict.SavedModel`, or empty where what a run saves predicts nothing by itself.
 
@@ -49,6 +51,35 @@ class Method:
 _FROM_ITS_ROWS = "every site predicts from its own rows, which stay there"
 _COMPARISON = "the model is made for the comparison alone and not kept"
 _WHAT_UNITS_SHARE = "what is saved is shared by all units; a prediction also takes what one unit alone knows"
+
+_SFVI = Method(
+    summary="Structured federated VI: shared trend, site deviations that stay at home; one gradient a round",
+    paper="Hassan et al., Federated variational inference methods for structured latent variable models (2023)",
+    options="fedgp_flower.methods.sfvi.options:SFVIOptions",
+    strategy="strategies.sfvi:SFVI",
+    client="fedgp_flower.methods.sfvi.client:SFVIClient",
+    posterior="fedgp_flower.methods.sfvi.posterior:saved_model",
+    panels="fedgp_flower.methods.sfvi.panels:panels",
+    at_site="fedgp_flower.methods.sfvi.posterior:site_model",
+)
+_MULTI_OUTPUT_REFERENCE = Method(
+    summary="Baseline, simulation only: every unit's sparse GP, joined by a multi-output GP",
+    paper="Moreno-Muñoz et al., Modular Gaussian processes for transfer learning (2021)",
+    options="fedgp_flower.methods.fedmgp.options:ReferenceOptions",
+    strategy="strategies.multi_output_references:ModularGP",
+    client="fedgp_flower.methods.fedmgp.client:MultiOutputReferenceClient",
+    why_no_posterior=_COMPARISON,
+    panels="fedgp_flower.methods.fedmgp.panels:panels",
+)
+_REFERENCE = Method(
+    summary="Baseline: every site fits a GP of its own rows, nothing is shared",
+    paper="Rasmussen and Williams, Gaussian processes for machine learning (2006)",
+    options="fedgp_flower.options:MethodOptions",
+    strategy="strategies.references:LocalOnly",
+    client="fedgp_flower.clients.reference:ReferenceClient",
+    federated=False,
+    why_no_posterior=_FROM_ITS_ROWS,
+)
 
 BUILT_IN: Mapping[str, Method] = {
     "pvi": Method(
@@ -78,25 +109,12 @@ BUILT_IN: Mapping[str, Method] = {
         client="fedgp_flower.methods.fgpr.client:FGPRClient",
         why_no_posterior=_FROM_ITS_ROWS,
     ),
-    "sfvi": Method(
-        summary="Structured federated VI: shared trend, site deviations that stay at home; one gradient a round",
-        paper="Hassan et al., Federated variational inference methods for structured latent variable models (2023)",
-        options="fedgp_flower.methods.sfvi.options:SFVIOptions",
-        strategy="strategies.sfvi:SFVI",
-        client="fedgp_flower.methods.sfvi.client:SFVIClient",
-        posterior="fedgp_flower.methods.sfvi.posterior:saved_model",
-        panels="fedgp_flower.methods.sfvi.panels:panels",
-        at_site="fedgp_flower.methods.sfvi.posterior:site_model",
-    ),
-    "sfvi-avg": Method(
+    "sfvi": _SFVI,
+    "sfvi-avg": replace(
+        _SFVI,
         summary="SFVI with local steps: mean of parameters, Wasserstein barycentre of the sites' posteriors",
-        paper="Hassan et al., Federated variational inference methods for structured latent variable models (2023)",
-        options="fedgp_flower.methods.sfvi.options:SFVIOptions",
+        options="fedgp_flower.methods.sfvi.options:SFVIAvgOptions",
         strategy="strategies.sfvi_avg:SFVIAvg",
-        client="fedgp_flower.methods.sfvi.client:SFVIClient",
-        posterior="fedgp_flower.methods.sfvi.posterior:saved_model",
-        panels="fedgp_flower.methods.sfvi.panels:panels",
-        at_site="fedgp_flower.methods.sfvi.posterior:site_model",
     ),
     "fedmgp": Method(
         summary="Federated multi-output GP: units are smoothed, scaled views of shared latent functions",
@@ -107,38 +125,19 @@ BUILT_IN: Mapping[str, Method] = {
         why_no_posterior=_WHAT_UNITS_SHARE,
         panels="fedgp_flower.methods.fedmgp.panels:panels",
     ),
-    "modular-gp": Method(
-        summary="Baseline, simulation only: every unit's sparse GP, joined by a multi-output GP",
-        paper="Moreno-Muñoz et al., Modular Gaussian processes for transfer learning (2021)",
-        options="fedgp_flower.methods.fedmgp.options:FedMGPOptions",
-        strategy="strategies.multi_output_references:ModularGP",
-        client="fedgp_flower.methods.fedmgp.client:MultiOutputReferenceClient",
-        why_no_posterior=_COMPARISON,
-        panels="fedgp_flower.methods.fedmgp.panels:panels",
-    ),
-    "fed-poly": Method(
+    "modular-gp": _MULTI_OUTPUT_REFERENCE,
+    "fed-poly": replace(
+        _MULTI_OUTPUT_REFERENCE,
         summary="Baseline, simulation only: a federated polynomial that every unit bends to its rows",
         paper="Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024)",
-        options="fedgp_flower.methods.fedmgp.options:FedMGPOptions",
         strategy="strategies.multi_output_references:FedPoly",
-        client="fedgp_flower.methods.fedmgp.client:MultiOutputReferenceClient",
-        why_no_posterior=_COMPARISON,
-        panels="fedgp_flower.methods.fedmgp.panels:panels",
     ),
-    "local-only": Method(
-        summary="Baseline: every site fits a GP of its own rows, nothing is shared",
-        paper="Rasmussen and Williams, Gaussian processes for machine learning (2006)",
-        options="fedgp_flower.options:MethodOptions",
-        strategy="strategies.references:LocalOnly",
-        client="fedgp_flower.clients.reference:ReferenceClient",
-        why_no_posterior=_FROM_ITS_ROWS,
-    ),
-    "pooled": Method(
+    "local-only": _REFERENCE,
+    "pooled": replace(
+        _REFERENCE,
         summary="Baseline, simulation only: one sparse GP of the rows of all sites",
         paper="Titsias, Variational learning of inducing variables in sparse GPs (2009)",
-        options="fedgp_flower.options:MethodOptions",
         strategy="strategies.references:Pooled",
-        client="fedgp_flower.clients.reference:ReferenceClient",
         why_no_posterior=_COMPARISON,
     ),
 }

@@ -14,6 +14,7 @@ from scipy.special import stdtrit
 from scipy.stats import binom
 
 from fedgp_flower.run.artefacts import RunMetrics, read_run
+from fedgp_flower.run.registry import METHODS
 
 REGRESSION_COLUMNS = ("rmse", "nll", "crps", "coverage_95")
 CLASSIFICATION_COLUMNS = ("accuracy", "nll", "brier")
@@ -63,6 +64,11 @@ def is_classification(metrics: RunMetrics) -> bool:
     return "accuracy" in metrics.test
 
 
+def is_federated(metrics: RunMetrics) -> bool:
+    """Whether sites learned together, as they do by a method that is not installed here."""
+    return metrics.method not in METHODS or METHODS[metrics.method].federated
+
+
 def figure_columns(metrics: RunMetrics) -> tuple[str, ...]:
     """The figures shown for the run's kind of task."""
     return CLASSIFICATION_COLUMNS if is_classification(metrics) else REGRESSION_COLUMNS
@@ -70,7 +76,7 @@ def figure_columns(metrics: RunMetrics) -> tuple[str, ...]:
 
 def arms(metrics: RunMetrics) -> list[Arm]:
     """This run first, then the baselines it computed."""
-    name = metrics.method if metrics.method in BASELINES else f"federated ({metrics.method})"
+    name = f"federated ({metrics.method})" if is_federated(metrics) else metrics.method
     beside = zip(BASELINES, (metrics.local_only, metrics.pooled), strict=True)
     computed = [(arm, figures) for arm, figures in beside if figures is not None and arm != metrics.method]
     return [
@@ -127,7 +133,7 @@ def verdict(metrics: RunMetrics) -> str:
     beside = f"; training on all rows in one place gives {show(pooled)}" if math.isfinite(pooled) else ""
     if difference is None or metrics.local_only is None:
         none = "" if beside else "; no baseline was computed to judge it by"
-        what = f"The baseline {metrics.method}" if metrics.method in BASELINES else "Federated training"
+        what = "Federated training" if is_federated(metrics) else f"The baseline {metrics.method}"
         return f"{what} has a held-out NLL of {show(nll)} nats per row{beside}{none}."
     against = f"NLL {show(nll)} against {show(number(metrics.local_only.get('nll')))} nats per row"
     if not math.isfinite(difference.low):

@@ -96,8 +96,6 @@ class FedMGPOptions(MethodOptions):
 
     def strategy_for(self, core: CoreConfig) -> str:
         """Exact rounds, pseudo-gradients, or these with exact rounds at their end."""
-        if core.method != self.table:  # a reference method, which shares the table
-            return ""
         if self.exact(core):
             return "strategies.fedmgp_exact:FedMGPExact"
         ends = self.final_rounds and core.model.likelihood == "gaussian"
@@ -146,3 +144,11 @@ class FedMGPOptions(MethodOptions):
             raise ConfigError("`standardise` = false: fedmgp places pseudo-inputs where standardised inputs lie")
         if core.model.num_inducing < 2:
             raise ConfigError("`model.num-inducing` = 1: lengthscales start from the distance of pseudo-inputs; take 2")
+
+
+class ReferenceOptions(FedMGPOptions):
+    """The same table, for the methods that FedMGP is compared with."""
+
+    def strategy_for(self, core: CoreConfig) -> str:
+        """Each has one."""
+        return ""

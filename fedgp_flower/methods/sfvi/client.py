@@ -210,7 +210,7 @@ class SFVIClient(SiteClient):
         learner = self.learner_of(model, site, self.config.seed)
         q_global = initial_global(model.global_size, scale=own.initial_scale, triangular=own.structure == "full")
         start = (q_global, initial_local(model, site, own, self.config.seed), AdamState[torch.Tensor]())
-        rates = own.rates(self.config.method, self.config.num_server_rounds)
+        rates = own.rates(self.config.num_server_rounds)
         (q_global, q_local, _), _ = learner.local_steps(start, UNSCALED, first_step=0, rates=rates)
         posterior = StructuredPosterior(model, q_global, own.prediction_draws)
         return scored(self.scores(posterior, site, q_local, data), evaluations=len(rates))

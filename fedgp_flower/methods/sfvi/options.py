@@ -23,6 +23,8 @@ class SFVIOptions(MethodOptions):
     """The table ``sfvi.*``."""
 
     table: ClassVar[str] = "sfvi"
+    averages: ClassVar[bool] = False
+    """Whether all rounds are averages of local steps."""
 
     model: Literal["gp", "logistic-mixed", "multinomial"] = "gp"
     """``gp``: shared trend + site deviation + site noise; the others as in the paper, Sections S3.1 and S3.2."""
@@ -141,11 +143,17 @@ class SFVIOptions(MethodOptions):
         """The rate of every step of a site that comes late: the whole way from the first to the last."""
         return [self.rate(step, self.catch_up_steps) for step in range(self.catch_up_steps)]
 
-    def rates(self, method: str, rounds: int) -> list[float]:
+    def rates(self, rounds: int) -> list[float]:
         """The rate of every step on θ in a whole run."""
-        averaging = rounds if method == "sfvi-avg" else self.warm_start_rounds
+        averaging = rounds if self.averages else self.warm_start_rounds
         return [
             self.rate(step, rounds)
             for step in range(rounds)
             for _ in range(self.local_steps if step < averaging else 1)
         ]
+
+
+class SFVIAvgOptions(SFVIOptions):
+    """The same table, for ``sfvi-avg``."""
+
+    averages: ClassVar[bool] = True
