@@ -78,12 +78,7 @@ class Average:
 
 
 def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array, *, tolerance: float = 1e-12) -> Average:
-    """θ ← Σ wₖ θₖ and q(Z_G) ← Wasserstein barycentre of the sites' q(Z_G).
-
-    Args:
-        sites: Parameters as each site left them.
-        weights: N_k / N, or equal; divided by their sum.
-        tolerance: Relative change at which the barycentre stops.
+    """θ ← Σ wₖ θₖ and q(Z_G) ← Wasserstein barycentre of the sites' q(Z_G), weights divided by their sum.
 
     Raises:
         NumericsError: there is no barycentre, or the iteration does not converge.

@@ -25,12 +25,7 @@ STEPS = 400
 
 
 def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
-    """Sums of scores under the names of a regression; the point prediction is E y = exp(m + ½ v).
-
-    Args:
-        mean: m of log rates, [n].
-        variance: v, [n].
-        target: Counts [n].
+    """Sums of scores under the names of a regression; the point prediction is E y = exp(m + ½ v), each [n].
 
     Raises:
         NumericsError: for moments that are not finite, variances below zero, or targets that are no counts.
@@ -58,14 +53,9 @@ def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
 
 
 def count_quantiles(mean: Array, sd: Array, levels: Sequence[float]) -> Array:
-    """The least counts k with F(k) ≥ level, [levels, n], of the mixture whose counts have these moments.
+    """The least counts k with F(k) ≥ level, [levels, n], of the mixture whose counts have these moments [n].
 
     A log-normal rate e^f has E y = r = exp(m + ½ v) and var y = r + r² (e^v − 1), so that m and v can be read off.
-
-    Args:
-        mean: E y, [n].
-        sd: Its standard deviation, [n].
-        levels: Probabilities.
     """
     spread = np.maximum(sd**2 - mean, 0.0) / mean**2  # e^v − 1 is below zero by rounding alone
     variance = np.log1p(spread)

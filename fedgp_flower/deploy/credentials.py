@@ -33,11 +33,7 @@ class ServerCredentials:
 def create_server_credentials(folder: Path, host: str = "127.0.0.1") -> ServerCredentials:
     """A fresh authority and a server certificate signed by it, for ``localhost`` and ``host``.
 
-    The authority's own key is never written: nothing can be signed with it afterwards.
-
-    Args:
-        folder: Where the files go; created if missing.
-        host: Numeric address the SuperLink listens on.
+    The authority's own key is never written: nothing can be signed with it afterwards. ``host`` is a numeric address.
     """
     folder.mkdir(parents=True, exist_ok=True)
     authority_key, server_key = ec.generate_private_key(_CURVE), ec.generate_private_key(_CURVE)
@@ -66,14 +62,7 @@ def create_server_credentials(folder: Path, host: str = "127.0.0.1") -> ServerCr
 
 
 def create_node_key(path: Path) -> Path:
-    """A SuperNode's key pair in OpenSSH's format, as ``ssh-keygen -t ecdsa -b 384`` makes it.
-
-    Args:
-        path: File of the private key; the public one is written beside it.
-
-    Returns:
-        The file of the public key.
-    """
+    """A SuperNode's key pair in OpenSSH's format, as ``ssh-keygen -t ecdsa -b 384`` makes it; the public file."""
     key = ec.generate_private_key(_CURVE)
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_secret(path, _private_bytes(key, serialization.PrivateFormat.OpenSSH))

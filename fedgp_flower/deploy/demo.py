@@ -174,14 +174,7 @@ def say(line: str) -> None:
 
 
 def run_demo(keys: FlatConfig, files: Sequence[Path], count: int, parent: Path, *, keep: bool) -> None:
-    """Run the demonstration in a new folder below ``parent``.
-
-    Args:
-        keys: Keys of the run configuration that were chosen.
-        files: A CSV file per site; for none, the data set is dealt to ``count`` sites.
-        count: Number of sites where there are no ``files``.
-        parent: Where keys, logs and state go.
-        keep: Leave everything up after the run, until a signal comes.
+    """Run the demonstration in a new folder below ``parent``: a CSV file per site, or ``count`` sites of a data set.
 
     Raises:
         RunError: when the run did not complete.

@@ -37,12 +37,8 @@ def barycentre(
 
         F ← Σ wₖ Lₖ polar(LₖᵀF),   F₀ = chol(Σ wₖ Sₖ),   polar(U s Vᵀ) = U Vᵀ.
 
-    Args:
-        means: Shape [K, M].
-        factors: Square factors [K, M, M] or scales [K, M].
-        weights: Nonnegative, shape [K]; divided by their sum.
-        tolerance: Relative change of F at which the iteration stops.
-        max_iterations: Steps after which the iteration is given up.
+    Means are [K, M], factors [K, M, M] or scales [K, M], weights [K] nonnegative and divided by their sum; the
+    iteration stops at a relative change of F by ``tolerance``.
 
     Raises:
         NumericsError: if shapes disagree, a value is not finite, a weight is negative, a factor is singular, or the

@@ -19,14 +19,9 @@ from torch import Tensor
 
 
 def smoothed_covariance(x: Tensor, other: Tensor, scales: Tensor, smoothing: Tensor, smoothing_other: Tensor) -> Tensor:
-    """Covariance of two unit-variance smoothed copies of each g_i, [I, N, N'].
+    """Covariance of two unit-variance smoothed copies of each g_i, [I, N, N'], at x [N, D] and other inputs [N', D].
 
-    Args:
-        x: [N, D]
-        other: [N', D]
-        scales: diagonal of S_i, [I, D]
-        smoothing: diagonal of R_i of the function at ``x``, [I, D]
-        smoothing_other: the same at ``other``, [I, D]
+    ``scales`` are the diagonals of S_i, the smoothings those of R_i of the two functions, all [I, D].
     """
     width = smoothing + smoothing_other + scales  # [I, D]
     own, others = 2 * smoothing + scales, 2 * smoothing_other + scales

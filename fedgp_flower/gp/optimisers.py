@@ -205,10 +205,6 @@ class Minimiser:
     ...     history = [*history[: answer.used], Evaluation(x, float(x @ x), 2 * x)]
     >>> answer.converged, round(float(answer.point[0]), 6)
     (True, 0.0)
-
-    Args:
-        start: First point to evaluate.
-        method: :class:`LBFGS` or :class:`Adam` with their settings.
     """
 
     def __init__(self, start: Array, method: LBFGS | Adam) -> None:
@@ -340,13 +336,7 @@ class AdamSettings:
 
 
 def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings: AdamSettings, num_rows: int) -> Trace:
-    """Maximise a noisy objective in place.
-
-    Args:
-        objective: Draws its own samples at every call; scalar, nats.
-        parameters: Leaves with ``requires_grad``.
-        settings: Steps, learning rate, stopping rule.
-        num_rows: Rows the objective is summed over; scales the tolerance.
+    """Maximise in place a noisy objective, which draws its own samples at every call; a sum over ``num_rows`` rows.
 
     Raises:
         NumericsError: the objective is not finite.

@@ -53,12 +53,7 @@ class Scores:
 
 
 def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores:
-    """Scores of Gaussian predictions N(mean, sd²), with the closed-form CRPS σ[z(2Φ(z) − 1) + 2φ(z) − π^(−½)].
-
-    Args:
-        mean: predictive means [n], in the units of ``target``.
-        sd: predictive standard deviations of a noisy observation [n], same units.
-        target: observed values [n].
+    """Scores of Gaussian predictions N(mean, sd²) [n], with the closed-form CRPS σ[z(2Φ(z) − 1) + 2φ(z) − π^(−½)].
 
     Raises:
         NumericsError: for unequal shapes, values that are not finite, or a standard deviation that is not positive.
@@ -76,12 +71,8 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Score
 
     The point prediction is the mixture mean. Intervals are central in probability (through the PIT). With
     A(μ, σ²) = E|N(μ, σ²)| = 2σφ(μ/σ) + μ(2Φ(μ/σ) − 1), the CRPS is (Grimit et al. 2006)
-    mean_s A(y − m_s, σ_s²) − ½ mean_{s,t} A(m_s − m_t, σ_s² + σ_t²). Time O(S² n), memory O(S n).
-
-    Args:
-        means: component means [S, n].
-        sds: component standard deviations of a noisy observation [S, n].
-        target: observed values [n].
+    mean_s A(y − m_s, σ_s²) − ½ mean_{s,t} A(m_s − m_t, σ_s² + σ_t²). ``means`` and ``sds`` are [S, n], ``target`` is
+    [n]. Time O(S² n), memory O(S n).
 
     Raises:
         NumericsError: for unequal shapes, values that are not finite, or a standard deviation that is not positive.
@@ -100,10 +91,6 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
     """Scores of class probabilities p = P(label = 1): NLL, Brier score (p − label)², correct at threshold ½.
 
     A probability of exactly 0 or 1 that is wrong has an infinite NLL; it is reported as such.
-
-    Args:
-        probability: predicted probabilities of class 1 [n].
-        label: observed classes, 0 or 1 [n].
 
     Raises:
         NumericsError: for unequal shapes, probabilities outside [0, 1], or labels other than 0 and 1.
@@ -127,11 +114,7 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
 
 
 def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
-    """Scores of probabilities of C classes: NLL, Brier score Σ_c (p_c − 1[label = c])², correct where p is largest.
-
-    Args:
-        probabilities: predicted probabilities [n, C], each row summing to one.
-        label: observed classes, 0 … C − 1 [n].
+    """Scores of probabilities [n, C] of C classes: NLL, Brier Σ_c (p_c − 1[label = c])², correct where p is largest.
 
     Raises:
         NumericsError: for unequal lengths, rows that are no probabilities, or labels that are no classes.

@@ -19,15 +19,9 @@ from fedgp_flower.typing import Array
 def initial_inducing_points(
     kind: str, count: int, histogram: Array, products: Array, num_rows: float, rng: np.random.Generator
 ) -> Array:
-    """Inducing inputs [M, D] in standardised units.
+    """Inducing inputs [M, D] in standardised units, ``normal`` or ``copula``.
 
-    Args:
-        kind: ``normal`` or ``copula``.
-        count: M.
-        histogram: Pooled counts [D, B], see :func:`fedgp_flower.gp.sums.input_shape`.
-        products: Pooled XᵀX [D, D].
-        num_rows: N, to turn products into correlations.
-        rng: Source of the scrambling.
+    From the pooled counts [D, B] of :func:`fedgp_flower.gp.sums.input_shape`, and XᵀX [D, D] of N rows.
     """
     num_inputs = len(histogram)
     if kind == "normal":
@@ -44,13 +38,7 @@ def initial_inducing_points(
 
 
 def box_points(count: int, histogram: Array, rng: np.random.Generator) -> Array:
-    """Sobol points [M, D] in the box between the outer edges of each column's outermost bins that are not empty.
-
-    Args:
-        count: M.
-        histogram: Pooled counts [D, B], see :func:`fedgp_flower.gp.sums.input_shape`.
-        rng: Source of the scrambling.
-    """
+    """Sobol points [M, D] in the box between the outer edges of each column's outermost bins that are not empty."""
     filled = histogram > 0
     low = INPUT_EDGES[filled.argmax(axis=1)]
     high = INPUT_EDGES[filled.shape[1] - filled[:, ::-1].argmax(axis=1)]

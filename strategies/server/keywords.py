@@ -69,13 +69,7 @@ def _keyword(prefix: str, name: str, info: FieldInfo) -> Keyword:
 def configured(
     method: str, options: type[MethodOptions], implied: Mapping[str, Any], given: Mapping[str, Any]
 ) -> RunConfig:
-    """The configuration that keyword arguments stand for.
-
-    Args:
-        method: Name of the method.
-        options: Class of its table.
-        implied: Fields of the table that the class of the Strategy stands for.
-        given: The keyword arguments.
+    """The configuration that the keyword arguments ``given`` stand for; ``implied`` are fields that the class sets.
 
     Raises:
         TypeError: naming a keyword that does not exist, and those it may have meant.

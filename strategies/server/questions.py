@@ -103,10 +103,8 @@ class Roster:
 def drive(asking: Asking[S], sites: Mapping[str, Any]) -> S:
     """Run a computation against sites that are plain objects: for tests, notebooks and proofs.
 
-    Args:
-        asking: A round, or any other computation that asks.
-        sites: Site → object with a method for every kind asked (``query.statistics`` → ``statistics``), which takes
-            the request and returns the answer.
+    Such an object has a method for every kind asked (``query.statistics`` → ``statistics``), which takes the request
+    and returns the answer.
     """
     outstanding: list[tuple[str, Any]] = []
     reply: Any = None

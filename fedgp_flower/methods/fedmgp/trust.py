@@ -64,14 +64,8 @@ def agreeing(
 
     Unit m stays if :func:`possible` and the median over k of log p(m, k share g) − log p(they do not) is positive, from
     :func:`shared_evidence` of the pair and of each alone. It needs individual statistics. A unit that nobody can be
-    compared with stays only where it is the only one there is.
-
-    Args:
-        statistics: of every site that answered, at the first trial move.
-        asked: q(u) that was sent with the moves.
-        counts: number of rows of every unit.
-        absent: the last word of every other site, in the coordinates of the first trial move; :func:`possible` when it
-            was said. They are compared, and judged, like those that are present.
+    compared with stays only where it is the only one there is. ``absent`` are the last words of the other sites, in the
+    coordinates of the first trial move; they are compared, and judged, like those that are present.
     """
     usable = {site: own for site, own in statistics.items() if possible(own, asked, counts[site])}
     usable |= absent or {}

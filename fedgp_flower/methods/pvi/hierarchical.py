@@ -186,15 +186,8 @@ def local_free_energy(
 ) -> Float[Tensor, " S"]:
     r"""Local fit E_q log p(y_k | f) − KL(q(u | Z, β) ‖ q_\k(u | Z, β)) per sample, in nats.
 
-    Federated learning of sparse Gaussian processes, Eq. 7 less its last KL.
-
-    Args:
-        model: Kernel and likelihood.
-        draws: S samples of (Z, β).
-        others: The other sites' factors; their product with the prior is the cavity.
-        own: The site's factor.
-        data: The site's rows, or a mini-batch of them.
-        weight: N_k over the rows in ``data``, for mini-batches.
+    Federated learning of sparse Gaussian processes, Eq. 7 less its last KL. ``data`` may be a mini-batch, ``weight`` is
+    N_k over its rows; the product of ``others`` with the prior is the cavity.
     """
     return Cavity.at(model, draws, others, data).free_energy(model, draws, own, data, weight=weight)
 
@@ -203,13 +196,7 @@ def free_energy_parts(model: SparseModel, draws: Draws, factors: Sequence[Factor
     """What this site knows of F = Σ_k E_q log p(y_k | f) − E KL(q(u) ‖ p(u)) − KL(q(Z) ‖ p) − KL(q(β) ‖ p), in nats.
 
     The first term, which adds over sites, and the second, which is the same wherever the draws are. F equals Σ_k F_k +
-    log Z_q at any q = p ∏ t_k (Ashman et al. 2022, Property 2.2a).
-
-    Args:
-        model: Kernel and likelihood.
-        draws: S samples, the same at every site.
-        factors: Those of all sites.
-        data: The site's rows.
+    log Z_q at any q = p ∏ t_k (Ashman et al. 2022, Property 2.2a). ``factors`` are those of all sites.
     """
     with torch.no_grad():
         views = view(model.geometry(draws), factors, None, data.inputs)

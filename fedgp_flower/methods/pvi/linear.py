@@ -78,12 +78,7 @@ def local_free_energy(site: LinearSite, q: G, context: G) -> Tensor:
 
 
 def analytic_factor(site: LinearSite, noise: Tensor) -> NaturalGaussian:
-    """The exact factor of Gaussian rows: Λ = ΦᵀΦ/σ², η = Φᵀy/σ². The update of a conjugate model.
-
-    Args:
-        site: Rows; its likelihood is Gaussian with variance ``noise``.
-        noise: σ², a scalar.
-    """
+    """The exact factor of rows with Gaussian noise σ²: Λ = ΦᵀΦ/σ², η = Φᵀy/σ². The update of a conjugate model."""
     return NaturalGaussian(site.design.mT @ site.targets / noise, -0.5 * (site.design.mT @ site.design) / noise)
 
 
@@ -120,15 +115,8 @@ def fixed_point_update(
 ) -> FixedPoint:
     """Damped fixed-point iteration t ← (1 − ρ) t + ρ ∇_μ E_q log p(y_k | θ), q = context · t: natural-gradient ascent.
 
-    A step that would make q improper is halved until it does not, and counted.
-
-    Args:
-        site: Rows.
-        context: Cavity, or prior, to be multiplied by the factor.
-        start: Factor to start from, for example the flat one.
-        step: ρ in (0, 1].
-        tolerance: Stop at this relative change.
-        max_iterations: Budget.
+    A step that would make q improper is halved until it does not, and counted. ``step`` is ρ in (0, 1], ``tolerance``
+    the relative change at which it stops.
 
     Raises:
         NumericsError: the context times the start is improper.

@@ -92,13 +92,7 @@ class Refit:
 
 
 def refit(problem: Replay, start: Latents, generator: Generator) -> Refit:
-    """Maximise E_q[collapsed evidence] − α KL(q(Z) ‖ p̃(Z)) − KL(q(β) ‖ p(β)) over q(Z) and q(β).
-
-    Args:
-        problem: Pseudo-observations and rows.
-        start: Where the means start.
-        generator: Source of the samples.
-    """
+    """Maximise E_q[collapsed evidence] − α KL(q(Z) ‖ p̃(Z)) − KL(q(β) ‖ p(β)) over q(Z) and q(β)."""
     prior, settings, model = problem.prior, problem.settings, problem.model
     point, first = _refit_point(problem, start)
     scales = settings.start_scale
@@ -127,14 +121,8 @@ def distil(
 ) -> tuple[PseudoObservations, Trace]:
     """The (V, m, w) that maximise the local free energy averaged over draws around ``latents``, and their c.
 
-    w_j ≤ N_k: about a value of f, N_k rows say at most what N_k observations of it would. Without this bound a few
-    draws can be served by a near-equality that no other (Z, β) can meet.
-
-    Args:
-        problem: The other sites' pseudo-observations, which are the cavity, and the site's rows.
-        own: Where to start; its size stays.
-        latents: q(Z) and q(β) after the refit.
-        generator: Source of the draws, which stay fixed.
+    It starts from ``own``, whose size stays. w_j ≤ N_k: about a value of f, N_k rows say at most what N_k observations
+    of it would. Without this bound a few draws can be served by a near-equality that no other (Z, β) can meet.
     """
     model, data = problem.model, problem.data
     assert data is not None

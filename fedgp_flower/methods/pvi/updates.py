@@ -181,15 +181,7 @@ class _Objective:
 def adam_update(
     problem: LocalProblem, own: Factor, start: Latents, settings: AdamSettings, generator: Generator
 ) -> LocalUpdate:
-    """Local update by Adam on reparameterised antithetic samples, fresh at every step.
-
-    Args:
-        problem: What the site conditions on.
-        own: Its factor before the update, or where a first visit starts.
-        start: q(Z) and q(β) to start from, usually the current posterior.
-        settings: Steps, learning rate, stopping rule.
-        generator: Source of all randomness of this update.
-    """
+    """Local update by Adam from ``own`` and ``start``, on reparameterised antithetic samples, fresh at every step."""
     objective = _Objective(problem, own, start, generator)
     trace = adam(
         lambda: objective.value(objective.noise(), *objective.batch()),
@@ -239,13 +231,7 @@ def first_factor(
 ) -> Factor:
     """A factor that is close to the site's likelihood when q(Z) and q(β) are at the means of ``start``.
 
-    Args:
-        model: Kernel and likelihood.
-        data: The site's rows.
-        start: Where q(Z) and q(β) start.
-        form: Noise of the pseudo-observations (``tied`` to σ², ``free`` diagonal, ``full``), or ``cpo``.
-        num_points: M_k, at most; not used by ``cpo``.
-        min_rows: Rows each pseudo-observation averages at least; not used by ``cpo``.
+    Pseudo-observations are at most ``num_points``, each the average of at least ``min_rows`` rows.
     """
     if form == "cpo":
         return _at_the_optimum(model, data, start)

@@ -56,11 +56,7 @@ class Memory:
         """q(Z_Lk | Z_G) around another μ_G, for a site whose q(Z_G) was averaged or that missed rounds.
 
         A site that sends gradients every round owes no shift: the step of μ̄_k was taken together with that of μ_G.
-
-        Args:
-            start: q of the same family and shapes.
-            centre: μ_G as it is now.
-            server_round: The round it is read in.
+        ``start`` is a q of the same family and shapes, ``centre`` μ_G as it is now.
         """
         q_local = with_named(start, _tensors(self.local))
         if self.averaged or server_round > self.round + 1:

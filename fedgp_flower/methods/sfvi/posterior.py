@@ -121,13 +121,7 @@ class NewSite:
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...], *, link: bool = False) -> NewSite:
-    """The posterior of a finished run.
-
-    Args:
-        saved: What a run saved.
-        names: Names of the encoded inputs.
-        link: See :meth:`StructuredPosterior.moments`.
-    """
+    """The posterior of a finished run, on the scale of an observation or of the link function."""
     options = SFVIOptions.model_validate(dict(saved.model["structure"]))
     aside = [index for index, name in enumerate(names) if name == options.groups_by]
     arrays = {name: np.array(array) for name, array in saved.arrays.items()}

@@ -96,14 +96,7 @@ class StructuredModel(nn.Module, ABC):
         return self.fixed_log_scale + self.prior_log_scales[self.block]
 
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteData:
-        """Rows of a site, dealt to units; here the site is one unit.
-
-        Args:
-            features: [N, D].
-            targets: [N].
-            groups: Equal for rows of one unit, where a site has several.
-            key: Number of the site, where it is one unit.
-        """
+        """Rows of a site, dealt to units by equal ``groups``; here the site is one unit, and ``key`` its number."""
         del groups
         unit = torch.zeros(len(features), dtype=torch.int64)
         return SiteData(features, targets, unit, torch.tensor([key]), features[:0])
@@ -151,11 +144,7 @@ class SampledModel(StructuredModel):
     ) -> Iterator[tuple[Tensor, SiteData, bool]]:
         """Rows to predict at: which they are, as the model has them, and whether the site's posterior is about them.
 
-        Args:
-            site: Training rows of the site.
-            features: Inputs to predict at.
-            groups: Unit of each.
-            trained: Whether the site has a posterior at all.
+        ``groups`` are their units, ``trained`` says whether the site has a posterior at all.
         """
         del groups
         yield torch.ones(len(features), dtype=torch.bool), site.at(features), trained
@@ -212,14 +201,8 @@ def predict_by_draws(
 ) -> Prediction:
     """The mixture over draws: its mean, and variance E var + var E.
 
-    Args:
-        model: The model, holding θ.
-        site: Rows to predict at, and their units.
-        q_global: q(Z_G).
-        q_local: q(Z_Lk | Z_G), or None for a new site, whose latents come from their prior given Z_G.
-        noise_global: Standard normal.
-        noise_local: Standard normal.
-        link: On the scale of the link function instead of that of an observation.
+    Without ``q_local`` the site is new: its latents come from their prior given Z_G. With ``link`` the prediction is on
+    the scale of the link function instead of that of an observation. Noise is standard normal.
     """
     with torch.no_grad():
         z_global = q_global.transform(noise_global)
