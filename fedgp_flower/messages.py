@@ -193,10 +193,7 @@ _ENCODERS: Mapping[str, Callable[[_Field, Any], NamedArrays]] = {
 def decode(cls: type[M], arrays: Mapping[str, NDArray[Any]], sizes: Mapping[str, int] | None = None) -> M:
     """The inverse of :func:`encode`, for arrays that may come from anywhere.
 
-    Args:
-        cls: What the arrays must be.
-        arrays: Named arrays.
-        sizes: Lengths that the letters of shapes must have, such as ``{"M": 50}``; others are bound by first use.
+    ``sizes`` are lengths that letters of shapes must have, as ``{"M": 50}``; others are bound by first use.
 
     Raises:
         ProtocolError: naming the field, what is wrong with it and what was expected.
@@ -356,10 +353,7 @@ def _sum(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
 def layout(cls: type, sizes: Mapping[str, int], request: Any) -> Layout | None:
     """The arrays of an answer before there is one; None where a length or a name is not known.
 
-    Args:
-        cls: The class of the answer, a summand.
-        sizes: Lengths of letters.
-        request: What is asked; arrays that are sent back have the shapes of its arrays.
+    Arrays of the request that are sent back have the shapes they came with.
     """
     cells: Layout = []
     for own in _fields(cls):
@@ -399,6 +393,12 @@ def misfit(request: Any, answer: Any) -> str | None:
             shapes = [str(own.get(odd[0], "nothing")) for own in (sent, back)]
             return f"`{name}.{odd[0]}`: expected {shapes[0]}, the shape that was sent, found {shapes[1]}"
     return None
+
+
+def verdict(answer: Any, name: str, rows: int) -> str | None:
+    """What an answer's own method of this name, if it has one, holds against its coming from so many rows."""
+    judge: Callable[[int], str | None] | None = getattr(answer, name, None)
+    return None if judge is None else judge(rows)
 
 
 def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:

@@ -13,10 +13,9 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedgp_flower.options import FlatConfig
-from fedgp_flower.run.artefacts import ArrayNote, Posterior, RunFolder, RunMetrics
+from fedgp_flower.run.artefacts import ArrayNote, Posterior, RunFolder, RunMetrics, Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.registry import parse_config, strategy_class
-from strategies.server.base import Snapshot
 from strategies.server.finalise import Summary
 
 app = ServerApp()
@@ -40,7 +39,7 @@ class FolderObserver:
 
     def on_checkpoint(self, snapshot: Snapshot) -> None:
         """Replace the checkpoint."""
-        self.folder.checkpoint(snapshot.facts["round"], snapshot.arrays, snapshot.facts)
+        self.folder.checkpoint(snapshot)
 
 
 @app.main()
@@ -74,8 +73,7 @@ def execute(
     opened(folder.path)
     logger.setLevel(logging.INFO)
     with folder.logging_to_file("fedgp"):
-        saved = folder.restore() if config.resume else None
-        snapshot = None if saved is None else Snapshot(saved.arrays, dict(saved.state))
+        snapshot = folder.restore() if config.resume else None
         strategy = strategy_class(config).from_config(config, FolderObserver(folder, progress), snapshot)
         strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
         write_results(folder, config, strategy.outcome)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam
 from jaxtyping import Float
 from numpy import ndarray
@@ -46,9 +45,8 @@ from strategies.fedmgp_shared import (
     still,
 )
 from strategies.server.aggregators import Signals, aggregate, least_sites
-from strategies.server.fedavg import sampled
+from strategies.server.fedavg import applied, sampled
 from strategies.server.questions import Asking, Each, Figures, Roster
-from strategies.server.wire import array_record, numpy_arrays
 
 logger = logging.getLogger("fedgp")
 
@@ -233,14 +231,10 @@ def adam(state: PseudoState, update: Mapping[str, Array], *, size: float) -> Pse
 
     Flower counts rounds from 0, so that with the number of steps before this one its bias correction is that of Adam.
     """
-    flower = FedAdam(eta=size)
-    flower.current_arrays = dict(state.parameters)
-    flower.m_t, flower.v_t = dict(state.velocity), dict(state.squares)
-    target = array_record({name: p - update[name] for name, p in state.parameters.items()})
-    content = RecordDict({"arrays": target, "metrics": MetricRecord({"num-examples": 1})})
-    moved, _ = flower.aggregate_train(state.steps, [Message(content, dst_node_id=0, message_type="train")])
-    parameters = numpy_arrays(cast(ArrayRecord, moved))  # there is one reply, so there is a step
-    velocity, squares = ({n: np.asarray(a) for n, a in (kept or {}).items()} for kept in (flower.m_t, flower.v_t))
+    target = {name: p - update[name] for name, p in state.parameters.items()}
+    start = state.parameters, {"m_t": state.velocity, "v_t": state.squares}
+    parameters, moments = applied(FedAdam(eta=size), start, [(target, 1)], state.steps)
+    velocity, squares = moments["m_t"], moments["v_t"]
     return replace(state, parameters=parameters, velocity=velocity, squares=squares, steps=state.steps + 1)
 
 

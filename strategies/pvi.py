@@ -38,8 +38,8 @@ from fedgp_flower.methods.pvi.messages import (
 )
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.methods.pvi.saved import EQUATION, saved_arrays
+from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.typing import AnyShape, NamedArrays
-from strategies.server.base import Snapshot
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Each, Figures, Refuse, Roster
 from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
@@ -121,13 +121,7 @@ class PVIState:
 
 
 def begin(first: Mapping[str, AnyShape], options: PVIOptions, rows: Mapping[str, int]) -> PVIState:
-    """The state before the first round: N(0, I) of every block in the product; Z and β outside of it begin as points.
-
-    Args:
-        first: Z [M, D] and β [P] where they begin.
-        options: Which blocks the product has.
-        rows: Training rows by site.
-    """
+    """Before the first round: N(0, I) of every block in the product; Z and β outside of it begin as points."""
     size = len(first["inducing"])
     priors = {name: NaturalParameters.of(DiagonalGaussian.standard(first[name].size)) for name in LATENTS}
     priors["whitened"] = NaturalParameters(np.zeros(size), -0.5 * np.eye(size))
@@ -346,12 +340,6 @@ def merge(
     be improper, ρ is halved for each site that would make it so alone, then for all of them together, until it is not;
     the halvings are counted. A site that is improper alone at any ρ is left out and does not hold up the others.
     Pseudo-observations are replaced undamped: they are proper whatever they are.
-
-    Args:
-        state: Current state.
-        replies: Per site its proposed contribution t̂ₖ = q_k / context.
-        damping: ρ in (0, 1].
-        deletion: As in :func:`context`.
     """
     rates, halvings = dict.fromkeys(replies, damping), 0
     refused: tuple[str, ...] = ()

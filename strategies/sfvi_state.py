@@ -26,7 +26,6 @@ from strategies.server.inducing import box_points
 from strategies.server.questions import Asking, Each, Roster
 from strategies.server.shapes import initial_locations, shapes_of_inputs, usual_answers
 from strategies.server.strategy import FederatedStrategy
-from strategies.server.wire import ArraySpec, Specs
 
 logger = logging.getLogger("fedgp")
 
@@ -140,6 +139,7 @@ class StructuredVI(FederatedStrategy[SFVIState]):
 
     options_class = SFVIOptions
     state_class = SFVIState
+    row_arrays = ("prediction.trend", "prediction.deviation")
     options: SFVIOptions
 
     def _set(self, config: RunConfig, *kept: Any) -> None:
@@ -170,10 +170,6 @@ class StructuredVI(FederatedStrategy[SFVIState]):
     def adopt(self, state: SFVIState, arrays: NamedArrays) -> SFVIState:
         """Other parameters, the same moments."""
         return replace(state, parameters={name.removeprefix("values."): array for name, array in arrays.items()})
-
-    def row_specs(self) -> Specs:
-        """Trend and deviation of every row."""
-        return {name: ArraySpec((None,)) for name in ("prediction.trend", "prediction.deviation")}
 
     def details_of(self, state: SFVIState) -> dict[str, Any]:
         """The bound at the end, and how the latest average was reached."""

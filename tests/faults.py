@@ -19,12 +19,13 @@ from fedgp_flower.data.sites import load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, exact_posterior
+from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import NamedArrays
 from strategies.fsgp import noise_of
 from strategies.fsgp_exact import ExactState
-from strategies.server.base import BaseStrategy, Snapshot
+from strategies.server.base import BaseStrategy
 from strategies.server.wire import content_bytes
 
 Change = Callable[[Message], Message | None]

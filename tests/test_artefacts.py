@@ -17,6 +17,7 @@ from fedgp_flower.run.artefacts import (
     Posterior,
     RunFolder,
     RunMetrics,
+    Snapshot,
     read_posterior,
     read_run,
 )
@@ -137,12 +138,13 @@ def test_resume_goes_on_from_the_last_complete_round(tmp_path):
     arrays = {"w": np.array([0.1, 0.2]), "scalar": np.array(np.float32(3)), "counts": np.arange(3)}
     folder.append_history(row(1))
     folder.append_history(row(2, nll=0.25))
-    folder.checkpoint(2, arrays, {"communications": 7, "loss": 1 / 3})
+    facts = {"round": 2, "communications": 7, "loss": 1 / 3}
+    folder.checkpoint(Snapshot(arrays, facts))
     folder.append_history(row(3, nll=9.0))  # killed before the checkpoint of round 3
     again = RunFolder.open(config(tmp_path, num_server_rounds=5, resume=True))
     checkpoint = again.restore()
     assert checkpoint is not None
-    assert (checkpoint.round, checkpoint.state) == (2, {"communications": 7, "loss": 1 / 3})
+    assert checkpoint.facts == facts
     for name, expected in arrays.items():
         np.testing.assert_array_equal(checkpoint.arrays[name], expected)
         assert checkpoint.arrays[name].dtype == expected.dtype
@@ -191,7 +193,7 @@ class Killed(BaseException):
 def test_a_kill_at_any_step_leaves_the_last_complete_checkpoint(tmp_path, monkeypatch, step):
     folder = RunFolder.open(config(tmp_path))
     folder.append_history(row(1))
-    folder.checkpoint(1, {"w": np.array([1.0])}, {"k": 1})
+    folder.checkpoint(Snapshot({"w": np.array([1.0])}, {"round": 1}))
     done = 0
 
     def dying(operation):
@@ -209,7 +211,7 @@ def test_a_kill_at_any_step_leaves_the_last_complete_checkpoint(tmp_path, monkey
         patch.setattr(os, "replace", dying(os.replace))
         patch.setattr(Path, "unlink", dying(Path.unlink))
         try:
-            folder.checkpoint(2, {"w": np.array([2.0])}, {"k": 2})
+            folder.checkpoint(Snapshot({"w": np.array([2.0])}, {"round": 2}))
             survived = True
         except Killed:
             survived = False
@@ -217,14 +219,14 @@ def test_a_kill_at_any_step_leaves_the_last_complete_checkpoint(tmp_path, monkey
     found = RunFolder.open(config(tmp_path, resume=True)).restore()
     assert found is not None
     committed = 2 if step >= 5 else 1  # the rename of checkpoint.json is the fifth step
-    assert (found.round, found.state["k"], found.arrays["w"].tolist()) == (committed, committed, [float(committed)])
+    assert (found.facts["round"], found.arrays["w"].tolist()) == (committed, [float(committed)])
 
 
 def test_later_checkpoints_remove_what_is_left_of_earlier_ones(tmp_path):
     folder = RunFolder.open(config(tmp_path))
     folder.append_history(row(1))
     for number in (1, 2, 3):
-        folder.checkpoint(number, {"w": np.zeros(2)}, {})
+        folder.checkpoint(Snapshot({"w": np.zeros(2)}, {"round": number}))
     names = sorted(path.name.split("-")[0] for path in (folder.path / "checkpoint").iterdir())
     assert names == ["checkpoint.json", "round"]
 
@@ -232,7 +234,7 @@ def test_later_checkpoints_remove_what_is_left_of_earlier_ones(tmp_path):
 def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
     folder = RunFolder.open(config(tmp_path))
     folder.append_history(row(1))
-    folder.checkpoint(1, {}, {})
+    folder.checkpoint(Snapshot({}, {"round": 1}))
     path = folder.path / "checkpoint" / "checkpoint.json"
     write_json(path, read_json(path) | {"config_digest": "0"})
     with pytest.raises(RunError, match="another configuration"):

@@ -16,9 +16,9 @@ from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
 from fedgp_flower.gp.to_gpytorch import Transforms, export, mixture, together
-from fedgp_flower.methods.pvi.export import export as export_pvi
 from fedgp_flower.methods.pvi.factors import InducingFactor, PseudoObservations, WhitenedFactor
 from fedgp_flower.methods.pvi.hierarchical import Draws, SparseModel, predict
+from fedgp_flower.methods.pvi.posterior import SavedFactors
 from fedgp_flower.methods.sfvi.export import export as export_sfvi
 from fedgp_flower.methods.sfvi.family import initial_global
 from fedgp_flower.methods.sfvi.structured import SiteData
@@ -106,7 +106,7 @@ def test_every_draw_of_a_partitioned_posterior_predicts_the_same(name):
         WhitenedFactor(values),
     ]
     x = 2 * rand(20, 2, seed=11)
-    predicted, exported = predict(model, draws, factors, x), export_pvi(model, draws, factors)
+    predicted, exported = predict(model, draws, factors, x), SavedFactors(model, draws, factors).export()
     assert len(exported) == 4
     for s, (component, noise) in enumerate(exported):
         observed = noise(component(x))

@@ -46,11 +46,7 @@ class _Slot:
 
 
 class BatchedKernel:
-    """k_β(x, x') for a batch of β, built around one GPyTorch kernel in log coordinates.
-
-    Args:
-        kernel: Unbatched kernel whose raw parameters are logarithms, from ``kernels.build_kernel``.
-    """
+    """k_β(x, x') for a batch of β, built around one kernel of :func:`~fedgp_flower.gp.kernels.build_kernel`."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._module = _Dense(kernel)

@@ -48,12 +48,7 @@ def log_positive() -> Positive:
 
 
 def build_kernel(model: ModelSection, num_inputs: int) -> Kernel:
-    """The kernel of ``model.kernel`` at the initial values of the configuration, in float64.
-
-    Args:
-        model: Kernel expression, ARD, initial lengthscale and outputscale.
-        num_inputs: D, the number of encoded inputs.
-    """
+    """The kernel of ``model.kernel`` at the initial values of the configuration, in float64."""
     kernel = _build(kernel_tree(model.kernel), model, num_inputs).double()  # scales, too
     for name, parameter in kernel.named_parameters():
         if any(kind in name for kind in ("outputscale", "variance")):

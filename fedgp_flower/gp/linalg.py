@@ -40,15 +40,10 @@ def counting_repairs() -> Iterator[Counter[str]]:
 
 
 def cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
-    """Lower Cholesky factor of a matrix that must be positive definite, batched over leading dimensions.
-
-    Args:
-        matrix: Symmetric, shape [..., M, M].
-        of: What the matrix is, for the message.
-        hint: What to try, for the message.
+    """Lower Cholesky factor of a matrix [..., M, M] that must be positive definite.
 
     Raises:
-        NumericsError: if it is not positive definite or not finite.
+        NumericsError: if it is not positive definite or not finite; says ``of`` what, and a ``hint``.
 
     >>> cholesky(torch.tensor([[4.0, 2.0], [2.0, 5.0]]), of="an example")
     tensor([[2., 0.],
@@ -63,11 +58,7 @@ def cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
 def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str = "K_zz") -> Tensor:
     """L with L Lᵀ = K + jitter · variance · I, where more jitter is added, and counted, only if that fails.
 
-    Args:
-        matrix: Kernel matrix K, shape [..., M, M].
-        variance: Prior variance the jitter is relative to, shape [...].
-        jitter: Relative jitter, without unit.
-        of: Name the repair is counted under.
+    K is [..., M, M], its prior variance [...], and a repair is counted under the name ``of``.
 
     Raises:
         NumericsError: if no reasonable jitter makes it positive definite.

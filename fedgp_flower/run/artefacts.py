@@ -101,12 +101,11 @@ class Posterior:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The last complete round: arrays bit for bit, and a state of JSON's types."""
+class Snapshot:
+    """All a run needs to go on after a kill: arrays, and facts of JSON's types, the ``round`` among them."""
 
-    round: int
     arrays: NamedArrays
-    state: Mapping[str, Any]
+    facts: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ class RunFolder:
         if rows:
             write_bytes(self.path / "predictions.csv", _csv(rows, ()))
 
-    def checkpoint(self, server_round: int, arrays: NamedArrays, state: Mapping[str, Any]) -> None:
+    def checkpoint(self, snapshot: Snapshot) -> None:
         """Keep a complete round. Call it after the round's :meth:`append_history`.
 
         The arrays go to a file of a new name; the rename of ``checkpoint.json``, which names that file, commits; then
@@ -199,15 +198,15 @@ class RunFolder:
         """
         folder = self.path / "checkpoint"
         folder.mkdir(exist_ok=True)
-        name = f"round-{server_round:06d}-{secrets.token_hex(4)}.safetensors"
-        write_arrays(folder / name, arrays)
-        content = {"round": server_round, "arrays": name, "config_digest": self._digest, "state": state}
+        name = f"round-{snapshot.facts['round']:06d}-{secrets.token_hex(4)}.safetensors"
+        write_arrays(folder / name, snapshot.arrays)
+        content = {"arrays": name, "config_digest": self._digest, "state": snapshot.facts}
         write_json(folder / "checkpoint.json", content)
         for old in folder.iterdir():
             if old.name not in {name, "checkpoint.json"}:
                 old.unlink()
 
-    def restore(self) -> Checkpoint | None:
+    def restore(self) -> Snapshot | None:
         """The last complete round, with the history cut back to it; None where no round was completed.
 
         Raises:
@@ -219,9 +218,10 @@ class RunFolder:
         content = read_json(folder / "checkpoint.json")
         if content.get("config_digest") != self._digest:
             raise RunError(f"{folder} belongs to a run with another configuration; start afresh under another `name`")
-        self._history = [row for row in _history_rows(self.path / "history.csv") if row["round"] <= content["round"]]
+        facts = content["state"]
+        self._history = [row for row in _history_rows(self.path / "history.csv") if row["round"] <= facts["round"]]
         self._write_history()
-        return Checkpoint(content["round"], read_arrays(folder / content["arrays"]), content["state"])
+        return Snapshot(read_arrays(folder / content["arrays"]), facts)
 
     @contextmanager
     def logging_to_file(self, *loggers: str) -> Iterator[Path]:

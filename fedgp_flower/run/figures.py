@@ -99,11 +99,7 @@ def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
 def surface(rows: pd.DataFrame | None, predictor: Predictor | None, spans: Array, names: Sequence[str]) -> Figure:
     """Maps of predictive mean and sd over two inputs; without a predictor, the held-out rows carry the colours.
 
-    Args:
-        rows: held-out rows, or None.
-        predictor: evaluated on a grid, or None.
-        spans: low and high of both inputs [2, 2].
-        names: of the two inputs and of the target.
+    ``spans`` are low and high of both inputs, ``names`` those of the two inputs and of the target.
     """
     figure, axes = _axes(2, width=8.6, height=3.7)
     if predictor is not None:

@@ -16,13 +16,12 @@ import pandas as pd
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.options import Value
-from fedgp_flower.run.artefacts import Checkpoint, RunData, RunFolder, read_run
+from fedgp_flower.run.artefacts import RunData, RunFolder, Snapshot, read_run
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.files import write_json
 from fedgp_flower.run.predict import row_of
 from fedgp_flower.run.registry import METHODS, load, parse_config
 from fedgp_flower.run.report import write_report
-from strategies.server.base import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +53,9 @@ def prepare(run: Path, site: str, *, rounds: int, name: str) -> Continuation:
         raise RunError(f"{run} is a run of {data.metrics.method!r}; only a run of {able} can go on without a site")
     old = parse_config(data.config)
     saved = _checkpoint(run, old)
-    labels: Mapping[str, str] = saved.state["preparation"]["labels"]
+    labels: Mapping[str, str] = saved.facts["preparation"]["labels"]
     chosen = next((key for key, label in labels.items() if site in {key, label}), site)
-    left: Snapshot = load(row_of(data).forget)(Snapshot(saved.arrays, dict(saved.state)), chosen)
+    left: Snapshot = load(row_of(data).forget)(saved, chosen)
     remaining = sorted(left.facts["preparation"]["rows"], key=int)
     if len(remaining) < old.min_sites:
         raise RunError(
@@ -67,14 +66,14 @@ def prepare(run: Path, site: str, *, rounds: int, name: str) -> Continuation:
         "name": name,
         "output-dir": str(run.parent),
         "sites": len(remaining),
-        "num-server-rounds": saved.round + rounds,
+        "num-server-rounds": saved.facts["round"] + rounds,
         "resume": False,
         "baselines.pooled": False,
     }
     folder = RunFolder.open(parse_config(flat))
     for row in data.history.to_dict("records"):
         folder.append_history({str(name): value for name, value in row.items() if not pd.isna(value)})
-    folder.checkpoint(saved.round, left.arrays, left.facts)
+    folder.checkpoint(left)
     # Rows go on being dealt to as many sites as there were.
     nodes = [{"partition-id": int(key), "num-partitions": len(labels)} for key in remaining]
     return Continuation(flat | {"resume": True}, nodes)
@@ -107,11 +106,11 @@ def record(before: Path, after: Path, site: str, rounds: int) -> None:
     write_report(after)
 
 
-def _checkpoint(run: Path, config: RunConfig) -> Checkpoint:
+def _checkpoint(run: Path, config: RunConfig) -> Snapshot:
     saved = RunFolder(run, config.digest()).restore()
     if saved is None:
         raise RunError(f"{run} has no checkpoint to go on from")
-    if not saved.state["preparation"]["simulated"]:
+    if not saved.facts["preparation"]["simulated"]:
         raise RunError("the sites of this run are real machines: start a run over those that remain")
     return saved
 

@@ -24,9 +24,9 @@ from flwr.app import ArrayRecord, Message
 
 from fedgp_flower import client_app
 from fedgp_flower.options import Value
+from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import METHODS, load, parse_config
-from strategies.server.base import Snapshot
 from strategies.server.wire import content_bytes
 from strategies.sfvi_state import StructuredVI
 

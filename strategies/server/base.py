@@ -9,7 +9,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,24 +17,20 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import NamedArrays
 from strategies.server import enrolment, finalise
 from strategies.server.enrolment import Enrolment, Preparation
-from strategies.server.evaluation import Evaluation, combine
+from strategies.server.evaluation import Evaluation, as_baseline, combine, combine_histograms
 from strategies.server.finalise import Posterior, Summary
 from strategies.server.network import Expected, Network
-from strategies.server.wire import Answer, Specs, answer
+from strategies.server.wire import Answer, ArraySpec, Specs, answers
 
 logger = logging.getLogger("fedgp")
 
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All a run needs to go on after a kill: arrays, and JSON-able facts about them."""
-
-    arrays: NamedArrays
-    facts: dict[str, Any]
+CLASS_ARRAYS = ("prediction.probability", "prediction.target")
+PREDICTION_ARRAYS = ("prediction.mean", "prediction.sd", "prediction.target")
 
 
 class Observer(Protocol):
@@ -70,6 +66,8 @@ class BaseStrategy(Strategy):
     """Whether sites can predict single rows with what :meth:`predictive` returns."""
     trains = True
     """Whether rounds change the state by what sites answer."""
+    row_arrays: tuple[str, ...] = ()
+    """Arrays that a simulated site sends for its held-out rows besides target, prediction and inputs."""
 
     def __init__(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> None:
         self.config = config
@@ -96,10 +94,6 @@ class BaseStrategy(Strategy):
     def ask_rows(self, phase: str, specs: Specs | None, sites: Iterable[str]) -> dict[str, Answer]:
         """Answers of rows of a simulation, and of the scores of baselines."""
 
-    def row_specs(self) -> Specs:
-        """Arrays that a simulated site sends for its held-out rows besides target, prediction and inputs."""
-        return {}
-
     @abstractmethod
     def posterior(self) -> Posterior | None:
         """What is saved to predict without any site; None for a personal method."""
@@ -114,8 +108,8 @@ class BaseStrategy(Strategy):
 
     def compared(self, phase: str, sites: list[str]) -> Evaluation | None:
         """The scores of a baseline; None if no site has any."""
-        answers = finalise.usable_scores(self.network, self.ask_rows(phase, None, sites))
-        sums = {site: finalise.sums_of(own) for site, own in answers.items()}
+        scored = finalise.usable_scores(self.network, self.ask_rows(phase, None, sites))
+        sums = {site: finalise.sums_of(own) for site, own in scored.items()}
         return combine(sums, self.preparation.target_scale) if sums else None
 
     def warnings(self) -> list[str]:
@@ -189,8 +183,7 @@ class BaseStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Figures over all held-out rows, from the sites' sums; None if nobody has any."""
         del server_round
-        answers = {self.network.site_of(reply): answer(self.network.site_of(reply), reply) for reply in replies}
-        self.evaluation_answers = finalise.usable_scores(self.network, answers)
+        self.evaluation_answers = finalise.usable_scores(self.network, answers(replies))
         if not self.evaluation_answers:
             return None
         sums = {site: finalise.sums_of(own) for site, own in self.evaluation_answers.items()}
@@ -211,6 +204,64 @@ class BaseStrategy(Strategy):
         self.clock.switch(left)
         self.evaluated_sites = len(replies)
         return {} if record is None else {name: float(np.mean(value)) for name, value in record.items()}
+
+    def close(self) -> Summary:
+        """Ask for the comparisons and rows the configuration wants, and put the figures of the run together.
+
+        Raises:
+            RunError: no site could score its held-out rows.
+        """
+        network, config, preparation = self.network, self.config, self.preparation
+        shows_rows = preparation.simulated and not config.privacy.secure_aggregation
+        keeps_rows = self.predicts and shows_rows and config.keep_predictions
+        predictions = self._predictions() if keeps_rows else {}
+        local_only = self._baseline("query.local_only", network.sites()) if config.baselines.local_only else None
+        wants_pooled = config.baselines.pooled and preparation.simulated
+        pooled = self._baseline("query.pooled", network.healthy()[:1]) if wants_pooled else None
+        posterior = self.posterior()
+        self.clock.switch("evaluation")
+        if self.evaluated_sites == 0:
+            raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")
+        evaluation = self.evaluation or Evaluation(test={}, test_standardised={}, per_site=[])
+        labels, rows, seconds = preparation.labels, preparation.rows, self.clock.seconds
+        metrics = {
+            "method": config.method,
+            "dataset": config.dataset,
+            "sites": len(network.sites()),
+            "rounds": self.round,
+            "communications": network.traffic.communications,
+            "seconds": {"total": sum(seconds.values()), **seconds, "sites": network.site_seconds},
+            "bytes": {"up": network.traffic.bytes_up, "down": network.traffic.bytes_down},
+            "test": evaluation["test"],
+            "test_standardised": evaluation["test_standardised"],
+            "per_site": [
+                {**row, "label": labels[row["site"]], "training_rows": rows[row["site"]]}
+                for row in evaluation["per_site"]
+            ],
+            "pooled": pooled,
+            "local_only": local_only,
+            "training_target": preparation.training_target,
+            "warnings": self.warnings(),
+            "calibration": combine_histograms(self.calibrated),
+            "failures": [asdict(failure) for failure in network.failures],
+            "repairs": network.repairs,
+            "method_details": self.details(),
+        }
+        return Summary(metrics, posterior, predictions, preparation.schema, preparation.arrays, preparation.names)
+
+    def _predictions(self) -> dict[str, NamedArrays]:
+        """Held-out rows of simulated sites with their predictions."""
+        names = CLASS_ARRAYS if self.config.model.likelihood == "bernoulli" else PREDICTION_ARRAYS
+        specs = {name: ArraySpec((None,)) for name in (*names, *self.row_arrays)}
+        if self.preparation.num_inputs <= 2:
+            specs["prediction.input"] = ArraySpec((None, self.preparation.num_inputs))
+        rows = self.ask_rows("query.predictions", specs, list(self.evaluation_answers))
+        return {site: own.arrays for site, own in rows.items()}
+
+    def _baseline(self, phase: str, sites: list[str]) -> dict[str, Any] | None:
+        logger.info("comparison: %s", phase.removeprefix("query.").replace("_", "-"))
+        evaluation = self.compared(phase, sites)
+        return None if evaluation is None else as_baseline(evaluation)
 
     def require_training(self) -> None:
         """A run of rounds that left the state as it was at the start has no result.

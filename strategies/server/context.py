@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.questions import context_digest
-from strategies.server.wire import array_record
+from strategies.server.wire import again, array_record
 
 DIGEST, RECORD, LACKS = "context", "context", "lacks-context"
 """Config key with the digest, name of the record, config key of a reply by a site that has it not."""
@@ -66,8 +66,9 @@ class SharedContext:
         lacking = [index for index, reply in enumerate(replies) if lacks(reply)]
         for index in lacking:
             self.nodes.discard(messages[index].metadata.dst_node_id)
-        again = dict(zip(lacking, send([self._again(messages[index]) for index in lacking]), strict=True))
-        found = [again.get(index, reply) for index, reply in enumerate(replies)]
+            self._put_in(messages[index])
+        second = dict(zip(lacking, send([again(messages[index]) for index in lacking]), strict=True))
+        found = [second.get(index, reply) for index, reply in enumerate(replies)]
         for reply in found:
             self.note(reply)
         return found
@@ -78,13 +79,6 @@ class SharedContext:
             self.nodes.discard(reply.metadata.src_node_id)
         elif reply is not None and not reply.has_error():
             self.nodes.add(reply.metadata.src_node_id)
-
-    def _again(self, message: Message) -> Message:
-        self._put_in(message)
-        meta = message.metadata
-        return Message(
-            message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id
-        )
 
 
 def lacks(reply: Message | None) -> TypeGuard[Message]:

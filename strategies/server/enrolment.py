@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import NamedArrays
 from strategies.server.network import Failure, Network
@@ -79,7 +80,7 @@ class Preparation:
         }
 
     @staticmethod
-    def from_snapshot(snapshot: Any) -> Preparation:
+    def from_snapshot(snapshot: Snapshot) -> Preparation:
         """The inverse of :meth:`facts` and of the arrays in a checkpoint."""
         facts = dict(snapshot.facts["preparation"])
         names = tuple(facts.pop("names"))
@@ -133,10 +134,6 @@ class Enrolment:
 def meet(network: Network, config: RunConfig) -> Enrolment:
     """Wait for the sites, hear their descriptions, and agree on schema and standardisation.
 
-    Args:
-        network: Fills its table of sites.
-        config: ``sites``, ``min-sites`` and ``wait-seconds`` say how long to wait.
-
     Raises:
         RunError: if fewer than ``min-sites`` sites are usable.
     """
@@ -147,11 +144,6 @@ def meet(network: Network, config: RunConfig) -> Enrolment:
 
 def agree_again(network: Network, enrolment: Enrolment, contradicted: Mapping[str, str]) -> Enrolment:
     """Leave out sites whose answers contradict their descriptions, and what they described with them.
-
-    Args:
-        network: Loses these sites.
-        enrolment: The agreement so far.
-        contradicted: The sites, and what shows it.
 
     Raises:
         RunError: if fewer than ``min-sites`` sites are left.

@@ -6,7 +6,7 @@ What Flower's rules lack is here: sites sampled by their stable ids from a seed,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,22 +101,34 @@ def combined(
     state: AveragingState, values: Mapping[str, tuple[NamedArrays, int]], server_round: int, plan: AveragingPlan
 ) -> AveragingState:
     """The state after Flower's rule, from parameters and rows N_k; weights N_k / Σ N_k."""
-    rule = RULES[plan.rule](plan.server_learning_rate)
-    if isinstance(rule, FedAdam | FedYogi):
-        rule.current_arrays = dict(state.parameters)
-        for kind in MOMENTS:
-            moments = {n.removeprefix(f"{kind}."): a for n, a in state.moments.items() if n.startswith(f"{kind}.")}
-            if moments:
-                setattr(rule, kind, moments)
-    replies = [_reply(arrays, rows) for arrays, rows in values.values()]
-    aggregated, _ = rule.aggregate_train(server_round, replies)
-    assert aggregated is not None
-    kept = {
-        f"{kind}.{name}": np.asarray(array)
+    moments = {
+        kind: {n.removeprefix(f"{kind}."): a for n, a in state.moments.items() if n.startswith(f"{kind}.")}
         for kind in MOMENTS
-        for name, array in (getattr(rule, kind, None) or {}).items()
     }
-    return AveragingState(numpy_arrays(aggregated), kept)
+    rule = RULES[plan.rule](plan.server_learning_rate)
+    parameters, kept = applied(rule, (state.parameters, moments), list(values.values()), server_round)
+    return AveragingState(parameters, {f"{kind}.{n}": a for kind, own in kept.items() for n, a in own.items()})
+
+
+def applied(
+    rule: FedAvg,
+    start: tuple[Mapping[str, np.ndarray], Mapping[str, Mapping[str, np.ndarray]]],
+    values: Sequence[tuple[NamedArrays, int]],
+    server_round: int,
+) -> tuple[NamedArrays, dict[str, NamedArrays]]:
+    """Parameters, and moments by kind, that one of Flower's rules makes of the parameters and rows of every site.
+
+    ``start`` are parameters and moments before the round, which a rule without moments does not look at.
+    """
+    if isinstance(rule, FedAdam | FedYogi):
+        rule.current_arrays = dict(start[0])
+        for kind, arrays in start[1].items():
+            if arrays:
+                setattr(rule, kind, dict(arrays))
+    aggregated, _ = rule.aggregate_train(server_round, [_reply(arrays, rows) for arrays, rows in values])
+    assert aggregated is not None
+    kept = {kind: {n: np.asarray(a) for n, a in (getattr(rule, kind, None) or {}).items()} for kind in MOMENTS}
+    return numpy_arrays(aggregated), kept
 
 
 def _reply(arrays: NamedArrays, rows: int) -> Message:

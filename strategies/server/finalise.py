@@ -1,30 +1,20 @@
-"""The end of a run: what is saved, and the comparison with local-only and pooled training."""
+"""What a run ends with: what is saved, its figures, and the scores in replies that these are made of."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from fedgp_flower.errors import RunError
 from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, REGRESSION_SUMS
 from fedgp_flower.typing import NamedArrays
-from strategies.server.evaluation import as_baseline, combine_histograms
 from strategies.server.network import Network
-from strategies.server.wire import Answer, ArraySpec
-
-if TYPE_CHECKING:
-    from strategies.server.base import BaseStrategy
-
-logger = logging.getLogger("fedgp")
+from strategies.server.wire import Answer
 
 HISTOGRAM_SIZES = {"evaluation.pit": 20, "evaluation.reliability": 30}
-CLASS_ARRAYS = {name: ArraySpec((None,)) for name in ("prediction.probability", "prediction.target")}
-PREDICTION_ARRAYS = {name: ArraySpec((None,)) for name in ("prediction.mean", "prediction.sd", "prediction.target")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,44 +79,6 @@ def scores_refusal(own: Answer, names: Iterable[str]) -> str | None:
     return None
 
 
-def close(strategy: BaseStrategy) -> Summary:
-    """Ask for the comparisons and rows the configuration wants, and put the figures of the run together."""
-    network, config, preparation = strategy.network, strategy.config, strategy.preparation
-    shows_rows = preparation.simulated and not config.privacy.secure_aggregation
-    keeps_rows = strategy.predicts and shows_rows and config.keep_predictions
-    predictions = _predictions(strategy) if keeps_rows else {}
-    local_only = _baseline(strategy, "query.local_only", network.sites()) if config.baselines.local_only else None
-    wants_pooled = config.baselines.pooled and preparation.simulated
-    pooled = _baseline(strategy, "query.pooled", network.healthy()[:1]) if wants_pooled else None
-    posterior = strategy.posterior()
-    strategy.clock.switch("evaluation")
-    evaluation = strategy.evaluation
-    if strategy.evaluated_sites == 0:
-        raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")
-    seconds = strategy.clock.seconds
-    metrics = {
-        "method": config.method,
-        "dataset": config.dataset,
-        "sites": len(network.sites()),
-        "rounds": strategy.round,
-        "communications": network.traffic.communications,
-        "seconds": {"total": sum(seconds.values()), **seconds, "sites": network.site_seconds},
-        "bytes": {"up": network.traffic.bytes_up, "down": network.traffic.bytes_down},
-        "test": evaluation["test"] if evaluation else {},
-        "test_standardised": evaluation["test_standardised"] if evaluation else {},
-        "per_site": _labelled(strategy, evaluation["per_site"]) if evaluation else [],
-        "pooled": pooled,
-        "local_only": local_only,
-        "training_target": preparation.training_target,
-        "warnings": strategy.warnings(),
-        "calibration": combine_histograms(strategy.calibrated),
-        "failures": [asdict(failure) for failure in network.failures],
-        "repairs": network.repairs,
-        "method_details": strategy.details(),
-    }
-    return Summary(metrics, posterior, predictions, preparation.schema, preparation.arrays, preparation.names)
-
-
 def histograms(own: Answer) -> dict[str, np.ndarray]:
     """The histograms of an evaluation reply; they travel flat, as lists of numbers."""
     found: dict[str, np.ndarray] = {}
@@ -135,28 +87,3 @@ def histograms(own: Answer) -> dict[str, np.ndarray]:
         if isinstance(values, list):
             found[name] = np.asarray(values).reshape(-1, columns) if columns > 1 else np.asarray(values)
     return found
-
-
-def _labelled(strategy: BaseStrategy, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the per-site table with the site's name for people and its training rows."""
-    preparation = strategy.preparation
-    return [
-        {**row, "label": preparation.labels[row["site"]], "training_rows": preparation.rows[row["site"]]}
-        for row in rows
-    ]
-
-
-def _predictions(strategy: BaseStrategy) -> dict[str, NamedArrays]:
-    specs = dict(CLASS_ARRAYS if strategy.config.model.likelihood == "bernoulli" else PREDICTION_ARRAYS)
-    if strategy.preparation.num_inputs <= 2:
-        specs["prediction.input"] = ArraySpec((None, strategy.preparation.num_inputs))
-    specs |= strategy.row_specs()
-    sites = list(strategy.evaluation_answers)
-    answers = strategy.ask_rows("query.predictions", specs, sites)
-    return {site: own.arrays for site, own in answers.items()}
-
-
-def _baseline(strategy: BaseStrategy, phase: str, sites: list[str]) -> dict[str, Any] | None:
-    logger.info("comparison: %s", phase.removeprefix("query.").replace("_", "-"))
-    evaluation = strategy.compared(phase, sites)
-    return None if evaluation is None else as_baseline(evaluation)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flwr.app import Message
 
 from fedgp_flower.errors import ProtocolError, RunError
-from fedgp_flower.messages import Layout, decode, encode, kind_of, layout
+from fedgp_flower.messages import Layout, decode, encode, kind_of, layout, verdict
 from fedgp_flower.privacy import masks
 from fedgp_flower.privacy.keys import Member
 from fedgp_flower.privacy.questions import MaskedQuestion, content_digest, length, unflat, written_members
@@ -166,13 +166,7 @@ class Masking:
     def summed(
         self, contract: MaskedContract, replies: Mapping[str, Message], sizes: Mapping[str, int], rows: int
     ) -> Summed[Any]:
-        """The total of the replies of a whole roster.
-
-        Args:
-            contract: What was asked.
-            replies: Of every site of the roster.
-            sizes: Lengths of letters.
-            rows: Rows of these sites, as they introduced themselves.
+        """The total of the replies of a whole roster, whose sites introduced themselves with so many rows.
 
         Raises:
             RunError: the masks did not cancel, or no rows have such a total.
@@ -239,9 +233,7 @@ class Masking:
 def _judge(total: Any, rows: int) -> None:
     """Conditions that the rows of one site meet, the rows of all meet too."""
     for name in ("contradiction", "refusal"):
-        judge: Callable[[int], str | None] | None = getattr(total, name, None)
-        reason = None if judge is None else judge(rows)
-        if reason is not None:
+        if reason := verdict(total, name, rows):
             raise RunError(
                 f"no {rows} rows have such a total of `{type(total).__name__}`: {reason}. Under masks no site can be"
                 " named; `privacy.secure-aggregation = false` names it"

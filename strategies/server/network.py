@@ -24,7 +24,9 @@ from strategies.server.wire import (
     Answer,
     Specs,
     Texts,
+    again,
     answer,
+    answers,
     array_record,
     arrays_refusal,
     claimed_site,
@@ -145,7 +147,7 @@ class Network:
                     self._note(reply)
                 elif attempt == 0:
                     self.fail(site, reason or "no reply")
-            waiting = {s: self._again(m) for s, m in waiting.items() if s not in kept}
+            waiting = {s: again(m) for s, m in waiting.items() if s not in kept}
         self.traffic.communications += len(kept)
         self.accepted = {reply.metadata.reply_to_message_id for reply in kept.values()}
         return [kept[site] for site in sorted(kept, key=natural_order)]
@@ -165,13 +167,6 @@ class Network:
         replies = self.round_trip(messages)
         return replies if self.context is None else self.context.supplied(messages, replies, self.round_trip)
 
-    @staticmethod
-    def _again(message: Message) -> Message:
-        meta = message.metadata
-        return Message(
-            message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id
-        )
-
     def site_of(self, message: Message) -> str:
         """The site that sent a reply."""
         return str(message.content.config_records["config"]["site"])
@@ -187,10 +182,7 @@ class Network:
     ) -> dict[str, Answer]:
         """Send each site its arrays and return the valid answers by site."""
         messages = [self.message(site, phase, own, settings) for site, own in arrays.items()]
-        return {
-            self.site_of(reply): answer(self.site_of(reply), reply)
-            for reply in self.exchange(messages, specs, retries=retries)
-        }
+        return answers(self.exchange(messages, specs, retries=retries))
 
     def introduce(self, phase: str) -> dict[str, Answer]:
         """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it.
@@ -208,7 +200,7 @@ class Network:
             if reason is None and reply is not None and site is not None:
                 self.nodes[site] = node
                 self.streak.pop(site, None)
-                found[site] = answer(site, reply)
+                found[site] = answer(reply)
             else:
                 self._record(site or f"node {len(self.heard)}", reason or "no reply")
         return dict(sorted(found.items(), key=lambda item: natural_order(item[0])))

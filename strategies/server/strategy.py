@@ -23,13 +23,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedgp_flower.errors import ConfigError, FedGPError, ProtocolError
-from fedgp_flower.messages import add, decode, encode, is_public, is_summand, join, kind_of, misfit, split
+from fedgp_flower.messages import add, decode, encode, is_public, is_summand, join, kind_of, misfit, split, verdict
 from fedgp_flower.methods.messages import LocalScoreSums, Nothing, ScoreSums
 from fedgp_flower.options import MethodOptions
+from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig, defaults
 from fedgp_flower.typing import NamedArrays
-from strategies.server import enrolment, finalise
-from strategies.server.base import BaseStrategy, Observer, Snapshot
+from strategies.server import enrolment
+from strategies.server.base import BaseStrategy, Observer
 from strategies.server.context import SharedContext, settings_text
 from strategies.server.evaluation import Evaluation, of_all
 from strategies.server.finalise import Posterior
@@ -37,7 +38,7 @@ from strategies.server.keywords import configured, documented, signature
 from strategies.server.masking import MEMBERS, MaskedContract, Masking
 from strategies.server.network import Expected, Network
 from strategies.server.questions import Asking, Each, Figures, First, Question, Refuse, Roster, Summed, Total
-from strategies.server.wire import Answer, Specs, answer, array_record, claimed_site, numpy_arrays
+from strategies.server.wire import Answer, Specs, answers, array_record, claimed_site, numpy_arrays
 
 logger = logging.getLogger("fedgp")
 
@@ -94,13 +95,10 @@ class Contract:
             own = self.read(reply)
         except ProtocolError as error:
             return str(error)
-        contradiction: Callable[[int], str | None] | None = getattr(own, "contradiction", None)
-        reason = None if contradiction is None else contradiction(rows)
-        if reason is not None:
+        if reason := verdict(own, "contradiction", rows):
             return self._contradicted(site, reason)
         reason = misfit(self.requests[site], own) if site in self.requests else None
-        judge: Callable[[int], str | None] | None = getattr(own, "refusal", None)
-        return reason if reason is not None or judge is None else judge(rows)
+        return reason or verdict(own, "refusal", rows)
 
     def _contradicted(self, site: str, reason: str) -> str | None:
         self.contradicted[site] = reason
@@ -285,7 +283,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         self.require_training()
         self.clock.switch("evaluation")
         self.evaluate()
-        self.outcome = finalise.close(self)
+        self.outcome = self.close()
         logger.info("%s", self.what_the_server_sees())
         self.result.arrays = array_record(self.public(self.current))
         return self.result
@@ -625,8 +623,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         """Answers that are no messages: rows of a simulation, and the scores of baselines."""
         requests = {site: self._predicting(site) if kind == "query.predictions" else Nothing() for site in sites}
         messages = [self._message(site, kind, request) for site, request in requests.items()]
-        replies = self.network.exchange(messages, specs, retries=1)
-        return {self.network.site_of(reply): answer(self.network.site_of(reply), reply) for reply in replies}
+        return answers(self.network.exchange(messages, specs, retries=1))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Figures over all held-out rows, from the sites' sums; None if nobody has any."""

@@ -103,14 +103,28 @@ def numpy_arrays(record: ArrayRecord) -> NamedArrays:
     return {name: array.numpy() for name, array in record.items()}
 
 
-def answer(site: str, reply: Message) -> Answer:
+def again(message: Message) -> Message:
+    """The same message once more, under an id of its own."""
+    meta = message.metadata
+    return Message(
+        message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id
+    )
+
+
+def answers(replies: Iterable[Message]) -> dict[str, Answer]:
+    """Valid replies unpacked, by site."""
+    return {own.site: own for own in map(answer, replies)}
+
+
+def answer(reply: Message) -> Answer:
     """The content of a valid reply."""
     content = reply.content
     metrics: dict[str, float | list[float]] = {}
     for name, value in content.metric_records.get("metrics", MetricRecord()).items():
         metrics[name] = [float(v) for v in value] if isinstance(value, list) else float(value)
-    texts = {k: v for k, v in content.config_records["config"].items() if isinstance(v, str)}
-    return Answer(site, numpy_arrays(content.array_records["arrays"]), metrics, texts)
+    config = content.config_records["config"]
+    texts = {k: v for k, v in config.items() if isinstance(v, str)}
+    return Answer(str(config["site"]), numpy_arrays(content.array_records["arrays"]), metrics, texts)
 
 
 def claimed_site(reply: Message | None) -> str | None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from gpytorch.likelihoods import Likelihood
 
+from fedgp_flower.gp.sums import WhitenedPosterior
 from fedgp_flower.gp.to_gpytorch import SparsePosterior
-from fedgp_flower.methods.pvi.export import export
-from fedgp_flower.methods.pvi.factors import Factor
+from fedgp_flower.methods.pvi.factors import Factor, product, view
 from fedgp_flower.methods.pvi.hierarchical import Draws, Latents, Point, SparseModel, draw, predict, sparse_model
 from fedgp_flower.methods.pvi.saved import saved_factors, saved_latents
 from fedgp_flower.options import ModelSection
@@ -35,9 +35,19 @@ class SavedFactors:
         mixture = predict(self.model, self.draws, self.factors, torch.from_numpy(inputs))
         return mixture.mean().numpy(), mixture.variance().sqrt().numpy()
 
+    @torch.no_grad()
     def export(self) -> list[tuple[SparsePosterior, Likelihood]]:
-        """A model and likelihood of GPyTorch for every draw."""
-        return export(self.model, self.draws, self.factors)
+        """A model and likelihood of GPyTorch for every draw, in evaluation mode and standardised coordinates."""
+        model, draws = self.model, self.draws
+        density = product(view(model.geometry(draws), self.factors, None, None), self.factors).density()
+        exported = []
+        for s, own in enumerate(model.own_hyper(draws)):
+            kernel = model.kernel.at(draws.hyper[s, : model.kernel.num_hyper])
+            covariance = torch.cholesky_inverse(density.chol[s])  # the inverse is the answer here
+            q = WhitenedPosterior(density.mean[s], covariance)
+            likelihood = model.likelihood.to_gpytorch(own).requires_grad_(False).eval()
+            exported.append((SparsePosterior(kernel, draws.inducing[s], q, model.jitter), likelihood))
+        return exported
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedFactors:

@@ -53,10 +53,7 @@ def export(
 ) -> tuple[SparsePosterior, Likelihood]:
     """Model and likelihood of a new site, in evaluation mode and standardised coordinates.
 
-    Args:
-        model: Holding θ.
-        q_global: q(Z_G).
-        deviation: Whether f includes h_k from its prior; without it, it is the trend g.
+    f includes h_k from its prior; without ``deviation`` it is the trend g.
     """
     trend, width = deepcopy(model.trend), model.inputs.shape[1] + 1
     kernel = trend + LinearTerms(torch.ones(width, dtype=torch.float64))

@@ -19,12 +19,7 @@ from fedgp_flower.typing import Rows, Targets
 
 
 class Multinomial(SampledModel):
-    """Classes 0 … C−1.
-
-    Args:
-        num_inputs: D.
-        num_classes: C.
-    """
+    """Classes 0 … C−1."""
 
     def __init__(self, num_inputs: int, num_classes: int) -> None:
         self.num_inputs, self.num_classes = num_inputs, num_classes
