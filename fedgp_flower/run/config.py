@@ -211,9 +211,9 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
         raise ConfigError(f"`method` = {method!r} is not a method; allowed: {', '.join(sorted(options))}")
     nested = nest({k: _number(v, known[k]) for k, v in given.items()})
     tables = {section.table: section for section in options.values() if section.table}
-    validated = {name: _validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
-    core = _validated(CoreConfig, nested, "")
-    chosen = validated.get(options[str(method)].table, MethodOptions())
+    options_of = {name: validated(own, nested.pop(name, {}), f"{name}.") for name, own in tables.items()}
+    core = validated(CoreConfig, nested, "")
+    chosen = options_of.get(options[str(method)].table, MethodOptions())
     chosen.check(core)
     return RunConfig.model_construct(**{name: getattr(core, name) for name in CoreConfig.model_fields}, options=chosen)
 
@@ -274,7 +274,12 @@ def _unknown(key: str, known: Mapping[str, Value]) -> str:
     return f"unknown configuration key `{key}`; {hint}"
 
 
-def _validated(section: type[Section], values: Mapping[str, Any], prefix: str) -> Any:
+def validated(section: type[Section], values: Mapping[str, Any], prefix: str) -> Any:
+    """A section of nested values.
+
+    Raises:
+        ConfigError: naming every wrong key, after ``prefix``, its value and what is allowed.
+    """
     try:
         return section.model_validate(values)
     except ValidationError as error:
