@@ -25,5 +25,9 @@ class ProtocolError(FedGPError):
     """A message has the wrong names, shapes, types, version or run."""
 
 
+class PolicyError(FedGPError):
+    """A site refuses by a rule of its policy; names rule, value and file."""
+
+
 class RunError(FedGPError):
     """A run cannot start, go on, or be read."""

@@ -143,7 +143,7 @@ def test_the_server_refuses_a_union_of_levels_and_a_site_that_sends_too_many() -
 
 
 def test_a_union_of_too_many_levels_ends_the_run_before_training(tmp_path: Path) -> None:
-    frames = {str(k): waves(150, k).assign(word=[f"w{k}-{i % 30}" for i in range(150)]) for k in range(2)}
+    frames = {str(k): waves(400, k).assign(word=[f"w{k}-{i % 30}" for i in range(400)]) for k in range(2)}
     grid = FaultyGrid(configured(sites=2, target="y"), csv_nodes(tmp_path, frames))
     with pytest.raises(DataError, match="`word` has 60 levels over all sites"):
         run(grid)

@@ -24,6 +24,8 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ConfigError, FedGPError
 from fedgp_flower.gp.linalg import counting_repairs
 from fedgp_flower.options import FlatConfig
+from fedgp_flower.privacy import audit
+from fedgp_flower.privacy.policy import Decision, Rules
 from fedgp_flower.privacy.questions import context_digest
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.registry import METHODS, load, parse_config
@@ -34,6 +36,8 @@ logger = logging.getLogger("fedgp")
 SCHEMA_VERSION = 1
 CONTEXT, CONSTANTS, LACKS = "context", "constants", "lacks-context"
 """Records, config key and state of what travels to a site once; config key of a reply by a site that has it not."""
+WARNING = "warning"
+"""Config key of a reply: what the site's policy warns of."""
 
 LoadSite: TypeAlias = Callable[[RunConfig, Context], RawSite]
 
@@ -67,21 +71,29 @@ class SiteApp(ClientApp):
         return super().__call__(message, context)
 
     def answer(self, message: Message, context: Context) -> Message:
-        """Answer one message. A site's error becomes a reply that names the site and says what is wrong.
+        """Answer one message, and write into the site's audit log what leaves before it does."""
+        decisions: list[Decision] = []
+        reply = self._answered(message, context, decisions)
+        path = audit.log_of(context.node_config)
+        if path is not None:
+            try:
+                audit.record(path, message, reply, decisions, masking.REQUEST in message.content["config"])
+            except FedGPError as error:
+                return _refusal(message, _identity(message, context), str(error))
+        return reply
+
+    def _answered(self, message: Message, context: Context, decisions: list[Decision]) -> Message:
+        """The reply. A site's error becomes one that names the site and says what is wrong.
 
         The words of an error that nobody foresaw may hold a cell of the site's table: they stay in the site's own log.
         """
-        identity: dict[str, Any] = {
-            "schema-version": SCHEMA_VERSION,
-            "site": site_id(context.node_config),
-            "run": message.content.config_records["config"]["run"],
-        }
+        identity = _identity(message, context)
         started = time.perf_counter()
         try:
             if _lacks(message, context):
                 return _reply(message, identity, {}, {"num-examples": 0}, {LACKS: True})
             with counting_repairs() as repairs:
-                arrays, metrics, texts = self._computed(message, context)
+                arrays, metrics, texts = self._computed(message, context, decisions)
         except FedGPError as error:
             return _refusal(message, identity, str(error))
         except Exception as error:
@@ -96,16 +108,20 @@ class SiteApp(ClientApp):
             metrics["seconds"] = time.perf_counter() - started
         return _reply(message, identity, arrays, metrics, texts)
 
-    def _computed(self, message: Message, context: Context) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    def _computed(
+        self, message: Message, context: Context, decisions: list[Decision]
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Arrays, numbers and texts of the reply."""
         given: dict[str, Any] = {**message.content.config_records["config"]}
         flat = self._configuration(message, context)
         config = _parsed(json.dumps(flat, sort_keys=True))
         kind = message.metadata.message_type
+        rules = Rules.of(context.node_config, kind, masking.REQUEST in given, decisions)
+        rules.admit(config, str(given["run"]), int(given["round"]), context.node_config.get("state-dir"))
         if kind == masking.KEYS:
             return masking.introduced(context, str(given["run"]))
         state = load_state(context, str(given["run"]))
-        client = self._client(config, given, context, state)
+        client = self._client(config, given, context, state, rules)
         record = message.content.array_records["arrays"]
         names, parameters = list(record), [array.numpy() for array in record.values()]
         given[NAMES] = "\n".join(names)
@@ -124,6 +140,7 @@ class SiteApp(ClientApp):
         answered = said.split("\n") if said else []
         texts = {name: value for name, value in mixed.items() if isinstance(value, str)}
         numbers = {name: value for name, value in mixed.items() if name not in texts}
+        texts |= {WARNING: rules.warning} if rules.warning else {}
         return dict(zip(answered, outputs, strict=True)), {"num-examples": count, **numbers}, texts
 
     @staticmethod
@@ -147,16 +164,18 @@ class SiteApp(ClientApp):
             text = kept["configuration"]
         return context.run_config if text is None else dict(json.loads(str(text)))
 
-    def _client(self, config: RunConfig, given: Mapping[str, Any], context: Context, state: SiteState) -> SiteClient:
+    def _client(
+        self, config: RunConfig, given: Mapping[str, Any], context: Context, state: SiteState, rules: Rules
+    ) -> SiteClient:
         """The client of the configured method, holding this node's data and state."""
         method: type[SiteClient] = load(METHODS[config.method].client)
-        site = self.load(config, context)
+        site = rules.site(self.load(config, context))
         kept = context.state.config_records.get(CONTEXT) if given.get(CONTEXT) else None
         preparation = None if kept is None else _preparation(kept)
         own = context.state.array_records.get(CONSTANTS, ArrayRecord()) if kept is not None else ArrayRecord()
         constants = {name: array.numpy() for name, array in own.items()}
         numbers = int(given["round"]), int(given["communication"])
-        return method(Setting(config, site, state, preparation, *numbers, constants))
+        return method(Setting(config, site, state, preparation, *numbers, constants, rules))
 
 
 def make_client_app(
@@ -212,6 +231,11 @@ def _preparation(kept: ConfigRecord) -> Preparation:
 @lru_cache(maxsize=8)
 def _parsed(flat: str) -> RunConfig:
     return parse_config(json.loads(flat))
+
+
+def _identity(message: Message, context: Context) -> dict[str, Any]:
+    run = message.content.config_records["config"]["run"]
+    return {"schema-version": SCHEMA_VERSION, "site": site_id(context.node_config), "run": run}
 
 
 def _reply(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -31,6 +31,7 @@ from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.sums import input_shape
 from fedgp_flower.messages import decode, encode, is_message, is_public, join, split
 from fedgp_flower.methods.messages import LocalScoreSums, Nothing, ScoreSums, Shape
+from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.metrics import Scores, gaussian_scores
 from fedgp_flower.typing import NamedArrays
@@ -51,6 +52,8 @@ class Setting:
     communication: int
     constants: NamedArrays = field(default_factory=dict)
     """Arrays that the server sent once."""
+    rules: Rules | None = None
+    """The site's policy; None where nothing leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ class SiteClient(NumPyClient):
         """Score predictions for the site's held-out rows; returns (mean NLL, rows, sums of scores)."""
         scores = self.score(self._request("predict", dict(zip(_names(config), parameters, strict=True)), config))
         count = int(scores.sums["count"])
-        return scores.sums["nll"] / count if count else 0.0, count, flat_scores(scores)
+        said = flat_scores(scores) if self.setting.rules is None else self.setting.rules.numbers(flat_scores(scores))
+        return scores.sums["nll"] / count if count else 0.0, count, said
 
     def answer(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> tuple[NamedArrays, dict[str, Any]]:
         """Arrays of the answer, and what else it says.
@@ -105,7 +109,7 @@ class SiteClient(NumPyClient):
         return split(type(answer), encode(answer))
 
     def handler(self, kind: str) -> Callable[[Any], Any]:
-        """What answers messages of a kind.
+        """What answers messages of a kind, as far as the site's policy lets it.
 
         Raises:
             ProtocolError: nothing does.
@@ -113,7 +117,15 @@ class SiteClient(NumPyClient):
         name = kind.partition(".")[2] or kind
         if not is_answered(type(self), name):
             raise ProtocolError(f"method `{self.config.method}` does not answer `{kind}`")
-        return typing.cast(Callable[[Any], Any], getattr(self, name))
+        return lambda request: self._admitted(getattr(self, name)(request))
+
+    def _admitted(self, answer: Any) -> Any:
+        rules = self.setting.rules
+        if rules is None:
+            return answer
+        if isinstance(answer, Said):
+            return replace(answer, said=rules.numbers(answer.said))
+        return rules.answer(answer, self.num_examples)
 
     def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
         """The request in a message of a kind."""

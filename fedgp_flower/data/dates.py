@@ -14,6 +14,8 @@ FORMATS = {
     r"\d{1,2}\.\d{1,2}\.\d{4}": ("%d.%m.%Y",),
     r"\d{1,2}/\d{1,2}/\d{4}": ("%m/%d/%Y", "%d/%m/%Y"),
     r"\d{1,2}-\d{1,2}-\d{4}": ("%d-%m-%Y", "%m-%d-%Y"),
+    r"\d{1,2} [A-Za-z]{3,9} \d{4}": ("%d %b %Y", "%d %B %Y"),
+    r"[A-Za-z]{3,9} \d{1,2}, \d{4}": ("%b %d, %Y", "%B %d, %Y"),
 }
 """What a date looks like → how it may be read. All have separators and a year of four digits: no plain number fits."""
 TIME = r"(?:[T ]\s*\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?\s*(?:[AaPp][Mm])?\s*(?:Z|UTC|[+-]\d{2}:?\d{2})?)?"

@@ -3,7 +3,7 @@
 The server's half is ``strategies.server.standardisation``. A column of numbers is described by its sum, its sum of
 squares about the site's own mean, and what rounding took from the sum; a categorical column by how often each level
 occurs. The agreed preparation turns numeric columns into one standardised input each and categorical ones into
-indicators.
+indicators. A level that is not among the agreed ones is :data:`OTHER` where the sites agreed on that one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fedgp_flower.data.cells import Kind, kind_of, typed
 from fedgp_flower.data.tables import read_table, require_columns
 from fedgp_flower.errors import DataError, ProtocolError
+from fedgp_flower.privacy.disclosure import OTHER
 from fedgp_flower.typing import Array, NamedArrays
 
 
@@ -179,8 +180,9 @@ def typed_inputs(frame: pd.DataFrame, preparation: Preparation, name: str) -> pd
 
 
 def _level_index(series: pd.Series, column: Column) -> NDArray[np.int64]:
-    """Position of every cell among the levels, −1 for a level that is not among them."""
-    return np.asarray(pd.Index(list(column.levels), dtype="str").get_indexer(pd.Index(series)), dtype=np.int64)
+    """Position of every cell among the levels; of a level that is not among them, that of ``other``, else −1."""
+    index = pd.Index(list(column.levels), dtype="str").get_indexer(pd.Index(series)).astype(np.int64)
+    return np.where(index < 0, column.levels.index(OTHER), index) if OTHER in column.levels else index
 
 
 def _require_schema(frame: pd.DataFrame, preparation: Preparation) -> None:

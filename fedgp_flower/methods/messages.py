@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
+from fedgp_flower.privacy.disclosure import merged_cells
 from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, PIT_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
 from fedgp_flower.typing import AnyShape
 
@@ -26,6 +28,14 @@ class Shape:
     products: Float[ndarray, "D D"] = leaves("XᵀX of the standardised inputs")
     start: Mapping[str, AnyShape] = leaves("initial hyperparameters, from the configuration alone")
 
+    def num_parameters(self) -> int:
+        """D."""
+        return len(self.products)
+
+    def coarse(self, least: int) -> Shape:
+        """The same without cells of fewer rows."""
+        return replace(self, histogram=np.stack([merged_cells(own, least) for own in self.histogram]))
+
     def contradiction(self, rows: int) -> str | None:
         """What shows that the site has other rows than it described, or None."""
         if (self.histogram.sum(axis=1) != rows).any():
@@ -41,6 +51,11 @@ class Shape:
         if np.abs(self.products - self.products.T).max() > slack or eigenvalues[0] < -slack:
             return "`products` is not XᵀX of any rows"
         return None
+
+
+def count_parameters(values: Mapping[str, np.ndarray]) -> int:
+    """M and hyperparameters: points count once, however many coordinates they have."""
+    return sum(array.shape[0] if array.ndim else 1 for array in values.values())
 
 
 @message()
@@ -64,6 +79,10 @@ class Stepped:
 
     values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates", as_sent=True)
     objective: float = leaves("mean over rows of the local objective after the steps")
+
+    def num_parameters(self) -> int:
+        """M and hyperparameters."""
+        return count_parameters(self.values)
 
     @staticmethod
     def of(request: Step, arrays: Mapping[str, np.ndarray], objective: float) -> Stepped:
@@ -101,6 +120,10 @@ class ScoreSums:
     classification: Float[ndarray, " 4"] = leaves("rows, right ones, NLL, Brier score")
     pit: Float[ndarray, " 20"] = leaves("histogram of the PIT")
     reliability: Float[ndarray, "10 3"] = leaves("rows, probabilities and outcomes by predicted probability")
+
+    def coarse(self, least: int) -> ScoreSums:
+        """The same without cells of fewer rows."""
+        return replace(self, pit=merged_cells(self.pit, least), reliability=merged_cells(self.reliability, least))
 
     @staticmethod
     def of(scores: Scores) -> ScoreSums:

@@ -212,9 +212,9 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     nested = nest({k: _number(v, known[k]) for k, v in given.items()})
     own = options[str(method)]
     tables = {section.table: section for section in (*options.values(), own) if section.table}
-    validated = {name: _validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
-    core = _validated(CoreConfig, nested, "")
-    chosen = validated.get(own.table, MethodOptions())
+    options_of = {name: validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
+    core = validated(CoreConfig, nested, "")
+    chosen = options_of.get(own.table, MethodOptions())
     chosen.check(core)
     return RunConfig.model_construct(**{name: getattr(core, name) for name in CoreConfig.model_fields}, options=chosen)
 
@@ -275,7 +275,12 @@ def _unknown(key: str, known: Mapping[str, Value]) -> str:
     return f"unknown configuration key `{key}`; {hint}"
 
 
-def _validated(section: type[Section], values: Mapping[str, Any], prefix: str) -> Any:
+def validated(section: type[Section], values: Mapping[str, Any], prefix: str) -> Any:
+    """A section of nested values.
+
+    Raises:
+        ConfigError: naming every wrong key, after ``prefix``, its value and what is allowed.
+    """
     try:
         return section.model_validate(values)
     except ValidationError as error:

@@ -114,7 +114,8 @@ class BaseStrategy(Strategy):
 
     def warnings(self) -> list[str]:
         """What a reader of the results should know."""
-        return self.preparation.warnings
+        said = [f"{warning} (sites {', '.join(sorted(own))})" for warning, own in self.network.warned.items()]
+        return self.preparation.warnings + said
 
     def details(self) -> dict[str, Any]:
         """Facts of the method worth keeping in ``metrics.json``."""

@@ -93,6 +93,8 @@ class Network:
     """Ids of the messages whose replies the latest exchange has judged to be valid."""
     introduction: Texts = field(default_factory=dict)
     """What nodes that are not known yet are told."""
+    warned: dict[str, set[str]] = field(default_factory=dict)
+    """What the policies of sites warn of, and which."""
 
     def sites(self) -> list[str]:
         """Every site known, in the one order that results may depend on."""
@@ -323,7 +325,11 @@ class Network:
         return f"Latest failures: {seen or 'none'}"
 
     def _note(self, reply: Message) -> None:
-        """Seconds and repairs that a valid reply tells of: single numbers, and finite."""
+        """What a valid reply says besides its answer: seconds and repairs, single numbers and finite; a warning."""
+        warning = reply.content.config_records["config"].get("warning")
+        if warning is not None and self.site_of(reply) not in self.warned.setdefault(str(warning)[:300], set()):
+            self.warned[str(warning)[:300]].add(self.site_of(reply))
+            logger.warning("site %s: %s", self.site_of(reply), str(warning)[:300])
         for name, value in reply.content.metric_records["metrics"].items():
             if name == "seconds":
                 self.site_seconds += float(value)  # type: ignore[arg-type]

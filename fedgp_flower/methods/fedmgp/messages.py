@@ -11,6 +11,7 @@ from numpy import ndarray
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.fedmgp.latents import Latents, Move, Posterior, Statistics
 from fedgp_flower.methods.fedmgp.trust import possible_start, semidefinite
+from fedgp_flower.methods.messages import count_parameters
 from fedgp_flower.typing import AnyShape
 
 PSEUDO_INPUTS = "pseudo-inputs"
@@ -41,6 +42,10 @@ class FirstStatistics:
 
     statistics: Statistics = leaves("of the rows at the starting parameters")
 
+    def num_parameters(self) -> int:
+        """L, inducing values of all latent functions."""
+        return len(self.statistics.shift)
+
     def refusal(self, rows: int) -> str | None:
         """Why this cannot come from so many rows, or None."""
         return None if possible_start(self.statistics, rows) else "first statistics that its rows cannot produce"
@@ -64,6 +69,10 @@ class TrialStatistics:
     slack: Float[ndarray, "C I"] = leaves("−½ tr(Ω_m) / σ² by latent function, at each move")
     flat: Float[ndarray, ""] = leaves("1 where noise explains nearly all of the signal")
     fresh: Float[ndarray, ""] = leaves("1 where the unit had no memory to go on from")
+
+    def num_parameters(self) -> int:
+        """L, inducing values of all latent functions."""
+        return self.shift.shape[1]
 
     @staticmethod
     def of(statistics: Sequence[Statistics], *, flat: bool, fresh: bool) -> TrialStatistics:
@@ -120,6 +129,10 @@ class PseudoGradient:
     fit: float = leaves("mean over rows of E_q log p(y | f) after the steps")
     fresh: Float[ndarray, ""] = leaves("1 where the unit had no memory to go on from")
     flat: Float[ndarray, ""] | None = leaves("1 where noise explains nearly all of the signal", default=None)
+
+    def num_parameters(self) -> int:
+        """Entries of θ; matrices by their rows."""
+        return count_parameters(self.parameters)
 
     def refusal(self, rows: int) -> str | None:
         """Why this cannot be what a unit says of itself, or None."""

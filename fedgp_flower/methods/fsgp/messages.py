@@ -12,6 +12,7 @@ from numpy import ndarray
 
 from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior
 from fedgp_flower.messages import leaves, message
+from fedgp_flower.methods.messages import count_parameters
 from fedgp_flower.typing import AnyShape
 
 
@@ -24,6 +25,10 @@ class Statistics:
     target_squares: Float[ndarray, ""] = leaves("s = yᵀ y")
     prior_variance: Float[ndarray, ""] = leaves("c = Σ k(x, x)")
     count: Float[ndarray, ""] = leaves("number of rows")
+
+    def num_parameters(self) -> int:
+        """M."""
+        return len(self.projection)
 
     @staticmethod
     def of(sums: SparseSums) -> Statistics:
@@ -74,6 +79,10 @@ class GradientShare:
     """⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw of a site's rows; what comes through K_zz follows from the totals."""
 
     values: Mapping[str, AnyShape] = leaves("a site's share of dF/dw, under each parameter's name", as_sent=True)
+
+    def num_parameters(self) -> int:
+        """M and hyperparameters."""
+        return count_parameters(self.values)
 
 
 @message()

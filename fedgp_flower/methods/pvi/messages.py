@@ -295,6 +295,13 @@ class Refined:
     holds: ClassVar[tuple[str, ...]] = ("function", "latents")
     """What the answer is to hold: a factor of u, and what is said of Z and β."""
 
+    def num_parameters(self) -> int:
+        """Pseudo-observations or inducing values, and hyperparameters."""
+        size = 0 if self.hyper is None else self.hyper.size
+        if self.points is not None:
+            size += len(self.points.targets)
+        return size + sum(len(own.eta1) for own in (self.values, self.whitened) if own is not None)
+
     def refusal(self, rows: int) -> str | None:
         """Why this cannot come from so many rows, or None."""
         if min(self.evaluations, self.rejected, self.halvings) < 0:
@@ -321,6 +328,10 @@ class Refitted(Refined):
     """q(Z) and q(β) that a site fitted to everybody's pseudo-observations, where they are not fixed."""
 
     holds: ClassVar[tuple[str, ...]] = ("latents",)
+
+    def num_parameters(self) -> int:
+        """None: pseudo-observations of all sites are behind it, and no row."""
+        return 0
 
 
 @message("query.free_energy")

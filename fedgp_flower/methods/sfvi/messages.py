@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
+from fedgp_flower.methods.messages import count_parameters
 from fedgp_flower.typing import AnyShape
 
 OUTLIER = 1e4
@@ -26,6 +27,12 @@ class ModelStart:
     theta: Mapping[str, AnyShape] = leaves("θ at the start")
     fixed: Float[ndarray, " G"] = leaves("log s of p(Z_G) = N(0, diag s²), without learned parts")
     block: Int[ndarray, " B"] = leaves("which learned scale multiplies each entry of s; empty where none is learned")
+
+
+def _counted(values: Mapping[str, ndarray]) -> int:
+    """Entries of θ, and the length of Z_G."""
+    scales = ("q.log_scale", "q.lower")
+    return count_parameters({name: array for name, array in values.items() if name not in scales})
 
 
 @message()
@@ -46,6 +53,10 @@ class GradientShare:
     )
     objective: float = leaves("the term itself")
     fresh: int = leaves("1 where the site had no memory of earlier rounds and caught up")
+
+    def num_parameters(self) -> int:
+        """Entries of θ and Z_G."""
+        return _counted(self.values)
 
     @staticmethod
     def outliers(answers: Mapping[str, GradientShare], rows: Mapping[str, int]) -> dict[str, str]:
@@ -80,6 +91,10 @@ class LocalEnd:
     values: Mapping[str, AnyShape] = leaves("θ and η_G", as_sent=True)
     objective: float = leaves("what the site takes for the bound of all rows, mean over its steps")
     fresh: bool = leaves("whether the site had no memory of earlier rounds and caught up")
+
+    def num_parameters(self) -> int:
+        """Entries of θ and Z_G."""
+        return _counted(self.values)
 
 
 @message("query.beginning", public=True)

@@ -1,0 +1,159 @@
+"""A site's log of what has left it: JSON lines, each with the hash of the line before, so that a change shows.
+
+The chain has no key: whoever may write the file can write another whole one. Its last hash, kept elsewhere
+(``fedgp audit FILE`` prints it, ``--seen HASH`` looks for it), ties the lines up to it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.privacy.policy import Decision
+
+BEGINNING = "0" * 64
+
+
+def log_of(node_config: Mapping[str, Any]) -> Path | None:
+    """The log of a node: ``audit``, else ``audit.jsonl`` in the ``state-dir`` of a real site."""
+    if node_config.get("audit"):
+        return Path(str(node_config["audit"])).expanduser()
+    if node_config.get("state-dir") and "partition-id" not in node_config:
+        return Path(str(node_config["state-dir"])).expanduser() / "audit.jsonl"
+    return None
+
+
+def record(path: Path, message: Message, reply: Message, decisions: Sequence[Decision], masked: bool) -> None:
+    """Write down a reply before it leaves.
+
+    Raises:
+        RunError: the log cannot be written.
+    """
+    content, asked = reply.content, message.content.config_records["config"]
+    said = content.config_records.get("config", ConfigRecord())
+    numbers = content.metric_records.get("metrics", MetricRecord())
+    arrays = {name: own.numpy() for name, own in content.array_records.get("arrays", ArrayRecord()).items()}
+    arrays |= {name: np.asarray(value) for name, value in numbers.items() if isinstance(value, list)}
+    line = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "run": asked["run"],
+        "round": asked["round"],
+        "kind": message.metadata.message_type,
+        "masked": masked,
+        "arrays": {name: _shape_and_norm(own) for name, own in arrays.items()},
+        "numbers": {name: value for name, value in numbers.items() if not isinstance(value, list)},
+        "texts": {name: len(value) for name, value in said.items() if isinstance(value, str) and name != "error"},
+        "bytes": sum(own.count_bytes() for own in content.values()),
+        "refused": said.get("error", ""),
+        "rules": [asdict(own) for own in decisions],
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _append(file, path, line)
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"the audit log of this site cannot be written ({type(error).__name__})") from error
+
+
+def _shape_and_norm(array: np.ndarray) -> dict[str, Any]:
+    """Shape and Euclidean norm; masked words have none, nor have arrays that are not finite."""
+    norm = float(np.linalg.norm(array.ravel())) if array.dtype.kind in "fi" else float("nan")
+    return {"shape": list(array.shape), "norm": norm if np.isfinite(norm) else None}
+
+
+def _append(file: IO[bytes], path: Path, line: Mapping[str, Any]) -> None:
+    last = _last_line(file)
+    before: dict[str, Any] = json.loads(last) if last else {"line": 0, "hash": BEGINNING}
+    number = before["line"] + 1
+    text = json.dumps({"line": number, **line, "before": before["hash"]})
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    file.write(f'{text[:-1]}, "hash": "{digest}"}}\n'.encode())
+    file.flush()
+    os.fsync(file.fileno())
+    _head(path).write_text(f"{number} {digest}\n", encoding="ascii")
+
+
+def _last_line(file: IO[bytes]) -> bytes:
+    end = file.seek(0, os.SEEK_END)
+    size = 4096
+    while True:
+        file.seek(max(0, end - size))
+        lines = file.read().rstrip(b"\n").split(b"\n")
+        if len(lines) > 1 or size >= end:
+            return lines[-1]
+        size *= 2
+
+
+def _head(path: Path) -> Path:
+    """The file beside a log that says how long it is."""
+    return path.with_name(f"{path.name}.head")
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A log as it was read, and what is wrong with it."""
+
+    lines: tuple[Mapping[str, Any], ...]
+    problems: tuple[str, ...]
+    head: str
+    """The last hash."""
+
+
+def read(path: Path, seen: str = "") -> Log:
+    """Read and verify a log.
+
+    Args:
+        path: The log.
+        seen: A hash, or its beginning, that a line must have.
+
+    Raises:
+        RunError: there is no such file.
+    """
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read ({type(error).__name__})") from None
+    lines: list[Mapping[str, Any]] = []
+    problems = list(_verified(texts, lines))
+    hashes = [str(line.get("hash")) for line in lines]
+    if _head(path).exists():
+        count, digest = _head(path).read_text(encoding="ascii").split()
+        if int(count) > len(texts) or digest not in hashes:
+            problems.append(f"line {len(texts) + 1}: the log had {count} lines, the end is gone or was written anew")
+    if seen and not any(own.startswith(seen) for own in hashes):
+        problems.append(f"no line has the hash {seen}: the log was cut before it, or written anew")
+    return Log(tuple(lines), tuple(problems), hashes[-1] if hashes else BEGINNING)
+
+
+def _verified(texts: Sequence[str], lines: list[Mapping[str, Any]]) -> Iterator[str]:
+    """Problems by line; lines that can be read are added to ``lines``."""
+    before, number = BEGINNING, 0
+    for place, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            own, named, found = line["hash"], int(line["line"]), line["before"]
+        except (ValueError, KeyError, TypeError):
+            yield f"line {place}: cannot be read"
+            number += 1
+            continue
+        lines.append(line)
+        plain = text.removesuffix(f', "hash": "{own}"}}') + "}"
+        if hashlib.sha256(plain.encode()).hexdigest() != own:
+            yield f"line {place}: was edited"
+        elif named != number + 1:
+            yield f"line {place}: is numbered {named} after {number}; lines were removed or moved"
+        elif found != before:
+            yield f"line {place}: does not follow the line before, which was written anew"
+        before, number = own, named

@@ -1,0 +1,257 @@
+"""What the owner of a site lets it answer: the rules of a TOML file, or the default where there is none.
+
+A rule refuses, and the site's reply then names rule, value and file and nothing of the rows; or it makes what leaves
+coarser; or it warns. Every decision goes into the audit log, with what was found.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from fedgp_flower.data.cells import kind_of
+from fedgp_flower.data.sites import RawSite
+from fedgp_flower.errors import ConfigError, PolicyError
+from fedgp_flower.options import Count, Positive, Section
+from fedgp_flower.privacy.disclosure import kept_levels, merged_cells, merged_levels, names_rows
+from fedgp_flower.run.config import RunConfig, defaults, validated
+from fedgp_flower.run.files import write_bytes
+
+A = TypeVar("A")
+Names: TypeAlias = Annotated[tuple[str, ...], Field(strict=False)]
+
+DEFAULT = "the default policy"
+HARMLESS = frozenset({"dataset", "data-dir", "output-dir", "name", "resume", "extra", "round-timeout", "wait-seconds"})
+"""Keys that a real site does not read."""
+HISTOGRAMS = {"evaluation.pit": 1, "evaluation.reliability": 3}
+"""Histograms among the numbers of a reply, and numbers of a bin, its rows first."""
+
+
+class Policy(Section):
+    """The rules of a site. Under masks ``parameters-per-row`` does not hold: the server sees the total alone."""
+
+    least_rows: Count = 10
+    """Fewest training rows to take part."""
+    least_cell: Count = 3
+    """Levels of text with fewer training rows become ``other``; cells of histograms with fewer rows join a neighbour; a
+    class of the target with fewer is refused; fewer held-out rows are not scored."""
+    rows_per_level: Count = 10
+    """A column of text whose levels mostly have fewer training rows is refused from ten levels on: it holds identifiers
+    or dates, some of which repeat."""
+    parameters_per_row: Positive = 0.33
+    """Most parameters (M and hyperparameters) of a message for each training row."""
+    strict: bool = False
+    """Whether more parameters are refused. Otherwise the message leaves with a warning, in the run's log and report:
+    with the default of 50 inducing points refusal would shut out every site below 152 rows."""
+    hidden_columns: Names = ()
+    """Columns that no run may use."""
+    methods: Names = ()
+    """Methods that may run; empty: all."""
+    kinds: Names = ()
+    """Messages that are answered, as patterns such as ``query.*``; empty: all."""
+    keys: Names = ()
+    """Patterns of the configuration keys that may differ from their defaults; empty: all. Keys that a site does not
+    read, such as ``name``, need not be among them."""
+    rounds_per_day: Count = 0
+    """Most rounds answered in a day (UTC), of all runs together; 0: any number. Needs ``state-dir``."""
+    secure_aggregation: bool = False
+    """Whether totals under masks are required."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a rule said of a message."""
+
+    rule: str
+    limit: Any
+    verdict: Literal["passed", "refused", "warned", "merged"]
+    found: str = ""
+    """For the site's own log alone."""
+
+
+@dataclass(slots=True)
+class Rules:
+    """The policy of a site, applied to one message."""
+
+    policy: Policy
+    file: str
+    kind: str
+    masked: bool
+    decisions: list[Decision]
+    active: bool = True
+    """Not in a simulation, unless a file was named: one machine holds all rows there."""
+    warning: str = ""
+    """What the server may know."""
+
+    @staticmethod
+    def of(node_config: Mapping[str, Any], kind: str, masked: bool, decisions: list[Decision]) -> Rules:
+        """By ``policy`` of the node configuration.
+
+        Raises:
+            ConfigError: the file is missing or no policy.
+        """
+        if not node_config.get("policy"):
+            return Rules(Policy(), DEFAULT, kind, masked, decisions)
+        path = Path(str(node_config["policy"])).expanduser()
+        return Rules(read(path), path.name, kind, masked, decisions)
+
+    def _judge(self, rule: str, passes: bool, words: str, found: str = "") -> None:
+        limit = getattr(self.policy, rule.replace("-", "_"))
+        self.decisions.append(Decision(rule, limit, "passed" if passes else "refused", found))
+        if not passes:
+            raise PolicyError(f"{words}: `{rule}` = {json.dumps(limit)} in {self.file} of this site")
+
+    def admit(self, config: RunConfig, run: str, number: int, state_dir: Any) -> None:
+        """Whether a message of this kind, round and configuration may be answered at all.
+
+        Raises:
+            PolicyError: it may not.
+            ConfigError: rounds are limited, and nothing remembers them.
+        """
+        own = self.policy
+        self._judge("methods", not own.methods or config.method in own.methods, f"method `{config.method}` may not run")
+        usual = defaults([type(config.options)])
+        odd = [key for key, value in config.flat().items() if value != usual.get(key)] if own.keys else []
+        odd = sorted(key for key in set(odd) - HARMLESS if not _matches(key, own.keys))
+        words = f"keys may not be set: {', '.join(f'`{key}`' for key in odd[:5])}"
+        self._judge("keys", not odd, words)
+        self._judge("kinds", not own.kinds or _matches(self.kind, own.kinds), f"`{self.kind}` is not answered")
+        masked = config.privacy.secure_aggregation
+        self._judge("secure-aggregation", masked or not own.secure_aggregation, "totals under masks are required")
+        if own.rounds_per_day and number:
+            if not state_dir:
+                raise ConfigError(f"`rounds-per-day` in {self.file} needs a `state-dir` in the node configuration")
+            rounds = Rounds.of_today(Path(str(state_dir)).expanduser()).after(run, number)
+            self._judge("rounds-per-day", rounds.count <= own.rounds_per_day, "no more rounds today", f"{rounds.count}")
+            rounds.write(Path(str(state_dir)).expanduser())
+
+    def site(self, raw: RawSite) -> RawSite:
+        """The rows as messages may know them.
+
+        Raises:
+            PolicyError: they are too few, or a column says who they are of.
+        """
+        self.active = self.file != DEFAULT or not raw.simulated
+        if not self.active:
+            return raw
+        own, rows = self.policy, len(raw.train)
+        self._judge("least-rows", rows >= own.least_rows, "too few training rows", f"{rows} rows")
+        hidden = sorted({*raw.features, raw.target} & {*own.hidden_columns})
+        self._judge("hidden-columns", not hidden, f"column {', '.join(hidden)} may not be used")
+        train, test = raw.train.copy(), raw.test if len(raw.test) >= own.least_cell else raw.test.iloc[:0]
+        test = test.copy()
+        for name in (name for name in (*raw.features, raw.target) if kind_of(train[name]) == "categorical"):
+            counts = train[name].value_counts()
+            if name == raw.target:
+                self._judge("least-cell", bool(counts.min() >= own.least_cell), f"a class of `{name}` is too rare")
+                continue
+            odd = names_rows(counts, own.rows_per_level)
+            self._judge("rows-per-level", not odd, f"`{name}` names rows, as an identifier does", f"`{name}`")
+            kept = kept_levels(counts, own.least_cell)
+            if len(kept) < len(counts):
+                found = f"{len(counts) - len(kept)} levels of `{name}`"
+                self.decisions.append(Decision("least-cell", own.least_cell, "merged", found))
+                train[name], test[name] = merged_levels(train[name], kept), merged_levels(test[name], kept)
+        return replace(raw, train=train, test=test, _encoded={})
+
+    def answer(self, answer: A, rows: int) -> A:
+        """An answer as it may leave.
+
+        Its class may have ``num_parameters()``, how many numbers it estimates from the rows, and ``coarse(k)``, the
+        same with histograms whose cells have at least k rows.
+
+        Raises:
+            PolicyError: it says too much of so few rows.
+        """
+        if not self.active:
+            return answer
+        counted, coarse = getattr(answer, "num_parameters", None), getattr(answer, "coarse", None)
+        if counted is not None and not self.masked:
+            self._weigh(counted(), rows)
+        return answer if coarse is None else coarse(self.policy.least_cell)
+
+    def _weigh(self, size: int, rows: int) -> None:
+        limit = self.policy.parameters_per_row
+        passes, found = size <= limit * rows, f"{size} parameters, {rows} rows"
+        words = f"`{self.kind}` holds {size} parameters, too many for the rows of the site"
+        if passes or self.policy.strict:
+            self._judge("parameters-per-row", passes, words, found)
+            return
+        self.decisions.append(Decision("parameters-per-row", limit, "warned", found))
+        self.warning = f"{words}: `parameters-per-row` = {limit:g} in {self.file}, not strict"
+
+    def numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Numbers beside an answer, histograms with small cells joined."""
+        return {name: self._joined(name, value) for name, value in numbers.items()}
+
+    def _joined(self, name: str, value: Any) -> Any:
+        if not self.active or name not in HISTOGRAMS:
+            return value
+        bins = np.reshape(value, (-1, HISTOGRAMS[name]))
+        return merged_cells(bins, self.policy.least_cell).ravel().tolist()
+
+
+def read(path: Path) -> Policy:
+    """A policy from its file.
+
+    Raises:
+        ConfigError: the file is missing or no policy.
+    """
+    try:
+        return _read(path, path.stat().st_mtime_ns)
+    except OSError as error:
+        raise ConfigError(f"`policy`: {path} cannot be read ({error.strerror})") from None
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, changed: int) -> Policy:
+    del changed
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"`policy`: {path} is not TOML: {error}") from None
+    policy: Policy = validated(Policy, values, f"{path.name}: ")
+    return policy
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How many rounds a site has answered in a day."""
+
+    day: str
+    count: int = 0
+    run: str = ""
+    number: int = 0
+
+    @staticmethod
+    def of_today(folder: Path) -> Rounds:
+        """What the folder remembers of this day."""
+        day = datetime.now(UTC).date().isoformat()
+        path = folder / "rounds.json"
+        known = Rounds(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else Rounds("")
+        return known if known.day == day else Rounds(day)
+
+    def after(self, run: str, number: int) -> Rounds:
+        """With this round, unless it is the latest one."""
+        if (run, number) == (self.run, self.number):
+            return self
+        return Rounds(self.day, self.count + 1, run, number)
+
+    def write(self, folder: Path) -> None:
+        """Remember it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_bytes(folder / "rounds.json", json.dumps(asdict(self)).encode())

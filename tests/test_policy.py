@@ -1,0 +1,347 @@
+"""What a site refuses, coarsens or warns of, by its policy: each rule by name, before anything of it left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
+from flwr.app import Message
+
+from fedgp_flower.data.sites import RawSite
+from fedgp_flower.errors import ConfigError, PolicyError
+from fedgp_flower.methods.messages import ScoreSums, Shape
+from fedgp_flower.privacy import policy as policies
+from fedgp_flower.privacy.disclosure import OTHER, kept_levels, merged_cells, names_rows
+from fedgp_flower.privacy.policy import Decision, Policy, Rules
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.registry import parse_config
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fsgp exact": {"num_server_rounds": 3},
+    "fsgp average": {"fsgp__objective": "average"},
+    "fgpr": {"method": "fgpr"},
+    "pvi": {"method": "pvi"},
+    "sfvi": {"method": "sfvi"},
+    "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 2},
+    "fedmgp": {"method": "fedmgp"},
+    "local-only": {"method": "local-only", "baselines__local_only": True},
+}
+TRAINING = {
+    "fsgp exact": "query.statistics",
+    "fsgp average": "train",
+    "fgpr": "train",
+    "pvi": "train",
+    "sfvi": "train.gradient",
+    "sfvi-avg": "train.average",
+    "fedmgp": "query.first",
+    "local-only": "query.local_only",
+}
+"""A message that the method cannot do without."""
+RULES: dict[str, tuple[str, str]] = {
+    "methods": ('methods = ["pooled"]', '["pooled"]'),
+    "keys": ('keys = ["model.*"]', '["model.*"]'),
+    "kinds": ('kinds = ["query.describe", "query.shape", "query.model"]', '["query.describe"'),
+    "least-rows": ("least-rows = 90", "90"),
+    "rows-per-level": ("rows-per-level = 100", "100"),
+    "hidden-columns": ('hidden-columns = ["x2"]', '["x2"]'),
+    "parameters-per-row": ("strict = true\nparameters-per-row = 0.01", "0.01"),
+    "secure-aggregation": ("secure-aggregation = true", "true"),
+}
+"""The policy that is violated, and how the refusal shows its value."""
+LATER = {"kinds", "parameters-per-row"}
+"""Rules about a message: the site has described itself before."""
+
+
+class Transcript(FaultyGrid):
+    """Keeps every reply."""
+
+    def arrival(self, message: Message) -> Message | None:
+        reply = super().arrival(message)
+        if reply is not None and not reply.has_error():
+            self.replies = [*getattr(self, "replies", []), (self.visits[-1].site, message.metadata.message_type, reply)]
+        return reply
+
+    def with_arrays(self, site: str) -> set[str]:
+        """Kinds of the messages by which something left a site."""
+        return {
+            kind
+            for name, kind, reply in self.replies
+            if name == site and any(key in reply.content for key in ("arrays", "metrics"))
+        }
+
+
+def wards(rows: int, seed: int) -> pd.DataFrame:
+    """Rows with a column of ten levels, all of them usual."""
+    return waves(rows, seed)[["x1", "x2"]].assign(ward=[f"w{i % 10}" for i in range(rows)], y=waves(rows, seed)["y"])
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def violations(request, tmp_path_factory) -> Any:
+    """A run of a method in which every rule is violated by a site of its own and three sites are in order."""
+    folder = tmp_path_factory.mktemp("sites")
+    frames = {site: wards(80, seed) for seed, site in enumerate(("a", "b", "c", *RULES))}
+    nodes = csv_nodes(folder, frames)
+    for node in nodes[3:]:
+        path = folder / f"{node['site']}.toml"
+        path.write_text(RULES[node["site"]][0])
+        node["policy"] = str(path)
+    for node in nodes[:3]:
+        node["policy"] = str(folder / "usual.toml")
+    (folder / "usual.toml").write_text("rows-per-level = 3\n")
+    for node in nodes[3:]:
+        if node["site"] != "rows-per-level":
+            Path(node["policy"]).write_text("rows-per-level = 3\n" + RULES[node["site"]][0])
+    grid = Transcript(configured(**{"sites": len(nodes), "num_server_rounds": 2} | METHODS[request.param]), nodes)
+    return request.param, grid, run(grid)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_violation_is_refused_by_name_and_the_run_goes_on(violations, rule):
+    method, grid, strategy = violations
+    reasons = blamed(strategy)
+    assert set(reasons) <= set(RULES)
+    said = f"`{rule}` = {RULES[rule][1]}"
+    if method == "local-only" and rule == "parameters-per-row":
+        assert rule not in reasons  # scores of a site's model are no statistics of many parameters
+        return
+    assert all(said in reason and f"{rule}.toml" in reason for reason in reasons[rule])
+    left = grid.with_arrays(rule)
+    if rule not in LATER:
+        assert left == set()
+    else:
+        assert "query.describe" in left
+        assert TRAINING[method] not in left
+    assert all({*grid.with_arrays(site)} >= {"query.describe", TRAINING[method]} for site in "abc")
+    assert strategy.outcome.metrics["rounds"] == strategy.round
+    assert strategy.outcome.metrics["test"]["rmse"] < 2
+
+
+@pytest.mark.parametrize("method", ["pvi", "sfvi"])
+def test_a_rare_class_of_the_target_is_refused(method, tmp_path):
+    frames = {site: wards(60, seed).drop(columns="ward") for seed, site in enumerate("abc")}
+    for site, frame in frames.items():
+        ill = frame["y"].rank() > (58 if site == "c" else 30)
+        frames[site] = frame.assign(y=np.where(ill, "ill", "well"))
+    keys = {"method": method, "model__likelihood": "bernoulli", "num_server_rounds": 2, "sites": 3}
+    keys |= {"pvi__local_update": "adam", "pvi__factor": "free"} if method == "pvi" else {}
+    grid = Transcript(configured(**keys), csv_nodes(tmp_path, frames))
+    strategy = run(grid)
+    assert set(blamed(strategy)) == {"c"}
+    assert "a class of `y` is too rare: `least-cell` = 3 in the default policy" in blamed(strategy)["c"][0]
+    assert grid.with_arrays("c") == set()
+
+
+def test_rounds_of_a_day_are_counted_over_runs(tmp_path, monkeypatch):
+    nodes = csv_nodes(tmp_path, {site: waves(60, seed) for seed, site in enumerate("abc")})
+    (tmp_path / "c.toml").write_text("rounds-per-day = 3")
+    nodes[2] |= {"policy": str(tmp_path / "c.toml"), "state-dir": str(tmp_path / "state")}
+    first = run(FaultyGrid(configured(sites=3, num_server_rounds=2), nodes))
+    assert blamed(first) == {}
+    second = run(FaultyGrid(configured(sites=3, num_server_rounds=2), nodes))
+    assert "no more rounds today: `rounds-per-day` = 3 in c.toml" in blamed(second)["c"][0]
+    rounds = policies.Rounds.of_today(tmp_path / "state")
+    assert rounds.count == 3
+    stale = dataclasses.replace(rounds, day="2020-01-01", count=99)
+    stale.write(tmp_path / "state")
+    assert policies.Rounds.of_today(tmp_path / "state").count == 0
+    del nodes[2]["state-dir"]
+    third = run(FaultyGrid(configured(sites=3, num_server_rounds=2), nodes))
+    assert "needs a `state-dir`" in blamed(third)["c"][0]
+
+
+def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path):
+    nodes = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("ab")})
+    few = run(FaultyGrid(configured(sites=2, model__num_inducing=3, num_server_rounds=1), nodes))
+    assert few.outcome.metrics["warnings"] == []
+    many = run(FaultyGrid(configured(sites=2, model__num_inducing=9, num_server_rounds=1), nodes))
+    [first, *_] = many.outcome.metrics["warnings"]
+    assert first.startswith("`query.statistics` holds 9 parameters, too many for the rows of the site")
+    assert first.endswith("(sites a, b)")
+    masked = {"privacy__secure_aggregation": True, "model__num_inducing": 9, "num_server_rounds": 1}
+    hidden = run(
+        FaultyGrid(configured(**masked), [{**nodes[i % 2], "site": f"s{i}", "partition-id": i} for i in range(3)])
+    )
+    assert hidden.outcome.metrics["warnings"] == []
+
+
+SECRETS = ("P7Q0", "2021-03-", "11 March 2021", "kuru")
+
+
+def hospital(seed: int, **columns: Any) -> pd.DataFrame:
+    """120 rows of a hospital: two cases of a rare disease, and columns to add."""
+    frame = waves(120, seed)
+    disease = ["flu", "measles", "mumps", "flu"] * 30
+    disease[5] = disease[50] = "kuru" if seed == 0 else "mumps"
+    return frame[["x1", "x2"]].assign(disease=disease, **columns, y=frame["y"])
+
+
+def left_behind(folder: Path, grid: Any) -> str:
+    """All files of a run folder and all that the sites sent, as text."""
+    files = [path.read_bytes() for path in folder.rglob("*") if path.is_file() and "sites" not in path.parts]
+    for _, _, reply in grid.replies:
+        for record in reply.content.values():
+            files += [value.data if hasattr(value, "data") else repr(value).encode() for value in record.values()]
+            files.append(" ".join(record).encode())
+    return b"\n".join(files).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {},
+        {"patient": [f"P7Q0{i % 40:02d}" for i in range(120)]},
+        {"patient": [f"P7Q0{min(i, 30)}" for i in range(120)]},
+        {"admitted": [f"2021-03-{1 + i % 12:02d}" for i in range(120)]},
+        {"admitted": ["11 March 2021", "12 April 2021"] * 60},
+    ],
+    ids=["a rare disease", "ids that repeat", "ids that mostly do not", "dates", "dates in words"],
+)
+def test_nothing_of_a_patient_leaves(columns, tmp_path, monkeypatch):
+    nodes = csv_nodes(tmp_path, {str(seed): hospital(seed, **columns) for seed in range(2)})
+    for node in nodes:
+        node["state-dir"] = str(tmp_path / "state" / node["site"])
+    grids: list[Transcript] = []
+
+    def kept(app, flat, own):
+        grids.append(Transcript(flat, own))
+        return grids[-1]
+
+    monkeypatch.setattr("fedgp_flower.run.in_process.InProcessGrid", kept)
+    flat = configured(sites=2, num_server_rounds=2, min_sites=2, wait_seconds=0.2)
+    flat |= {"output-dir": str(tmp_path / "results"), "name": "run", "target": "y"}
+    if columns:
+        with pytest.raises(Exception, match="usable site"):
+            run_in_process(flat, nodes=nodes)
+    else:
+        run_in_process(flat, nodes=nodes)
+        schema = json.loads((tmp_path / "results" / "run" / "posterior.json").read_text())
+        assert OTHER in json.dumps(schema)
+    text = left_behind(tmp_path / "results" / "run", grids[0])
+    assert len(text) > 100
+    assert [secret for secret in SECRETS if secret in text] == []
+
+
+# Pieces.
+
+
+def rules(policy: Policy, **more: Any) -> Rules:
+    return Rules(policy, "site.toml", "train", False, [], **more)
+
+
+def site_of(frame: pd.DataFrame, partitions: int = 0) -> RawSite:
+    return RawSite("a", "a", partitions, frame, frame.iloc[:2], tuple(frame.columns[:-1]), frame.columns[-1])
+
+
+def test_rare_levels_become_other_in_rows_held_out_too():
+    frame = hospital(0)
+    held_out = pd.DataFrame({"x1": [0.0] * 4, "x2": 0.0, "disease": ["kuru", "gout", "flu", "mumps"], "y": 0.0})
+    raw = dataclasses.replace(site_of(frame), test=held_out)
+    own = rules(Policy())
+    found = own.site(raw)
+    counts = found.train["disease"].value_counts()
+    assert counts.to_dict() == {"flu": 60, "mumps": 29, OTHER: 31}  # kuru's two rows alone would be too few
+    assert found.test["disease"].tolist() == [OTHER, OTHER, "flu", "mumps"]
+    assert raw.train["disease"].eq("kuru").sum() == 2
+    assert Decision("least-cell", 3, "merged", "2 levels of `disease`") in own.decisions
+
+
+@pytest.mark.parametrize(
+    ("counts", "kept"),
+    [
+        ({"a": 9, "b": 3}, {"a", "b"}),
+        ({"a": 9, "b": 2}, set()),
+        ({"a": 9, "b": 4, "c": 2}, {"a"}),
+        ({"a": 9, "b": 4, "c": 2, "d": 1}, {"a", "b"}),
+        ({"a": 9, OTHER: 4, "c": 1}, {"a"}),
+        ({"a": 9, "b": 9, OTHER: 1}, {"b"}),
+    ],
+)
+def test_levels_that_may_leave(counts, kept):
+    assert kept_levels(pd.Series(counts), 3) == kept
+
+
+def test_identifiers_some_of_which_repeat():
+    assert names_rows(pd.Series([3] * 40), 10)
+    assert names_rows(pd.Series([90, *[1] * 30]), 10)
+    assert not names_rows(pd.Series([1] * 9), 10)
+    assert not names_rows(pd.Series([10] * 20 + [1] * 19), 10)
+
+
+def test_cells_are_joined_and_the_total_stays():
+    np.testing.assert_array_equal(merged_cells(np.array([1, 0, 5, 2, 2, 0, 1]), 3), [0, 0, 6, 5, 0, 0, 0])
+    np.testing.assert_array_equal(merged_cells(np.array([0, 4, 0, 3]), 3), [0, 4, 0, 3])
+    np.testing.assert_array_equal(merged_cells(np.array([1, 0, 1]), 3), [2, 0, 0])
+    np.testing.assert_array_equal(merged_cells(np.zeros(3), 3), np.zeros(3))
+    triples = np.array([[1.0, 0.1, 0.0], [4.0, 2.0, 1.0]])
+    np.testing.assert_allclose(merged_cells(triples, 3), [[0, 0, 0], [5.0, 2.1, 1.0]])
+
+
+def test_histograms_of_every_answer_are_coarse():
+    own = rules(Policy())
+    shape = own.answer(Shape(np.array([[1, 0, 5], [3, 3, 0]]), np.eye(2), {}), 60)
+    np.testing.assert_array_equal(shape.histogram, [[0, 0, 6], [3, 3, 0]])
+    pit = np.zeros(20)
+    pit[[0, 4, 9]] = [1, 3, 2]
+    scores = own.answer(ScoreSums(np.zeros(8), np.zeros(4), pit, np.zeros((10, 3))), 60)
+    assert set(scores.pit) == {0, 6}
+    reliability = np.zeros((10, 3))
+    reliability[[1, 2]] = [[2, 0.3, 1], [4, 1.0, 0]]
+    said = own.numbers(
+        {"nll": 2.0, "evaluation.pit": pit.tolist(), "evaluation.reliability": reliability.ravel().tolist()}
+    )
+    assert said["evaluation.pit"] == scores.pit.tolist()
+    np.testing.assert_allclose(np.reshape(said["evaluation.reliability"], (10, 3))[2], [6, 1.3, 1])
+    assert said["nll"] == 2.0
+
+
+def test_few_held_out_rows_are_not_scored():
+    own = rules(Policy())
+    assert len(own.site(site_of(hospital(1))).test) == 0
+    assert len(rules(Policy(**{"least-cell": 2})).site(site_of(hospital(1))).test) == 2
+
+
+def test_a_simulation_has_no_policy_unless_one_is_named():
+    frame = hospital(0).iloc[:5]
+    default = Rules.of({}, "train", False, [])
+    assert default.site(site_of(frame, partitions=3)).train is frame
+    with pytest.raises(PolicyError, match="too few training rows: `least-rows` = 10 in the default policy"):
+        Rules.of({}, "train", False, []).site(site_of(frame))
+    with pytest.raises(PolicyError, match=r"in site\.toml"):
+        rules(Policy()).site(site_of(frame, partitions=3))
+
+
+def test_the_words_of_a_refusal_hold_no_count_of_rows():
+    own = rules(Policy())
+    with pytest.raises(PolicyError) as caught:
+        own.site(site_of(hospital(0).iloc[:7]))
+    assert "7" not in str(caught.value)
+    assert own.decisions[-1] == Decision("least-rows", 10, "refused", "7 rows")
+
+
+def test_a_policy_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "site.toml"
+    for text, words in {
+        "least-row = 3": "least-row",
+        "least-rows = -1": "least-rows",
+        "methods = 'fsgp'": "methods",
+        "=": "is not TOML",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            policies.read(path)
+        path.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        policies.read(path)
+
+
+def test_keys_that_a_site_does_not_read_are_free(tmp_path):
+    own = rules(Policy(keys=("model.num-inducing",)))
+    own.admit(parse_config({"name": "x", "dataset": "sine", "model.num-inducing": 7}), "r", 1, None)
+    with pytest.raises(PolicyError, match=r"`model\.jitter`"):
+        own.admit(parse_config({"model.jitter": 1e-6}), "r", 1, None)
