@@ -105,6 +105,14 @@ class BaseStrategy(Strategy):
         """What is saved to predict without any site; None for a personal method."""
 
     @abstractmethod
+    def simple_baselines(self) -> tuple[Evaluation | None, Evaluation | None]:
+        """The scores of the mean of the target, and of a linear model; None where nobody has any."""
+
+    @abstractmethod
+    def converged_now(self) -> bool | None:
+        """Whether training had come to its end by itself; None where the method cannot tell."""
+
+    @abstractmethod
     def state(self) -> Snapshot:
         """The method's own part of a checkpoint."""
 
@@ -116,7 +124,8 @@ class BaseStrategy(Strategy):
         """The scores of a baseline; None if no site has any."""
         answers = finalise.usable_scores(self.network, self.ask_rows(phase, None, sites))
         sums = {site: finalise.sums_of(own) for site, own in answers.items()}
-        return combine(sums, self.preparation.target_scale) if sums else None
+        arrays = map(finalise.histograms, answers.values())
+        return combine(sums, self.preparation.target_scale, arrays) if sums else None
 
     def warnings(self) -> list[str]:
         """What a reader of the results should know."""
@@ -194,8 +203,8 @@ class BaseStrategy(Strategy):
         if not self.evaluation_answers:
             return None
         sums = {site: finalise.sums_of(own) for site, own in self.evaluation_answers.items()}
-        self.evaluation = combine(sums, self.preparation.target_scale)
         self.calibrated = [finalise.histograms(own) for own in self.evaluation_answers.values()]
+        self.evaluation = combine(sums, self.preparation.target_scale, self.calibrated)
         return MetricRecord({f"test_{name}": value for name, value in self.evaluation["test"].items()})
 
     def evaluate(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.methods.messages import HISTOGRAM_SHAPES
 from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, REGRESSION_SUMS
 from fedgp_flower.typing import NamedArrays
-from strategies.server.evaluation import as_baseline, combine_histograms
+from strategies.server.evaluation import as_baseline, combine_histograms, with_skill
 from strategies.server.network import Network
 from strategies.server.wire import Answer, ArraySpec
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fedgp")
 
-HISTOGRAM_SIZES = {"evaluation.pit": 20, "evaluation.reliability": 30}
 CLASS_ARRAYS = {name: ArraySpec((None,)) for name in ("prediction.probability", "prediction.target")}
 PREDICTION_ARRAYS = {name: ArraySpec((None,)) for name in ("prediction.mean", "prediction.sd", "prediction.target")}
 
@@ -82,7 +83,8 @@ def scores_refusal(own: Answer, names: Iterable[str]) -> str | None:
         return "a score that cannot be negative is"
     if any(own.number(name) > own.number("count") for name in bounded):
         return "scores count more rows than there are"
-    for name, size in HISTOGRAM_SIZES.items():
+    for name, shape in HISTOGRAM_SHAPES.items():
+        size = math.prod(shape)
         values = own.metrics.get(name, [0.0] * size)
         if not isinstance(values, list) or len(values) != size:
             return f"`{name}`: expected {size} numbers"
@@ -98,12 +100,14 @@ def close(strategy: BaseStrategy) -> Summary:
     local_only = _baseline(strategy, "query.local_only", network.sites()) if config.baselines.local_only else None
     wants_pooled = config.baselines.pooled and preparation.simulated
     pooled = _baseline(strategy, "query.pooled", network.healthy()[:1]) if wants_pooled else None
+    mean, line = _simple(strategy) if config.baselines.linear else (None, None)
     posterior = strategy.posterior()
     strategy.clock.switch("evaluation")
     evaluation = strategy.evaluation
     if strategy.evaluated_sites == 0:
         raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")
     seconds = strategy.clock.seconds
+    test = with_skill(evaluation["test"], mean or {}) if evaluation else {}
     metrics = {
         "method": config.method,
         "dataset": config.dataset,
@@ -112,11 +116,14 @@ def close(strategy: BaseStrategy) -> Summary:
         "communications": network.traffic.communications,
         "seconds": {"total": sum(seconds.values()), **seconds, "sites": network.site_seconds},
         "bytes": {"up": network.traffic.bytes_up, "down": network.traffic.bytes_down},
-        "test": evaluation["test"] if evaluation else {},
+        "test": test,
         "test_standardised": evaluation["test_standardised"] if evaluation else {},
         "per_site": _labelled(strategy, evaluation["per_site"]) if evaluation else [],
-        "pooled": pooled,
-        "local_only": local_only,
+        **{
+            name: None if own is None else with_skill(own, mean or {})
+            for name, own in {"mean": mean, "linear": line, "local_only": local_only, "pooled": pooled}.items()
+        },
+        "converged": strategy.converged_now(),
         "training_target": preparation.training_target,
         "warnings": strategy.warnings(),
         "calibration": combine_histograms(strategy.calibrated),
@@ -130,10 +137,10 @@ def close(strategy: BaseStrategy) -> Summary:
 def histograms(own: Answer) -> dict[str, np.ndarray]:
     """The histograms of an evaluation reply; they travel flat, as lists of numbers."""
     found: dict[str, np.ndarray] = {}
-    for name, columns in (("evaluation.pit", 1), ("evaluation.reliability", 3)):
+    for name, shape in HISTOGRAM_SHAPES.items():
         values = own.metrics.get(name)
         if isinstance(values, list):
-            found[name] = np.asarray(values).reshape(-1, columns) if columns > 1 else np.asarray(values)
+            found[name] = np.asarray(values).reshape(shape)
     return found
 
 
@@ -154,6 +161,16 @@ def _predictions(strategy: BaseStrategy) -> dict[str, NamedArrays]:
     sites = list(strategy.evaluation_answers)
     answers = strategy.ask_rows("query.predictions", specs, sites)
     return {site: own.arrays for site, own in answers.items()}
+
+
+def _simple(strategy: BaseStrategy) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The mean and the linear model as baselines; none where the method scores another kind of task than they."""
+    logger.info("comparison: mean and linear model")
+    classes = strategy.config.model.likelihood == "bernoulli"
+    if strategy.evaluation is None or ("brier" in strategy.evaluation["test"]) != classes:
+        return None, None
+    mean, line = strategy.simple_baselines()
+    return mean and as_baseline(mean), line and as_baseline(line)
 
 
 def _baseline(strategy: BaseStrategy, phase: str, sites: list[str]) -> dict[str, Any] | None:
