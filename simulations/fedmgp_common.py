@@ -23,6 +23,7 @@ SIGNALS: dict[str, Any] = {
     "model.num-inducing": 30,
     "num-server-rounds": 20,
     "evaluate-every": 0,
+    "baselines.linear": False,
     "baselines.local-only": False,
     "baselines.pooled": False,
     "keep-predictions": False,

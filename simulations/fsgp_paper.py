@@ -67,6 +67,7 @@ def configuration(experiment: Experiment, method: str, inducing: int, data_dir: 
         "evaluate-every": 0,
         "model.num-inducing": inducing,
         "model.noise": 0.01,  # σ = 0.1
+        "baselines.linear": False,
         "baselines.local-only": False,
         "baselines.pooled": False,
         "baselines.max-evaluations": experiment.evaluations,

@@ -39,6 +39,7 @@ def history(dataset: str, init: str, split: int, data_dir: Path) -> pd.DataFrame
             "num-server-rounds": ROUNDS,
             "evaluate-every": EVERY,
             "fsgp.tolerance": 0.0,
+            "baselines.linear": False,
             "baselines.local-only": False,
             "baselines.pooled": False,
             "keep-predictions": False,

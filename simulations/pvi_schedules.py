@@ -93,6 +93,7 @@ def ensure(name: str, data: str, data_dir: Path) -> pd.DataFrame:
         "model.num-inducing": 100,
         "pvi.min-rows-per-pseudo-point": 1,
         "keep-predictions": False,
+        "baselines.linear": False,
         "baselines.local-only": False,
         "output-dir": str(RUNS),
         "name": label,

@@ -94,6 +94,7 @@ def configuration(variant: str, data: str, split: int, chosen: argparse.Namespac
         "num-server-rounds": rounds_of(data, variant, chosen.rounds),
         "evaluate-every": 5,
         "keep-predictions": False,
+        "baselines.linear": False,
         "baselines.local-only": False,
         "baselines.pooled": False,
         "output-dir": str(RUNS),

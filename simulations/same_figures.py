@@ -74,7 +74,7 @@ class Run:
         return [self.name, *([self.name] if self.resume_to else []), *(["without"] if self.forget else [])]
 
 
-QUIET = ["baselines.local-only=false", "baselines.pooled=false", "keep-predictions=false"]
+QUIET = ["baselines.linear=false", "baselines.local-only=false", "baselines.pooled=false", "keep-predictions=false"]
 FSGP = "method=fsgp model.num-inducing=20 evaluate-every=0 num-server-rounds"
 AVERAGE = "method=fsgp fsgp.objective=average model.num-inducing=20 evaluate-every=5 num-server-rounds=10"
 PVI = "method=pvi dataset=diabetes model.num-inducing=15 pvi.prediction-samples=20 evaluate-every=0 num-server-rounds"

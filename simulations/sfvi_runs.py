@@ -15,6 +15,7 @@ RUNS = HERE.parent / "results"
 
 QUIET: dict[str, Any] = {
     "keep-predictions": False,
+    "baselines.linear": False,
     "baselines.local-only": False,
     "baselines.pooled": False,
     "evaluate-every": 0,

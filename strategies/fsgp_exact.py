@@ -219,6 +219,10 @@ class FSGPExact(FederatedStrategy[ExactState]):
         """Whether the optimiser has ended and no site waits to take part."""
         return state.ended and set(self._available(state, self.roster())) <= set(state.sites)
 
+    def converged(self, state: ExactState) -> bool:
+        """Whether the optimiser has ended at a maximum."""
+        return state.ended and state.converged
+
     def predictive(self, state: ExactState, roster: Roster) -> Asking[PooledPosterior]:
         """The exact posterior at the best point so far: a trial point may be far off."""
         totals = state.totals

@@ -38,6 +38,7 @@ TINY: dict[str, Any] = {
     "num-server-rounds": 4,
     "evaluate-every": 0,
     "keep-predictions": False,
+    "baselines.linear": False,
     "baselines.local-only": False,
     "baselines.pooled": False,
     "round-timeout": 5.0,

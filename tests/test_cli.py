@@ -220,7 +220,7 @@ def test_a_report_is_written_again(fedgp, shared, broken):
 def test_runs_stand_side_by_side(fedgp, shared, personal, broken):
     code, out, _ = fedgp("compare", shared, personal)
     assert code == 0
-    lines = {line.split("│")[1].strip(): line for line in out.splitlines() if line.startswith("│")}
+    lines = {line.strip().split("  ")[0]: line for line in out.splitlines()}
     for run in (shared, personal):
         figure = json.loads((run / "metrics.json").read_text())["test"]["rmse"]
         assert f"{figure:#.4g}" in lines["RMSE"]

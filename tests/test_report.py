@@ -20,12 +20,12 @@ from fedgp_flower.run.report import Panel, write_page, write_report
 from fedgp_flower.run.summary import (
     Arm,
     Difference,
+    against,
     arms,
     calibration_verdict,
     comparison_frame,
     expected_coverage,
     headline,
-    no_better_than_the_mean,
     paired_difference,
     sentences,
     show,
@@ -157,7 +157,7 @@ def test_an_unfinished_run_has_no_report(line_run, tmp_path):
 
 def test_paired_difference_by_hand(line_run):
     metrics = judged(line_run, [1.0, 1.0, 1.0], [1.2, 1.1, 1.0], [20, 10, 10])
-    found = paired_difference(metrics, "nll")
+    found = paired_difference(metrics, "nll", metrics.local_only)
     # w = (½, ¼, ¼), d = (−0.2, −0.1, 0): D = −0.125, se² = 3/2 (¼·0.075² + 1/16·0.025² + 1/16·0.125²), t₂ = 4.30265
     half = 4.302652729911275 * np.sqrt(1.5 * (0.075**2 / 4 + 0.025**2 / 16 + 0.125**2 / 16))
     assert found == Difference(pytest.approx(-0.125), pytest.approx(-0.125 - half), pytest.approx(-0.125 + half), 3, 2)
@@ -165,7 +165,8 @@ def test_paired_difference_by_hand(line_run):
 
 def test_with_sites_of_equal_size_the_interval_is_that_of_a_paired_t_test(line_run):
     own, local = [1.0, 1.4, 0.7, 1.1], [1.3, 1.5, 0.6, 1.9]
-    found = paired_difference(judged(line_run, own, local, [7] * 4), "nll")
+    metrics = judged(line_run, own, local, [7] * 4)
+    found = paired_difference(metrics, "nll", metrics.local_only)
     expected = stats.ttest_rel(own, local).confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
 
@@ -174,30 +175,76 @@ def test_sites_that_one_arm_did_not_score_are_left_out(line_run):
     metrics = judged(line_run, [1.0, 2.0, 9.0, 9.0], [1.5, 2.5, 1.0, 1.0], [10, 10, 10, 10])
     metrics.local_only["per_site"].pop()
     metrics.per_site[2]["nll"] = None
-    assert paired_difference(metrics, "nll").sites == 2
-    assert paired_difference(metrics, "nll").mean == pytest.approx(-0.5)
+    found = paired_difference(metrics, "nll", metrics.local_only)
+    assert (found.sites, found.mean) == (2, pytest.approx(-0.5))
+
+
+def test_figures_of_all_rows_under_one_site_are_no_figures_of_that_site(line_run):
+    """One site scores `pooled` on the rows of all, and under masks there are no figures of sites."""
+    metrics = judged(line_run, [1.0, 2.0, 3.0], None, [10, 10, 10])
+    pooled = {"nll": 1.5, "per_site": [{"site": "0", "num_examples": 30, "nll": 1.5}]}
+    found = paired_difference(metrics, "nll", pooled)
+    assert (found.sites, found.mean) == (0, pytest.approx(0.5))
 
 
 @pytest.mark.parametrize(
     ("own", "local", "words"),
     [
-        ([1.0, 1.1, 1.2], [1.5, 1.61, 1.7], "predicts held-out rows better than sites on their own"),
-        ([1.5, 1.61, 1.7], [1.0, 1.1, 1.2], "predicts held-out rows worse than sites on their own"),
-        ([1.0, 1.2, 1.1], [1.1, 1.1, 1.1], "do not differ clearly"),
-        ([1.0, 1.2], [1.1, 1.4], "has a lower NLL than sites on their own, though 2 sites are too few"),
-        ([1.2], [1.1], "has a higher NLL than sites on their own, though 1 site is too few"),
-        ([1.2], None, "no baseline was computed"),
+        (
+            [1.0, 1.1, 1.2],
+            [1.5, 1.61, 1.7],
+            "Better than each site alone: fsgp on 30 held-out rows of 3 sites, by NLL and",
+        ),
+        ([1.5, 1.61, 1.7], [1.0, 1.1, 1.2], "Worse than each site alone: fsgp"),
+        ([1.0, 1.2, 1.1], [1.1, 1.1, 1.1], "Not clearly different from each site alone"),
+        (
+            [1.0, 1.2],
+            [1.1, 1.4],
+            "With a lower NLL than each site alone: fsgp on 20 held-out rows of 2 sites, by NLL; 2",
+        ),
+        (
+            [1.2],
+            [1.1],
+            "With a higher NLL than each site alone: fsgp on 10 held-out rows of 1 site, by NLL; 1 site gives",
+        ),
+        ([1.2], None, "fsgp has a held-out NLL of 1.200 nats per row; no baseline was computed."),
     ],
 )
 def test_the_verdict_follows_the_numbers(line_run, own, local, words):
     metrics = judged(line_run, own, local, [10] * len(own))
-    assert words in verdict(metrics)
-    assert show(np.mean(own)) in verdict(metrics)
+    assert verdict(metrics).startswith(words)
+    assert len(against(metrics)) == (local is not None)
 
 
-def test_the_verdict_names_the_pooled_figure(line_run):
-    metrics = replace(judged(line_run, [1.2], None, [10]), pooled={"nll": 1.125, "per_site": []})
-    assert verdict(metrics).endswith("; training on all rows in one place gives 1.125.")
+def test_bad_news_come_first(line_run):
+    """Worse than the linear model, better than the mean, in between each site alone."""
+    metrics = judged(line_run, [1.0, 1.2, 1.1], [1.1, 1.1, 1.1], [10] * 3)
+    worse, better = scored([0.5, 0.71, 0.6], [10] * 3), scored([2.0, 2.21, 2.1], [10] * 3)
+    told = replace(metrics, linear=worse, mean=better, test=metrics.test | {"r2": -0.125}, warnings=["Mind the data."])
+    words = "Worse than linear regression; better than the mean of the target (R² −0.12); not clearly different from"
+    first, second, *_ = sentences(told)
+    assert first.startswith(words)
+    assert second == "Mind the data."
+    assert [sign for sign, _ in against(told)] == ["−1.0033", "+0.4967", "+0.000"]
+    told = replace(told, mean=worse)
+    assert verdict(told).startswith("Worse than the mean of the target (R² −0.12) and linear regression; not clearly")
+
+
+@pytest.mark.parametrize(
+    ("slope", "words"),
+    [(0.5, "0.3040 to 0.6960), below 1: its probabilities are too extreme"), (1.1, "; 1 is right"), (1.3, "cautious")],
+)
+def test_the_verdict_on_probabilities_follows_the_slope(line_run, slope, words):
+    test = {"accuracy": 0.9, "nll": 0.3, "calibration_slope": slope, "calibration_slope_se": 0.1}
+    assert words in calibration_verdict(replace(read_run(line_run).metrics, test=test))
+    assert calibration_verdict(replace(read_run(line_run).metrics, test=test | {"calibration_slope": None})) == ""
+
+
+@pytest.mark.parametrize(
+    ("converged", "words"), [(True, "had converged after 20"), (False, "raise `num-server-rounds`"), (None, "chance")]
+)
+def test_the_last_sentence_says_whether_training_had_converged(line_run, converged, words):
+    assert words in sentences(replace(read_run(line_run).metrics, converged=converged))[-1]
 
 
 @pytest.mark.parametrize(("coverage", "words"), [(0.85, "too narrow"), (0.95, "within"), (1.0, "too wide"), (None, "")])
@@ -205,60 +252,6 @@ def test_the_verdict_on_intervals_follows_the_coverage(line_run, coverage, words
     sentence = calibration_verdict(judged(line_run, [1.0], None, [400], coverage))
     assert words in sentence
     assert bool(sentence) == (coverage is not None)
-
-
-@pytest.mark.parametrize(
-    ("rmse", "rows", "words"),
-    [
-        (1.9, 1000, ""),  # R² = 0.0975, and one standard error is 2.2 %
-        (1.98, 1000, "RMSE of 1.980 on 1,000 held-out rows is not clearly below 2.000"),
-        (1.9, 100, "R² = 1 − RMSE²/sd² = 0.09750"),  # one standard error is 7.1 %
-        (2.2, 1000, "R² = 1 − RMSE²/sd² = −0.2100"),
-        (None, 1000, ""),
-        (2.2, 0, ""),
-    ],
-)
-def test_a_model_no_better_than_the_mean_is_called_that(line_run, rmse, rows, words):
-    told = replace(
-        judged(line_run, [1.0], None, [rows or 1]), test={"rmse": rmse, "nll": 1.0}, training_target={"sd": 2.0}
-    )
-    told = told if rows else replace(told, per_site=[])
-    found = no_better_than_the_mean(told)
-    assert words in found
-    assert bool(found) == bool(words)
-    assert no_better_than_the_mean(replace(told, training_target={})) == ""
-
-
-@pytest.mark.parametrize(
-    ("accuracy", "brier", "words"),
-    [
-        (0.81, 0.1, ()),
-        (0.8, 0.1, ("accuracy of 80.0 % against 80.0 % for always naming the commoner class",)),
-        (0.85, 0.2, ("Brier score of 0.2000 against 0.1625",)),  # 0.2 · 0.75² + 0.8 · 0.25² = 0.1625
-        (0.7, 0.2, ("accuracy of 70.0 % against 80.0 %", "Brier score of 0.2000 against 0.1625")),
-    ],
-)
-def test_classes_no_better_than_their_shares_are_called_that(line_run, accuracy, brier, words):
-    """Class 1 has a quarter of the training rows and 20 of 100 held-out rows."""
-    told = replace(
-        judged(line_run, [1.0], None, [100]),
-        test={"accuracy": accuracy, "brier": brier, "nll": 0.5},
-        calibration={"reliability": [[60, 6.0, 5.0], [40, 15.0, 15.0]]},
-        training_target={"share": 0.25},
-    )
-    found = no_better_than_the_mean(told)
-    assert all(word in found for word in words)
-    assert bool(found) == bool(words)
-    assert no_better_than_the_mean(replace(told, calibration={})) == ""
-
-
-def test_warnings_come_first(line_run):
-    told = replace(judged(line_run, [1.0, 1.1, 1.2], None, [400] * 3), warnings=["Mind the data."])
-    told = replace(told, test={**told.test, "rmse": 3.0}, training_target={"mean": 0.0, "sd": 1.0})
-    warned, mean, *others = sentences(told)
-    assert warned == "Mind the data."
-    assert mean.startswith("No better than the mean")
-    assert others == [verdict(told), calibration_verdict(told)]
 
 
 @pytest.mark.parametrize("rows", [20, 89, 4000])

@@ -20,8 +20,10 @@ from flwr.client import NumPyClient
 from flwr.common import NDArrays
 from flwr.common.typing import Scalar as FlowerScalar
 from numpy.typing import NDArray
+from scipy.special import expit
 
 from fedgp_flower.clients import baselines
+from fedgp_flower.clients.counts import count_scores
 from fedgp_flower.clients.state import SiteState
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
@@ -30,12 +32,22 @@ from fedgp_flower.gp.kernels import build_kernel, wire_name
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.sums import input_shape
 from fedgp_flower.messages import decode, encode, is_message, is_public, join, split
+from fedgp_flower.methods.linear import (
+    Coefficients,
+    LinearPredictor,
+    LinearScoreSums,
+    LogisticSums,
+    Moments,
+    with_ones,
+)
 from fedgp_flower.methods.messages import LocalScoreSums, Nothing, ScoreSums, Shape
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.config import RunConfig
-from fedgp_flower.run.metrics import Scores, gaussian_scores
+from fedgp_flower.run.metrics import Scores, bernoulli_scores, gaussian_scores
 from fedgp_flower.typing import NamedArrays
 
+CERTAIN = 30.0
+"""Log odds beyond which a linear predictor goes no further: a wrong certainty would have an infinite NLL."""
 NAMES = "names-of-arrays"
 """Config key (request) and metric key (reply) that names the arrays of a ``fit`` call, a line each."""
 
@@ -239,6 +251,35 @@ class SiteClient(NumPyClient):
         """The same as a summand."""
         del request
         return LocalScoreSums(**vars(ScoreSums.of(self._scored(self.local_fit()))))
+
+    def moments(self, request: Nothing) -> Moments:
+        """Sums for linear regression."""
+        del request
+        design, y = with_ones(self.rows.x), self.rows.y
+        return Moments(design.T @ design, design.T @ y, np.array(y @ y))
+
+    def logistic(self, request: Coefficients) -> LogisticSums:
+        """Log likelihood, gradient and information of a logistic regression."""
+        design, y = with_ones(self.rows.x), self.rows.y
+        log_odds = design @ request.values
+        p = expit(log_odds)
+        value = -np.logaddexp(0, (1 - 2 * y) * log_odds).sum()
+        return LogisticSums(np.array(value), design.T @ (y - p), design.T * (p * (1 - p)) @ design)
+
+    def linear_scores(self, request: LinearPredictor) -> LinearScoreSums:
+        """Scores of a linear predictor on the held-out rows."""
+        return LinearScoreSums(**vars(ScoreSums.of(self._scored_linear(request))))
+
+    def _scored_linear(self, request: LinearPredictor) -> Scores:
+        x, y, likelihood = self.rows.x_test - request.centre, self.rows.y_test, self.config.model.likelihood
+        mean, variance = request.intercept + x @ request.weights, np.full(len(x), request.variance)
+        if likelihood == "bernoulli":
+            return bernoulli_scores(expit(np.clip(mean, -CERTAIN, CERTAIN)), y)
+        if likelihood == "poisson":
+            return count_scores(mean, variance, y)
+        if request.spread is not None:
+            variance += np.square(x @ request.spread.T).sum(axis=1)
+        return gaussian_scores(*self.original(Prediction(mean, variance), y))
 
     def pooled(self, request: Nothing) -> Said:
         """The comparison only a simulation can make: one sparse GP of the rows of all sites."""

@@ -11,8 +11,15 @@ from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells
-from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, PIT_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
+from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, PIT_BINS, RANK_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
 from fedgp_flower.typing import AnyShape
+
+HISTOGRAM_SHAPES = {
+    "evaluation.pit": (PIT_BINS,),
+    "evaluation.reliability": (RELIABILITY_BINS, 3),
+    "evaluation.ranks": (RANK_BINS, 2),
+}
+"""Histograms of an evaluation, in the order of :class:`ScoreSums`."""
 
 
 @message()
@@ -120,6 +127,7 @@ class ScoreSums:
     classification: Float[ndarray, " 4"] = leaves("rows, right ones, NLL, Brier score")
     pit: Float[ndarray, " 20"] = leaves("histogram of the PIT")
     reliability: Float[ndarray, "10 3"] = leaves("rows, probabilities and outcomes by predicted probability")
+    ranks: Float[ndarray, "80 2"] = leaves("rows of each class by predicted log odds")
 
     def coarse(self, least: int) -> ScoreSums:
         """The same without cells of fewer rows."""
@@ -132,14 +140,20 @@ class ScoreSums:
             np.array([scores.sums[name] for name in names] if set(names) <= set(scores.sums) else np.zeros(len(names)))
             for names in (REGRESSION_SUMS, CLASSIFICATION_SUMS)
         ]
-        for name, shape in (("evaluation.pit", (PIT_BINS,)), ("evaluation.reliability", (RELIABILITY_BINS, 3))):
+        for name, shape in HISTOGRAM_SHAPES.items():
             parts.append(np.asarray(scores.arrays.get(name, np.zeros(shape)), np.float64).reshape(shape))
         return ScoreSums(*parts)
+
+    @property
+    def rows(self) -> float:
+        """Held-out rows."""
+        return float(self.regression[0] + self.classification[0])
 
     def scores(self) -> Scores:
         """The scores that a total is of."""
         if self.classification[0] > 0:
-            arrays = {"evaluation.reliability": self.reliability} if self.reliability.any() else {}
+            arrays = {"evaluation.reliability": self.reliability, "evaluation.ranks": self.ranks}
+            arrays = arrays if self.reliability.any() else {}
             return Scores(dict(zip(CLASSIFICATION_SUMS, self.classification.tolist(), strict=True)), arrays)
         counts = {"evaluation.pit": np.rint(self.pit).astype(np.int64)}
         return Scores(dict(zip(REGRESSION_SUMS, self.regression.tolist(), strict=True)), counts)

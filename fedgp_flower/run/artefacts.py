@@ -15,7 +15,7 @@ import secrets
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,9 +55,13 @@ class RunMetrics:
     test_standardised: Mapping[str, float | None]
     per_site: Sequence[Mapping[str, Any]]
     """``site``, ``num_examples`` (held-out rows), figures; ``label`` and ``training_rows`` where known."""
-    pooled: Mapping[str, Any] | None = None
+    mean: Mapping[str, Any] | None = None
+    linear: Mapping[str, Any] | None = None
     local_only: Mapping[str, Any] | None = None
-    """Figures of the baseline and its ``per_site`` rows."""
+    pooled: Mapping[str, Any] | None = None
+    """Figures of the baseline and its ``per_site`` rows. ``r2`` and skills compare with ``mean`` on the same rows."""
+    converged: bool | None = None
+    """Whether training had come to its end by itself; None where the method cannot tell."""
     failures: Sequence[Mapping[str, Any]] = ()
     """``round``, ``site``, ``reason``."""
     repairs: Mapping[str, int] = field(default_factory=dict)
@@ -255,7 +259,8 @@ def read_run(path: Path) -> RunData:
         hint = "the run has not finished; go on with `resume`" if (path / "config.toml").exists() else "is it a run?"
         raise RunError(f"metrics.json is missing from {path}: {hint}")
     content = read_json(path / "metrics.json")
-    if unmatched := sorted(content.keys() ^ {f.name for f in fields(RunMetrics)}):
+    required = {f.name for f in fields(RunMetrics) if f.default is MISSING and f.default_factory is MISSING}
+    if unmatched := sorted((content.keys() - {f.name for f in fields(RunMetrics)}) | (required - content.keys())):
         raise RunError(f"{path / 'metrics.json'} has missing or unknown keys: {', '.join(unmatched)}")
     predictions = path / "predictions.csv"
     return RunData(

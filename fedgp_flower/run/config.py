@@ -50,6 +50,8 @@ class PartitionSection(Section):
 class BaselineSection(Section):
     """Comparisons computed beside the method, shown in ``metrics.json`` and the report."""
 
+    linear: bool = True
+    """The mean of the target, and linear or logistic regression, from sums; counts by their mean only."""
     local_only: bool = True
     pooled: bool = True
     """Simulation only: one process sees the rows of all sites. Ignored where sites are real machines."""

@@ -22,6 +22,14 @@ Predictor = Callable[[Array], tuple[Array, Array]]
 """Inputs in original units [n, D] → mean and sd of a noisy observation, in the units of the target [n], [n]."""
 
 FEDERATED, LOCAL, POOLED, BAND, MISS = "#1f5f99", "#c8691c", "#3d3d3d", "#bcd3e8", "#b3261e"
+LINEAR = ("#6b7a2a", "-.")
+STYLES = {
+    "local-only": (LOCAL, "--"),
+    "pooled": (POOLED, ":"),
+    "linear regression": LINEAR,
+    "logistic regression": LINEAR,
+}
+"""Baselines that are drawn beside the rounds of a run."""
 Z95 = 1.959963984540054
 MAX_POINTS = 400
 DPI = 180
@@ -47,7 +55,7 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> 
         levels = {arm.name: number(arm.figures.get(name)) for arm in baselines}
         for arm, level in levels.items():
             if math.isfinite(level):
-                colour, dash = (LOCAL, "--") if arm == "local-only" else (POOLED, ":")
+                colour, dash = STYLES[arm]
                 ax.axhline(level, color=colour, ls=dash, lw=1.5, label=arm)
         _frame_late_rounds(ax, rows[column].to_numpy(dtype=float), list(levels.values()))
         ax.set(xlabel=label, ylabel=names.get(name, f"training {name}"))

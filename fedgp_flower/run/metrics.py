@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import logsumexp, ndtr, ndtri, xlog1py, xlogy
+from scipy.special import logit, logsumexp, ndtr, ndtri, xlog1py, xlogy
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.typing import Array, NamedArrays
@@ -29,6 +29,9 @@ PIT_BINS = 20
 
 RELIABILITY_BINS = 10
 """Equal bins of [0, 1] a predicted probability is counted in."""
+
+RANK_BINS, RANK_REACH = 80, 8.0
+"""Equal bins of log odds, and how far they reach from even odds: predictions that differ by less count as ties."""
 
 REGRESSION_SUMS = (
     *("count", "squared-error", "absolute-error", "nll", "crps"),
@@ -90,6 +93,8 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Score
 def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
     """Scores of class probabilities p = P(label = 1): NLL, Brier score (p − label)², correct at threshold ½.
 
+    Ranks need all sites' rows at once: two histograms of the log odds, one for each class, stand in for them.
+
     A probability of exactly 0 or 1 that is wrong has an infinite NLL; it is reported as such.
 
     Raises:
@@ -110,7 +115,9 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
     }
     weights = (np.ones_like(p), p, y)
     bins = [np.histogram(p, RELIABILITY_BINS, (0, 1), weights=weight)[0] for weight in weights]
-    return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1)})
+    log_odds = np.clip(logit(p), -RANK_REACH, RANK_REACH)
+    ranks = [np.histogram(log_odds[y == c], RANK_BINS, (-RANK_REACH, RANK_REACH))[0].astype(float) for c in (0, 1)]
+    return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1), "evaluation.ranks": np.stack(ranks, axis=1)})
 
 
 def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:

@@ -21,11 +21,13 @@ from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
 from fedgp_flower.run.figures import Predictor
 from fedgp_flower.run.files import write_bytes
+from fedgp_flower.run.metrics import RANK_BINS, RANK_REACH
 from fedgp_flower.run.predict import Predictor as SavedPredictor
 from fedgp_flower.run.predict import row_of, why_no_posterior
 from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
+    against,
     arms,
     cell,
     expected_coverage,
@@ -105,7 +107,7 @@ def html_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _content(run: RunData, predictor: Predictor | None, extra: Iterable[Panel]) -> dict[str, Any]:
     metrics, plots = run.metrics, run.path / "plots"
     units = f"units of {_target(run)}"
-    baselines = arms(metrics)[1:]
+    baselines = [arm for arm in arms(metrics)[1:] if arm.name in figures.STYLES]
     local = metrics.local_only.get("per_site", ()) if metrics.local_only else ()
     sites = [{**row, "site": row.get("label") or row["site"]} for row in metrics.per_site]
     beside = [{**row, "site": metrics.labels.get(str(row["site"]), row["site"])} for row in local]
@@ -158,15 +160,23 @@ def _headline(metrics: RunMetrics, units: str) -> dict[str, Any]:
     frame = headline(metrics)
     n = arms(metrics)[0].rows
     if is_classification(metrics):
-        note = "NLL in nats per row; NLL and Brier score: smaller is better."
+        note = "NLL in nats per row; NLL and Brier score: smaller is better. AUC and the slope of the calibration are"
+        note += (
+            f" those of log odds in steps of {2 * RANK_REACH / RANK_BINS:g}, summed over sites; a slope below 1: too"
+        )
+        note += " extreme. Brier skill: share of the Brier score of the class shares that is gone."
     else:
         note = f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better. "
+        note += "R²: share of the squared error of the training mean that is gone. "
         if n:
             low, high = expected_coverage(n, 0.95)
             note += f"With {n:,} independent rows, calibrated 95 % intervals hold {percent(low)} to {percent(high)}."
     if len({arm.rows for arm in arms(metrics)}) > 1:
         note += " The arms were scored on different numbers of rows, so compare them with care."
-    return {"titles": [title_of(str(name)) for name in frame.columns], "rows": text_rows(frame), "note": note}
+    titles = [*(title_of(str(name)) for name in frame.columns), "NLL, difference", "95 % interval over sites"]
+    beside = [("", ""), *against(metrics)]
+    rows = [[*row, *more] for row, more in zip(text_rows(frame), beside, strict=True)]
+    return {"titles": titles, "rows": rows, "note": note}
 
 
 def _predictions(run: RunData, predictor: Predictor | None) -> list[tuple[str, str, Figure, str]]:
@@ -237,7 +247,7 @@ def _calibration(metrics: RunMetrics, plots: Path) -> _Drawn | None:
 
 
 def _site_table(metrics: RunMetrics) -> dict[str, Any]:
-    columns = [name for name in figure_columns(metrics) if name != "crps"]
+    columns = [name for name in figure_columns(metrics) if name != "crps" and name in (metrics.per_site or [{}])[0]]
     local = {str(row["site"]): row for row in (metrics.local_only or {}).get("per_site", ())}
     known = [name for name in ("training_rows",) if any(name in row for row in metrics.per_site)]
     titles = ["site", *(name.replace("_", " ") for name in known), "held-out rows", *(title_of(c) for c in columns)]

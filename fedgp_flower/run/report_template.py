@@ -11,7 +11,7 @@ h2 { font-size: 1.15rem; font-weight: 650; margin: 2.6rem 0 .6rem; padding-top: 
   border-top: 1px solid var(--line); }
 .facts { color: var(--soft); margin: 0 0 1.5rem; }
 .verdict { font-size: 1.12rem; border-left: 4px solid var(--accent); padding: .15rem 0 .15rem 1rem; margin: 1.4rem 0; }
-.verdict p { margin: .35rem 0; }
+.verdict p { margin: .35rem 0; font-size: 1rem; } .verdict p:first-child { font-size: 1.2rem; font-weight: 650; }
 .warning { color: #8c1d18; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0; }
 th, td { padding: .32rem 1.2rem .32rem 0; text-align: right; vertical-align: top;

@@ -16,19 +16,24 @@ from scipy.stats import binom
 from fedgp_flower.run.artefacts import RunMetrics, read_run
 from fedgp_flower.run.registry import METHODS
 
-REGRESSION_COLUMNS = ("rmse", "nll", "crps", "coverage_95")
-CLASSIFICATION_COLUMNS = ("accuracy", "nll", "brier")
+REGRESSION_COLUMNS = ("rmse", "r2", "nll", "crps", "coverage_95")
+CLASSIFICATION_COLUMNS = ("accuracy", "auc", "nll", "brier", "brier_skill", "calibration_slope")
 BASELINES = ("local-only", "pooled")
+"""Baselines that are methods, too."""
 PERCENTAGES = ("accuracy", "coverage_50", "coverage_90", "coverage_95")
 
 TITLES = {
     "rmse": "RMSE",
+    "r2": "R²",
     "mae": "MAE",
     "nll": "NLL",
     "crps": "CRPS",
     "coverage_95": "95 % coverage",
     "accuracy": "accuracy",
+    "auc": "AUC",
     "brier": "Brier",
+    "brier_skill": "skill",
+    "calibration_slope": "slope",
     "rows": "held-out rows",
 }
 
@@ -74,11 +79,22 @@ def figure_columns(metrics: RunMetrics) -> tuple[str, ...]:
     return CLASSIFICATION_COLUMNS if is_classification(metrics) else REGRESSION_COLUMNS
 
 
+def rivals(metrics: RunMetrics) -> dict[str, Mapping[str, Any]]:
+    """The baselines that the run computed, by the name of their arm, the plainest first."""
+    classes = is_classification(metrics)
+    named = {
+        "class shares" if classes else "mean of the target": metrics.mean,
+        "logistic regression" if classes else "linear regression": metrics.linear,
+        "local-only": metrics.local_only,
+        "pooled": metrics.pooled,
+    }
+    return {name: own for name, own in named.items() if own is not None and name != metrics.method}
+
+
 def arms(metrics: RunMetrics) -> list[Arm]:
     """This run first, then the baselines it computed."""
     name = f"federated ({metrics.method})" if is_federated(metrics) else metrics.method
-    beside = zip(BASELINES, (metrics.local_only, metrics.pooled), strict=True)
-    computed = [(arm, figures) for arm, figures in beside if figures is not None and arm != metrics.method]
+    computed = rivals(metrics).items()
     return [
         Arm(name, metrics.test, metrics.per_site),
         *(Arm(arm, figures, figures.get("per_site", ())) for arm, figures in computed),
@@ -86,9 +102,10 @@ def arms(metrics: RunMetrics) -> list[Arm]:
 
 
 def headline(metrics: RunMetrics) -> pd.DataFrame:
-    """A row per arm; columns the test figures in original units and ``rows``."""
-    columns = figure_columns(metrics)
-    table = {arm.name: [*(number(arm.figures.get(name)) for name in columns), arm.rows] for arm in arms(metrics)}
+    """A row per arm; columns the test figures in original units that some arm has, and ``rows``."""
+    every = arms(metrics)
+    columns = [name for name in figure_columns(metrics) if any(name in arm.figures for arm in every)]
+    table = {arm.name: [*(number(arm.figures.get(name)) for name in columns), arm.rows] for arm in every}
     return pd.DataFrame.from_dict(table, orient="index", columns=[*columns, "rows"])
 
 
@@ -97,23 +114,23 @@ def expected_coverage(rows: int, level: float) -> tuple[float, float]:
     return float(binom.ppf(0.025, rows, level)) / rows, float(binom.ppf(0.975, rows, level)) / rows
 
 
-def paired_difference(metrics: RunMetrics, figure: str) -> Difference | None:
-    """Federated minus local-only mean of ``figure`` over the sites both scored, weighted by held-out rows.
+def paired_difference(metrics: RunMetrics, figure: str, rival: Mapping[str, Any]) -> Difference:
+    """Federated minus baseline mean of ``figure`` over the sites both scored, weighted by held-out rows.
 
     With w_k the share of rows and d_k the difference at site k, D = Σ w_k d_k and, sites taken as independent,
-    se² = K/(K−1) Σ w_k² (d_k − D)²; the interval is D ± t_{K−1, 0.975} se.
+    se² = K/(K−1) Σ w_k² (d_k − D)²; the interval is D ± t_{K−1, 0.975} se. Where figures of sites are not known, as
+    under masks, it is the difference of the overall figures.
     """
-    if metrics.local_only is None:
-        return None
-    local = {str(row["site"]): number(row.get(figure)) for row in metrics.local_only.get("per_site", ())}
+    other = {(str(row["site"]), row["num_examples"]): number(row.get(figure)) for row in rival.get("per_site", ())}
     pairs = [
-        (int(row["num_examples"]), number(row.get(figure)) - local.get(str(row["site"]), math.nan))
+        (int(n), number(row.get(figure)) - other.get((str(row["site"]), n), math.nan))
         for row in metrics.per_site
+        for n in [row["num_examples"]]  # one site scores `pooled` on the rows of all
     ]
     kept = np.array([(n, d) for n, d in pairs if n > 0 and math.isfinite(d)]).reshape(-1, 2)
     k = len(kept)
     if k == 0:
-        return None
+        return Difference(number(metrics.test.get(figure)) - number(rival.get(figure)), math.nan, math.nan, 0, 0)
     w, d = kept[:, 0] / kept[:, 0].sum(), kept[:, 1]
     mean = float(w @ d)
     lower_at = int(np.sum(d < 0))
@@ -123,29 +140,70 @@ def paired_difference(metrics: RunMetrics, figure: str) -> Difference | None:
     return Difference(mean, mean - half, mean + half, k, lower_at)
 
 
+JUDGED = {"worse": "worse than", "better": "better than", "unclear": "not clearly different from"}
+UNSURE = {"higher": "with a higher NLL than", "lower": "with a lower NLL than"}
+"""How a run did against a baseline, in the order in which it is said: what is bad news comes first."""
+
+
+def judged(difference: Difference) -> str:
+    """A key of ``JUDGED``; without an interval, of ``UNSURE``."""
+    if not math.isfinite(difference.low):
+        return "lower" if difference.mean < 0 else "higher"
+    return "better" if difference.high < 0 else "worse" if difference.low > 0 else "unclear"
+
+
 def verdict(metrics: RunMetrics) -> str:
-    """One sentence that says how the run did against its baselines, by NLL."""
+    """The first sentence of a report: whether the run is worse or better than the baselines, by NLL."""
     nll = number(metrics.test.get("nll"))
     if not math.isfinite(nll):
         return "The negative log predictive density on held-out rows is not finite, so the run cannot be judged."
-    difference = paired_difference(metrics, "nll")
-    pooled = number(metrics.pooled.get("nll")) if metrics.pooled is not None else math.nan
-    beside = f"; training on all rows in one place gives {show(pooled)}" if math.isfinite(pooled) else ""
-    if difference is None or metrics.local_only is None:
-        none = "" if beside else "; no baseline was computed to judge it by"
-        what = "Federated training" if is_federated(metrics) else f"The baseline {metrics.method}"
-        return f"{what} has a held-out NLL of {show(nll)} nats per row{beside}{none}."
-    against = f"NLL {show(nll)} against {show(number(metrics.local_only.get('nll')))} nats per row"
-    if not math.isfinite(difference.low):
-        word = "lower" if difference.mean < 0 else "higher"
-        sites = "1 site is" if difference.sites == 1 else f"{difference.sites} sites are"
-        claim = f"Federated training has a {word} NLL than sites on their own, though {sites} too few to be sure"
-        return f"{claim}: {against}{beside}."
-    return f"{_claim(difference)}: {against} ({_in_words(difference)}){beside}."
+    groups: dict[str, list[str]] = {}
+    differences = {name: paired_difference(metrics, "nll", own) for name, own in rivals(metrics).items()}
+    for name, difference in differences.items():
+        if name != "pooled" and math.isfinite(difference.mean):
+            groups.setdefault(judged(difference), []).append(_called(name, metrics))
+    if not groups:
+        return f"{metrics.method} has a held-out NLL of {show(nll)} nats per row; no baseline was computed."
+    said = [f"{words} {_listed(groups[key])}" for key, words in (JUDGED | UNSURE).items() if key in groups]
+    sites = max(difference.sites for difference in differences.values())
+    how = {0: "; under masks there is no interval", 1: "; 1 site gives no interval", 2: "; 2 sites give no interval"}
+    rows = arms(metrics)[0].rows
+    where = f" on {rows:,} held-out rows of {sites} site{'s' * (sites != 1)}" if rows else ""
+    text = f"{'; '.join(said)}: {metrics.method}{where}, by NLL{how.get(sites, ' and 95 % intervals over sites')}."
+    return text[0].upper() + text[1:]
+
+
+def _called(name: str, metrics: RunMetrics) -> str:
+    """A baseline in a sentence, with what the run gains over the mean."""
+    if name not in {"mean of the target", "class shares"}:
+        return {"local-only": "each site alone"}.get(name, name)
+    skill, words = ("r2", "R²") if "r2" in metrics.test else ("brier_skill", "Brier skill")
+    return f"the {name} ({words} {number(metrics.test.get(skill)):.2f})".replace("-", "−")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def against(metrics: RunMetrics) -> list[tuple[str, str]]:
+    """For every baseline the difference of the NLL; then its interval, and at how many sites the run's NLL is lower."""
+    said = []
+    for own in rivals(metrics).values():
+        found = paired_difference(metrics, "nll", own)
+        width = found.high - found.low if math.isfinite(found.low) else abs(found.mean)
+        digits = min(max(2 - math.floor(math.log10(width)), 0), 6) if width > 0 else 6
+        mean, low, high = (
+            f"{round(v, digits) + 0.0:+.{digits}f}".replace("-", "−") for v in (found.mean, found.low, found.high)
+        )
+        sites = f"; lower at {found.lower_at} of {found.sites} sites" if found.sites else ""
+        said.append((mean, f"{low} to {high}{sites}" if math.isfinite(found.low) else f"–{sites}"))
+    return said
 
 
 def calibration_verdict(metrics: RunMetrics) -> str:
-    """One sentence on whether the 95 % intervals hold what they promise; empty for classification."""
+    """One sentence on whether the 95 % intervals, or the probabilities of classes, hold what they promise."""
+    if is_classification(metrics):
+        return _slope_verdict(metrics)
     observed, rows = number(metrics.test.get("coverage_95")), arms(metrics)[0].rows
     if not math.isfinite(observed) or rows == 0:
         return ""
@@ -159,40 +217,32 @@ def calibration_verdict(metrics: RunMetrics) -> str:
     return f"{share}, within {chance}."
 
 
-def sentences(metrics: RunMetrics) -> list[str]:
-    """What the figures say in words, warnings first."""
-    said = (no_better_than_the_mean(metrics), verdict(metrics), calibration_verdict(metrics))
-    return [*metrics.warnings, *filter(None, said)]
-
-
-def no_better_than_the_mean(metrics: RunMetrics) -> str:
-    """One sentence where looking at the inputs gained nothing over the mean, or the class shares, of the training rows.
-
-    The mean's RMSE over n held-out rows is about sd (1 ± 1/√(2n)), sd that of the training targets. With p the share of
-    class 1 in training and q among the held-out rows, always predicting p scores q (1 − p)² + (1 − q) p².
-    """
-    test, rows, of = metrics.test, arms(metrics)[0].rows, metrics.training_target
-    rmse = number(test.get("rmse"))
-    if rows and "sd" in of and rmse >= of["sd"] * (1 - 1 / math.sqrt(2 * rows)):
-        return (
-            f"No better than the mean: the RMSE of {show(rmse)} on {rows:,} held-out rows is not clearly below"
-            f" {show(of['sd'])}, the standard deviation of the training targets, which is about what predicting their"
-            f" mean gives (R² = 1 − RMSE²/sd² = {show(1 - (rmse / of['sd']) ** 2)})."
-        )
-    counts = np.array(metrics.calibration.get("reliability") or (), dtype=float).reshape(-1, 3).sum(axis=0)
-    if "share" not in of or not counts[0]:
+def _slope_verdict(metrics: RunMetrics) -> str:
+    slope, error = (number(metrics.test.get(f"calibration_slope{part}")) for part in ("", "_se"))
+    if not math.isfinite(slope + error):
         return ""
-    p, q = of["share"], counts[2] / counts[0]
-    accuracy, common = number(test.get("accuracy")), q if p >= 0.5 else 1 - q
-    brier, always = number(test.get("brier")), q * (1 - p) ** 2 + (1 - q) * p**2
-    said = []
-    if accuracy <= common + 1e-12:
-        said.append(
-            f"an accuracy of {percent(accuracy)} against {percent(common)} for always naming the commoner class"
-        )
-    if brier >= always - 1e-12:
-        said.append(f"a Brier score of {show(brier)} against {show(always)} for always predicting its training share")
-    return f"No better than the share of the classes: {' and '.join(said)}." if said else ""
+    low, high = slope - 1.96 * error, slope + 1.96 * error
+    said = f"The slope of its calibration is {show(slope)} (95 % interval {show(low)} to {show(high)})"
+    if high < 1:
+        return f"{said}, below 1: its probabilities are too extreme."
+    if low > 1:
+        return f"{said}, above 1: its probabilities are too cautious."
+    return f"{said}; 1 is right."
+
+
+def convergence_verdict(metrics: RunMetrics) -> str:
+    """One sentence on whether training had ended by itself; empty where the method cannot tell."""
+    if metrics.converged is None:
+        return ""
+    if metrics.converged:
+        return f"Training had converged after {metrics.rounds} rounds."
+    return f"Training had not converged after {metrics.rounds} rounds: raise `num-server-rounds`."
+
+
+def sentences(metrics: RunMetrics) -> list[str]:
+    """What the figures say in words, the verdict first."""
+    said = (verdict(metrics), *metrics.warnings, calibration_verdict(metrics), convergence_verdict(metrics))
+    return list(filter(None, said))
 
 
 def comparison_frame(paths: Iterable[Path]) -> pd.DataFrame:
@@ -244,25 +294,6 @@ def show(value: float) -> str:
 def percent(share: float) -> str:
     """A share as a percentage with one decimal."""
     return f"{100 * share:.1f} %" if math.isfinite(share) else "–"
-
-
-def _claim(difference: Difference) -> str:
-    if difference.high < 0:
-        return "Federated training predicts held-out rows better than sites on their own"
-    if difference.low > 0:
-        return "Federated training predicts held-out rows worse than sites on their own"
-    return "Federated training and sites on their own do not differ clearly"
-
-
-def _in_words(difference: Difference) -> str:
-    """Difference and interval to three digits of the interval's width, and the count of sites."""
-    width = difference.high - difference.low
-    digits = min(max(2 - math.floor(math.log10(width)), 0), 6) if width > 0 else 6
-    mean, low, high = (
-        f"{value:.{digits}f}".replace("-", "−") for value in (difference.mean, difference.low, difference.high)
-    )
-    interval = f"difference {mean}, 95 % interval {low} to {high}"
-    return f"{interval}; lower at {difference.lower_at} of {difference.sites} sites"
 
 
 def _comparison_row(metrics: RunMetrics) -> dict[str, Any]:

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.summary import headline, sentences, text_rows, title_of
+from fedgp_flower.run.summary import against, headline, rivals, sentences, text_rows, title_of
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", numbers: bool = False) -> Table:
-    """Rows of text; the first column, which people copy from, is never shortened."""
-    shown = Table(title=title or None)
+    """Rows of text; the first column, which people copy from, and numbers are never shortened."""
+    shown = Table(title=title or None, box=SIMPLE_HEAD if numbers else HEAVY_HEAD)
     for position, name in enumerate(titles):
         aligned: JustifyMethod = "right" if numbers and position else "left"
-        shown.add_column(name, no_wrap=position == 0, overflow="fold", justify=aligned)
+        widest = max(map(len, [*name.split(), *(row[position] for row in rows)]), default=0) if numbers else None
+        shown.add_column(name, no_wrap=position == 0, overflow="fold", justify=aligned, min_width=widest)
     for row in rows:
         shown.add_row(*row)
     return shown
@@ -31,11 +33,16 @@ def figures_table(frame: pd.DataFrame, title: str = "") -> Table:
 
 
 def show_result(folder: Path) -> None:
-    """Print the closing table of a finished run, what it says in words, and where its files are."""
+    """Print the closing table of a finished run, where its files are, and what it says in words, the verdict last."""
     metrics = read_run(folder).metrics
     counts = f"{metrics.sites} sites, {metrics.rounds} rounds, {len(metrics.failures)} failures"
     console = Console(soft_wrap=True)
     console.print(figures_table(headline(metrics), f"{metrics.method} on {metrics.dataset}: {counts}"))
-    for sentence in sentences(metrics):
+    beside = [[name, *more] for name, more in zip(rivals(metrics), against(metrics), strict=True)]
+    if beside:
+        console.print(table(["", "NLL, difference", "95 % interval over sites"], beside, numbers=True))
+    verdict, *others = sentences(metrics)
+    for sentence in others:
         console.print(sentence, markup=False)
     console.print(f"run folder  {folder}\nreport      {folder / 'report.html'}", markup=False, highlight=False)
+    console.print(verdict, markup=False, style="bold")

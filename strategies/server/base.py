@@ -22,7 +22,7 @@ from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import NamedArrays
 from strategies.server import enrolment, finalise
 from strategies.server.enrolment import Enrolment, Preparation
-from strategies.server.evaluation import Evaluation, as_baseline, combine, combine_histograms
+from strategies.server.evaluation import Evaluation, as_baseline, combine, combine_histograms, with_skill
 from strategies.server.finalise import Posterior, Summary
 from strategies.server.network import Expected, Network
 from strategies.server.wire import Answer, ArraySpec, Specs, answers
@@ -99,6 +99,14 @@ class BaseStrategy(Strategy):
         """What is saved to predict without any site; None for a personal method."""
 
     @abstractmethod
+    def simple_baselines(self) -> tuple[Evaluation | None, Evaluation | None]:
+        """The scores of the mean of the target, and of a linear model; None where nobody has any."""
+
+    @abstractmethod
+    def converged_now(self) -> bool | None:
+        """Whether training had come to its end by itself; None where the method cannot tell."""
+
+    @abstractmethod
     def state(self) -> Snapshot:
         """The method's own part of a checkpoint."""
 
@@ -110,7 +118,8 @@ class BaseStrategy(Strategy):
         """The scores of a baseline; None if no site has any."""
         scored = finalise.usable_scores(self.network, self.ask_rows(phase, None, sites))
         sums = {site: finalise.sums_of(own) for site, own in scored.items()}
-        return combine(sums, self.preparation.target_scale) if sums else None
+        arrays = map(finalise.histograms, scored.values())
+        return combine(sums, self.preparation.target_scale, arrays) if sums else None
 
     def warnings(self) -> list[str]:
         """What a reader of the results should know."""
@@ -188,8 +197,8 @@ class BaseStrategy(Strategy):
         if not self.evaluation_answers:
             return None
         sums = {site: finalise.sums_of(own) for site, own in self.evaluation_answers.items()}
-        self.evaluation = combine(sums, self.preparation.target_scale)
         self.calibrated = [finalise.histograms(own) for own in self.evaluation_answers.values()]
+        self.evaluation = combine(sums, self.preparation.target_scale, self.calibrated)
         return MetricRecord({f"test_{name}": value for name, value in self.evaluation["test"].items()})
 
     def evaluate(self) -> dict[str, float]:
@@ -219,6 +228,7 @@ class BaseStrategy(Strategy):
         local_only = self._baseline("query.local_only", network.sites()) if config.baselines.local_only else None
         wants_pooled = config.baselines.pooled and preparation.simulated
         pooled = self._baseline("query.pooled", network.healthy()[:1]) if wants_pooled else None
+        mean, line = self._simple() if config.baselines.linear else (None, None)
         posterior = self.posterior()
         self.clock.switch("evaluation")
         if self.evaluated_sites == 0:
@@ -233,14 +243,17 @@ class BaseStrategy(Strategy):
             "communications": network.traffic.communications,
             "seconds": {"total": sum(seconds.values()), **seconds, "sites": network.site_seconds},
             "bytes": {"up": network.traffic.bytes_up, "down": network.traffic.bytes_down},
-            "test": evaluation["test"],
+            "test": with_skill(evaluation["test"], mean or {}),
             "test_standardised": evaluation["test_standardised"],
             "per_site": [
                 {**row, "label": labels[row["site"]], "training_rows": rows[row["site"]]}
                 for row in evaluation["per_site"]
             ],
-            "pooled": pooled,
-            "local_only": local_only,
+            **{
+                name: None if own is None else with_skill(own, mean or {})
+                for name, own in {"mean": mean, "linear": line, "local_only": local_only, "pooled": pooled}.items()
+            },
+            "converged": self.converged_now(),
             "training_target": preparation.training_target,
             "warnings": self.warnings(),
             "calibration": combine_histograms(self.calibrated),
@@ -258,6 +271,15 @@ class BaseStrategy(Strategy):
             specs["prediction.input"] = ArraySpec((None, self.preparation.num_inputs))
         rows = self.ask_rows("query.predictions", specs, list(self.evaluation_answers))
         return {site: own.arrays for site, own in rows.items()}
+
+    def _simple(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The mean and the linear model as baselines; none where the method scores another kind of task than they."""
+        logger.info("comparison: mean and linear model")
+        classes = self.config.model.likelihood == "bernoulli"
+        if self.evaluation is None or ("brier" in self.evaluation["test"]) != classes:
+            return None, None
+        mean, line = self.simple_baselines()
+        return mean and as_baseline(mean), line and as_baseline(line)
 
     def _baseline(self, phase: str, sites: list[str]) -> dict[str, Any] | None:
         logger.info("comparison: %s", phase.removeprefix("query.").replace("_", "-"))

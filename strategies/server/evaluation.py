@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, REGRESSION_SUMS, Scores
+from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, RANK_BINS, RANK_REACH, REGRESSION_SUMS, Scores
 
-HISTOGRAMS = {"evaluation.pit": "pit", "evaluation.reliability": "reliability"}
+HISTOGRAMS = {"evaluation.pit": "pit", "evaluation.reliability": "reliability", "evaluation.ranks": "ranks"}
 """Array of an evaluation reply → key of ``calibration`` in ``metrics.json``."""
 
 Sums = Mapping[str, float]
@@ -36,12 +36,15 @@ class Evaluation(TypedDict):
     per_site: list[dict[str, Any]]
 
 
-def combine(sums: Mapping[str, Sums], target_scale: float) -> Evaluation:
+def combine(
+    sums: Mapping[str, Sums], target_scale: float, arrays: Iterable[Mapping[str, NDArray[Any]]] = ()
+) -> Evaluation:
     """Figures of one evaluation; a figure over no rows is NaN.
 
     Args:
         sums: site id → the metrics of its evaluation reply; keys besides the sums are ignored.
         target_scale: standard deviation the target was divided by; 1 for classification.
+        arrays: the histograms of these replies; figures of ranks come from their sum and exist for all sites alone.
 
     Raises:
         ProtocolError: when a site lacks a sum, sites disagree about the kind of task, or nobody replied.
@@ -57,7 +60,7 @@ def combine(sums: Mapping[str, Sums], target_scale: float) -> Evaluation:
     sites = sorted(sums, key=natural_order)
     names = next(iter(kinds.values()))
     total = {name: math.fsum(float(sums[site][name]) for site in sites) for name in names}
-    test = _figures(total)
+    test = _figures(total) | ranked(combine_histograms(arrays).get("ranks"))
     return Evaluation(
         test=test,
         test_standardised=standardised(test, target_scale),
@@ -69,7 +72,7 @@ def of_all(scores: Scores, target_scale: float) -> Evaluation | None:
     """Figures of the scores of all sites together, without a row for each; None where there are no rows."""
     if scores.sums["count"] == 0:
         return None
-    found = combine({"all": scores.sums}, target_scale)
+    found = combine({"all": scores.sums}, target_scale, [scores.arrays])
     return Evaluation(test=found["test"], test_standardised=found["test_standardised"], per_site=[])
 
 
@@ -106,6 +109,58 @@ def combine_histograms(arrays: Iterable[Mapping[str, NDArray[Any]]]) -> dict[str
                 )
             totals[key] = np.add(totals[key], reply[name]) if key in totals else np.asarray(reply[name])
     return {key: value.tolist() for key, value in totals.items()}
+
+
+def ranked(counts: Sequence[Sequence[float]] | None) -> Figures:
+    """Figures of ranks, from rows of each class by predicted log odds, [bins, 2] summed over all sites.
+
+    ``auc`` is P(a row of class 1 has higher odds than one of class 0), ties counting half. ``calibration_slope`` is the
+    b of logit P(y = 1) = a + b · log odds, at the middles of the bins, with its standard error; below 1, predictions
+    are too extreme. ``base_rate`` is the share of class 1. NaN where a class is missing.
+    """
+    if counts is None:
+        return {}
+    zeros, ones = np.asarray(counts, dtype=np.float64).T
+    others, own = float(zeros.sum()), float(ones.sum())
+    both = others > 0 and own > 0
+    slope, error = _slope(zeros, ones) if both else (math.nan, math.nan)
+    return {
+        "auc": float(ones @ (np.cumsum(zeros) - zeros / 2)) / (others * own) if both else math.nan,
+        "calibration_slope": slope,
+        "calibration_slope_se": error,
+        "base_rate": own / (others + own) if others + own else math.nan,
+    }
+
+
+def _slope(zeros: NDArray[np.float64], ones: NDArray[np.float64]) -> tuple[float, float]:
+    """Slope of a logistic regression and its standard error; NaN where it has none, as with separated classes."""
+    width = 2 * RANK_REACH / RANK_BINS
+    design = np.column_stack([np.ones(RANK_BINS), (np.arange(RANK_BINS) + 0.5) * width - RANK_REACH])
+    weights = np.array([0.0, 1.0])
+    for _ in range(50):
+        p = 1 / (1 + np.exp(-design @ weights))
+        information = design.T * ((zeros + ones) * p * (1 - p)) @ design
+        if np.linalg.cond(information) > 1e10:
+            break
+        step = np.linalg.solve(information, design.T @ (ones - (zeros + ones) * p))
+        weights = weights + step / max(1.0, float(np.abs(step).max()))
+        if np.abs(step).max() < 1e-9:
+            return float(weights[1]), math.sqrt(np.linalg.solve(information, [0.0, 1.0])[1])
+    return math.nan, math.nan
+
+
+def with_skill(figures: Figures, mean: Mapping[str, Any]) -> Figures:
+    """Figures and what they gain over predicting the mean: 1 − S / S_mean for squared error, CRPS and Brier score.
+
+    ``r2`` thus compares with the training mean on the same held-out rows, and can be below zero.
+    """
+    powers = {"r2": ("rmse", 2), "crps_skill": ("crps", 1), "brier_skill": ("brier", 1)}
+    gains = {
+        name: 1 - (figures[score] / mean[score]) ** power if mean[score] else math.nan
+        for name, (score, power) in powers.items()
+        if score in figures and score in mean
+    }
+    return figures | gains
 
 
 def natural_order(site: str) -> tuple[tuple[int, int, str], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from fedgp_flower.methods.messages import HISTOGRAM_SHAPES
 from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, REGRESSION_SUMS
 from fedgp_flower.typing import NamedArrays
 from strategies.server.network import Network
 from strategies.server.wire import Answer
-
-HISTOGRAM_SIZES = {"evaluation.pit": 20, "evaluation.reliability": 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,8 @@ def scores_refusal(own: Answer, names: Iterable[str]) -> str | None:
         return "a score that cannot be negative is"
     if any(own.number(name) > own.number("count") for name in bounded):
         return "scores count more rows than there are"
-    for name, size in HISTOGRAM_SIZES.items():
+    for name, shape in HISTOGRAM_SHAPES.items():
+        size = math.prod(shape)
         values = own.metrics.get(name, [0.0] * size)
         if not isinstance(values, list) or len(values) != size:
             return f"`{name}`: expected {size} numbers"
@@ -82,8 +83,8 @@ def scores_refusal(own: Answer, names: Iterable[str]) -> str | None:
 def histograms(own: Answer) -> dict[str, np.ndarray]:
     """The histograms of an evaluation reply; they travel flat, as lists of numbers."""
     found: dict[str, np.ndarray] = {}
-    for name, columns in (("evaluation.pit", 1), ("evaluation.reliability", 3)):
+    for name, shape in HISTOGRAM_SHAPES.items():
         values = own.metrics.get(name)
         if isinstance(values, list):
-            found[name] = np.asarray(values).reshape(-1, columns) if columns > 1 else np.asarray(values)
+            found[name] = np.asarray(values).reshape(shape)
     return found

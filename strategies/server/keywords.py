@@ -20,6 +20,7 @@ from fedgp_flower.options import MethodOptions, Section, Value
 from fedgp_flower.run.config import CoreConfig, RunConfig, parse
 
 IN_A_PROGRAM: Mapping[str, Value] = {
+    "baselines.linear": False,
     "baselines.local-only": False,
     "baselines.pooled": False,
     "keep-predictions": False,

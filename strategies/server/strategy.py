@@ -24,15 +24,17 @@ from flwr.serverapp.strategy import Result
 
 from fedgp_flower.errors import ConfigError, FedGPError, ProtocolError
 from fedgp_flower.messages import add, decode, encode, is_public, is_summand, join, kind_of, misfit, split, verdict
+from fedgp_flower.methods.linear import LinearScoreSums
 from fedgp_flower.methods.messages import LocalScoreSums, Nothing, ScoreSums
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig, defaults
 from fedgp_flower.typing import NamedArrays
+from strategies import linear
 from strategies.server import enrolment
 from strategies.server.base import BaseStrategy, Observer
 from strategies.server.context import SharedContext, settings_text
-from strategies.server.evaluation import Evaluation, of_all
+from strategies.server.evaluation import Evaluation, combine, of_all
 from strategies.server.finalise import Posterior
 from strategies.server.keywords import configured, documented, signature
 from strategies.server.masking import MEMBERS, MaskedContract, Masking
@@ -353,7 +355,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
     def _agreed(self, preparation: enrolment.Preparation) -> None:
         """Take columns and scales; every later message names them."""
         self.preparation = preparation
-        self.sizes["D"] = preparation.num_inputs
+        self.sizes |= {"D": preparation.num_inputs, "P": 1 + preparation.num_inputs}
         self.network.context = None
         self._share({})
 
@@ -656,6 +658,36 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
             return super().compared(phase, sites)
         summed: Summed[ScoreSums] = self._ask(Total(LocalScoreSums, Nothing(), self.roster().everyone))
         return None if summed.total is None else of_all(summed.total.scores(), self.preparation.target_scale)
+
+    def scored(self, answer: type[ScoreSums], request: Any) -> Evaluation | None:
+        """The scores of one prediction at all sites, site by site where totals are plain; None if no site has any."""
+        everyone, scale = self.roster().everyone, self.preparation.target_scale
+        if self.masking is not None:
+            summed: Summed[ScoreSums] = self._ask(Total(answer, request, everyone))
+            return None if summed.total is None else of_all(summed.total.scores(), scale)
+        answers: dict[str, ScoreSums] = self._ask(Each(answer, dict.fromkeys(everyone, request), retries=1))
+        found = {site: own.scores() for site, own in answers.items() if own.rows}
+        sums, arrays = {site: own.sums for site, own in found.items()}, [own.arrays for own in found.values()]
+        return combine(sums, scale, arrays) if found else None
+
+    def simple_baselines(self) -> tuple[Evaluation | None, Evaluation | None]:
+        """The scores of the mean of the target, and of linear or logistic regression; see :mod:`strategies.linear`."""
+        preparation, likelihood = self.preparation, self.config.model.likelihood
+        everyone, inputs = self.roster().everyone, preparation.num_inputs
+        scale = float(preparation.arrays["target.mean"]), preparation.target_scale
+        rows = sum(preparation.rows.values())
+        mean = linear.constant(preparation.training_target, rows, inputs, likelihood, scale)
+        line = self.ask_through(linear.linear_fit(everyone, likelihood, inputs))
+        return self.scored(LinearScoreSums, mean), line and self.scored(LinearScoreSums, line)
+
+    def converged(self, state: S) -> bool | None:
+        """Whether training had come to its end by itself; None where the method cannot tell."""
+        del state
+        return None
+
+    def converged_now(self) -> bool | None:
+        """Whether the state at the end is where training ends by itself."""
+        return self.converged(self.current)
 
     def warnings(self) -> list[str]:
         """What a reader of the results should know."""

@@ -1,0 +1,253 @@
+"""The mean and the linear model from sums: equal to the fit of all rows in one place, by formulas written otherwise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from faults import FaultyGrid, configured, run
+from scipy import optimize, stats
+
+from fedgp_flower.clients.counts import count_scores
+from fedgp_flower.data.sites import load_all_sites
+from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.methods.linear import Coefficients, LinearPredictor, LogisticSums, Moments, with_ones
+from fedgp_flower.methods.messages import Nothing, ScoreSums
+from fedgp_flower.run.metrics import RANK_BINS, RANK_REACH, bernoulli_scores
+from strategies.linear import PENALTIES, constant, linear_fit, ridge
+from strategies.server.evaluation import combine, ranked, with_skill
+from strategies.server.questions import drive
+
+ROWS, INPUTS = 57, 4
+
+
+def regression_rows(inputs: int = INPUTS) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(3)
+    x = draw.normal(size=(ROWS, inputs)) + 0.7
+    return x, 0.4 + x[:, 0] - 0.5 * x[:, 1] + 0.6 * draw.normal(size=ROWS)
+
+
+def class_rows() -> tuple[np.ndarray, np.ndarray]:
+    x, y = regression_rows()
+    return x, (y > 0.9).astype(float)
+
+
+class Site:
+    """Answers with sums of its rows, written out row by row."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.x, self.y = with_ones(x), y
+
+    def moments(self, request: Nothing) -> Moments:
+        return Moments(self.x.T @ self.x, self.x.T @ self.y, np.array(self.y @ self.y))
+
+    def logistic(self, request: Coefficients) -> LogisticSums:
+        p = 1 / (1 + np.exp(-self.x @ request.values))
+        value = np.sum(self.y * np.log(p) + (1 - self.y) * np.log(1 - p))
+        information = np.zeros((self.x.shape[1],) * 2)
+        for q, row in zip(p, self.x, strict=True):
+            information += q * (1 - q) * np.outer(row, row)
+        return LogisticSums(np.array(value), self.x.T @ (self.y - p), information)
+
+
+def fitted(rows: tuple[np.ndarray, np.ndarray], likelihood: str, cuts: list[int]) -> LinearPredictor:
+    parts = zip(*(np.split(own, cuts) for own in rows), strict=True)
+    sites = {str(k): Site(x, y) for k, (x, y) in enumerate(parts)}
+    found = drive(linear_fit(tuple(sites), likelihood, rows[0].shape[1]), sites)
+    assert found is not None
+    return found
+
+
+def restricted_evidence(x: np.ndarray, y: np.ndarray, penalty: float, variance: float) -> float:
+    """log p of N − 1 orthonormal contrasts of y, which do not see the intercept, under N(0, σ² (X_c X_cᵀ/λ + I))."""
+    contrasts = np.linalg.qr(np.column_stack([np.ones(ROWS), np.eye(ROWS)[:, 1:]]))[0][:, 1:]
+    inner = contrasts.T @ x
+    covariance = variance * (inner @ inner.T / penalty + np.eye(ROWS - 1))
+    return float(stats.multivariate_normal.logpdf(contrasts.T @ y, np.zeros(ROWS - 1), covariance))
+
+
+def test_ridge_is_the_bayesian_regression_of_all_rows() -> None:
+    x, y = regression_rows()
+    found = fitted((x, y), "gaussian", [9, 30])
+    best = [
+        optimize.minimize_scalar(lambda s, p=p: -restricted_evidence(x, y, p, math.exp(s)), bounds=(-4, 2)).fun
+        for p in PENALTIES
+    ]
+    penalty = float(PENALTIES[int(np.argmin(best))])
+    centred, goal = x - x.mean(axis=0), y - y.mean()
+    inverse = np.linalg.inv(centred.T @ centred + penalty * np.eye(INPUTS))
+    weights = inverse @ centred.T @ goal
+    variance = float(goal @ (goal - centred @ weights)) / (ROWS - 1)
+    np.testing.assert_allclose(found.weights, weights, rtol=1e-10)
+    np.testing.assert_allclose(found.centre, x.mean(axis=0), rtol=1e-12)
+    assert found.intercept == pytest.approx(y.mean(), rel=1e-12)
+    assert found.variance == pytest.approx(variance * (1 + 1 / ROWS), rel=1e-10)
+    np.testing.assert_allclose(found.spread.T @ found.spread, variance * inverse, rtol=1e-9)
+    assert optimize.minimize_scalar(
+        lambda s: -restricted_evidence(x, y, penalty, math.exp(s)), bounds=(-4, 2)
+    ).x == pytest.approx(math.log(variance), abs=1e-5)
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
+@pytest.mark.parametrize("cuts", [[1], [20, 21, 40], list(range(3, 57, 3))])
+def test_the_fit_does_not_depend_on_the_partition(likelihood: str, cuts: list[int]) -> None:
+    rows = regression_rows() if likelihood == "gaussian" else class_rows()
+    whole, parts = fitted(rows, likelihood, []), fitted(rows, likelihood, cuts)
+    for name, value in vars(whole).items():
+        if value is not None:
+            np.testing.assert_allclose(getattr(parts, name), value, rtol=1e-9, atol=1e-12)
+
+
+def test_logistic_regression_is_at_the_mode_of_all_rows() -> None:
+    x, y = class_rows()
+    found, design = fitted((x, y), "bernoulli", [9, 30]), with_ones(x)
+
+    def loss(w: np.ndarray) -> float:
+        return float(np.sum(np.logaddexp(0, (1 - 2 * y) * (design @ w))) + 0.5 * w[1:] @ w[1:])
+
+    best = optimize.minimize(loss, np.zeros(1 + INPUTS), tol=1e-12).x
+    np.testing.assert_allclose([found.intercept, *found.weights], best, atol=1e-5)
+    p = 1 / (1 + np.exp(-found.intercept - x @ found.weights))
+    gradient = design.T @ (y - p) - np.array([0, *found.weights])
+    assert np.abs(gradient).max() < 1e-5  # a decrement of 1e-10 nats
+    assert found.spread is None
+
+
+def test_classes_that_a_plane_separates_have_finite_weights() -> None:
+    x, _ = class_rows()
+    found = fitted((x, (x[:, 0] > 0.7).astype(float)), "bernoulli", [20])
+    assert np.isfinite(found.weights).all()
+    assert found.weights[0] > 1
+
+
+def test_more_inputs_than_rows_and_rows_on_a_plane_have_a_fit() -> None:
+    x, y = regression_rows(90)
+    many = fitted((x, y), "gaussian", [9])
+    assert np.isfinite(many.weights).all()
+    assert many.variance > 0
+    exact = fitted((x[:, :3], x[:, :3] @ [1.0, 2.0, 3.0]), "gaussian", [9])
+    np.testing.assert_allclose(exact.weights, [1, 2, 3], rtol=1e-5)
+
+
+def test_the_mean_predicts_by_the_spread_of_a_new_row() -> None:
+    y = np.array([1.0, 2.0, 6.0])
+    found = constant({"mean": 3.0, "sd": float(y.std())}, 3, 2, "gaussian", (1.0, 2.0))
+    assert found.intercept == pytest.approx(1.0)
+    assert found.variance == pytest.approx(y.var(ddof=1) / 4 * (1 + 1 / 3))
+    assert not found.weights.any()
+    assert constant({"share": 0.2}, 3, 2, "bernoulli", (0.0, 1.0)).intercept == pytest.approx(math.log(0.25))
+
+
+def test_the_mean_of_counts_has_their_mean_and_variance() -> None:
+    found = constant({"mean": 3.0, "sd": 2.5}, 100, 1, "poisson", (0.0, 1.0))
+    m, v = found.intercept, found.variance
+    rate = math.exp(m + v / 2)
+    assert rate == pytest.approx(3.0)
+    assert rate + rate**2 * math.expm1(v) == pytest.approx(6.25)
+    assert constant({"mean": 3.0, "sd": 1.0}, 100, 1, "poisson", (0.0, 1.0)).variance == 0.0
+    poisson = count_scores(np.full(1, math.log(3.0)), np.zeros(1), np.array([2.0]))
+    assert poisson.sums["nll"] == pytest.approx(-stats.poisson.logpmf(2, 3.0))
+
+
+# Figures of ranks.
+
+
+def log_odds_and_labels(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(1)
+    middles = (np.arange(RANK_BINS) + 0.5) * 2 * RANK_REACH / RANK_BINS - RANK_REACH
+    odds = middles[draw.integers(25, 55, rows)]
+    return odds, (draw.random(rows) < 1 / (1 + np.exp(-0.6 * odds - 0.3))).astype(float)
+
+
+def test_figures_of_ranks_from_summed_histograms() -> None:
+    """Log odds in the middles of bins: the histograms lose nothing."""
+    odds, y = log_odds_and_labels(500)
+    scores = {str(k): bernoulli_scores(1 / (1 + np.exp(-odds[k::3])), y[k::3]) for k in range(3)}
+    test = combine({k: v.sums for k, v in scores.items()}, 1.0, [v.arrays for v in scores.values()])["test"]
+    pairs = np.sign(odds[y == 1][:, None] - odds[y == 0])
+    assert test["auc"] == pytest.approx((1 + pairs.mean()) / 2, abs=1e-12)
+    assert test["base_rate"] == pytest.approx(y.mean())
+
+    def loss(w: np.ndarray) -> float:
+        return float(np.logaddexp(0, (1 - 2 * y) * (w[0] + w[1] * odds)).sum())
+
+    best = optimize.minimize(loss, [0.0, 1.0]).x
+    assert test["calibration_slope"] == pytest.approx(best[1], abs=1e-4)
+    assert test["calibration_slope"] < 0.9  # predictions are more extreme than the classes
+    design = with_ones(odds[:, None])
+    p = 1 / (1 + np.exp(-design @ best))
+    information = design.T * (p * (1 - p)) @ design
+    assert test["calibration_slope_se"] == pytest.approx(math.sqrt(np.linalg.inv(information)[1, 1]), rel=1e-3)
+
+
+def test_figures_of_ranks_where_there_is_nothing_to_rank() -> None:
+    one_class = bernoulli_scores([0.2, 0.7], [1, 1]).arrays["evaluation.ranks"]
+    found = ranked(one_class)
+    assert found.pop("base_rate") == 1.0
+    assert np.isnan(list(found.values())).all()
+    apart = ranked(bernoulli_scores([0.2, 0.7], [0, 1]).arrays["evaluation.ranks"])
+    assert (apart["auc"], math.isnan(apart["calibration_slope"])) == (1.0, True)
+    same = ranked(bernoulli_scores([0.2, 0.2, 0.2], [0, 1, 0]).arrays["evaluation.ranks"])
+    assert (same["auc"], math.isnan(same["calibration_slope"])) == (0.5, True)
+    certain = bernoulli_scores([0.0, 1.0, 1.0], [0, 1, 0]).arrays["evaluation.ranks"]
+    assert certain.sum() == 3
+
+
+def test_skill_is_the_share_of_the_score_of_the_mean_that_is_gone() -> None:
+    found = with_skill({"rmse": 1.0, "crps": 3.0, "nll": 2.0}, {"rmse": 2.0, "crps": 4.0, "nll": 3.0, "per_site": []})
+    assert found == {"rmse": 1.0, "crps": 3.0, "nll": 2.0, "r2": 0.75, "crps_skill": 0.25}
+    assert with_skill({"brier": 0.3}, {"brier": 0.2})["brier_skill"] == pytest.approx(-0.5)
+
+
+# In a run.
+
+
+LINEAR = {"baselines__linear": True, "num_server_rounds": 1}
+
+
+def rows_of_all(strategy: Any, sites: int) -> list[np.ndarray]:
+    prepared = strategy.preparation
+    agreed = Preparation.from_wire(prepared.arrays, prepared.schema)
+    data = [site.encode(agreed) for site in load_all_sites(strategy.config, sites)]
+    return [np.concatenate([getattr(own, name) for own in data]) for name in ("x", "y", "x_test", "y_test")]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_run_scores_the_mean_and_the_linear_model_on_the_rows_of_all_sites(masked: bool) -> None:
+    strategy = run(FaultyGrid(configured(**LINEAR, dataset="diabetes", privacy__secure_aggregation=masked), 4))
+    x, y, x_test, y_test = rows_of_all(strategy, 4)
+    metrics, scale = strategy.outcome.metrics, strategy.preparation.target_scale
+    at_mean = np.sqrt(np.mean((y_test - y.mean()) ** 2)) * scale
+    assert metrics["mean"]["rmse"] == pytest.approx(at_mean, rel=1e-9)
+    nll = -stats.norm.logpdf(y_test, y.mean(), y.std(ddof=1) * math.sqrt(1 + 1 / len(y))).mean() + math.log(scale)
+    assert metrics["mean"]["nll"] == pytest.approx(nll, rel=1e-9)
+    design = with_ones(x)
+    line = ridge(Moments(design.T @ design, design.T @ y, np.array(y @ y)))
+    mean = line.intercept + (x_test - line.centre) @ line.weights
+    sd = np.sqrt(line.variance + np.square((x_test - line.centre) @ line.spread.T).sum(axis=1))
+    assert metrics["linear"]["nll"] == pytest.approx(-stats.norm.logpdf(y_test, mean, sd).mean() + math.log(scale))
+    assert metrics["linear"]["r2"] == pytest.approx(1 - np.mean((y_test - mean) ** 2) * scale**2 / at_mean**2)
+    assert metrics["test"]["r2"] == pytest.approx(1 - (metrics["test"]["rmse"] / at_mean) ** 2)
+    assert [len(metrics[name]["per_site"]) for name in ("mean", "linear")] == [0 if masked else 4] * 2
+
+
+def test_classes_are_compared_with_their_shares_and_logistic_regression() -> None:
+    keys = {"method": "sfvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
+    strategy = run(FaultyGrid(configured(**LINEAR, **keys), 3))
+    x, y, x_test, y_test = rows_of_all(strategy, 3)
+    metrics = strategy.outcome.metrics
+    assert metrics["mean"]["brier"] == pytest.approx(np.mean((y_test - y.mean()) ** 2))
+    assert (metrics["mean"]["auc"], metrics["mean"]["brier_skill"]) == (0.5, 0.0)
+    line = fitted((x, y), "bernoulli", [])
+    p = 1 / (1 + np.exp(-line.intercept - x_test @ line.weights))
+    assert metrics["linear"]["brier"] == pytest.approx(np.mean((y_test - p) ** 2), rel=1e-6)
+    assert metrics["test"]["brier_skill"] == pytest.approx(1 - metrics["test"]["brier"] / metrics["mean"]["brier"])
+    assert 0.9 < metrics["linear"]["auc"] <= 1
+
+
+def test_a_summand_of_scores_keeps_the_ranks() -> None:
+    scores = bernoulli_scores([0.2, 0.7], [0, 1])
+    back = ScoreSums.of(scores).scores()
+    np.testing.assert_array_equal(back.arrays["evaluation.ranks"], scores.arrays["evaluation.ranks"])
