@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from strategies.fgpr import FGPR as FGPR
     from strategies.fsgp import FSGPAveraging as FSGPAveraging
     from strategies.fsgp_exact import FSGPExact as FSGPExact
+    from strategies.fsgp_profiled import FSGPProfiled as FSGPProfiled
     from strategies.multi_output_references import FedPoly as FedPoly
     from strategies.multi_output_references import ModularGP as ModularGP
     from strategies.pvi import PVI as PVI
@@ -28,6 +29,7 @@ _MODULES = {
     "FGPR": "fgpr",
     "FSGPAveraging": "fsgp",
     "FSGPExact": "fsgp_exact",
+    "FSGPProfiled": "fsgp_profiled",
     "FedMGP": "fedmgp",
     "FedMGPExact": "fedmgp_exact",
     "FedMGPThenExact": "fedmgp_then_exact",

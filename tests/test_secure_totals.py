@@ -22,6 +22,7 @@ from strategies.server.questions import Each, First
 MASKED = {"privacy__secure_aggregation": True}
 METHODS: dict[str, dict[str, Any]] = {
     "exact": {"evaluate_every": 2},
+    "profiled": {"fsgp__objective": "profiled", "evaluate_every": 2},
     "average": {"fsgp__objective": "average", "evaluate_every": 2},
     "adam of averages": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
     "fgpr": {"method": "fgpr"},

@@ -141,6 +141,15 @@ def load_parameters(parameters: Iterable[tuple[str, torch.nn.Parameter]], arrays
         parameter.data.copy_(torch.as_tensor(arrays[name]).view(parameter.shape))
 
 
+def amplitudes(kernel: Kernel) -> Iterator[torch.nn.Parameter]:
+    """The parameters that scale a kernel as a whole: those of the terms of a sum, or the one in front."""
+    if isinstance(kernel, AdditiveKernel):
+        for part in kernel.kernels:
+            yield from amplitudes(part)
+    else:
+        yield kernel.raw_outputscale if isinstance(kernel, ScaleKernel) else kernel.raw_variance
+
+
 class WiredModel(gpytorch.Module):
     """A kernel and a Gaussian likelihood whose parameters, in log coordinates, travel under their wire names."""
 
@@ -163,6 +172,12 @@ class WiredModel(gpytorch.Module):
         for name, parameter in self.kernel.named_parameters():
             yield f"kernel.{wire_name(name)}", parameter
         yield "likelihood.log_noise", self.likelihood.noise_covar.raw_noise
+
+    @property
+    def amplitude_names(self) -> list[str]:
+        """Wire names of :func:`amplitudes`."""
+        scaling = {id(parameter) for parameter in amplitudes(self.kernel)}
+        return [name for name, parameter in self.wire_parameters() if id(parameter) in scaling]
 
     def to_arrays(self) -> NamedArrays:
         """Current parameters under their wire names."""

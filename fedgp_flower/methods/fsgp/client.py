@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
+import numpy as np
 import torch
 from numpy import ndarray
 
 from fedgp_flower.clients.averaging import AveragingClient
 from fedgp_flower.clients.numpy_client import Prediction
 from fedgp_flower.gp import sparse
+from fedgp_flower.gp.cells import cells
 from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound
-from fedgp_flower.methods.fsgp.messages import Adjoints, GradientShare, PooledPosterior, Statistics
+from fedgp_flower.methods.fsgp.learner import local_mode
+from fedgp_flower.methods.fsgp.messages import (
+    Adjoints,
+    Anchors,
+    GradientShare,
+    PooledPosterior,
+    Sketch,
+    Statistics,
+    TrialAdjoints,
+    TrialGradients,
+    Trials,
+    TrialSums,
+    apart,
+    numbered,
+)
 from fedgp_flower.methods.messages import Parameters, Step, Stepped
 from fedgp_flower.typing import Array
 
@@ -61,6 +77,21 @@ class FSGPClient(AveragingClient):
         (model, factor), (inputs, targets) = self.factorised(request.values), self.tensors
         adjoints = sparse.Adjoints.of(request.gram, request.projection, request.prior_variance, inputs)
         return GradientShare(sparse.rows_gradient(model, inputs, targets, adjoints, factor))
+
+    def sketch(self, request: Anchors) -> Sketch:
+        """Cells of this site's rows, and the mode of a GP of them alone with its curvature."""
+        inputs, targets = self.tensors
+        found = cells(self.rows.x, request.points, np.random.default_rng([self.config.seed, *b"cells"]))
+        mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
+        return Sketch(*found, *mode)
+
+    def trials(self, request: Trials) -> TrialSums:
+        """The additive sums of this site's rows at each of several parameters."""
+        return TrialSums.of([self.statistics(Parameters(values)) for values in apart(request.values)])
+
+    def gradients(self, request: TrialAdjoints) -> TrialGradients:
+        """The parts of several gradients that need this site's rows."""
+        return TrialGradients(numbered([self.gradient(own).values for own in request.each()]))
 
     def predict(self, request: PooledPosterior, inputs: Array) -> Prediction:
         """Prediction from the exact pooled posterior."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -83,6 +83,134 @@ class GradientShare:
     def num_parameters(self) -> int:
         """M and hyperparameters."""
         return count_parameters(self.values)
+
+
+@message()
+class Anchors:
+    """Public points, one for each slot that cells of rows are added up in."""
+
+    points: Float[ndarray, "C D"] = leaves("drawn from a standard normal, in standardised units")
+
+
+@message("query.sketch", summand=True)
+class Sketch:
+    """Where a site's rows lie, in cells of at least five, and what its rows alone say of the hyperparameters θ."""
+
+    rows: Float[ndarray, " C"] = leaves("rows of the cells in each slot")
+    first: Float[ndarray, "C D"] = leaves("Σ x of these rows, standardised")
+    second: Float[ndarray, "C D"] = leaves("Σ x² of these rows, standardised")
+    precision: Float[ndarray, "H H"] = leaves("H, curvature at the mode of the site's log posterior", symmetric=True)
+    shift: Float[ndarray, " H"] = leaves("H θ")
+
+    def contradiction(self, rows: int) -> str | None:
+        """What shows that the site has other rows than it described, or None."""
+        if self.rows.sum() != rows:
+            return f"`rows` counts {self.rows.sum():g} rows, introduced itself with {rows}"
+        return None
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot come from so many rows, or None: counts, variances and curvature are not negative."""
+        slack = 1e-6 * max(float(self.second.max(initial=0.0)), 1e-300)
+        if (self.rows < 0).any() or (self.second * self.rows[:, None] + slack * rows < self.first**2).any():
+            return f"its cells are not those of {rows} rows"
+        return None if np.linalg.eigvalsh(self.precision)[0] > 0 else "`precision` is not positive definite"
+
+
+@message()
+class Trials:
+    """Several parameters at once."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates, under `number.name`")
+
+
+@message("query.trials", summand=True)
+class TrialSums:
+    """:class:`Statistics` at each of several parameters, the matrices packed."""
+
+    grams: Float[ndarray, "T Q"] = leaves("lower triangle of A = W Wᵀ, W = L⁻¹ k(Z, X), at each parameters")
+    projections: Float[ndarray, "T M"] = leaves("b = W y")
+    target_squares: Float[ndarray, " T"] = leaves("s = yᵀ y")
+    prior_variances: Float[ndarray, " T"] = leaves("c = Σ k(x, x)")
+    counts: Float[ndarray, " T"] = leaves("number of rows")
+
+    @staticmethod
+    def of(each: Sequence[Statistics]) -> TrialSums:
+        """From the sums at each parameters."""
+        lower = np.tril_indices(len(each[0].projection))
+        columns = ("projection", "target_squares", "prior_variance", "count")
+        return TrialSums(
+            np.stack([own.gram[lower] for own in each]), *(np.stack([vars(own)[c] for own in each]) for c in columns)
+        )
+
+    def each(self) -> list[Statistics]:
+        """The sums at each parameters."""
+        return [
+            Statistics(unpacked(gram), *map(np.asarray, rest))
+            for gram, *rest in zip(*(vars(self).values()), strict=True)
+        ]
+
+    def refusal(self, rows: int) -> str | None:
+        """Why any of the sums cannot come from so many rows, or None."""
+        return next((why for why in (own.refusal(rows) for own in self.each()) if why), None)
+
+
+def unpacked(lower: ndarray) -> ndarray:
+    """The symmetric matrix [M, M] with a lower triangle [M (M + 1) / 2]."""
+    size = math.isqrt(2 * len(lower))
+    full = np.zeros((size, size))
+    full[np.tril_indices(size)] = lower
+    return np.asarray(full + np.tril(full, -1).T)
+
+
+@message()
+class TrialAdjoints:
+    """:class:`Adjoints` at each of several parameters."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates, under `number.name`")
+    grams: Float[ndarray, "T Q"] = leaves("lower triangle of ∂F/∂A at each parameters")
+    projections: Float[ndarray, "T M"] = leaves("∂F/∂b")
+    prior_variances: Float[ndarray, " T"] = leaves("∂F/∂c")
+
+    @staticmethod
+    def of(each: Sequence[Adjoints]) -> TrialAdjoints:
+        """From the adjoints at each parameters."""
+        lower = np.tril_indices(len(each[0].projection))
+        grams, rest = [own.gram[lower] for own in each], ("projection", "prior_variance")
+        return TrialAdjoints(
+            numbered([own.values for own in each]),
+            np.stack(grams),
+            *(np.stack([vars(own)[name] for own in each]) for name in rest),
+        )
+
+    def each(self) -> list[Adjoints]:
+        """The adjoints at each parameters."""
+        return [
+            Adjoints(values, unpacked(gram), *map(np.asarray, rest))
+            for values, gram, *rest in zip(
+                apart(self.values), self.grams, self.projections, self.prior_variances, strict=True
+            )
+        ]
+
+
+@message("train.gradients", summand=True)
+class TrialGradients:
+    """:class:`GradientShare` at each of several parameters."""
+
+    values: Mapping[str, AnyShape] = leaves("a site's share of dF/dw, under each parameter's name", as_sent=True)
+
+
+def numbered(each: Sequence[Mapping[str, ndarray]]) -> dict[str, ndarray]:
+    """Several named arrays as one, under ``number.name``."""
+    return {f"{number}.{name}": array for number, own in enumerate(each) for name, array in own.items()}
+
+
+def apart(arrays: Mapping[str, ndarray]) -> list[dict[str, ndarray]]:
+    """The inverse of :func:`numbered`."""
+    found: dict[str, dict[str, ndarray]] = {}
+    for name, array in arrays.items():
+        number, _, own = name.partition(".")
+        found.setdefault(number, {})[own] = array
+    return [found[number] for number in sorted(found, key=int)]
 
 
 @message()

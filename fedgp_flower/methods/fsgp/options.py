@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Fraction, MethodOptions, Positive
+from fedgp_flower.options import Fraction, MethodOptions, Positive, PositiveInt
 from fedgp_flower.run.config import CoreConfig
 
 
@@ -16,8 +16,9 @@ class FSGPOptions(MethodOptions):
 
     table: ClassVar[str] = "fsgp"
 
-    objective: Literal["exact", "average"] = "exact"
-    """``exact``: gradient of the pooled bound, L-BFGS or Adam at the server; ``average``: the paper's local steps."""
+    objective: Literal["exact", "profiled", "average"] = "exact"
+    """``exact``: gradient of the pooled bound, L-BFGS or Adam at the server; ``profiled``: the same bound in about
+    twenty exchanges; ``average``: the paper's local steps."""
     fraction: Fraction = 1.0
     """Share ρ of the sites that take part in a round of ``average``; at least one does."""
     server_optimizer: Literal["fedavg", "fedadam", "fedyogi"] = "fedavg"
@@ -26,13 +27,21 @@ class FSGPOptions(MethodOptions):
     """``exact``: what the server does with the exact gradient."""
     server_learning_rate: Positive = 0.1
     """Of ``fedadam``, ``fedyogi`` and ``adam``."""
+    exchanges: PositiveInt = 20
+    """``profiled``: most exchanges with every site in which it trains, the two before the first round among them; a
+    round is two, the first one three. More go on improving the bound."""
     tolerance: Annotated[float, Field(ge=0)] = 1e-6
-    """``exact``: stop when the bound per row changes less than this, relative to its size."""
+    """``exact``, ``profiled``: stop when the bound per row changes less than this, relative to its size."""
 
     def strategy_for(self, core: CoreConfig) -> str:
         """The Strategy of ``fsgp.objective``."""
         del core
-        return "strategies.fsgp_exact:FSGPExact" if self.objective == "exact" else "strategies.fsgp:FSGPAveraging"
+        strategies = {
+            "exact": "strategies.fsgp_exact:FSGPExact",
+            "profiled": "strategies.fsgp_profiled:FSGPProfiled",
+            "average": "strategies.fsgp:FSGPAveraging",
+        }
+        return strategies[self.objective]
 
     def check(self, core: CoreConfig) -> None:
         """A Gaussian likelihood, whole batches, and a server optimiser that fits the objective."""

@@ -1,0 +1,79 @@
+"""Where inputs lie, as sums of small groups of rows: a summand from which inducing points are drawn.
+
+A site groups its rows into cells of at least :data:`LEAST_ROWS` by k-means, and adds each cell's count, Σx and Σx² to
+the slot of the nearest of some public anchors. Cells of several sites that meet in a slot are one larger cell, so the
+summands can be added, under masks too. The draws follow the mixture of all cells.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgp_flower.typing import Array
+
+Indices: TypeAlias = NDArray[np.int64]
+
+LEAST_ROWS = 5
+"""Fewest rows of a cell."""
+MOST_CELLS = 512
+"""Of a site."""
+DRAWS = 4000
+"""Points drawn from the cells, of which the inducing points are the centres."""
+LLOYD_STEPS = 8
+CHUNK = 4096
+"""Rows handled at once."""
+
+
+def nearest(points: Array, centres: Array) -> Indices:
+    """Index of the nearest centre of every point, [N]."""
+    squares = np.square(centres).sum(1)
+    chunks = np.split(points, range(CHUNK, len(points), CHUNK))
+    return np.concatenate([(squares - 2 * chunk @ centres.T).argmin(1) for chunk in chunks])
+
+
+def summed(labels: Indices, values: Array, count: int) -> Array:
+    """Σ of the values with each label, [C, ...]."""
+    total = np.zeros((count, *values.shape[1:]))
+    np.add.at(total, labels, values)
+    return total
+
+
+def centres_of(points: Array, count: int, rng: np.random.Generator) -> Array:
+    """K-means: ``count`` centres [C, D] of points [N, D], by Lloyd's steps from distinct points; fewer if those are."""
+    distinct = np.unique(points, axis=0)
+    centres = distinct[rng.permutation(len(distinct))[:count]]
+    for _ in range(LLOYD_STEPS):
+        labels = nearest(points, centres)
+        sizes = np.bincount(labels, minlength=len(centres))[:, None]
+        centres = np.where(sizes > 0, summed(labels, points, len(centres)) / np.maximum(sizes, 1), centres)
+    return centres
+
+
+def grouped(inputs: Array, rng: np.random.Generator) -> Indices:
+    """The cell of every row, [N]: k-means, where the rows of a cell that has too few join the nearest large one."""
+    centres = centres_of(inputs, min(max(len(inputs) // LEAST_ROWS, 1), MOST_CELLS), rng)
+    large = np.bincount(nearest(inputs, centres), minlength=len(centres)) >= LEAST_ROWS
+    return nearest(inputs, centres[large] if large.any() else centres[:1])
+
+
+def cells(inputs: Array, anchors: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+    """Rows [C], Σx [C, D] and Σx² [C, D] of the cells of rows [N, D], in the slots of their nearest anchors [C, D]."""
+    labels = grouped(inputs, rng)
+    count = int(labels.max()) + 1
+    rows, *moments = (summed(labels, own, count) for own in (np.ones(len(inputs)), inputs, np.square(inputs)))
+    kept = rows > 0
+    slots = nearest(moments[0][kept] / rows[kept, None], anchors)
+    found = [summed(slots, own[kept], len(anchors)) for own in (rows, *moments)]
+    return found[0], found[1], found[2]
+
+
+def drawn(rows: Array, first: Array, second: Array, rng: np.random.Generator) -> Array:
+    """Points [S, D] from the mixture of cells, each a Gaussian with the cell's mean and variances."""
+    kept = rows > 0
+    mean = first[kept] / rows[kept, None]
+    spread = np.sqrt(np.maximum(second[kept] / rows[kept, None] - mean**2, 0))  # below 0 by rounding alone
+    chosen = rng.choice(len(mean), DRAWS, p=rows[kept] / rows[kept].sum())
+    return mean[chosen] + spread[chosen] * rng.standard_normal((DRAWS, mean.shape[1]))

@@ -1,0 +1,311 @@
+"""FSGP in few exchanges: the profile, the envelope gradient from totals, cells, local modes, and whole runs."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, run, waves
+
+from fedgp_flower.gp.ascent import direction, forgotten
+from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn
+from fedgp_flower.gp.placement import Placement
+from fedgp_flower.gp.profiled import LEAST_NOISE, profiled, scaled
+from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
+from fedgp_flower.gp.sums import SparseSums, collapsed_bound_value
+from fedgp_flower.methods.fsgp.client import FSGPClient
+from fedgp_flower.methods.fsgp.learner import curvature, local_mode
+from fedgp_flower.methods.fsgp.mathematics import prior
+from fedgp_flower.options import ModelSection
+from strategies.fsgp_profiled import LOCATIONS, FSGPProfiled, ProfiledState, chain_at
+from strategies.server.questions import Roster, drive
+
+D, P = 2, 7
+
+
+def rows(count: int = 60, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = np.random.default_rng(seed)
+    x = draw.uniform(-1.7, 1.7, (count, D))
+    y = 1.5 * np.sin(1.5 * x[:, 0]) + 0.5 * x[:, 1] + 0.2 * draw.standard_normal(count)
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def unit_values(kernel: str = "rbf", shift: float = 0.0) -> dict[str, np.ndarray]:
+    """Parameters of unit amplitude."""
+    draw = np.random.default_rng(1)
+    model = SparseGP(ModelSection(kernel=kernel), torch.from_numpy(draw.uniform(-1.5, 1.5, (P, D))))
+    values = model.to_arrays()
+    for name in model.amplitude_names:
+        values[name] = values[name] - np.log(len(model.amplitude_names))
+    return {n: a + shift + 0.1 * np.arange(a.size).reshape(a.shape) if "scale" in n and "output" not in n else a
+            for n, a in values.items()}  # fmt: skip
+
+
+def unit_sums(count: int = 60) -> SparseSums:
+    return pooled_sums(SparseGP.from_arrays(ModelSection(), unit_values()), *rows(count))
+
+
+# ---- the profile ----------------------------------------------------------------------------------------------------
+
+
+def test_the_profile_is_the_highest_of_a_fine_grid():
+    """No pair (log a, log σ²) around it does better, and it is met by the textbook bound."""
+    sums = unit_sums()
+    found = profiled(sums)
+    at = lambda a, noise: collapsed_bound_value(scaled(sums, a), noise)  # noqa: E731
+    assert at(found.amplitude, found.noise) == pytest.approx(found.value, abs=1e-9)
+    moves = np.linspace(-4, 4, 21)
+    others = [at(found.amplitude * np.exp(i), found.noise * np.exp(j)) for i in moves for j in moves]
+    assert max(others) <= found.value + 1e-9
+    step = 1e-3  # and it is stationary: a step costs O(step²)
+    near = [at(found.amplitude * np.exp(i * step), found.noise * np.exp(j * step)) for i in (-1, 1) for j in (-1, 1)]
+    assert min(near) > found.value - 1e3 * step**2
+
+
+def test_a_target_without_noise_stops_at_the_floor():
+    sums = unit_sums()
+    found = profiled(SparseSums(sums.gram, 0 * sums.projection, 0 * sums.target_squares, *vars_of(sums)[3:]))
+    assert found.noise == LEAST_NOISE
+
+
+def vars_of(sums: SparseSums) -> list[torch.Tensor]:
+    return [sums.gram, sums.projection, sums.target_squares, sums.prior_variance, sums.count]
+
+
+# ---- the gradient ---------------------------------------------------------------------------------------------------
+
+
+class Site(FSGPClient):
+    """The real handlers on rows at hand."""
+
+    def __init__(self, own: FSGPProfiled, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.config, self.placement, self.own = own.config, Placement.of(own.config), (x, y)
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.own
+
+
+def strategy(**keywords: Any) -> FSGPProfiled:
+    own = FSGPProfiled(num_inducing=P, **keywords)
+    own.preparation = SimpleNamespace(num_inputs=D)
+    return own
+
+
+def federation(own: FSGPProfiled, parts: list[int]) -> dict[str, Site]:
+    """Sites with so many rows each."""
+    x, y = rows()
+    return {str(k): Site(own, *pair) for k, pair in enumerate(zip(x.split(parts), y.split(parts), strict=True))}
+
+
+def roster(sites: dict[str, Site]) -> Roster:
+    return Roster({name: len(site.own[1]) for name, site in sites.items()}, tuple(sites), (), 1)
+
+
+def starting(kernel: str = "rbf") -> ProfiledState:
+    chains = (chain_at(unit_values(kernel)), chain_at(unit_values(kernel, 0.4)))
+    return ProfiledState(chains, (), 2)
+
+
+def differentiated(kernel: str, parts: list[int]) -> ProfiledState:
+    """The state after the first question and the first gradient."""
+    own = strategy(kernel=kernel)
+    sites = federation(own, parts)
+    state = drive(own._evaluated(starting(kernel), tuple(sites)), sites)
+    return drive(own._differentiated(state), sites)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "matern52 + linear"])
+def test_the_gradient_is_that_of_the_profiled_bound_whatever_the_partition(kernel):
+    """Finite differences of max over (a, σ²) of the textbook bound of all rows, less the penalty of log ℓ."""
+    whole = differentiated(kernel, [60])
+    for parts in ([20, 40], [1, 9, 15, 35]):
+        for chain, other in zip(whole.chains, differentiated(kernel, parts).chains, strict=True):
+            assert other.gradient == pytest.approx(chain.gradient, abs=1e-9 * np.abs(chain.gradient).max())
+            assert other.height == pytest.approx(chain.height, abs=1e-9)
+    section = ModelSection(kernel=kernel)
+
+    def height(values: dict[str, np.ndarray]) -> float:
+        sums = pooled_sums(SparseGP.from_arrays(section, values), *rows())
+        logs = np.concatenate([a.ravel() for n, a in values.items() if n.endswith("log_lengthscale")])
+        return profiled(sums).value - 0.05 * ((logs - 1) ** 2).sum()
+
+    for chain in whole.chains:
+        start, slopes, step = chain.coordinates, [], 1e-5
+        for index in range(len(start)):
+            ends = [height(chain.at(start + sign * step * np.eye(len(start))[index])) for sign in (1, -1)]
+            slopes.append((ends[0] - ends[1]) / (2 * step))
+        assert chain.gradient == pytest.approx(np.array(slopes), abs=2e-6 * np.abs(slopes).max())
+
+
+def test_amplitude_and_noise_are_stationary_in_the_whole_gradient():
+    """At the profile the autograd gradient of the pooled bound has zeros for both, and the rest is what was sent."""
+    own = strategy()
+    chain = differentiated("rbf", [60]).chains[0]
+    model = SparseGP.from_arrays(own.config.model, own._folded(chain)[0])
+    pooled_bound(model, *rows()).backward()
+    by_name = {name: parameter.grad.numpy() for name, parameter in model.wire_parameters()}
+    for name in ("kernel.log_outputscale", "likelihood.log_noise"):
+        assert by_name[name] == pytest.approx(0, abs=1e-6)
+    expected = chain.with_gradient(by_name).gradient
+    assert chain.gradient == pytest.approx(expected, abs=1e-7 * np.abs(expected).max())
+
+
+def test_one_site_is_many_sites_for_whole_rounds():
+    ends = []
+    for parts in ([60], [10, 30, 20]):
+        own = strategy()
+        sites, state = federation(own, parts), starting()
+        for _ in range(4):
+            state, figures = drive(own.one_round(state, roster(sites)), sites)
+        ends.append((state, figures))
+    (one, first), (many, second) = ends
+    assert one.exchanges == many.exchanges == 2 + 1 + 4 * 2
+    assert second["bound"] == pytest.approx(first["bound"], abs=1e-6)
+    assert many.best.values[LOCATIONS] == pytest.approx(one.best.values[LOCATIONS], abs=1e-5)
+
+
+# ---- L-BFGS ---------------------------------------------------------------------------------------------------------
+
+
+def test_with_all_pairs_of_a_quadratic_the_direction_is_newtons():
+    """J = gᵀx − ½ xᵀC x: n independent pairs with their changes C s give H g = C⁻¹ g."""
+    draw = np.random.default_rng(0)
+    root = draw.standard_normal((4, 4))
+    hessian, gradient = root @ root.T + np.eye(4), draw.standard_normal(4)
+    vectors = np.linalg.eigh(hessian)[1].T  # conjugate steps
+    memory = forgotten(4)
+    for step in vectors:
+        memory = memory.after(step, hessian @ step)
+    wide = np.full(4, 1e9)
+    way, _ = direction(gradient, memory, np.array([0, 0, 1, 1]), wide, wide)
+    assert way == pytest.approx(np.linalg.solve(hessian, gradient), rel=1e-10)
+    assert forgotten(4).after(vectors[0], -vectors[0]).steps.shape == (0, 4)  # not concave: no pair
+
+
+def test_a_first_step_goes_as_far_as_allowed_in_each_block():
+    gradient, first = np.array([3.0, -1.0, 1e-3, 2e-3]), np.array([0.25, 0.25, 0.4, 0.4])
+    way, memory = direction(gradient, forgotten(4), np.array([0, 0, 1, 1]), first, 2 * first)
+    assert way == pytest.approx([0.25, -0.25 / 3, 0.2, 0.4])
+    assert memory.scales == pytest.approx([0.25 / 3, 200])
+
+
+# ---- the sketch -----------------------------------------------------------------------------------------------------
+
+
+def test_cells_count_every_row_once_and_none_alone():
+    draw, anchors = np.random.default_rng(0), np.random.default_rng(1).standard_normal((64, 3))
+    parts = [draw.standard_normal((count, 3)) for count in (3, 40, 301)]
+    sums = [cells(part, anchors, np.random.default_rng(0)) for part in parts]
+    for part, (count, first, second) in zip(parts, sums, strict=True):
+        assert count.sum() == len(part)
+        assert count[count > 0].min() >= min(LEAST_ROWS, len(part))
+        assert first.sum(0) == pytest.approx(part.sum(0))
+        assert second.sum(0) == pytest.approx((part**2).sum(0))
+    total = [sum(own) for own in zip(*sums, strict=True)]
+    draws, everyone = drawn(*total, np.random.default_rng(0)), np.concatenate(parts)
+    assert draws.mean(0) == pytest.approx(everyone.mean(0), abs=0.05)
+    assert np.cov(draws.T) == pytest.approx(np.cov(everyone.T), abs=0.1)
+
+
+def test_a_curvature_is_that_of_a_quadratic():
+    precision = torch.tensor([[2.0, 0.3, 0.1], [0.3, 1.0, -0.2], [0.1, -0.2, 3.0]], dtype=torch.float64)
+    at = [
+        torch.zeros(1, 2, dtype=torch.float64, requires_grad=True),
+        torch.zeros(1, dtype=torch.float64).requires_grad_(),
+    ]
+
+    def objective() -> torch.Tensor:
+        whole = torch.cat([own.view(-1) for own in at])
+        return -0.5 * whole @ precision @ whole
+
+    assert curvature(objective, at) == pytest.approx(precision.numpy(), abs=1e-9)
+
+
+def test_a_local_mode_is_stationary_with_its_own_curvature():
+    """Against the textbook log posterior log N(y | 0, K + σ²I) + log p(θ), differentiated by autograd."""
+    x, y = rows(30)
+    precision, shift = local_mode(ModelSection(), x, y, np.random.default_rng(0))
+    mode = torch.from_numpy(np.linalg.solve(precision, shift))
+
+    def log_posterior(theta: torch.Tensor) -> torch.Tensor:
+        amplitude, scale, noise = theta[0].exp(), theta[1 : 1 + D].exp(), theta[-1].exp()
+        squares = (((x[:, None] - x) / scale) ** 2).sum(-1)
+        covariance = amplitude * (-0.5 * squares).exp() + noise * torch.eye(len(x), dtype=torch.float64)
+        normal = torch.distributions.MultivariateNormal(torch.zeros_like(y), covariance)
+        names = ["kernel.log_outputscale", *["kernel.log_lengthscale"] * D, "likelihood.log_noise"]
+        priors = [prior(name, D) for name in names]
+        return normal.log_prob(y) - 0.5 * sum(((t - m) / s) ** 2 for t, (m, s) in zip(theta, priors, strict=True))
+
+    names = [name for name, _ in SparseGP(ModelSection(), x[:1]).wire_parameters()]
+    assert names[1:] == ["kernel.log_outputscale", "kernel.log_lengthscale", "likelihood.log_noise"]
+    gradient = torch.autograd.functional.jacobian(log_posterior, mode)
+    hessian = -torch.autograd.functional.hessian(log_posterior, mode)
+    values, vectors = np.linalg.eigh(hessian.numpy())
+    expected = (vectors * np.maximum(values, 0.25)) @ vectors.T
+    assert precision == pytest.approx(expected, abs=1e-3 * np.abs(expected).max())
+    assert gradient.numpy() == pytest.approx(np.zeros(len(mode)), abs=0.05)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+PROFILED = {"fsgp__objective": "profiled", "model__num_inducing": 12}
+
+
+def test_twenty_exchanges_come_close_to_the_optimum_of_two_hundred():
+    few = run(FaultyGrid(configured(**PROFILED, fsgp__tolerance=0.0, num_server_rounds=100), 5))
+    many = run(FaultyGrid(configured(model__num_inducing=12, fsgp__objective="exact", num_server_rounds=100), 5))
+    details = few.details()
+    assert (details["exchanges"], few.round, details["num_inducing"]) == (19, 8, 12)
+    assert details["bound"] > many.details()["bound"] - 0.02 * sum(few.preparation.rows.values())
+    assert few.outcome.metrics["test"]["nll"] < many.outcome.metrics["test"]["nll"] + 0.02
+
+
+def test_a_resumed_run_ends_where_the_whole_one_does():
+    flat, whole = configured(**PROFILED), Recorder()
+    end = run(FaultyGrid(flat, 3), whole)
+    for snapshot in whole.snapshots[:3]:
+        again = run(FaultyGrid(flat, 3), Recorder(), snapshot)
+        assert again.round == end.round == 4
+        for name, array in end.public(end.current).items():
+            assert np.array_equal(again.public(again.current)[name], array), name
+
+
+def test_more_exchanges_go_on_until_nothing_is_gained():
+    flat = configured(**PROFILED, fsgp__exchanges=200, fsgp__tolerance=1e-5, num_server_rounds=90)
+    recorder = Recorder()
+    end = run(FaultyGrid(flat, 3), recorder)
+    details = end.details()
+    assert details["converged"]
+    assert end.round < 90
+    assert abs(details["latest_gain_per_row"]) < 1e-4
+    assert np.diff([row["objective"] for row in recorder.rows]).min() > -1e-3  # J never falls, F by the penalty alone
+
+
+def test_a_site_with_a_constant_target_sends_a_proper_gaussian():
+    x, y = rows(30)
+    for target in (torch.full_like(y, 0.7), torch.zeros_like(y)):
+        precision, shift = local_mode(ModelSection(), x, target, np.random.default_rng(0))
+        assert np.linalg.eigvalsh(precision)[0] >= 0.25 - 1e-9
+        assert np.isfinite(np.linalg.solve(precision, shift)).all()
+
+
+def test_a_lost_site_is_left_out_and_the_others_go_on(tmp_path):
+    """What is known afterwards is the bound of the rows that are left."""
+    nodes = csv_nodes(tmp_path, {name: waves(40, seed) for seed, name in enumerate("abc")})
+    recorder = Recorder()
+    faults = [Fault("b", lost, (phase,), range(2, 9)) for phase in ("query.trials", "train.gradients")]
+    end = run(FaultyGrid(configured(**PROFILED, num_server_rounds=6), nodes, *faults), recorder)
+    assert set(blamed(end)) == {"b"}
+    assert end.current.sites == ("a", "c")
+    assert recorder.rows[-1]["bound"] > recorder.rows[2]["bound"]
+    back = run(
+        FaultyGrid(
+            configured(**PROFILED, num_server_rounds=3), nodes, Fault("b", lost, ("query.trials",), range(2, 3), 2)
+        )
+    )
+    assert back.current.sites == ("a", "b", "c")
