@@ -131,7 +131,13 @@ class ScoreSums:
 
     def coarse(self, least: int) -> ScoreSums:
         """The same without cells of fewer rows."""
-        return replace(self, pit=merged_cells(self.pit, least), reliability=merged_cells(self.reliability, least))
+        by_rows = np.column_stack([self.ranks.sum(1), self.ranks])
+        return replace(
+            self,
+            pit=merged_cells(self.pit, least),
+            reliability=merged_cells(self.reliability, least),
+            ranks=merged_cells(by_rows, least)[:, 1:],
+        )
 
     @staticmethod
     def of(scores: Scores) -> ScoreSums:
