@@ -36,7 +36,7 @@ TRAINING = {
     "fsgp exact": "query.statistics",
     "fsgp average": "train",
     "fgpr": "train",
-    "pvi": "train",
+    "pvi": "train.distil",
     "sfvi": "train.gradient",
     "sfvi-avg": "train.average",
     "fedmgp": "query.first",
