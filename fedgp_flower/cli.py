@@ -182,6 +182,43 @@ def forget(
 
 
 @app.command()
+def leaves(
+    data: Annotated[Path, typer.Option(help="table of the site")],
+    assignments: Assignments = None,
+    config: ConfigFile = None,
+    policy: Annotated[Path | None, typer.Option(help="policy of the site; otherwise the default")] = None,
+    test: Annotated[Path | None, typer.Option(help="rows to hold out; otherwise a share of the table")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="most rounds to try")] = 2,
+) -> None:
+    """Show what a site with this table would send in a run, and what its policy says of every message; no network."""
+    from fedgp_flower.run.leaves import try_out
+    from fedgp_flower.run.user_config import parse_assignments, read_config
+
+    flat = (read_config(config) if config else {}) | parse_assignments(assignments or [])
+    files = {"data-path": data, "policy": policy, "test-path": test}
+    trial = try_out(flat, {name: str(path) for name, path in files.items() if path is not None}, rounds)
+    for line in trial.lines():
+        print(line)
+
+
+@app.command()
+def audit(
+    file: Annotated[Path, typer.Argument(help="audit log of a site")],
+    seen: Annotated[str, typer.Option(help="a hash that was noted earlier; the log must still have it")] = "",
+) -> None:
+    """Print what has left a site, and verify that its log was not changed."""
+    from fedgp_flower.privacy.audit import cells, read
+    from fedgp_flower.run.terminal import table
+
+    log = read(file, seen)
+    titles = ["", "time", "run", "round", "message", "bytes", "masked", "arrays", "rules"]
+    _console().print(table(titles, [cells(line) for line in log.lines]))
+    if log.problems:
+        raise RunError(f"{file} was changed: {'; '.join(log.problems)}")
+    print(f"{len(log.lines)} lines, unchanged; the last has the hash {log.head}")
+
+
+@app.command()
 def compare(runs: Annotated[list[Path], typer.Argument(help="folders of finished runs", exists=True)]) -> None:
     """Put the figures of several runs side by side."""
     from fedgp_flower.run.summary import comparison_frame, text_rows, title_of

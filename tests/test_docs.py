@@ -1,7 +1,7 @@
 """The documents say what the program does: keys, defaults, commands, options and links are those of the code.
 
-``python tests/test_docs.py`` writes the tables of ``docs/configuration.md`` anew; meanings of keys that carry no
-docstring are kept as they stand there.
+``python tests/test_docs.py`` writes the tables of ``docs/configuration.md`` and of the README's *What leaves a site*
+anew; meanings of keys that carry no docstring are kept as they stand there.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import json
 import re
 import shlex
 import textwrap
@@ -25,15 +26,19 @@ from pydantic.fields import FieldInfo
 
 from fedgp_flower.cli import app
 from fedgp_flower.options import Section
+from fedgp_flower.privacy.policy import Policy
 from fedgp_flower.run import figures
 from fedgp_flower.run.config import CoreConfig, RunConfig
+from fedgp_flower.run.leaves import page as leaving
 from fedgp_flower.run.registry import METHODS, default_config, option_classes, parse_config
 from fedgp_flower.run.user_config import parse_assignments, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
+README = ROOT / "README.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROW = re.compile(r"^\| `(?P<key>[^`]+)` \| (?P<default>.+?) \| (?P<allowed>.+?) \| (?P<meaning>.*) \|$", re.MULTILINE)
+RULE = re.compile(r"^\| `(?P<key>[a-z-]+)` \| `(?P<default>[^`]+)` \| (?P<meaning>.*) \|$", re.MULTILINE)
 SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
 
 
@@ -231,12 +236,26 @@ def test_files_that_documents_name_exist():
     assert sorted(set(re.findall(r"\w+\.py\b", tree)) - known) == []
 
 
+def readme() -> str:
+    """The README, its table of messages anew."""
+    before, after = README.read_text(encoding="utf-8").split("| message |", 1)
+    return before + "\n".join(leaving()) + "\n\n" + after.split("\n\n", 1)[1]
+
+
 def test_the_readme_says_of_every_message_what_leaves_a_site():
     code = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("[fs]*/**/*.py")))
-    kinds = set(re.findall(r'^(?:@message\(| +kind = )"((?:train|query)[\w.]*)"', code, re.MULTILINE))
-    assert {"train", "query.statistics", "query.pooled"} <= kinds
-    chapter = (ROOT / "README.md").read_text(encoding="utf-8").split("## What leaves a site\n")[1].split("\n## ")[0]
-    assert kinds - set(re.findall(r"`([\w.]+)`", chapter)) == set()
+    kinds = set(re.findall(r'^@message\("((?:train|query)[\w.]*)"', code, re.MULTILINE))
+    assert {"train", "query.statistics"} <= kinds
+    assert kinds - set(re.findall(r"^\| `([\w.]+)`", "\n".join(leaving()), re.MULTILINE)) == set()
+    assert readme() == README.read_text(encoding="utf-8"), "run tests/test_docs.py"
+
+
+def test_every_rule_of_a_policy_is_documented_with_its_default():
+    text = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
+    told = {row["key"]: (row["default"], row["meaning"]) for row in RULE.finditer(text)}
+    words = docstrings(Policy)
+    expected = {own.alias: (own.default, words[name]) for name, own in Policy.model_fields.items()}
+    assert told == {key: (json.dumps(default), said) for key, (default, said) in expected.items()}
 
 
 def test_python_of_the_readme_runs(tmp_path, monkeypatch):
@@ -259,4 +278,5 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch):
 
 
 if __name__ == "__main__":
+    README.write_text(readme(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")

@@ -26,7 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fsgp exact": {"num_server_rounds": 3},
     "fsgp average": {"fsgp__objective": "average"},
     "fgpr": {"method": "fgpr"},
-    "pvi": {"method": "pvi"},
+    "pvi": {"method": "pvi", "pvi__schedule": "synchronous"},
     "sfvi": {"method": "sfvi"},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 2},
     "fedmgp": {"method": "fedmgp"},
@@ -36,7 +36,7 @@ TRAINING = {
     "fsgp exact": "query.statistics",
     "fsgp average": "train",
     "fgpr": "train",
-    "pvi": "train",
+    "pvi": "train.distil",
     "sfvi": "train.gradient",
     "sfvi-avg": "train.average",
     "fedmgp": "query.first",
@@ -129,7 +129,11 @@ def test_a_rare_class_of_the_target_is_refused(method, tmp_path):
         ill = frame["y"].rank() > (58 if site == "c" else 30)
         frames[site] = frame.assign(y=np.where(ill, "ill", "well"))
     keys = {"method": method, "model__likelihood": "bernoulli", "num_server_rounds": 2, "sites": 3}
-    keys |= {"pvi__local_update": "adam", "pvi__factor": "free"} if method == "pvi" else {}
+    keys |= (
+        {"pvi__local_update": "adam", "pvi__factor": "free", "pvi__first_steps": 2, "pvi__steps": 2}
+        if method == "pvi"
+        else {}
+    )
     grid = Transcript(configured(**keys), csv_nodes(tmp_path, frames))
     strategy = run(grid)
     assert set(blamed(strategy)) == {"c"}

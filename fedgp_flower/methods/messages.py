@@ -61,8 +61,8 @@ class Shape:
 
 
 def count_parameters(values: Mapping[str, np.ndarray]) -> int:
-    """M and hyperparameters: points count once, however many coordinates they have."""
-    return sum(array.shape[0] if array.ndim else 1 for array in values.values())
+    """M and hyperparameters: a point [M, D] counts once, however many coordinates it has."""
+    return sum(len(array) if array.ndim > 1 and len(array) > 1 else array.size for array in values.values())
 
 
 @message()

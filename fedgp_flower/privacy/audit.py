@@ -101,6 +101,15 @@ def _head(path: Path) -> Path:
     return path.with_name(f"{path.name}.head")
 
 
+def cells(line: Mapping[str, Any]) -> list[str]:
+    """A line as a row of a table."""
+    arrays = ", ".join(f"{name} {own['shape']}" for name, own in line["arrays"].items())
+    odd = [f"{own['rule']} {own['verdict']}" for own in line["rules"] if own["verdict"] != "passed"]
+    rules = ", ".join(odd) or f"{len(line['rules'])} passed"
+    plain = (line["line"], line["time"], line["run"], line["round"], line["kind"], line["bytes"])
+    return [*map(str, plain), "yes" if line["masked"] else "no", arrays or line["refused"], rules]
+
+
 @dataclass(frozen=True, slots=True)
 class Log:
     """A log as it was read, and what is wrong with it."""

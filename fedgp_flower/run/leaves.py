@@ -1,0 +1,174 @@
+"""What leaves a site: by declaration, for the README, and by trying, for the owner of a table (``fedgp leaves``)."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flwr.app import ArrayRecord
+
+from fedgp_flower import client_app
+from fedgp_flower.clients.numpy_client import Said, SiteClient, is_answered
+from fedgp_flower.data.sites import site_id
+from fedgp_flower.errors import FedGPError
+from fedgp_flower.messages import is_message, is_public, is_summand, kind_of, table
+from fedgp_flower.options import FlatConfig
+from fedgp_flower.privacy import audit
+from fedgp_flower.run.in_process import InProcessGrid
+from fedgp_flower.run.registry import BUILT_IN, METHODS, load, parse_config, strategy_class
+
+SCORES = (
+    "of held-out rows: count, sums of squared and absolute errors, of NLL and of CRPS, counts inside intervals, a"
+    " histogram of 20 bins; of classes right ones and Brier score, sums in 10 bins of predicted probability"
+)
+SIMULATED = "simulation only: "
+WORDS: Mapping[str, str] = {
+    "query.keys": "under masks: the site's key of the run, signed; number of the latest question answered",
+    "query.describe": "id and label of the site; names and kinds of columns; **levels of text with their counts**;"
+    " rows; of each numeric column the sum, its rounding residual and the sum of squares about the mean",
+    "evaluate": SCORES,
+    "query.local_only": "the same scores of a GP of the site's rows alone; evaluations used",
+    "query.predictions": f"{SIMULATED}held-out targets and predictions, row by row",
+    "query.pooled": f"{SIMULATED}scores of one model of all rows",
+    "query.modular": f"{SIMULATED}scores of ModularGP",
+    "query.polynomial": f"{SIMULATED}scores of FedPoly",
+}
+"""Answers that are no declared messages."""
+
+
+def answers(client: type[SiteClient]) -> Iterator[tuple[str, Any]]:
+    """The kinds that a method's sites answer, and the class of each answer; None where it is no declared message."""
+    for name in dir(client):
+        hint = typing.get_type_hints(getattr(client, name)).get("return") if is_answered(client, name) else None
+        if is_message(hint) and kind_of(typing.cast(type, hint)):
+            yield kind_of(typing.cast(type, hint)), hint
+        elif hint is Said:
+            yield f"query.{name}", None
+    yield from (("query.keys", None), ("evaluate", None))
+
+
+def page() -> list[str]:
+    """The table of the README, a line for each message."""
+    methods: dict[tuple[str, Any], list[str]] = {}
+    for name, row in BUILT_IN.items():
+        for found in answers(load(row.client)):
+            methods.setdefault(found, []).append(name)
+    lines = ["| message | methods | under masks | what leaves |", "|---|---|---|---|"]
+    for (kind, answer), names in sorted(methods.items(), key=lambda item: (item[0][0], item[1])):
+        said = "all" if len(names) == len(BUILT_IN) else ", ".join(f"`{name}`" for name in names)
+        lines.append(f"| `{kind}` | {said} | {_under_masks(kind, answer)} | {_content(kind, answer)} |")
+    return lines
+
+
+def _under_masks(kind: str, answer: Any) -> str:
+    if kind in {"query.keys", "query.describe"} or (answer is not None and is_public(answer)):
+        return "as it is"
+    return "total" if answer is not None and is_summand(answer) else "never"
+
+
+def _content(kind: str, answer: Any) -> str:
+    if answer is None:
+        return WORDS[kind]
+    if is_message(answer.__base__) and kind_of(answer.__base__):
+        return f"what `{kind_of(answer.__base__)}` holds"
+    fields = [f"`{name}` {_lengths(shape)}{words}" for name, shape, words in table(answer)]
+    said = "; ".join(fields).replace("|", "\\|")
+    return f"{SIMULATED}{said}" if kind == "query.curve" else said
+
+
+def _lengths(shape: str) -> str:
+    return f"{shape} " if re.fullmatch(r"\[\w+(, \w+)*\]", shape) else ""
+
+
+class _Nobody:
+    """Keeps nothing."""
+
+    def on_round(self, row: Mapping[str, float], total: int) -> None:
+        """Not kept."""
+
+    def on_checkpoint(self, snapshot: Any) -> None:
+        """Not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a site has sent in a trial run without network, and how it ended."""
+
+    method: str
+    log: audit.Log
+    rounds: int
+    """Rounds that were tried."""
+    planned: int
+    copies: int
+    """Sites with the same rows that took part, so that there were enough."""
+    ending: str
+
+    def lines(self) -> Iterator[str]:
+        """What it sent, kind by kind."""
+        kinds: dict[str, list[Mapping[str, Any]]] = {}
+        declared = dict(answers(load(METHODS[self.method].client)))
+        for line in self.log.lines:
+            kinds.setdefault(line["kind"], []).append(line)
+        for kind, lines in kinds.items():
+            sent = [line for line in lines if not line["refused"]]
+            sizes = sorted({line["bytes"] for line in sent})
+            size = "–".join(f"{own:,}" for own in sizes[:1] + sizes[1:][-1:])
+            masked = ", masked" if any(line["masked"] for line in sent) else ""
+            yield f"{kind}: {len(sent)} × {size} bytes{masked}" if sent else f"{kind}: refused"
+            latest = sent[-1] if sent else lines[-1]
+            words = {name.removesuffix(".*"): said for name, _, said in table(declared[kind])} if declared[kind] else {}
+            for name, own in latest["arrays"].items():
+                meaning = next((said for field, said in words.items() if f"{name}.".startswith(f"{field}.")), "")
+                yield f"    {name} {own['shape']} {meaning}".rstrip()
+            if latest["numbers"]:
+                yield f"    numbers: {', '.join(latest['numbers'])}"
+            if latest["texts"]:
+                yield f"    texts: {', '.join(f'{name} ({size})' for name, size in latest['texts'].items())}"
+            yield from (f"    {own}" for own in _decided(lines))
+        tried = f"{self.rounds} of {self.planned} rounds tried"
+        yield f"{tried}, beside {self.copies} sites with the same rows: {self.ending}"
+
+
+def _decided(lines: list[Mapping[str, Any]]) -> Iterator[str]:
+    """What the rules said, each once."""
+    said: dict[str, list[str]] = {}
+    for rule in (rule for line in lines for rule in line["rules"]):
+        found = f" ({rule['found']})" if rule["found"] and rule["verdict"] != "passed" else ""
+        words = f"{rule['rule']}{found}"
+        if words not in said.setdefault(rule["verdict"], []):
+            said[rule["verdict"]].append(words)
+    yield from (f"rules {verdict}: {', '.join(words)}" for verdict, words in said.items())
+    yield from dict.fromkeys(f"refused: {line['refused']}" for line in lines if line["refused"])
+
+
+def try_out(flat: FlatConfig, node: Mapping[str, Any], rounds: int) -> Trial:
+    """Let a site answer a run of a few rounds, without network, and read its audit log.
+
+    Args:
+        flat: Keys of the run configuration.
+        node: Node configuration of the site.
+        rounds: Most rounds to try.
+    """
+    planned = parse_config(flat).num_server_rounds
+    config = parse_config({**flat, "num-server-rounds": min(rounds, planned), "wait-seconds": 1.0})
+    copies = max(config.min_sites, config.sites, config.privacy.min_sites * config.privacy.secure_aggregation) - 1
+    with TemporaryDirectory() as folder:
+        given = {name: value for name, value in node.items() if name not in {"site-key", "trust"}}
+        nodes = [
+            {**given, "site": name, "partition-id": place, "state-dir": str(Path(folder) / str(place))}
+            for place, name in enumerate([site_id(node), *(f"copy {number + 1}" for number in range(copies))])
+        ]
+        log = Path(folder) / "audit.jsonl"
+        nodes[0]["audit"] = str(log)
+        grid, strategy = InProcessGrid(client_app.app, config.flat(), nodes), strategy_class(config)
+        try:
+            strategy.from_config(config, _Nobody()).start(grid, ArrayRecord(), config.num_server_rounds)
+            ending = "complete"
+        except FedGPError as error:
+            ending = f"ended: {error}"
+        return Trial(config.method, audit.read(log), config.num_server_rounds, planned, copies, ending)
