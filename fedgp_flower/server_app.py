@@ -16,6 +16,7 @@ from fedgp_flower.options import FlatConfig
 from fedgp_flower.run.artefacts import ArrayNote, Posterior, RunFolder, RunMetrics, Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.registry import parse_config, strategy_class
+from strategies.server.base import Observer
 from strategies.server.finalise import Summary
 
 app = ServerApp()
@@ -25,7 +26,7 @@ Progress: TypeAlias = Callable[[Mapping[str, float], int], None]
 """Called with every row of the history and the number of rounds."""
 
 
-class FolderObserver:
+class FolderObserver(Observer):
     """Writes history and checkpoints into the run's folder, and passes rounds on to whoever shows progress."""
 
     def __init__(self, folder: RunFolder, progress: Progress) -> None:

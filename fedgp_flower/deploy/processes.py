@@ -101,7 +101,7 @@ class Processes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with _deaf():
+        with _handled(signal.SIG_IGN):  # a second Ctrl-C must not stop the tidying up that the first began
             self.end()
 
     def start(self, name: str, command: Sequence[str], folder: Path, extra: Mapping[str, str] | None = None) -> None:
@@ -179,13 +179,6 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return  # it ended between looking and asking
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    """Ignore the ending signals: a second Ctrl-C must not stop the tidying up that the first began."""
-    with _handled(signal.SIG_IGN):
-        yield
 
 
 @contextmanager

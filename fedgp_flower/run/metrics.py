@@ -43,16 +43,10 @@ CLASSIFICATION_SUMS = ("count", "correct", "nll", "brier")
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Sums over rows (``sums``) and histograms over rows (``arrays``); ``+`` joins the rows of two pieces."""
+    """Sums over rows (``sums``) and histograms over rows (``arrays``), which add over pieces of the rows."""
 
     sums: dict[str, float]
     arrays: NamedArrays
-
-    def __add__(self, other: Scores) -> Scores:
-        if self.sums.keys() != other.sums.keys():
-            raise NumericsError(f"cannot add scores of different kinds: {sorted(self.sums)} and {sorted(other.sums)}")
-        sums = {name: value + other.sums[name] for name, value in self.sums.items()}
-        return Scores(sums, {name: np.add(value, other.arrays[name]) for name, value in self.arrays.items()})
 
 
 def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores:

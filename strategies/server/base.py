@@ -10,7 +10,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -33,8 +33,8 @@ CLASS_ARRAYS = ("prediction.probability", "prediction.target")
 PREDICTION_ARRAYS = ("prediction.mean", "prediction.sd", "prediction.target")
 
 
-class Observer(Protocol):
-    """What the run's folder and progress display want to know."""
+class Observer:
+    """What the run's folder and progress display want to know; this one keeps nothing."""
 
     def on_round(self, row: Mapping[str, float], total: int) -> None:
         """A round is complete; ``row`` is its line of the history."""

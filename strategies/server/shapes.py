@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.messages import encode
+from fedgp_flower.messages import add, encode
 from fedgp_flower.methods.messages import Nothing, Shape
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays
@@ -65,20 +65,6 @@ def initial_hyperparameters(answers: Mapping[str, Shape]) -> NamedArrays:
 
 def initial_locations(answers: Mapping[str, Shape], model: ModelSection, seed: int) -> Array:
     """The first Z [M, D], drawn from the sums of what sites say of their inputs."""
-    parts = list(answers.values())
-    histogram = _total([own.histogram for own in parts])
-    return initial_inducing_points(
-        model.inducing_init,
-        model.num_inducing,
-        histogram,
-        _total([own.products for own in parts]),
-        float(histogram[0].sum()),
-        np.random.default_rng([seed, *b"inducing"]),
-    )
-
-
-def _total(arrays: list[Array]) -> Array:
-    total = arrays[0].astype(np.float64)
-    for array in arrays[1:]:
-        total = total + array
-    return total
+    total, rng = add(answers.values()), np.random.default_rng([seed, *b"inducing"])
+    histogram, rows = total.histogram.astype(np.float64), float(total.histogram[0].sum())
+    return initial_inducing_points(model.inducing_init, model.num_inducing, histogram, total.products, rows, rng)

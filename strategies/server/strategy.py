@@ -56,16 +56,6 @@ class ContradictionError(FedGPError):
         self.sites = sites
 
 
-class NoObserver:
-    """Nobody watches and nothing is kept."""
-
-    def on_round(self, row: Mapping[str, float], total: int) -> None:
-        """Not kept."""
-
-    def on_checkpoint(self, snapshot: Snapshot) -> None:
-        """Not kept."""
-
-
 @dataclass(frozen=True, slots=True)
 class Contract:
     """What an answer must be: as its class declares, of the lengths that are known, from as many rows as the site has.
@@ -156,7 +146,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
 
     def __init__(self, **keywords: Any) -> None:
         config = configured(self.method, self.options_class, self.implied, keywords)
-        self._set(config, NoObserver(), None)
+        self._set(config, Observer(), None)
 
     @classmethod
     def from_config(cls, config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> Self:
