@@ -292,13 +292,16 @@ def test_histograms_of_every_answer_are_coarse():
     np.testing.assert_array_equal(shape.histogram, [[0, 0, 6], [3, 3, 0]])
     pit = np.zeros(20)
     pit[[0, 4, 9]] = [1, 3, 2]
-    scores = own.answer(ScoreSums(np.zeros(8), np.zeros(4), pit, np.zeros((10, 3))), 60)
+    ranks = np.zeros((80, 2))
+    ranks[[3, 4, 7]] = [[1, 1], [0, 1], [5, 0]]
+    scores = own.answer(ScoreSums(np.zeros(8), np.zeros(4), pit, np.zeros((10, 3)), ranks), 60)
     assert set(scores.pit) == {0, 6}
+    np.testing.assert_array_equal(scores.ranks[[3, 4, 7]], [[1, 2], [0, 0], [5, 0]])
     reliability = np.zeros((10, 3))
     reliability[[1, 2]] = [[2, 0.3, 1], [4, 1.0, 0]]
-    said = own.numbers(
-        {"nll": 2.0, "evaluation.pit": pit.tolist(), "evaluation.reliability": reliability.ravel().tolist()}
-    )
+    flat = {"pit": pit, "reliability": reliability, "ranks": ranks}
+    said = own.numbers({"nll": 2.0, **{f"evaluation.{name}": table.ravel().tolist() for name, table in flat.items()}})
+    assert said["evaluation.ranks"] == scores.ranks.ravel().tolist()
     assert said["evaluation.pit"] == scores.pit.tolist()
     np.testing.assert_allclose(np.reshape(said["evaluation.reliability"], (10, 3))[2], [6, 1.3, 1])
     assert said["nll"] == 2.0

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.privacy.disclosure import merged_cells
+from fedgp_flower.privacy.disclosure import merged_cells, merged_classes
 from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, PIT_BINS, RANK_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
 from fedgp_flower.typing import AnyShape
 
@@ -131,12 +131,11 @@ class ScoreSums:
 
     def coarse(self, least: int) -> ScoreSums:
         """The same without cells of fewer rows."""
-        by_rows = np.column_stack([self.ranks.sum(1), self.ranks])
         return replace(
             self,
             pit=merged_cells(self.pit, least),
             reliability=merged_cells(self.reliability, least),
-            ranks=merged_cells(by_rows, least)[:, 1:],
+            ranks=merged_classes(self.ranks, least),
         )
 
     @staticmethod

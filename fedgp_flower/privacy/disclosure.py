@@ -64,3 +64,8 @@ def merged_cells(table: NDArray[np.generic], least: int) -> NDArray[np.generic]:
     for group in filter(None, groups):
         merged[group[int(np.argmax(counts[group]))]] = cells[group].sum(axis=0)
     return merged
+
+
+def merged_classes(table: NDArray[np.generic], least: int) -> NDArray[np.generic]:
+    """The same where the numbers of a bin are the rows of each class, [B, C]."""
+    return merged_cells(np.column_stack([table.sum(axis=1), table]), least)[:, 1:]

@@ -23,7 +23,7 @@ from fedgp_flower.data.cells import kind_of
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import ConfigError, PolicyError
 from fedgp_flower.options import Count, Positive, Section
-from fedgp_flower.privacy.disclosure import kept_levels, merged_cells, merged_levels, names_rows
+from fedgp_flower.privacy.disclosure import kept_levels, merged_cells, merged_classes, merged_levels, names_rows
 from fedgp_flower.run.config import RunConfig, defaults, validated
 from fedgp_flower.run.files import write_bytes
 
@@ -33,8 +33,12 @@ Names: TypeAlias = Annotated[tuple[str, ...], Field(strict=False)]
 DEFAULT = "the default policy"
 HARMLESS = frozenset({"dataset", "data-dir", "output-dir", "name", "resume", "extra", "round-timeout", "wait-seconds"})
 """Keys that a real site does not read."""
-HISTOGRAMS = {"evaluation.pit": 1, "evaluation.reliability": 3}
-"""Histograms among the numbers of a reply, and numbers of a bin, its rows first."""
+HISTOGRAMS = {
+    "evaluation.pit": (1, merged_cells),
+    "evaluation.reliability": (3, merged_cells),
+    "evaluation.ranks": (2, merged_classes),
+}
+"""Histograms among the numbers of a reply: numbers of a bin, and how small cells are merged."""
 
 
 class Policy(Section):
@@ -197,8 +201,8 @@ class Rules:
     def _joined(self, name: str, value: Any) -> Any:
         if not self.active or name not in HISTOGRAMS:
             return value
-        bins = np.reshape(value, (-1, HISTOGRAMS[name]))
-        return merged_cells(bins, self.policy.least_cell).ravel().tolist()
+        columns, merged = HISTOGRAMS[name]
+        return merged(np.reshape(value, (-1, columns)), self.policy.least_cell).ravel().tolist()
 
 
 def read(path: Path) -> Policy:
