@@ -99,7 +99,7 @@ def one_round(state: DualState, roster: Roster, model: ModelSection) -> Asking[t
     asked = PooledPosterior(point, q.mean.numpy(), q.covariance.numpy())
     summed: Summed[Expectations] = yield Total(Expectations, asked, roster.sites)
     if summed.total is None or summed.silent or summed.sites != roster.sites:
-        return state, {}  # the next round asks the same of the sites that are left then
+        return (state if state.found is None else taken_back(state)), {}  # they may have met numbers without end
     found, rows = summed.total, sum(roster.rows.values())
     bound = float(found.fit) - float(moved.divergence())
     objective = (bound + float(new.log_prior().detach())) / rows
@@ -195,7 +195,7 @@ class FSGPDuals(FederatedStrategy[DualState]):
     options_class = FSGPOptions
     state_class = DualState
     options: FSGPOptions
-    implied: ClassVar[Mapping[str, Any]] = {}
+    implied: ClassVar[Mapping[str, Any]] = {"objective": "exact"}
 
     def initialise(self, roster: Roster) -> Asking[DualState]:
         """Inducing points from federated statistics, c from the mean of the target, the rest from the configuration."""
