@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from strategies.fedmgp_then_exact import FedMGPThenExact as FedMGPThenExact
     from strategies.fgpr import FGPR as FGPR
     from strategies.fsgp import FSGPAveraging as FSGPAveraging
+    from strategies.fsgp_duals import FSGPDuals as FSGPDuals
     from strategies.fsgp_exact import FSGPExact as FSGPExact
     from strategies.fsgp_profiled import FSGPProfiled as FSGPProfiled
     from strategies.multi_output_references import FedPoly as FedPoly
@@ -28,6 +29,7 @@ _MODULES = {
     "AsynchronousPVI": "async_pvi",
     "FGPR": "fgpr",
     "FSGPAveraging": "fsgp",
+    "FSGPDuals": "fsgp_duals",
     "FSGPExact": "fsgp_exact",
     "FSGPProfiled": "fsgp_profiled",
     "FedMGP": "fedmgp",

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp import sparse
 from fedgp_flower.gp.optimisers import FREE, LBFGS, LOGARITHM, Adam, Evaluation, Minimiser, Minimum
 from fedgp_flower.gp.sums import bound_gradient
@@ -25,8 +26,11 @@ from fedgp_flower.methods.fsgp.messages import Adjoints, GradientShare, PooledPo
 from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.options import ModelSection
+from fedgp_flower.run.artefacts import Snapshot
+from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.fsgp import LOG_NOISE, facts, initial_parameters, noise_of, pooled, posterior_at, saved
+from strategies.server.base import Observer
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
@@ -162,6 +166,12 @@ class FSGPExact(FederatedStrategy[ExactState]):
     implied: ClassVar[Mapping[str, Any]] = {"objective": "exact"}
     minimiser: tuple[bytes, Minimiser] | None = None
     """The running optimiser and where it started; only a memory of what the state determines."""
+
+    def _set(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None) -> None:
+        if config.model.likelihood != "gaussian":
+            name = config.model.likelihood
+            raise ConfigError(f"`model.likelihood` = {name!r}: FSGPExact needs 'gaussian'; use FSGPDuals")
+        super()._set(config, observer, snapshot)
 
     def initialise(self, roster: Roster) -> Asking[ExactState]:
         """Inducing points from federated statistics, hyperparameters where the configuration says."""

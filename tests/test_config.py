@@ -41,7 +41,7 @@ def test_defaults_are_a_valid_configuration():
         ({"fsgp.objective": "exactly"}, ["`fsgp.objective`", "'exact' or 'average'"]),
         ({"method": "gp"}, ["`method` = 'gp'", "fsgp"]),
         ({"partitioner": "natural"}, ["`partition.column`"]),
-        ({"model.likelihood": "poisson"}, ["`model.likelihood`", "gaussian"]),
+        ({"model.likelihood": "poisson", "fsgp.objective": "average"}, ["`model.likelihood`", "gaussian"]),
         ({"optimizer.batch-size": 10}, ["`optimizer.batch-size`", "0"]),
     ],
 )

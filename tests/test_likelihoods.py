@@ -18,6 +18,7 @@ from fedgp_flower.gp.likelihoods import (
     Noise,
     build_point_likelihood,
 )
+from fedgp_flower.gp.probit import expected_log_probit
 
 KINDS = ("gaussian", "bernoulli", "poisson", "student-t")
 
@@ -173,6 +174,55 @@ def test_log_predictive_of_counts_is_the_logarithm_of_a_normalised_mass() -> Non
     mass = likelihood.log_predictive(y, mean, variance, torch.zeros(1, 0).double()).exp()
     assert float(mass.sum()) == pytest.approx(1.0, abs=1e-9)
     assert float((mass * y).sum()) == pytest.approx(math.exp(1.2 + 0.15), rel=1e-6)
+
+
+@pytest.mark.parametrize("variance", [1e-8, 1.0, 25.0, 300.0])
+def test_the_wide_probit_is_what_fine_quadrature_finds_and_its_slopes_are_its_own(variance):
+    """α by the mean and β = −2 ∂/∂s, by central differences of the value; the value by 20 001 trapezia."""
+    mean = torch.tensor([-12.0, -3.0, -0.4, 0.0, 0.7, 2.0, 9.0], dtype=torch.float64)
+    value, alpha, beta = expected_log_probit(mean, torch.full_like(mean, variance))
+    nodes = torch.linspace(-9, 9, 20001, dtype=torch.float64)
+    weights = torch.exp(-0.5 * nodes.square()) / torch.exp(-0.5 * nodes.square()).sum()
+    exact = (weights[:, None] * torch.special.log_ndtr(mean + variance**0.5 * nodes[:, None])).sum(0)
+    torch.testing.assert_close(value, exact, rtol=3e-6, atol=3e-6)
+
+    def at(shift, factor):
+        return expected_log_probit(mean + shift, torch.full_like(mean, variance * factor))[0]
+
+    torch.testing.assert_close(alpha, (at(1e-5, 1) - at(-1e-5, 1)) / 2e-5, rtol=1e-7, atol=1e-8)
+    if variance >= 1:
+        slope = (at(0, 1 + 1e-5) - at(0, 1 - 1e-5)) / (2e-5 * variance)
+        torch.testing.assert_close(beta, -2 * slope, rtol=1e-6, atol=1e-8)
+    at_nodes = mean + variance**0.5 * nodes[:, None]
+    ratio = math.sqrt(2 / math.pi) / torch.special.erfcx(-at_nodes / math.sqrt(2))  # φ/Φ
+    torch.testing.assert_close(alpha, (weights[:, None] * ratio).sum(0), rtol=1e-4, atol=3e-6)
+    torch.testing.assert_close(beta, (weights[:, None] * ratio * (ratio + at_nodes)).sum(0), rtol=0, atol=5e-4)
+    point, y = build_point_likelihood("bernoulli"), torch.ones_like(mean)
+    flipped = point.slopes(1 - y, -mean, torch.full_like(mean, variance), point.initial)
+    torch.testing.assert_close(flipped[1], -alpha)
+    torch.testing.assert_close(flipped[2], beta)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "poisson", "student-t"])
+def test_slopes_are_differences_of_the_expectation(name):
+    point, y, mean, _, hyper = setting(name)
+    mean, variance, own = mean[0], 0.3 + mean[0].abs(), hyper[0]
+    value, alpha, beta, by_own = point.slopes(y, mean, variance, own)
+
+    def change(**moved):
+        sums = []
+        for sign in (1, -1):
+            given = {"mean": mean, "variance": variance, "hyper": own}
+            given |= {key: given[key] + sign * 1e-5 * step for key, step in moved.items()}
+            sums.append(point.expected(y, **given).sum())
+        return (sums[0] - sums[1]) / 2e-5
+
+    assert float(value) == pytest.approx(float(point.expected(y, mean, variance, own).sum()))
+    for n, one in enumerate(torch.eye(4, dtype=torch.float64)):
+        assert float(alpha[n]) == pytest.approx(float(change(mean=one)), rel=1e-7, abs=1e-9)
+        assert float(beta[n]) == pytest.approx(float(-2 * change(variance=one)), rel=1e-7, abs=1e-9)
+    for r, one in enumerate(torch.eye(len(own), dtype=torch.float64)):
+        assert float(by_own[r]) == pytest.approx(float(change(hyper=one)), rel=1e-7)
 
 
 NOISE = Noise(*(torch.tensor(v, dtype=torch.float64) for v in (-1.2, 0.3, 0.2, 0.25)))

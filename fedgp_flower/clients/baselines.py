@@ -13,10 +13,11 @@ from fedgp_flower.data.sites import RawSite, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.exact import ExactGP
 from fedgp_flower.gp.kernels import WiredModel
+from fedgp_flower.gp.latent import LatentGP
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
-from fedgp_flower.gp.sums import SparseSums, exact_posterior
+from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, exact_posterior
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array
 
@@ -32,6 +33,8 @@ class Baseline:
     variance: Array  # [n]
     target: Array  # [n]
     evaluations: int
+    latent: LatentGP | None = None
+    """Where the likelihood is not Gaussian: the model; ``mean`` and ``variance`` are then those of f."""
 
 
 def log_prior(model: WiredModel) -> Tensor:
@@ -60,7 +63,7 @@ def fit(model: WiredModel, objective: Callable[[], Tensor], max_evaluations: int
 def local_only(site_data: tuple[Array, Array, Array, Array], config: RunConfig) -> Baseline:
     """A GP of the site's own rows, hyperparameters at their mode: exact up to ``EXACT_ROWS`` rows, else sparse."""
     x, y, x_test, y_test = site_data
-    if len(x) > EXACT_ROWS:
+    if len(x) > EXACT_ROWS or config.model.likelihood != "gaussian":
         return _sparse(site_data, config, np.random.default_rng([config.seed, *b"local"]), prior=True)
     place = Placement.of(config)
     model = place.module(ExactGP(config.model, torch.from_numpy(x), torch.from_numpy(y)))
@@ -91,6 +94,8 @@ def _sparse(
     place = Placement.of(config)
     inputs, targets = place.tensor(x), place.tensor(y)
     chosen = np.sort(rng.permutation(len(x))[: config.model.num_inducing])
+    if config.model.likelihood != "gaussian":
+        return _variational(rows, config, torch.from_numpy(x[chosen]))
     model = place.module(SparseGP(config.model, torch.from_numpy(x[chosen])))
 
     def objective() -> Tensor:
@@ -102,3 +107,28 @@ def _sparse(
         sums = SparseSums.from_arrays(pooled_sums(model, inputs, targets).to_arrays())
         mean, variance = model.predict(place.tensor(x_test), exact_posterior(sums, float(model.noise)))
     return Baseline(to_array(mean), to_array(variance), y_test, used)
+
+
+def _variational(rows: tuple[Array, Array, Array, Array], config: RunConfig, points: Tensor) -> Baseline:
+    """A sparse variational GP of the configured likelihood (Hensman et al. 2015): parameters and q(v) = N(m, R Rᵀ)."""
+    x, y, x_test, y_test = rows
+    place = Placement.of(config)
+    inputs, targets = place.tensor(x), place.tensor(y)
+    model, size = place.module(LatentGP(config.model, points)), len(points)
+    mean, root = (part.requires_grad_() for part in (place.tensor(np.zeros(size)), place.tensor(np.eye(size))))
+
+    def posterior() -> WhitenedPosterior:
+        return WhitenedPosterior(mean, root.tril() @ root.tril().mT)
+
+    def objective() -> Tensor:
+        cross, prior = model.whitened_cross(inputs), model.kernel(inputs, diag=True)
+        fit = model.observed.expected(targets, *model.moments(cross, prior, posterior())[:2], model.own).sum()
+        divergence = 0.5 * (root.tril().square().sum() + mean.square().sum() - size) - root.diagonal().abs().log().sum()
+        return (fit - divergence + model.log_prior()) / len(targets)
+
+    named = dict(model.wire_parameters())
+    bounds = [LOGARITHM if ".log_" in name else FREE for name in named]
+    leaves = [*named.values(), mean, root]
+    trace = maximise(objective, leaves, max_evaluations=config.baselines.max_evaluations, bounds=[*bounds, FREE, FREE])
+    centre, spread = model.latent(place.tensor(x_test), posterior())
+    return Baseline(to_array(centre), to_array(spread), y_test, trace.evaluations, model)

@@ -24,6 +24,7 @@ from scipy.special import expit
 
 from fedgp_flower.clients import baselines
 from fedgp_flower.clients.counts import count_scores
+from fedgp_flower.clients.latent_scores import latent_scores
 from fedgp_flower.clients.state import SiteState
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
@@ -297,6 +298,9 @@ class SiteClient(NumPyClient):
         return scored(self._scored(result), evaluations=result.evaluations)
 
     def _scored(self, result: baselines.Baseline) -> Scores:
+        if result.latent is not None:
+            scale = self.preparation.target_scale
+            return latent_scores(result.latent, result.mean, result.variance, result.target, scale)
         return gaussian_scores(*self.original(Prediction(result.mean, result.variance), result.target))
 
     def _require_simulated(self, what: str) -> None:

@@ -24,6 +24,7 @@ from torch.distributions import Poisson, StudentT
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.kernels import log_positive
+from fedgp_flower.gp.probit import expected_log_probit
 
 WEAK = 0.01
 """Precision of a label as a value of f: small enough for an update to move it anywhere."""
@@ -76,6 +77,19 @@ class PointLikelihood(ABC):
         """E log p(y | f) with f ~ N(mean, variance), both [*S, N]: Σ_j w_j log p(y | m + √(2v) x_j)."""
         function, weights = self._at_nodes(mean, variance)
         return (weights * self.log_density(targets, function, hyper)).sum(0)
+
+    def slopes(
+        self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Float[Tensor, " R"]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Σ E log p(y | f) with f ~ N(m, s), α = ∂/∂m and β = −2 ∂/∂s [N], and the derivative by the parameters [R].
+
+        They are those of the number that :meth:`expected` computes, also where that is quadrature.
+        """
+        leaves = [values.detach().double().requires_grad_() for values in (mean, variance, hyper)]
+        with torch.enable_grad():
+            total = self.expected(targets, *leaves).sum()
+        alpha, slope, own = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+        return total.detach(), alpha, -2 * slope, own
 
     def log_predictive(
         self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]
@@ -166,6 +180,14 @@ class Probit(PointLikelihood):
     def to_gpytorch(self, hyper: Tensor) -> Likelihood:
         """GPyTorch's Bernoulli likelihood."""
         return _float64(BernoulliLikelihood(), self)
+
+    def slopes(
+        self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In closed form, also where f is wide."""
+        sign = 2.0 * targets.double() - 1.0
+        value, alpha, beta = expected_log_probit(sign * mean.double(), variance.double())
+        return value.sum(), sign * alpha, beta, torch.zeros_like(hyper)
 
     def log_predictive(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Tensor:
         """Log Φ(±m / √(1 + v))."""

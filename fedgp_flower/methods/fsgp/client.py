@@ -8,14 +8,15 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.clients.averaging import AveragingClient
 from fedgp_flower.clients.numpy_client import Prediction
 from fedgp_flower.gp import sparse
 from fedgp_flower.gp.cells import cells
+from fedgp_flower.gp.latent import sparse_gp
 from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound
+from fedgp_flower.methods.fsgp.dual_client import DualClient
 from fedgp_flower.methods.fsgp.learner import local_mode
 from fedgp_flower.methods.fsgp.messages import (
     Adjoints,
@@ -38,12 +39,12 @@ _factorised: dict[Hashable, tuple[SparseGP, torch.Tensor]] = {}
 """The latest parameters of this process, with what every site computes from them alone."""
 
 
-class FSGPClient(AveragingClient):
+class FSGPClient(DualClient):
     """A sparse GP at the server's parameters w = {β, Z}, seeing only this site's rows."""
 
     def model(self, values: Mapping[str, ndarray]) -> SparseGP:
         """The model at given parameters."""
-        return self.placement.module(SparseGP.from_arrays(self.config.model, values))
+        return self.placement.module(sparse_gp(self.config.model, values))
 
     def factorised(self, values: Mapping[str, ndarray]) -> tuple[SparseGP, torch.Tensor]:
         """The model and its factor L; kept for the next message, which mostly comes with the same parameters."""

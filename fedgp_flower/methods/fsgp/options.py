@@ -34,8 +34,9 @@ class FSGPOptions(MethodOptions):
     """``exact``, ``profiled``: stop when the bound per row changes less than this, relative to its size."""
 
     def strategy_for(self, core: CoreConfig) -> str:
-        """The Strategy of ``fsgp.objective``."""
-        del core
+        """The Strategy of ``fsgp.objective``; of the dual form where the likelihood is not Gaussian."""
+        if core.model.likelihood != "gaussian":
+            return "strategies.fsgp_duals:FSGPDuals"
         strategies = {
             "exact": "strategies.fsgp_exact:FSGPExact",
             "profiled": "strategies.fsgp_profiled:FSGPProfiled",
@@ -44,9 +45,12 @@ class FSGPOptions(MethodOptions):
         return strategies[self.objective]
 
     def check(self, core: CoreConfig) -> None:
-        """A Gaussian likelihood, whole batches, and a server optimiser that fits the objective."""
-        if core.model.likelihood != "gaussian":
-            raise ConfigError(f"`model.likelihood` = {core.model.likelihood!r}: the sums of fsgp need 'gaussian'")
+        """Whole batches, and a Gaussian likelihood for the paper's averages."""
+        if core.model.likelihood != "gaussian" and self.objective == "average":
+            raise ConfigError(
+                f"`model.likelihood` = {core.model.likelihood!r}: `fsgp.objective` = 'average' needs 'gaussian'; set it"
+                " to 'exact'"
+            )
         if core.optimizer.batch_size:
             raise ConfigError(
                 "`optimizer.batch-size`: the collapsed bound of fsgp takes all rows of a site; set it to 0"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
 
+from fedgp_flower.gp.latent import LatentGP, sparse_gp
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import WhitenedPosterior
 from fedgp_flower.gp.to_gpytorch import SparsePosterior, export
@@ -34,6 +36,19 @@ class SavedSparseGP:
         return [export(self.model, self.whitened)]
 
 
+class SavedLatentGP(SavedSparseGP):
+    """The same behind another likelihood than a Gaussian one."""
+
+    model: LatentGP
+
+    def export(self) -> list[tuple[SparsePosterior, Likelihood]]:
+        """The one model, with its constant mean, and likelihood of GPyTorch."""
+        points = self.model.inducing_points.detach()
+        model = SparsePosterior(deepcopy(self.model.kernel), points, self.whitened, self.model.jitter)
+        model.mean_module = self.model.mean_of_gpytorch()
+        return [(model, self.model.likelihood_of_gpytorch())]
+
+
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
     """The posterior of a finished run; positive parameters are saved as they are."""
     del names
@@ -42,6 +57,6 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
         if name.startswith(("kernel.", "likelihood.")):
             *path, leaf = name.split(".")
             arrays[".".join([*path, f"log_{leaf}"])] = np.log(array)
-    settings = {key: saved.model[key] for key in ("kernel", "ard", "jitter")}
-    model = SparseGP.from_arrays(ModelSection.model_validate(settings), arrays)
-    return SavedSparseGP(model, WhitenedPosterior.from_arrays(arrays))
+    settings = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood") if key in saved.model}
+    model, whitened = sparse_gp(ModelSection.model_validate(settings), arrays), WhitenedPosterior.from_arrays(arrays)
+    return SavedLatentGP(model, whitened) if isinstance(model, LatentGP) else SavedSparseGP(model, whitened)

@@ -1,0 +1,21 @@
+"""What a site answers where the likelihood of FSGP is not Gaussian: expectations at the posterior it was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxtyping import Float
+from numpy import ndarray
+
+from fedgp_flower.messages import leaves, message
+from fedgp_flower.typing import AnyShape
+
+
+@message("train.expectations", summand=True)
+class Expectations:
+    """The expected log likelihood of rows under q(v), and its derivatives: value, gradient and step in one exchange."""
+
+    values: Mapping[str, AnyShape] = leaves("Σ ∂/∂w E log p(y | f) at fixed L and q, by parameter", as_sent=True)
+    fit: Float[ndarray, ""] = leaves("Σ E log p(y | f), nats")
+    slope: Float[ndarray, " M"] = leaves("W α, α = ∂/∂m of E log p(y | f), f ~ N(m, s)")
+    curvature: Float[ndarray, "M M"] = leaves("B̄ = W diag(β) Wᵀ, β = −2 ∂/∂s of the same", symmetric=True)

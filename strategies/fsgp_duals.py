@@ -1,0 +1,262 @@
+"""FSGP for classes, counts and outliers: the pooled variational bound in dual form, one exchange an evaluation.
+
+The server keeps (B, b), what all rows say of the whitened inducing values, and sends parameters w with
+q(v) = N((I + B)⁻¹ b, (I + B)⁻¹). Sites answer with sums: the expected log likelihood, its gradient by w, and what
+(B, b) would be where it no longer moves. From these alone the server takes a natural-gradient step in (B, b) and a
+quasi-Newton step in w, to which (B, b) is carried as pseudo-observations. A trial that loses is taken back, and both
+steps are halved. Whatever the partition, the sums and so the run are the same; see
+:mod:`fedgp_flower.methods.fsgp.duals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+from scipy.special import ndtri
+
+from fedgp_flower.gp.latent import CONSTANT, LatentGP
+from fedgp_flower.messages import encode, message
+from fedgp_flower.methods.fsgp.dual_messages import Expectations
+from fedgp_flower.methods.fsgp.duals import Duals, carried, gradient_at_server
+from fedgp_flower.methods.fsgp.messages import PooledPosterior
+from fedgp_flower.methods.fsgp.options import FSGPOptions
+from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.options import ModelSection
+from fedgp_flower.typing import AnyShape, Array, NamedArrays
+from strategies.fsgp import saved
+from strategies.fsgp_exact import pack, unpack
+from strategies.server.finalise import Posterior
+from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from strategies.server.shapes import initial_locations, shapes_of_inputs
+from strategies.server.strategy import FederatedStrategy
+
+WARM = 3
+"""Evaluations with the first parameters, while q settles."""
+MEMORY = 30
+"""Pairs of steps and gradient changes that the quasi-Newton step knows."""
+FIRST, LARGEST = 0.1, 1.0
+"""Largest entry of a step: of the first one, and of any; logarithms as they are, Z in units of ``UNIT`` ℓ."""
+UNIT = 0.3
+LEAST = 0.3
+"""A step in (B, b) leaves the least eigenvalue of I + B at this share of what it was, or of one."""
+HALVINGS = 4
+"""After so many in a row the memory is cleared, after twice as many the run has ended."""
+
+
+@message()
+class DualState:
+    """The latest accepted evaluation and those before it: all that the next trial follows from."""
+
+    values: Mapping[str, AnyShape]
+    """w."""
+    precision: Float[ndarray, "M M"]
+    """B at w."""
+    shift: Float[ndarray, " M"]
+    """b at w."""
+    found: Expectations | None
+    """At w and q(v); None before the first evaluation."""
+    points: Float[ndarray, "E P"]
+    """w at accepted evaluations, the latest last."""
+    gradients: Float[ndarray, "E P"]
+    """Of the objective there."""
+    objectives: Float[ndarray, " E"]
+    """(F + log p(w))/N, nats per row."""
+    bound: float
+    """F, nats."""
+    evaluations: int
+    halvings: int
+    """The next trial takes 2^−halvings of each step."""
+    sites: tuple[str, ...]
+    """Whose rows the evaluation is of."""
+
+    @property
+    def duals(self) -> Duals:
+        """(B, b) as tensors."""
+        return Duals(torch.from_numpy(self.precision), torch.from_numpy(self.shift))
+
+
+def first_state(values: Mapping[str, ndarray]) -> DualState:
+    """Before the first evaluation, where q is the prior."""
+    size, inducing = pack(values).size, len(values["inducing.locations"])
+    nothing = np.empty((0, size))
+    zeros = np.zeros((inducing, inducing)), np.zeros(inducing)
+    return DualState(values, *zeros, None, nothing, nothing, np.empty(0), -np.inf, 0, 0, ())
+
+
+def one_round(state: DualState, roster: Roster, model: ModelSection) -> Asking[tuple[DualState, Figures]]:
+    """One exchange: evaluate the trial that the state implies; take it, or take it back."""
+    old, duals, point = LatentGP.from_arrays(model, state.values), improved(state), trial(state, model)
+    new = LatentGP.from_arrays(model, point)
+    with torch.no_grad():
+        moved = carried(duals, old, new, new.factor())
+        q = moved.posterior()
+    asked = PooledPosterior(point, q.mean.numpy(), q.covariance.numpy())
+    summed: Summed[Expectations] = yield Total(Expectations, asked, roster.sites)
+    if summed.total is None or summed.silent or summed.sites != roster.sites:
+        return (state if state.found is None else taken_back(state)), {}  # they may have met numbers without end
+    found, rows = summed.total, sum(roster.rows.values())
+    bound = float(found.fit) - float(moved.divergence())
+    objective = (bound + float(new.log_prior().detach())) / rows
+    if summed.sites == state.sites and not objective >= state.objectives[-1]:
+        return taken_back(state), {"objective": float(state.objectives[-1]), "bound": state.bound}
+    if summed.sites != state.sites:
+        state = replace(state, points=state.points[:0], gradients=state.gradients[:0], objectives=state.objectives[:0])
+    local = gradient_at_server(duals, old, new, found)
+    gradient = pack({name: (share + local[name]) / rows for name, share in found.values.items()})
+    state = DualState(
+        point,
+        moved.precision.numpy(),
+        moved.shift.numpy(),
+        found,
+        np.vstack([state.points, pack(point)])[-MEMORY - 1 :],
+        np.vstack([state.gradients, gradient])[-MEMORY - 1 :],
+        np.append(state.objectives, objective)[-MEMORY - 1 :],
+        bound,
+        state.evaluations + 1,
+        max(state.halvings - 1, 0),
+        summed.sites,
+    )
+    return state, {"objective": objective, "bound": bound}
+
+
+def taken_back(state: DualState) -> DualState:
+    """The same evaluation with half the steps; now and then without the memory."""
+    halvings, last = state.halvings + 1, slice(None)
+    if halvings % HALVINGS == 0:
+        last = slice(-1, None)
+    kept = {name: getattr(state, name)[last] for name in ("points", "gradients", "objectives")}
+    return replace(state, halvings=halvings, **kept)
+
+
+def improved(state: DualState) -> Duals:
+    """(B, b) after the natural-gradient step, shorter where I + B would lose its definiteness."""
+    if state.found is None:
+        return state.duals
+    rho, floor = 0.5**state.halvings, LEAST * min(_least(state.duals), 1.0)
+    while _least(after := state.duals.stepped(state.found, rho)) < floor:
+        rho /= 2
+    return after
+
+
+def _least(duals: Duals) -> float:
+    return 1.0 + float(torch.linalg.eigvalsh(duals.precision)[0])
+
+
+def trial(state: DualState, model: ModelSection) -> NamedArrays:
+    """The next w: uphill by L-BFGS (Nocedal and Wright, Algorithm 7.4) in the units of :func:`units`."""
+    if state.evaluations < WARM or not len(state.points):
+        return dict(state.values)
+    scale = units(state.values, model)
+    points, gradients = state.points / scale, state.gradients * scale
+    pairs = [
+        (s, -y)
+        for s, y in zip(np.diff(points, axis=0), np.diff(gradients, axis=0), strict=True)
+        if -s @ y > 1e-10 * np.linalg.norm(s) * np.linalg.norm(y)
+    ]
+    step = two_loops(gradients[-1], pairs)
+    limit = LARGEST if pairs else FIRST
+    largest = float(np.abs(step).max())
+    step *= limit / largest if largest > limit or not pairs else 1.0
+    return unpack(pack(state.values) + 0.5**state.halvings * step * scale, state.values)
+
+
+def two_loops(gradient: Array, pairs: list[tuple[Array, Array]]) -> Array:
+    """The inverse Hessian that the pairs (s, y) imply, times the gradient."""
+    step, weights = gradient.copy(), []
+    for s, y in reversed(pairs):
+        weights.append((s @ step) / (s @ y))
+        step -= weights[-1] * y
+    if pairs:
+        s, y = pairs[-1]
+        step *= (s @ y) / (y @ y)
+    for (s, y), weight in zip(pairs, reversed(weights), strict=True):
+        step += (weight - (y @ step) / (s @ y)) * s
+    return step
+
+
+def units(values: Mapping[str, ndarray], model: ModelSection) -> Array:
+    """The unit of each entry of w: of Z a share of the first lengthscale, of all others one."""
+    start = LatentGP(model, torch.from_numpy(values["inducing.locations"])).to_arrays()
+    lengths = [np.exp(array).mean() for name, array in start.items() if "lengthscale" in name]
+    unit = UNIT * float(np.mean(lengths)) if lengths else 1.0
+    return pack({n: np.full_like(a, unit if n == "inducing.locations" else 1.0) for n, a in values.items()})
+
+
+class FSGPDuals(FederatedStrategy[DualState]):
+    """Natural-gradient and quasi-Newton steps on the pooled bound of any likelihood, from sums."""
+
+    method = "fsgp"
+    options_class = FSGPOptions
+    state_class = DualState
+    options: FSGPOptions
+    implied: ClassVar[Mapping[str, Any]] = {"objective": "exact"}
+
+    def initialise(self, roster: Roster) -> Asking[DualState]:
+        """Inducing points from federated statistics, c from the mean of the target, the rest from the configuration."""
+        model = self.config.model
+        locations = initial_locations((yield from shapes_of_inputs(roster)), model, self.config.seed)
+        values = LatentGP(model, torch.from_numpy(locations)).to_arrays()
+        target = self.preparation.training_target
+        if model.likelihood == "bernoulli":
+            values[CONSTANT][:] = ndtri(target["share"])
+        elif model.likelihood == "poisson":
+            values[CONSTANT][:] = np.log(target["mean"])
+        return first_state(values)
+
+    def one_round(self, state: DualState, roster: Roster) -> Asking[tuple[DualState, Figures]]:
+        """One evaluation."""
+        return (yield from one_round(state, roster, self.config.model))
+
+    def finished(self, state: DualState) -> bool:
+        """Whether nothing is gained any more."""
+        gained = np.diff(state.objectives[-WARM - 1 :])
+        flat = len(gained) == WARM and state.evaluations > 2 * WARM and gained.max() < self.options.tolerance
+        return bool(flat) or state.halvings >= 2 * HALVINGS
+
+    def predictive(self, state: DualState, roster: Roster) -> Asking[PooledPosterior]:
+        """The accepted parameters, with q after the step that their totals allow."""
+        del roster
+        yield from ()
+        q = improved(state).posterior()
+        self.last = PooledPosterior(state.values, q.mean.numpy(), q.covariance.numpy())
+        return self.last
+
+    def public(self, state: DualState) -> NamedArrays:
+        """The parameters."""
+        return encode(Parameters(state.values))
+
+    def adopt(self, state: DualState, arrays: NamedArrays) -> DualState:
+        """Other parameters start anew; the same ones change nothing."""
+        given = {name.removeprefix("values."): array for name, array in arrays.items()}
+        return state if np.array_equal(pack(given), pack(state.values)) else first_state(given)
+
+    def posterior_of(self, state: DualState) -> Posterior:
+        """Parameters in natural units, q of whitened inducing values."""
+        own = saved(self.last, self.config.model)
+        constant = {CONSTANT: self.last.values[CONSTANT]}
+        meanings = {CONSTANT: "c, mean of f", "likelihood.parameters": "of p(y | f): student-t: scale, ν − 2"}
+        return replace(
+            own,
+            arrays={**own.arrays, **constant},
+            meanings={**own.meanings, **meanings},
+            coordinates={**own.coordinates, CONSTANT: "latent"},
+            equation=EQUATION,
+            model={**own.model, "likelihood": self.config.model.likelihood},
+        )
+
+    def details_of(self, state: DualState) -> dict[str, Any]:
+        """The pooled bound in nats, evaluations taken, and whether the optimiser ended within the rounds."""
+        return {"bound": state.bound, "evaluations": state.evaluations, "converged": self.finished(state)}
+
+
+EQUATION = (
+    "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): f(x) ~ N(c + aᵀm, k(x, x) − aᵀa + aᵀS a), and "
+    "y(x) ~ ∫ p(y | f) df with p(y = 1) = Φ(f), a Poisson rate eᶠ, or Student-t noise; x standardised by input.mean "
+    "and input.scale, Student-t targets by target.mean and target.scale."
+)
