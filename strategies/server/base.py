@@ -148,6 +148,7 @@ class BaseStrategy(Strategy):
         row = {
             "round": self.round,
             "communications": traffic.communications,
+            "exchanges": traffic.exchanges,
             **self.since_last_round(),
             **figures,
             "failures": len(self.network.failures),

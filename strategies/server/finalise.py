@@ -110,6 +110,7 @@ def close(strategy: BaseStrategy) -> Summary:
         "sites": len(network.sites()),
         "rounds": strategy.round,
         "communications": network.traffic.communications,
+        "exchanges": network.traffic.exchanges,
         "seconds": {"total": sum(seconds.values()), **seconds, "sites": network.site_seconds},
         "bytes": {"up": network.traffic.bytes_up, "down": network.traffic.bytes_down},
         "test": evaluation["test"] if evaluation else {},
