@@ -83,8 +83,8 @@ class ModelSection(Section):
     """
     ard: bool = True
     """A lengthscale for each input."""
-    num_inducing: PositiveInt = 50
-    """M."""
+    num_inducing: Count = 0
+    """M; 0 is the method's own number: 300 for ``fsgp.objective`` = ``profiled``, 50 otherwise."""
     inducing_init: Literal["normal", "copula"] = "copula"
     likelihood: Literal["gaussian", "bernoulli", "poisson", "student-t"] = "gaussian"
     lengthscale: Positive = 1.0
@@ -130,6 +130,16 @@ class MethodOptions(Section):
         """``module:attribute`` of the Strategy, where the table chooses among several; else empty."""
         del core
         return ""
+
+    @property
+    def needs_spread(self) -> bool:
+        """Whether a site can take no part if all its targets are the same number."""
+        return True
+
+    @property
+    def usual_inducing(self) -> int:
+        """M where ``model.num-inducing`` leaves it to the method."""
+        return 50
 
     def check(self, core: CoreConfig) -> None:
         """Raise ConfigError where the method cannot work with these core keys."""

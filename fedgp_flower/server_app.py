@@ -113,4 +113,5 @@ def log_progress(row: Mapping[str, Any], total: int) -> None:
 def figures_of(row: Mapping[str, Any]) -> str:
     """The figures of a round that people watch, in words."""
     shown = ("objective", "site_estimate", "test_nll", "test_rmse", "test_accuracy")
-    return "  ".join(f"{name} {row[name]:.4f}" for name in shown if name in row)
+    trips = [f"{row['exchanges']:.0f} exchanges"] if "exchanges" in row else []
+    return "  ".join(trips + [f"{name} {row[name]:.4f}" for name in shown if name in row])

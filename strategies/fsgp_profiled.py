@@ -21,7 +21,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.stats import qmc
 
-from fedgp_flower.errors import RunError
+from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.ascent import Memory, direction, forgotten
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
@@ -68,6 +68,8 @@ FIRST, CAP = (0.25, 0.4), (0.5, 0.7)
 """Largest entries of a first and of a later step: of Z in lengthscales, and of logarithms."""
 SHORTER, SHORTEST = 0.1, 1e-3
 """Factor of the steps after a line search without success, and where shorter ones are given up."""
+ROWS_PER_POINT = 3
+"""Fewer rows of a site for each inducing point are nearly told by its sums."""
 BEFORE, A_ROUND = 2, 2
 """Exchanges before training (descriptions, the sketch) and in a round."""
 PENALTY = 0.05
@@ -294,8 +296,38 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         return ProfiledState(tuple(chains), (), BEFORE)
 
     def points(self, roster: Roster) -> int:
-        """P."""
-        return min(self.config.model.num_inducing, sum(roster.rows.values()))
+        """P: as configured, but no more than there are rows, and by the policy no more than the smallest site bears.
+
+        Raises:
+            ConfigError: small sites are to take part under masks alone.
+        """
+        most = min(self.config.model.num_inducing, sum(roster.rows.values()))
+        small = [site for site, rows in roster.rows.items() if rows < ROWS_PER_POINT * most]
+        if roster.totals_only or not small or self.options.small_sites == "warn":
+            return most
+        if self.options.small_sites == "cap":
+            return max(1, min(roster.rows.values()) // ROWS_PER_POINT)
+        raise ConfigError(
+            f"`fsgp.small-sites` = 'masks': site(s) {', '.join(small)} have fewer than {ROWS_PER_POINT} rows for each"
+            f" of {most} inducing points; set `privacy.secure-aggregation` to true, or lower `model.num-inducing`"
+        )
+
+    def warnings(self) -> list[str]:
+        """Which sites' sums are nearly their rows, or what kept the number of inducing points low."""
+        count, rows, found = len(self.current.best.values[LOCATIONS]), self.roster().rows, super().warnings()
+        small = [site for site, own in rows.items() if own < ROWS_PER_POINT * count]
+        if small and self.masking is None:
+            found.append(
+                f"site(s) {', '.join(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing points:"
+                " their sums, seen in the clear, are nearly their rows; `privacy.secure-aggregation` = true hides them"
+            )
+        if count < min(self.config.model.num_inducing, sum(rows.values())):
+            least = min(rows, key=lambda site: rows[site])
+            found.append(
+                f"{count} inducing points instead of {self.config.model.num_inducing}: `fsgp.small-sites` = 'cap', and"
+                f" site {least} has {rows[least]} rows; totals under masks need no such limit"
+            )
+        return found
 
     def _sized(self, count: int) -> None:
         self.sizes |= {"M": count, "Q": count * (count + 1) // 2}

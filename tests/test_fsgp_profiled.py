@@ -11,6 +11,7 @@ import pytest
 import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, run, waves
 
+from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.ascent import direction, forgotten
 from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn
 from fedgp_flower.gp.placement import Placement
@@ -256,6 +257,21 @@ def test_a_local_mode_is_stationary_with_its_own_curvature():
 PROFILED = {"fsgp__objective": "profiled", "model__num_inducing": 12}
 
 
+@pytest.mark.parametrize("objective", ["exact", "profiled"])
+def test_a_site_whose_target_is_constant_is_a_full_member(tmp_path, objective):
+    """A site of sea in a map of heights: its rows count, and its posterior is right there."""
+    frames = {name: waves(40, seed) for seed, name in enumerate("abc")}
+    sea = waves(40, 9)
+    frames["sea"] = sea.assign(x1=sea["x1"] + 6, y=-1.0)
+    keys = PROFILED | {"fsgp__objective": objective, "num_server_rounds": 8, "test_fraction": 0.25}
+    end = run(FaultyGrid(configured(**keys), csv_nodes(tmp_path, frames)))
+    assert (blamed(end), set(end.preparation.rows)) == ({}, set(frames))
+    by_site = {row["site"]: row for row in end.outcome.metrics["per_site"]}
+    assert by_site["sea"]["rmse"] < 0.25
+    with pytest.raises(DataError, match="`y` is the same number at every site"):
+        run(FaultyGrid(configured(**keys), csv_nodes(tmp_path, {n: f.assign(y=2.0) for n, f in frames.items()})))
+
+
 def test_twenty_exchanges_come_close_to_the_optimum_of_two_hundred():
     few = run(FaultyGrid(configured(**PROFILED, fsgp__tolerance=0.0, num_server_rounds=100), 5))
     many = run(FaultyGrid(configured(model__num_inducing=12, fsgp__objective="exact", num_server_rounds=100), 5))
@@ -309,3 +325,22 @@ def test_a_lost_site_is_left_out_and_the_others_go_on(tmp_path):
         )
     )
     assert back.current.sites == ("a", "b", "c")
+
+
+def test_small_sites_are_named_capped_or_sent_under_masks(tmp_path):
+    """Sites of 40 and 21 rows, 24 points: three rows for each are 72."""
+    frames = {"big": waves(100, 0), "mid": waves(50, 1), "low": waves(26, 2)}
+    keys = PROFILED | {"model__num_inducing": 24, "num_server_rounds": 1}
+    grid = lambda **more: FaultyGrid(configured(**keys, **more), csv_nodes(tmp_path, frames))  # noqa: E731
+    named = run(grid())
+    assert (named.details()["num_inducing"], named.preparation.rows["low"]) == (24, 21)
+    assert [text.split(" have ")[0] for text in named.warnings() if "have fewer" in text] == ["site(s) low, mid"]
+    capped = run(grid(fsgp__small_sites="cap"))
+    assert capped.details()["num_inducing"] == 7
+    assert any("7 inducing points instead of 24" in text and "site low has 21" in text for text in capped.warnings())
+    with pytest.raises(ConfigError, match="low, mid have fewer than 3 rows"):
+        run(grid(fsgp__small_sites="masks"))
+    masked = configured(**keys, fsgp__small_sites="masks", privacy__secure_aggregation=True)
+    hidden = run(FaultyGrid(masked, 12))
+    assert 3 * hidden.details()["num_inducing"] == 72 > min(hidden.preparation.rows.values())
+    assert not any("inducing points" in text for text in hidden.warnings())

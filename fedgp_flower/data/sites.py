@@ -186,9 +186,9 @@ def _hold_out(rows: int, config: CoreConfig, site: str) -> tuple[Indices, Indice
     return np.sort(order[count:]), np.sort(order[:count])
 
 
-def _usable(site: RawSite, where: str, likelihood: str) -> RawSite:
+def _usable(site: RawSite, where: str, config: CoreConfig) -> RawSite:
     require_rows(len(site.train), LEAST_ROWS, where)
-    if likelihood != "bernoulli":
+    if config.needs_spread:
         refuse_constant(site.train, [site.target], where, "a target without spread cannot be learned from")
     return site
 
@@ -213,7 +213,7 @@ def _share_of(table: Table, config: CoreConfig, site: int, partitions: int) -> R
         rows, held_out = rows[keep], rows[drop]
     own, others = (table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out))
     raw = RawSite(str(site), dealt.labels[site], partitions, own, others, table.features, table.target)
-    return _usable(raw, where, config.model.likelihood)
+    return _usable(raw, where, config)
 
 
 def _share(config: CoreConfig, table: Table, test: NDArray[np.int64], dealt: Deal, site: int) -> NDArray[np.int64]:
@@ -306,7 +306,7 @@ def _of_tables(
         keep, drop = _hold_out(len(frame), config, site)
         train, test = (frame.iloc[part].reset_index(drop=True) for part in (keep, drop))
     refuse_identifiers(train, features, file, choice.max_levels)
-    usable = _usable(RawSite(site, label, 0, train, test, tuple(features), target), file, choice.likelihood)
+    usable = _usable(RawSite(site, label, 0, train, test, tuple(features), target), file, config)
     if config.constant_columns == "error":
         hint = "leave it out of `features`, or set `constant-columns` to 'keep'"
         refuse_constant(train, features, file, hint)

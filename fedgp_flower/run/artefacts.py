@@ -47,6 +47,8 @@ class RunMetrics:
     sites: int
     rounds: int
     communications: int
+    exchanges: int = 0
+    """Questions to any number of sites at once: what a run over a network waits for."""
     seconds: Mapping[str, float]
     """``total``, ``setup``, ``training``, ``evaluation``."""
     bytes: Mapping[str, int]

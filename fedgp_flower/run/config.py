@@ -133,6 +133,11 @@ class CoreConfig(Section):
             )
         return self
 
+    @property
+    def needs_spread(self) -> bool:
+        """Whether a site whose target is constant is refused."""
+        return self.model.likelihood != "bernoulli"
+
     def require_whole_rosters(self, key: str, fraction: float) -> None:
         """Refuse to draw sites anew in every round under masks.
 
@@ -155,6 +160,11 @@ class RunConfig(CoreConfig):
         """Every key with its resolved value, the method's table under the method's own prefix."""
         out = dict(_flatten(self.model_dump(by_alias=True, exclude={"options"})))
         return out | dict(_flatten({self.options.table: self.options.model_dump(by_alias=True)}))
+
+    @property
+    def needs_spread(self) -> bool:
+        """As the method has it."""
+        return super().needs_spread and self.options.needs_spread
 
     def digest(self) -> str:
         """Short hash of all keys that shape the result; equal digests mean interchangeable site state."""
@@ -217,6 +227,9 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     options_of = {name: validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
     core = validated(CoreConfig, nested, "")
     chosen = options_of.get(own.table, MethodOptions())
+    if not core.model.num_inducing:
+        model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
+        core = core.model_copy(update={"model": model})
     chosen.check(core)
     return RunConfig.model_construct(**{name: getattr(core, name) for name in CoreConfig.model_fields}, options=chosen)
 

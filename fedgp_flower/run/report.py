@@ -144,7 +144,8 @@ def _facts(run: RunData) -> str:
     sent = (m.bytes.get("up", 0) + m.bytes.get("down", 0)) / 1e6
     total = number(m.seconds.get("total"))
     counts = f"{_many(m.sites, 'site')} · {_many(m.rounds, 'round')} · {_many(m.communications, 'communication')}"
-    return f"{run.path.name} · {counts} · {show(sent)} MB sent · {show(total)} s"
+    trips = f"{_many(m.exchanges, 'exchange')} · " if m.exchanges else ""
+    return f"{run.path.name} · {counts} · {trips}{show(sent)} MB sent · {show(total)} s"
 
 
 def _many(count: int, noun: str) -> str:

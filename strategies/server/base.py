@@ -152,6 +152,7 @@ class BaseStrategy(Strategy):
         row = {
             "round": self.round,
             "communications": traffic.communications,
+            "exchanges": traffic.exchanges,
             **self.since_last_round(),
             **figures,
             "failures": len(self.network.failures),
@@ -241,6 +242,7 @@ class BaseStrategy(Strategy):
             "sites": len(network.sites()),
             "rounds": self.round,
             "communications": network.traffic.communications,
+            "exchanges": network.traffic.exchanges,
             "seconds": {"total": sum(seconds.values()), **seconds, "sites": network.site_seconds},
             "bytes": {"up": network.traffic.bytes_up, "down": network.traffic.bytes_down},
             "test": with_skill(evaluation["test"], mean or {}),

@@ -275,6 +275,7 @@ def restore_accounts(network: Network, facts: Mapping[str, Any]) -> None:
     network.traffic.bytes_up += int(before["bytes_up"])
     network.traffic.bytes_down += int(before["bytes_down"])
     network.traffic.communications += int(before["communications"])
+    network.traffic.exchanges += int(before["exchanges"])
     network.failures[:0] = [Failure(**failure) for failure in facts["failures"]]
     network.repairs = {**facts["repairs"]}
     network.streak |= {site: int(count) for site, count in facts["streak"].items()}

@@ -50,11 +50,12 @@ Expected: TypeAlias = Specs | Contract | None
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes and visits so far."""
+    """Bytes, visits and exchanges so far; an exchange is a question to any number of sites at once."""
 
     bytes_up: int = 0
     bytes_down: int = 0
     communications: int = 0
+    exchanges: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ class Network:
         """
         site_of = {node: site for site, node in self.nodes.items()}
         waiting = {site_of[message.metadata.dst_node_id]: message for message in messages}
+        self.traffic.exchanges += bool(waiting)
         for site in waiting:
             self.forgiven.pop(site, None)
         kept: dict[str, Message] = {}
@@ -210,6 +212,7 @@ class Network:
     def _first_replies(self, nodes: Sequence[int], phase: str) -> dict[int, Message | None]:
         """Replies of nodes never heard of; one that gets lost is asked for again."""
         replies: dict[int, Message | None] = dict.fromkeys(nodes)
+        self.traffic.exchanges += bool(replies)
         for _ in range(2):
             waiting = [node for node, reply in replies.items() if reply is None or reply.has_error()]
             messages = [self._message(node, phase, {}, self.introduction) for node in waiting]

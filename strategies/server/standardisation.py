@@ -172,8 +172,8 @@ def agree(
     as it is.
 
     Raises:
-        DataError: no site is left, the classes of the target are not two, or a column of text has more than
-            ``max_levels`` levels over all sites.
+        DataError: no site is left, the classes of the target are not two, a numeric target is the same everywhere, or
+            a column of text has more than ``max_levels`` levels over all sites.
     """
     accepted, refused = _accepted(descriptions, max_levels)
     sites = list(accepted.values())
@@ -184,6 +184,8 @@ def agree(
     target = _combined(sites, sites[0].target)
     if len(target.levels) == 1:
         raise DataError(f"target `{target.name}` is the same class at every site; classification needs two")
+    if target.constant and not target.levels:
+        raise DataError(f"target `{target.name}` is the same number at every site; there is nothing to learn")
     mean, scale = (np.concatenate([np.empty(0), *(getattr(c, part) for c in columns)]) for part in ("mean", "scale"))
     raw_target = target.levels or likelihood == "poisson" or not standardise
     goal = (0.0, 1.0) if raw_target else (float(target.mean[0]), float(target.scale[0]))

@@ -30,6 +30,10 @@ class FSGPOptions(MethodOptions):
     exchanges: PositiveInt = 20
     """``profiled``: most exchanges with every site in which it trains, the two before the first round among them; a
     round is two, the first one three. More go on improving the bound."""
+    small_sites: Literal["warn", "cap", "masks"] = "warn"
+    """``profiled``: sums of a site with fewer than three rows for each inducing point are nearly its rows. ``warn``
+    names such sites; ``cap`` lowers M to a third of the smallest site's rows; ``masks`` refuses them in the clear.
+    Under masks none of it is needed."""
     tolerance: Annotated[float, Field(ge=0)] = 1e-6
     """``exact``, ``profiled``: stop when the bound per row changes less than this, relative to its size."""
 
@@ -43,6 +47,16 @@ class FSGPOptions(MethodOptions):
             "average": "strategies.fsgp:FSGPAveraging",
         }
         return strategies[self.objective]
+
+    @property
+    def needs_spread(self) -> bool:
+        """Sums take any target; a fit to a constant one makes its noise vanish, and the average with it."""
+        return self.objective == "average"
+
+    @property
+    def usual_inducing(self) -> int:
+        """Bytes are spent where exchanges are saved."""
+        return 300 if self.objective == "profiled" else super().usual_inducing
 
     def check(self, core: CoreConfig) -> None:
         """Whole batches, and a Gaussian likelihood for the paper's averages."""
