@@ -141,13 +141,15 @@ def predict(
     site: Annotated[str, typer.Option(help="predict at this site, with what it alone keeps, if the method can")] = "",
     site_data: Annotated[Path | None, typer.Option(help="table of that site, unless it was simulated")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="where that site keeps its state")] = None,
+    policy: Annotated[Path | None, typer.Option(help="policy of that site; otherwise the default")] = None,
 ) -> None:
     """Predict new rows from a run's saved posterior; no site is needed."""
     from fedgp_flower.run.predict import Predictor, predict_file
 
-    if not site and (site_data or state_dir):
-        raise RunError("`--site-data` and `--state-dir` say where a site is: name it with `--site`")
-    predictor = Predictor.at_site(run, site, data=site_data, state_dir=state_dir) if site else Predictor.of_run(run)
+    where = {"data": site_data, "state_dir": state_dir, "policy": policy}
+    if not site and any(where.values()):
+        raise RunError("`--site-data`, `--state-dir` and `--policy` say where a site is: name it with `--site`")
+    predictor = Predictor.at_site(run, site, **where) if site else Predictor.of_run(run)
     rows, unknown = predict_file(predictor, source, output)
     _console().print(f"{rows} rows predicted into {output}", soft_wrap=True)
     if unknown:

@@ -20,6 +20,7 @@ from fedgp_flower.privacy import policy as policies
 from fedgp_flower.privacy.disclosure import OTHER, kept_levels, merged_cells, names_rows
 from fedgp_flower.privacy.policy import Decision, Policy, Rules
 from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -174,14 +175,14 @@ def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path)
     assert hidden.outcome.metrics["warnings"] == []
 
 
-SECRETS = ("P7Q0", "2021-03-", "11 March 2021", "kuru")
+SECRETS = ("person-no-", "2021-03-", "11 March 2021", "kuru-kuru")
 
 
 def hospital(seed: int, **columns: Any) -> pd.DataFrame:
     """120 rows of a hospital: two cases of a rare disease, and columns to add."""
     frame = waves(120, seed)
     disease = ["flu", "measles", "mumps", "flu"] * 30
-    disease[5] = disease[50] = "kuru" if seed == 0 else "mumps"
+    disease[5] = disease[50] = "kuru-kuru" if seed == 0 else "mumps"
     return frame[["x1", "x2"]].assign(disease=disease, **columns, y=frame["y"])
 
 
@@ -199,8 +200,8 @@ def left_behind(folder: Path, grid: Any) -> str:
     "columns",
     [
         {},
-        {"patient": [f"P7Q0{i % 40:02d}" for i in range(120)]},
-        {"patient": [f"P7Q0{min(i, 30)}" for i in range(120)]},
+        {"patient": [f"person-no-{i % 40:02d}" for i in range(120)]},
+        {"patient": [f"person-no-{min(i, 30)}" for i in range(120)]},
         {"admitted": [f"2021-03-{1 + i % 12:02d}" for i in range(120)]},
         {"admitted": ["11 March 2021", "12 April 2021"] * 60},
     ],
@@ -223,7 +224,10 @@ def test_nothing_of_a_patient_leaves(columns, tmp_path, monkeypatch):
         with pytest.raises(Exception, match="usable site"):
             run_in_process(flat, nodes=nodes)
     else:
-        run_in_process(flat, nodes=nodes)
+        run_in_process(flat | {"method": "sfvi"}, nodes=nodes)
+        table = {"data": tmp_path / "0.csv", "state_dir": tmp_path / "state" / "0"}
+        alone = Predictor.at_site(tmp_path / "results" / "run", "0", **table)  # whose rows are those of the run
+        assert alone.predict(hospital(0)).notna().all(axis=None)
         schema = json.loads((tmp_path / "results" / "run" / "posterior.json").read_text())
         assert OTHER in json.dumps(schema)
     text = left_behind(tmp_path / "results" / "run", grids[0])
@@ -244,14 +248,14 @@ def site_of(frame: pd.DataFrame, partitions: int = 0) -> RawSite:
 
 def test_rare_levels_become_other_in_rows_held_out_too():
     frame = hospital(0)
-    held_out = pd.DataFrame({"x1": [0.0] * 4, "x2": 0.0, "disease": ["kuru", "gout", "flu", "mumps"], "y": 0.0})
+    held_out = pd.DataFrame({"x1": [0.0] * 4, "x2": 0.0, "disease": ["kuru-kuru", "gout", "flu", "mumps"], "y": 0.0})
     raw = dataclasses.replace(site_of(frame), test=held_out)
     own = rules(Policy())
     found = own.site(raw)
     counts = found.train["disease"].value_counts()
     assert counts.to_dict() == {"flu": 60, "mumps": 29, OTHER: 31}  # kuru's two rows alone would be too few
     assert found.test["disease"].tolist() == [OTHER, OTHER, "flu", "mumps"]
-    assert raw.train["disease"].eq("kuru").sum() == 2
+    assert raw.train["disease"].eq("kuru-kuru").sum() == 2
     assert Decision("least-cell", 3, "merged", "2 levels of `disease`") in own.decisions
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, lost, parameters, run, waves
 from flwr.app import Message
+from scipy.stats import chi2
 
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.methods.fsgp.client import FSGPClient
@@ -97,6 +98,18 @@ def test_the_server_sees_no_array_of_a_site(pair):
             assert set(reply.content.config_records["config"]) <= {
                 *("schema-version", "site", "run", "answers", "layout")
             }
+
+
+def test_single_masked_messages_are_uniform(pair):
+    """Ones among the bits of each message within six standard deviations, and χ² of the bytes of all at 1e-6."""
+    _, (_, _, grid) = pair
+    sent = [words_of(own).tobytes() for _, _, own in grid.replies if "masked" in own.content.array_records["arrays"]]
+    for own in map(np.frombuffer, sent, [np.uint8] * len(sent)):
+        bits = np.unpackbits(own)
+        assert abs(bits.sum() - bits.size / 2) < 3 * np.sqrt(bits.size)
+    cells = np.bincount(np.frombuffer(b"".join(sent), np.uint8), minlength=256)
+    statistic = ((cells - cells.mean()) ** 2).sum() / cells.mean()
+    assert chi2.ppf(1e-6, 255) < statistic < chi2.ppf(1 - 1e-6, 255)
 
 
 def test_masks_cost_two_bytes_for_one(pair):

@@ -32,6 +32,7 @@ from fedgp_flower.data.standardisation import (
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.to_gpytorch import Exported, SparsePosterior, Transforms, mixture, together
 from fedgp_flower.options import Value
+from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.artefacts import Posterior, RunData, read_run
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.files import read_arrays
@@ -104,7 +105,9 @@ class Predictor:
         return Predictor(run, run.posterior, preparation, standardised)
 
     @staticmethod
-    def at_site(run: Path, site: str, *, data: Path | None = None, state_dir: Path | None = None) -> Predictor:
+    def at_site(
+        run: Path, site: str, *, data: Path | None = None, state_dir: Path | None = None, policy: Path | None = None
+    ) -> Predictor:
         """Predict at a site that took part, as it predicted its held-out rows; nothing is sent.
 
         Args:
@@ -112,6 +115,7 @@ class Predictor:
             site: Id or label of the site.
             data: The site's table, read as in training; a simulated site needs none.
             state_dir: What its node configuration names; a simulated site has its folder in the run's.
+            policy: What its node configuration names: rare levels are merged as in training.
 
         Raises:
             RunError: the run is of another method, or the site's state is missing or about other rows.
@@ -122,7 +126,7 @@ class Predictor:
         if read.posterior is None or not reference:
             able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)
             raise RunError(f"{run} is a run of {read.metrics.method!r}; only {able} can predict at a site")
-        node = _node(read, site, data)
+        node = _node(read, site, data) | ({} if policy is None else {"policy": str(policy)})
         state = (run / "sites" / str(node.get("partition-id")) if state_dir is None else state_dir) / STATE
         try:
             arrays = read_arrays(state)
@@ -130,7 +134,8 @@ class Predictor:
             raise RunError(f"{state} is missing or damaged: it is what a site keeps with a `state-dir`") from None
         config = parse_config(read.config)
         model: SiteModel = load(reference)
-        standardised = model(read, config, load_site(config, node), arrays)
+        rows = Rules.of(node, "predict", masked=False, decisions=[]).site(load_site(config, node))
+        standardised = model(read, config, rows, arrays)
         if standardised is None:
             raise RunError(f"{state} is about other rows than those of site {site!r}, or of another run")
         return Predictor(read, read.posterior, _preparation(read.posterior), standardised)
