@@ -98,6 +98,7 @@ def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> Non
                 schema=json.loads(summary.schema),
                 method=config.method,
                 likelihood=config.model.likelihood,
+                inputs=summary.input_names,
             )
         )
     folder.write_predictions(summary.predictions, summary.input_names)

@@ -91,7 +91,7 @@ def test_a_real_site_refuses_dates_and_its_words_hold_none_of_them(tmp_path: Pat
     nodes = csv_nodes(tmp_path, {"a": waves(60, 0), "b": waves(60, 1), "c": admitted(60, 2)})
     grid = RecordingGrid(configured(sites=3, num_server_rounds=1), nodes)
     strategy = run(grid)
-    remedy = "turn it into a number such as days since a fixed day, or leave it out of `features`"
+    remedy = "set `dates` to 'days', 'season' or 'days-and-season' to make numbers of it, or leave it out of `features`"
     assert blamed(strategy) == {"c": [f"c.csv: `admitted` holds dates (for example row 2); {remedy}"]}
     assert not [text for text in grid.carried if b"2023" in text]
     assert run(RecordingGrid(configured(features="x1,x2"), nodes)).network.failures == []
@@ -111,7 +111,7 @@ def test_dates_in_parquet_are_refused_in_the_same_words(tmp_path: Path) -> None:
     frame = waves(60, 0)
     frame.insert(0, "day", pd.date_range("2023-01-05", periods=60))
     frame.to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"`day` holds dates \(for example row 1\); turn it into a number"):
+    with pytest.raises(DataError, match=r"`day` holds dates \(for example row 1\); set `dates`"):
         load_site(CoreConfig(), {"data-path": str(tmp_path / "a.parquet")})
 
 

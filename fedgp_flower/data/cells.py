@@ -1,7 +1,8 @@
 """Decide what kind a column is, and refuse cells a model cannot use, by file, column and row.
 
 A column is numeric when at least half of its non-empty cells are numbers; its other cells are then errors. Any other
-column is categorical and its cells are levels. Rows are counted from 1 and do not count the header.
+column is categorical and its cells are levels. A decimal comma is read as a point. Rows are counted from 1 and do not
+count the header.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
+COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
+THOUSANDS = r"[+-]?[1-9]\d{0,2}(?:,\d{3})"
+"""A number with a decimal comma, and one whose comma may as well stand for thousands."""
 Mask: TypeAlias = NDArray[np.bool_]
 
+EMPTY = "empty or NaN cell"
 ROWS_PER_LEVEL = 3
 """Fewer rows than this for a level on average: the levels name rows, as identifiers do."""
 
@@ -30,15 +35,20 @@ def kind_of(column: pd.Series) -> Kind:
 
 
 def typed(
-    frame: pd.DataFrame, names: Sequence[str], file: str, kinds: Mapping[str, Kind] | None = None
+    frame: pd.DataFrame,
+    names: Sequence[str],
+    file: str,
+    kinds: Mapping[str, Kind] | None = None,
+    missing: str = "error",
 ) -> pd.DataFrame:
-    """The named columns as float64 (numeric) or text (categorical), every cell usable.
+    """The named columns as float64 (numeric) or text (categorical), every cell usable or missing.
 
     Args:
         frame: the table as it was read.
         names: the columns wanted, all present.
         file: the name that messages use.
         kinds: kinds already agreed on; a column not in it is judged by its own cells.
+        missing: the key of that name; with another value than ``error`` a missing cell is no problem.
 
     Raises:
         DataError: listing, for each bad column, what is wrong, the first row, and how many rows.
@@ -47,9 +57,12 @@ def typed(
     problems: list[str] = []
     for name in names:
         columns[name], found = _typed_column(frame[name], (kinds or {}).get(name))
-        problems += [f"column `{name}`: {problem}" for problem in found]
+        tolerated = [EMPTY] if missing != "error" else []
+        problems += [f"column `{name}`: {problem}" for problem in found if not problem.startswith(tuple(tolerated))]
     if problems:
-        raise DataError(f"{file}: {'; '.join(problems[:10])}{_more(len(problems) - 10, 'problem')}")
+        empty = any(f": {EMPTY}" in problem for problem in problems)
+        remedy = ". Fill the cells, or set `missing` to 'drop', 'impute' or 'indicator'" if empty else ""
+        raise DataError(f"{file}: {'; '.join(problems[:10])}{_more(len(problems) - 10, 'problem')}{remedy}")
     return pd.DataFrame(columns, index=frame.index)
 
 
@@ -73,11 +86,16 @@ def _typed_column(column: pd.Series, kind: Kind | None) -> tuple[pd.Series, list
         return column, ["dates or durations; expected numbers or text, for example days since a fixed day"]
     text = column.astype("str").str.strip()
     text = text.where(~text.isin(MISSING))
-    numbers = pd.to_numeric(text, errors="coerce").astype(np.float64)
+    commas = text.str.fullmatch(COMMA, na=False)
+    plain = text.where(~commas, text.str.replace(".", "", regex=False).str.replace(",", ".", regex=False))
+    numbers = pd.to_numeric(plain, errors="coerce").astype(np.float64)
     filled = text.notna()
     enough = bool(numbers[filled].notna().sum() * 2 >= filled.sum())
     if kind == "numeric" or (kind is None and enough and not is_bool):
-        return _numeric(numbers, text)
+        numbers, problems = _numeric(numbers, text)
+        unclear = commas.any() and text[commas].str.fullmatch(THOUSANDS).all()
+        words = f"comma that may stand for thousands {_at(commas.to_numpy(dtype=bool))}; write numbers with a point"
+        return numbers, [*problems, *([words] if unclear else [])]
     return _levels(text)
 
 
@@ -87,7 +105,7 @@ def _numeric(numbers: pd.Series, text: pd.Series | None) -> tuple[pd.Series, lis
     words = bad & text.notna().to_numpy() if text is not None else np.zeros_like(bad)
     kinds = {
         "text in a numeric cell": words,
-        "empty or NaN cell": bad & ~words,
+        EMPTY: bad & ~words,
         "infinite number": np.isinf(numbers.to_numpy(dtype=np.float64)),
     }
     return numbers, [f"{what} {_at(mask)}" for what, mask in kinds.items() if mask.any()]
@@ -95,7 +113,7 @@ def _numeric(numbers: pd.Series, text: pd.Series | None) -> tuple[pd.Series, lis
 
 def _levels(text: pd.Series) -> tuple[pd.Series, list[str]]:
     missing = text.isna().to_numpy()
-    return text, [f"empty or NaN cell {_at(missing)}"] if missing.any() else []
+    return text, [f"{EMPTY} {_at(missing)}"] if missing.any() else []
 
 
 def number_labels(numbers: pd.Series) -> pd.Series:
@@ -142,12 +160,15 @@ def refuse_dates(frame: pd.DataFrame, features: Sequence[str], target: str, file
             continue
         other = "name another `target`" if name == target else "leave it out of `features`"
         row = int(np.argmax(dates)) + 1
-        problems.append(
-            f"`{name}` holds dates (for example row {row}); turn it into a number such as days since"
-            f" a fixed day, or {other}"
-        )
+        problems.append(f"`{name}` holds dates (for example row {row}); {_dates_remedy(name == target)}, or {other}")
     if problems:
         raise DataError(f"{file}: {'. '.join(problems)}")
+
+
+def _dates_remedy(target: bool) -> str:
+    if target:
+        return "turn it into a number such as days since a fixed day"
+    return "set `dates` to 'days', 'season' or 'days-and-season' to make numbers of it"
 
 
 def refuse_identifiers(frame: pd.DataFrame, names: Sequence[str], file: str, most: int) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
 from fedgp_flower.data.cells import Kind, check_target, refuse_dates, refuse_identifiers, typed
+from fedgp_flower.data.dates import named, with_numbers
 from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
 from fedgp_flower.errors import DataError
 from fedgp_flower.run.config import CoreConfig
@@ -36,6 +37,8 @@ class Choice:
     """The partition column names the site of a row, so it is an input only if ``features`` says so."""
     max_levels: int
     """Most levels of a column of text."""
+    missing: str = "error"
+    dates: str = "error"
 
     @staticmethod
     def of(config: CoreConfig) -> Choice:
@@ -48,6 +51,8 @@ class Choice:
             config.partition.column,
             natural,
             config.max_levels,
+            config.missing,
+            config.dates,
         )
 
     def columns(
@@ -92,6 +97,8 @@ class Table:
     """The partition column, row by row; the target where the configuration names none."""
     splits: tuple[NDArray[np.int64], ...]
     """Test rows of each standard split; the training rows are the others."""
+    dropped: int = 0
+    """Rows left out for a missing cell."""
 
     def rows(self, split: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Training and test rows of a standard split; −1 is all rows and none.
@@ -134,21 +141,37 @@ def checked(
     raw: pd.DataFrame,
     features: Sequence[str],
     target: str,
-    likelihood: str,
+    choice: Choice,
     file: str,
     kinds: Mapping[str, Kind] | None = None,
 ) -> pd.DataFrame:
     """Features and target of a table as it was read, typed; ``kinds`` are the features' where they are settled.
 
+    Dates are turned into numbers as ``dates`` says. As ``missing`` says, rows with a missing cell are left out; those
+    without a target always are, where it allows any missing cell. The index of what is kept says which rows it was.
+
     Raises:
         DataError: naming the file and the columns that are missing or hold cells that cannot be used.
     """
     require_columns(raw, [*features, target], file)
+    names = list(kinds) if kinds else named(raw, features, choice.dates)
     if kinds is None:
-        refuse_dates(raw, features, target, file)
-    settled: dict[str, Kind] = {**(kinds or {}), **({target: "categorical"} if likelihood == "bernoulli" else {})}
-    frame = typed(raw, [*features, target], file, settled)
-    check_target(frame[target], likelihood, file)
+        refuse_dates(raw, [name for name in names if name in raw], target, file)
+    settled: dict[str, Kind] = {
+        **(kinds or {}),
+        **({target: "categorical"} if choice.likelihood == "bernoulli" else {}),
+    }
+    numbered = with_numbers(raw, names, file).reset_index(drop=True)
+    frame = typed(numbered, [*names, target], file, settled, choice.missing)
+    frame = frame.dropna(subset=None if choice.missing == "drop" else [target])
+    if frame.empty:
+        raise DataError(f"{file}: every row has a missing cell; set `missing` to 'impute', or name other `features`")
+    empty = [name for name in names if frame[name].isna().all()]
+    if empty:
+        raise DataError(
+            f"{file}: no cell of {', '.join(f'`{n}`' for n in empty)} is filled; leave it out of `features`"
+        )
+    check_target(frame[target], choice.likelihood, file)
     return frame
 
 
@@ -164,10 +187,15 @@ def _load(name: str, path: Path | None, choice: Choice, seed: int, stamps: tuple
     features, target = choice.columns([str(c) for c in raw.frame.columns], raw.file, raw.target, raw.aside)
     by = choice.column or target
     require_columns(raw.frame, [*features, target, by], raw.file)
-    frame = checked(raw.frame, features, target, choice.likelihood, raw.file)
+    frame = checked(raw.frame, features, target, choice, raw.file)
+    features = [str(name) for name in frame if name != target]
     refuse_identifiers(frame, features, raw.file, choice.max_levels)
-    column = frame[by] if by in frame else typed(raw.frame, [by], raw.file)[by]
-    return Table(raw.file, frame, tuple(features), target, column, raw.splits)
+    kept = frame.index.to_numpy()
+    column = frame[by] if by in frame else typed(raw.frame.iloc[kept], [by], raw.file)[by]
+    splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in raw.splits)
+    dropped = len(raw.frame) - len(frame)
+    frame, column = frame.reset_index(drop=True), column.reset_index(drop=True)
+    return Table(raw.file, frame, tuple(features), target, column, splits, dropped)
 
 
 def _locate(name: str, folder: Path | None) -> Path | None:

@@ -1,12 +1,20 @@
-"""Recognise columns of dates: as levels of text, every day would be an input of its own and tell a model nothing."""
+"""Columns of dates: as levels of text, every day would be an input of its own and tell a model nothing.
+
+They are recognised, and refused or turned into numbers. The name of a number says of which column it is which part, so
+that a saved model needs no other note of it.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from fedgp_flower.data.tables import MISSING
+from fedgp_flower.errors import DataError
 
 FORMATS = {
     r"\d{4}-\d{1,2}-\d{1,2}": ("%Y-%m-%d",),
@@ -23,20 +31,90 @@ SHARE = 0.9
 """Least share of the filled cells that one format must read."""
 
 
-def dates_in(column: pd.Series) -> NDArray[np.bool_] | None:
-    """The cells of a column that are dates, or None where it is not a column of dates."""
+def readings(column: pd.Series) -> list[pd.Series]:
+    """The days of a column, by each format that reads its cells; none where it is no column of dates.
+
+    Two where day and month can be exchanged without a cell that contradicts it.
+    """
     if pd.api.types.is_datetime64_any_dtype(column.dtype):
-        return column.notna().to_numpy(dtype=bool)
+        return [column.dt.tz_localize(None)]
     if pd.api.types.is_numeric_dtype(column.dtype):
-        return None
+        return []
     text = column.astype("str").str.strip()
     cells, levels = pd.factorize(text.where(~text.isin(MISSING)))  # -1 is a missing cell
     filled = cells >= 0
     for pattern, formats in FORMATS.items():
         days = pd.Series(levels, dtype="str").str.extract(f"^({pattern}){TIME}$", expand=False)
+        found = []
         for form in formats if days.notna().any() else ():
-            read = pd.to_datetime(days, format=form, errors="coerce").notna().to_numpy(dtype=bool)
-            dates = filled & read[cells]
-            if dates.sum() >= SHARE * filled.sum():
-                return dates
-    return None
+            read = pd.to_datetime(days, format=form, errors="coerce")
+            if (filled & read.notna().to_numpy(dtype=bool)[cells]).sum() >= SHARE * filled.sum():
+                found.append(pd.Series(read.reindex(cells).to_numpy(), index=column.index))
+        if found:
+            return found
+    return []
+
+
+def dates_in(column: pd.Series) -> NDArray[np.bool_] | None:
+    """The cells of a column that are dates, or None where it is not a column of dates."""
+    found = readings(column)
+    return found[0].notna().to_numpy(dtype=bool) if found else None
+
+
+PARTS = {"days": ("days",), "season": ("sine", "cosine"), "days-and-season": ("days", "sine", "cosine")}
+"""``dates`` → the numbers that take the place of a column of dates."""
+ORIGIN = pd.Timestamp("2000-01-01")
+YEAR = 365.2425
+
+
+def named(frame: pd.DataFrame, features: Sequence[str], dates: str) -> list[str]:
+    """The features, each column of dates replaced by its numbers: ``days(admitted)`` for ``admitted``."""
+    return [
+        name
+        for feature in features
+        for name in (
+            [f"{part}({feature})" for part in PARTS[dates]]
+            if dates in PARTS and feature in frame and readings(frame[feature])
+            else [feature]
+        )
+    ]
+
+
+def source(name: str, present: Iterable[str]) -> str:
+    """The column that an input is made of: itself, or the column of dates in its name where that one is not there."""
+    match = re.fullmatch(r"(?:days|sine|cosine)\((.+)\)", name)
+    return match.group(1) if match and name not in set(present) else name
+
+
+def with_numbers(frame: pd.DataFrame, names: Sequence[str], file: str) -> pd.DataFrame:
+    """The table with the named numbers of its dates.
+
+    ``days`` counts from 1 January 2000; ``sine`` and ``cosine`` are those of 2π (day of the year − 1) / 365.2425. The
+    time of day is not looked at.
+
+    Raises:
+        DataError: the column holds no dates, or day and month of it could be exchanged.
+    """
+    present = [str(name) for name in frame.columns]
+    made: dict[str, pd.Series] = {}
+    for name in names:
+        column = source(name, present)
+        if column == name or column not in present:
+            continue
+        found = readings(frame[column]) or ([] if frame[column].notna().any() else [pd.Series(pd.NaT, frame.index)])
+        if not found:
+            raise DataError(f"{file}: `{column}` holds no dates; write them as 2024-12-31")
+        if any(not found[0].equals(other) for other in found[1:]):
+            raise DataError(
+                f"{file}: in `{column}` day and month could be exchanged in every cell; write dates as 2024-12-31"
+            )
+        angle = 2 * np.pi * (found[0].dt.day_of_year - 1) / YEAR
+        part = name.partition("(")[0]
+        number = (
+            (found[0].dt.normalize() - ORIGIN).dt.days if part == "days" else getattr(np, TRIGONOMETRY[part])(angle)
+        )
+        made[name] = number.astype(np.float64)
+    return frame.assign(**made)
+
+
+TRIGONOMETRY = {"sine": "sin", "cosine": "cos"}

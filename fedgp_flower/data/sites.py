@@ -72,6 +72,8 @@ class RawSite:
     test: pd.DataFrame
     features: tuple[str, ...]
     target: str
+    dropped: int = 0
+    """Rows of the table left out for a missing cell; of a shared table they count at its first site."""
     _encoded: dict[bytes, SiteData] = field(default_factory=dict, repr=False, compare=False)
     """The latest encoding: a process of a simulation answers many messages of a run."""
 
@@ -212,7 +214,8 @@ def _share_of(table: Table, config: CoreConfig, site: int, partitions: int) -> R
         keep, drop = _hold_out(rows.size, config, str(site))
         rows, held_out = rows[keep], rows[drop]
     own, others = (table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out))
-    raw = RawSite(str(site), dealt.labels[site], partitions, own, others, table.features, table.target)
+    names, dropped = (table.features, table.target), table.dropped if site == 0 else 0
+    raw = RawSite(str(site), dealt.labels[site], partitions, own, others, *names, dropped)
     return _usable(raw, where, config)
 
 
@@ -236,6 +239,7 @@ def _dealt(table: Table, config: CoreConfig, partitions: int) -> Deal:
     """A process of a simulation serves many sites and deals once."""
     train, _ = table.rows(config.split)
     inputs = table.frame[list(table.features)].iloc[train].reset_index(drop=True)
+    inputs = inputs.fillna(inputs.mean(numeric_only=True))  # for the partitioners that look at distances
     return deal(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)
 
 
@@ -298,16 +302,19 @@ def _of_tables(
     (raw, other), (file, other_file) = tables, files
     choice = Choice.of(config)
     features, target = choice.columns([str(name) for name in raw.columns], file, usual)
-    frame = checked(raw, features, target, choice.likelihood, file)
+    whole = checked(raw, features, target, choice, file)
+    frame, dropped = whole.reset_index(drop=True), len(raw) - len(whole)
+    inputs = [str(name) for name in frame if name != target]
     if other is not None:
-        kinds = {name: kind_of(frame[name]) for name in features}
-        train, test = frame, checked(other, features, target, choice.likelihood, other_file, kinds)
+        kinds = {name: kind_of(frame[name]) for name in inputs}
+        train, test = frame, checked(other, features, target, choice, other_file, kinds).reset_index(drop=True)
+        dropped += len(other) - len(test)
     else:
         keep, drop = _hold_out(len(frame), config, site)
         train, test = (frame.iloc[part].reset_index(drop=True) for part in (keep, drop))
-    refuse_identifiers(train, features, file, choice.max_levels)
-    usable = _usable(RawSite(site, label, 0, train, test, tuple(features), target), file, config)
+    refuse_identifiers(train, inputs, file, choice.max_levels)
+    usable = _usable(RawSite(site, label, 0, train, test, tuple(inputs), target, dropped), file, config)
     if config.constant_columns == "error":
         hint = "leave it out of `features`, or set `constant-columns` to 'keep'"
-        refuse_constant(train, features, file, hint)
+        refuse_constant(train, inputs, file, hint)
     return usable

@@ -19,6 +19,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from fedgp_flower.data.cells import Kind, kind_of, typed
+from fedgp_flower.data.dates import source, with_numbers
 from fedgp_flower.data.tables import read_table, require_columns
 from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.privacy.disclosure import OTHER
@@ -32,27 +33,34 @@ class Column:
     name: str
     kind: Kind
     levels: tuple[str, ...] = ()
+    fill: tuple[float, ...] = ()
+    """What stands for a missing cell in each input: its mean over all sites. Empty where no cell may be missing."""
+    flagged: bool = False
+    """Whether a further input says where cells are missing."""
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The levels with an indicator: two need one, that of the second; a single level keeps its own, a constant."""
+        return self.levels[1:] if len(self.levels) == 2 else self.levels
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the encoded inputs: the column itself, or ``column=level`` for each indicator.
-
-        Two levels need one indicator, that of the second; a single level keeps its own, which is constant.
-        """
-        if self.kind == "numeric":
-            return (self.name,)
-        shown = self.levels[1:] if len(self.levels) == 2 else self.levels
-        return tuple(f"{self.name}={level}" for level in shown)
+        """Names of the encoded inputs: the column or ``column=level`` for each indicator, and ``column missing``."""
+        own = (self.name,) if self.kind == "numeric" else tuple(f"{self.name}={level}" for level in self.shown)
+        return (*own, f"{self.name} missing") if self.flagged else own
 
     def as_json(self) -> dict[str, Any]:
         """The column as it stands in the schema's JSON."""
         levels = {"levels": list(self.levels)} if self.kind == "categorical" else {}
-        return {"name": self.name, "kind": self.kind, **levels}
+        missing = {"missing": {"fill": list(self.fill), "indicator": self.flagged}} if self.fill else {}
+        return {"name": self.name, "kind": self.kind, **levels, **missing}
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> Column:
         """The inverse of :meth:`as_json`."""
-        return Column(str(entry["name"]), entry["kind"], tuple(str(level) for level in entry.get("levels", ())))
+        levels, missing = tuple(str(level) for level in entry.get("levels", ())), entry.get("missing", {})
+        fill = tuple(map(float, missing.get("fill", ())))
+        return Column(str(entry["name"]), entry["kind"], levels, fill, bool(missing.get("indicator", False)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,8 @@ class Description:
 
     arrays: NamedArrays
     """``features.sum|residual|squares`` [Dn] over the numeric columns in schema order, the same for a numeric
-    ``target`` (0-d), and ``levels.<column>`` int64 for every categorical column; see :func:`summed`."""
+    ``target`` (0-d), and ``levels.<column>`` int64 for every categorical column; see :func:`summed`. Where cells are
+    missing, ``features.missing`` [Dn] counts them; sums and counts are over the others."""
     schema: str
     """JSON: names, kinds and levels of the feature columns and of the target."""
     num_examples: int
@@ -69,18 +78,19 @@ class Description:
 
 def _column_of(series: pd.Series, name: str) -> Column:
     kind = kind_of(series)
-    return Column(name, kind, tuple(sorted(series.unique())) if kind == "categorical" else ())
+    return Column(name, kind, tuple(sorted(series.dropna().unique())) if kind == "categorical" else ())
 
 
 def summed(values: Array) -> tuple[Array, Array, Array]:
     """Sum s, what rounding took from it, and squares about the mean, down the rows of [N, D]: three arrays [D].
 
-    With the mean c = s/N as any machine computes it from s, the second is Σ(x − c) and the third Σ(x − c)². The second
-    is zero but for rounding; it lets sums over sites be exact where a column's offset dwarfs its spread.
+    NaN is a cell that does not count. With the mean c = s/N as any machine computes it from s, the second is Σ(x − c)
+    and the third Σ(x − c)². The second is zero but for rounding; it lets sums over sites be exact where a column's
+    offset dwarfs its spread.
     """
-    total = values.sum(axis=0)
-    deviation = values - total / len(values)
-    return total, deviation.sum(axis=0), (deviation**2).sum(axis=0)
+    total = np.nansum(values, axis=0)
+    deviation = values - total / np.maximum((~np.isnan(values)).sum(axis=0), 1)
+    return total, np.nansum(deviation, axis=0), np.nansum(deviation**2, axis=0)
 
 
 def describe(frame: pd.DataFrame, features: Sequence[str], target: str) -> Description:
@@ -89,14 +99,16 @@ def describe(frame: pd.DataFrame, features: Sequence[str], target: str) -> Descr
     goal = _column_of(frame[target], target)
     numeric = [column.name for column in columns if column.kind == "numeric"]
     parts = ("sum", "residual", "squares")
-    sums = summed(frame[numeric].to_numpy(dtype=np.float64))
-    arrays: NamedArrays = {f"features.{part}": value for part, value in zip(parts, sums, strict=True)}
+    values = frame[numeric].to_numpy(dtype=np.float64)
+    arrays: NamedArrays = {f"features.{part}": value for part, value in zip(parts, summed(values), strict=True)}
+    if frame[list(features)].isna().any(axis=None):
+        arrays["features.missing"] = np.isnan(values).sum(axis=0)
     if goal.kind == "numeric":
         own = summed(frame[[target]].to_numpy(dtype=np.float64))
         arrays |= {f"target.{part}": value[0].reshape(()) for part, value in zip(parts, own, strict=True)}
     for column in (*columns, goal):
         if column.kind == "categorical":
-            index = _level_index(frame[column.name], column)
+            index = _level_index(frame[column.name].dropna(), column)
             arrays[f"levels.{column.name}"] = np.bincount(index, minlength=len(column.levels)).astype(np.int64)
     schema = {"features": [column.as_json() for column in columns], "target": goal.as_json()}
     return Description(arrays, json.dumps(schema), len(frame))
@@ -112,6 +124,8 @@ class Preparation:
     input_scale: Array  # [D]
     target_mean: float
     target_scale: float
+    missing: str = "error"
+    """What happens to missing cells of new rows; see the key of that name."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,7 +140,7 @@ class Preparation:
     def fingerprint(self) -> bytes:
         """Equal for preparations that encode rows alike."""
         numbers = (self.input_mean, self.input_scale, np.array([self.target_mean, self.target_scale]))
-        return repr((self.columns, self.target)).encode() + b"".join(part.tobytes() for part in numbers)
+        return repr((self.columns, self.target, self.missing)).encode() + b"".join(part.tobytes() for part in numbers)
 
     @staticmethod
     def from_wire(arrays: Mapping[str, NDArray[np.generic]], schema: str) -> Preparation:
@@ -143,6 +157,7 @@ class Preparation:
             entries = json.loads(schema)
             columns = tuple(Column.from_json(entry) for entry in entries["features"])
             target = Column.from_json(entries["target"])
+            missing = str(entries.get("missing", "error"))
         except (ValueError, KeyError, TypeError):
             raise ProtocolError("the agreed schema is not JSON with `features` and `target`") from None
         width = sum(len(column.names) for column in columns)
@@ -151,7 +166,7 @@ class Preparation:
             _require_array(arrays, name, shape)
         mean, scale = (np.asarray(arrays[f"input.{part}"], dtype=np.float64) for part in ("mean", "scale"))
         own = [float(np.asarray(arrays[f"target.{part}"], dtype=np.float64)) for part in ("mean", "scale")]
-        return Preparation(columns, target, mean, scale, *own)
+        return Preparation(columns, target, mean, scale, own[0], own[1], missing)
 
 
 def _require_array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: tuple[int, ...]) -> None:
@@ -175,8 +190,10 @@ def typed_inputs(frame: pd.DataFrame, preparation: Preparation, name: str) -> pd
     Raises:
         DataError: a column is missing, or holds cells that cannot be used; says ``name``, column and row.
     """
-    require_columns(frame, preparation.features, name)
-    return typed(frame, preparation.features, name, {column.name: column.kind for column in preparation.columns})
+    require_columns(frame, [source(feature, frame.columns) for feature in preparation.features], name)
+    kinds = {column.name: column.kind for column in preparation.columns}
+    numbered = with_numbers(frame, preparation.features, name)
+    return typed(numbered, preparation.features, name, kinds, preparation.missing)
 
 
 def _level_index(series: pd.Series, column: Column) -> NDArray[np.int64]:
@@ -198,6 +215,8 @@ def _require_schema(frame: pd.DataFrame, preparation: Preparation) -> None:
 def encode_inputs(frame: pd.DataFrame, preparation: Preparation) -> Array:
     """Standardised inputs [N, D] of typed rows; a level unknown to the schema has all its indicators zero.
 
+    A missing cell has the mean over all sites in its inputs, or NaN where rows with missing cells are left out.
+
     Raises:
         DataError: the rows lack a column of the schema, or have it in another kind.
     """
@@ -205,19 +224,21 @@ def encode_inputs(frame: pd.DataFrame, preparation: Preparation) -> Array:
     blocks = [np.empty((len(frame), 0))]
     for column in preparation.columns:
         series = frame[column.name]
+        gone = series.isna().to_numpy(dtype=bool)[:, None]
         if column.kind == "numeric":
-            blocks.append(series.to_numpy(dtype=np.float64)[:, None])
+            block = series.to_numpy(dtype=np.float64)[:, None]
         else:
-            first = len(column.levels) - len(column.names)
-            shown = np.arange(first, len(column.levels))
-            blocks.append((_level_index(series, column)[:, None] == shown).astype(np.float64))
+            shown = np.arange(len(column.levels) - len(column.shown), len(column.levels))
+            block = (_level_index(series, column)[:, None] == shown).astype(np.float64)
+        blocks.append(np.where(gone, column.fill or np.nan, block))
+        blocks += [gone.astype(np.float64)] if column.flagged else []
     return (np.concatenate(blocks, axis=1) - preparation.input_mean) / preparation.input_scale
 
 
 def count_unknown_levels(frame: pd.DataFrame, preparation: Preparation) -> int:
     """Cells of categorical columns whose level the sites did not have when they agreed."""
     categorical = [column for column in preparation.columns if column.kind == "categorical"]
-    return sum(int((_level_index(frame[column.name], column) < 0).sum()) for column in categorical)
+    return sum(int((_level_index(frame[column.name].dropna(), column) < 0).sum()) for column in categorical)
 
 
 def encode_targets(series: pd.Series, preparation: Preparation) -> Array:

@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 HISTORY_COLUMNS = ("round", "communications", "seconds", "bytes_up", "bytes_down")
 """Columns every row of the history has: communications so far; seconds and bytes of this round alone."""
 
+ENCODING = (
+    "A column of numbers is an input. A column of text has an input for each of its `levels`, in this order (of two for"
+    " the second): 1 where the cell is that level, else 0. For a missing cell stands `missing.fill`, a number for"
+    " each input of the column; with `missing.indicator` a further input is 1 where the cell is missing, else 0."
+    " days(c) are days from 2000-01-01 to the date in column c; sine(c) and cosine(c) those of"
+    " 2 pi (day of the year - 1) / 365.2425. Then x is standardised as (input - input.mean) / input.scale, and"
+    " y = target.mean + target.scale * standardised y."
+)
+"""How a row of a table becomes the inputs of a saved model, in the words of ``posterior.json``."""
 Number = int | float
 
 
@@ -104,6 +113,10 @@ class Posterior:
     """The agreed columns: ``features`` and ``target``."""
     method: str
     likelihood: str
+    inputs: Sequence[str] = ()
+    """Names of the D encoded inputs, in order."""
+    encoding: str = ENCODING
+    """How a row of a table becomes these inputs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,11 @@ class CoreConfig(Section):
     max_levels: PositiveInt = 50
     """Most levels of a column of text, at a site and over all sites. One with fewer than three rows for a level is
     refused whatever the key says."""
+    missing: Literal["error", "drop", "impute", "indicator"] = "error"
+    """Missing cells of features: an error; their rows are left out; the mean over all sites stands for them; or also a
+    further input says where they are. Rows without a target are left out unless it is ``error``. New rows alike."""
+    dates: Literal["error", "days", "season", "days-and-season"] = "error"
+    """Columns of dates: an error; days since 1 January 2000; sine and cosine of the day of the year; or all three."""
     standardise: bool = True
     partitioner: Literal[
         "iid", "linear", "square", "exponential", "dirichlet", "pathological", "natural", "sizes", "kmeans", "blocks"

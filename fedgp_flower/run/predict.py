@@ -29,7 +29,7 @@ from fedgp_flower.data.standardisation import (
     read_inputs,
     typed_inputs,
 )
-from fedgp_flower.errors import RunError
+from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.gp.to_gpytorch import Exported, SparsePosterior, Transforms, mixture, together
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.policy import Rules
@@ -149,7 +149,7 @@ class Predictor:
     def predict(self, frame: pd.DataFrame, site: str | None = None) -> pd.DataFrame:
         """Mean, sd and quantiles of a noisy observation for each row of a table with the agreed columns.
 
-        For a target of classes: the probability of each.
+        For a target of classes: the probability of each. With ``missing`` = drop, NaN for a row with a missing cell.
 
         Args:
             frame: Columns as the sites had them; others are not looked at.
@@ -158,7 +158,11 @@ class Predictor:
         if site is not None:
             return Predictor.at_site(self.run.path, site).predict(frame)
         agreed = self.preparation
-        mean, sd = self.standardised(self._encoded(frame))
+        encoded = self._encoded(frame, whole=False)
+        kept = np.flatnonzero(~np.isnan(encoded).any(axis=1))
+        if len(kept) < len(frame):
+            return self.predict(frame.iloc[kept]).set_axis(kept).reindex(range(len(frame)))
+        mean, sd = self.standardised(encoded)
         if agreed.target.levels or mean.ndim == 2:
             classes = mean if mean.ndim == 2 else np.stack([1 - mean, mean], axis=1)
             levels = agreed.target.levels or [str(index) for index in range(classes.shape[1])]
@@ -223,8 +227,11 @@ class Predictor:
             )
         return self.standardised.export()
 
-    def _encoded(self, frame: pd.DataFrame) -> Array:
-        return encode_inputs(typed_inputs(frame, self.preparation, "the table"), self.preparation)
+    def _encoded(self, frame: pd.DataFrame, *, whole: bool = True) -> Array:
+        encoded = encode_inputs(typed_inputs(frame, self.preparation, "the table"), self.preparation)
+        if whole and np.isnan(encoded).any():
+            raise DataError("the table has missing cells, and with `missing` = 'drop' nothing stands for them")
+        return encoded
 
 
 def row_of(run: RunData) -> Method:

@@ -112,6 +112,7 @@ class Enrolment:
             standardise=config.standardise,
             likelihood=config.model.likelihood,
             max_levels=config.max_levels,
+            missing=config.missing,
         )
         kept = {site: own for site, own in described.items() if site not in agreement.refused}
         preparation = Preparation(

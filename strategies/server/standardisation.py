@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -27,6 +27,8 @@ Site: TypeAlias = str
 Kinds: TypeAlias = dict[str, str]
 
 SUMS = ("sum", "residual", "squares")
+GONE = "features.missing"
+"""Array of missing cells of the numeric columns; sent only where a cell of any column is missing."""
 ROUNDING = 4 * np.finfo(np.float64).eps
 """A spread below this share of the mean is rounding: the column is constant."""
 
@@ -54,6 +56,8 @@ class _Described:
     """By numeric column: the sum, its residual, and the squares about the site's mean, [3]."""
     counts: dict[str, dict[str, int]]
     """By categorical column: rows of each level."""
+    filled: dict[str, int]
+    """By column: rows whose cell is not missing."""
 
 
 def _parse(description: SiteDescription) -> _Described:
@@ -66,7 +70,9 @@ def _parse(description: SiteDescription) -> _Described:
     if target["kind"] == "numeric":
         shapes |= {f"target.{part}": () for part in SUMS}
     shapes |= {f"levels.{c['name']}": (len(c["levels"]),) for c in columns if c["kind"] == "categorical"}
-    _check(arrays, shapes, description.num_examples)
+    shapes |= {GONE: (len(numeric),)} if GONE in arrays else {}
+    gone = _float(arrays.get(GONE, np.zeros(len(numeric))))
+    _check(arrays, shapes, description.num_examples, target["name"])
     sums = dict(zip(numeric, np.stack([_float(arrays[f"features.{p}"]) for p in SUMS], axis=1), strict=True))
     if target["kind"] == "numeric":
         sums[target["name"]] = np.array([_float(arrays[f"target.{part}"]) for part in SUMS])
@@ -76,9 +82,11 @@ def _parse(description: SiteDescription) -> _Described:
         if c["kind"] == "categorical"
     }
     names = tuple(c["name"] for c in features)
-    return _Described(
-        description.num_examples, names, target["name"], {c["name"]: c["kind"] for c in columns}, sums, counts
-    )
+    kinds = {c["name"]: c["kind"] for c in columns}
+    filled = dict.fromkeys(kinds, description.num_examples)
+    filled |= {name: sum(own.values()) for name, own in counts.items()}
+    filled |= {name: description.num_examples - int(n) for name, n in zip(numeric, gone, strict=True)}
+    return _Described(description.num_examples, names, target["name"], kinds, sums, counts, filled)
 
 
 def _float(value: NDArray[np.generic]) -> Array:
@@ -101,7 +109,9 @@ def _parse_schema(schema: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return features, target
 
 
-def _check(arrays: Mapping[str, NDArray[np.generic]], shapes: Mapping[str, tuple[int, ...]], num_examples: int) -> None:
+def _check(
+    arrays: Mapping[str, NDArray[np.generic]], shapes: Mapping[str, tuple[int, ...]], num_examples: int, target: str
+) -> None:
     if num_examples < 1:
         raise ProtocolError(f"num-examples is {num_examples}; expected at least 1")
     odd = sorted(set(arrays) ^ set(shapes))
@@ -114,23 +124,27 @@ def _check(arrays: Mapping[str, NDArray[np.generic]], shapes: Mapping[str, tuple
         negative = not name.endswith((".sum", ".residual")) and bool((value < 0).any())
         if negative or not np.isfinite(value).all():
             raise ProtocolError(f"`{name}` must be finite, and not negative where it counts or sums squares")
-        if name.startswith("levels.") and value.sum() != num_examples:
+        most = name == GONE or (name.startswith("levels.") and GONE in arrays and name != f"levels.{target}")
+        if most and (np.atleast_1d(value.sum() if name != GONE else value) > num_examples).any():
+            raise ProtocolError(f"`{name}` counts more than the {num_examples} rows of the site")
+        if name.startswith("levels.") and not most and value.sum() != num_examples:
             raise ProtocolError(f"`{name}` must add up to the {num_examples} rows of the site")
     for columns in {name.partition(".")[0] for name in shapes if name.endswith(".squares")}:
-        _check_sums(columns, [_float(arrays[f"{columns}.{part}"]) for part in SUMS], num_examples)
+        filled = num_examples - (_float(arrays[GONE]) if columns == "features" and GONE in arrays else 0)
+        _check_sums(columns, [_float(arrays[f"{columns}.{part}"]) for part in SUMS], np.asarray(filled))
 
 
-def _check_sums(columns: str, sums: Sequence[Array], rows: int) -> None:
+def _check_sums(columns: str, sums: Sequence[Array], rows: NDArray[Any]) -> None:
     """Refuse what no rows have: a spread of one row, or a residual that is more than rounding.
 
     N additions of x round off at most N ε Σ|x|, and Σ|x| ≤ √(N Σx²) with Σx² = Q + s²/N; four such sums go into r.
     """
     total, residual, squares = sums
-    if rows == 1 and (squares > 0).any():
-        raise ProtocolError(f"`{columns}.squares` of a single row must be 0")
-    size = np.sqrt(rows) * np.hypot(np.sqrt(squares), np.abs(total) / np.sqrt(rows))
+    if ((rows <= 1) & (squares > 0)).any() or ((rows == 0) & (total != 0)).any():
+        raise ProtocolError(f"`{columns}.squares` of a single row must be 0, and all sums of none")
+    size = np.sqrt(rows) * np.hypot(np.sqrt(squares), np.abs(total) / np.sqrt(np.maximum(rows, 1)))
     if (np.abs(residual) > 4 * rows * np.finfo(np.float64).eps * size).any():
-        raise ProtocolError(f"`{columns}.residual` is more than rounding takes from a sum of {rows} rows")
+        raise ProtocolError(f"`{columns}.residual` is more than rounding takes from a sum of so many rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +177,15 @@ def agree(
     standardise: bool = True,
     likelihood: str = "gaussian",
     max_levels: int = 50,
+    missing: str = "error",
 ) -> Agreement:
     """Settle columns, levels, means and scales from the sites' sums.
 
     The columns are those that most sites have (on a tie, those of the first site in sorted order); other sites, and
     those whose description is malformed, are refused by name. Means and population standard deviations are those of
-    the pooled rows; indicators of levels have mean p and scale √(p(1−p)). A target that is a class or a count is left
-    as it is.
+    the pooled rows, of a column with missing cells those of the filled ones; indicators of levels have mean p and scale
+    √(p(1−p)). With ``missing`` = impute or indicator the means also stand for missing cells. A target that is a class
+    or a count is left as it is.
 
     Raises:
         DataError: no site is left, the classes of the target are not two, a numeric target is the same everywhere, or
@@ -177,7 +193,7 @@ def agree(
     """
     accepted, refused = _accepted(descriptions, max_levels)
     sites = list(accepted.values())
-    columns = [_combined(sites, name) for name in sites[0].features]
+    columns = [_combined(sites, name, missing) for name in sites[0].features]
     many = [f"`{c.name}` has {len(c.levels)} levels over all sites" for c in columns if len(c.levels) > max_levels]
     if many:
         raise DataError(f"{', '.join(many)}; {TOO_MANY_LEVELS.format(max_levels)}")
@@ -196,7 +212,10 @@ def agree(
             "target.mean": np.array(goal[0]),
             "target.scale": np.array(goal[1]),
         },
-        schema=json.dumps({"features": [c.as_json() for c in columns], "target": target.as_json()}),
+        schema=json.dumps(
+            {"features": [c.as_json() for c in columns], "target": target.as_json()}
+            | ({} if missing == "error" else {"missing": missing})
+        ),
         names=tuple(name for c in columns for name in c.names),
         num_examples={site: description.num_examples for site, description in accepted.items()},
         refused=refused,
@@ -237,16 +256,35 @@ class _Combined:
     mean: Array
     scale: Array
     constant: bool
+    missing: Mapping[str, Any] | None = None
+    """What stands for missing cells in the inputs, and whether a further input says where they are."""
 
     def as_json(self) -> dict[str, Any]:
         kind = {"kind": "categorical", "levels": list(self.levels)} if self.levels else {"kind": "numeric"}
-        return {"name": self.name, **kind}
+        return {"name": self.name, **kind, **({} if self.missing is None else {"missing": self.missing})}
 
 
-def _combined(sites: Sequence[_Described], name: str) -> _Combined:
+def _combined(sites: Sequence[_Described], name: str, missing: str = "error") -> _Combined:
+    """A column of all sites, with what stands for its missing cells."""
+    own = _of_filled(sites, name)
+    if missing not in {"impute", "indicator"}:
+        return own
+    share = 1 - sum(site.filled[name] for site in sites) / sum(site.num_examples for site in sites)
+    flagged = missing == "indicator" and share > 0
+    own = replace(own, missing={"fill": own.mean.tolist(), "indicator": flagged})
+    if not flagged:
+        return own
+    mean, scale = np.append(own.mean, share), np.append(own.scale, np.sqrt(share * (1 - share)))
+    return replace(own, names=(*own.names, f"{name} missing"), mean=mean, scale=scale)
+
+
+def _of_filled(sites: Sequence[_Described], name: str) -> _Combined:
     if sites[0].kinds[name] == "numeric":
-        rows = np.array([site.num_examples for site in sites], dtype=np.float64)
-        mean, spread = combined_moments(rows, np.stack([site.sums[name] for site in sites]))
+        some = [site for site in sites if site.filled[name]]
+        if not some:
+            raise DataError(f"no site has a filled cell of `{name}`; leave it out of `features`")
+        rows = np.array([site.filled[name] for site in some], dtype=np.float64)
+        mean, spread = combined_moments(rows, np.stack([site.sums[name] for site in some]))
         constant = bool(spread <= ROUNDING * abs(mean))
         return _Combined(name, (), (name,), np.array([mean]), np.array([1.0 if constant else spread]), constant)
     counts = sum((Counter(site.counts[name]) for site in sites), Counter[str]())
