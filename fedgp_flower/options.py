@@ -125,6 +125,8 @@ class MethodOptions(Section):
 
     table: ClassVar[str] = ""
     """Prefix of the keys, for example ``fsgp``; empty for a method without options."""
+    budgets: ClassVar[frozenset[str]] = frozenset()
+    """Keys that say how long to go on: a resumed run may have others."""
 
     def strategy_for(self, core: CoreConfig) -> str:
         """``module:attribute`` of the Strategy, where the table chooses among several; else empty."""

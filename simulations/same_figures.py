@@ -75,7 +75,7 @@ class Run:
 
 
 QUIET = ["baselines.linear=false", "baselines.local-only=false", "baselines.pooled=false", "keep-predictions=false"]
-FSGP = "method=fsgp model.num-inducing=20 evaluate-every=0 num-server-rounds"
+FSGP = "method=fsgp fsgp.objective=exact model.num-inducing=20 evaluate-every=0 num-server-rounds"
 AVERAGE = "method=fsgp fsgp.objective=average model.num-inducing=20 evaluate-every=5 num-server-rounds=10"
 PVI = "method=pvi dataset=diabetes model.num-inducing=15 pvi.prediction-samples=20 evaluate-every=0 num-server-rounds"
 ADAM = "pvi.local-update=adam pvi.first-steps=20 pvi.steps=10"

@@ -245,6 +245,10 @@ def anchors(num_inputs: int) -> Array:
     return np.asarray(engine.random(SLOTS), dtype=np.float64)
 
 
+def _listed(sites: Sequence[str]) -> str:
+    return ", ".join(sites[:5]) + (f" and {len(sites) - 5} more" if len(sites) > 5 else "")
+
+
 def empty_model(section: ModelSection, num_inputs: int) -> dict[str, Array]:
     """The model's hyperparameters as configured, by name in the order of the sketch."""
     arrays = SparseGP(section, torch.zeros(1, num_inputs)).to_arrays()
@@ -293,6 +297,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
             centres = centres_of(draws / lengths, count, np.random.default_rng([self.config.seed, *b"centres"]))
             chains.append(chain_at(self._unit({**start, LOCATIONS: centres * lengths})))
         self._sized(count)
+        logger.info("%d inducing points, at most %d exchanges with every site", count, self.options.exchanges)
         return ProfiledState(tuple(chains), (), BEFORE)
 
     def points(self, roster: Roster) -> int:
@@ -308,7 +313,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         if self.options.small_sites == "cap":
             return max(1, min(roster.rows.values()) // ROWS_PER_POINT)
         raise ConfigError(
-            f"`fsgp.small-sites` = 'masks': site(s) {', '.join(small)} have fewer than {ROWS_PER_POINT} rows for each"
+            f"`fsgp.small-sites` = 'masks': site(s) {_listed(small)} have fewer than {ROWS_PER_POINT} rows for each"
             f" of {most} inducing points; set `privacy.secure-aggregation` to true, or lower `model.num-inducing`"
         )
 
@@ -318,7 +323,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         small = [site for site, own in rows.items() if own < ROWS_PER_POINT * count]
         if small and self.masking is None:
             found.append(
-                f"site(s) {', '.join(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing points:"
+                f"site(s) {_listed(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing points:"
                 " their sums, seen in the clear, are nearly their rows; `privacy.secure-aggregation` = true hides them"
             )
         if count < min(self.config.model.num_inducing, sum(rows.values())):

@@ -33,6 +33,7 @@ Change = Callable[[Message], Message | None]
 
 TINY: dict[str, Any] = {
     "method": "fsgp",
+    "fsgp.objective": "exact",
     "dataset": "sine",
     "model.num-inducing": 5,
     "num-server-rounds": 4,

@@ -39,11 +39,12 @@ def test_defaults_are_a_valid_configuration():
         ({"model.kernel": "rbf - linear"}, ["`model.kernel`", "sum or product"]),
         ({"model.noise": -1.0}, ["`model.noise` = -1.0", "greater than 0"]),
         ({"test-fraction": 1.0}, ["`test-fraction` = 1.0", "less than 1"]),
-        ({"fsgp.objective": "exactly"}, ["`fsgp.objective`", "'exact', 'profiled' or 'average'"]),
+        ({"fsgp.objective": "exactly"}, ["`fsgp.objective`", "'profiled', 'exact' or 'average'"]),
         ({"method": "gp"}, ["`method` = 'gp'", "fsgp"]),
         ({"partitioner": "natural"}, ["`partition.column`"]),
         ({"model.likelihood": "poisson", "fsgp.objective": "average"}, ["`model.likelihood`", "gaussian"]),
         ({"optimizer.batch-size": 10}, ["`optimizer.batch-size`", "0"]),
+        ({"fsgp.exact-optimizer": "adam"}, ["`fsgp.exact-optimizer`", "'exact'"]),
     ],
 )
 def test_errors_name_key_value_and_what_is_allowed(flat, words):

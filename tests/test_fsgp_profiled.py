@@ -22,6 +22,7 @@ from fedgp_flower.methods.fsgp.client import FSGPClient
 from fedgp_flower.methods.fsgp.learner import curvature, local_mode
 from fedgp_flower.methods.fsgp.mathematics import prior
 from fedgp_flower.options import ModelSection
+from fedgp_flower.run.registry import parse_config
 from strategies.fsgp_profiled import LOCATIONS, FSGPProfiled, ProfiledState, chain_at
 from strategies.server.questions import Roster, drive
 
@@ -289,6 +290,11 @@ def test_a_resumed_run_ends_where_the_whole_one_does():
         assert again.round == end.round == 4
         for name, array in end.public(end.current).items():
             assert np.array_equal(again.public(again.current)[name], array), name
+    longer = parse_config(flat | {"fsgp.exchanges": 21, "num-server-rounds": 9})
+    assert longer.digest() == parse_config(flat).digest()  # a finished run may go on
+    more = run(FaultyGrid(longer.flat(), 3), Recorder(), whole.snapshots[-1])
+    assert more.details()["exchanges"] == 2 + 1 + 9 * 2
+    assert more.details()["bound"] > end.details()["bound"]
 
 
 def test_more_exchanges_go_on_until_nothing_is_gained():

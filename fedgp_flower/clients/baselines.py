@@ -21,6 +21,8 @@ from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, exact_posterior
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array
 
+MOST_POINTS = 100
+"""Inducing points of a baseline, at most: its fit takes hundreds of evaluations."""
 EXACT_ROWS = 400
 """Up to so many rows a site fits an exact GP."""
 
@@ -93,7 +95,7 @@ def _sparse(
     x, y, x_test, y_test = rows
     place = Placement.of(config)
     inputs, targets = place.tensor(x), place.tensor(y)
-    chosen = np.sort(rng.permutation(len(x))[: config.model.num_inducing])
+    chosen = np.sort(rng.permutation(len(x))[: min(config.model.num_inducing, MOST_POINTS)])
     if config.model.likelihood != "gaussian":
         return _variational(rows, config, torch.from_numpy(x[chosen]))
     model = place.module(SparseGP(config.model, torch.from_numpy(x[chosen])))

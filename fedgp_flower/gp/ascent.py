@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fedgp_flower.gp.cells import Indices
-from fedgp_flower.typing import Array
+from fedgp_flower.typing import Array, Indices
 
 PAIRS = 20
 """Steps and gradient changes that are kept."""

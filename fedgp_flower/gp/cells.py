@@ -7,14 +7,9 @@ summands can be added, under masks too. The draws follow the mixture of all cell
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
-from numpy.typing import NDArray
 
-from fedgp_flower.typing import Array
-
-Indices: TypeAlias = NDArray[np.int64]
+from fedgp_flower.typing import Array, Indices
 
 LEAST_ROWS = 5
 """Fewest rows of a cell."""

@@ -174,6 +174,7 @@ class RunConfig(CoreConfig):
     def digest(self) -> str:
         """Short hash of all keys that shape the result; equal digests mean interchangeable site state."""
         ignored = {"resume", "output-dir", "name", "num-server-rounds", "round-timeout", "wait-seconds"}
+        ignored |= {f"{self.options.table}.{name}" for name in self.options.budgets}
         keep = {k: v for k, v in sorted(self.flat().items()) if k not in ignored}
         return hashlib.sha256(json.dumps(keep).encode()).hexdigest()[:16]
 

@@ -15,10 +15,12 @@ class FSGPOptions(MethodOptions):
     """The table ``fsgp.*``."""
 
     table: ClassVar[str] = "fsgp"
+    budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
 
-    objective: Literal["exact", "profiled", "average"] = "exact"
-    """``exact``: gradient of the pooled bound, L-BFGS or Adam at the server; ``profiled``: the same bound in about
-    twenty exchanges; ``average``: the paper's local steps."""
+    objective: Literal["profiled", "exact", "average"] = "profiled"
+    """``profiled``: the bound of all rows in about twenty exchanges, from where the sites' own fits and their priors say
+    instead of ``model.lengthscale``, ``outputscale``, ``noise`` and ``inducing-init``; ``exact``: the same bound, one
+    evaluation a round, L-BFGS or Adam at the server; ``average``: the paper's local steps."""
     fraction: Fraction = 1.0
     """Share ρ of the sites that take part in a round of ``average``; at least one does."""
     server_optimizer: Literal["fedavg", "fedadam", "fedyogi"] = "fedavg"
@@ -29,7 +31,7 @@ class FSGPOptions(MethodOptions):
     """Of ``fedadam``, ``fedyogi`` and ``adam``."""
     exchanges: PositiveInt = 20
     """``profiled``: most exchanges with every site in which it trains, the two before the first round among them; a
-    round is two, the first one three. More go on improving the bound."""
+    round is two, the first one three. More go on improving the bound, also when a run is resumed."""
     small_sites: Literal["warn", "cap", "masks"] = "warn"
     """``profiled``: sums of a site with fewer than three rows for each inducing point are nearly its rows. ``warn``
     names such sites; ``cap`` lowers M to a third of the smallest site's rows; ``masks`` refuses them in the clear.
@@ -68,5 +70,10 @@ class FSGPOptions(MethodOptions):
         if core.optimizer.batch_size:
             raise ConfigError(
                 "`optimizer.batch-size`: the collapsed bound of fsgp takes all rows of a site; set it to 0"
+            )
+        if self.objective == "profiled" and self.exact_optimizer != "lbfgs":
+            raise ConfigError(
+                f"`fsgp.exact-optimizer` = {self.exact_optimizer!r} is read where `fsgp.objective` is 'exact'; here it"
+                " is 'profiled', which has an optimiser of its own"
             )
         core.require_whole_rosters("fsgp.fraction", self.fraction)
