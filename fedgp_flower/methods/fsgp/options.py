@@ -37,11 +37,10 @@ class FSGPOptions(MethodOptions):
 
     def check(self, core: CoreConfig) -> None:
         """Whole batches, and a Gaussian likelihood for the paper's averages."""
-        if core.model.likelihood != "gaussian" and self.objective == "average":
-            raise ConfigError(
-                f"`model.likelihood` = {core.model.likelihood!r}: `fsgp.objective` = 'average' needs 'gaussian'; set it"
-                " to 'exact'"
-            )
+        for key, value in (("objective", self.objective), ("exact-optimizer", self.exact_optimizer)):
+            if core.model.likelihood != "gaussian" and value in ("average", "adam"):
+                name = core.model.likelihood
+                raise ConfigError(f"`model.likelihood` = {name!r}: `fsgp.{key}` = {value!r} needs 'gaussian'")
         if core.optimizer.batch_size:
             raise ConfigError(
                 "`optimizer.batch-size`: the collapsed bound of fsgp takes all rows of a site; set it to 0"
