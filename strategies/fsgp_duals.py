@@ -69,7 +69,7 @@ class DualState:
     objectives: Float[ndarray, " E"]
     """(F + log p(w))/N, nats per row."""
     bound: float
-    """F, nats."""
+    """F, nats; 0 before the first evaluation."""
     evaluations: int
     halvings: int
     """The next trial takes 2^−halvings of each step."""
@@ -87,7 +87,7 @@ def first_state(values: Mapping[str, ndarray]) -> DualState:
     size, inducing = pack(values).size, len(values["inducing.locations"])
     nothing = np.empty((0, size))
     zeros = np.zeros((inducing, inducing)), np.zeros(inducing)
-    return DualState(values, *zeros, None, nothing, nothing, np.empty(0), -np.inf, 0, 0, ())
+    return DualState(values, *zeros, None, nothing, nothing, np.empty(0), 0.0, 0, 0, ())
 
 
 def one_round(state: DualState, roster: Roster, model: ModelSection) -> Asking[tuple[DualState, Figures]]:
