@@ -21,6 +21,7 @@ from numpy import ndarray
 from scipy.special import ndtri
 
 from fedgp_flower.gp.latent import CONSTANT, LatentGP
+from fedgp_flower.gp.placement import FLOAT32_JITTER
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.fsgp.dual_messages import Expectations
 from fedgp_flower.methods.fsgp.duals import Duals, carried, gradient_at_server
@@ -68,7 +69,7 @@ class DualState:
     objectives: Float[ndarray, " E"]
     """(F + log p(w))/N, nats per row."""
     bound: float
-    """F, nats."""
+    """F, nats; 0 before the first evaluation."""
     evaluations: int
     halvings: int
     """The next trial takes 2^−halvings of each step."""
@@ -86,7 +87,7 @@ def first_state(values: Mapping[str, ndarray]) -> DualState:
     size, inducing = pack(values).size, len(values["inducing.locations"])
     nothing = np.empty((0, size))
     zeros = np.zeros((inducing, inducing)), np.zeros(inducing)
-    return DualState(values, *zeros, None, nothing, nothing, np.empty(0), -np.inf, 0, 0, ())
+    return DualState(values, *zeros, None, nothing, nothing, np.empty(0), 0.0, 0, 0, ())
 
 
 def one_round(state: DualState, roster: Roster, model: ModelSection) -> Asking[tuple[DualState, Figures]]:
@@ -197,9 +198,17 @@ class FSGPDuals(FederatedStrategy[DualState]):
     options: FSGPOptions
     implied: ClassVar[Mapping[str, Any]] = {"objective": "exact"}
 
+    @property
+    def model(self) -> ModelSection:
+        """The table ``model.*`` with the jitter that sites use: they whiten as the server does."""
+        section = self.config.model
+        if self.config.precision == "float64":
+            return section
+        return section.model_copy(update={"jitter": max(section.jitter, FLOAT32_JITTER)})
+
     def initialise(self, roster: Roster) -> Asking[DualState]:
         """Inducing points from federated statistics, c from the mean of the target, the rest from the configuration."""
-        model = self.config.model
+        model = self.model
         locations = initial_locations((yield from shapes_of_inputs(roster)), model, self.config.seed)
         values = LatentGP(model, torch.from_numpy(locations)).to_arrays()
         target = self.preparation.training_target
@@ -211,7 +220,7 @@ class FSGPDuals(FederatedStrategy[DualState]):
 
     def one_round(self, state: DualState, roster: Roster) -> Asking[tuple[DualState, Figures]]:
         """One evaluation."""
-        return (yield from one_round(state, roster, self.config.model))
+        return (yield from one_round(state, roster, self.model))
 
     def finished(self, state: DualState) -> bool:
         """Whether nothing is gained any more."""
@@ -238,7 +247,7 @@ class FSGPDuals(FederatedStrategy[DualState]):
 
     def posterior_of(self, state: DualState) -> Posterior:
         """Parameters in natural units, q of whitened inducing values."""
-        own = saved(self.last, self.config.model)
+        own = saved(self.last, self.model)
         constant = {CONSTANT: self.last.values[CONSTANT]}
         meanings = {CONSTANT: "c, mean of f", "likelihood.parameters": "of p(y | f): student-t: scale, ν − 2"}
         return replace(
@@ -247,7 +256,7 @@ class FSGPDuals(FederatedStrategy[DualState]):
             meanings={**own.meanings, **meanings},
             coordinates={**own.coordinates, CONSTANT: "latent"},
             equation=EQUATION,
-            model={**own.model, "likelihood": self.config.model.likelihood},
+            model={**own.model, "likelihood": self.model.likelihood},
         )
 
     def details_of(self, state: DualState) -> dict[str, Any]:

@@ -26,6 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "profiled": {"fsgp__objective": "profiled", "evaluate_every": 2},
     "average": {"fsgp__objective": "average", "evaluate_every": 2},
     "adam of averages": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
+    "student-t": {"model__likelihood": "student-t", "evaluate_every": 2},
     "fgpr": {"method": "fgpr"},
     "sfvi": {"method": "sfvi"},
     "local-only": {"method": "local-only"},

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 
 from numpy import ndarray
+from torch import Tensor
 
 from fedgp_flower.clients.averaging import AveragingClient
 from fedgp_flower.clients.latent_scores import latent_scores
 from fedgp_flower.gp.latent import LatentGP
 from fedgp_flower.gp.placement import to_array
+from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.methods.fsgp.dual_messages import Expectations
 from fedgp_flower.methods.fsgp.duals import expectations
 from fedgp_flower.methods.fsgp.messages import PooledPosterior
@@ -20,19 +23,26 @@ from fedgp_flower.typing import NamedArrays
 class DualClient(AveragingClient):
     """What follows from a posterior q(v) that a message carries."""
 
-    def latent(self, values: Mapping[str, ndarray]) -> LatentGP:
-        """The model at given parameters."""
-        return self.placement.module(LatentGP.from_arrays(self.config.model, values))
+    @abstractmethod
+    def factorised(self, values: Mapping[str, ndarray]) -> tuple[SparseGP, Tensor]:
+        """The model at given parameters and its factor L."""
+
+    def latent(self, values: Mapping[str, ndarray]) -> tuple[LatentGP, Tensor]:
+        """The same, of a likelihood that is not Gaussian."""
+        model, factor = self.factorised(values)
+        assert isinstance(model, LatentGP)
+        return model, factor
 
     def expectations(self, request: PooledPosterior) -> Expectations:
         """The expected log likelihood of this site's rows, and its derivatives."""
-        return expectations(self.latent(request.values), *self.tensors, request.whitened())
+        model, factor = self.latent(request.values)
+        return expectations(model, *self.tensors, request.whitened(), factor)
 
     def score(self, request: PooledPosterior) -> Scores:
         """Scores of the held-out rows: by the configured likelihood."""
         if self.config.model.likelihood == "gaussian":
             return super().score(request)
-        model, rows = self.latent(request.values), self.rows
+        (model, _), rows = self.latent(request.values), self.rows
         mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
         return latent_scores(model, mean, variance, rows.y_test, self.preparation.target_scale)
 

@@ -18,9 +18,9 @@ class FSGPOptions(MethodOptions):
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
 
     objective: Literal["profiled", "exact", "average"] = "profiled"
-    """``profiled``: the bound of all rows in about twenty exchanges, from where the sites' own fits and their priors say
-    instead of ``model.lengthscale``, ``outputscale``, ``noise`` and ``inducing-init``; ``exact``: the same bound, one
-    evaluation a round, L-BFGS or Adam at the server; ``average``: the paper's local steps."""
+    """``profiled``: the bound of all rows in about twenty exchanges, from where the sites' own fits and their priors
+    say instead of ``model.lengthscale``, ``outputscale``, ``noise`` and ``inducing-init``; ``exact``: the same bound,
+    one evaluation a round, L-BFGS or Adam at the server; ``average``: the paper's local steps."""
     fraction: Fraction = 1.0
     """Share ρ of the sites that take part in a round of ``average``; at least one does."""
     server_optimizer: Literal["fedavg", "fedadam", "fedyogi"] = "fedavg"
@@ -62,11 +62,10 @@ class FSGPOptions(MethodOptions):
 
     def check(self, core: CoreConfig) -> None:
         """Whole batches, and a Gaussian likelihood for the paper's averages."""
-        if core.model.likelihood != "gaussian" and self.objective == "average":
-            raise ConfigError(
-                f"`model.likelihood` = {core.model.likelihood!r}: `fsgp.objective` = 'average' needs 'gaussian'; set it"
-                " to 'exact'"
-            )
+        for key, value in (("objective", self.objective), ("exact-optimizer", self.exact_optimizer)):
+            if core.model.likelihood != "gaussian" and value in ("average", "adam"):
+                name = core.model.likelihood
+                raise ConfigError(f"`model.likelihood` = {name!r}: `fsgp.{key}` = {value!r} needs 'gaussian'")
         if core.optimizer.batch_size:
             raise ConfigError(
                 "`optimizer.batch-size`: the collapsed bound of fsgp takes all rows of a site; set it to 0"
