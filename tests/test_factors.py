@@ -21,7 +21,6 @@ from fedgp_flower.methods.pvi.factors import (
     PseudoObservations,
     WhitenedGaussian,
     log_noise_evidence,
-    multiply,
     product,
     view,
 )
@@ -64,7 +63,7 @@ def dpo(seed: int, size: int = 4, *, tied: bool = True) -> PseudoObservations:
 
 
 def naturals(model: SparseModel, draws: Draws, factors: list) -> Natural:
-    return product(view(model.geometry(draws), factors, None, None), factors)
+    return product(view(model.geometry(draws), factors), factors)
 
 
 def merged(factors: list[PseudoObservations]) -> list[PseudoObservations]:
@@ -154,8 +153,9 @@ def test_the_product_does_not_depend_on_order_or_grouping(seed, order, cut):
 def test_cavity_times_a_site_s_factor_is_the_product():
     model = make_model()
     draws, others, own = make_draws(model), [dpo(1), dpo(5)], dpo(9)
-    views = view(model.geometry(draws), others, own, rand(ROWS, 2))
-    close(multiply(product(views, others), own, views), naturals(model, draws, [*others, own]))
+    geometry = model.geometry(draws)
+    found = product(view(geometry, others, rand(ROWS, 2)), others).times(own, geometry)
+    close(found, naturals(model, draws, [*others, own]))
 
 
 def test_full_noise_with_a_diagonal_root_is_diagonal_noise_and_tied_scales_with_sigma():

@@ -69,16 +69,6 @@ def test_log_normaliser_of_one_dimension_is_the_integral():
     assert float(log_normaliser(factor)) == pytest.approx(math.log(integral), abs=1e-10)
 
 
-@pytest.mark.parametrize("make", [full, diagonal])
-def test_expected_log_factor_is_the_average_over_samples(make):
-    """E[η₁ᵀx + xᵀη₂x] from the second moments, written out with S + mmᵀ."""
-    q, t = make(6), make(7)
-    mean, covariance = torch_normal(q).mean, torch_normal(q).covariance_matrix
-    eta2 = t.eta2 if t.eta2.ndim == 2 else t.eta2.diag()
-    expected = t.eta1 @ mean + (eta2 * (covariance + torch.outer(mean, mean))).sum()
-    torch.testing.assert_close(q.expected(t), expected, **TIGHT)
-
-
 def test_product_of_two_normals():
     """N(0, 1) · N(3, ½): precision 3, mean 2."""
     one, half = torch.ones(1).double(), torch.full((1,), 0.5).double()

@@ -207,7 +207,7 @@ def test_dpo_at_the_data_is_titsias_and_survives_another_z_and_beta():
         problem.kernel.load_state_dict(
             {name.removeprefix("kernel."): value[0] for name, value in raw.items()}, strict=False
         )
-        views = view(problem.model.geometry(draws), factors, None, None)
+        views = view(problem.model.geometry(draws), factors)
         natural = product(views, factors)
         whitened = NaturalGaussian(natural.shift[0], -0.5 * natural.precision[0])
         assert_same(problem.unwhitened(whitened), problem.titsias())

@@ -86,11 +86,6 @@ class Gaussian(ABC):
         log_determinants = self.log_determinant() - other.log_determinant()
         return 0.5 * (self._trace(other) - self.size + quadratic + log_determinants)
 
-    def expected(self: G, factor: G) -> Tensor:
-        """E[log t(x)] = η₁ᵀm + tr(η₂(S + mmᵀ)) under this density, of an unnormalised ``factor``, scalar, nats."""
-        mean = self.mean()
-        return factor.eta1 @ mean + mean @ _apply(factor.eta2, mean) - 0.5 * self._trace(factor)
-
     @abstractmethod
     def is_proper(self) -> bool:
         """Whether the precision is finite and positive definite."""

@@ -119,14 +119,16 @@ class Natural:
         """Multiply by a factor given as columns C [S, M, J] and values r [S or 1, J]."""
         return Natural(self.precision + columns @ columns.mT, self.shift + (columns @ values.unsqueeze(-1)).squeeze(-1))
 
-    def with_inducing(self, factor: InducingFactor, geometry: Geometry) -> Natural:
-        """Multiply by a factor of u: LᵀΛL and Lᵀη."""
+    def times(self, factor: Factor, geometry: Geometry, projection: Tensor | None = None) -> Natural:
+        """Multiply by a factor: of u by LᵀΛL and Lᵀη, of v as it is, pseudo-observations by their ``projection`` A."""
+        if isinstance(factor, PseudoObservations):
+            A = geometry.project(factor.inputs) if projection is None else projection
+            return self.with_columns(*factor.columns(A, geometry.noise))
+        precision, eta1 = factor.natural.precision, factor.natural.eta1
+        if isinstance(factor, WhitenedFactor):
+            return Natural(self.precision + precision, self.shift + eta1)
         L = geometry.chol
-        return Natural(self.precision + L.mT @ factor.natural.precision @ L, self.shift + (L.mT @ factor.natural.eta1))
-
-    def with_whitened(self, factor: WhitenedFactor) -> Natural:
-        """Multiply by a factor of v."""
-        return Natural(self.precision + factor.natural.precision, self.shift + factor.natural.eta1)
+        return Natural(self.precision + L.mT @ precision @ L, self.shift + (L.mT @ eta1))
 
     def density(self) -> WhitenedGaussian:
         """The normalised q(v | Z, β)."""
@@ -168,48 +170,27 @@ class Views:
     """Projections of everything one evaluation needs, from one triangular solve."""
 
     geometry: Geometry
-    others: tuple[Tensor, ...]  # A of the other sites' pseudo-observations
-    own: Tensor | None  # A of the site's own pseudo-observations
+    factors: tuple[Tensor, ...]  # A of the factors' pseudo-observations
     rows: Tensor | None  # A of the site's data
 
 
-def view(geometry: Geometry, others: Sequence[Factor], own: Factor | None, rows: Float[Tensor, "N D"] | None) -> Views:
+def view(geometry: Geometry, factors: Sequence[Factor], rows: Float[Tensor, "N D"] | None = None) -> Views:
     """Project the pseudo-inputs of all factors and the rows at once."""
-    dpo = [f for f in others if isinstance(f, PseudoObservations)]
-    extra = [own.inputs] if isinstance(own, PseudoObservations) else []
-    data = [] if rows is None else [rows]
-    inputs = [f.inputs for f in dpo] + extra + data
+    inputs = [f.inputs for f in factors if isinstance(f, PseudoObservations)] + ([] if rows is None else [rows])
     if not inputs:
-        return Views(geometry, (), None, None)
+        return Views(geometry, (), None)
     parts = list(geometry.project(torch.cat(inputs)).split([len(x) for x in inputs], dim=-1))
-    last = parts.pop() if data else None
-    mine = parts.pop() if extra else None
-    return Views(geometry, tuple(parts), mine, last)
+    last = None if rows is None else parts.pop()
+    return Views(geometry, tuple(parts), last)
 
 
-def product(views: Views, others: Sequence[Factor]) -> Natural:
-    """Prior times the factors of ``others``: the cavity of a site that is not among them."""
-    natural = Natural.prior(views.geometry)
-    projections = iter(views.others)
-    for factor in others:
-        if isinstance(factor, InducingFactor):
-            natural = natural.with_inducing(factor, views.geometry)
-        elif isinstance(factor, WhitenedFactor):
-            natural = natural.with_whitened(factor)
-        else:
-            natural = natural.with_columns(*factor.columns(next(projections), views.geometry.noise))
+def product(views: Views, factors: Sequence[Factor]) -> Natural:
+    """Prior times factors: the cavity of a site that is not among theirs."""
+    natural, projections = Natural.prior(views.geometry), iter(views.factors)
+    for factor in factors:
+        projection = next(projections) if isinstance(factor, PseudoObservations) else None
+        natural = natural.times(factor, views.geometry, projection)
     return natural
-
-
-def multiply(natural: Natural, factor: Factor, views: Views) -> Natural:
-    """A cavity times the site's own factor."""
-    if isinstance(factor, InducingFactor):
-        return natural.with_inducing(factor, views.geometry)
-    if isinstance(factor, WhitenedFactor):
-        return natural.with_whitened(factor)
-    if views.own is None:
-        raise ValueError("the views were formed without this factor")
-    return natural.with_columns(*factor.columns(views.own, views.geometry.noise))
 
 
 def log_noise_evidence(factor: PseudoObservations, noise: Float[Tensor, " S"]) -> Float[Tensor, " S"]:

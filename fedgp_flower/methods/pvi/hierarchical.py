@@ -27,10 +27,8 @@ from fedgp_flower.methods.pvi.factors import (
     Geometry,
     Natural,
     PseudoObservations,
-    Views,
     WhitenedGaussian,
     log_noise_evidence,
-    multiply,
     product,
     view,
 )
@@ -160,7 +158,7 @@ class Cavity:
     @classmethod
     def at(cls, model: SparseModel, draws: Draws, others: Sequence[Factor], data: Data) -> Cavity:
         """Prior times ``others``, by one triangular solve for all pseudo-inputs and rows."""
-        views = view(model.geometry(draws), others, None, data.inputs)
+        views = view(model.geometry(draws), others, data.inputs)
         assert views.rows is not None
         natural = product(views, others)
         variance = views.geometry.prior_variance(data.inputs)
@@ -168,8 +166,7 @@ class Cavity:
 
     def times(self, own: Factor) -> WhitenedGaussian:
         """q(v | Z, β) with the site's own factor."""
-        projection = self.geometry.project(own.inputs) if isinstance(own, PseudoObservations) else None
-        return multiply(self.natural, own, Views(self.geometry, (), projection, None)).density()
+        return self.natural.times(own, self.geometry).density()
 
     def free_energy(
         self, model: SparseModel, draws: Draws, own: Factor, data: Data, *, weight: float = 1.0
@@ -199,7 +196,7 @@ def free_energy_parts(model: SparseModel, draws: Draws, factors: Sequence[Factor
     log Z_q at any q = p ∏ t_k (Ashman et al. 2022, Property 2.2a). ``factors`` are those of all sites.
     """
     with torch.no_grad():
-        views = view(model.geometry(draws), factors, None, data.inputs)
+        views = view(model.geometry(draws), factors, data.inputs)
         posterior = product(views, factors).density()
         assert views.rows is not None
         moments = posterior.predict(views.rows, views.geometry.prior_variance(data.inputs))
@@ -221,11 +218,11 @@ def collapsed_evidence(
     if not (isinstance(model.likelihood, GaussianNoise) and all(f.tied and f.root.ndim == 1 for f in factors)):
         raise ConfigError("replay needs a Gaussian likelihood and tied, diagonal pseudo-noise (`pvi.factor` = 'tied')")
     rows = None if data is None else data.inputs
-    views = view(model.geometry(draws), factors, None, rows)
+    views = view(model.geometry(draws), factors, rows)
     geometry = views.geometry
     natural = product(views, factors)
     total = sum((log_noise_evidence(f, geometry.noise) for f in factors), torch.zeros_like(geometry.noise))
-    for factor, projection in zip(factors, views.others, strict=True):
+    for factor, projection in zip(factors, views.factors, strict=True):
         missing = geometry.prior_variance(factor.inputs) - projection.square().sum(-2)
         total = total - 0.5 * (missing * factor.root.square()).sum(-1) / geometry.noise
     if data is None:
@@ -276,7 +273,7 @@ def predict(
 def _predict_some(
     model: SparseModel, draws: Draws, factors: Sequence[Factor], inputs: Tensor, targets: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    views = view(model.geometry(draws), factors, None, None)
+    views = view(model.geometry(draws), factors)
     posterior = product(views, factors).density()
     own = model.own_hyper(draws)
     out: list[tuple[Tensor, ...]] = []

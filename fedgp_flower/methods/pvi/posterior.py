@@ -39,7 +39,7 @@ class SavedFactors:
     def export(self) -> list[tuple[SparsePosterior, Likelihood]]:
         """A model and likelihood of GPyTorch for every draw, in evaluation mode and standardised coordinates."""
         model, draws = self.model, self.draws
-        density = product(view(model.geometry(draws), self.factors, None, None), self.factors).density()
+        density = product(view(model.geometry(draws), self.factors), self.factors).density()
         exported = []
         for s, own in enumerate(model.own_hyper(draws)):
             kernel = model.kernel.at(draws.hyper[s, : model.kernel.num_hyper])
