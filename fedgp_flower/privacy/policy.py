@@ -124,11 +124,8 @@ class Rules:
         """
         own = self.policy
         self._judge("methods", not own.methods or config.method in own.methods, f"method `{config.method}` may not run")
-        usual = defaults([type(config.options)])
-        odd = [key for key, value in config.flat().items() if value != usual.get(key)] if own.keys else []
-        odd = sorted(key for key in set(odd) - HARMLESS if not _matches(key, own.keys))
-        words = f"keys may not be set: {', '.join(f'`{key}`' for key in odd[:5])}"
-        self._judge("keys", not odd, words)
+        odd = sorted(key for key in _changed(config) if not _matches(key, own.keys)) if own.keys else []
+        self._judge("keys", not odd, f"keys may not be set: {', '.join(f'`{key}`' for key in odd[:5])}")
         self._judge("kinds", not own.kinds or _matches(self.kind, own.kinds), f"`{self.kind}` is not answered")
         masked = config.privacy.secure_aggregation
         self._judge("secure-aggregation", masked or not own.secure_aggregation, "totals under masks are required")
@@ -226,6 +223,12 @@ def _read(path: Path, changed: int) -> Policy:
         raise ConfigError(f"`policy`: {path} is not TOML: {error}") from None
     policy: Policy = validated(Policy, values, f"{path.name}: ")
     return policy
+
+
+def _changed(config: RunConfig) -> set[str]:
+    """Keys with another value than their default, of those that a site reads."""
+    usual = defaults([type(config.options)])
+    return {key for key, value in config.flat().items() if value != usual.get(key)} - HARMLESS
 
 
 def _matches(name: str, patterns: Collection[str]) -> bool:
