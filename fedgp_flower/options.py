@@ -131,5 +131,10 @@ class MethodOptions(Section):
         del core
         return ""
 
+    def client_for(self, core: CoreConfig) -> str:
+        """The same of the client."""
+        del core
+        return ""
+
     def check(self, core: CoreConfig) -> None:
         """Raise ConfigError where the method cannot work with these core keys."""

@@ -26,6 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "adam of averages": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
     "fgpr": {"method": "fgpr"},
     "sfvi": {"method": "sfvi"},
+    "sfvi in closed form": {"method": "sfvi", "sfvi__objective": "closed-form", "test_fraction": 0.8},
     "local-only": {"method": "local-only"},
 }
 

@@ -26,7 +26,7 @@ from fedgp_flower.gp.linalg import counting_repairs
 from fedgp_flower.options import FlatConfig
 from fedgp_flower.privacy.questions import context_digest
 from fedgp_flower.run.config import RunConfig
-from fedgp_flower.run.registry import METHODS, load, parse_config
+from fedgp_flower.run.registry import client_class, parse_config
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
@@ -149,7 +149,7 @@ class SiteApp(ClientApp):
 
     def _client(self, config: RunConfig, given: Mapping[str, Any], context: Context, state: SiteState) -> SiteClient:
         """The client of the configured method, holding this node's data and state."""
-        method: type[SiteClient] = load(METHODS[config.method].client)
+        method: type[SiteClient] = client_class(config)
         site = self.load(config, context)
         kept = context.state.config_records.get(CONTEXT) if given.get(CONTEXT) else None
         preparation = None if kept is None else _preparation(kept)

@@ -69,7 +69,10 @@ class SiteModel(Protocol):
     """Rebuilds the predictor at one site, from what everybody has and what that site keeps."""
 
     def __call__(self, run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> Standardised | None:
-        """Mean and sd of a noisy observation, standardised; None where the state is about other rows or another run."""
+        """Mean and sd of a noisy observation, standardised; None where the state is about other rows or another run.
+
+        ``state`` is empty where the site has none.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +131,15 @@ class Predictor:
         try:
             arrays = read_arrays(state)
         except RunError:
-            raise RunError(f"{state} is missing or damaged: it is what a site keeps with a `state-dir`") from None
+            arrays = {}  # there are methods whose sites keep nothing
         config = parse_config(read.config)
         model: SiteModel = load(reference)
         standardised = model(read, config, load_site(config, node), arrays)
         if standardised is None:
-            raise RunError(f"{state} is about other rows than those of site {site!r}, or of another run")
+            raise RunError(
+                f"{state}, what a site keeps with a `state-dir`, is missing or damaged, or about other rows than those"
+                f" of site {site!r}, or of another run"
+            )
         return Predictor(read, read.posterior, _preparation(read.posterior), standardised)
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:

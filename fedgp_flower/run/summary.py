@@ -155,8 +155,20 @@ def calibration_verdict(metrics: RunMetrics) -> str:
 
 def sentences(metrics: RunMetrics) -> list[str]:
     """What the figures say in words, warnings first."""
-    said = (no_better_than_the_mean(metrics), verdict(metrics), calibration_verdict(metrics))
+    said = (no_better_than_the_mean(metrics), verdict(metrics), calibration_verdict(metrics), convergence(metrics))
     return [*metrics.warnings, *filter(None, said)]
+
+
+def convergence(metrics: RunMetrics) -> str:
+    """One sentence on whether training converged; empty for a method that does not know."""
+    details = metrics.method_details
+    if "converged" not in details:
+        return ""
+    if details["converged"]:
+        return f"Training converged after {metrics.rounds} rounds."
+    rise = number(details.get("promised_rise"))
+    more = f"; the next step promised another {show(rise)} nats of the bound" if math.isfinite(rise) else ""
+    return f"Training stopped after {metrics.rounds} rounds, before it converged{more}."
 
 
 def no_better_than_the_mean(metrics: RunMetrics) -> str:
