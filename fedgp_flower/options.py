@@ -133,6 +133,11 @@ class MethodOptions(Section):
         del core
         return ""
 
+    def client_for(self, core: CoreConfig) -> str:
+        """The same of the client."""
+        del core
+        return ""
+
     @property
     def needs_spread(self) -> bool:
         """Whether a site can take no part if all its targets are the same number."""

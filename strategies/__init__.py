@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from strategies.replay_pvi import ReplayPVI as ReplayPVI
     from strategies.sfvi import SFVI as SFVI
     from strategies.sfvi_avg import SFVIAvg as SFVIAvg
+    from strategies.sfvi_closed import SFVIClosedForm as SFVIClosedForm
 
 _MODULES = {
     "AsynchronousPVI": "async_pvi",
@@ -44,6 +45,7 @@ _MODULES = {
     "ReplayPVI": "replay_pvi",
     "SFVI": "sfvi",
     "SFVIAvg": "sfvi_avg",
+    "SFVIClosedForm": "sfvi_closed",
 }
 """Strategy → the module of its algorithm."""
 

@@ -260,8 +260,12 @@ class FSGPDuals(FederatedStrategy[DualState]):
         )
 
     def details_of(self, state: DualState) -> dict[str, Any]:
-        """The pooled bound in nats, evaluations taken, and whether the optimiser ended within the rounds."""
-        return {"bound": state.bound, "evaluations": state.evaluations, "converged": self.finished(state)}
+        """The pooled bound in nats, and evaluations taken."""
+        return {"bound": state.bound, "evaluations": state.evaluations}
+
+    def converged(self, state: DualState) -> bool:
+        """Whether the optimiser ended within the rounds."""
+        return self.finished(state)
 
 
 EQUATION = (

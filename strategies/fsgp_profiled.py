@@ -467,7 +467,11 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         """Parameters in natural units, q of whitened inducing values."""
         return saved(self.last[0], self.config.model)
 
+    def converged(self, state: ProfiledState) -> bool:
+        """Whether the better chain rests."""
+        return state.converged
+
     def details_of(self, state: ProfiledState) -> dict[str, Any]:
         """The pooled bound in nats, the noise level, and what the latest round of how many exchanges gained."""
-        progress = {"exchanges": state.exchanges, "converged": state.converged, "latest_gain_per_row": state.gain}
+        progress = {"exchanges": state.exchanges, "latest_gain_per_row": state.gain}
         return facts(*self.last) | progress | {"num_inducing": len(state.best.values[LOCATIONS])}

@@ -22,7 +22,7 @@ from strategies import sfvi_avg
 from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
 from strategies.sfvi_avg import Plan
-from strategies.sfvi_state import Prior, SFVIState, StructuredVI
+from strategies.sfvi_state import Prior, SFVIState, SteppedVI
 
 LEARNED_PRIOR = "theta.prior_log_scales"
 
@@ -33,7 +33,7 @@ def one_round(state: SFVIState, roster: Roster, plan: Plan) -> Asking[tuple[SFVI
     Only where some site says that it lost its state does the server ask each which one it was, to count it.
     """
     noise = None
-    if not plan.options.closed_form:  # 1. ε_G ~ N(0, I)
+    if not plan.options.known_expectations:  # 1. ε_G ~ N(0, I)
         noise = global_noise(plan.seed, roster.round, plan.options.samples, len(state.prior.fixed))
     request = GradientRequest(state.parameters, plan.rate, noise)  # 2. ∇ of the sites' terms, summed
     chosen = tuple(sampled(roster, plan.options.fraction, plan.seed))
@@ -91,7 +91,7 @@ def began_anew(state: SFVIState, summed: Summed[GradientShare]) -> Asking[tuple[
     return tuple(site for site, own in answers.items() if own.fresh)
 
 
-class SFVI(StructuredVI):
+class SFVI(SteppedVI):
     """Rounds of gradients; before them, where ``warm_start_rounds`` says so, rounds of SFVI-Avg."""
 
     method = "sfvi"

@@ -21,7 +21,7 @@ from fedgp_flower.methods.sfvi.options import SFVIAvgOptions, SFVIOptions
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Each, Figures, Refuse, Roster
-from strategies.sfvi_state import Averaged, SFVIState, StructuredVI
+from strategies.sfvi_state import Averaged, SFVIState, SteppedVI
 
 logger = logging.getLogger("fedgp")
 
@@ -133,7 +133,7 @@ def too_far(answers: Mapping[str, LocalEnd], sent: Mapping[str, np.ndarray], lim
     return refused
 
 
-class SFVIAvg(StructuredVI):
+class SFVIAvg(SteppedVI):
     """Rounds of local steps and averages."""
 
     method = "sfvi-avg"

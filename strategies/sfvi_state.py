@@ -1,4 +1,4 @@
-"""What SFVI and SFVI-Avg share on the server: the state, how it starts, what sites predict with and what is saved."""
+"""What forms of SFVI share on the server: the state, how it starts, what sites predict with and what is saved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -134,11 +134,25 @@ def shared_inputs(answers: Mapping[str, Shape], options: SFVIOptions, model: Mod
     return initial_locations(answers, model, seed)
 
 
-class StructuredVI(FederatedStrategy[SFVIState]):
-    """What the Strategies of both methods have in common."""
+class Reached(Protocol):
+    """A state that holds what predicts."""
+
+    @property
+    def parameters(self) -> Mapping[str, AnyShape]:
+        """θ and η_G."""
+
+    @property
+    def shared(self) -> Mapping[str, AnyShape]:
+        """Shared inducing inputs, unless they are part of θ."""
+
+
+S = TypeVar("S", bound=Reached)
+
+
+class StructuredVI(FederatedStrategy[S]):
+    """What every Strategy of the family has in common: how its posterior predicts and is saved."""
 
     options_class = SFVIOptions
-    state_class = SFVIState
     row_arrays = ("prediction.trend", "prediction.deviation")
     options: SFVIOptions
 
@@ -146,45 +160,20 @@ class StructuredVI(FederatedStrategy[SFVIState]):
         super()._set(config, *kept)
         self.predicts = self.options.model != "multinomial"
 
-    def initialise(self, roster: Roster) -> Asking[SFVIState]:
-        """The model that sites describe, before any of them has learned."""
-        return (yield from initialise(roster, self.options, self.config.model, self.config.seed))
-
-    def rate(self, server_round: int) -> float:
-        """The learning rate of a round."""
-        return self.options.rate(server_round - 1, self.planned_rounds)
-
-    def predictive(self, state: SFVIState, roster: Roster) -> Asking[Parameters]:
+    def predictive(self, state: S, roster: Roster) -> Asking[Parameters]:
         """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
         yield from ()
         return Parameters(state.parameters)
 
-    def constants(self, state: SFVIState) -> NamedArrays:
+    def constants(self, state: S) -> NamedArrays:
         """The shared inducing inputs."""
         return dict(state.shared)
 
-    def public(self, state: SFVIState) -> NamedArrays:
+    def public(self, state: S) -> NamedArrays:
         """θ and η_G."""
         return encode(Parameters(state.parameters))
 
-    def adopt(self, state: SFVIState, arrays: NamedArrays) -> SFVIState:
-        """Other parameters, the same moments."""
-        return replace(state, parameters={name.removeprefix("values."): array for name, array in arrays.items()})
-
-    def details_of(self, state: SFVIState) -> dict[str, Any]:
-        """The bound at the end, and how the latest average was reached."""
-        facts: dict[str, Any] = {"shared_latents": len(state.prior.fixed)}
-        if state.bound is not None:
-            facts["bound"] = state.bound
-        if state.fresh:
-            facts["fresh_starts"] = dict(state.fresh)
-        if state.averaged is not None:
-            last = state.averaged
-            facts["barycentre"] = {"iterations": last.iterations, "residual": last.residual}
-            facts |= {"site_estimate": last.estimate, "spread": dict(last.spread)}
-        return facts
-
-    def posterior_of(self, state: SFVIState) -> Posterior:
+    def posterior_of(self, state: S) -> Posterior:
         """What predicts for a new site: θ, q(Z_G) and the shared inputs."""
         arrays = {**state.parameters, **state.shared}
         meanings = {
@@ -204,3 +193,34 @@ class StructuredVI(FederatedStrategy[SFVIState]):
         section = {k: v for k, v in self.config.model.model_dump(by_alias=True).items() if k != "inducing-init"}
         model = {"family": "structured", "model": section, "structure": self.options.model_dump(by_alias=True)}
         return Posterior(arrays, {n: meanings.get(n, "hyperparameter") for n in arrays}, coordinates, equation, model)
+
+
+class SteppedVI(StructuredVI[SFVIState]):
+    """What SFVI and SFVI-Avg share besides: they take steps on θ and η_G."""
+
+    state_class = SFVIState
+
+    def initialise(self, roster: Roster) -> Asking[SFVIState]:
+        """The model that sites describe, before any of them has learned."""
+        return (yield from initialise(roster, self.options, self.config.model, self.config.seed))
+
+    def rate(self, server_round: int) -> float:
+        """The learning rate of a round."""
+        return self.options.rate(server_round - 1, self.planned_rounds)
+
+    def adopt(self, state: SFVIState, arrays: NamedArrays) -> SFVIState:
+        """Other parameters, the same moments."""
+        return replace(state, parameters={name.removeprefix("values."): array for name, array in arrays.items()})
+
+    def details_of(self, state: SFVIState) -> dict[str, Any]:
+        """The bound at the end, and how the latest average was reached."""
+        facts: dict[str, Any] = {"shared_latents": len(state.prior.fixed)}
+        if state.bound is not None:
+            facts["bound"] = state.bound
+        if state.fresh:
+            facts["fresh_starts"] = dict(state.fresh)
+        if state.averaged is not None:
+            last = state.averaged
+            facts["barycentre"] = {"iterations": last.iterations, "residual": last.residual}
+            facts |= {"site_estimate": last.estimate, "spread": dict(last.spread)}
+        return facts

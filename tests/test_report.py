@@ -241,10 +241,18 @@ def test_the_verdict_on_probabilities_follows_the_slope(line_run, slope, words):
 
 
 @pytest.mark.parametrize(
-    ("converged", "words"), [(True, "had converged after 20"), (False, "raise `num-server-rounds`"), (None, "chance")]
+    ("converged", "details", "words"),
+    [
+        (True, {}, "had converged after 20"),
+        (False, {}, "before it had converged."),
+        (False, {"latest_gain_per_row": 0.01}, "the latest gained 0.01"),
+        (False, {"promised_rise": 12.5}, "the next step promised 12.5"),
+        (None, {}, "chance"),
+    ],
 )
-def test_the_last_sentence_says_whether_training_had_converged(line_run, converged, words):
-    assert words in sentences(replace(read_run(line_run).metrics, converged=converged))[-1]
+def test_the_last_sentence_says_whether_training_had_converged(line_run, converged, details, words):
+    metrics = replace(read_run(line_run).metrics, converged=converged, method_details=details)
+    assert words in sentences(metrics)[-1]
 
 
 @pytest.mark.parametrize(("coverage", "words"), [(0.85, "too narrow"), (0.95, "within"), (1.0, "too wide"), (None, "")])

@@ -29,6 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "student-t": {"model__likelihood": "student-t", "evaluate_every": 2},
     "fgpr": {"method": "fgpr"},
     "sfvi": {"method": "sfvi"},
+    "sfvi in closed form": {"method": "sfvi", "sfvi__objective": "closed-form", "test_fraction": 0.8},
     "local-only": {"method": "local-only"},
 }
 

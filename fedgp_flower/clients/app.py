@@ -28,7 +28,7 @@ from fedgp_flower.privacy import audit
 from fedgp_flower.privacy.policy import Decision, Rules
 from fedgp_flower.privacy.questions import context_digest
 from fedgp_flower.run.config import RunConfig
-from fedgp_flower.run.registry import METHODS, load, parse_config
+from fedgp_flower.run.registry import client_class, parse_config
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
@@ -168,7 +168,7 @@ class SiteApp(ClientApp):
         self, config: RunConfig, given: Mapping[str, Any], context: Context, state: SiteState, rules: Rules
     ) -> SiteClient:
         """The client of the configured method, holding this node's data and state."""
-        method: type[SiteClient] = load(METHODS[config.method].client)
+        method: type[SiteClient] = client_class(config)
         site = rules.site(self.load(config, context))
         kept = context.state.config_records.get(CONTEXT) if given.get(CONTEXT) else None
         preparation = None if kept is None else _preparation(kept)

@@ -63,8 +63,8 @@ class Exportable(Protocol):
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
 """Rebuilds the predictor of a saved posterior, from it and the names of the encoded inputs."""
 SiteModel: TypeAlias = Callable[[RunData, RunConfig, RawSite, NamedArrays], Standardised | None]
-"""Rebuilds the predictor at one site, from what everybody has and what that site keeps; None where its state is about
-other rows or another run."""
+"""Rebuilds the predictor at one site, from what everybody has and what that site keeps, if anything; None where its
+state is about other rows or another run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,16 @@ class Predictor:
         try:
             arrays = read_arrays(state)
         except RunError:
-            raise RunError(f"{state} is missing or damaged: it is what a site keeps with a `state-dir`") from None
+            arrays = {}  # there are methods whose sites keep nothing
         config = parse_config(read.config)
         model: SiteModel = load(reference)
         rows = Rules.of(node, "predict", masked=False, decisions=[]).site(load_site(config, node))
         standardised = model(read, config, rows, arrays)
         if standardised is None:
-            raise RunError(f"{state} is about other rows than those of site {site!r}, or of another run")
+            raise RunError(
+                f"{state}, what a site keeps with a `state-dir`, is missing or damaged, or about other rows than those"
+                f" of site {site!r}, or of another run"
+            )
         return Predictor(read, read.posterior, _preparation(read.posterior), standardised)
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:

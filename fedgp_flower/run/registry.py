@@ -213,3 +213,8 @@ def strategy_class(config: RunConfig) -> Any:
     """The Strategy of a configuration: the one its method's table chooses, else that of the method's row."""
     importlib.import_module("gpytorch")  # whole, before anything inside it: see fedgp_flower/clients/__init__.py
     return load(config.options.strategy_for(config) or METHODS[config.method].strategy)
+
+
+def client_class(config: RunConfig) -> Any:
+    """The client of a configuration, likewise."""
+    return load(config.options.client_for(config) or METHODS[config.method].client)

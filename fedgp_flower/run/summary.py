@@ -236,7 +236,10 @@ def convergence_verdict(metrics: RunMetrics) -> str:
         return ""
     if metrics.converged:
         return f"Training had converged after {metrics.rounds} rounds."
-    return f"Training had not converged after {metrics.rounds} rounds: raise `num-server-rounds`."
+    gained, promised = (number(metrics.method_details.get(name)) for name in ("latest_gain_per_row", "promised_rise"))
+    more = f"; the latest gained {show(gained)} nats a row" if math.isfinite(gained) else ""
+    more = f"; the next step promised {show(promised)} nats of the bound" if math.isfinite(promised) else more
+    return f"Training ended after {metrics.rounds} rounds, before it had converged{more}."
 
 
 def sentences(metrics: RunMetrics) -> list[str]:

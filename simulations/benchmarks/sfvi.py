@@ -111,7 +111,7 @@ def row_of(name: str, flat: dict[str, Any], sites: int) -> dict[str, Any]:
     eta = sum(array.size for key, array in parameters.items() if key.startswith("q."))
     theta = sum(array.size for key, array in parameters.items() if key.startswith("theta."))
     options = strategy.options
-    noise = 0 if options.closed_form else options.samples * len(parameters["q.mean"])
+    noise = 0 if options.known_expectations else options.samples * len(parameters["q.mean"])
     must = 8 * (2 * eta + 2 * theta + noise)
     later, own = messages[messages["round"] > 1], averaged[averaged["round"] > 1]
     return {

@@ -43,8 +43,8 @@ AGAIN = 2**32
 """A site's further steps in a round are numbered so far apart, so that they share no draw with another round."""
 
 
-class SFVIClient(SiteClient):
-    """q(Z_Lk | Z_G) of this site, fitted around whatever q(Z_G) and θ the server sends."""
+class StructuredClient(SiteClient):
+    """What sites of every form of SFVI have."""
 
     def model(self, request: Nothing) -> ModelStart:
         """θ and the prior of Z_G at the start: the same at every site, from the configuration alone."""
@@ -53,6 +53,19 @@ class SFVIClient(SiteClient):
         model = MODELS[self.options.model].configured(self.options, self.config.model, width)
         theta = {name: value.detach().numpy().copy() for name, value in model.theta().items()}
         return ModelStart(theta, model.fixed_log_scale.numpy(), model.block.numpy())
+
+    @property
+    def options(self) -> SFVIOptions:
+        """The table ``sfvi.*``."""
+        return cast(SFVIOptions, self.config.options)
+
+    def rows_of(self, inputs: Array) -> Rows:
+        """Encoded inputs without the unit column, and its values in original units."""
+        return rows_of(self.preparation, inputs, self.options.groups_by)
+
+
+class SFVIClient(StructuredClient):
+    """q(Z_Lk | Z_G) of this site, fitted around whatever q(Z_G) and θ the server sends."""
 
     def gradient(self, request: GradientRequest) -> GradientShare:
         """SFVI: the gradient by θ and η_G, and a step on η_Lk (paper, Algorithm 1)."""
@@ -119,18 +132,9 @@ class SFVIClient(SiteClient):
     # What the handlers work with.
 
     @property
-    def options(self) -> SFVIOptions:
-        """The table ``sfvi.*``."""
-        return cast(SFVIOptions, self.config.options)
-
-    @property
     def plain(self) -> bool:
         """Whether the comparisons of all methods will do: a Gaussian likelihood and a Gaussian process."""
         return self.options.model == "gp" and self.config.model.likelihood == "gaussian"
-
-    def rows_of(self, inputs: Array) -> Rows:
-        """Encoded inputs without the unit column, and its values in original units."""
-        return rows_of(self.preparation, inputs, self.options.groups_by)
 
     @cached_property
     def memory(self) -> SiteMemory:

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fedgp_flower.gp.linalg import cholesky
 from fedgp_flower.typing import NamedArrays, Scalar
 
 
@@ -36,6 +37,14 @@ class GlobalPosterior:
         lower = values.get("q.lower")
         mean, log_scale = torch.as_tensor(values["q.mean"]), torch.as_tensor(values["q.log_scale"])
         return GlobalPosterior(mean, log_scale, None if lower is None else torch.as_tensor(lower))
+
+    @staticmethod
+    def normal(mean: Float[Tensor, " M"], covariance: Float[Tensor, "M M"]) -> GlobalPosterior:
+        """N(mean, covariance), with a full L."""
+        factor = cholesky(covariance, of="covariance of q(Z_G)")
+        rows, columns = torch.tril_indices(len(mean), len(mean), offset=-1)
+        scale = factor.diagonal()
+        return GlobalPosterior(mean, scale.log(), (factor / scale[:, None])[rows, columns])
 
     def transform(self, noise: Float[Tensor, "*S M"]) -> Float[Tensor, "*S M"]:
         """Z_G for standard normal ``noise``."""

@@ -137,7 +137,7 @@ class HierarchicalGP(ClosedFormModel):
     def trend_moments(self, features: Rows, q_global: GlobalPosterior) -> tuple[Tensor, Tensor]:
         """Mean and variance of the shared trend g alone."""
         with torch.no_grad():
-            shared, left_over = self._project(self.trend, self.inputs, features)
+            shared, left_over = self.project(self.trend, self.inputs, features)
             weights = torch.cat([shared, linear_terms(features)])
             return q_global.mean @ weights, left_over + (weights.mT @ q_global.factor()).square().sum(-1)
 
@@ -179,15 +179,15 @@ class HierarchicalGP(ClosedFormModel):
 
     def _basis(self, site: SiteData) -> Basis:
         linear = linear_terms(site.features)
-        shared, left_over = self._project(self.trend, self.inputs, site.features)
+        shared, left_over = self.project(self.trend, self.inputs, site.features)
         own = linear.new_zeros(int(self.own_noise), len(site.features))
         if self.options.deviates:
-            values, left_deviation = self._project(self.deviation, site.anchors, site.features)
+            values, left_deviation = self.project(self.deviation, site.anchors, site.features)
             left_over = left_over + left_deviation
             own = torch.cat([values, self.log_site_slope.exp()[:, None] * linear, own])
         return Basis(torch.cat([shared, linear]), own, left_over)
 
-    def _project(self, kernel: Kernel, inputs: Float[Tensor, "M D"], features: Rows) -> tuple[Tensor, Tensor]:
+    def project(self, kernel: Kernel, inputs: Float[Tensor, "M D"], features: Rows) -> tuple[Tensor, Tensor]:
         """L⁻¹K_zx [M, N] and the conditional variance k(x, x) − ‖L⁻¹K_zx‖² [N]."""
         weights = whitened_projection(kernel, inputs, features, jitter=self.options.jitter)
         return weights, kernel(features, diag=True) - weights.square().sum(0)

@@ -1,4 +1,4 @@
-"""What server and sites of SFVI and SFVI-Avg say to each other. Of q(Z_Lk | Z_G) nothing leaves a site.
+"""What server and sites of SFVI and SFVI-Avg say to each other. Of q(Z_Lk | Z_G) nothing leaves a site by itself.
 
 θ and η_G travel as arrays under names: ``theta.*``, and ``q.mean``, ``q.log_scale`` and, unless q(Z_G) is diagonal,
 ``q.lower``, with Z_G = μ + σ ⊙ (L ε) and L's strictly lower entries row by row.
@@ -61,18 +61,21 @@ class GradientShare:
     @staticmethod
     def outliers(answers: Mapping[str, GradientShare], rows: Mapping[str, int]) -> dict[str, str]:
         """Gradients that dwarf those of the other sites; with fewer than three sites nobody can tell which is wrong."""
-        if len(answers) < 3:
-            return {}
         largest = {  # a norm would overflow where a liar's numbers are huge
             site: max(float(np.abs(array).max(initial=0.0)) for array in share.values.values()) / rows[site]
             for site, share in answers.items()
         }
-        usual = float(np.median(list(largest.values())))
-        return {
-            site: f"its gradient is {size / usual:.1e} times the usual one per row"
-            for site, size in largest.items()
-            if size > OUTLIER * usual > 0
-        }
+        return dwarfing(largest, "gradient")
+
+
+def dwarfing(sizes: Mapping[str, float], what: str) -> dict[str, str]:
+    """Sites whose size per row dwarfs the usual one, and the reason; with fewer than three nobody can tell."""
+    usual = float(np.median(list(sizes.values()))) if len(sizes) > 2 else 0.0
+    return {
+        site: f"its {what} is {size / usual:.1e} times the usual one per row"
+        for site, size in sizes.items()
+        if size > OUTLIER * usual > 0
+    }
 
 
 @message()
@@ -102,3 +105,41 @@ class Beginning:
     """Whether a site began anew in the latest round."""
 
     fresh: bool = leaves("it had no memory of earlier rounds and caught up")
+
+
+@message()
+class ExpansionRequest:
+    """SFVI in closed form: where sums and their derivatives are wanted."""
+
+    values: Mapping[str, AnyShape] = leaves("θ, and η_G of the best θ so far")
+
+
+@message("train.expansion", summand=True)
+class ExpansionShare:
+    """What Z_G sees of a site's rows once its deviation is integrated out, and how it changes with θ; only sums count.
+
+    Derivatives are total ones: the site's noise offset follows θ.
+    """
+
+    precision: Float[ndarray, "G G"] = leaves("P = Φ R⁻¹ Φᵀ", symmetric=True)
+    shift: Float[ndarray, " G"] = leaves("p = Φ R⁻¹ y")
+    constant: Float[ndarray, ""] = leaves("c = log N(y | 0, R) − what inducing values leave open − ½z²")
+    slopes: Float[ndarray, "T Q"] = leaves("derivatives by θ of lower entries of P, of p, of c")
+    curvature: Float[ndarray, "T T"] = leaves("second derivatives of c − ½ tr[(S + mmᵀ)P] + mᵀp", symmetric=True)
+    count: Float[ndarray, ""] = leaves("number of rows")
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def refusal(self, rows: int) -> str | None:
+        """Why sums cannot come from so many rows, or None."""
+        if float(self.count) != rows:
+            return f"sums of {float(self.count):g} rows, introduced itself with {rows}"
+        size = max(float(np.abs(self.precision).max()), 1e-300)
+        if not np.linalg.eigvalsh(self.precision / size)[0] >= -1e-6:
+            return "`precision` is not positive semi-definite"
+        return None
+
+    @staticmethod
+    def outliers(answers: Mapping[str, ExpansionShare], rows: Mapping[str, int]) -> dict[str, str]:
+        """Precisions that dwarf those of the other sites."""
+        sizes = {site: float(np.trace(own.precision)) / rows[site] for site, own in answers.items()}
+        return dwarfing(sizes, "precision")

@@ -17,6 +17,9 @@ LIKELIHOODS = {
     "logistic-mixed": ("bernoulli",),
     "multinomial": ("gaussian",),
 }
+CLOSED_FORM = {"objective", "tolerance", "model", "shared_inputs"}
+CLOSED_FORM |= {"deviation", "site_inducing", "site_noise", "site_slope"}
+"""Fields that SFVI in closed form reads."""
 
 
 class SFVIOptions(MethodOptions):
@@ -28,6 +31,12 @@ class SFVIOptions(MethodOptions):
 
     model: Literal["gp", "logistic-mixed", "multinomial"] = "gp"
     """``gp``: shared trend + site deviation + site noise; the others as in the paper, Sections S3.1 and S3.2."""
+    objective: Literal["stochastic", "closed-form"] = "stochastic"
+    """``sfvi``: ``stochastic`` is the paper's gradient of θ and q(Z_G). ``closed-form``, for ``gp`` with Gaussian
+    noise, has both q at their optimum, keeps deviations exact, and takes Newton steps on θ until they promise no more.
+    """
+    tolerance: Positive = 0.1
+    """``closed-form``: stop when the next step promises a smaller rise of the bound, in nats of all rows together."""
     structure: Literal["diagonal", "full"] = "diagonal"
     """L_G of q(Z_G). ``full`` sends M²/2 numbers more; ``gp`` gains from it where sites do not deviate."""
     local_structure: Literal["diagonal", "full"] = "full"
@@ -94,6 +103,18 @@ class SFVIOptions(MethodOptions):
     prediction_draws: PositiveInt = 200
     """Draws in a prediction; ``gp`` needs none."""
 
+    def in_closed_form(self, core: CoreConfig) -> bool:
+        """Whether a run takes Newton steps."""
+        return self.objective == "closed-form" and core.method == "sfvi"
+
+    def strategy_for(self, core: CoreConfig) -> str:
+        """The Strategy of ``sfvi.objective``."""
+        return "strategies.sfvi_closed:SFVIClosedForm" if self.in_closed_form(core) else ""
+
+    def client_for(self, core: CoreConfig) -> str:
+        """The site's half of ``sfvi.objective``."""
+        return "fedgp_flower.methods.sfvi.closed_client:ClosedFormClient" if self.in_closed_form(core) else ""
+
     def check(self, core: CoreConfig) -> None:
         """A likelihood the model has, whole batches, and the keys a model cannot do without."""
         allowed = LIKELIHOODS[self.model]
@@ -120,9 +141,23 @@ class SFVIOptions(MethodOptions):
         if self.amortised_units and self.model != "logistic-mixed":
             raise ConfigError("`sfvi.amortised-units`: only `sfvi.model` = 'logistic-mixed' has units to read off rows")
         core.require_whole_rosters("sfvi.fraction", self.fraction)
+        if self.in_closed_form(core):
+            self._check_closed_form(core)
+
+    def _check_closed_form(self, core: CoreConfig) -> None:
+        if self.model != "gp" or core.model.likelihood != "gaussian":
+            raise ConfigError(
+                "`sfvi.objective` = 'closed-form' needs `sfvi.model` = 'gp' and `model.likelihood` = 'gaussian'; set it"
+                " to 'stochastic'"
+            )
+        usual = SFVIOptions()
+        names = [name for name in type(self).model_fields if name not in CLOSED_FORM]
+        if unread := [name for name in names if getattr(self, name) != getattr(usual, name)]:
+            keys = ", ".join(f"`sfvi.{name.replace('_', '-')}`" for name in unread)
+            raise ConfigError(f"{keys}: not read where `sfvi.objective` = 'closed-form'; set it to 'stochastic'")
 
     @property
-    def closed_form(self) -> bool:
+    def known_expectations(self) -> bool:
         """Whether the model's expectations are known, so that no draws travel."""
         return self.model == "gp"
 

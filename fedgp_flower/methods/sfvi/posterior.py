@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -17,6 +17,7 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.gp.to_gpytorch import SparsePosterior
 from fedgp_flower.messages import decode
 from fedgp_flower.methods.sfvi.estimators import unit_noise
+from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
 from fedgp_flower.methods.sfvi.export import export
 from fedgp_flower.methods.sfvi.family import GlobalPosterior, LocalFamily
 from fedgp_flower.methods.sfvi.gp import HierarchicalGP
@@ -129,13 +130,32 @@ def saved_model(saved: Posterior, names: tuple[str, ...], *, link: bool = False)
     return NewSite(StructuredPosterior(model, GlobalPosterior.of(arrays), options.prediction_draws), aside, link)
 
 
+def exact_site(
+    config: RunConfig, preparation: Preparation, site: RawSite, arrays: Mapping[str, np.ndarray]
+) -> ExactDeviation:
+    """The rows of a site under the model at some parameters, for SFVI in closed form."""
+    model, rows = model_and_rows(config, preparation, site, arrays)
+    return ExactDeviation(cast(HierarchicalGP, model), rows.features, rows.targets)
+
+
 def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
-    """The same with the local posterior of a site; None where its state is about other rows or another run."""
+    """The same with the local posterior of a site; None where its state is about other rows or another run.
+
+    In closed form the site keeps no state: its rows are enough, also those of a site that took no part.
+    """
     if run.posterior is None:
         return None
     options = cast(SFVIOptions, config.options)
     arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
     preparation = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
+    if options.in_closed_form(config):
+        exact, shared = exact_site(config, preparation, site, arrays), GlobalPosterior.of(arrays)
+
+        def predict_exactly(inputs: Array) -> tuple[Array, Array]:
+            mean, variance = exact.predict(torch.from_numpy(inputs), shared)
+            return mean.numpy(), variance.sqrt().numpy()
+
+        return predict_exactly
     model, rows = model_and_rows(config, preparation, site, arrays)
     q_global, start = GlobalPosterior.of(arrays), initial_local(model, rows, options, seed=0)
     q_local = decode(SiteMemory, state).posterior(rows, start, q_global.mean, run.metrics.rounds)

@@ -1,0 +1,231 @@
+"""SFVI in closed form: Newton steps on θ for a hierarchical GP with Gaussian noise, one exchange a step.
+
+At fixed θ the structured posterior of Hassan, Salomone and Mengersen (2023) is known. A site integrates its deviation
+out and sends sums; from their total the server has the bound F, its exact gradient and its Hessian
+(:mod:`fedgp_flower.methods.sfvi.closed_form`). The server needs totals and no site's summand. Every logarithm of θ has
+a weak normal prior, whose mode is where a run starts and whose standard deviations are the units of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+
+from fedgp_flower.gp.kernels import prior_variance
+from fedgp_flower.gp.linalg import kernel_cholesky
+from fedgp_flower.messages import leaves, message
+from fedgp_flower.methods.sfvi.closed_form import (
+    Expansion,
+    Slopes,
+    Sums,
+    expansion,
+    newton_step,
+    posterior,
+    transported,
+)
+from fedgp_flower.methods.sfvi.family import initial_global, named, on_the_wire
+from fedgp_flower.methods.sfvi.gp import HierarchicalGP
+from fedgp_flower.methods.sfvi.messages import ExpansionRequest, ExpansionShare
+from fedgp_flower.methods.sfvi.options import SHARED
+from fedgp_flower.typing import AnyShape, NamedArrays
+from strategies.fsgp_exact import pack, unpack
+from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from strategies.sfvi_state import StructuredVI, initialise
+
+FIRST_RADIUS, LARGEST_RADIUS = 1.0, 1.5
+"""Farthest that a step moves any entry of θ, in prior standard deviations."""
+GOOD, POOR = 0.6, 0.25
+"""Shares of the promised rise from which on the radius doubles, and below which it is a third of the step."""
+SLACK = 0.05
+"""Nats by which F may fall: q(Z_G) and the noise offsets at the sites lag a step behind."""
+VARIANCES = ("outputscale", "variance", "noise")
+
+
+@message()
+class NewtonState:
+    """The best θ so far with F to second order around it, and the θ to ask about next."""
+
+    parameters: Mapping[str, AnyShape]
+    """The best θ as ``theta.*``, and its q(Z_G)."""
+    shared: Mapping[str, AnyShape]
+    mode: Float[ndarray, " T"]
+    """Of the prior of θ."""
+    scale: Float[ndarray, " T"]
+    """Its standard deviations."""
+    trial: Float[ndarray, " T"]
+    asked: Mapping[str, AnyShape]
+    """A guess of q(Z_G) there, around which sites find their noise offsets."""
+    precision: Float[ndarray, "G G"] | None = leaves("P at the best θ", symmetric=True, default=None)
+    shift: Float[ndarray, " G"] | None = None
+    """Of the total at the best θ: p."""
+    sites: tuple[str, ...] = ()
+    count: float = 0.0
+    """Rows of these sites."""
+    value: float | None = None
+    """F plus the log prior, nats; none before the first total."""
+    bound: float | None = None
+    """F."""
+    gradient: Float[ndarray, " T"] | None = None
+    """Of ``value``, like the Hessian in prior standard deviations."""
+    hessian: Float[ndarray, "T T"] | None = None
+    radius: float = FIRST_RADIUS
+    promised: float = math.inf
+    """Rise of ``value`` that the step to ``trial`` promises."""
+    rise: float = math.inf
+    """That of a step that no radius shortens."""
+
+    @property
+    def theta(self) -> NamedArrays:
+        """The best θ."""
+        return {name: array for name, array in self.parameters.items() if name.startswith("theta.")}
+
+
+def one_round(state: NewtonState, roster: Roster, model: HierarchicalGP) -> Asking[tuple[NewtonState, Figures]]:
+    """One exchange, one step. Totals of other sites than before belong to another F: then the trial point is taken."""
+    del roster
+    request = ExpansionRequest({**unpack(state.trial, state.theta), **state.asked})
+    summed: Summed[ExpansionShare] = yield Total(ExpansionShare, request)
+    if summed.total is None:
+        return state, {}
+    found, count = with_prior(state, summed.total), float(summed.total.count)
+    if state.value is None or (summed.sites, count) != (state.sites, state.count):
+        radius, taken = FIRST_RADIUS, True
+    else:
+        radius = next_radius(state, found.value)
+        taken = found.value > state.value - SLACK
+    if taken:
+        theta = unpack(state.trial, state.theta)
+        state = replace(
+            state,
+            parameters={**theta, **on_the_wire({}, named(found.q_global))},
+            precision=summed.total.precision,
+            shift=summed.total.shift,
+            sites=summed.sites,
+            count=count,
+            value=found.value,
+            bound=found.value + half_square(state),
+            gradient=found.gradient.numpy(),
+            hessian=found.hessian.numpy(),
+        )
+    state = stepped(state, radius, model)
+    assert state.bound is not None
+    return state, {"objective": state.bound / state.count, "promised_rise": state.rise}
+
+
+def half_square(state: NewtonState) -> float:
+    """−log p(θ) at the trial point, up to a constant."""
+    return 0.5 * float((((state.trial - state.mode) / state.scale) ** 2).sum())
+
+
+def with_prior(state: NewtonState, total: ExpansionShare) -> Expansion:
+    """F + log p(θ) to second order around the trial point, by θ in prior standard deviations."""
+    precision, shift, constant, flat, curvature = (
+        torch.from_numpy(np.asarray(own))
+        for own in (total.precision, total.shift, total.constant, total.slopes, total.curvature)
+    )
+    found = expansion(Sums(precision, shift, constant), Slopes.of(flat, len(shift)), curvature)
+    scale, whitened = torch.from_numpy(state.scale), torch.from_numpy((state.trial - state.mode) / state.scale)
+    return replace(
+        found,
+        value=found.value - half_square(state),
+        gradient=scale * found.gradient - whitened,
+        hessian=scale[:, None] * found.hessian * scale - torch.eye(len(scale)).to(scale),
+    )
+
+
+def next_radius(state: NewtonState, value: float) -> float:
+    """By the share of the promised rise that came."""
+    assert state.value is not None
+    share = (value - state.value) / state.promised
+    if share > GOOD:
+        return min(2 * state.radius, LARGEST_RADIUS)
+    length = float(np.abs((state.trial - pack(state.theta)) / state.scale).max())
+    return length / 3 if share < POOR else state.radius
+
+
+def stepped(state: NewtonState, radius: float, model: HierarchicalGP) -> NewtonState:
+    """The next trial point, from the best one, and a guess of q(Z_G) there."""
+    assert state.gradient is not None
+    assert state.hessian is not None
+    assert state.precision is not None
+    assert state.shift is not None
+    gradient, hessian = torch.from_numpy(state.gradient), torch.from_numpy(state.hessian)
+    step, promised = newton_step(gradient, hessian, radius)
+    _, rise = newton_step(gradient, hessian, math.inf)
+    trial = pack(state.theta) + state.scale * step.numpy()
+    turned = transported(
+        torch.from_numpy(state.precision),
+        torch.from_numpy(state.shift),
+        inducing_factor(model, state.theta),
+        inducing_factor(model, unpack(trial, state.theta)),
+    )
+    asked = on_the_wire({}, named(posterior(*turned)[0]))
+    return replace(state, trial=trial, asked=asked, radius=radius, promised=promised, rise=rise)
+
+
+@torch.no_grad()
+def inducing_factor(model: HierarchicalGP, theta: Mapping[str, ndarray]) -> torch.Tensor:
+    """L with L Lᵀ = K_zz of the trend at a θ."""
+    model.load_theta({name.removeprefix("theta."): torch.from_numpy(own) for name, own in theta.items()})
+    kzz = model.trend(model.inputs).to_dense()
+    return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.options.jitter)
+
+
+def beginning(parameters: Mapping[str, ndarray], shared: Mapping[str, ndarray], num_inputs: int) -> NewtonState:
+    """θ as the sites' model starts, but lengthscales √D times as long, because so are distances; q(Z_G) = p(Z_G)."""
+    theta = {name: array for name, array in parameters.items() if name.startswith("theta.")}
+    theta = {n: own + 0.5 * math.log(num_inputs) * n.endswith("lengthscale") for n, own in theta.items()}
+    scales = {n: np.full(own.shape, 2.0 if any(v in n for v in VARIANCES) else 1.0) for n, own in theta.items()}
+    prior = initial_global(len(parameters["q.mean"]), scale=1.0, triangular=True)
+    mode, eta = pack(theta), on_the_wire({}, named(prior))
+    return NewtonState({**theta, **eta}, shared, mode, pack(scales), mode, eta)
+
+
+class SFVIClosedForm(StructuredVI[NewtonState]):
+    """Newton steps on θ, until the next one promises no more than ``tolerance``."""
+
+    method = "sfvi"
+    state_class = NewtonState
+    implied: ClassVar[Mapping[str, Any]] = {"objective": "closed-form"}
+
+    def initialise(self, roster: Roster) -> Asking[NewtonState]:
+        """The mode of the prior."""
+        start = yield from initialise(roster, self.options, self.config.model, self.config.seed)
+        return beginning(start.parameters, start.shared, self.preparation.num_inputs)
+
+    def one_round(self, state: NewtonState, roster: Roster) -> Asking[tuple[NewtonState, Figures]]:
+        """One exchange."""
+        width, points = self.preparation.num_inputs, torch.from_numpy(state.shared[SHARED])
+        model = HierarchicalGP.configured(self.options, self.config.model, width, points)
+        return (yield from one_round(state, roster, model))
+
+    def finished(self, state: NewtonState) -> bool:
+        """Whether no step promises more than the tolerance, and no healthy site is missing from the total."""
+        return state.promised < self.options.tolerance and set(self.roster().sites) <= set(state.sites)
+
+    def adopt(self, state: NewtonState, arrays: NamedArrays) -> NewtonState:
+        """Other parameters are the next trial point, whatever their bound."""
+        given = {name.removeprefix("values."): array for name, array in arrays.items()}
+        if all(np.array_equal(given[name], own) for name, own in state.parameters.items()):
+            return state
+        state = replace(state, parameters=given, value=None, promised=math.inf)
+        eta = {name: own for name, own in given.items() if name not in state.theta}
+        return replace(state, trial=pack(state.theta), asked=eta)
+
+    def details_of(self, state: NewtonState) -> dict[str, Any]:
+        """The bound in nats, and what the next step would promise."""
+        facts: dict[str, Any] = {"shared_latents": len(state.parameters["q.mean"])}
+        if state.bound is None:
+            return facts
+        return facts | {"bound": state.bound, "promised_rise": state.rise}
+
+    def converged(self, state: NewtonState) -> bool:
+        """Whether another step would promise less than the tolerance."""
+        return state.bound is not None and state.rise < self.options.tolerance

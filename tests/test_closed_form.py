@@ -1,0 +1,142 @@
+"""SFVI in closed form against dense algebra, autograd and finite differences, without Flower."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from structured_problems import gp_sites, sparse_gp
+
+from fedgp_flower.methods.sfvi import exact_deviation
+from fedgp_flower.methods.sfvi.closed_form import Slopes, Sums, expansion
+from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation, flattened
+from fedgp_flower.methods.sfvi.family import initial_global
+from fedgp_flower.methods.sfvi.gp import linear_terms
+
+POINTS = torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None]
+
+
+@pytest.fixture
+def problem():
+    """A hierarchical GP with site noise, and three sites of different size."""
+    generator = torch.Generator().manual_seed(3)
+    model = sparse_gp(inputs=POINTS, noise_spread=0.5)
+    with torch.no_grad():
+        model.log_site_slope += torch.tensor([0.2, -0.3], dtype=torch.float64)
+    return model, [ExactDeviation(model, rows.features, rows.targets) for rows in gp_sites(model, generator)]
+
+
+def total(parts):
+    return Sums(
+        sum(own.precision for own in parts), sum(own.shift for own in parts), sum(own.constant for own in parts)
+    )
+
+
+def bound(sums):
+    """F with autograd left on: c − ½ log|I + P| + ½ pᵀ(I + P)⁻¹p."""
+    precision = torch.eye(len(sums.shift), dtype=torch.float64) + sums.precision
+    fit = sums.shift @ torch.linalg.solve(precision, sums.shift)
+    return sums.constant - 0.5 * torch.linalg.slogdet(precision)[1] + 0.5 * fit
+
+
+def dense_bound(model, sites, offsets):
+    """Titsias' bound of the pooled rows, from the covariance of all of them, plus the log prior of the offsets."""
+    features, targets = torch.cat([s.features for s in sites]), torch.cat([s.targets for s in sites])
+    kzx = model.trend(model.inputs, features).to_dense()
+    kzz = model.trend(model.inputs).to_dense()
+    kzz = kzz + model.options.jitter * torch.eye(len(kzz), dtype=torch.float64) * kzz.diagonal().mean()
+    nystrom = kzx.mT @ torch.linalg.solve(kzz, kzx)
+    trend = nystrom + linear_terms(features).mT @ linear_terms(features)
+    own, open_rows, noises = [], [], []
+    start = 0
+    for site, offset in zip(sites, offsets, strict=True):
+        n = len(site.targets)
+        slopes = model.log_site_slope.exp()[:, None] * linear_terms(site.features)
+        noise = (model.log_noise + 2 * model.options.noise_spread * offset.sum()).exp()
+        own.append(model.deviation(site.features).to_dense() + slopes.mT @ slopes + noise * torch.eye(n).double())
+        prior = model.trend(site.features, diag=True) - nystrom.diagonal()[start : start + n]
+        open_rows.append(prior.sum() / noise)
+        noises.append(0.5 * offset.square().sum())
+        start += n
+    covariance = trend + torch.block_diag(*own)
+    fit = targets @ torch.linalg.solve(covariance, targets)
+    normal = -0.5 * (torch.linalg.slogdet(covariance)[1] + fit + len(targets) * math.log(2 * math.pi))
+    return normal - 0.5 * sum(open_rows) - sum(noises)
+
+
+def at(model, vector):
+    """Load θ from one vector, in the order of the names."""
+    start = 0
+    with torch.no_grad():
+        for _, own in sorted(model.theta().items()):
+            own.copy_(vector[start : start + own.numel()].view_as(own))
+            start += own.numel()
+
+
+def theta_of(model):
+    return flattened(tuple(own.detach() for _, own in sorted(model.theta().items()))).clone()
+
+
+def expanded(sites, q_global):
+    """F to second order from the sums that sites would send."""
+    found = [site.derivatives(q_global) for site in sites]
+    slopes = Slopes.of(sum(own.slopes for own in found), len(q_global.mean))
+    return expansion(total([own.sums for own in found]), slopes, sum(own.curvature for own in found))
+
+
+@pytest.mark.parametrize("rows", [400, 0], ids=["dense", "low rank"])
+def test_the_bound_is_that_of_a_dense_pooled_gp(problem, monkeypatch, rows):
+    """With the deviation on all rows of a site, UᵀU is K_L up to the jitter of its own K_zz."""
+    model, sites = problem
+    offsets = [torch.tensor([own], dtype=torch.float64) for own in (0.3, -0.5, 0.1)]
+    if rows == 0:
+        model.options = model.options.__class__(**{**vars_of(model.options), "jitter": 1e-12})
+        for site in sites:
+            site.dense = False
+    monkeypatch.setattr(exact_deviation, "DENSE_ROWS", 100)
+    with torch.no_grad():
+        sums = total([site.sums(site.parts(), own) for site, own in zip(sites, offsets, strict=True)])
+        expected = dense_bound(model, sites, offsets)
+    assert float(bound(sums)) == pytest.approx(float(expected), abs=1e-8)
+
+
+def vars_of(options):
+    return {name: getattr(options, name) for name in options.__slots__}
+
+
+def settled(sites):
+    """F at the θ of the model, once q(Z_G) and the sites' modes agree."""
+    q_global = initial_global(6, scale=1.0, triangular=True)
+    for _ in range(60):
+        found = expanded(sites, q_global)
+        q_global = found.q_global
+    return found
+
+
+def test_gradient_and_hessian_are_those_of_the_dense_bound(problem):
+    """Where q(Z_G) has settled; the Hessian is that of F(θ, z(θ)) with z at the mode of J, by central differences."""
+    model, sites = problem
+    found = settled(sites)
+    start, h = theta_of(model), 1e-5
+    offsets = [site.mode(found.q_global)[0] for site in sites]
+
+    def modes(theta):
+        at(model, theta)
+        return torch.cat([site.mode(found.q_global)[0] for site in sites])
+
+    along = torch.stack([(modes(start + h * e) - modes(start - h * e)) / (2 * h) for e in torch.eye(7).double()], 1)
+
+    def gradient(move):
+        at(model, start + move)
+        leaves = [own for _, own in sorted(model.theta().items())]
+        moved = [(own + move @ follow).requires_grad_() for own, follow in zip(offsets, along, strict=True)]
+        slopes = torch.autograd.grad(dense_bound(model, sites, moved), [*leaves, *moved])
+        return flattened(slopes[:-3]) + flattened(slopes[-3:]) @ along
+
+    at(model, start)
+    with torch.no_grad():
+        assert found.value == pytest.approx(float(dense_bound(model, sites, offsets)), abs=1e-8)
+    torch.testing.assert_close(found.gradient, gradient(torch.zeros(7).double()), rtol=1e-10, atol=1e-10)
+    differences = torch.stack([(gradient(h * e) - gradient(-h * e)) / (2 * h) for e in torch.eye(7).double()])
+    torch.testing.assert_close(found.hessian, differences, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,295 @@
+"""SFVI in closed form as a federation runs it: the same for any partition, resumed, without a site, under masks."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, lost, run, waves
+from structured_problems import gp_sites, sparse_gp
+from test_closed_form import dense_bound
+
+from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.gp.linalg import symmetric
+from fedgp_flower.messages import add
+from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
+from fedgp_flower.methods.sfvi.family import GlobalPosterior
+from fedgp_flower.methods.sfvi.messages import ExpansionShare
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.predict import Predictor
+from fedgp_flower.run.registry import parse_config
+from strategies.server.questions import Roster, drive
+from strategies.sfvi_closed import beginning, one_round
+
+POINTS = torch.linspace(-2, 2, 5, dtype=torch.float64)[:, None]
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    """A hierarchical GP of the sine set, or what the changes make of it."""
+    return configured(**{"method": "sfvi", "sfvi__objective": "closed-form", "num_server_rounds": 30, **changes})
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Sites a, b and c with 24 training rows each."""
+    tables = {site: waves(30, seed) for seed, site in enumerate("abc")}
+    return csv_nodes(tmp_path_factory.mktemp("three"), tables)
+
+
+def load(model: Any, values: Any) -> None:
+    """θ of a message into a model."""
+    theta = {name: torch.tensor(own) for name, own in values.items() if name.startswith("theta.")}
+    model.load_theta({name.removeprefix("theta."): own for name, own in theta.items()})
+
+
+class Units:
+    """A site with several units, each with a deviation and a noise of its own; it sends their sum."""
+
+    def __init__(self, model: Any, units: list[ExactDeviation]) -> None:
+        self.model, self.units = model, units
+
+    def expansion(self, request: Any) -> ExpansionShare:
+        """As the client does it."""
+        load(self.model, request.values)
+        shares = []
+        for unit in self.units:
+            found = unit.derivatives(GlobalPosterior.of(request.values))
+            parts = (own.numpy() for own in (*found.sums.parts(), found.slopes, found.curvature))
+            shares.append(ExpansionShare(*parts, np.array(float(len(unit.targets)))))
+        return add(shares)
+
+
+def trajectory(sizes: tuple[int, ...], rounds: int, **keys: Any) -> tuple[Any, list[Any], list[ExactDeviation]]:
+    """The model, the states of some rounds, and four units dealt to sites of so many."""
+    model = sparse_gp(inputs=POINTS, **{"noise_spread": 0.5, **keys})
+    rows = gp_sites(model, torch.Generator().manual_seed(5), sizes=(9, 12, 7, 10))
+    units = [ExactDeviation(model, own.features, own.targets) for own in rows]
+    starts = np.cumsum([0, *sizes])
+    sites = {str(k): Units(model, units[a:b]) for k, (a, b) in enumerate(pairwise(starts))}
+    theta = {f"theta.{name}": own.detach().numpy().copy() for name, own in model.theta().items()}
+    states = [beginning({**theta, "q.mean": np.zeros(7)}, {}, 1)]
+    roster, start = Roster(dict.fromkeys(sites, 1), tuple(sites), (), 1), deepcopy(model)
+    for _ in range(rounds):
+        states.append(drive(one_round(states[-1], roster, start), sites)[0])
+    return model, states, units
+
+
+def test_any_partition_of_units_takes_the_same_steps() -> None:
+    _, one, _ = trajectory((4,), 8)
+    for sizes in ((1, 1, 1, 1), (2, 2), (1, 3)):
+        _, other, _ = trajectory(sizes, 8)
+        for before, after in zip(one, other, strict=True):
+            assert after.trial == pytest.approx(before.trial, rel=1e-9, abs=1e-9)
+    assert one[-1].value > one[1].value + 1
+
+
+def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum() -> None:
+    """Without noise offsets nothing lags behind; L-BFGS of the dense bound from there finds no more."""
+    model, states, units = trajectory((2, 2), 12, noise_spread=0.0)
+    state = states[-1]
+    load(model, state.theta)
+    none = [torch.zeros(0, dtype=torch.float64)] * 4
+    value = dense_bound(model, units, none)
+    assert state.bound == pytest.approx(float(value.detach()), abs=1e-8)
+    leaves = [own for _, own in sorted(model.theta().items())]
+    slopes = torch.cat([own.flatten() for own in torch.autograd.grad(value, leaves)]).numpy()
+    prior = (np.concatenate([own.detach().numpy().ravel() for own in leaves]) - state.mode) / state.scale**2
+    assert slopes == pytest.approx(prior, abs=1e-5)  # of F and of the log prior, which are equal at the optimum
+    assert state.rise < 1e-6
+
+
+def test_a_run_converges_and_says_so(three: list[dict[str, Any]]) -> None:
+    recorder = Recorder()
+    strategy = run(FaultyGrid(tiny(), three), recorder)
+    assert strategy.round < 15
+    assert strategy.outcome.metrics["converged"]
+    assert strategy.outcome.metrics["method_details"]["promised_rise"] < 0.1
+    values = [row["objective"] for row in recorder.rows]
+    assert values[-1] > values[0] + 0.3
+    short = run(FaultyGrid(tiny(num_server_rounds=2), three))
+    assert not short.outcome.metrics["converged"]
+
+
+def test_a_resumed_run_is_the_unbroken_one(three: list[dict[str, Any]]) -> None:
+    recorder, again = Recorder(), Recorder()
+    unbroken = run(FaultyGrid(tiny(), three), recorder)
+    resumed = run(FaultyGrid(tiny(), three), again, recorder.snapshots[2])
+    assert resumed.round == unbroken.round
+    for name, own in unbroken.current.parameters.items():
+        assert np.array_equal(resumed.current.parameters[name], own), name
+    assert resumed.outcome.metrics["test"] == unbroken.outcome.metrics["test"]
+
+
+def test_a_lost_site_ends_a_step_not_the_run(three: list[dict[str, Any]]) -> None:
+    """Without it the total belongs to another bound, so the point is taken; when it is back, once more."""
+    recorder = Recorder()
+    strategy = run(FaultyGrid(tiny(), three, Fault("b", lost, ("train.expansion",), range(3, 4))), recorder)
+    assert "b" in blamed(strategy)
+    calm = run(FaultyGrid(tiny(), three))
+    assert strategy.current.sites == ("a", "b", "c")
+    assert strategy.details()["bound"] == pytest.approx(calm.details()["bound"], abs=0.3)
+
+
+def test_a_site_that_never_answers_is_left_out(three: list[dict[str, Any]]) -> None:
+    strategy = run(FaultyGrid(tiny(), three, Fault("b", lost, ("train.expansion",))))
+    assert strategy.current.sites == ("a", "c")
+    assert strategy.converged_now()
+
+
+def test_a_site_whose_target_is_constant_does_not_break_the_others(tmp_path: Path) -> None:
+    """They score as they would without it. An exact constant is refused before."""
+    tables = {site: waves(30, seed) for seed, site in enumerate("abc")}
+    flat = tables["c"].assign(y=tables["c"]["y"].mean() + 1e-6 * tables["c"]["y"])
+    scores = []
+    for own in ({site: tables[site] for site in "ab"}, {**tables, "c": flat}):
+        strategy = run(FaultyGrid(tiny(), csv_nodes(tmp_path, own)))
+        assert not blamed(strategy)
+        assert strategy.converged_now()
+        scores.append([row["nll"] for row in strategy.outcome.metrics["per_site"]])
+    assert scores[1][:2] == pytest.approx(scores[0], abs=0.1)
+    assert math.isfinite(scores[1][2])
+
+
+def test_sums_are_those_of_rows() -> None:
+    """P is symmetric, positive semi-definite and of rank N at most."""
+    _, states, units = trajectory((4,), 2)
+    q_global = GlobalPosterior.of(states[-1].parameters)
+    for unit in units:
+        precision = unit.derivatives(q_global).sums.precision
+        torch.testing.assert_close(precision, symmetric(precision), rtol=0, atol=1e-12 * float(precision.max()))
+        assert float(torch.linalg.eigvalsh(precision)[0]) > -1e-10 * float(precision.max())
+    few = ExactDeviation(units[0].model, units[0].features[:3], units[0].targets[:3])
+    assert int(torch.linalg.matrix_rank(few.derivatives(q_global).sums.precision, rtol=1e-10)) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda own: {**own, "precision": -own["precision"]}, "not positive semi-definite"),
+        (lambda own: {**own, "count": own["count"] + 1}, "introduced itself with"),
+        (lambda own: {**own, "shift": own["shift"][1:]}, "shape"),
+        (lambda own: {**own, "precision": 1e9 * own["precision"]}, "its precision is"),
+    ],
+    ids=["indefinite", "other rows", "other shape", "huge"],
+)
+def test_sums_that_no_rows_have_are_refused(change: Any, reason: str, three: list[dict[str, Any]]) -> None:
+    strategy = run(FaultyGrid(tiny(num_server_rounds=1), three, Fault("c", arrays(change), ("train.expansion",))))
+    assert any(reason in said for said in blamed(strategy)["c"])
+    assert strategy.current.sites == ("a", "b")
+
+
+def dense_prediction(unit: ExactDeviation, others: list[ExactDeviation], new: torch.Tensor) -> tuple[Any, Any]:
+    """Mean and variance of y at new rows of a unit, from the joint covariance of all rows; noise without offset."""
+    model = unit.model
+    units = [*others, unit]
+    every = torch.cat([*(own.features for own in units), new])
+    size = len(every) - len(new)
+    shared, left_over = unit._shared(every)
+    covariance = shared.mT @ shared
+    start = 0
+    for own in units:
+        here = [*range(start, start + len(own.features)), *(range(size, len(every)) if own is unit else ())]
+        covariance[np.ix_(here, here)] += unit._covariance(every[here])
+        start += len(own.features)
+    noise = model.log_noise.exp()
+    prior = covariance[:size, :size] + noise * torch.eye(size, dtype=torch.float64)
+    gain = torch.linalg.solve(prior, covariance[:size, size:]).mT
+    left = covariance[size:, size:] - gain @ covariance[:size, size:]
+    targets = torch.cat([own.targets for own in units])
+    return gain @ targets, left.diagonal() + left_over[size:] + noise
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "low rank"])
+def test_a_site_predicts_as_a_dense_pooled_gp(dense: bool) -> None:
+    model, states, units = trajectory((2, 2), 4, noise_spread=0.0, jitter=1e-12)
+    load(model, states[-1].theta)
+    new = torch.linspace(-2.5, 2.5, 6, dtype=torch.float64)[:, None]
+    for unit in units:
+        unit.dense = dense
+    with torch.no_grad():
+        found = units[1].predict(new, GlobalPosterior.of(states[-1].parameters))
+        mean, variance = dense_prediction(units[1], [units[0], *units[2:]], new)
+    torch.testing.assert_close(found.mean, mean, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(found.variance, variance, rtol=1e-7, atol=1e-7)
+
+
+def test_a_prediction_is_the_mixture_over_the_noise_offset() -> None:
+    """By hand, from predictions at fixed noise and the normal density of the offset on a fine grid."""
+    model, states, units = trajectory((4,), 6)
+    load(model, states[-1].theta)
+    q_global, new = GlobalPosterior.of(states[-1].parameters), torch.tensor([[0.3], [2.4]], dtype=torch.float64)
+    found = units[0].predict(new, q_global)
+    mode, precision = units[0].mode(q_global)
+    grid, log_noise = torch.linspace(-6, 6, 121, dtype=torch.float64), model.log_noise.detach().clone()
+    means, variances = [], []
+    model.options = replace(model.options, noise_spread=0.0)
+    plain = ExactDeviation(model, units[0].features, units[0].targets)
+    for node in grid:
+        with torch.no_grad():
+            model.log_noise.copy_(log_noise + 2 * 0.5 * (mode + node * precision[0].rsqrt())[0])
+        own = plain.predict(new, q_global)
+        means.append(own.mean)
+        variances.append(own.variance)
+    weight = (-0.5 * grid.square()).softmax(0)
+    mean = weight @ torch.stack(means)
+    torch.testing.assert_close(found.mean, mean, rtol=1e-5, atol=1e-6)
+    spread = weight @ (torch.stack(means) - mean).square()
+    torch.testing.assert_close(found.variance, weight @ torch.stack(variances) + spread, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_path: Path) -> None:
+    own = {"partitioner": "blocks", "test_fraction": 0.8, "keep_predictions": True, "num_server_rounds": 3}
+    folder = run_in_process(tiny(**own, output_dir=str(tmp_path), name="run"), 3)
+    told = pd.read_csv(folder / "predictions.csv", dtype={"site": str}).query("site == '1'")
+    frame = told.rename(columns={"input.x": "x"})[["x"]]
+    own, new = Predictor.at_site(folder, "1").predict(frame), Predictor.of_run(folder)
+    for name in ("mean", "sd"):
+        assert own[name].to_numpy() == pytest.approx(told[name].to_numpy(), rel=1e-9)
+    assert told["trend"].to_numpy() == pytest.approx(new.predict(frame)["mean"].to_numpy(), rel=1e-9)
+    assert (told["trend"] + told["deviation"]).to_numpy() == pytest.approx(told["mean"].to_numpy())
+    assert np.abs(own["mean"] - new.predict(frame)["mean"]).max() > 1e-3
+    exported = new.distribution(frame, noise=True)
+    assert exported.mean.numpy() == pytest.approx(new.predict(frame)["mean"].to_numpy(), rel=1e-8)
+    assert exported.stddev.numpy() == pytest.approx(new.predict(frame)["sd"].to_numpy(), rel=1e-6)
+
+
+def test_large_sites_and_sites_without_deviation(monkeypatch: pytest.MonkeyPatch, three: list[dict[str, Any]]) -> None:
+    dense = run(FaultyGrid(tiny(), three)).details()["bound"]
+    monkeypatch.setattr("fedgp_flower.methods.sfvi.exact_deviation.DENSE_ROWS", 12)
+    large = run(FaultyGrid(tiny(), three))
+    assert not blamed(large)
+    assert dense - 3 < large.details()["bound"] < dense + 1e-6
+    trend = run(FaultyGrid(tiny(sfvi__site_inducing=0), three))
+    assert set(trend.current.theta) == {"theta.log_noise", "theta.trend.log_lengthscale", "theta.trend.log_outputscale"}
+    assert trend.converged_now()
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"model.likelihood": "poisson"}, "'gaussian'; set it to 'stochastic'"),
+        ({"sfvi.learn-inputs": True, "sfvi.own-steps": 2}, "`sfvi.own-steps`, `sfvi.learn-inputs`: not read"),
+    ],
+)
+def test_what_has_no_closed_form_is_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config({"method": "sfvi", "sfvi.objective": "closed-form", **keys})
+
+
+def test_averaging_has_no_closed_form() -> None:
+    config = parse_config({"method": "sfvi-avg", "sfvi.objective": "closed-form"})
+    assert (config.options.strategy_for(config), config.options.client_for(config)) == ("", "")
+
+
+def test_nothing_is_learned_where_nobody_answers(three: list[dict[str, Any]]) -> None:
+    faults = [Fault(site, lost, ("train.expansion",)) for site in "abc"]
+    with pytest.raises(RunError, match="nothing was learned"):
+        run(FaultyGrid(tiny(num_server_rounds=2), three, *faults))
