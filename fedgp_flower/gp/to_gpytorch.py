@@ -13,7 +13,7 @@ each draw of them, and :func:`together` a single one with the same mean and cova
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
@@ -38,7 +38,7 @@ from fedgp_flower.gp.linalg import cholesky
 from fedgp_flower.gp.projections import whitened_projection
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import WhitenedPosterior
-from fedgp_flower.typing import Array, Rows
+from fedgp_flower.typing import Array, NamedArrays, Rows
 
 
 class SparsePosterior(ApproximateGP):
@@ -105,7 +105,7 @@ class Transforms:
     target_scale: float
 
     @staticmethod
-    def of(arrays: Mapping[str, Array]) -> Transforms:
+    def of(arrays: NamedArrays) -> Transforms:
         """From ``input.mean``, ``input.scale``, ``target.mean`` and ``target.scale`` of a saved posterior."""
         mean, scale = (np.array(arrays[f"input.{part}"], dtype=np.float64) for part in ("mean", "scale"))
         return Transforms(mean, scale, float(arrays["target.mean"]), float(arrays["target.scale"]))
