@@ -147,18 +147,20 @@ def figures(name: str, data: Path, rows: int) -> dict[str, Any]:
     reached = np.flatnonzero(gaps <= SETS[name])
     beyond = np.flatnonzero(gaps > SETS[name])
     stays = int(beyond[-1]) + 2 if len(beyond) else 1
-    x = pooled_rows(flat)[0]
+    x, _, x_test, _, _ = pooled_rows(flat)
     return {
         "set": name,
         "training rows": len(x),
+        "held out": len(x_test),
         "inputs": x.shape[1],
         "SVGP": svgp["nll"],
         "SVGP at 80 %": svgp["before"],
         "first within": int(reached[0]) + 1 if len(reached) else "never",
         "from then on within": stays if stays <= len(gaps) else "never",
         "NLL after 20": float(history["test_nll"].iloc[min(19, len(gaps) - 1)]),
-        f"after {len(gaps)}": float(history["test_nll"].iloc[-1]),
-        "KB up a site": float(history["bytes_up"].iloc[1:3].mean()) / SITES / 1e3,
+        "at the end": float(history["test_nll"].iloc[-1]),
+        "exchanges": len(gaps),
+        "KB up a site": round(float(history["bytes_up"].iloc[1:3].mean()) / SITES / 1e3),
     }
 
 
