@@ -65,16 +65,17 @@ def initial_hyperparameters(answers: Mapping[str, Shape]) -> NamedArrays:
 
 def initial_locations(answers: Mapping[str, Shape], model: ModelSection, seed: int) -> Array:
     """The first Z [M, D], drawn from the sums of what sites say of their inputs."""
+    return points_like_inputs(
+        answers, model.inducing_init, model.num_inducing, np.random.default_rng([seed, *b"inducing"])
+    )
+
+
+def points_like_inputs(answers: Mapping[str, Shape], kind: str, count: int, rng: np.random.Generator) -> Array:
+    """Points [M, D] of a kind of :func:`initial_inducing_points`, from the sums of what sites say of their inputs."""
     parts = list(answers.values())
     histogram = _total([own.histogram for own in parts])
-    return initial_inducing_points(
-        model.inducing_init,
-        model.num_inducing,
-        histogram,
-        _total([own.products for own in parts]),
-        float(histogram[0].sum()),
-        np.random.default_rng([seed, *b"inducing"]),
-    )
+    products = _total([own.products for own in parts])
+    return initial_inducing_points(kind, count, histogram, products, float(histogram[0].sum()), rng)
 
 
 def _total(arrays: list[Array]) -> Array:

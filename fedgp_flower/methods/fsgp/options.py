@@ -18,9 +18,9 @@ class FSGPOptions(MethodOptions):
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
 
     objective: Literal["profiled", "exact", "average"] = "profiled"
-    """``profiled``: the bound of all rows in about twenty exchanges, from where the sites' own fits and their priors say
-    instead of ``model.lengthscale``, ``outputscale``, ``noise`` and ``inducing-init``; ``exact``: the same bound, one
-    evaluation a round, L-BFGS or Adam at the server; ``average``: the paper's local steps."""
+    """``profiled``: the bound of all rows in about twenty exchanges, from where the sites' own fits and their priors
+    say instead of ``model.lengthscale``, ``outputscale``, ``noise`` and ``inducing-init``; ``exact``: the same bound,
+    one evaluation a round, L-BFGS or Adam at the server; ``average``: the paper's local steps."""
     fraction: Fraction = 1.0
     """Share ρ of the sites that take part in a round of ``average``; at least one does."""
     server_optimizer: Literal["fedavg", "fedadam", "fedyogi"] = "fedavg"
@@ -30,8 +30,8 @@ class FSGPOptions(MethodOptions):
     server_learning_rate: Positive = 0.1
     """Of ``fedadam``, ``fedyogi`` and ``adam``."""
     exchanges: PositiveInt = 20
-    """``profiled``: most exchanges with every site in which it trains, the two before the first round among them; a
-    round is two, the first one three. More go on improving the bound, also when a run is resumed."""
+    """``profiled``: most exchanges with every site in which it trains, the three before the first round among them;
+    a round is two, the first one three. More go on improving the bound, also when a run is resumed."""
     small_sites: Literal["warn", "cap", "masks"] = "warn"
     """``profiled``: sums of a site with fewer than three rows for each inducing point are nearly its rows. ``warn``
     names such sites; ``cap`` lowers M to a third of the smallest site's rows; ``masks`` refuses them in the clear.
