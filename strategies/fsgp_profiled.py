@@ -3,8 +3,8 @@
 On real machines a trip costs seconds whatever it carries, so trips are what is saved. The bound is maximised over the
 kernel's amplitude and the noise by the server alone (:mod:`fedgp_flower.gp.profiled`); a line search is one trip, its
 candidates being evaluated together; two chains, from the lengthscales that the sites' own fits agree on and from those
-of the prior, share every trip. A round is a gradient and a line search: two exchanges. With the description, the sketch
-and the first sums, eight rounds are nineteen.
+of the prior, share every trip. A round is a gradient and a line search: two exchanges. With descriptions, where inputs
+lie, the sketch and the first sums, eight rounds are twenty.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy import ndarray
-from scipy.stats import qmc
 
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.ascent import Memory, direction, forgotten
@@ -51,6 +50,7 @@ from strategies.fsgp import LOG_NOISE, facts, noise_of, pooled, posterior_at, sa
 from strategies.fsgp_exact import pack, through_inducing_points, unpack
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from strategies.server.shapes import points_like_inputs, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
@@ -70,8 +70,8 @@ SHORTER, SHORTEST = 0.1, 1e-3
 """Factor of the steps after a line search without success, and where shorter ones are given up."""
 ROWS_PER_POINT = 3
 """Fewer rows of a site for each inducing point are nearly told by its sums."""
-BEFORE, A_ROUND = 2, 2
-"""Exchanges before training (descriptions, the sketch) and in a round."""
+BEFORE, A_ROUND = 3, 2
+"""Exchanges before training (descriptions, where inputs lie, the sketch) and in a round."""
 PENALTY = 0.05
 """J = F − .05 Σ (log ℓ − 1)²: a lengthscale that the data leave open does not run away."""
 
@@ -239,12 +239,6 @@ class _Totals:
         return float(self.chains[0][0].count)
 
 
-def anchors(num_inputs: int) -> Array:
-    """Public points [C, D] in standardised units, the same in every run."""
-    engine = qmc.MultivariateNormalQMC(np.zeros(num_inputs), engine=qmc.Sobol(num_inputs, rng=0), inv_transform=True)
-    return np.asarray(engine.random(SLOTS), dtype=np.float64)
-
-
 def _listed(sites: Sequence[str]) -> str:
     return ", ".join(sites[:5]) + (f" and {len(sites) - 5} more" if len(sites) > 5 else "")
 
@@ -281,11 +275,13 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
     # The start.
 
     def initialise(self, roster: Roster) -> Asking[ProfiledState]:
-        """Two starts, from one sketch of all rows."""
+        """Two starts, from a sketch of all rows around points that lie where inputs do."""
         section, num_inputs = self.config.model, self.preparation.num_inputs
+        shapes = yield from shapes_of_inputs(roster)
+        anchors = points_like_inputs(shapes, "copula", SLOTS, np.random.default_rng([self.config.seed, *b"anchors"]))
         model = empty_model(section, num_inputs)
         self.sizes |= {"C": SLOTS, "H": sum(array.size for array in model.values())}
-        summed: Summed[Sketch] = yield Total(Sketch, Anchors(anchors(num_inputs)))
+        summed: Summed[Sketch] = yield Total(Sketch, Anchors(anchors))
         if summed.total is None:
             raise RunError("no site answered where its inputs lie; see the failures above")
         rng = np.random.default_rng([self.config.seed, *b"inducing"])

@@ -277,23 +277,23 @@ def test_twenty_exchanges_come_close_to_the_optimum_of_two_hundred():
     few = run(FaultyGrid(configured(**PROFILED, fsgp__tolerance=0.0, num_server_rounds=100), 5))
     many = run(FaultyGrid(configured(model__num_inducing=12, fsgp__objective="exact", num_server_rounds=100), 5))
     details = few.details()
-    assert (details["exchanges"], few.round, details["num_inducing"]) == (19, 8, 12)
+    assert (details["exchanges"], few.round, details["num_inducing"]) == (20, 8, 12)
     assert details["bound"] > many.details()["bound"] - 0.02 * sum(few.preparation.rows.values())
     assert few.outcome.metrics["test"]["nll"] < many.outcome.metrics["test"]["nll"] + 0.02
 
 
 def test_a_resumed_run_ends_where_the_whole_one_does():
-    flat, whole = configured(**PROFILED), Recorder()
+    flat, whole = configured(**PROFILED, fsgp__tolerance=0.0), Recorder()
     end = run(FaultyGrid(flat, 3), whole)
-    for snapshot in whole.snapshots[:3]:
+    for snapshot in whole.snapshots[:2]:
         again = run(FaultyGrid(flat, 3), Recorder(), snapshot)
         assert again.round == end.round == 4
         for name, array in end.public(end.current).items():
             assert np.array_equal(again.public(again.current)[name], array), name
-    longer = parse_config(flat | {"fsgp.exchanges": 21, "num-server-rounds": 9})
+    longer = parse_config(flat | {"fsgp.exchanges": 22, "num-server-rounds": 9})
     assert longer.digest() == parse_config(flat).digest()  # a finished run may go on
     more = run(FaultyGrid(longer.flat(), 3), Recorder(), whole.snapshots[-1])
-    assert more.details()["exchanges"] == 2 + 1 + 9 * 2
+    assert more.details()["exchanges"] == 3 + 1 + 9 * 2
     assert more.details()["bound"] > end.details()["bound"]
 
 

@@ -1,7 +1,7 @@
 """Where inputs lie, as sums of small groups of rows: a summand from which inducing points are drawn.
 
 A site groups its rows into cells of at least :data:`LEAST_ROWS` by k-means, and adds each cell's count, Σx and Σx² to
-the slot of the nearest of some public anchors. Cells of several sites that meet in a slot are one larger cell, so the
+the slot of the nearest of some anchors. Cells of several sites that meet in a slot are one larger cell, so the
 summands can be added, under masks too. The draws follow the mixture of all cells.
 """
 

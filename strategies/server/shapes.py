@@ -65,6 +65,13 @@ def initial_hyperparameters(answers: Mapping[str, Shape]) -> NamedArrays:
 
 def initial_locations(answers: Mapping[str, Shape], model: ModelSection, seed: int) -> Array:
     """The first Z [M, D], drawn from the sums of what sites say of their inputs."""
-    total, rng = add(answers.values()), np.random.default_rng([seed, *b"inducing"])
+    return points_like_inputs(
+        answers, model.inducing_init, model.num_inducing, np.random.default_rng([seed, *b"inducing"])
+    )
+
+
+def points_like_inputs(answers: Mapping[str, Shape], kind: str, count: int, rng: np.random.Generator) -> Array:
+    """Points [M, D] of a kind of :func:`initial_inducing_points`, from the sums of what sites say of their inputs."""
+    total = add(answers.values())
     histogram, rows = total.histogram.astype(np.float64), float(total.histogram[0].sum())
-    return initial_inducing_points(model.inducing_init, model.num_inducing, histogram, total.products, rows, rng)
+    return initial_inducing_points(kind, count, histogram, total.products, rows, rng)

@@ -87,9 +87,9 @@ class GradientShare:
 
 @message()
 class Anchors:
-    """Public points, one for each slot that cells of rows are added up in."""
+    """Points where inputs of all sites lie, one for each slot that cells of rows are added up in."""
 
-    points: Float[ndarray, "C D"] = leaves("drawn from a standard normal, in standardised units")
+    points: Float[ndarray, "C D"] = leaves("drawn from the sums of all sites' histograms, in standardised units")
 
 
 @message("query.sketch", summand=True)
