@@ -287,8 +287,10 @@ def waves(rows: int, seed: int) -> pd.DataFrame:
     return pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y})
 
 
-def csv_nodes(folder: Path, frames: Mapping[str, pd.DataFrame]) -> list[dict[str, str]]:
-    """A CSV file per site, and the node configurations that name them."""
+def csv_nodes(folder: Path, frames: Mapping[str, pd.DataFrame], policy: str = "least-cell = 0") -> list[dict[str, str]]:
+    """A CSV file per site, and the node configurations that name them; unless told, histograms leave as they are."""
     for site, frame in frames.items():
         frame.to_csv(folder / f"{site}.csv", index=False)
-    return [{"data-path": str(folder / f"{site}.csv"), "site": site} for site in frames]
+    (folder / "sites.toml").write_text(policy)
+    named = {"policy": str(folder / "sites.toml")} if policy else {}
+    return [{"data-path": str(folder / f"{site}.csv"), "site": site, **named} for site in frames]

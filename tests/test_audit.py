@@ -21,7 +21,7 @@ from fedgp_flower.run import leaves
 def written(tmp_path_factory) -> Path:
     """The log of a site after a run of two rounds."""
     folder = tmp_path_factory.mktemp("audit")
-    nodes = csv_nodes(folder, {site: waves(60, seed) for seed, site in enumerate("ab")})
+    nodes = csv_nodes(folder, {site: waves(60, seed) for seed, site in enumerate("ab")}, "")
     nodes[0]["state-dir"] = str(folder / "state")
     run(FaultyGrid(configured(sites=2, num_server_rounds=2), nodes))
     return folder / "state" / "audit.jsonl"
@@ -92,7 +92,7 @@ def test_a_log_that_was_cut_with_its_head_lacks_a_hash_that_was_seen(log, capsys
 
 
 def test_a_site_that_cannot_write_its_log_does_not_answer(tmp_path):
-    nodes = csv_nodes(tmp_path, {site: waves(60, seed) for seed, site in enumerate("abc")})
+    nodes = csv_nodes(tmp_path, {site: waves(60, seed) for seed, site in enumerate("abc")}, "")
     nodes[2]["audit"] = str(tmp_path)
     strategy = run(FaultyGrid(configured(sites=3, num_server_rounds=1), nodes))
     assert {own.reason for own in strategy.network.failures if own.site == "c"} == {

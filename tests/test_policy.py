@@ -87,7 +87,7 @@ def violations(request, tmp_path_factory) -> Any:
     """A run of a method in which every rule is violated by a site of its own and three sites are in order."""
     folder = tmp_path_factory.mktemp("sites")
     frames = {site: wards(80, seed) for seed, site in enumerate(("a", "b", "c", *RULES))}
-    nodes = csv_nodes(folder, frames)
+    nodes = csv_nodes(folder, frames, "")
     for node in nodes[3:]:
         path = folder / f"{node['site']}.toml"
         path.write_text(RULES[node["site"]][0])
@@ -135,7 +135,7 @@ def test_a_rare_class_of_the_target_is_refused(method, tmp_path):
         if method == "pvi"
         else {}
     )
-    grid = Transcript(configured(**keys), csv_nodes(tmp_path, frames))
+    grid = Transcript(configured(**keys), csv_nodes(tmp_path, frames, ""))
     strategy = run(grid)
     assert set(blamed(strategy)) == {"c"}
     assert "a class of `y` is too rare: `least-cell` = 3 in the default policy" in blamed(strategy)["c"][0]
@@ -143,7 +143,7 @@ def test_a_rare_class_of_the_target_is_refused(method, tmp_path):
 
 
 def test_rounds_of_a_day_are_counted_over_runs(tmp_path, monkeypatch):
-    nodes = csv_nodes(tmp_path, {site: waves(60, seed) for seed, site in enumerate("abc")})
+    nodes = csv_nodes(tmp_path, {site: waves(60, seed) for seed, site in enumerate("abc")}, "")
     (tmp_path / "c.toml").write_text("rounds-per-day = 3")
     nodes[2] |= {"policy": str(tmp_path / "c.toml"), "state-dir": str(tmp_path / "state")}
     first = run(FaultyGrid(configured(sites=3, num_server_rounds=2), nodes))
@@ -161,7 +161,7 @@ def test_rounds_of_a_day_are_counted_over_runs(tmp_path, monkeypatch):
 
 
 def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path):
-    nodes = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("ab")})
+    nodes = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("ab")}, "")
     few = run(FaultyGrid(configured(sites=2, model__num_inducing=3, num_server_rounds=1), nodes))
     assert few.outcome.metrics["warnings"] == []
     many = run(FaultyGrid(configured(sites=2, model__num_inducing=9, num_server_rounds=1), nodes))
@@ -208,7 +208,7 @@ def left_behind(folder: Path, grid: Any) -> str:
     ids=["a rare disease", "ids that repeat", "ids that mostly do not", "dates", "dates in words"],
 )
 def test_nothing_of_a_patient_leaves(columns, tmp_path, monkeypatch):
-    nodes = csv_nodes(tmp_path, {str(seed): hospital(seed, **columns) for seed in range(2)})
+    nodes = csv_nodes(tmp_path, {str(seed): hospital(seed, **columns) for seed in range(2)}, "")
     for node in nodes:
         node["state-dir"] = str(tmp_path / "state" / node["site"])
     grids: list[Transcript] = []
