@@ -200,7 +200,8 @@ class SiteClient(NumPyClient):
         """Counts, sums and sums of squares of the training rows, and the schema of the site's table."""
         del request
         description = self.site.describe()
-        said = {"partitions": self.site.partitions, "schema": description.schema, "label": self.site.label}
+        counted = {"partitions": self.site.partitions, "dropped": self.site.dropped}
+        said = {**counted, "schema": description.schema, "label": self.site.label}
         return Said(dict(description.arrays), said)
 
     def shape(self, request: Nothing) -> Shape:

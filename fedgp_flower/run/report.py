@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from fedgp_flower.run import figures
+from fedgp_flower.run import figures, overview
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
 from fedgp_flower.run.figures import Predictor
 from fedgp_flower.run.files import write_bytes
@@ -124,6 +124,13 @@ def _content(run: RunData, predictor: Predictor | None, extra: Iterable[Panel]) 
         ),
         "sites": _optional(plots, "sites", figures.sites(sites, beside), "Held-out NLL of each site, in nats per row."),
         "site_table": _site_table(metrics),
+        "data": {
+            "lines": overview.described(metrics.data),
+            "titles": overview.TITLES,
+            "rows": overview.rows(metrics.data),
+        }
+        if metrics.data
+        else None,
         "cost": _optional(plots, "cost", figures.cost(run.history), "Added up over rounds and all sites."),
         "totals": _totals(metrics),
         "extra": [_extra(plots, panel) for panel in extra],

@@ -69,6 +69,11 @@ TEMPLATE = """<!DOCTYPE html>
 {%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody>
 </table></div></details>
 
+{% if data %}<h2>Data</h2>{% for line in data.lines %}<p>{{ line }}</p>{% endfor %}
+<details><summary>Columns</summary><div class="wide"><table><thead><tr>
+{%- for name in data.titles %}<th>{{ name }}</th>{% endfor %}</tr></thead><tbody>{% for row in data.rows %}<tr>
+{%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table></div></details>{% endif %}
+
 <h2>Communication and time</h2>
 {% if cost %}{{ picture(cost) }}{% endif %}
 <table><tbody>{% for name, value in totals %}<tr><td>{{ name }}</td><td class="text">{{ value }}</td></tr>{% endfor %}

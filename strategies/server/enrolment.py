@@ -11,12 +11,15 @@ from typing import Any
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.run.config import RunConfig
+from fedgp_flower.run.overview import described
 from fedgp_flower.typing import NamedArrays
 from strategies.server.network import Failure, Network
 from strategies.server.standardisation import SiteDescription, agree
 from strategies.server.wire import Answer
 
 logger = logging.getLogger("fedgp")
+DATA = "fedgp.data"
+"""Logger of what is known of the data before training."""
 
 ROWS_PER_INPUT = 3
 """Fewer training rows than this for an encoded input are worth a warning."""
@@ -40,6 +43,10 @@ class Preparation:
     """Names of the D encoded inputs."""
     training_target: dict[str, float] = field(default_factory=dict)
     """What a prediction that looks at no input would say; see :class:`strategies.server.standardisation.Agreement`."""
+    columns: list[dict[str, Any]] = field(default_factory=list)
+    """What is known of every feature column, for people."""
+    dropped: int = 0
+    """Rows that sites left out for a missing cell."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -55,6 +62,12 @@ class Preparation:
     def num_inputs(self) -> int:
         """D, the number of encoded inputs."""
         return len(self.arrays["input.mean"])
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What ``metrics.json`` says of the training rows."""
+        counted = {"sites": len(self.rows), "rows": sum(self.rows.values()), "inputs": self.num_inputs}
+        return {**counted, "dropped": self.dropped, "columns": self.columns}
 
     @property
     def warnings(self) -> list[str]:
@@ -76,6 +89,8 @@ class Preparation:
             "simulated": self.simulated,
             "names": list(self.names),
             "training_target": self.training_target,
+            "columns": self.columns,
+            "dropped": self.dropped,
         }
 
     @staticmethod
@@ -122,6 +137,8 @@ class Enrolment:
             simulated=any(own.number("partitions") > 0 for own in kept.values()),
             names=agreement.names,
             training_target=agreement.training_target,
+            columns=agreement.columns,
+            dropped=sum(int(own.number("dropped")) for own in kept.values()),
         )
         return Enrolment(kept, config, preparation, agreement.refused, agreement.constant)
 
@@ -171,6 +188,8 @@ def _announced(network: Network, enrolment: Enrolment) -> Enrolment:
     network.require(enrolment.config.min_sites)
     if enrolment.constant:
         logger.warning("constant at every site, of no use to a model: %s", ", ".join(enrolment.constant))
+    for line in described(enrolment.preparation.data):
+        logging.getLogger(DATA).info("%s", line)
     for warning in enrolment.preparation.warnings:
         logger.warning("%s", warning)
     return enrolment

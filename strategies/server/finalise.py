@@ -125,6 +125,7 @@ def close(strategy: BaseStrategy) -> Summary:
         },
         "converged": strategy.converged_now(),
         "training_target": preparation.training_target,
+        "data": preparation.data,
         "warnings": strategy.warnings(),
         "calibration": combine_histograms(strategy.calibrated),
         "failures": [asdict(failure) for failure in network.failures],
