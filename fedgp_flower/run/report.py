@@ -36,6 +36,7 @@ from fedgp_flower.run.summary import (
     is_classification,
     number,
     percent,
+    rivals,
     sentences,
     show,
     text_rows,
@@ -171,7 +172,7 @@ def _headline(metrics: RunMetrics, units: str) -> dict[str, Any]:
         note += (
             f" those of log odds in steps of {2 * RANK_REACH / RANK_BINS:g}, summed over sites; a slope below 1: too"
         )
-        note += " extreme. Brier skill: share of the Brier score of the class shares that is gone."
+        note += " extreme. Skill: share of the Brier score of the class shares that is gone."
     else:
         note = f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better. "
         note += "R²: share of the squared error of the training mean that is gone. "
@@ -180,10 +181,9 @@ def _headline(metrics: RunMetrics, units: str) -> dict[str, Any]:
             note += f"With {n:,} independent rows, calibrated 95 % intervals hold {percent(low)} to {percent(high)}."
     if len({arm.rows for arm in arms(metrics)}) > 1:
         note += " The arms were scored on different numbers of rows, so compare them with care."
-    titles = [*(title_of(str(name)) for name in frame.columns), "NLL, difference", "95 % interval over sites"]
-    beside = [("", ""), *against(metrics)]
-    rows = [[*row, *more] for row, more in zip(text_rows(frame), beside, strict=True)]
-    return {"titles": titles, "rows": rows, "note": note}
+    beside = [[name, *more] for name, more in zip(rivals(metrics), against(metrics), strict=True)]
+    titles = [title_of(str(name)) for name in frame.columns]
+    return {"titles": titles, "rows": text_rows(frame), "note": note, "beside": beside}
 
 
 def _predictions(run: RunData, predictor: Predictor | None) -> list[tuple[str, str, Figure, str]]:

@@ -67,7 +67,11 @@ class Preparation:
     def data(self) -> dict[str, Any]:
         """What ``metrics.json`` says of the training rows."""
         counted = {"sites": len(self.rows), "rows": sum(self.rows.values()), "inputs": self.num_inputs}
-        return {**counted, "dropped": self.dropped, "columns": self.columns}
+        called = [
+            {**own, "differs": [self.labels.get(site, site) for site in own["differs"]]} if "differs" in own else own
+            for own in self.columns
+        ]
+        return {**counted, "dropped": self.dropped, "columns": called}
 
     @property
     def warnings(self) -> list[str]:
