@@ -103,7 +103,7 @@ class SiteClient(NumPyClient):
         """Score predictions for the site's held-out rows; returns (mean NLL, rows, sums of scores)."""
         scores = self.score(self._request("predict", dict(zip(_names(config), parameters, strict=True)), config))
         count = int(scores.sums["count"])
-        return scores.sums["nll"] / count if count else 0.0, count, flat_scores(scores)
+        return scores.sums["nll"] / count if count else 0.0, count, scores.flat()
 
     def answer(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> tuple[NamedArrays, dict[str, Any]]:
         """Arrays of the answer, and what else it says.
@@ -309,13 +309,7 @@ def request_class(client: type[SiteClient], handler: str) -> Any:
 
 def scored(scores: Scores, **more: float) -> Said:
     """An answer of scores alone."""
-    return Said({}, {**flat_scores(scores), **more})
-
-
-def flat_scores(scores: Scores) -> dict[str, float | list[float]]:
-    """Scores as metrics of a reply: sums as numbers, histograms as flat lists."""
-    histograms = {name: [float(value) for value in array.ravel()] for name, array in scores.arrays.items()}
-    return {**scores.sums, **histograms}
+    return Said({}, {**scores.flat(), **more})
 
 
 def _names(config: Mapping[str, FlowerScalar]) -> list[str]:

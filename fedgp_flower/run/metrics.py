@@ -54,6 +54,10 @@ class Scores:
         sums = {name: value + other.sums[name] for name, value in self.sums.items()}
         return Scores(sums, {name: np.add(value, other.arrays[name]) for name, value in self.arrays.items()})
 
+    def flat(self) -> dict[str, float | list[float]]:
+        """As metrics of a reply: sums as numbers, histograms as flat lists."""
+        return self.sums | {name: [float(value) for value in array.ravel()] for name, array in self.arrays.items()}
+
 
 def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores:
     """Scores of Gaussian predictions N(mean, sd²), with the closed-form CRPS σ[z(2Φ(z) − 1) + 2φ(z) − π^(−½)].

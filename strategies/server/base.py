@@ -122,7 +122,11 @@ class BaseStrategy(Strategy):
 
     def compared(self, phase: str, sites: list[str]) -> Evaluation | None:
         """The scores of a baseline; None if no site has any."""
-        answers = finalise.usable_scores(self.network, self.ask_rows(phase, None, sites))
+        return self.combined(self.ask_rows(phase, None, sites))
+
+    def combined(self, scored: Mapping[str, Answer]) -> Evaluation | None:
+        """The figures of answers that hold scores; None if no site has any, a failure for one that cannot be scores."""
+        answers = finalise.usable_scores(self.network, scored)
         sums = {site: finalise.sums_of(own) for site, own in answers.items()}
         arrays = map(finalise.histograms, answers.values())
         return combine(sums, self.preparation.target_scale, arrays) if sums else None
