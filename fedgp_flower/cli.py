@@ -68,7 +68,8 @@ def _progress_bar() -> Iterator[Progress]:
 
     terminal, logger = Console(stderr=True), logging.getLogger("fedgp")
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    handler = RichHandler(logging.WARNING, terminal, show_time=False, show_path=False)
+    handler = RichHandler(logging.INFO, terminal, show_time=False, show_path=False, show_level=False)
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == "fedgp.data")
     handler.addFilter(lambda record: record.exc_info is None)  # tracebacks belong in log.txt
     logger.addHandler(handler)
     try:
@@ -131,6 +132,31 @@ def deploy_demo(
     keys = parse_assignments([word for word in words or [] if not data or "=" in word])
     with interruptible():
         run_demo(keys, files, num_sites, folder.resolve(), keep=keep)
+
+
+@app.command()
+def check(
+    words: Annotated[list[str], typer.Argument(metavar="FILE… KEY=VALUE…", help="tables, one per site, and keys")],
+) -> None:
+    """Look at tables as a run would, without training: inputs, levels, missing cells, sites that differ, problems.
+
+    The exit status is 2 where a table cannot be used.
+    """
+    from fedgp_flower.run.check import check as look
+    from fedgp_flower.run.overview import TITLES, described, rows
+    from fedgp_flower.run.registry import parse_config
+    from fedgp_flower.run.terminal import table
+    from fedgp_flower.run.user_config import parse_assignments
+
+    config = parse_config({"test-fraction": 0.0} | parse_assignments([word for word in words if "=" in word]))
+    found = look([Path(word) for word in words if "=" not in word], config)
+    console = _console()
+    if found.data:
+        console.print(table(TITLES, rows(found.data), numbers=True))
+    for line in [*(described(found.data) if found.data else []), *found.problems]:
+        console.print(line, markup=False, soft_wrap=True)
+    if found.problems:
+        raise typer.Exit(2)
 
 
 @app.command()

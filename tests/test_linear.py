@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import FaultyGrid, configured, run
+from faults import Fault, FaultyGrid, arrays, blamed, configured, run
 from scipy import optimize, stats
 
 from fedgp_flower.clients.counts import count_scores
@@ -231,6 +231,13 @@ def test_a_run_scores_the_mean_and_the_linear_model_on_the_rows_of_all_sites(mas
     assert metrics["linear"]["r2"] == pytest.approx(1 - np.mean((y_test - mean) ** 2) * scale**2 / at_mean**2)
     assert metrics["test"]["r2"] == pytest.approx(1 - (metrics["test"]["rmse"] / at_mean) ** 2)
     assert [len(metrics[name]["per_site"]) for name in ("mean", "linear")] == [0 if masked else 4] * 2
+
+
+def test_scores_that_no_rows_have_are_the_failure_of_their_site() -> None:
+    flipped = arrays(lambda own: own | {"regression": -own["regression"]})
+    strategy = run(FaultyGrid(configured(**LINEAR), 3, Fault("1", flipped, ("query.linear_scores",))))
+    assert blamed(strategy) == {"1": ["a score that cannot be negative is"] * 2}
+    assert [row["site"] for row in strategy.outcome.metrics["linear"]["per_site"]] == ["0", "2"]
 
 
 def test_classes_are_compared_with_their_shares_and_logistic_regression() -> None:

@@ -288,7 +288,8 @@ def test_classes_of_units_with_and_without_rows(tmp_path: Path) -> None:
     flat |= {"baselines.pooled": True, "baselines.max-evaluations": 5}
     folder = server_app.execute(FaultyGrid(flat, 3), flat, lambda row, total: None)
     metrics = pd.read_json(folder / "metrics.json", typ="series")
-    assert set(metrics["test"]) == {"accuracy", "nll", "brier"} == set(metrics["pooled"]) - {"per_site"}
+    names = {"accuracy", "nll", "brier", "auc", "base_rate", "calibration_slope", "calibration_slope_se"}
+    assert set(metrics["test"]) == names == set(metrics["pooled"]) - {"per_site"}
     frame = pd.read_csv(path).astype({"unit": float})
     table = Predictor.of_run(folder).predict(frame)
     assert list(table.columns) == ["probability of no", "probability of yes"]

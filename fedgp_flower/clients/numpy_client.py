@@ -107,7 +107,7 @@ class SiteClient(NumPyClient):
         """Score predictions for the site's held-out rows; returns (mean NLL, rows, sums of scores)."""
         scores = self.score(self._request("predict", dict(zip(_names(config), parameters, strict=True)), config))
         count = int(scores.sums["count"])
-        said = flat_scores(scores) if self.setting.rules is None else self.setting.rules.numbers(flat_scores(scores))
+        said = scores.flat() if self.setting.rules is None else self.setting.rules.numbers(scores.flat())
         return scores.sums["nll"] / count if count else 0.0, count, said
 
     def answer(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> tuple[NamedArrays, dict[str, Any]]:
@@ -213,7 +213,8 @@ class SiteClient(NumPyClient):
         """Counts, sums and sums of squares of the training rows, and the schema of the site's table."""
         del request
         description = self.site.describe()
-        said = {"partitions": self.site.partitions, "schema": description.schema, "label": self.site.label}
+        counted = {"partitions": self.site.partitions, "dropped": self.site.dropped}
+        said = {**counted, "schema": description.schema, "label": self.site.label}
         return Said(dict(description.arrays), said)
 
     def shape(self, request: Nothing) -> Shape:
@@ -324,13 +325,7 @@ def request_class(client: type[SiteClient], handler: str) -> Any:
 
 def scored(scores: Scores, **more: float) -> Said:
     """An answer of scores alone."""
-    return Said({}, {**flat_scores(scores), **more})
-
-
-def flat_scores(scores: Scores) -> dict[str, float | list[float]]:
-    """Scores as metrics of a reply: sums as numbers, histograms as flat lists."""
-    histograms = {name: [float(value) for value in array.ravel()] for name, array in scores.arrays.items()}
-    return {**scores.sums, **histograms}
+    return Said({}, {**scores.flat(), **more})
 
 
 def _names(config: Mapping[str, FlowerScalar]) -> list[str]:

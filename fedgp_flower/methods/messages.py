@@ -149,11 +149,6 @@ class ScoreSums:
             parts.append(np.asarray(scores.arrays.get(name, np.zeros(shape)), np.float64).reshape(shape))
         return ScoreSums(*parts)
 
-    @property
-    def rows(self) -> float:
-        """Held-out rows."""
-        return float(self.regression[0] + self.classification[0])
-
     def scores(self) -> Scores:
         """The scores that a total is of."""
         if self.classification[0] > 0:

@@ -81,6 +81,8 @@ class RunMetrics:
     """``pit`` (counts) or ``reliability`` (rows of count, Σp, Σy)."""
     training_target: Mapping[str, float] = field(default_factory=dict)
     """``mean`` and ``sd`` of the target over the training rows, or the ``share`` of rows of the second class."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The training rows as they were described before training: see :mod:`fedgp_flower.run.overview`."""
     warnings: Sequence[str] = ()
     """What to know of the data before reading the figures."""
     method_details: Mapping[str, Any] = field(default_factory=dict)

@@ -48,6 +48,10 @@ class Scores:
     sums: dict[str, float]
     arrays: NamedArrays
 
+    def flat(self) -> dict[str, float | list[float]]:
+        """As metrics of a reply: sums as numbers, histograms as flat lists."""
+        return self.sums | {name: [float(value) for value in array.ravel()] for name, array in self.arrays.items()}
+
 
 def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores:
     """Scores of Gaussian predictions N(mean, sd²) [n], with the closed-form CRPS σ[z(2Φ(z) − 1) + 2φ(z) − π^(−½)].

@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from fedgp_flower.run import figures
+from fedgp_flower.run import figures, overview
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
 from fedgp_flower.run.figures import Predictor
 from fedgp_flower.run.files import write_bytes
@@ -36,6 +36,7 @@ from fedgp_flower.run.summary import (
     is_classification,
     number,
     percent,
+    rivals,
     sentences,
     show,
     text_rows,
@@ -124,6 +125,13 @@ def _content(run: RunData, predictor: Predictor | None, extra: Iterable[Panel]) 
         ),
         "sites": _optional(plots, "sites", figures.sites(sites, beside), "Held-out NLL of each site, in nats per row."),
         "site_table": _site_table(metrics),
+        "data": {
+            "lines": overview.described(metrics.data),
+            "titles": overview.TITLES,
+            "rows": overview.rows(metrics.data),
+        }
+        if metrics.data
+        else None,
         "cost": _optional(plots, "cost", figures.cost(run.history), "Added up over rounds and all sites."),
         "totals": _totals(metrics),
         "extra": [_extra(plots, panel) for panel in extra],
@@ -165,7 +173,7 @@ def _headline(metrics: RunMetrics, units: str) -> dict[str, Any]:
         note += (
             f" those of log odds in steps of {2 * RANK_REACH / RANK_BINS:g}, summed over sites; a slope below 1: too"
         )
-        note += " extreme. Brier skill: share of the Brier score of the class shares that is gone."
+        note += " extreme. Skill: share of the Brier score of the class shares that is gone."
     else:
         note = f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better. "
         note += "R²: share of the squared error of the training mean that is gone. "
@@ -174,10 +182,9 @@ def _headline(metrics: RunMetrics, units: str) -> dict[str, Any]:
             note += f"With {n:,} independent rows, calibrated 95 % intervals hold {percent(low)} to {percent(high)}."
     if len({arm.rows for arm in arms(metrics)}) > 1:
         note += " The arms were scored on different numbers of rows, so compare them with care."
-    titles = [*(title_of(str(name)) for name in frame.columns), "NLL, difference", "95 % interval over sites"]
-    beside = [("", ""), *against(metrics)]
-    rows = [[*row, *more] for row, more in zip(text_rows(frame), beside, strict=True)]
-    return {"titles": titles, "rows": rows, "note": note}
+    beside = [[name, *more] for name, more in zip(rivals(metrics), against(metrics), strict=True)]
+    titles = [title_of(str(name)) for name in frame.columns]
+    return {"titles": titles, "rows": text_rows(frame), "note": note, "beside": beside}
 
 
 def _predictions(run: RunData, predictor: Predictor | None) -> list[tuple[str, str, Figure, str]]:

@@ -19,7 +19,7 @@ th, td { padding: .32rem 1.2rem .32rem 0; text-align: right; vertical-align: top
 th { font-weight: 600; color: var(--soft); font-size: .86rem; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
 tr.own td { font-weight: 650; }
-td.text { overflow-wrap: anywhere; }
+td.text { overflow-wrap: anywhere; } .wide td:first-child { white-space: nowrap; }
 .wide { overflow-x: auto; }
 .note, figcaption { color: var(--soft); font-size: .88rem; max-width: 46rem; }
 figure { margin: 1rem 0 1.4rem; }
@@ -53,6 +53,9 @@ TEMPLATE = """<!DOCTYPE html>
 <tbody>{% for row in headline.rows %}<tr{% if loop.first %} class="own"{% endif %}><td>{{ row[0] }}</td>
 {%- for value in row[1:] %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table></div>
 <p class="note">{{ headline.note }}</p>
+{% if headline.beside %}<div class="wide"><table><thead><tr><th></th><th>NLL, difference</th>
+<th>95 % interval over sites</th></tr></thead><tbody>{% for row in headline.beside %}<tr>
+{%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table></div>{% endif %}
 
 <h2>Predictions on held-out rows</h2>
 {% for panel in predictions %}{{ picture(panel) }}{% else %}
@@ -68,6 +71,11 @@ TEMPLATE = """<!DOCTYPE html>
 <tbody>{% for row in site_table.rows %}<tr>
 {%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody>
 </table></div></details>
+
+{% if data %}<h2>Data</h2><p>{{ data.lines | join("; ") | replace("`", "") }}.</p>
+<details><summary>Columns</summary><div class="wide"><table><thead><tr>
+{%- for name in data.titles %}<th>{{ name }}</th>{% endfor %}</tr></thead><tbody>{% for row in data.rows %}<tr>
+{%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table></div></details>{% endif %}
 
 <h2>Communication and time</h2>
 {% if cost %}{{ picture(cost) }}{% endif %}

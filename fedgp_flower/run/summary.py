@@ -166,9 +166,13 @@ def verdict(metrics: RunMetrics) -> str:
         return f"{metrics.method} has a held-out NLL of {show(nll)} nats per row; no baseline was computed."
     said = [f"{words} {_listed(groups[key])}" for key, words in (JUDGED | UNSURE).items() if key in groups]
     sites = max(difference.sites for difference in differences.values())
-    how = {0: "; under masks there is no interval", 1: "; 1 site gives no interval", 2: "; 2 sites give no interval"}
+    how = {
+        0: "; without figures of sites there is no interval",
+        1: "; 1 site gives no interval",
+        2: "; 2 sites give no interval",
+    }
     rows = arms(metrics)[0].rows
-    where = f" on {rows:,} held-out rows of {sites} site{'s' * (sites != 1)}" if rows else ""
+    where = (f" on {rows:,} held-out rows" if rows else "") + (f" of {sites} site{'s' * (sites > 1)}" if sites else "")
     text = f"{'; '.join(said)}: {metrics.method}{where}, by NLL{how.get(sites, ' and 95 % intervals over sites')}."
     return text[0].upper() + text[1:]
 

@@ -116,9 +116,13 @@ class BaseStrategy(Strategy):
 
     def compared(self, phase: str, sites: list[str]) -> Evaluation | None:
         """The scores of a baseline; None if no site has any."""
-        scored = finalise.usable_scores(self.network, self.ask_rows(phase, None, sites))
-        sums = {site: finalise.sums_of(own) for site, own in scored.items()}
-        arrays = map(finalise.histograms, scored.values())
+        return self.combined(self.ask_rows(phase, None, sites))
+
+    def combined(self, scored: Mapping[str, Answer]) -> Evaluation | None:
+        """The figures of answers that hold scores; None if no site has any, a failure for one that cannot be scores."""
+        usable = finalise.usable_scores(self.network, scored)
+        sums = {site: finalise.sums_of(own) for site, own in usable.items()}
+        arrays = map(finalise.histograms, usable.values())
         return combine(sums, self.preparation.target_scale, arrays) if sums else None
 
     def warnings(self) -> list[str]:
@@ -257,6 +261,7 @@ class BaseStrategy(Strategy):
             },
             "converged": self.converged_now(),
             "training_target": preparation.training_target,
+            "data": preparation.data,
             "warnings": self.warnings(),
             "calibration": combine_histograms(self.calibrated),
             "failures": [asdict(failure) for failure in network.failures],

@@ -12,12 +12,15 @@ from typing import Any
 from fedgp_flower.errors import RunError
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig
+from fedgp_flower.run.overview import described
 from fedgp_flower.typing import NamedArrays
 from strategies.server.network import Failure, Network
 from strategies.server.standardisation import SiteDescription, agree
 from strategies.server.wire import Answer
 
 logger = logging.getLogger("fedgp")
+DATA = "fedgp.data"
+"""Logger of what is known of the data before training."""
 
 ROWS_PER_INPUT = 3
 """Fewer training rows than this for an encoded input are worth a warning."""
@@ -41,6 +44,10 @@ class Preparation:
     """Names of the D encoded inputs."""
     training_target: dict[str, float] = field(default_factory=dict)
     """What a prediction that looks at no input would say; see :class:`strategies.server.standardisation.Agreement`."""
+    columns: list[dict[str, Any]] = field(default_factory=list)
+    """What is known of every feature column, for people."""
+    dropped: int = 0
+    """Rows that sites left out for a missing cell."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -56,6 +63,16 @@ class Preparation:
     def num_inputs(self) -> int:
         """D, the number of encoded inputs."""
         return len(self.arrays["input.mean"])
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What ``metrics.json`` says of the training rows."""
+        counted = {"sites": len(self.rows), "rows": sum(self.rows.values()), "inputs": self.num_inputs}
+        called = [
+            {**own, "differs": [self.labels.get(site, site) for site in own["differs"]]} if "differs" in own else own
+            for own in self.columns
+        ]
+        return {**counted, "dropped": self.dropped, "columns": called}
 
     @property
     def warnings(self) -> list[str]:
@@ -77,6 +94,8 @@ class Preparation:
             "simulated": self.simulated,
             "names": list(self.names),
             "training_target": self.training_target,
+            "columns": self.columns,
+            "dropped": self.dropped,
         }
 
     @staticmethod
@@ -123,6 +142,8 @@ class Enrolment:
             simulated=any(own.number("partitions") > 0 for own in kept.values()),
             names=agreement.names,
             training_target=agreement.training_target,
+            columns=agreement.columns,
+            dropped=sum(int(own.number("dropped")) for own in kept.values()),
         )
         return Enrolment(kept, config, preparation, agreement.refused, agreement.constant)
 
@@ -163,6 +184,8 @@ def _announced(network: Network, enrolment: Enrolment) -> Enrolment:
     network.require(enrolment.config.min_sites)
     if enrolment.constant:
         logger.warning("constant at every site, of no use to a model: %s", ", ".join(enrolment.constant))
+    for line in described(enrolment.preparation.data):
+        logging.getLogger(DATA).info("%s", line)
     for warning in enrolment.preparation.warnings:
         logger.warning("%s", warning)
     return enrolment

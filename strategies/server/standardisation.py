@@ -162,6 +162,8 @@ class Agreement:
     """Sites whose columns differ from those of most sites, and in what."""
     constant: tuple[str, ...]
     """Feature columns with one value over all accepted sites; they become zero inputs."""
+    columns: list[dict[str, Any]]
+    """What is known of every feature column; see :func:`_summary`."""
     training_target: dict[str, float]
     """``mean`` and ``sd`` of the target over all training rows, or the ``share`` of rows of the second class."""
 
@@ -220,6 +222,7 @@ def agree(
         num_examples={site: description.num_examples for site, description in accepted.items()},
         refused=refused,
         constant=tuple(c.name for c in columns if c.constant),
+        columns=[_summary(accepted, c) for c in columns],
         training_target={"share": float(target.mean[0])}
         if target.levels
         else {"mean": float(target.mean[0]), "sd": float(target.scale[0])},
@@ -276,6 +279,33 @@ def _combined(sites: Sequence[_Described], name: str, missing: str = "error") ->
         return own
     mean, scale = np.append(own.mean, share), np.append(own.scale, np.sqrt(share * (1 - share)))
     return replace(own, names=(*own.names, f"{name} missing"), mean=mean, scale=scale)
+
+
+FAR = 3.0
+"""A site whose mean is so many standard deviations within a site from that of most is worth a look: other units?"""
+
+
+def _summary(sites: Mapping[Site, _Described], column: _Combined) -> dict[str, Any]:
+    """Kind, encoded inputs and missing cells of a column; its levels, or mean, sd and the sites that differ."""
+    described = list(sites.values())
+    facts: dict[str, Any] = {
+        "name": column.name,
+        "inputs": len(column.names),
+        "missing": sum(own.num_examples - own.filled[column.name] for own in described),
+    }
+    if column.levels:
+        return facts | {"kind": "text", "levels": len(column.levels)}
+    mean, sd = float(column.mean[0]), float(column.scale[0])
+    return facts | {"kind": "number", "mean": mean, "sd": sd, "differs": _far(sites, column.name)}
+
+
+def _far(sites: Mapping[Site, _Described], name: str) -> list[Site]:
+    """Sites whose mean is far from the median of the sites' means, by the median spread within a site."""
+    filled = {site: own for site, own in sites.items() if own.filled[name]}
+    rows = np.array([own.filled[name] for own in filled.values()])
+    total, _, squares = np.stack([own.sums[name] for own in filled.values()], axis=1)
+    distance = np.abs(total / rows - np.median(total / rows))
+    return [site for site, far in zip(filled, distance > FAR * np.median(np.sqrt(squares / rows)), strict=True) if far]
 
 
 def _of_filled(sites: Sequence[_Described], name: str) -> _Combined:

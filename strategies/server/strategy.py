@@ -34,7 +34,7 @@ from strategies import linear
 from strategies.server import enrolment
 from strategies.server.base import BaseStrategy, Observer
 from strategies.server.context import SharedContext, settings_text
-from strategies.server.evaluation import Evaluation, combine, of_all
+from strategies.server.evaluation import Evaluation, of_all
 from strategies.server.finalise import Posterior
 from strategies.server.keywords import configured, documented, signature
 from strategies.server.masking import MEMBERS, MaskedContract, Masking
@@ -656,9 +656,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
             summed: Summed[ScoreSums] = self._ask(Total(answer, request, everyone))
             return None if summed.total is None else of_all(summed.total.scores(), scale)
         answers: dict[str, ScoreSums] = self._ask(Each(answer, dict.fromkeys(everyone, request), retries=1))
-        found = {site: own.scores() for site, own in answers.items() if own.rows}
-        sums, arrays = {site: own.sums for site, own in found.items()}, [own.arrays for own in found.values()]
-        return combine(sums, scale, arrays) if found else None
+        flat = {site: own.scores().flat() for site, own in answers.items()}
+        return self.combined({site: Answer(site, {}, own, {}) for site, own in flat.items() if own["count"]})
 
     def simple_baselines(self) -> tuple[Evaluation | None, Evaluation | None]:
         """The scores of the mean of the target, and of linear or logistic regression; see :mod:`strategies.linear`."""

@@ -1,0 +1,52 @@
+"""Look at tables as a run would, without training: every file is a site, and says what a server would hear of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedgp_flower.data.sites import load_site
+from fedgp_flower.data.tables import table_stem
+from fedgp_flower.errors import DataError
+from fedgp_flower.run.config import CoreConfig
+from strategies.server.standardisation import SiteDescription, agree
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a run would know of some tables before it trains."""
+
+    data: dict[str, Any]
+    """As in ``metrics.json``; empty where no table can be used."""
+    problems: tuple[str, ...]
+    """Why tables cannot be used, and what to do."""
+
+
+def check(files: Sequence[Path], config: CoreConfig) -> Checked:
+    """Read every file as a site of its own, and agree on columns."""
+    described, dropped, problems = {}, 0, []
+    for file in files:
+        try:
+            site = load_site(config, {"data-path": str(file)})
+        except DataError as error:
+            problems.append(str(error))
+            continue
+        own = site.describe()
+        described[table_stem(file)] = SiteDescription(own.arrays, own.schema, own.num_examples)
+        dropped += site.dropped
+    try:
+        agreement = agree(
+            described,
+            standardise=config.standardise,
+            likelihood=config.model.likelihood,
+            max_levels=config.max_levels,
+            missing=config.missing,
+        )
+    except DataError as error:
+        return Checked({}, (*problems, *([str(error)] if described else [])))
+    problems += [f"{site}: {reason}" for site, reason in agreement.refused.items()]
+    problems += [f"`{name}` is constant at every site, of no use to a model" for name in agreement.constant]
+    counted = {"sites": len(agreement.num_examples), "rows": agreement.total, "inputs": len(agreement.names)}
+    return Checked({**counted, "dropped": dropped, "columns": agreement.columns}, tuple(problems))
