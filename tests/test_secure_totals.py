@@ -25,8 +25,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "average": {"fsgp__objective": "average", "evaluate_every": 2},
     "adam of averages": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
     "fgpr": {"method": "fgpr"},
-    "sfvi": {"method": "sfvi"},
-    "sfvi in closed form": {"method": "sfvi", "sfvi__objective": "closed-form", "test_fraction": 0.8},
+    "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
+    "sfvi in closed form": {"method": "sfvi", "test_fraction": 0.8},
     "local-only": {"method": "local-only"},
 }
 
