@@ -83,6 +83,7 @@ FIXED = "pvi.inducing=fixed pvi.hyper=fixed"
 UNITS = "dataset=convolved-signals partitioner=natural partition.column=unit split=0 model.num-inducing=25"
 MGP = f"method=fedmgp {UNITS} evaluate-every=0 num-server-rounds"
 PSEUDO = f"{MGP}=6 fedmgp.update=pseudo-gradient fedmgp.local-steps=5 fedmgp.final-rounds=2"
+STOCHASTIC = "sfvi.objective=stochastic"
 SFVI = "evaluate-every=0 model.kernel=matern52 model.num-inducing=15 sfvi.site-inducing=8"
 CLINICS = "dataset=clinics.csv features=age,weight,ward,smoker partitioner=natural partition.column=clinic"
 
@@ -134,11 +135,12 @@ RUNS = (
     Run("modular-gp", 0, f"method=modular-gp {UNITS}"),
     Run("fed-poly", 0, f"method=fed-poly {UNITS}"),
     # structured variational inference
-    Run("sfvi-diagonal", 4, f"method=sfvi dataset=diabetes {SFVI} num-server-rounds=12", resume_to=20),
+    Run("sfvi-diagonal", 4, f"method=sfvi dataset=diabetes {SFVI} {STOCHASTIC} num-server-rounds=12", resume_to=20),
+    Run("sfvi-closed-form", 4, f"method=sfvi dataset=diabetes {SFVI} num-server-rounds=4", resume_to=7),
     Run("sfvi-avg", 4, f"method=sfvi-avg dataset=diabetes {SFVI} num-server-rounds=4 sfvi.local-steps=5 "
         "sfvi.fraction=0.8"),
     Run("sfvi-full-warm-start", 0, f"method=sfvi dataset=five-blocks split=0 partitioner=natural partition.column=site "
-        f"{SFVI} num-server-rounds=12 sfvi.warm-start-rounds=3 sfvi.local-steps=5 "
+        f"{SFVI} {STOCHASTIC} num-server-rounds=12 sfvi.warm-start-rounds=3 sfvi.local-steps=5 "
         "sfvi.structure=full sfvi.learn-inputs=true sfvi.own-steps=2 sfvi.shared-inputs=box"),
     Run("sfvi-six-cities", 0, "method=sfvi dataset=ohio features=id,smoke,age target=resp standardise=false "
         "partitioner=natural partition.column=smoke model.likelihood=bernoulli sfvi.model=logistic-mixed "

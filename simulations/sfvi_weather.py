@@ -45,14 +45,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "SFVI-Avg": {"method": "sfvi-avg", "num-server-rounds": 20, "sfvi.local-steps": 20},
     WARM: {
         "method": "sfvi",
+        "sfvi.objective": "stochastic",
         "num-server-rounds": 80,
         "sfvi.warm-start-rounds": 5,
         "sfvi.local-steps": 50,
         "sfvi.constant-share": 0.8,
     },
-    SHORT: {"method": "sfvi", "num-server-rounds": 80, "sfvi.constant-share": 0.8},
-    SCRATCH: {"method": "sfvi", "num-server-rounds": 300, "baselines.local-only": True},
-    TREND: {"method": "sfvi", "num-server-rounds": 200, "sfvi.site-inducing": 0, "sfvi.structure": "full"},
+    SHORT: {"method": "sfvi", "sfvi.objective": "stochastic", "num-server-rounds": 80, "sfvi.constant-share": 0.8},
+    SCRATCH: {"method": "sfvi", "sfvi.objective": "stochastic", "num-server-rounds": 300, "baselines.local-only": True},
+    TREND: {
+        "method": "sfvi",
+        "sfvi.objective": "stochastic",
+        "num-server-rounds": 200,
+        "sfvi.site-inducing": 0,
+        "sfvi.structure": "full",
+    },
 }
 ARMS = (*VARIANTS, POOLED)
 

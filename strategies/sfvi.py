@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -95,6 +96,7 @@ class SFVI(SteppedVI):
     """Rounds of gradients; before them, where ``warm_start_rounds`` says so, rounds of SFVI-Avg."""
 
     method = "sfvi"
+    implied: ClassVar[Mapping[str, Any]] = {"objective": "stochastic"}
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 1 of the paper, after a warm start by Algorithm 2 if there is one."""

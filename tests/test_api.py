@@ -91,7 +91,8 @@ POSTERIORS = {
     "fsgp": ("fsgp", {}),
     "pvi": ("pvi", SHORT),
     "pvi with points": ("pvi", SHORT | {"pvi.hyper": "fixed", "pvi.inducing": "fixed"}),
-    "sfvi": ("sfvi", {"sfvi.site-inducing": 4}),
+    "sfvi": ("sfvi", {}),
+    "sfvi stochastic": ("sfvi", {"sfvi.objective": "stochastic", "sfvi.site-inducing": 4}),
     "sfvi-avg": ("sfvi-avg", {"sfvi.site-inducing": 4, "sfvi.local-steps": 3}),
 }
 SAME = {"rtol": 1e-9, "atol": 1e-9}

@@ -28,8 +28,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "adam of averages": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
     "student-t": {"model__likelihood": "student-t", "evaluate_every": 2},
     "fgpr": {"method": "fgpr"},
-    "sfvi": {"method": "sfvi"},
-    "sfvi in closed form": {"method": "sfvi", "sfvi__objective": "closed-form", "test_fraction": 0.8},
+    "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
+    "sfvi in closed form": {"method": "sfvi", "test_fraction": 0.8},
     "local-only": {"method": "local-only"},
 }
 

@@ -45,8 +45,8 @@ VALUES = "values."
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
-    """A hierarchical GP of the sine set, or what the changes make of it."""
-    own = {"method": "sfvi", "sfvi__site_inducing": 4, "sfvi__learning_rate": 0.03}
+    """A hierarchical GP of the sine set, by stochastic gradients, or what the changes make of it."""
+    own = {"method": "sfvi", "sfvi__objective": "stochastic", "sfvi__site_inducing": 4, "sfvi__learning_rate": 0.03}
     return configured(**{**own, **changes})
 
 

@@ -34,7 +34,7 @@ POINTS = torch.linspace(-2, 2, 5, dtype=torch.float64)[:, None]
 
 def tiny(**changes: Any) -> dict[str, Any]:
     """A hierarchical GP of the sine set, or what the changes make of it."""
-    return configured(**{"method": "sfvi", "sfvi__objective": "closed-form", "num_server_rounds": 30, **changes})
+    return configured(**{"method": "sfvi", "num_server_rounds": 30, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,10 @@ def test_large_sites_and_sites_without_deviation(monkeypatch: pytest.MonkeyPatch
     ("keys", "words"),
     [
         ({"model.likelihood": "poisson"}, "'gaussian'; set it to 'stochastic'"),
-        ({"sfvi.learn-inputs": True, "sfvi.own-steps": 2}, "`sfvi.own-steps`, `sfvi.learn-inputs`: not read"),
+        (
+            {"sfvi.learn-inputs": True, "sfvi.own-steps": 2},
+            "`sfvi.own-steps`, `sfvi.learn-inputs`: not read in closed form",
+        ),
     ],
 )
 def test_what_has_no_closed_form_is_refused(keys: dict[str, Any], words: str) -> None:
@@ -284,9 +287,11 @@ def test_what_has_no_closed_form_is_refused(keys: dict[str, Any], words: str) ->
         parse_config({"method": "sfvi", "sfvi.objective": "closed-form", **keys})
 
 
-def test_averaging_has_no_closed_form() -> None:
-    config = parse_config({"method": "sfvi-avg", "sfvi.objective": "closed-form"})
-    assert (config.options.strategy_for(config), config.options.client_for(config)) == ("", "")
+def test_other_likelihoods_and_methods_take_gradients() -> None:
+    """And so does what is told to."""
+    for keys in ({"model.likelihood": "poisson"}, {"sfvi.objective": "stochastic"}, {"method": "sfvi-avg"}):
+        config = parse_config({"method": "sfvi", **keys})
+        assert (config.options.strategy_for(config), config.options.client_for(config)) == ("", "")
 
 
 def test_nothing_is_learned_where_nobody_answers(three: list[dict[str, Any]]) -> None:

@@ -65,7 +65,7 @@ def multinomial(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def gaussian_process(structure: str) -> dict[str, Any]:
     """The default model."""
-    return configured(method="sfvi", sfvi__site_inducing=4, sfvi__structure=structure)
+    return configured(method="sfvi", sfvi__objective="stochastic", sfvi__site_inducing=4, sfvi__structure=structure)
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "full"])

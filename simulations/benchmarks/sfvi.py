@@ -28,7 +28,7 @@ from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import METHODS, load, parse_config
 from strategies.server.wire import content_bytes
-from strategies.sfvi_state import StructuredVI
+from strategies.sfvi_state import SteppedVI
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import sfvi_mnist
@@ -93,10 +93,10 @@ class Meter(InProcessGrid):
         return reply
 
 
-def measured(flat: dict[str, Any], sites: int) -> tuple[Figures, float, StructuredVI]:
+def measured(flat: dict[str, Any], sites: int) -> tuple[Figures, float, SteppedVI]:
     """What was seen in a short run, seconds of a round, and the strategy."""
     figures, config = Figures(), parse_config(flat)
-    strategy: StructuredVI = load(METHODS[config.method].strategy).from_config(config, figures)
+    strategy: SteppedVI = load(METHODS[config.method].strategy).from_config(config, figures)
     strategy.start(Meter(flat, sites, figures), ArrayRecord(), num_rounds=ROUNDS, timeout=config.round_timeout)
     return figures, float(np.median(np.diff(figures.ends))), strategy
 
@@ -136,7 +136,7 @@ def cases(data_dir: Path, folder: Path) -> list[tuple[str, dict[str, Any], int]]
     sfvi_six_cities.children(data_dir).to_csv(folder / "children.csv", index=False)
     images, (places, stations) = sfvi_mnist.table_of(data_dir), sfvi_weather.table_of(data_dir)
     six = sfvi_six_cities.keys(folder / "children.csv") | {"sfvi.importance-samples": 50}
-    weather = sfvi_weather.keys(places, 0)
+    weather = sfvi_weather.keys(places, 0) | {"sfvi.objective": "stochastic"}
     return [
         ("six cities", six, 2),
         ("MNIST", sfvi_mnist.keys(images), 25),

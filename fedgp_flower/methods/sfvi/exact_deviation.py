@@ -7,6 +7,7 @@ the deviation rests on as many of the site's own rows, far apart, by the bound o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -123,11 +124,11 @@ class ExactDeviation:
     def mode(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
         """The z_k that maximises J_k at a q(Z_G), and −J_k″ there; found anew each time, so that nothing is kept."""
         with torch.no_grad():
-            parts = self.parts()
+            expected = self._along_offsets(self.parts(), q_global)
 
         def expanded(offset: Tensor) -> tuple[float, Tensor, Tensor]:
             offset = offset.detach().requires_grad_()
-            value = self.sums(parts, offset).expected(q_global)
+            value = expected(offset)
             [slope] = torch.autograd.grad(value, offset, create_graph=True)
             return float(value.detach()), slope.detach(), rows_of_jacobian(slope, [offset])
 
@@ -185,6 +186,28 @@ class ExactDeviation:
         centre = share @ torch.stack(means)
         apart = share @ (torch.stack(means) - centre).square()
         return Prediction(centre, share @ torch.stack(variances) + apart)
+
+    def _along_offsets(self, parts: Parts, q_global: GlobalPosterior) -> Callable[[Tensor], Scalar]:
+        """J_k as a function of z_k, up to a constant: along the eigenvectors of K it is a sum over single numbers.
+
+        With eigenvalues λ_n, and a_n = E(v_nᵀ(y − ΦᵀZ_G))² under q(Z_G), −½ Σ [log(λ_n + s²) + a_n / (λ_n + s²)].
+        """
+        if self.dense:
+            values, vectors = torch.linalg.eigh(parts.own)
+        else:
+            _, singular, right = torch.linalg.svd(parts.own, full_matrices=False)
+            values, vectors = singular.square(), right.mT
+        error = torch.cat([(self.targets - q_global.mean @ parts.shared)[None], q_global.factor().mT @ parts.shared])
+        squares = (error @ vectors).square().sum(0)
+        others, rest = len(self.targets) - len(values), error.square().sum() - squares.sum()  # where K is zero
+
+        def expected(offset: Tensor) -> Scalar:
+            noise = self._noise(offset)
+            whole = values + noise
+            fit = whole.log().sum() + (squares / whole).sum() + others * noise.log() + (rest + parts.left_over) / noise
+            return -0.5 * (fit + offset.square().sum())
+
+        return expected
 
     def _noise(self, offset: Tensor) -> Scalar:
         return (self.model.log_noise + 2 * self.model.options.noise_spread * offset.sum()).exp()

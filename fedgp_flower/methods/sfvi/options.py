@@ -31,9 +31,10 @@ class SFVIOptions(MethodOptions):
 
     model: Literal["gp", "logistic-mixed", "multinomial"] = "gp"
     """``gp``: shared trend + site deviation + site noise; the others as in the paper, Sections S3.1 and S3.2."""
-    objective: Literal["stochastic", "closed-form"] = "stochastic"
-    """``sfvi``: ``stochastic`` is the paper's gradient of θ and q(Z_G). ``closed-form``, for ``gp`` with Gaussian
-    noise, has both q at their optimum, keeps deviations exact, and takes Newton steps on θ until they promise no more.
+    objective: Literal["auto", "closed-form", "stochastic"] = "auto"
+    """``sfvi``: ``closed-form``, for ``gp`` with Gaussian noise, has both q at their optimum, keeps deviations exact
+    and takes Newton steps on θ until they promise no more; ``stochastic`` is the paper's gradient of θ and q(Z_G);
+    ``auto`` is the first where it can be.
     """
     tolerance: Positive = 0.1
     """``closed-form``: stop when the next step promises a smaller rise of the bound, in nats of all rows together."""
@@ -84,7 +85,9 @@ class SFVIOptions(MethodOptions):
     learn_inputs: bool = False
     """``gp``: whether the shared inducing inputs are part of θ."""
     site_inducing: Count = 20
-    """``gp``: inducing inputs of a site's deviation, rows of its own that stay there; 0: sites do not deviate."""
+    """``gp``: inducing inputs of a site's deviation, rows of its own that stay there; 0: sites do not deviate. Exact in
+    closed form, where any other number is the same.
+    """
     site_noise: NonNegative = 0.5
     """``gp``: prior standard deviation of a site's log noise offset; 0 gives all sites the same noise."""
     site_slope: Positive = 0.3
@@ -105,7 +108,8 @@ class SFVIOptions(MethodOptions):
 
     def in_closed_form(self, core: CoreConfig) -> bool:
         """Whether a run takes Newton steps."""
-        return self.objective == "closed-form" and core.method == "sfvi"
+        able = self.model == "gp" and core.model.likelihood == "gaussian"
+        return core.method == "sfvi" and self.objective != "stochastic" and (able or self.objective == "closed-form")
 
     def strategy_for(self, core: CoreConfig) -> str:
         """The Strategy of ``sfvi.objective``."""
@@ -154,7 +158,7 @@ class SFVIOptions(MethodOptions):
         names = [name for name in type(self).model_fields if name not in CLOSED_FORM]
         if unread := [name for name in names if getattr(self, name) != getattr(usual, name)]:
             keys = ", ".join(f"`sfvi.{name.replace('_', '-')}`" for name in unread)
-            raise ConfigError(f"{keys}: not read where `sfvi.objective` = 'closed-form'; set it to 'stochastic'")
+            raise ConfigError(f"{keys}: not read in closed form; set `sfvi.objective` to 'stochastic'")
 
     @property
     def known_expectations(self) -> bool:
