@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 CHECKED = ("fedgp_flower.gp", "fedgp_flower.methods")
+
+settings.register_profile("gate", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("gate")  # the same examples every time; new ones are looked for where somebody looks at them
 
 _hook = install_import_hook(CHECKED, "beartype.beartype")
 

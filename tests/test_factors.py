@@ -147,7 +147,8 @@ def test_the_product_does_not_depend_on_order_or_grouping(seed, order, cut):
     whole = naturals(model, draws, factors)
     close(naturals(model, draws, [factors[i] for i in order]), whole)
     close(naturals(model, draws, [*merged(factors[:cut]), *merged(factors[cut:])]), whole)
-    assert float((whole.precision - torch.eye(INDUCING)).diagonal(dim1=-2, dim2=-1).min()) > 0
+    gained = (whole.precision - torch.eye(INDUCING)).diagonal(dim1=-2, dim2=-1)
+    assert float(gained.min()) >= 0 < float(gained.max())
 
 
 def test_cavity_times_a_site_s_factor_is_the_product():
