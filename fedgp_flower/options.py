@@ -127,6 +127,8 @@ class MethodOptions(Section):
     """Prefix of the keys, for example ``fsgp``; empty for a method without options."""
     budgets: ClassVar[frozenset[str]] = frozenset()
     """Keys that say how long to go on: a resumed run may have others."""
+    other_clients: ClassVar[tuple[str, ...]] = ()
+    """What :meth:`client_for` may choose."""
 
     def strategy_for(self, core: CoreConfig) -> str:
         """``module:attribute`` of the Strategy, where the table chooses among several; else empty."""

@@ -26,13 +26,14 @@ from sfvi_weather_model import problem
 from fedgp_flower.gp.optimisers import maximise
 from fedgp_flower.methods.sfvi.closed_form import Sums, posterior
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
+from fedgp_flower.methods.sfvi.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.gp import HierarchicalGP
 from fedgp_flower.methods.sfvi.options import SHARED
 from strategies.sfvi_closed import VARIANCES
 
 NAME = "sfvi_closed"
-EVALUATIONS = 25
-"""Of the pooled bound."""
+EVALUATIONS = 15
+"""Of the pooled bound, from where a run ended."""
 CLOSE = 0.01
 """Nats per row."""
 TITLE = "SFVI in closed form"
@@ -56,7 +57,8 @@ def pooled(folder: Path, sites: int) -> dict[str, float]:
     scales = {name: 2.0 if any(kind in name for kind in VARIANCES) else 1.0 for name in theta}
     model.load_theta({name: torch.tensor(own.arrays[f"theta.{name}"]) for name in theta})
     units = [ExactDeviation(model, torch.from_numpy(data.x), torch.from_numpy(data.y)) for data in own.encoded]
-    offsets = torch.zeros(sites, 1, dtype=torch.float64, requires_grad=True)
+    q_global = GlobalPosterior.of(own.arrays)
+    offsets = torch.stack([unit.mode(q_global)[0] for unit in units]).requires_grad_()
 
     def summed() -> Sums:
         parts = [unit.sums(unit.parts(), offset).parts() for unit, offset in zip(units, offsets, strict=True)]
@@ -69,15 +71,14 @@ def pooled(folder: Path, sites: int) -> dict[str, float]:
         prior = [((p - modes[n]) / scales[n]).square().sum() for n, p in theta.items()]
         return sums.constant - factor.diagonal().log().sum() + 0.5 * fit - 0.5 * torch.stack(prior).sum()
 
-    maximise(bound, [offsets], max_evaluations=EVALUATIONS)  # from where the sites' modes are, θ as the run left it
     before = float(bound().detach())
     end = maximise(bound, [*theta.values(), offsets], max_evaluations=EVALUATIONS, tolerance=1e-10)
     with torch.no_grad():
         sums = summed()
-        q_global, _ = posterior(sums.precision, sums.shift)
+        best, _ = posterior(sums.precision, sums.shift)
     rows = nll = squares = 0.0
     for unit, data in zip(units, own.encoded, strict=True):
-        found, target = unit.predict(torch.from_numpy(data.x_test), q_global), torch.from_numpy(data.y_test)
+        found, target = unit.predict(torch.from_numpy(data.x_test), best), torch.from_numpy(data.y_test)
         error = (target - found.mean).square()
         nll += float((0.5 * (2 * math.pi * found.variance).log() + 0.5 * error / found.variance).sum())
         squares, rows = squares + float(error.sum()), rows + len(target)
@@ -89,21 +90,21 @@ def row(data: str, run: dict[str, Any], sites: int) -> dict[str, Any]:
     history = pd.read_csv(run["folder"] / "history.csv")
     test, shift = run["test_standardised"], run["test"]["nll"] - run["test_standardised"]["nll"]
     curve, reference = history["test_nll"].to_numpy() - shift, pooled(run["folder"], sites)
-    within = np.flatnonzero(curve <= reference["nll"] + CLOSE)
+    outside = np.flatnonzero(curve > reference["nll"] + CLOSE)
     details = run["method_details"]
     others = {
         name: run[key] for name, key in (("each alone", "local_only"), ("pooled sparse GP", "pooled")) if run[key]
     }
     return {
         "data": data,
-        "exchanges": len(history),
+        "exchanges": str(len(history)),
         "converged": "yes" if details["converged"] else "no",
         "NLL": test["nll"],
         "RMSE": test["rmse"],
         "L-BFGS NLL": reference["nll"],
         "L-BFGS RMSE": reference["rmse"],
         "bound rises by": reference["rise"],
-        f"within {CLOSE} after": int(within[0]) + 1 if len(within) else None,
+        f"within {CLOSE} from": str(outside[-1] + 2 if len(outside) else 1),
         "MB up a site": history["bytes_up"].sum() / sites / 1e6,
         **{name: own["nll"] - shift for name, own in others.items()},
         "rows": sum(site["num_examples"] for site in run["per_site"]),
@@ -143,8 +144,8 @@ def main() -> None:
     asked = f"--folds {' '.join(map(str, chosen.folds))} --seeds {' '.join(map(str, chosen.seeds))}"
     lines = (
         f"Made by `python simulations/sfvi_closed.py {asked}`. Scores of the standardised target. L-BFGS: one process",
-        "with all rows goes on from where the run ended; by how many nats its bound rises, and after how many",
-        f"exchanges the run's NLL was within {CLOSE} of its own. The two exchanges before training do not count.",
+        "with all rows goes on from where the run ended; by how many nats its bound rises, and from which exchange on",
+        f"the run's NLL was within {CLOSE} of its own, or better. The two exchanges before training do not count.",
         "[sfvi_weather.md](sfvi_weather.md) has the stochastic form and each country alone on the same folds.",
     )
     write_table(RESULTS / f"{NAME}.md", TITLE, lines, pd.DataFrame(rows).drop(columns="rows"))

@@ -9,7 +9,7 @@ import torch
 from structured_problems import gp_sites, sparse_gp
 
 from fedgp_flower.methods.sfvi import exact_deviation
-from fedgp_flower.methods.sfvi.closed_form import Slopes, Sums, expansion
+from fedgp_flower.methods.sfvi.closed_form import Slopes, Sums, expansion, newton_step, transported
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation, flattened
 from fedgp_flower.methods.sfvi.family import initial_global
 from fedgp_flower.methods.sfvi.gp import linear_terms
@@ -140,3 +140,34 @@ def test_gradient_and_hessian_are_those_of_the_dense_bound(problem):
     torch.testing.assert_close(found.gradient, gradient(torch.zeros(7).double()), rtol=1e-10, atol=1e-10)
     differences = torch.stack([(gradient(h * e) - gradient(-h * e)) / (2 * h) for e in torch.eye(7).double()])
     torch.testing.assert_close(found.hessian, differences, rtol=1e-6, atol=1e-6)
+
+
+def test_a_newton_step_ends_at_the_top_of_a_quadratic_unless_the_radius_is_smaller():
+    """f = bᵀx − ½ xᵀAx with eigenvalues of A above 1; its rise is ½ bᵀA⁻¹b."""
+    a, b = torch.tensor([[3.0, 1.0], [1.0, 2.0]]).double(), torch.tensor([1.0, -2.0]).double()
+    step, rise = newton_step(b, -a, math.inf)
+    torch.testing.assert_close(step, torch.linalg.solve(a, b))
+    assert rise == pytest.approx(float(0.5 * b @ torch.linalg.solve(a, b)))
+    short, less = newton_step(b, -a, 0.1)
+    torch.testing.assert_close(short, 0.1 * step / step.abs().max())
+    assert less == pytest.approx(float(b @ short - 0.5 * short @ a @ short))
+
+
+def test_a_newton_step_goes_uphill_where_the_function_is_flat_or_convex():
+    """Curvatures 4, .1 and −2 downwards count as 4, 1 and 2."""
+    step, _ = newton_step(torch.ones(3).double(), torch.diag(torch.tensor([-4.0, -0.1, 2.0])).double(), math.inf)
+    torch.testing.assert_close(step, torch.tensor([0.25, 1.0, 0.5]).double())
+
+
+def test_what_rows_say_of_inducing_values_is_transported_exactly():
+    """Rows that see u = L v alone, y = Hᵀu + ε, say the same of u whatever L is; so do rows of a linear term."""
+    generator = torch.Generator().manual_seed(1)
+    rows, y = torch.randn(4, 9, generator=generator).double(), torch.randn(9, generator=generator).double()
+    factors = [torch.linalg.cholesky(torch.eye(3).double() + torch.full((3, 3), own)) for own in (0.2, 1.7)]
+    found = []
+    for factor in factors:
+        weights = torch.cat([factor.mT @ rows[:3], rows[3:]])
+        found.append((weights @ weights.mT, weights @ y))
+    moved = transported(*found[0], *factors)
+    for one, other in zip(moved, found[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

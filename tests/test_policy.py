@@ -15,30 +15,34 @@ from flwr.app import Message
 
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import ConfigError, PolicyError
+from fedgp_flower.messages import is_summand
 from fedgp_flower.methods.messages import ScoreSums, Shape
 from fedgp_flower.privacy import policy as policies
 from fedgp_flower.privacy.disclosure import OTHER, kept_levels, merged_cells, names_rows
 from fedgp_flower.privacy.policy import Decision, Policy, Rules
 from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.leaves import all_answers
 from fedgp_flower.run.predict import Predictor
-from fedgp_flower.run.registry import parse_config
+from fedgp_flower.run.registry import BUILT_IN, parse_config
 
 METHODS: dict[str, dict[str, Any]] = {
-    "fsgp exact": {"num_server_rounds": 3},
+    "fsgp": {"num_server_rounds": 3},
     "fsgp average": {"fsgp__objective": "average"},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi", "pvi__schedule": "synchronous"},
     "sfvi": {"method": "sfvi"},
+    "sfvi stochastic": {"method": "sfvi", "sfvi__objective": "stochastic"},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 2},
     "fedmgp": {"method": "fedmgp"},
     "local-only": {"method": "local-only", "baselines__local_only": True},
 }
 TRAINING = {
-    "fsgp exact": "query.statistics",
+    "fsgp": "query.statistics",
     "fsgp average": "train",
     "fgpr": "train",
     "pvi": "train.distil",
-    "sfvi": "train.gradient",
+    "sfvi": "train.expansion",
+    "sfvi stochastic": "train.gradient",
     "sfvi-avg": "train.average",
     "fedmgp": "query.first",
     "local-only": "query.local_only",
@@ -121,6 +125,11 @@ def test_a_violation_is_refused_by_name_and_the_run_goes_on(violations, rule):
     assert all({*grid.with_arrays(site)} >= {"query.describe", TRAINING[method]} for site in "abc")
     assert strategy.outcome.metrics["rounds"] == strategy.round
     assert strategy.outcome.metrics["test"]["rmse"] < 2
+
+
+def test_every_sum_but_scores_says_how_many_parameters_it_holds():
+    sums = {own for method in BUILT_IN for _, own in all_answers(method) if own is not None and is_summand(own)}
+    assert {own for own in sums if not hasattr(own, "num_parameters") and not issubclass(own, ScoreSums)} == set()
 
 
 @pytest.mark.parametrize("method", ["pvi", "sfvi"])

@@ -18,6 +18,10 @@ class Moments:
     products: Float[ndarray, " P"] = leaves("X̃ᵀy")
     square: Float[ndarray, ""] = leaves("yᵀy")
 
+    def num_parameters(self) -> int:
+        """P."""
+        return len(self.products)
+
     def refusal(self, rows: int) -> str | None:
         """Why this cannot come from so many rows, or None."""
         return None if round(float(self.gram[0, 0])) == rows else f"`gram` is not one of {rows} rows"
@@ -37,6 +41,10 @@ class LogisticSums:
     likelihood: Float[ndarray, ""] = leaves("Σ log σ((2y − 1) x̃ᵀw)")
     gradient: Float[ndarray, " P"] = leaves("X̃ᵀ(y − p), p = σ(X̃w)")
     information: Float[ndarray, "P P"] = leaves("X̃ᵀ diag(p (1 − p)) X̃", symmetric=True)
+
+    def num_parameters(self) -> int:
+        """P."""
+        return len(self.gradient)
 
 
 @message()

@@ -105,6 +105,10 @@ class WeightedStep:
     objective: Float[ndarray, ""] = leaves("N times the mean over rows of the local objective")
     rows: Float[ndarray, ""] = leaves("N, number of rows")
 
+    def num_parameters(self) -> int:
+        """M and hyperparameters."""
+        return count_parameters(self.values)
+
     @staticmethod
     def of(step: Stepped, rows: int) -> WeightedStep:
         """A site's step, weighted by its rows."""

@@ -52,11 +52,18 @@ def answers(client: type[SiteClient]) -> Iterator[tuple[str, Any]]:
     yield from (("query.keys", None), ("evaluate", None))
 
 
+def all_answers(method: str) -> list[tuple[str, Any]]:
+    """The same of every client that the method's options may choose, each once."""
+    row = METHODS[method]
+    clients = (row.client, *load(row.options).other_clients)
+    return list(dict.fromkeys(found for client in clients for found in answers(load(client))))
+
+
 def page() -> list[str]:
     """The table of the README, a line for each message."""
     methods: dict[tuple[str, Any], list[str]] = {}
-    for name, row in BUILT_IN.items():
-        for found in answers(load(row.client)):
+    for name in BUILT_IN:
+        for found in all_answers(name):
             methods.setdefault(found, []).append(name)
     lines = ["| message | methods | under masks | what leaves |", "|---|---|---|---|"]
     for (kind, answer), names in sorted(methods.items(), key=lambda item: (item[0][0], item[1])):
@@ -111,7 +118,7 @@ class Trial:
     def lines(self) -> Iterator[str]:
         """What it sent, kind by kind."""
         kinds: dict[str, list[Mapping[str, Any]]] = {}
-        declared = dict(answers(load(METHODS[self.method].client)))
+        declared = dict(all_answers(self.method))
         for line in self.log.lines:
             kinds.setdefault(line["kind"], []).append(line)
         for kind, lines in kinds.items():

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
+from fedgp_flower.methods.messages import count_parameters
 from fedgp_flower.typing import AnyShape
 
 
@@ -19,3 +20,7 @@ class Expectations:
     fit: Float[ndarray, ""] = leaves("Σ E log p(y | f), nats")
     slope: Float[ndarray, " M"] = leaves("W α, α = ∂/∂m of E log p(y | f), f ~ N(m, s)")
     curvature: Float[ndarray, "M M"] = leaves("B̄ = W diag(β) Wᵀ, β = −2 ∂/∂s of the same", symmetric=True)
+
+    def num_parameters(self) -> int:
+        """M and hyperparameters."""
+        return count_parameters(self.values)

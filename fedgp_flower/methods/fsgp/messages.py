@@ -102,6 +102,10 @@ class Sketch:
     precision: Float[ndarray, "H H"] = leaves("H, curvature at the mode of the site's log posterior", symmetric=True)
     shift: Float[ndarray, " H"] = leaves("H θ")
 
+    def num_parameters(self) -> int:
+        """Cells that hold rows, and hyperparameters."""
+        return int(np.count_nonzero(self.rows)) + len(self.shift)
+
     def contradiction(self, rows: int) -> str | None:
         """What shows that the site has other rows than it described, or None."""
         if self.rows.sum() != rows:
@@ -141,6 +145,10 @@ class TrialSums:
         return TrialSums(
             np.stack([own.gram[lower] for own in each]), *(np.stack([vars(own)[c] for own in each]) for c in columns)
         )
+
+    def num_parameters(self) -> int:
+        """M, of sums at parameters that differ little."""
+        return self.projections.shape[1]
 
     def each(self) -> list[Statistics]:
         """The sums at each parameters."""
@@ -197,6 +205,10 @@ class TrialGradients:
     """:class:`GradientShare` at each of several parameters."""
 
     values: Mapping[str, AnyShape] = leaves("a site's share of dF/dw, under each parameter's name", as_sent=True)
+
+    def num_parameters(self) -> int:
+        """M and hyperparameters."""
+        return max(count_parameters(own) for own in apart(self.values))
 
 
 def numbered(each: Sequence[Mapping[str, ndarray]]) -> dict[str, ndarray]:

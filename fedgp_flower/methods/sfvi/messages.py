@@ -128,6 +128,10 @@ class ExpansionShare:
     curvature: Float[ndarray, "T T"] = leaves("second derivatives of c − ½ tr[(S + mmᵀ)P] + mᵀp", symmetric=True)
     count: Float[ndarray, ""] = leaves("number of rows")
 
+    def num_parameters(self) -> int:
+        """Z_G and entries of θ."""
+        return len(self.shift) + len(self.curvature)
+
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, rows: int) -> str | None:
         """Why sums cannot come from so many rows, or None."""

@@ -26,6 +26,7 @@ class SFVIOptions(MethodOptions):
     """The table ``sfvi.*``."""
 
     table: ClassVar[str] = "sfvi"
+    other_clients: ClassVar[tuple[str, ...]] = ("fedgp_flower.methods.sfvi.closed_client:ClosedFormClient",)
     averages: ClassVar[bool] = False
     """Whether all rounds are averages of local steps."""
 
@@ -117,7 +118,7 @@ class SFVIOptions(MethodOptions):
 
     def client_for(self, core: CoreConfig) -> str:
         """The site's half of ``sfvi.objective``."""
-        return "fedgp_flower.methods.sfvi.closed_client:ClosedFormClient" if self.in_closed_form(core) else ""
+        return self.other_clients[0] if self.in_closed_form(core) else ""
 
     def check(self, core: CoreConfig) -> None:
         """A likelihood the model has, whole batches, and the keys a model cannot do without."""
