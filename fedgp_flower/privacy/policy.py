@@ -56,7 +56,7 @@ class Policy(Section):
     """Most parameters (M and hyperparameters) of a message for each training row."""
     strict: bool = False
     """Whether more parameters are refused. Otherwise the message leaves with a warning, in the run's log and report:
-    with the default of 50 inducing points refusal would shut out every site below 152 rows."""
+    with 50 inducing points refusal would shut out every site below 152 rows."""
     hidden_columns: Names = ()
     """Columns that no run may use."""
     methods: Names = ()
