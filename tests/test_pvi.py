@@ -378,6 +378,10 @@ def test_parallel_replay_survives_the_site_that_refits() -> None:
         ({"precision": "float32"}, "precision"),
         ({"pvi__schedule": "asynchronous"}, "pvi.schedule"),
         ({"pvi__damping": 0.5}, "pvi.damping"),
+        (
+            {"pvi__damping": 0.5, "pvi__local_update": "lbfgs", "pvi__inducing": "fixed", "pvi__hyper": "fixed"},
+            "nothing to damp",
+        ),
         ({"pvi__preset": "bcm-same"}, "pvi.preset"),
         ({"optimizer__steps": 20}, "pvi.first-steps"),
         ({"optimizer__learning_rate": 0.01, "pvi__local_update": "adam"}, "pvi.learning-rate"),

@@ -69,7 +69,8 @@ class PVIOptions(MethodOptions):
     concurrency: Count = 0
     """``asynchronous``: sites that work at once; 0 is all of them."""
     damping: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """ρ; 0 chooses 1 when one site is merged at a time and nobody else works, else 1/K of the sites that do."""
+    """ρ; 0 chooses 1 when one site is merged at a time and nobody else works, else 1/K of the sites that do. It
+    holds for Gaussian factors, of Z and β among them; pseudo-observations are replaced as a whole."""
     deletion: bool = True
     """Take the site's own factor out before it updates; without, rows count again at every visit."""
     inducing: Literal["distribution", "fixed", "average"] = "distribution"
@@ -170,6 +171,11 @@ class PVIOptions(MethodOptions):
             self._check_replay(core, plan, update)
         if self.linear and (self.inducing, self.hyper) != ("fixed", "fixed"):
             raise ConfigError(f"{update} needs `pvi.inducing` = 'fixed' and `pvi.hyper` = 'fixed'; try 'adam'")
+        if points and not self.replays and 0.0 < plan.damping < 1.0 and not self.product:
+            raise ConfigError(
+                "`pvi.damping`: with Z and β fixed there is nothing to damp, for pseudo-observations are replaced as a"
+                " whole; set it to 0 or 1, or `pvi.factor` to 'cpo'"
+            )
         if self.local_update == "analytic" and core.model.likelihood != "gaussian":
             raise ConfigError(f"{update} needs `model.likelihood` = 'gaussian'; try 'natural-gradient'")
         if not plan.deletion and points:
