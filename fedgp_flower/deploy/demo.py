@@ -22,6 +22,7 @@ from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import Flower, environment, program, project_folder
 from fedgp_flower.errors import ConfigError, DataError, RunError
 from fedgp_flower.options import FlatConfig, Value
+from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.run.user_config import complete_config, run_folder
 
@@ -65,11 +66,22 @@ class Site:
         return self.folder / "node-key"
 
     @property
+    def secret(self) -> Path:
+        """Key that the site signs with when its summands travel under masks."""
+        return self.folder / "site-key"
+
+    @property
+    def trust(self) -> Path:
+        """Public keys of the sites that it adds its summands to."""
+        return self.folder / "trust.toml"
+
+    @property
     def node_config(self) -> str:
         """What the SuperNode alone is told: where the site's rows lie, held-out rows in a file beside them or not."""
         test = self.data.with_suffix(".test.csv")
         told = {"site": self.name, "data-path": self.data, "state-dir": self.folder / "state"}
         told |= {"test-path": test} if test.is_file() else {}
+        told |= {"site-key": self.secret, "trust": self.trust} if self.trust.is_file() else {}
         return " ".join(f'{key}="{value}"' for key, value in told.items())
 
 
@@ -85,6 +97,17 @@ def create_sites(folder: Path, files: Sequence[Path]) -> list[Site]:
     if len(set(names)) < len(names):
         names = [f"site{i}" for i in range(1, len(files) + 1)]
     return [Site(name, file.resolve(), folder / name) for name, file in zip(names, files, strict=True)]
+
+
+def introduce(sites: Sequence[Site]) -> None:
+    """Give every site a key and the public keys of all, as their owners would do outside the server."""
+    trust = Trust({})
+    for site in sites:
+        identity = Identity.new()
+        identity.write(site.secret)
+        trust = trust.with_site(site.name, identity.public)
+    for site in sites:
+        trust.write(site.trust)
 
 
 def start_superlink(processes: Processes, folder: Path, port: int) -> ServerCredentials:
@@ -142,6 +165,7 @@ def deploy(project: Path, folder: Path, sites: Sequence[Site], config: FlatConfi
     superlink, *ports = free_ports(1 + len(sites))
     for site in sites:
         (site.folder / "state").mkdir(parents=True)
+    introduce(sites)
     (folder / "server").mkdir()
     with Processes(environment(folder / "operator"), folder / "logs") as processes:
         say(f"SuperLink on {HOST}:{superlink}, TLS, node authentication")
