@@ -179,6 +179,11 @@ def test_sites_that_one_arm_did_not_score_are_left_out(line_run):
     assert (found.sites, found.mean) == (2, pytest.approx(-0.5))
 
 
+def test_held_out_rows_are_counted_where_no_site_has_figures_of_its_own(line_run):
+    metrics = read_run(line_run).metrics
+    assert arms(replace(metrics, per_site=[]))[0].rows == arms(metrics)[0].rows > 0
+
+
 def test_figures_of_all_rows_under_one_site_are_no_figures_of_that_site(line_run):
     """One site scores `pooled` on the rows of all, and under masks there are no figures of sites."""
     metrics = judged(line_run, [1.0, 2.0, 3.0], None, [10, 10, 10])

@@ -45,11 +45,13 @@ class Arm:
     name: str
     figures: Mapping[str, Any]
     per_site: Sequence[Mapping[str, Any]]
+    together: int = 0
+    """Held-out rows of all sites, where none has figures of its own: under masks."""
 
     @property
     def rows(self) -> int:
         """Held-out rows the figures are means over."""
-        return sum(int(row["num_examples"]) for row in self.per_site)
+        return sum(int(row["num_examples"]) for row in self.per_site) or self.together
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,11 @@ def rivals(metrics: RunMetrics) -> dict[str, Mapping[str, Any]]:
 def arms(metrics: RunMetrics) -> list[Arm]:
     """This run first, then the baselines it computed."""
     name = f"federated ({metrics.method})" if is_federated(metrics) else metrics.method
-    computed = rivals(metrics).items()
+    counts = metrics.calibration.get("pit") or [row[0] for row in metrics.calibration.get("reliability") or ()]
+    together = 0 if metrics.per_site else round(sum(counts))
     return [
-        Arm(name, metrics.test, metrics.per_site),
-        *(Arm(arm, figures, figures.get("per_site", ())) for arm, figures in computed),
+        Arm(name, metrics.test, metrics.per_site, together),
+        *(Arm(arm, figures, figures.get("per_site", ()), together) for arm, figures in rivals(metrics).items()),
     ]
 
 
