@@ -196,6 +196,11 @@ def answered(
 
 
 def _summand(question: MaskedQuestion, answer: Callable[[], Any]) -> tuple[masks.Words, Layout]:
+    """The site's summand, or zeros and a count of zero where it has none.
+
+    Whatever the reason: the others' masks need its words. The total says how many added nothing; the reason stays in
+    the site's own log.
+    """
     sites = len(question.members)
     try:
         found = answer()

@@ -110,7 +110,7 @@ class SFVIOptions(MethodOptions):
     def in_closed_form(self, core: CoreConfig) -> bool:
         """Whether a run takes Newton steps."""
         able = self.model == "gp" and core.model.likelihood == "gaussian"
-        return core.method == "sfvi" and self.objective != "stochastic" and (able or self.objective == "closed-form")
+        return not self.averages and self.objective != "stochastic" and (able or self.objective == "closed-form")
 
     def strategy_for(self, core: CoreConfig) -> str:
         """The Strategy of ``sfvi.objective``."""
