@@ -146,7 +146,7 @@ def layer_of(module: str) -> str:
     if parts[0] == "strategies":
         return "strategies"
     if parts[1:2] == ["methods"] and len(parts) > 3:
-        return "site half" if parts[3] in SITE_HALF else "method"
+        return "site half" if parts[-1] in SITE_HALF else "method"
     return parts[1] if len(parts) > 2 else "top"
 
 

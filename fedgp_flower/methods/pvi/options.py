@@ -54,10 +54,8 @@ PRESETS: Mapping[str, Plan] = MappingProxyType(
 machines, variational continual learning, streaming VB, and global VI (Property 3.1)."""
 
 
-class PVIOptions(MethodOptions):
-    """The table ``pvi.*``."""
-
-    table: ClassVar[str] = "pvi"
+class VisitOptions(MethodOptions):
+    """How sites are visited and merged, whatever their factors are about; each method has its own table of these."""
 
     preset: Literal["none", "bcm-same", "bcm-split", "vcl", "streaming-vb", "global-vi"] = "none"
     """A special case by name; it sets schedule, damping and deletion (and ``gradient`` for ``global-vi``)."""
@@ -73,6 +71,20 @@ class PVIOptions(MethodOptions):
     holds for Gaussian factors, of Z and β among them; pseudo-observations are replaced as a whole."""
     deletion: bool = True
     """Take the site's own factor out before it updates; without, rows count again at every visit."""
+
+    def plan(self, seed: int = 0) -> Plan:
+        """Schedule, damping and deletion; a preset decides them all."""
+        if self.preset != "none":
+            return replace(PRESETS[self.preset], order=self.order, seed=seed)
+        chosen = Plan(self.schedule, self.order, self.fraction, self.damping, self.deletion)
+        return replace(chosen, concurrency=self.concurrency, seed=seed)
+
+
+class PVIOptions(VisitOptions):
+    """The table ``pvi.*``."""
+
+    table: ClassVar[str] = "pvi"
+
     inducing: Literal["distribution", "fixed", "average"] = "distribution"
     """q(Z); Z fixed at its first draw; or federated averaging of a point Z."""
     hyper: Literal["distribution", "fixed"] = "distribution"
@@ -104,13 +116,6 @@ class PVIOptions(MethodOptions):
     """``replay``: L-BFGS evaluations of the refit at a point."""
     refit_steps: Count = 20
     """``replay``: Adam steps of the refit over distributions; 0 keeps points Z and β."""
-
-    def plan(self, seed: int = 0) -> Plan:
-        """Schedule, damping and deletion; a preset decides them all."""
-        if self.preset != "none":
-            return replace(PRESETS[self.preset], order=self.order, seed=seed)
-        chosen = Plan(self.schedule, self.order, self.fraction, self.damping, self.deletion)
-        return replace(chosen, concurrency=self.concurrency, seed=seed)
 
     @property
     def replays(self) -> bool:
