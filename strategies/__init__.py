@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from strategies.multi_output_references import FedPoly as FedPoly
     from strategies.multi_output_references import ModularGP as ModularGP
     from strategies.pvi import PVI as PVI
+    from strategies.pvi_weights import PVIGLM as PVIGLM
+    from strategies.pvi_weights import AsynchronousPVIGLM as AsynchronousPVIGLM
     from strategies.references import LocalOnly as LocalOnly
     from strategies.references import Pooled as Pooled
     from strategies.replay_pvi import ParallelReplayPVI as ParallelReplayPVI
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "AsynchronousPVI": "async_pvi",
+    "AsynchronousPVIGLM": "pvi_weights",
     "FGPR": "fgpr",
     "FSGPAveraging": "fsgp",
     "FSGPDuals": "fsgp_duals",
@@ -40,6 +43,7 @@ _MODULES = {
     "LocalOnly": "references",
     "ModularGP": "multi_output_references",
     "PVI": "pvi",
+    "PVIGLM": "pvi_weights",
     "ParallelReplayPVI": "replay_pvi",
     "Pooled": "references",
     "ReplayPVI": "replay_pvi",

@@ -21,6 +21,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fsgp average": {"method": "fsgp", "fsgp__objective": "average"},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi", "pvi__steps": 5, "pvi__first_steps": 5, "pvi__evaluations": 5},
+    "pvi-glm": {"method": "pvi-glm"},
     "fedmgp": {"method": "fedmgp"},
     "sfvi": {"method": "sfvi"},
     "sfvi multinomial": {"method": "sfvi", "sfvi__model": "multinomial", "sfvi__classes": 3, "standardise": False},

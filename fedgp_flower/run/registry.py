@@ -93,6 +93,16 @@ BUILT_IN: Mapping[str, Method] = {
         forget="strategies.pvi:forget_site",
         forgotten="fedgp_flower.methods.pvi.forgetting:changes",
     ),
+    "pvi-glm": Method(
+        summary="Bayesian linear, logistic and Poisson regression by PVI: a factor of the weights per site",
+        paper="Ashman et al., Partitioned variational inference (2022), Section 5.1",
+        options="fedgp_flower.methods.pvi.weights.options:GLMOptions",
+        strategy="strategies.pvi_weights:PVIGLM",
+        client="fedgp_flower.methods.pvi.weights.client:GLMClient",
+        posterior="fedgp_flower.methods.pvi.weights.posterior:saved_model",
+        panels="fedgp_flower.methods.pvi.weights.panels:panels",
+        forget="strategies.pvi:forget_site",
+    ),
     "fsgp": Method(
         summary="Federated sparse GP: averaged or exact training, exact posterior from sums",
         paper="Guo et al., Federated sparse Gaussian processes (2022); exact mode: Gal et al. (2014)",

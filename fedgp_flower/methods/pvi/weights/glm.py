@@ -1,0 +1,135 @@
+"""PVI of generalised linear models: a local free energy whose optimum Newton's method finds, without draws.
+
+f = Φθ with q(θ) Gaussian makes every f_n ~ N(m_n, v_n), and with α = ∂/∂m and β = −2 ∂/∂v of E log p(y_n | f_n)
+
+    ∇_m F = Φᵀα + η₁ᶜ − Λᶜ m,   −∇²_m F = H = Φᵀ diag(β) Φ + Λᶜ,   Λ = H, or its diagonal, at the optimum,
+
+where (η₁ᶜ, Λᶜ) are the natural parameters of the context. F is concave in the mean and a root of the covariance where
+log p is concave in f (Challis & Barber 2013), so that the optimum is the only one. The factor of the rows is
+∇_μ E_q log p(y | θ) with μ the mean parameters of q: conjugate-computation VI (Khan & Lin 2017), and Ashman et al.
+(2022), Eq. 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.gaussian import Gaussian
+from fedgp_flower.gp.likelihoods import PointLikelihood, build_point_likelihood
+from fedgp_flower.gp.linalg import cholesky
+from fedgp_flower.gp.logit import Logit
+from fedgp_flower.methods.pvi.linear import LinearSite
+from fedgp_flower.options import ModelSection
+from fedgp_flower.typing import Array
+
+TOLERANCE = 1e-10
+"""Of the Newton decrement in nats and of the relative change of Λ, at which the optimum is reached."""
+SLACK = 1e-9
+"""Nats, relative to the free energy, by which rounding may lower it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """A local free energy at a q, and the Newton step from there."""
+
+    q: Gaussian
+    free_energy: float
+    factor: Gaussian
+    move: Tensor
+    """H⁻¹∇_m F."""
+    precision: Tensor
+    """Where Λ goes: H, or its diagonal."""
+    decrement: float
+
+    def step(self, length: float) -> Gaussian:
+        """Some way along the step."""
+        precision = self.q.precision + length * (self.precision - self.q.precision)
+        mean = self.q.mean() + length * self.move
+        return type(self.q)(precision @ mean if precision.ndim == 2 else precision * mean, -0.5 * precision)
+
+
+def likelihood_of(section: ModelSection) -> PointLikelihood:
+    """The likelihood of ``model.likelihood`` with its canonical link: for two classes the logit."""
+    bernoulli = section.likelihood == "bernoulli"
+    return Logit() if bernoulli else build_point_likelihood(section.likelihood, noise=section.noise)
+
+
+def glm_site(section: ModelSection, inputs: Array, targets: Array) -> LinearSite:
+    """Rows with a constant, Φ = (1, X) [N, 1 + D]."""
+    likelihood = likelihood_of(section)
+    design = torch.cat([torch.ones(len(inputs), 1, dtype=torch.float64), torch.from_numpy(inputs)], 1)
+    return LinearSite(design, torch.from_numpy(targets), likelihood, likelihood.initial)
+
+
+def marginals(design: Tensor, q: Gaussian) -> tuple[Tensor, Tensor]:
+    """Mean and variance of f = Φθ, each [N]."""
+    mean, covariance = q.moments()
+    spread = (design @ covariance * design).sum(1) if covariance.ndim == 2 else design.square() @ covariance
+    return design @ mean, spread
+
+
+def log_likelihood(site: LinearSite, q: Gaussian) -> Tensor:
+    """E_q log p(y | θ), in nats."""
+    return site.likelihood.slopes(site.targets, *marginals(site.design, q), site.hyper)[0]
+
+
+def expansion(site: LinearSite, q: Gaussian, context: Gaussian) -> Expansion:
+    """F(q) = E_q log p(y | θ) − KL(q ‖ context), its Newton step, and the rows' factor at q."""
+    phi = site.design
+    fit, alpha, beta, _ = site.likelihood.slopes(site.targets, *marginals(phi, q), site.hyper)
+    mean, own = q.mean(), phi.mT @ (beta[:, None] * phi)
+    full = own.ndim == context.eta2.ndim
+    kept, around = (own, context.precision) if full else (own.diagonal(), context.precision.diag())
+    slope = phi.mT @ alpha
+    gradient = slope + context.eta1 - (around @ mean)
+    L = cholesky(own + around, of="information of the weights", hint="Is `glm.prior-scale` too large?")
+    move = torch.cholesky_solve(gradient[:, None], L)[:, 0]
+    precision = kept + context.precision
+    change = float((precision - q.precision).abs().max() / precision.abs().max())
+    eta1 = slope + (kept @ mean if full else kept * mean)
+    free_energy = float(fit - q.kl(context))
+    return Expansion(q, free_energy, type(q)(eta1, -0.5 * kept), move, precision, max(float(gradient @ move), change))
+
+
+@dataclass(frozen=True, slots=True)
+class Refinement:
+    """The end of a local update."""
+
+    factor: Gaussian
+    free_energy: float
+    iterations: int
+    halvings: int
+    """Steps shortened because the free energy would have fallen."""
+
+
+def optimum(site: LinearSite, q: Gaussian, context: Gaussian, *, steps: int) -> Refinement:
+    """The rows' factor at the maximum of the local free energy, by Newton steps that never lower it.
+
+    Raises:
+        NumericsError: the step had to be shortened to nothing, which no log-concave likelihood does.
+    """
+    here, length, iterations, halvings = expansion(site, q, context), 1.0, 0, 0
+    while iterations < steps and here.decrement > TOLERANCE:
+        there = expansion(site, here.step(length), context)
+        if there.free_energy >= here.free_energy - SLACK * abs(here.free_energy):
+            here, length, iterations = there, min(1.0, 2.0 * length), iterations + 1
+            continue
+        length, halvings = 0.5 * length, halvings + 1
+        if length < 1e-10:
+            raise NumericsError("no Newton step raises the local free energy; are the inputs finite and standardised?")
+    return Refinement(here.factor, here.free_energy, iterations, halvings)
+
+
+def gradient(site: LinearSite, q: Gaussian, context: Gaussian, *, steps: int) -> Refinement:
+    """The rows' factor at the q that was sent: merged with ρ it is a natural-gradient step of global VI of length ρ."""
+    del steps
+    here = expansion(site, q, context)
+    return Refinement(here.factor, here.free_energy, 1, 0)
+
+
+UPDATES = {"optimum": optimum, "gradient": gradient}
+"""By ``glm.local-update``."""

@@ -1,0 +1,67 @@
+"""Prediction from a Gaussian over the weights of a generalised linear model, and what a run saves of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
+from fedgp_flower.methods.pvi.weights.glm import glm_site, likelihood_of, marginals
+from fedgp_flower.options import ModelSection
+from fedgp_flower.typing import Array
+
+if TYPE_CHECKING:
+    from fedgp_flower.run.artefacts import Posterior
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPosterior:
+    """q(θ) of a generalised linear model."""
+
+    section: ModelSection
+    q: Gaussian
+
+    def latent(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and variance of f = θ₀ + θᵀx [N] at standardised inputs [N, D]."""
+        design = glm_site(self.section, inputs, np.zeros(len(inputs))).design
+        mean, variance = marginals(design, self.q)
+        return mean.numpy(), variance.numpy()
+
+    def observation(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and variance of an observation [N]."""
+        return observed(self.section, *self.latent(inputs))
+
+    def __call__(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and standard deviation of an observation [N]."""
+        mean, variance = self.observation(inputs)
+        return mean, np.sqrt(variance)
+
+
+def observed(section: ModelSection, mean: Array, variance: Array) -> tuple[Array, Array]:
+    """Mean and variance of observations where f ~ N(mean, variance), each [N]."""
+    likelihood = likelihood_of(section)
+    centre, spread = likelihood.moments(torch.from_numpy(mean), torch.from_numpy(variance), likelihood.initial)
+    return centre.numpy(), spread.numpy()
+
+
+def saved_model(saved: Posterior, names: tuple[str, ...]) -> LinearPosterior:
+    """The posterior of a finished run."""
+    del names
+    section = ModelSection.model_validate({key: saved.model[key] for key in ("likelihood", "noise")})
+    return LinearPosterior(section, q_of(saved))
+
+
+def q_of(saved: Posterior) -> Gaussian:
+    """q(θ) of a saved posterior."""
+    mean = torch.from_numpy(np.array(saved.arrays["weights.mean"]))
+    spread = torch.from_numpy(np.array(saved.arrays["weights.covariance"]))
+    return (NaturalGaussian if spread.ndim == 2 else DiagonalGaussian).from_moments(mean, spread)
+
+
+def deviations(q: Gaussian) -> Array:
+    """Standard deviation of every weight."""
+    spread = q.moments()[1]
+    return (spread.diagonal() if spread.ndim == 2 else spread).sqrt().numpy()

@@ -1,0 +1,217 @@
+"""PVI over weights: exact where the model is conjugate, and at convergence global VI of all rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from scipy.special import gammaln, log_expit
+
+from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
+from fedgp_flower.methods.pvi.messages import NaturalParameters
+from fedgp_flower.methods.pvi.options import PRESETS, Plan
+from fedgp_flower.methods.pvi.weights.glm import UPDATES, glm_site, optimum
+from fedgp_flower.methods.pvi.weights.messages import RefinedWeights, prior_of
+from fedgp_flower.methods.pvi.weights.options import GLMOptions
+from fedgp_flower.options import ModelSection
+from strategies.pvi import PVIState, posterior
+from strategies.pvi_weights import WEIGHTS, one_answer, one_round
+from strategies.server.questions import Roster, drive
+
+SITES = ("a", "b", "c")
+NOISE = 0.3
+
+
+def rows(likelihood: str, n: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n, 3))
+    x[:, 2] = 0.8 * x[:, 1] + 0.6 * x[:, 2]
+    f = 0.5 + x @ np.array([1.0, -0.7, 0.4])
+    draws = {
+        "gaussian": f + NOISE**0.5 * rng.standard_normal(n),
+        "bernoulli": (rng.uniform(size=n) < 1 / (1 + np.exp(-f))).astype(float),
+        "poisson": rng.poisson(np.exp(0.5 * f)).astype(float),
+    }
+    return x, draws[likelihood]
+
+
+def section(likelihood: str) -> ModelSection:
+    return ModelSection(likelihood=likelihood, noise=NOISE)
+
+
+class Site:
+    """Answers as the client does, without a message."""
+
+    def __init__(self, likelihood: str, x: np.ndarray, y: np.ndarray, update: str = "optimum") -> None:
+        self.site, self.update = glm_site(section(likelihood), x, y), update
+
+    def train(self, request: Any) -> RefinedWeights:
+        done = UPDATES[self.update](self.site, request.posterior.gaussian, request.context.gaussian, steps=100)
+        return RefinedWeights(NaturalParameters.of(done.factor), done.free_energy, done.iterations, done.halvings)
+
+
+def problem(
+    likelihood: str, covariance: str, update: str = "optimum"
+) -> tuple[dict[str, Site], PVIState, Site, Roster]:
+    """Sites of very different rows, the first state, a site with all rows, and who is there."""
+    x, y = rows(likelihood)
+    order = np.argsort(x[:, 0] + y, kind="stable")
+    parts = np.split(order, [8, 25])
+    sites = {name: Site(likelihood, x[own], y[own], update) for name, own in zip(SITES, parts, strict=True)}
+    counts = {name: len(own) for name, own in zip(SITES, parts, strict=True)}
+    state = PVIState({WEIGHTS: prior_of(GLMOptions(covariance=covariance), 3)}, rows=counts)
+    return sites, state, Site(likelihood, x, y), Roster(counts, SITES, (), 1)
+
+
+def driven(sites: dict[str, Site], state: PVIState, roster: Roster, plan: Plan, rounds: int) -> PVIState:
+    for number in range(1, rounds + 1):
+        state, _ = drive(one_round(state, replace(roster, round=number), plan), sites)
+    return state
+
+
+def global_vi(everything: Site, state: PVIState) -> NaturalGaussian | DiagonalGaussian:
+    prior = state.prior[WEIGHTS].gaussian
+    return prior * optimum(everything.site, prior, prior, steps=200).factor
+
+
+def same(found: Any, wanted: Any, tolerance: float) -> None:
+    for name in ("eta1", "eta2"):
+        scale = float(getattr(wanted, name).abs().max())
+        assert float((getattr(found, name) - getattr(wanted, name)).abs().max()) < tolerance * scale, name
+
+
+@pytest.mark.parametrize("order", [SITES, SITES[::-1]])
+def test_a_gaussian_linear_model_is_exact_after_one_visit_each(order):
+    sites, state, _, roster = problem("gaussian", "full")
+    roster = replace(roster, rows={name: roster.rows[name] for name in order})
+    found = posterior(driven(sites, state, roster, Plan(passes=1), 3))[WEIGHTS]
+    x, y = rows("gaussian")
+    phi = np.hstack([np.ones((len(x), 1)), x])
+    precision = phi.T @ phi / NOISE + np.eye(4)
+    np.testing.assert_allclose(found.precision, precision, rtol=1e-12)
+    np.testing.assert_allclose(found.mean(), np.linalg.solve(precision, phi.T @ y / NOISE), rtol=1e-10)
+
+
+@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_the_optimum_is_that_of_the_bound_by_quadrature(likelihood, covariance):
+    """L-BFGS over a mean and a root of the covariance, expectations by 60 nodes, the bound written without η."""
+    x, y = rows(likelihood, 25)
+    phi = np.hstack([np.ones((len(x), 1)), x])
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    weights = weights / weights.sum()
+    density = {
+        "bernoulli": lambda f: log_expit((2 * y - 1) * f),
+        "poisson": lambda f: y * f - np.exp(f) - gammaln(y + 1),
+    }
+    below = np.tril_indices(4)
+
+    def root_of(free: np.ndarray) -> np.ndarray:
+        root = np.zeros((4, 4))
+        if covariance == "diagonal":
+            return np.diag(np.exp(free))
+        root[below] = free
+        return root
+
+    def bound(values: np.ndarray) -> float:
+        mean, root = values[:4], root_of(values[4:])
+        spread = np.sqrt(((phi @ root) ** 2).sum(1))
+        fit = (weights[:, None] * density[likelihood](phi @ mean + spread * nodes[:, None])).sum()
+        log_determinant = 2 * np.log(np.abs(np.diag(root))).sum()
+        return -(fit - 0.5 * ((root**2).sum() + mean @ mean - 4 - log_determinant))
+
+    free = np.zeros(4) if covariance == "diagonal" else np.eye(4)[below]
+    best = minimize(bound, np.concatenate([np.zeros(4), free]), options={"gtol": 1e-7, "maxiter": 2000})
+    state = problem(likelihood, covariance)[1]
+    prior = state.prior[WEIGHTS].gaussian
+    done = optimum(glm_site(section(likelihood), x, y), prior, prior, steps=100)
+    assert done.free_energy == pytest.approx(-best.fun, abs=1e-6)
+    mean, covariance_found = (prior * done.factor).moments()
+    np.testing.assert_allclose(mean, best.x[:4], atol=2e-4)
+    root = root_of(best.x[4:])
+    wanted = root @ root.T if covariance_found.ndim == 2 else np.diag(root) ** 2
+    np.testing.assert_allclose(covariance_found, wanted, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "covariance", "plan", "rounds"),
+    [
+        ("bernoulli", "full", Plan(), 15),
+        ("poisson", "diagonal", Plan(), 75),
+        ("bernoulli", "diagonal", Plan("synchronous", damping=0.6), 50),
+        ("poisson", "full", Plan("synchronous"), 35),
+    ],
+)
+def test_at_convergence_it_is_global_vi_of_all_rows(likelihood, covariance, plan, rounds):
+    sites, state, everything, roster = problem(likelihood, covariance)
+    found = driven(sites, state, roster, plan, rounds)
+    same(posterior(found)[WEIGHTS], global_vi(everything, state), 1e-6)
+
+
+def test_asynchronous_visits_end_there_too():
+    """Answers that are up to two merges old."""
+    sites, state, everything, roster = problem("bernoulli", "full")
+    under_way: dict[str, Any] = {}
+    for number in range(1, 90):
+        asking = one_answer(state, replace(roster, round=number, busy=tuple(under_way)), Plan("asynchronous"))
+        question = asking.send(None)
+        under_way |= {site: sites[site].train(request) for site, request in question.requests.items()}
+        site = sorted(under_way)[number % len(under_way)]
+        try:
+            asking.send((site, under_way.pop(site)))
+        except StopIteration as done:
+            state, figures = done.value
+    assert figures["staleness"] > 0
+    same(posterior(state)[WEIGHTS], global_vi(everything, state), 1e-6)
+
+
+def test_special_cases_are_what_their_papers_write():
+    sites, state, _, roster = problem("bernoulli", "full")
+    prior, total = state.prior[WEIGHTS].gaussian, sum(roster.rows.values())
+
+    def alone(name: str, context: Any) -> Any:
+        return context * optimum(sites[name].site, context, context, steps=100).factor
+
+    same_prior, split, running = prior, prior.flat(), prior
+    for name in SITES:
+        same_prior = same_prior * alone(name, prior) / prior  # ∏ q_k / p^(K−1)
+        split = split * alone(name, prior ** (roster.rows[name] / total))  # ∏ q_k
+        running = alone(name, running)
+    expected = {"bcm-same": same_prior, "bcm-split": split, "vcl": running, "streaming-vb": running}
+    for preset, wanted in expected.items():
+        rounds = 3 if PRESETS[preset].schedule == "sequential" else 1
+        same(posterior(driven(sites, state, roster, PRESETS[preset], rounds))[WEIGHTS], wanted, 1e-9)
+
+
+def test_without_deletion_rows_count_again_at_every_visit():
+    sites, state, _, roster = problem("gaussian", "full")
+    found = posterior(driven(sites, state, roster, Plan(deletion=False), 6))[WEIGHTS]
+    phi = np.hstack([np.ones((60, 1)), rows("gaussian")[0]])
+    np.testing.assert_allclose(found.precision, np.eye(4) + 2 * phi.T @ phi / NOISE, rtol=1e-12)
+
+
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_global_vi_takes_the_same_steps_however_rows_are_dealt(covariance):
+    sites, state, everything, roster = problem("bernoulli", covariance, "gradient")
+    pooled, one = state, Roster({"all": 60}, ("all",), (), 1)
+    everything.update = "gradient"
+    plan = Plan("synchronous", damping=0.5)
+    for number in range(1, 6):
+        state = drive(one_round(state, replace(roster, round=number), plan), sites)[0]
+        pooled = drive(one_round(pooled, replace(one, round=number), plan), {"all": everything})[0]
+    same(posterior(state)[WEIGHTS], posterior(pooled)[WEIGHTS], 1e-12)
+
+
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_a_factor_with_negative_precision_is_refused(covariance):
+    sites, state, _, _ = problem("bernoulli", covariance)
+    prior = state.prior[WEIGHTS]
+    honest = sites["a"].train(type("Visit", (), {"posterior": prior, "context": prior}))
+    assert honest.refusal(8) is None
+    lie = replace(honest, factor=replace(honest.factor, eta2=-honest.factor.eta2))
+    assert "precision" in lie.refusal(8)
+    torch.testing.assert_close(honest.factor.gaussian.eta1, torch.from_numpy(honest.factor.eta1))
