@@ -20,8 +20,8 @@ from fedgp_flower.methods.sfvi.family import (
 )
 from fedgp_flower.methods.sfvi.gp import GPOptions, HierarchicalGP
 from fedgp_flower.methods.sfvi.learner import Learner, step_local
-from fedgp_flower.methods.sfvi.logistic_mixed import LogisticMixed
 from fedgp_flower.methods.sfvi.messages import GradientShare
+from fedgp_flower.methods.sfvi.mixed import MixedModel
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import SampledModel
 from fedgp_flower.options import ModelSection
@@ -48,7 +48,7 @@ def children(generator, *, units=21, visits=3):
 
 
 def mixed_model(*, centred=False):
-    return LogisticMixed(2, prior_scale=2.0, centred=centred)
+    return MixedModel(2, prior_scale=2.0, centred=centred)
 
 
 class DrawnGP(HierarchicalGP, SampledModel):

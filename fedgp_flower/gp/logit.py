@@ -21,7 +21,7 @@ from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 from torch.distributions import Bernoulli
 
-from fedgp_flower.gp.likelihoods import PointLikelihood
+from fedgp_flower.gp.likelihoods import PointLikelihood, build_point_likelihood
 
 NODES, LEAST, MOST = 14, 0.25, 3.0
 """Of the rule, and the ends of K: σ is wrong by less than 1e-9."""
@@ -91,3 +91,11 @@ class LogitBernoulli(_OneDimensionalLikelihood):
     def forward(self, function_samples: Tensor, *_: object, **__: object) -> Bernoulli:
         """The distribution of y given f."""
         return Bernoulli(logits=function_samples)
+
+
+def canonical_likelihood(name: str, noise: float = 0.1) -> PointLikelihood:
+    """The likelihood of ``model.likelihood`` with its canonical link: for two classes the logit.
+
+    ``noise`` is the variance of Gaussian noise.
+    """
+    return Logit() if name == "bernoulli" else build_point_likelihood(name, noise=noise)

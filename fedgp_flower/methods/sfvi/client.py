@@ -61,7 +61,7 @@ class StructuredClient(SiteClient):
 
     def rows_of(self, inputs: Array) -> Rows:
         """Encoded inputs without the unit column, and its values in original units."""
-        return rows_of(self.preparation, inputs, self.options.groups_by)
+        return rows_of(self.preparation, inputs, self.options)
 
 
 class SFVIClient(StructuredClient):

@@ -15,7 +15,7 @@ from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
 from fedgp_flower.methods.sfvi.gp import HierarchicalGP
-from fedgp_flower.methods.sfvi.logistic_mixed import LogisticMixed
+from fedgp_flower.methods.sfvi.mixed import MixedModel
 from fedgp_flower.methods.sfvi.multinomial import Multinomial
 from fedgp_flower.methods.sfvi.options import LEARNED, SHARED, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import SiteData, StructuredModel
@@ -25,7 +25,8 @@ from fedgp_flower.typing import Array
 
 MODELS: Mapping[str, type[StructuredModel]] = {
     "gp": HierarchicalGP,
-    "logistic-mixed": LogisticMixed,
+    "logistic-mixed": MixedModel,
+    "glmm": MixedModel,
     "multinomial": Multinomial,
 }
 """By the name in ``sfvi.model``."""
@@ -51,23 +52,22 @@ class Rows:
     groups: Tensor  # int64 [N]
 
 
-def rows_of(preparation: Preparation, inputs: Array, unit_column: str) -> Rows:
+def rows_of(preparation: Preparation, inputs: Array, options: SFVIOptions) -> Rows:
     """Standardised inputs [N, D] as :class:`Rows`; without a column that names units all are of one unit.
 
     Raises:
-        DataError: the column is not there, or holds what is not a whole number.
+        DataError: a column is not there, or holds what is not a whole number.
     """
-    if not unit_column:
-        return Rows(torch.from_numpy(inputs), torch.zeros(len(inputs), dtype=torch.int64))
     names = list(preparation.names)
-    if unit_column not in names:
-        raise DataError(f"`sfvi.unit-column` = {unit_column!r} is not a numeric feature; there are {', '.join(names)}")
-    index = names.index(unit_column)
+    features = torch.from_numpy(inputs[:, options.columns(names)])
+    if not options.groups_by:
+        return Rows(features, torch.zeros(len(inputs), dtype=torch.int64))
+    index = names.index(options.groups_by)
     values = inputs[:, index] * preparation.input_scale[index] + preparation.input_mean[index]
     whole = np.rint(values)
     if np.abs(values - whole).max(initial=0.0) > 1e-6:
-        raise DataError(f"column `{unit_column}` names units by whole numbers; it has others here")
-    return Rows(torch.from_numpy(np.delete(inputs, index, axis=1)), torch.from_numpy(whole.astype(np.int64)))
+        raise DataError(f"column `{options.groups_by}` names units by whole numbers; it has others here")
+    return Rows(features, torch.from_numpy(whole.astype(np.int64)))
 
 
 def site_number(site: str) -> int:
@@ -80,6 +80,6 @@ def model_and_rows(
 ) -> tuple[StructuredModel, SiteData]:
     """The model at some parameters, and the training rows of a site as it has them."""
     options, data = cast(SFVIOptions, config.options), site.encode(preparation)
-    rows = rows_of(preparation, data.x, options.groups_by)
+    rows = rows_of(preparation, data.x, options)
     model = model_at(options, config.model, rows.features.shape[1], arrays)
     return model, model.prepare(rows.features, torch.from_numpy(data.y), rows.groups, key=site_number(site.site))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.options import Count, Fraction, MethodOptions, NonNegative, Positive, PositiveInt
 from fedgp_flower.run.config import CoreConfig
 
@@ -15,8 +16,11 @@ SHARED, LEARNED = "inducing.locations", "theta.inputs"
 LIKELIHOODS = {
     "gp": ("gaussian", "bernoulli", "poisson"),
     "logistic-mixed": ("bernoulli",),
+    "glmm": ("gaussian", "bernoulli", "poisson"),
     "multinomial": ("gaussian",),
 }
+MIXED = ("logistic-mixed", "glmm")
+"""Models with units that share random effects."""
 CLOSED_FORM = {"objective", "tolerance", "model", "shared_inputs"}
 CLOSED_FORM |= {"deviation", "site_inducing", "site_noise", "site_slope"}
 """Fields that SFVI in closed form reads."""
@@ -30,8 +34,9 @@ class SFVIOptions(MethodOptions):
     averages: ClassVar[bool] = False
     """Whether all rounds are averages of local steps."""
 
-    model: Literal["gp", "logistic-mixed", "multinomial"] = "gp"
-    """``gp``: shared trend + site deviation + site noise; the others as in the paper, Sections S3.1 and S3.2."""
+    model: Literal["gp", "logistic-mixed", "glmm", "multinomial"] = "gp"
+    """``gp``: shared trend + site deviation + site noise; ``logistic-mixed`` and ``multinomial`` as in the paper,
+    Sections S3.1 and S3.2; ``glmm``: generalised linear mixed models, Gaussian, logistic or Poisson."""
     objective: Literal["auto", "closed-form", "stochastic"] = "auto"
     """``sfvi``: ``closed-form``, for ``gp`` with Gaussian noise, has both q at their optimum, keeps deviations exact
     and takes Newton steps on θ until they promise no more; ``stochastic`` is the paper's gradient of θ and q(Z_G);
@@ -54,7 +59,8 @@ class SFVIOptions(MethodOptions):
     importance_samples: PositiveInt = 20
     """R, draws of the latents of each unit, weighted; 1 is the paper's bound. No matter for ``gp``."""
     amortised_units: Count = 0
-    """``logistic-mixed``: hidden units of a network that reads q of a unit's latents off its rows; 0: no network."""
+    """``logistic-mixed``, ``glmm``: hidden units of a network that reads q of a unit's latents off its rows; 0: no
+    network."""
 
     learning_rate: Positive = 0.05
     """Of Adam, at the server and at the sites."""
@@ -97,11 +103,13 @@ class SFVIOptions(MethodOptions):
     """``gp``: initial prior variance of a site's deviation, relative to ``model.outputscale``."""
 
     unit_column: str = ""
-    """``logistic-mixed``: numeric feature whose value names the unit that shares an intercept."""
+    """``logistic-mixed``, ``glmm``: numeric feature whose value names the unit that shares random effects."""
+    random_slopes: str = ""
+    """``glmm``: features with a slope for every unit beside its intercept, with commas between them."""
     prior_scale: Positive = 10.0
-    """``logistic-mixed``: prior standard deviation of the coefficients and of ω."""
+    """``logistic-mixed``, ``glmm``: prior standard deviation of the coefficients and of ω."""
     centred: bool = False
-    """``logistic-mixed``: whether the latents are the intercepts themselves, or standard normal a priori."""
+    """``logistic-mixed``, ``glmm``: whether the latents are the effects themselves, or standard normal a priori."""
     classes: Annotated[int, Field(ge=2)] = 10
     """``multinomial``: the target holds the numbers 0 to ``classes`` − 1."""
     prediction_draws: PositiveInt = 200
@@ -137,17 +145,22 @@ class SFVIOptions(MethodOptions):
             raise ConfigError(f"{key}: sfvi places shared inputs by `sfvi.shared-inputs`; leave it at 'copula'")
         if core.device == "cuda" or core.precision != "float64":
             raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
-        if self.model == "logistic-mixed" and not self.unit_column:
-            raise ConfigError("`sfvi.model` = 'logistic-mixed' needs `sfvi.unit-column`, which names the units")
+        self._check_units()
         if self.model == "multinomial" and core.standardise:
             raise ConfigError(
                 "`sfvi.model` = 'multinomial' reads class numbers off the target: set `standardise` false"
             )
-        if self.amortised_units and self.model != "logistic-mixed":
-            raise ConfigError("`sfvi.amortised-units`: only `sfvi.model` = 'logistic-mixed' has units to read off rows")
         core.require_whole_rosters("sfvi.fraction", self.fraction)
         if self.in_closed_form(core):
             self._check_closed_form(core)
+
+    def _check_units(self) -> None:
+        if self.model in MIXED and not self.unit_column:
+            raise ConfigError(f"`sfvi.model` = {self.model!r} needs `sfvi.unit-column`, which names the units")
+        if self.random_slopes and self.model != "glmm":
+            raise ConfigError("`sfvi.random-slopes`: only `sfvi.model` = 'glmm' has any")
+        if self.amortised_units and self.model not in MIXED:
+            raise ConfigError(f"`sfvi.amortised-units`: only {' and '.join(MIXED)} have units to read off rows")
 
     def _check_closed_form(self, core: CoreConfig) -> None:
         if self.model != "gp" or core.model.likelihood != "gaussian":
@@ -169,7 +182,24 @@ class SFVIOptions(MethodOptions):
     @property
     def groups_by(self) -> str:
         """The column whose values name units; empty for a model without units."""
-        return self.unit_column if self.model == "logistic-mixed" else ""
+        return self.unit_column if self.model in MIXED else ""
+
+    @property
+    def slopes(self) -> tuple[str, ...]:
+        """The features with random slopes."""
+        return tuple(name.strip() for name in self.random_slopes.split(",") if name.strip())
+
+    def columns(self, names: Sequence[str]) -> list[int]:
+        """The columns a model sees, of all inputs by name: features without the one that names units, then the slopes'.
+
+        Raises:
+            DataError: a column is not there.
+        """
+        for key, wanted in (("unit-column", [self.groups_by]), ("random-slopes", self.slopes)):
+            if missing := [name for name in wanted if name and name not in names]:
+                raise DataError(f"`sfvi.{key}`: {missing[0]!r} is not a numeric feature; there are {', '.join(names)}")
+        fixed = [index for index, name in enumerate(names) if name != self.groups_by]
+        return fixed + [list(names).index(name) for name in self.slopes]
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of one of ``steps`` rounds or steps, counted from 0: constant, then falling geometrically.

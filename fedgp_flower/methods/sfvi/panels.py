@@ -16,7 +16,8 @@ from fedgp_flower.methods.sfvi.posterior import saved_model
 from fedgp_flower.run.artefacts import Posterior, RunData
 from fedgp_flower.run.figures import BAND, DPI, FEDERATED, LOCAL, Z95, Predictor
 from fedgp_flower.run.predict import Predictor as SavedPredictor
-from fedgp_flower.run.report import Panel
+from fedgp_flower.run.report import Panel, html_table
+from fedgp_flower.run.summary import number, show
 from fedgp_flower.typing import Array
 
 MOST_INPUTS = 6
@@ -32,6 +33,11 @@ def panels(run: RunData) -> list[Panel]:
         return []
     predictor = trend_predictor(run)
     sections = [] if predictor is None else _trend_panels(run.posterior, predictor)
+    if body := effects(run.posterior):
+        caption = (
+            "Median and 95 % interval under q, for standardised inputs and target, on the scale where effects add."
+        )
+        sections.insert(0, Panel("Effects", body, caption))
     rows = run.predictions
     if rows is not None and "deviation" in rows:
         columns = [str(name) for name in rows.columns if str(name).startswith("input.")] or ["trend"]
@@ -55,6 +61,20 @@ def panels(run: RunData) -> list[Panel]:
         named = {run.metrics.labels.get(site, site): distance for site, distance in apart.items()}
         sections.append(Panel("How far apart the sites were", spread(run.history, named), caption))
     return sections
+
+
+def effects(posterior: Posterior) -> str:
+    """A row for each entry of Z_G that the model tells apart, as HTML; empty where it tells none."""
+    own = saved_model(posterior, tuple(posterior.inputs))
+    entries = own.posterior.model.entries([posterior.inputs[index] for index in own.columns])
+    mean = own.posterior.q_global.mean.numpy()
+    sd = own.posterior.q_global.factor().square().sum(1).sqrt().numpy()
+    rows = []
+    for (words, is_scale), m, s in zip(entries, mean, sd, strict=False):
+        values = np.array([m, m - Z95 * s, m + Z95 * s])
+        shown = np.sort(np.exp(-values))[[1, 0, 2]] if is_scale else values
+        rows.append((words, *(show(number(float(value))) for value in shown)))
+    return html_table(("effect", "median", "2.5 %", "97.5 %"), rows) if rows else ""
 
 
 def trend_predictor(run: RunData) -> Predictor | None:

@@ -94,13 +94,13 @@ class NewSite:
     """Prediction at a site that nobody has seen: its deviation has its prior."""
 
     posterior: StructuredPosterior
-    aside: Sequence[int]
-    """Columns that are no features: the one that names units."""
+    columns: Sequence[int]
+    """Of the inputs, as the model sees them: without the one that names units."""
     link: bool
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and sd of a noisy observation at standardised inputs [N, D]."""
-        features = torch.from_numpy(np.delete(inputs, self.aside, axis=1))
+        features = torch.from_numpy(inputs[:, self.columns])
         rows = Rows(features, torch.arange(len(features), dtype=torch.int64))
         nothing, unit = features[:0], torch.zeros(1, dtype=torch.int64)
         nobody = SiteData(nothing, nothing[:, 0], unit[:0], unit, nothing)
@@ -124,10 +124,10 @@ class NewSite:
 def saved_model(saved: Posterior, names: tuple[str, ...], *, link: bool = False) -> NewSite:
     """The posterior of a finished run, on the scale of an observation or of the link function."""
     options = SFVIOptions.model_validate(dict(saved.model["structure"]))
-    aside = [index for index, name in enumerate(names) if name == options.groups_by]
+    columns = options.columns(names)
     arrays = {name: np.array(array) for name, array in saved.arrays.items()}
-    model = model_at(options, ModelSection.model_validate(dict(saved.model["model"])), len(names) - len(aside), arrays)
-    return NewSite(StructuredPosterior(model, GlobalPosterior.of(arrays), options.prediction_draws), aside, link)
+    model = model_at(options, ModelSection.model_validate(dict(saved.model["model"])), len(columns), arrays)
+    return NewSite(StructuredPosterior(model, GlobalPosterior.of(arrays), options.prediction_draws), columns, link)
 
 
 def exact_site(
@@ -164,7 +164,7 @@ def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArray
     posterior = StructuredPosterior(model, q_global, options.prediction_draws)
 
     def predict(inputs: Array) -> tuple[Array, Array]:
-        mean, variance = posterior.moments(rows, q_local, rows_of(preparation, inputs, options.groups_by))
+        mean, variance = posterior.moments(rows, q_local, rows_of(preparation, inputs, options))
         return mean, np.sqrt(variance)
 
     return predict

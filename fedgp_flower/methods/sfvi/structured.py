@@ -7,7 +7,7 @@ A model is one file with one subclass, and a row in :data:`fedgp_flower.methods.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -115,6 +115,14 @@ class StructuredModel(nn.Module, ABC):
         return initial_local(
             len(site.keys), size, self.global_size, scale=scale, coupled=coupled, triangular=triangular
         )
+
+    def entries(self, names: Sequence[str]) -> list[tuple[str, bool]]:
+        """What each entry of Z_G is, given the model's columns, and whether it is −log of a scale; nothing to say here.
+
+        A report has a table of those that a model tells apart.
+        """
+        del names
+        return []
 
     def theta(self) -> dict[str, nn.Parameter]:
         """The parameters that are learned, by the names they have in messages."""

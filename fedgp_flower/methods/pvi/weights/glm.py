@@ -19,9 +19,8 @@ from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian
-from fedgp_flower.gp.likelihoods import PointLikelihood, build_point_likelihood
 from fedgp_flower.gp.linalg import cholesky
-from fedgp_flower.gp.logit import Logit
+from fedgp_flower.gp.logit import canonical_likelihood
 from fedgp_flower.methods.pvi.linear import LinearSite
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
@@ -52,15 +51,9 @@ class Expansion:
         return type(self.q)(precision @ mean if precision.ndim == 2 else precision * mean, -0.5 * precision)
 
 
-def likelihood_of(section: ModelSection) -> PointLikelihood:
-    """The likelihood of ``model.likelihood`` with its canonical link: for two classes the logit."""
-    bernoulli = section.likelihood == "bernoulli"
-    return Logit() if bernoulli else build_point_likelihood(section.likelihood, noise=section.noise)
-
-
 def glm_site(section: ModelSection, inputs: Array, targets: Array) -> LinearSite:
     """Rows with a constant, Φ = (1, X) [N, 1 + D]."""
-    likelihood = likelihood_of(section)
+    likelihood = canonical_likelihood(section.likelihood, section.noise)
     design = torch.cat([torch.ones(len(inputs), 1, dtype=torch.float64), torch.from_numpy(inputs)], 1)
     return LinearSite(design, torch.from_numpy(targets), likelihood, likelihood.initial)
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
-from fedgp_flower.methods.pvi.weights.glm import glm_site, likelihood_of, marginals
+from fedgp_flower.gp.logit import canonical_likelihood
+from fedgp_flower.methods.pvi.weights.glm import glm_site, marginals
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
 
@@ -42,7 +43,7 @@ class LinearPosterior:
 
 def observed(section: ModelSection, mean: Array, variance: Array) -> tuple[Array, Array]:
     """Mean and variance of observations where f ~ N(mean, variance), each [N]."""
-    likelihood = likelihood_of(section)
+    likelihood = canonical_likelihood(section.likelihood, section.noise)
     centre, spread = likelihood.moments(torch.from_numpy(mean), torch.from_numpy(variance), likelihood.initial)
     return centre.numpy(), spread.numpy()
 

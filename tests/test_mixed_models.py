@@ -1,0 +1,197 @@
+"""Generalised linear mixed models: the Gaussian one is the closed form, one site is all rows, units stay apart."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from faults import FaultyGrid, configured, run
+from scipy import stats
+
+from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.methods.sfvi.mixed import MixedModel
+from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.run.api import load_run
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.registry import parse_config
+
+BETA, OMEGA, SIGMA = (0.4, -0.8, 0.5), (0.3, 0.9), -0.5
+"""Intercept and slopes; log precisions ω of intercept and slope of units; ς."""
+
+
+def table(units: int = 12, visits: int = 5, seed: int = 0, likelihood: str = "gaussian") -> pd.DataFrame:
+    """Rows of a mixed model with a random intercept and a random slope in ``a``."""
+    rng = np.random.default_rng(seed)
+    unit = np.repeat(np.arange(units), visits)
+    a, b = rng.standard_normal((2, len(unit)))
+    own = rng.standard_normal((units, 2)) * np.exp(-np.array(OMEGA))
+    f = BETA[0] + BETA[1] * a + BETA[2] * b + own[unit, 0] + own[unit, 1] * a
+    draws = {
+        "gaussian": f + math.exp(-SIGMA) * rng.standard_normal(len(f)),
+        "bernoulli": (rng.uniform(size=len(f)) < 1 / (1 + np.exp(-f))).astype(float),
+        "poisson": rng.poisson(np.exp(0.5 * f)).astype(float),
+    }
+    site = np.array(["north", "south", "west"])[unit % 3]
+    return pd.DataFrame({"site": site, "all": "one", "unit": unit, "a": a, "b": b, "y": draws[likelihood]})
+
+
+def columns(frame: pd.DataFrame) -> list[torch.Tensor]:
+    """Features (x, then z), targets and units."""
+    return [torch.from_numpy(frame[names].to_numpy().copy()) for names in (["a", "b", "a"], "y", "unit")]
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_the_gaussian_model_is_the_closed_form_at_any_effects(centred):
+    """log p(y, b | Z_G) − log p(b | y, Z_G) is log N(y; Xβ, Z Ω⁻¹ Zᵀ + σ²I) whatever b is (Chib 1995)."""
+    frame = table()
+    model = MixedModel(2, 1, likelihood="gaussian", prior_scale=2.0, centred=centred)
+    site = model.prepare(*columns(frame))
+    z_global = torch.tensor([*BETA, *OMEGA, SIGMA], dtype=torch.float64)
+    effects = torch.randn(12, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = model.log_local(site, z_global, effects).numpy()
+    scale = np.exp(-np.array(OMEGA))
+    for unit, own in frame.groupby("unit"):
+        design = np.stack([np.ones(len(own)), own["a"]], 1)
+        mean = BETA[0] + BETA[1] * own["a"] + BETA[2] * own["b"]
+        prior, noise = np.diag(scale**2), math.exp(-2 * SIGMA)
+        precision = np.linalg.inv(prior) + design.T @ design / noise
+        centre = np.linalg.solve(precision, design.T @ (own["y"] - mean) / noise)
+        b = effects[unit].numpy() * (1.0 if centred else scale)
+        posterior = stats.multivariate_normal.logpdf(b, centre, np.linalg.inv(precision))
+        jacobian = 0.0 if centred else np.log(scale).sum()
+        covariance = design @ prior @ design.T + noise * np.eye(len(own))
+        evidence = stats.multivariate_normal.logpdf(own["y"], mean, covariance)
+        assert found[unit] - posterior - jacobian == pytest.approx(evidence, rel=1e-10)
+
+
+@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
+def test_other_densities_are_scipy_s(likelihood):
+    frame = table(likelihood=likelihood)
+    model = MixedModel(2, 1, likelihood=likelihood)
+    site = model.prepare(*columns(frame))
+    z_global = torch.tensor([*BETA, *OMEGA], dtype=torch.float64)
+    effects = torch.randn(12, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    own = effects.numpy()[frame["unit"]] * np.exp(-np.array(OMEGA))
+    f = BETA[0] + BETA[1] * frame["a"] + BETA[2] * frame["b"] + own[:, 0] + own[:, 1] * frame["a"]
+    pmf = {
+        "bernoulli": stats.bernoulli.logpmf(frame["y"], 1 / (1 + np.exp(-f))),
+        "poisson": stats.poisson.logpmf(frame["y"], np.exp(f)),
+    }
+    expected = pd.Series(pmf[likelihood]).groupby(frame["unit"]).sum() + stats.norm.logpdf(effects.numpy()).sum(1)
+    np.testing.assert_allclose(model.log_local(site, z_global, effects), expected, rtol=1e-10)
+
+
+def keys(path: Path, **changes):
+    own = {
+        "method": "sfvi",
+        "dataset": str(path),
+        "features": "unit,a,b",
+        "target": "y",
+        "partitioner": "natural",
+        "partition__column": "site",
+        "min_sites": 1,
+        "sfvi__model": "glmm",
+        "sfvi__unit_column": "unit",
+        "sfvi__random_slopes": "a",
+        "sfvi__structure": "full",
+    }
+    return configured(**{**own, **changes})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    table().to_csv(tmp_path / "visits.csv", index=False)
+    return tmp_path / "visits.csv"
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "poisson"])
+def test_three_sites_end_where_one_with_all_rows_ends(tmp_path, likelihood):
+    path = tmp_path / "visits.csv"
+    table(likelihood=likelihood).to_csv(path, index=False)
+    ends = []
+    for column, sites in (("all", 1), ("site", 3)):
+        changes = {"partition__column": column, "model__likelihood": likelihood, "test_fraction": 0.0}
+        ends.append(run(FaultyGrid(keys(path, standardise=False, **changes), sites)).current.parameters)
+    for name, array in ends[0].items():
+        np.testing.assert_allclose(ends[1][name], array, rtol=1e-9, atol=1e-11)
+    assert len(ends[0]["q.mean"]) == 3 + 2 + (likelihood == "gaussian")
+
+
+@pytest.mark.long
+def test_sfvi_finds_the_marginal_posterior(tmp_path):
+    """Gaussian y: β within .15 standard deviations of what the closed-form marginal gives.
+
+    With the random effects integrated out, p(β, ω, ς | y) is looked at around its mode.
+    """
+    frame = table(units=40)
+    frame.to_csv(tmp_path / "visits.csv", index=False)
+    changes = {"standardise": False, "test_fraction": 0.0, "num_server_rounds": 250, "sfvi__prior_scale": 2.0}
+    strategy = run(FaultyGrid(keys(tmp_path / "visits.csv", **changes), 3))
+    found = strategy.current.parameters["q.mean"]
+    frame = frame.assign(one=1.0)
+    names = (["one", "a", "b"], ["one", "a"], "y")
+    groups = [[torch.from_numpy(g[own].to_numpy().copy()) for own in names] for _, g in frame.groupby("unit")]
+
+    def log_posterior(value):
+        value = torch.as_tensor(value)
+        total = -0.5 * (value / 2.0).square().sum()
+        for x, z, y in groups:
+            noise = (-2 * value[5]).exp() * torch.eye(len(y), dtype=torch.float64)
+            cov = z @ torch.diag((-2 * value[3:5]).exp()) @ z.T + noise
+            total = total + torch.distributions.MultivariateNormal(x @ value[:3], cov).log_prob(y)
+        return total
+
+    mode = torch.tensor([*BETA, *OMEGA, SIGMA], dtype=torch.float64, requires_grad=True)
+    steps = torch.optim.LBFGS([mode], max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure():
+        steps.zero_grad()
+        loss = -log_posterior(mode)
+        loss.backward()
+        return loss
+
+    steps.step(closure)
+    curvature = -torch.autograd.functional.hessian(log_posterior, mode.detach())
+    sd = torch.linalg.inv(curvature).diagonal().sqrt().numpy()
+    away = np.abs(found - mode.detach().numpy()) / sd
+    assert away[:3].max() < 0.15
+    assert away.max() < 0.6  # ω is skewed: its mean is not its mode
+    ratio = np.exp(strategy.current.parameters["q.log_scale"][:3]) / sd[:3]
+    assert 0.5 < ratio.min() < ratio.max() < 1.3
+
+
+def test_a_run_is_saved_and_predicts_units_it_knows_and_new_ones(path, tmp_path):
+    folder = run_in_process(keys(path, name="run", output_dir=str(tmp_path), num_server_rounds=15), 3)
+    read = load_run(folder)
+    frame = table().head(4)
+    new = read.posterior.predict(frame)
+    known = read.posterior.predict(frame, site="north")
+    assert len(new) == len(known) == 4
+    assert (known["sd"].to_numpy()[frame["site"] == "north"] < new["sd"].to_numpy()[frame["site"] == "north"]).all()
+    assert "Effects" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sfvi.model": "glmm"}, "needs `sfvi.unit-column`"),
+        ({"sfvi.model": "multinomial", "sfvi.random-slopes": "a", "standardise": False}, "`sfvi.random-slopes`"),
+        ({"sfvi.model": "glmm", "sfvi.unit-column": "unit", "model.likelihood": "student-t"}, "`model.likelihood`"),
+    ],
+)
+def test_wrong_keys_are_named(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_config({"method": "sfvi", **changes})
+
+
+def test_a_slope_in_a_column_that_is_not_there_is_named():
+    options = SFVIOptions.model_validate({"model": "glmm", "unit-column": "unit", "random-slopes": "a, c"})
+    with pytest.raises(DataError, match=r"`sfvi.random-slopes`: 'c' .* there are unit, a, b"):
+        options.columns(("unit", "a", "b"))
+    assert SFVIOptions.model_validate({"model": "glmm", "unit-column": "unit", "random-slopes": "b"}).columns(
+        ("unit", "a", "b")
+    ) == [1, 2, 2]
