@@ -32,6 +32,9 @@ from fedgp_flower.typing import NamedArrays
 
 M = TypeVar("M")
 
+ECHOED = ("run", "round", "communication", "phase")
+"""What a question says of itself and its reply repeats: a reply to another one is no answer."""
+
 _NUMBERS: Mapping[Any, str] = {float: "f", int: "iu", bool: "b"}
 """Python's numbers, and the kinds of array that may hold them."""
 _KIND, _SUMMAND, _PUBLIC = "__message_kind__", "__message_summand__", "__message_public__"

@@ -17,7 +17,7 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.typing import NamedArrays
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write to a temporary neighbour, flush it to disk, rename it over ``path``, flush the folder."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
@@ -25,7 +25,7 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        Path(name).chmod(0o644)
+        Path(name).chmod(mode)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.messages import ECHOED
 from strategies.server.context import SharedContext, lacks
 from strategies.server.evaluation import natural_order
 from strategies.server.wire import (
@@ -94,6 +95,8 @@ class Network:
     """Ids of the messages whose replies the latest exchange has judged to be valid."""
     introduction: Texts = field(default_factory=dict)
     """What nodes that are not known yet are told."""
+    asked: dict[str, Message] = field(default_factory=dict)
+    """The latest message made for each site."""
     warned: dict[str, set[str]] = field(default_factory=dict)
     """What the policies of sites warn of, and which."""
 
@@ -109,7 +112,7 @@ class Network:
         self, site: str, phase: str, arrays: Mapping[str, np.ndarray], settings: Texts | None = None
     ) -> Message:
         """A message of a phase for one site."""
-        message = self._message(self.nodes[site], phase, arrays, settings or {})
+        message = self.asked[site] = self._message(self.nodes[site], phase, arrays, settings or {})
         if self.context is not None:
             self.context.attach(message)
         return message
@@ -144,7 +147,7 @@ class Network:
         kept: dict[str, Message] = {}
         for attempt in range(retries + 1):
             for site, reply in zip(waiting, self._delivered(list(waiting.values())), strict=True):
-                reason = self.refusal(reply, specs, site)
+                reason = self.refusal(reply, specs, site, waiting[site])
                 if reason is None and reply is not None:
                     kept[site] = reply
                     self.forgiven[site] = self.streak.pop(site, 0)
@@ -256,10 +259,12 @@ class Network:
         self.traffic.bytes_up += sum(content_bytes(reply) for reply in arrived)
         return arrived
 
-    def accept(self, site: str, reply: Message | None, specs: Expected) -> Message | None:
-        """The reply to a pushed message if it is valid; else None, and it is the site's failure."""
+    def accept(
+        self, site: str, reply: Message | None, specs: Expected, asked: Message | None = None
+    ) -> Message | None:
+        """The reply to a message, the site's latest unless told, if it is valid; else None and the site's failure."""
         self.forgiven.pop(site, None)
-        reason = self.refusal(reply, specs, site)
+        reason = self.refusal(reply, specs, site, asked or self.asked.get(site))
         if self.context is not None:
             self.context.note(reply)
         if reason is not None or reply is None:
@@ -277,8 +282,10 @@ class Network:
             self.context.note(reply)
         return had and lacks(reply)
 
-    def refusal(self, reply: Message | None, specs: Expected, site: str | None = None) -> str | None:
-        """Why a reply cannot be used, or None if it can; ``site`` is who was asked, where that is known."""
+    def refusal(
+        self, reply: Message | None, specs: Expected, site: str | None = None, asked: Message | None = None
+    ) -> str | None:
+        """Why a reply cannot be used, or None if it can; ``site`` and ``asked`` are who was asked what, where known."""
         if reply is None:
             return f"no reply within {self.timeout:g} s"
         if reply.has_error():
@@ -288,6 +295,7 @@ class Network:
             return str(config["error"])
         return (
             self._content_refusal(reply, config, site)
+            or self._echo_refusal(config, asked)
             or numbers_refusal(reply)
             or (arrays_refusal(reply, specs) if specs is None or isinstance(specs, Mapping) else specs.refusal(reply))
         )
@@ -305,6 +313,12 @@ class Network:
         if site is not None and config["site"] != site:
             return f"site {site!r} was asked, and the reply says that it is from another"
         return None
+
+    def _echo_refusal(self, config: ConfigRecord, asked: Message | None) -> str | None:
+        """Whether a reply answers another question: an old one sent again, or one of another run."""
+        wanted = {"run": self.run} if asked is None else asked.content.config_records["config"]
+        odd = [name for name in ECHOED if name in wanted and config.get(name) != wanted[name]]
+        return f"the reply is to another question: its {' and '.join(odd)} are not those asked for" if odd else None
 
     def _record(self, site: str, reason: str) -> None:
         self.failures.append(Failure(self.round, site, reason))

@@ -116,6 +116,7 @@ class Outstanding:
     node: int
     deadline: float
     request: Any
+    message: Message
 
 
 class FederatedStrategy(BaseStrategy, Generic[S]):
@@ -566,7 +567,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
                     continue
                 requests = {asked.site: asked.request}
                 contract = Contract(question.answer, self.sizes, self.preparation.rows, requests)
-                kept = self.network.accept(asked.site, reply, contract)
+                kept = self.network.accept(asked.site, reply, contract, asked.message)
                 return asked.site, None if kept is None else contract.read(kept)
             lost = self._lost()
             if lost is not None:
@@ -577,7 +578,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
     def _push(self, site: str, answer: type, request: Any) -> None:
         message = self._message(site, kind_of(answer), request)
         deadline = time.monotonic() + self.network.timeout
-        own = Outstanding(site, self.network.nodes[site], deadline, request)
+        own = Outstanding(site, self.network.nodes[site], deadline, request, message)
         self.outstanding[self.network.push(message)] = own
 
     def _lost(self) -> str | None:
