@@ -100,6 +100,8 @@ class Schedule:
     rate: float = 0.3
     kinds: tuple[str, ...] = (*SPOILS, "delay", "replay", "duplicate", "forget")
     size: float | None = None
+    first: int = 0
+    """Round in which it begins; 0: with the introduction."""
     done: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -122,6 +124,7 @@ class ScheduledGrid(FaultyGrid):
         schedule, kind = self.schedule, message.metadata.message_type
         site = self.visits[-1].site
         hit = schedule.draw.random() < schedule.rate and schedule.liar in ("", site)
+        hit = hit and self.visits[-1].round >= schedule.first
         what = str(schedule.draw.choice(schedule.kinds))
         size = float(schedule.draw.choice(SIZES)) if schedule.size is None else schedule.size
         before = self.old.get((site, kind))

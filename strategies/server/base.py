@@ -243,7 +243,7 @@ class BaseStrategy(Strategy):
         metrics = {
             "method": config.method,
             "dataset": config.dataset,
-            "sites": len(network.sites()),
+            "sites": len(network.took_part) or len(network.sites()),
             "rounds": self.round,
             "communications": network.traffic.communications,
             "exchanges": network.traffic.exchanges,

@@ -97,6 +97,8 @@ class Network:
     """What nodes that are not known yet are told."""
     asked: dict[str, Message] = field(default_factory=dict)
     """The latest message made for each site."""
+    took_part: set[str] = field(default_factory=set)
+    """Sites of whose answers a round made use."""
     warned: dict[str, set[str]] = field(default_factory=dict)
     """What the policies of sites warn of, and which."""
 
@@ -239,7 +241,8 @@ class Network:
         replies: dict[str, Message] = {}
         deadline, pause = time.monotonic() + self.timeout, 0.01
         while len(replies) < len(ids) and time.monotonic() < deadline:
-            arrived = list(self.grid.pull_messages([i for i in ids if i not in replies]))
+            waiting = [i for i in ids if i not in replies]
+            arrived = [reply for reply in self.grid.pull_messages(waiting) if _answers(reply, waiting)]
             replies |= {reply.metadata.reply_to_message_id: reply for reply in arrived}
             if not arrived:
                 time.sleep(pause)
@@ -255,13 +258,12 @@ class Network:
 
     def pull(self, message_ids: Iterable[str]) -> list[Message]:
         """The replies to pushed messages that have arrived by now."""
-        arrived = list(self.grid.pull_messages(list(message_ids)))
+        waiting = list(message_ids)
+        arrived = [reply for reply in self.grid.pull_messages(waiting) if _answers(reply, waiting)]
         self.traffic.bytes_up += sum(content_bytes(reply) for reply in arrived)
         return arrived
 
-    def accept(
-        self, site: str, reply: Message | None, specs: Expected, asked: Message | None = None
-    ) -> Message | None:
+    def accept(self, site: str, reply: Message | None, specs: Expected, asked: Message | None = None) -> Message | None:
         """The reply to a message, the site's latest unless told, if it is valid; else None and the site's failure."""
         self.forgiven.pop(site, None)
         reason = self.refusal(reply, specs, site, asked or self.asked.get(site))
@@ -353,3 +355,8 @@ class Network:
             elif name.startswith("repairs."):
                 key = name.removeprefix("repairs.")
                 self.repairs[key] = self.repairs.get(key, 0) + int(value)  # type: ignore[arg-type]
+
+
+def _answers(reply: Message, ids: Sequence[str]) -> bool:
+    """Whether a reply is to one of these messages: one that comes twice, or late, is to none that is waited for."""
+    return reply.metadata.reply_to_message_id in ids
