@@ -275,6 +275,10 @@ def _function_misfit(state: PVIState, answer: Refined, options: PVIOptions) -> s
     gaussian, size = answer.values or answer.whitened, len(state.first["inducing"])
     if gaussian is not None and len(gaussian.eta1) != size:
         return f"`{options.function}`: {len(gaussian.eta1)} entries, expected {size}"
+    if answer.whitened is not None and options.definite:
+        reason = answer.whitened.refusal("whitened", negative=False)
+        if reason:
+            return reason
     dimensions = 2 if options.factor == "full" else 1
     if answer.points is not None and answer.points.root.ndim != dimensions:
         return f"`points.root`: expected {dimensions} dimension(s) for `pvi.factor` = {options.factor!r}"

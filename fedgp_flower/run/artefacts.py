@@ -289,8 +289,10 @@ class RunFolder:
             if _hash(arrays) != content["hash"] or _hash_of(facts) != content["facts_hash"]:
                 raise DamagedError(f"the checkpoint in {folder} was changed since the run wrote it")
         with reading(self.path / "history.csv"):
-            self._history = [row for row in _history_rows(self.path / "history.csv") if row["round"] <= facts["round"]]
-        self._write_history()
+            rows = _history_rows(self.path / "history.csv")
+            self._history = [row for row in rows if row["round"] <= facts["round"]]
+        if len(self._history) < len(rows):
+            self._write_history()
         return snapshot
 
     @contextmanager

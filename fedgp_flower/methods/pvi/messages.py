@@ -309,7 +309,7 @@ class Refined:
         reasons = (
             self.points and self.points.refusal(rows),
             self.values and self.values.refusal("values", negative=False),
-            self.whitened and self.whitened.refusal("whitened", negative=False),
+            self.whitened and self.whitened.refusal("whitened", negative=True),
             self.inducing and self.inducing.refusal("inducing"),
             self.hyper and self.hyper.refusal("hyper"),
         )

@@ -118,6 +118,11 @@ class PVIOptions(MethodOptions):
         return self.local_update == "replay"
 
     @property
+    def definite(self) -> bool:
+        """Whether no honest factor of v has a negative precision; a plain gradient step may overshoot."""
+        return self.local_update != "gradient"
+
+    @property
     def linear(self) -> bool:
         """Whether Z and β are fixed and sites share factors of v = L⁻¹u."""
         return self.local_update in LINEAR
