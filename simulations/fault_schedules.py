@@ -52,8 +52,8 @@ def main() -> None:
     chosen = parser.parse_args()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    page = [HEAD, *table(), "", *drawn(chosen.schedules)]
-    chosen.output.write_text("\n".join(page) + "\n", encoding="utf-8")
+    page = [HEAD, *table(), ""]
+    chosen.output.write_text("\n".join([*page, *drawn(chosen.schedules)]) + "\n", encoding="utf-8")
 
 
 HEAD = f"""# What lies and lost messages do

@@ -11,11 +11,11 @@ import json
 import secrets
 from pathlib import Path
 
-import pandas as pd
 from flwr.app import ConfigRecord, Context
 
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.lazy import pd
 from fedgp_flower.run.files import read_json, write_bytes
 
 RECORD, FILE = "site-rows", "site-rows.json"
