@@ -64,7 +64,7 @@ def dwarfing(sizes: Mapping[str, float], what: str) -> dict[str, str]:
 def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
     """Sites whose Σ k(x, x) per row differs where most sites have the same, as under a stationary kernel they must."""
     usual = float(np.median(list(variances.values()))) if len(variances) > 2 else np.nan
-    odd = [site for site, own in variances.items() if not abs(own - usual) <= 1e-5 * usual]
+    odd = [site for site, own in variances.items() if not abs(own - usual) <= 1e-3 * usual]
     if len(odd) > (len(variances) - 1) // 2:
         return {}
     return {

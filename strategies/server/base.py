@@ -242,7 +242,7 @@ class BaseStrategy(Strategy):
         labels, rows, seconds = preparation.labels, preparation.rows, self.clock.seconds
         metrics = {
             "method": config.method,
-            "dataset": config.dataset,
+            "dataset": config.dataset if preparation.simulated else "the sites' own tables",
             "sites": len(network.took_part) or len(network.sites()),
             "rounds": self.round,
             "communications": network.traffic.communications,

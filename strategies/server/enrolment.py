@@ -326,4 +326,4 @@ def restore_accounts(network: Network, facts: Mapping[str, Any]) -> None:
     network.repairs = {**facts["repairs"]}
     network.streak |= {site: int(count) for site, count in facts["streak"].items()}
     network.site_seconds += float(facts["site_seconds"])
-    network.took_part |= set(facts["took_part"])
+    network.took_part |= set(facts.get("took_part", ()))

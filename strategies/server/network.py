@@ -95,8 +95,8 @@ class Network:
     """Ids of the messages whose replies the latest exchange has judged to be valid."""
     introduction: Texts = field(default_factory=dict)
     """What nodes that are not known yet are told."""
-    asked: dict[str, Message] = field(default_factory=dict)
-    """The latest message made for each site."""
+    asked: dict[str, Texts] = field(default_factory=dict)
+    """What the latest message made for each site says of itself; see :data:`fedgp_flower.messages.ECHOED`."""
     took_part: set[str] = field(default_factory=set)
     """Sites of whose answers a round made use."""
     warned: dict[str, set[str]] = field(default_factory=dict)
@@ -114,7 +114,8 @@ class Network:
         self, site: str, phase: str, arrays: Mapping[str, np.ndarray], settings: Texts | None = None
     ) -> Message:
         """A message of a phase for one site."""
-        message = self.asked[site] = self._message(self.nodes[site], phase, arrays, settings or {})
+        message = self._message(self.nodes[site], phase, arrays, settings or {})
+        self.asked[site] = echo_of(message)
         if self.context is not None:
             self.context.attach(message)
         return message
@@ -149,7 +150,7 @@ class Network:
         kept: dict[str, Message] = {}
         for attempt in range(retries + 1):
             for site, reply in zip(waiting, self._delivered(list(waiting.values())), strict=True):
-                reason = self.refusal(reply, specs, site, waiting[site])
+                reason = self.refusal(reply, specs, site, echo_of(waiting[site]))
                 if reason is None and reply is not None:
                     kept[site] = reply
                     self.forgiven[site] = self.streak.pop(site, 0)
@@ -263,7 +264,7 @@ class Network:
         self.traffic.bytes_up += sum(content_bytes(reply) for reply in arrived)
         return arrived
 
-    def accept(self, site: str, reply: Message | None, specs: Expected, asked: Message | None = None) -> Message | None:
+    def accept(self, site: str, reply: Message | None, specs: Expected, asked: Texts | None = None) -> Message | None:
         """The reply to a message, the site's latest unless told, if it is valid; else None and the site's failure."""
         self.forgiven.pop(site, None)
         reason = self.refusal(reply, specs, site, asked or self.asked.get(site))
@@ -285,7 +286,7 @@ class Network:
         return had and lacks(reply)
 
     def refusal(
-        self, reply: Message | None, specs: Expected, site: str | None = None, asked: Message | None = None
+        self, reply: Message | None, specs: Expected, site: str | None = None, asked: Texts | None = None
     ) -> str | None:
         """Why a reply cannot be used, or None if it can; ``site`` and ``asked`` are who was asked what, where known."""
         if reply is None:
@@ -316,10 +317,10 @@ class Network:
             return f"site {site!r} was asked, and the reply says that it is from another"
         return None
 
-    def _echo_refusal(self, config: ConfigRecord, asked: Message | None) -> str | None:
+    def _echo_refusal(self, config: ConfigRecord, asked: Texts | None) -> str | None:
         """Whether a reply answers another question: an old one sent again, or one of another run."""
-        wanted = {"run": self.run} if asked is None else asked.content.config_records["config"]
-        odd = [name for name in ECHOED if name in wanted and config.get(name) != wanted[name]]
+        wanted: Texts = {"run": self.run} if asked is None else asked
+        odd = [name for name in wanted if config.get(name) != wanted[name]]
         return f"the reply is to another question: its {' and '.join(odd)} are not those asked for" if odd else None
 
     def _record(self, site: str, reason: str) -> None:
@@ -355,6 +356,12 @@ class Network:
             elif name.startswith("repairs."):
                 key = name.removeprefix("repairs.")
                 self.repairs[key] = self.repairs.get(key, 0) + int(value)  # type: ignore[arg-type]
+
+
+def echo_of(message: Message) -> Texts:
+    """What the reply to a message must repeat."""
+    config = message.content.config_records["config"]
+    return {name: config[name] for name in ECHOED}  # type: ignore[misc]
 
 
 def _answers(reply: Message, ids: Sequence[str]) -> bool:

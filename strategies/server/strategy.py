@@ -38,9 +38,9 @@ from strategies.server.evaluation import Evaluation, of_all
 from strategies.server.finalise import Posterior
 from strategies.server.keywords import configured, documented, signature
 from strategies.server.masking import MEMBERS, MaskedContract, Masking
-from strategies.server.network import Expected, Network
+from strategies.server.network import Expected, Network, echo_of
 from strategies.server.questions import Asking, Each, Figures, First, Question, Refuse, Roster, Summed, Total
-from strategies.server.wire import Answer, Specs, answers, array_record, claimed_site, numpy_arrays
+from strategies.server.wire import Answer, Specs, Texts, answers, array_record, claimed_site, numpy_arrays
 
 logger = logging.getLogger("fedgp")
 
@@ -119,7 +119,8 @@ class Outstanding:
     node: int
     deadline: float
     request: Any
-    message: Message
+    echo: Texts
+    """What its reply must repeat."""
 
 
 class FederatedStrategy(BaseStrategy, Generic[S]):
@@ -590,7 +591,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
                     self._push(asked.site, question.answer, asked.request)
                     continue
                 contract = self._plain_contract(question.answer, {asked.site: asked.request})
-                kept = self.network.accept(asked.site, reply, contract, asked.message)
+                kept = self.network.accept(asked.site, reply, contract, asked.echo)
                 self.network.took_part |= set() if kept is None else {asked.site}
                 return asked.site, None if kept is None else contract.read(kept)
             lost = self._lost()
@@ -602,7 +603,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
     def _push(self, site: str, answer: type, request: Any) -> None:
         message = self._message(site, kind_of(answer), request)
         deadline = time.monotonic() + self.network.timeout
-        own = Outstanding(site, self.network.nodes[site], deadline, request, message)
+        own = Outstanding(site, self.network.nodes[site], deadline, request, echo_of(message))
         self.outstanding[self.network.push(message)] = own
 
     def _lost(self) -> str | None:
