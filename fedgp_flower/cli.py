@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedgp_flower.errors import FedGPError, RunError
+from fedgp_flower.deploy.commands import add_to
+from fedgp_flower.errors import DamagedError, FedGPError, RunError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -297,7 +298,7 @@ def partition(
         _console().print(str(path), soft_wrap=True)
 
 
-site = typer.Typer(no_args_is_help=True, help="Keys of a site, for totals under masks.")
+site = typer.Typer(no_args_is_help=True, help="A site: joining a federation, and keys for totals under masks.")
 app.add_typer(site, name="site")
 
 
@@ -329,6 +330,9 @@ def trust(
         print(f"{fingerprint(own)}  {member}")
 
 
+add_to(app, site)
+
+
 def _console() -> Console:
     from rich.console import Console
 
@@ -340,13 +344,14 @@ def main(words: Sequence[str] | None = None, *, wrong: int = 2) -> None:
 
     Args:
         words: Words of the command; default those of this process.
-        wrong: Exit status for a wrong key or table; a run that cannot be completed or read has status 1.
+        wrong: Exit status for a wrong key or table, or a damaged file; a run that cannot be completed has status 1.
     """
     try:
         app(args=words, prog_name="fedgp")
     except FedGPError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1 if isinstance(error, RunError) else wrong) from None
+        failed = isinstance(error, RunError) and not isinstance(error, DamagedError)
+        raise SystemExit(1 if failed else wrong) from None
 
 
 if __name__ == "__main__":

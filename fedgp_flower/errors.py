@@ -31,3 +31,7 @@ class PolicyError(FedGPError):
 
 class RunError(FedGPError):
     """A run cannot start, go on, or be read."""
+
+
+class DamagedError(RunError):
+    """A file of a run is not what the run wrote."""

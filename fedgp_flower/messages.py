@@ -32,6 +32,9 @@ from fedgp_flower.typing import NamedArrays
 
 M = TypeVar("M")
 
+ECHOED = ("run", "round", "communication", "phase")
+"""What a question says of itself and its reply repeats: a reply to another one is no answer."""
+
 _NUMBERS: Mapping[Any, str] = {float: "f", int: "iu", bool: "b"}
 """Python's numbers, and the kinds of array that may hold them."""
 _KIND, _SUMMAND, _PUBLIC = "__message_kind__", "__message_summand__", "__message_public__"
@@ -40,16 +43,25 @@ Layout: TypeAlias = list[list[Any]]
 """Arrays of a summand: name, shape and ``int64`` or ``float64`` of each."""
 
 
-def leaves(meaning: str, *, symmetric: bool = False, as_sent: bool = False, default: Any = dataclasses.MISSING) -> Any:
+def leaves(
+    meaning: str,
+    *,
+    symmetric: bool = False,
+    as_sent: bool = False,
+    within: float | str = np.inf,
+    default: Any = dataclasses.MISSING,
+) -> Any:
     """A field of a message: what it is, in words that a site's owner reads.
 
     Args:
         meaning: The words.
         symmetric: A symmetric matrix, which travels packed.
         as_sent: Named arrays of an answer with the names and shapes of the request's field of this name.
+        within: How far an entry of arrays ``as_sent`` may be from the one sent, of points beyond the farthest; or the
+            number of the request that says so.
         default: Of a field that may be left out.
     """
-    facts = {"meaning": meaning, "symmetric": symmetric, "as_sent": as_sent}
+    facts = {"meaning": meaning, "symmetric": symmetric, "as_sent": as_sent, "within": within}
     return dataclasses.field(default=default, metadata=facts)
 
 
@@ -106,6 +118,7 @@ class _Field:
     meaning: str
     symmetric: bool
     as_sent: bool
+    within: float | str
     has_default: bool
 
 
@@ -124,7 +137,7 @@ def _field(own: dataclasses.Field[Any], hint: Any) -> _Field:
     form, inner = _form(hint)
     has_default = own.default is not dataclasses.MISSING or own.default_factory is not dataclasses.MISSING
     facts = own.metadata
-    marks = facts.get("symmetric", False), facts.get("as_sent", False)
+    marks = facts.get("symmetric", False), facts.get("as_sent", False), facts.get("within", np.inf)
     return _Field(own.name, form, inner, optional, facts.get("meaning", ""), *marks, has_default)
 
 
@@ -384,21 +397,34 @@ def _cell(own: _Field, sizes: Mapping[str, int]) -> Layout | None:
 
 
 def misfit(request: Any, answer: Any) -> str | None:
-    """In what the arrays that an answer sends back differ in names or shapes from those of the request, or None."""
+    """In what the arrays that an answer sends back differ from those of the request: names, shapes, or too far."""
     cls: Any = type(answer)
-    for name in [own.name for own in _fields(cls) if own.as_sent]:
+    for name, within in [(own.name, own.within) for own in _fields(cls) if own.as_sent]:
         sent, back = ({key: np.shape(array) for key, array in getattr(own, name).items()} for own in (request, answer))
         odd = sorted(key for key in {**sent, **back} if sent.get(key) != back.get(key))
         if odd:
             shapes = [str(own.get(odd[0], "nothing")) for own in (sent, back)]
             return f"`{name}.{odd[0]}`: expected {shapes[0]}, the shape that was sent, found {shapes[1]}"
+        reach = getattr(request, within) if isinstance(within, str) else within
+        for key, array in getattr(answer, name).items():
+            reason = None if np.isinf(reach) else too_far(getattr(request, name)[key], array, reach)
+            if reason:
+                return f"`{name}.{key}`: {reason}"
     return None
 
 
-def verdict(answer: Any, name: str, rows: int) -> str | None:
-    """What an answer's own method of this name, if it has one, holds against its coming from so many rows."""
-    judge: Callable[[int], str | None] | None = getattr(answer, name, None)
-    return None if judge is None else judge(rows)
+def too_far(sent: NDArray[Any], back: NDArray[Any], within: float) -> str | None:
+    """Why local steps from an array do not end at another, or None; points may be as far off as the farthest is."""
+    reach = within + float(np.abs(sent).max(initial=0.0)) * (np.ndim(sent) > 1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = float(np.abs(back - sent).max(initial=0.0))
+    return None if moved <= reach else f"moved by {moved:.3g}, and local steps move nothing by more than {reach:.3g}"
+
+
+def verdict(answer: Any, name: str, known: Any) -> str | None:
+    """What an answer's own method of this name, if it has one, holds against its coming from a site so described."""
+    judge: Callable[[Any], str | None] | None = getattr(answer, name, None)
+    return None if judge is None else judge(known)
 
 
 def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:

@@ -71,13 +71,20 @@ def execute(
     """
     config = parse_config(flat)
     folder = RunFolder.open(config)
-    opened(folder.path)
-    logger.setLevel(logging.INFO)
-    with folder.logging_to_file("fedgp"):
-        snapshot = folder.restore() if config.resume else None
-        strategy = strategy_class(config).from_config(config, FolderObserver(folder, progress), snapshot)
-        strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
-        write_results(folder, config, strategy.outcome)
+    folder.hold()
+    try:
+        opened(folder.path)
+        logger.setLevel(logging.INFO)
+        with folder.logging_to_file("fedgp"):
+            snapshot = folder.restore() if config.resume else None
+            strategy = strategy_class(config).from_config(config, FolderObserver(folder, progress), snapshot)
+            strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
+            write_results(folder, config, strategy.outcome)
+    except Exception:
+        folder.give_name_free()
+        raise
+    finally:
+        folder.release()
     return folder.path
 
 
@@ -103,6 +110,7 @@ def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> Non
         )
     folder.write_predictions(summary.predictions, summary.input_names)
     folder.write_metrics(RunMetrics(**summary.metrics))
+    folder.seal()
     write_report(folder.path)
 
 

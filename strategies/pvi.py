@@ -49,6 +49,8 @@ FUNCTION = ("points", "values", "whitened")
 """Parts of an answer that may be a site's factor of u or v."""
 FIRST_SCALE = 0.1
 """Standard deviation of q(Z) and q(β) that the first visits start from: wide draws of Z would hide their means."""
+HEAVY = 4.0
+"""Weight of pseudo-observations for each row beyond which no site believes what it sends; honest ones have about 1."""
 MOST_HALVINGS = 40
 """Damping below 2⁻⁴⁰ moves nothing in float64 arithmetic: such an update is refused."""
 
@@ -267,6 +269,14 @@ def misfit(state: PVIState, answer: Refined, options: PVIOptions) -> str | None:
     return _function_misfit(state, answer, options) or next((reason for reason in reasons if reason), None)
 
 
+def too_heavy(answer: Refined, rows: int) -> str | None:
+    """Why pseudo-observations weigh more than the rows they stand for, or None: tr S⁻¹σ² is about their number."""
+    weight = 0.0 if answer.points is None else float(np.square(answer.points.root).sum())
+    if weight <= HEAVY * rows:
+        return None
+    return f"`points.root`: its pseudo-observations weigh as much as {weight:.3g} rows, and the site has {rows}"
+
+
 def _function_misfit(state: PVIState, answer: Refined, options: PVIOptions) -> str | None:
     for name in FUNCTION:
         wanted = "function" in answer.holds and name == options.function
@@ -275,6 +285,10 @@ def _function_misfit(state: PVIState, answer: Refined, options: PVIOptions) -> s
     gaussian, size = answer.values or answer.whitened, len(state.first["inducing"])
     if gaussian is not None and len(gaussian.eta1) != size:
         return f"`{options.function}`: {len(gaussian.eta1)} entries, expected {size}"
+    if answer.whitened is not None and options.definite:
+        reason = answer.whitened.refusal("whitened", negative=False)
+        if reason:
+            return reason
     dimensions = 2 if options.factor == "full" else 1
     if answer.points is not None and answer.points.root.ndim != dimensions:
         return f"`points.root`: expected {dimensions} dimension(s) for `pvi.factor` = {options.factor!r}"
@@ -400,7 +414,7 @@ def fold(
     """Merge the answers that can be used; the others are their sites' failures. No figures where there is none."""
     usable = dict(answers)
     for site, own in answers.items():
-        reason = misfit(state, own, options)
+        reason = misfit(state, own, options) or (too_heavy(own, state.rows[site]) if options.factor == "tied" else None)
         if reason:
             yield Refuse(site, reason)
             del usable[site]

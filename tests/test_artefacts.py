@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedgp_flower.errors import RunError
+from fedgp_flower.errors import DamagedError, RunError
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.run.artefacts import (
     HISTORY_COLUMNS,
@@ -340,3 +340,40 @@ def test_the_log_is_kept_while_the_context_lasts(tmp_path):
     logger.warning("afterwards")
     assert path.name == "log.txt"
     assert path.read_text().endswith("WARNING fedgp_flower.test: site a failed\n")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_in_words(tmp_path):
+    (tmp_path / "file").write_text("")
+    for parent, name in ((tmp_path / "file", "a-run"), (tmp_path, "n" * 300)):
+        with pytest.raises(RunError, match="no folder for the run in `output-dir`"):
+            RunFolder.open(config(parent, name=name))
+
+
+def test_a_folder_has_one_writer_who_is_named(tmp_path):
+    folder = RunFolder.open(config(tmp_path))
+    folder.hold()
+    with pytest.raises(RunError, match=rf"is being written by process {os.getpid()} on "):
+        RunFolder.open(config(tmp_path, resume=True))
+    folder.release()
+    RunFolder.open(config(tmp_path, resume=True)).hold()
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_gives_its_name_free(tmp_path):
+    for number in (1, 2):
+        folder = RunFolder.open(config(tmp_path))
+        folder.give_name_free()
+        assert folder.path.name == f"a-run-failed-{number}"
+    folder = RunFolder.open(config(tmp_path))
+    folder.append_history(row(1))
+    folder.checkpoint(Snapshot({}, {"round": 1}))
+    folder.give_name_free()
+    assert folder.path.name == "a-run"  # it can be resumed
+
+
+def test_files_that_were_changed_after_the_run_are_named(tmp_path):
+    folder = finished(tmp_path)
+    folder.seal()
+    read_run(folder.path)
+    (folder.path / "history.csv").write_text("round\n1\n")
+    with pytest.raises(DamagedError, match=r"changed since the run wrote them, in .*: history\.csv"):
+        read_run(folder.path)

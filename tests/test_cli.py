@@ -66,7 +66,7 @@ def broken(tmp_path_factory):
     parent = tmp_path_factory.mktemp("runs")
     with pytest.raises(RunError):
         in_process(parent, "broken", "device=cuda", "num-server-rounds=1")
-    return parent / "broken"
+    return parent / "broken-failed-1"
 
 
 def one_line(text: str) -> str:

@@ -130,7 +130,7 @@ def test_late_updates_count_less_and_are_forgotten() -> None:
 
 def answers(x: np.ndarray) -> dict[str, Shape]:
     arrays = input_shape(x)
-    return {"a": Shape(arrays["input.histogram"], arrays["input.products"], {})}
+    return {"a": Shape(arrays["input.histogram"], arrays["input.products"], np.zeros(()), {})}
 
 
 def placed(x: np.ndarray, **options: object) -> np.ndarray:

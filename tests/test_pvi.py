@@ -22,6 +22,7 @@ from fedgp_flower.messages import encode
 from fedgp_flower.methods.pvi.factors import PseudoObservations
 from fedgp_flower.methods.pvi.hierarchical import Data, sparse_model
 from fedgp_flower.methods.pvi.linear import fixed_point_update, linear_site
+from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.pseudo_points import membership_auc
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run import forget, report
@@ -344,6 +345,13 @@ def test_a_site_without_held_out_rows_scores_none_of_them(tmp_path: Path) -> Non
     assert strategy.evaluation is None
 
 
+@pytest.fixture
+def overshooting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors may have a negative precision, as after plain gradient steps."""
+    monkeypatch.setattr(PVIOptions, "definite", False)
+
+
+@pytest.mark.usefixtures("overshooting")
 def test_an_improper_factor_is_damped_and_counted() -> None:
     """A factor of negative precision that would make q improper at ρ = 1."""
 

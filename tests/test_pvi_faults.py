@@ -17,6 +17,7 @@ from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.methods.pvi.hierarchical import Data, sparse_model
 from fedgp_flower.methods.pvi.linear import LinearSite, fixed_point_update, gradient_update, linear_site
 from fedgp_flower.methods.pvi.messages import FreeEnergyShare, Marginal, NaturalParameters, PseudoPoints
+from fedgp_flower.methods.pvi.options import PVIOptions
 from strategies.pvi import (
     Contribution,
     PVIState,
@@ -59,6 +60,13 @@ def test_a_lying_factor_of_u_ends_no_run(lie: Any, words: str) -> None:
     assert strategy.evaluation is not None
 
 
+@pytest.fixture
+def overshooting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors may have a negative precision, as after plain gradient steps."""
+    monkeypatch.setattr(PVIOptions, "definite", False)
+
+
+@pytest.mark.usefixtures("overshooting")
 def test_an_update_that_nothing_makes_proper_is_its_sites_failure_alone() -> None:
     lie = changed(whitened__eta2=lambda a: 1e15 * np.eye(len(a)))
     strategy = run(FaultyGrid(fixed(**SYNCHRONOUS), SITES, Fault("1", lie, ("train",))))
@@ -77,6 +85,7 @@ def test_a_refused_update_moves_no_averaged_inducing_points() -> None:
     assert strategy.current.record.visits == {"0": 1, "2": 1}
 
 
+@pytest.mark.usefixtures("overshooting")
 def test_a_round_of_improper_updates_alone_changes_nothing() -> None:
     """And a run of such rounds alone has no result."""
     improper = changed(whitened__eta2=lambda a: 1e15 * np.eye(len(a)))
@@ -247,3 +256,10 @@ def test_global_vi_without_conjugacy_is_pooled_gradient_ascent(tmp_path: Path) -
     assert found.eta1.numpy() == pytest.approx((prior * factor).eta1.numpy(), rel=1e-7, abs=1e-9)
     assert found.eta2.numpy() == pytest.approx((prior * factor).eta2.numpy(), rel=1e-7, abs=1e-9)
     assert np.abs(found.eta1.numpy()).max() > 1e-2
+
+
+def test_an_indefinite_factor_of_v_is_refused() -> None:
+    lie = changed(whitened__eta2=lambda a: a + np.diag([2.0, 0, 0, 0, 0]) * np.abs(a).max())
+    strategy = run(FaultyGrid(fixed(**SYNCHRONOUS), SITES, Fault("1", lie, ("train",))))
+    assert blamed(strategy)["1"] == ["`whitened.eta2`: its precision has a negative eigenvalue"]
+    assert_exact(strategy, [simulated()[0], simulated()[2]])

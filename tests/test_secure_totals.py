@@ -12,6 +12,7 @@ from flwr.app import Message
 from scipy.stats import chi2
 
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
+from fedgp_flower.messages import ECHOED
 from fedgp_flower.methods.fsgp.client import FSGPClient
 from fedgp_flower.methods.fsgp.messages import Statistics
 from fedgp_flower.methods.messages import Step, Stepped
@@ -98,7 +99,7 @@ def test_the_server_sees_no_array_of_a_site(pair):
             assert arrays["masked"].numpy().dtype == np.uint64
             assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 0}
             assert set(reply.content.config_records["config"]) <= {
-                *("schema-version", "site", "run", "answers", "layout")
+                *("schema-version", "site", "answers", "layout", *ECHOED)
             }
 
 

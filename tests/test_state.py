@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
+import pandas as pd
 import pytest
+from faults import FaultyGrid, Recorder, blamed, configured, csv_nodes, run, waves
 from flwr.app import Context, RecordDict
 
+from fedgp_flower.clients.rows import require_same_rows
 from fedgp_flower.clients.state import SiteState, load_state, save_state
+from fedgp_flower.data.sites import RawSite
+from fedgp_flower.errors import DataError
 
 
 def context(**node_config) -> Context:
@@ -61,3 +68,33 @@ def test_a_kill_while_writing_leaves_the_state_before(tmp_path, monkeypatch):
 def test_a_damaged_file_is_a_fresh_start(tmp_path):
     (tmp_path / "site-state.safetensors").write_bytes(b"not a state")
     assert same(load_state(context(**{"state-dir": str(tmp_path)}), "r1"), SiteState("r1"))
+
+
+def site(*values: float) -> RawSite:
+    frame = pd.DataFrame({"x": [0.0, 1.0, 2.0], "y": list(values)})
+    return RawSite("a", "a", 0, frame, frame[:0], ("x",), "y")
+
+
+def test_a_site_refuses_other_rows_within_a_run_and_says_so(tmp_path):
+    folder = {"state-dir": str(tmp_path), "data-path": "/data/north.csv"}
+    node = context(**folder)
+    require_same_rows(node, "r1", site(1, 2, 3))
+    require_same_rows(node, "r1", site(1, 2, 3))
+    for other in (node, context(**folder)):  # in memory, and after a restart
+        with pytest.raises(DataError, match=r"north\.csv is no longer the table with which this site entered the run"):
+            require_same_rows(other, "r1", site(1, 2, 4))
+    require_same_rows(context(**folder), "r2", site(1, 2, 4))
+    other = tmp_path / "other"
+    require_same_rows(context(**{"state-dir": str(other)}), "r2", site(1, 2, 4))
+    kept = [json.loads((path / "site-rows.json").read_text()) for path in (tmp_path, other)]
+    assert kept[0]["rows"] != kept[1]["rows"]  # the same rows, salted
+
+
+def test_a_table_that_is_swapped_in_the_middle_of_a_run_is_seen_by_the_site(tmp_path):
+    nodes = csv_nodes(tmp_path, {name: waves(30, seed) for seed, name in enumerate("abc")})
+    recorder = Recorder(at={2: lambda: waves(30, 9).to_csv(tmp_path / "b.csv", index=False)})
+    strategy = run(FaultyGrid(configured(), nodes), recorder)
+    [(name, reasons)] = blamed(strategy).items()
+    assert name == "b"
+    assert all("b.csv is no longer the table" in reason for reason in reasons)
+    assert strategy.current.sites == ("a", "c")

@@ -18,11 +18,13 @@ from flwr.clientapp.typing import Mod
 
 from fedgp_flower.clients import masking
 from fedgp_flower.clients.numpy_client import NAMES, Setting, SiteClient
+from fedgp_flower.clients.rows import require_same_rows
 from fedgp_flower.clients.state import SiteState, load_state, save_state
 from fedgp_flower.data.sites import Data, RawSite, load_site, site_id, site_of
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ConfigError, FedGPError
 from fedgp_flower.gp.linalg import counting_repairs
+from fedgp_flower.messages import ECHOED
 from fedgp_flower.options import FlatConfig
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy.policy import Decision, Rules
@@ -169,11 +171,13 @@ class SiteApp(ClientApp):
     ) -> SiteClient:
         """The client of the configured method, holding this node's data and state."""
         method: type[SiteClient] = client_class(config)
-        site = rules.site(self.load(config, context))
+        own = self.load(config, context)
+        require_same_rows(context, state.run, own)
+        site = rules.site(own)
         kept = context.state.config_records.get(CONTEXT) if given.get(CONTEXT) else None
         preparation = None if kept is None else _preparation(kept)
-        own = context.state.array_records.get(CONSTANTS, ArrayRecord()) if kept is not None else ArrayRecord()
-        constants = {name: array.numpy() for name, array in own.items()}
+        sent = context.state.array_records.get(CONSTANTS, ArrayRecord()) if kept is not None else ArrayRecord()
+        constants = {name: array.numpy() for name, array in sent.items()}
         numbers = int(given["round"]), int(given["communication"])
         return method(Setting(config, site, state, preparation, *numbers, constants, rules))
 
@@ -234,8 +238,10 @@ def _parsed(flat: str) -> RunConfig:
 
 
 def _identity(message: Message, context: Context) -> dict[str, Any]:
-    run = message.content.config_records["config"]["run"]
-    return {"schema-version": SCHEMA_VERSION, "site": site_id(context.node_config), "run": run}
+    """Who answers, and which question: the server refuses an answer to another one."""
+    given = message.content.config_records["config"]
+    asked = {name: given[name] for name in ECHOED if name in given}
+    return {"schema-version": SCHEMA_VERSION, "site": site_id(context.node_config), **asked}
 
 
 def _reply(

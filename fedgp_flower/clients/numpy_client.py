@@ -221,7 +221,8 @@ class SiteClient(NumPyClient):
         """Where the standardised inputs lie, and the initial hyperparameters of the configured model."""
         del request
         arrays = input_shape(self.rows.x)
-        return Shape(arrays["input.histogram"], arrays["input.products"], self.start(self.rows.x.shape[1]))
+        square, start = np.array(self.rows.y @ self.rows.y), self.start(self.rows.x.shape[1])
+        return Shape(arrays["input.histogram"], arrays["input.products"], square, start)
 
     def score_sums(self, request: Any) -> ScoreSums:
         """Scores of the held-out rows as a summand."""

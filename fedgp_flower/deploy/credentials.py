@@ -1,12 +1,12 @@
 """What a SuperLink and its SuperNodes prove themselves with: a certificate authority, a server certificate, node keys.
 
-For trying a deployment on one machine. Between machines, certificates come from the organisation's own authority, and
-each site makes its node key itself and hands over only the public half.
+An organisation's own authority can sign instead. Each site makes its node key itself and hands over the public half.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import ipaddress
 import os
 from dataclasses import dataclass
@@ -17,7 +17,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-_LIFETIME = datetime.timedelta(days=30)
+from fedgp_flower.errors import ConfigError
+
+_DEMONSTRATION = 30
+"""Days."""
 _CURVE = ec.SECP384R1()
 
 
@@ -30,35 +33,77 @@ class ServerCredentials:
     key: Path
 
 
-def create_server_credentials(folder: Path, host: str = "127.0.0.1") -> ServerCredentials:
-    """A fresh authority and a server certificate signed by it, for ``localhost`` and ``host``.
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """What signs a SuperLink's certificate; whoever has its key can pose as the SuperLink."""
 
-    The authority's own key is never written: nothing can be signed with it afterwards. ``host`` is a numeric address.
-    """
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    @staticmethod
+    def new(days: int) -> Authority:
+        """A fresh one, good for some days."""
+        key, name = ec.generate_private_key(_CURVE), _name("fedgp authority")
+        certificate = (
+            _builder(name, name, key, days)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs_certificates=True), critical=True)
+            .sign(key, hashes.SHA384())
+        )
+        return Authority(certificate, key)
+
+    @staticmethod
+    def read(folder: Path) -> Authority:
+        """From ``ca.crt`` and ``ca.key``.
+
+        Raises:
+            ConfigError: a file is missing or is none.
+        """
+        try:
+            key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+            certificate = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder}: no authority in ca.crt and ca.key ({error})") from None
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        return Authority(certificate, key)
+
+    def write(self, folder: Path) -> None:
+        """Into ``ca.crt``, and ``ca.key`` that its owner alone may read."""
+        (folder / "ca.crt").write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
+        _write_secret(folder / "ca.key", _private_bytes(self.key, serialization.PrivateFormat.PKCS8))
+
+    def certify(self, folder: Path, host: str, days: int) -> ServerCredentials:
+        """Write a key and a certificate for ``localhost`` and a host, in place of older ones."""
+        key = ec.generate_private_key(_CURVE)
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())  # type: ignore[arg-type]
+        server = (
+            _builder(_name(host), self.certificate.subject, key, days)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost"), _alternative(host)]), critical=False)
+            .add_extension(issuer, critical=False)
+            .sign(self.key, hashes.SHA384())
+        )
+        files = ServerCredentials(folder / "ca.crt", folder / "server.pem", folder / "server.key")
+        files.authority.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
+        files.key.unlink(missing_ok=True)
+        files.certificate.write_bytes(server.public_bytes(serialization.Encoding.PEM))
+        _write_secret(files.key, _private_bytes(key, serialization.PrivateFormat.PKCS8))
+        return files
+
+
+def create_server_credentials(folder: Path, host: str = "127.0.0.1") -> ServerCredentials:
+    """A certificate for ``localhost`` and ``host`` for 30 days, by a fresh authority whose key is never written."""
     folder.mkdir(parents=True, exist_ok=True)
-    authority_key, server_key = ec.generate_private_key(_CURVE), ec.generate_private_key(_CURVE)
-    authority_name = _name("fedgp demonstration authority")
-    authority = (
-        _builder(authority_name, authority_name, authority_key)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
-        .sign(authority_key, hashes.SHA384())
-    )
-    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address(host))]
-    server = (
-        _builder(_name("localhost"), authority_name, server_key)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
-        .sign(authority_key, hashes.SHA384())
-    )
-    files = ServerCredentials(folder / "ca.crt", folder / "server.pem", folder / "server.key")
-    files.authority.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
-    files.certificate.write_bytes(server.public_bytes(serialization.Encoding.PEM))
-    _write_secret(files.key, _private_bytes(server_key, serialization.PrivateFormat.PKCS8))
-    return files
+    return Authority.new(_DEMONSTRATION).certify(folder, host, _DEMONSTRATION)
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def create_node_key(path: Path) -> Path:
@@ -72,11 +117,19 @@ def create_node_key(path: Path) -> Path:
     return public
 
 
+def key_fingerprint(public: Path) -> str:
+    """A node's public key in short, to be read out over the telephone."""
+    short = hashlib.sha256(public.read_bytes().strip()).hexdigest()[:16]
+    return "-".join(short[start : start + 4] for start in range(0, 16, 4))
+
+
 def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -85,7 +138,7 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivate
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + _LIFETIME)
+        .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
 

@@ -61,11 +61,17 @@ def submit_elsewhere(config: FlatConfig, connection: str) -> None:
 def conclude(flower: Flower, run: str, folder: Path) -> None:
     """Follow a submitted run to its end and print how it went.
 
+    A signal that ends this process ends the run too.
+
     Raises:
         RunError: when Flower says that the run did not complete.
     """
-    flower.follow(run)
-    status, details = flower.outcome(run)
+    try:
+        flower.follow(run)
+        status, details = flower.outcome(run)
+    except (SystemExit, KeyboardInterrupt):
+        flower.stop(run)
+        raise
     if status != COMPLETED:
         raise RunError(f"the run ended as {status}: {details or 'see the log above'}")
     show_result(folder)

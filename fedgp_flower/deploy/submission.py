@@ -140,6 +140,13 @@ class Flower:
         """Pass the log of a run through until the run ends; returns early if the stream breaks."""
         self.processes.call([program("flwr"), "log", run, self.connection, "--stream"], self.home, capture=False)
 
+    def stop(self, run: str) -> None:
+        """End a run that goes on elsewhere; where that fails, say how to do it by hand."""
+        try:
+            self.json("stop", run, self.connection)
+        except RunError as error:
+            print(f"run {run} goes on: {error}; end it with `flwr stop {run} {self.connection}`", file=sys.stderr)
+
     def outcome(self, run: str) -> tuple[str, str]:
         """Wait for the end of a run; its final status and what Flower says about it."""
         while True:

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.messages import ScoreSums
+from fedgp_flower.methods.messages import Described, ScoreSums
 
 
 @message("query.moments", summand=True)
@@ -21,6 +21,10 @@ class Moments:
     def num_parameters(self) -> int:
         """P."""
         return len(self.products)
+
+    def disagreement(self, described: Described) -> str | None:
+        """What shows that the site has other rows than it described, or None."""
+        return described.unlike("square", self.square, described.target_square)
 
     def refusal(self, rows: int) -> str | None:
         """Why this cannot come from so many rows, or None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -14,6 +14,10 @@ from fedgp_flower.privacy.disclosure import merged_cells, merged_classes
 from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, PIT_BINS, RANK_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
 from fedgp_flower.typing import AnyShape
 
+MOVE = 10.0
+"""Farthest that a site's local steps take a logarithm, or a standardised input, in one round: a factor of 22 000."""
+OUTLIER = 300.0
+"""A gradient or a precision so many times larger per row than the median site's is not taken for one."""
 HISTOGRAM_SHAPES = {
     "evaluation.pit": (PIT_BINS,),
     "evaluation.reliability": (RELIABILITY_BINS, 3),
@@ -27,12 +31,54 @@ class Nothing:
     """A request that needs no arrays."""
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What follows of a site's standardised rows from how it described them; NaN where cells were missing."""
+
+    rows: int
+    input_squares: ndarray
+    """Σx² of each input, [D]."""
+    target_square: float
+    """yᵀy."""
+
+    def unlike(self, name: str, found: ndarray, expected: ndarray | float) -> str | None:
+        """Why sums of squares are not those of the rows described, or None; single precision is no lie."""
+        found, expected = np.atleast_1d(found), np.atleast_1d(expected)
+        known = ~np.isnan(expected)
+        gap = np.abs(found[known] - expected[known]) - 1e-3 * expected[known]
+        if found.shape != expected.shape or (gap > 1e-6 * self.rows).any():
+            return f"`{name}` is not the sum of squares of the {self.rows} rows it described"
+        return None
+
+
+def dwarfing(sizes: Mapping[str, float], what: str) -> dict[str, str]:
+    """Sites whose size per row dwarfs the usual one, and the reason; with fewer than three nobody can tell."""
+    usual = float(np.median(list(sizes.values()))) if len(sizes) > 2 else 0.0
+    return {
+        site: f"its {what} is {size / usual:.1e} times the usual one per row"
+        for site, size in sizes.items()
+        if not size <= OUTLIER * usual and usual > 0
+    }
+
+
+def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
+    """Sites whose Σ k(x, x) per row differs where most sites have the same, as under a stationary kernel they must."""
+    usual = float(np.median(list(variances.values()))) if len(variances) > 2 else np.nan
+    odd = [site for site, own in variances.items() if not abs(own - usual) <= 1e-3 * usual]
+    if len(odd) > (len(variances) - 1) // 2:
+        return {}
+    return {
+        site: f"`prior_variance` is {variances[site] / usual:.3g} times that of most sites, per row" for site in odd
+    }
+
+
 @message("query.shape", summand=True)
 class Shape:
     """Where a site's standardised inputs lie, and the initial hyperparameters that the configuration means."""
 
     histogram: Int[ndarray, "D B"] = leaves("counts of each input in fixed bins")
     products: Float[ndarray, "D D"] = leaves("XᵀX of the standardised inputs")
+    square: Float[ndarray, ""] = leaves("yᵀy of the standardised target, as follows from `query.describe`")
     start: Mapping[str, AnyShape] = leaves("initial hyperparameters, from the configuration alone")
 
     def num_parameters(self) -> int:
@@ -48,6 +94,12 @@ class Shape:
         if (self.histogram.sum(axis=1) != rows).any():
             return f"`histogram` is not one of the {rows} rows it introduced itself with"
         return None
+
+    def disagreement(self, described: Described) -> str | None:
+        """What shows that the site has other rows than it described, or None."""
+        return described.unlike("products", np.diag(self.products), described.input_squares) or described.unlike(
+            "square", self.square, described.target_square
+        )
 
     def refusal(self, rows: int) -> str | None:
         """Why this cannot come from so many rows, or None."""
@@ -78,13 +130,14 @@ class Step:
 
     values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
     learning_rate: float = leaves("of this round")
+    reach: float = leaves("farthest that an honest site's steps lead from here", default=MOVE)
 
 
 @message("train")
 class Stepped:
     """Parameters after local steps: what federated averaging averages."""
 
-    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates", as_sent=True)
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates", as_sent=True, within="reach")
     objective: float = leaves("mean over rows of the local objective after the steps")
 
     def num_parameters(self) -> int:

@@ -7,10 +7,15 @@ A run lives in ``<output-dir>/<run-name>/`` and never overwrites another. Every 
 from __future__ import annotations
 
 import csv
+import fcntl
+import hashlib
 import io
 import itertools
+import json
 import logging
 import math
+import os
+import platform
 import secrets
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,15 +28,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tomli_w
 
-from fedgp_flower.errors import RunError
+from fedgp_flower.errors import DamagedError, RunError
 from fedgp_flower.options import Value
 from fedgp_flower.run.config import RunConfig, flatten, nest
-from fedgp_flower.run.files import read_arrays, read_json, write_arrays, write_bytes, write_json
+from fedgp_flower.run.files import plain, read_arrays, read_json, reading, write_arrays, write_bytes, write_json
 from fedgp_flower.typing import NamedArrays
 
 if TYPE_CHECKING:
     import pandas as pd
 
+SEALED = ("config.toml", "history.csv", "metrics.json", "posterior.json", "posterior.safetensors", "predictions.csv")
+SEALS, LOCK = "files.json", "lock"
+"""Hashes of the files of a finished run; who writes into its folder."""
 HISTORY_COLUMNS = ("round", "communications", "seconds", "bytes_up", "bytes_down")
 """Columns every row of the history has: communications so far; seconds and bytes of this round alone."""
 
@@ -148,6 +156,8 @@ class RunFolder:
         self.path = path
         self._digest = digest
         self._history: list[dict[str, Number]] = []
+        self.held: Held | None = None
+        """The lock on the folder, while a run writes into it."""
 
     @classmethod
     def open(cls, config: RunConfig) -> RunFolder:
@@ -157,14 +167,47 @@ class RunFolder:
             RunError: when the folder exists without ``resume``, or ``resume`` finds no run or one configured otherwise.
         """
         parent = Path(config.output_dir)
-        if config.resume:
-            path = _resumable(parent, config)
-            (path / "metrics.json").unlink(missing_ok=True)  # it marks a finished run
-        else:
-            parent.mkdir(parents=True, exist_ok=True)
-            path = _new_folder(parent, config)
-        write_bytes(path / "config.toml", tomli_w.dumps(nest(config.flat())).encode())
-        return cls(path, config.digest())
+        try:
+            if not config.resume:
+                parent.mkdir(parents=True, exist_ok=True)
+            path = _resumable(parent, config) if config.resume else _new_folder(parent, config)
+            folder = cls(path, config.digest())
+            held = Held(path)
+            for name in ("metrics.json", SEALS):  # they mark a finished run
+                (path / name).unlink(missing_ok=True)
+            write_bytes(path / "config.toml", tomli_w.dumps(nest(config.flat())).encode())
+            del held
+        except OSError as error:
+            raise RunError(
+                f"no folder for the run in `output-dir` = {str(parent)!r}: {error.strerror}; choose another"
+            ) from None
+        return folder
+
+    def hold(self) -> None:
+        """Keep others from writing into the folder.
+
+        Raises:
+            RunError: another process does so.
+        """
+        self.held = Held(self.path)
+
+    def release(self) -> None:
+        """Let others write into the folder."""
+        self.held = None
+
+    def give_name_free(self) -> None:
+        """Move the folder of a run that failed before its first checkpoint aside: there is nothing to resume."""
+        if not (self.path / "checkpoint" / "checkpoint.json").exists():
+            name = next(f"{self.path.name}-failed-{n}" for n in itertools.count(1) if not self._beside(n).exists())
+            self.path = self.path.rename(self.path.with_name(name))
+
+    def _beside(self, number: int) -> Path:
+        return self.path.with_name(f"{self.path.name}-failed-{number}")
+
+    def seal(self) -> None:
+        """Write down the hashes of the files of a finished run; :func:`read_run` compares them."""
+        there = [name for name in SEALED if (self.path / name).exists()]
+        write_json(self.path / SEALS, {name: _hash(self.path / name) for name in there})
 
     def append_history(self, row: Mapping[str, Number]) -> None:
         """Add a round to ``history.csv``; columns a row lacks stay empty, new ones are added at the right.
@@ -221,8 +264,9 @@ class RunFolder:
         folder.mkdir(exist_ok=True)
         name = f"round-{snapshot.facts['round']:06d}-{secrets.token_hex(4)}.safetensors"
         write_arrays(folder / name, snapshot.arrays)
-        content = {"arrays": name, "config_digest": self._digest, "state": snapshot.facts}
-        write_json(folder / "checkpoint.json", content)
+        content = {"arrays": name, "hash": _hash(folder / name), "config_digest": self._digest}
+        facts = plain(snapshot.facts)
+        write_json(folder / "checkpoint.json", {**content, "facts_hash": _hash_of(facts), "state": facts})
         for old in folder.iterdir():
             if old.name not in {name, "checkpoint.json"}:
                 old.unlink()
@@ -239,10 +283,17 @@ class RunFolder:
         content = read_json(folder / "checkpoint.json")
         if content.get("config_digest") != self._digest:
             raise RunError(f"{folder} belongs to a run with another configuration; start afresh under another `name`")
-        facts = content["state"]
-        self._history = [row for row in _history_rows(self.path / "history.csv") if row["round"] <= facts["round"]]
-        self._write_history()
-        return Snapshot(read_arrays(folder / content["arrays"]), facts)
+        with reading(folder / "checkpoint.json"):
+            facts, arrays = content["state"], folder / Path(content["arrays"]).name
+            snapshot = Snapshot(read_arrays(arrays), facts)
+            if _hash(arrays) != content["hash"] or _hash_of(facts) != content["facts_hash"]:
+                raise DamagedError(f"the checkpoint in {folder} was changed since the run wrote it")
+        with reading(self.path / "history.csv"):
+            rows = _history_rows(self.path / "history.csv")
+            self._history = [row for row in rows if row["round"] <= facts["round"]]
+        if len(self._history) < len(rows):
+            self._write_history()
+        return snapshot
 
     @contextmanager
     def logging_to_file(self, *loggers: str) -> Iterator[Path]:
@@ -275,10 +326,16 @@ def read_run(path: Path) -> RunData:
     if not (path / "metrics.json").exists():
         hint = "the run has not finished; go on with `resume`" if (path / "config.toml").exists() else "is it a run?"
         raise RunError(f"metrics.json is missing from {path}: {hint}")
+    with reading(path):
+        _require_sealed(path)
+        return _read_run(path)
+
+
+def _read_run(path: Path) -> RunData:
     content = read_json(path / "metrics.json")
     required = {f.name for f in fields(RunMetrics) if f.default is MISSING and f.default_factory is MISSING}
     if unmatched := sorted((content.keys() - {f.name for f in fields(RunMetrics)}) | (required - content.keys())):
-        raise RunError(f"{path / 'metrics.json'} has missing or unknown keys: {', '.join(unmatched)}")
+        raise DamagedError(f"{path / 'metrics.json'} has missing or unknown keys: {', '.join(unmatched)}")
     predictions = path / "predictions.csv"
     return RunData(
         path=path,
@@ -300,9 +357,63 @@ def read_posterior(path: Path) -> Posterior:
     described = content.pop("arrays", {})
     shapes = {name: tuple(item.get("shape", ())) for name, item in described.items()}
     if shapes != {name: value.shape for name, value in arrays.items()}:
-        raise RunError(f"posterior.json and posterior.safetensors in {path} describe different arrays")
+        raise DamagedError(f"posterior.json and posterior.safetensors in {path} describe different arrays")
+    odd = sorted(name for name, value in arrays.items() if value.dtype.kind == "f" and not np.isfinite(value).all())
+    if odd:
+        raise DamagedError(f"{path / 'posterior.safetensors'}: not finite: {', '.join(odd)}")
+    scales = [
+        name
+        for name in ("input.scale", "target.scale", "likelihood.noise", "kernel.lengthscale")
+        if (np.asarray(arrays.get(name, 1.0)) <= 0).any()
+    ]
+    if scales:
+        raise DamagedError(f"{path / 'posterior.safetensors'}: not positive: {', '.join(scales)}")
     notes = {name: ArrayNote(item["coordinates"], item["meaning"]) for name, item in described.items()}
     return Posterior(arrays=arrays, notes=notes, **content)
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _hash_of(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _require_sealed(path: Path) -> None:
+    """Refuse files that were changed after the run wrote them; a run of before there were hashes has none.
+
+    Raises:
+        DamagedError: naming the files.
+    """
+    if not (path / SEALS).exists():
+        return
+    hashes = read_json(path / SEALS)
+    there = {name: _hash(path / name) for name in SEALED if (path / name).exists()}
+    if odd := sorted(name for name in hashes.keys() | there.keys() if hashes.get(name) != there.get(name)):
+        raise DamagedError(f"changed since the run wrote them, in {path}: {', '.join(odd)}")
+
+
+class Held:
+    """The lock on the folder of a run; it goes with the process that holds it, however that ends.
+
+    Raises:
+        RunError: another process writes into the folder; naming it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.read(self._handle, 200).decode().strip() or "another process"
+            raise RunError(f"{path} is being written by {who}; wait for it, or choose another `name`") from None
+        who = f"process {os.getpid()} on {platform.node()} since {datetime.now():%Y-%m-%d %H:%M:%S}"
+        os.truncate(self._handle, 0)
+        os.write(self._handle, who.encode())
+
+    def __del__(self) -> None:
+        os.close(self._handle)
 
 
 def _new_folder(parent: Path, config: RunConfig) -> Path:
@@ -360,16 +471,16 @@ def _read_config(path: Path) -> dict[str, Value]:
     try:
         return flatten(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise RunError(f"config.toml is missing from {path}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise RunError(f"{path / 'config.toml'} is not valid TOML: {error}") from None
+        raise DamagedError(f"config.toml is missing from {path}") from None
+    except ValueError as error:  # of TOML, or of UTF-8
+        raise DamagedError(f"{path / 'config.toml'} is not valid TOML: {error}") from None
 
 
 def _history_rows(path: Path) -> list[dict[str, Number]]:
     """Rows as they were appended: no empty cells, counts as whole numbers."""
     whole = set(HISTORY_COLUMNS) - {"seconds"}
     if not path.exists():
-        raise RunError(f"{path.name} is missing from {path.parent}")
+        raise DamagedError(f"{path.name} is missing from {path.parent}")
     rows = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
     return [{name: int(cell) if name in whole else float(cell) for name, cell in row.items() if cell} for row in rows]
 
@@ -380,7 +491,7 @@ def _read_history(path: Path) -> pd.DataFrame:
     try:
         return pd.read_csv(path)
     except FileNotFoundError:
-        raise RunError(f"{path.name} is missing from {path.parent}") from None
+        raise DamagedError(f"{path.name} is missing from {path.parent}") from None
 
 
 def _read_predictions(path: Path) -> pd.DataFrame:

@@ -59,6 +59,14 @@ class BaselineSection(Section):
     """L-BFGS evaluations of each baseline."""
 
 
+class RoundSection(Section):
+    """What a round is worth that a site missed."""
+
+    incomplete: Literal["accept", "repeat"] = "accept"
+    """A round that a site failed in counts without it; or is repeated from where it started, by all sites, until that
+    site is back or has failed ``max-failures`` times in a row. Asynchronous schedules have no rounds to repeat."""
+
+
 class PrivacySection(Section):
     """What the server learns of a site."""
 
@@ -129,6 +137,7 @@ class CoreConfig(Section):
     optimizer: OptimizerSection = OptimizerSection()
     baselines: BaselineSection = BaselineSection()
     privacy: PrivacySection = PrivacySection()
+    round: RoundSection = RoundSection()
 
     @model_validator(mode="after")
     def _combinations(self) -> CoreConfig:

@@ -6,18 +6,20 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load, save
 
-from fedgp_flower.errors import RunError
+from fedgp_flower.errors import DamagedError, FedGPError, RunError
 from fedgp_flower.typing import NamedArrays
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write to a temporary neighbour, flush it to disk, rename it over ``path``, flush the folder."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
@@ -25,7 +27,7 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        Path(name).chmod(0o644)
+        Path(name).chmod(mode)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -51,10 +53,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(_read(path))
-    except ValueError as error:
-        raise RunError(f"{path} is not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise RunError(f"{path} should hold a JSON object, found a {type(content).__name__}")
+        raise DamagedError(f"{path} should hold a JSON object, found a {type(content).__name__}")
     return content
 
 
@@ -68,8 +70,25 @@ def read_arrays(path: Path) -> NamedArrays:
     try:
         arrays: NamedArrays = load(content)
     except Exception as error:  # safetensors raises its own type, and KeyError or ValueError for odd headers
-        raise RunError(f"{path} is not a readable safetensors file: {error}") from None
+        raise DamagedError(f"{path} is not a readable safetensors file: {error}") from None
     return arrays
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What cannot be read as a run wrote it is damage with a name and a place, whatever Python calls it.
+
+    Raises:
+        DamagedError: instead of any error that is not this project's own.
+    """
+    try:
+        yield
+    except FedGPError:
+        raise
+    except Exception as error:  # bytes that were changed raise anything
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno}"
+        raise DamagedError(f"{path} cannot be read as this version writes it ({where}): {error}"[:400]) from error
 
 
 def plain(value: Any) -> Any:
@@ -89,7 +108,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise RunError(f"{path.name} is missing from {path.parent}") from None
+        raise DamagedError(f"{path.name} is missing from {path.parent}") from None
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from None
 

@@ -29,13 +29,13 @@ from fedgp_flower.data.standardisation import (
     read_inputs,
     typed_inputs,
 )
-from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.gp.to_gpytorch import Exported, SparsePosterior, Transforms, mixture, together
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.artefacts import Posterior, RunData, read_run
 from fedgp_flower.run.config import RunConfig
-from fedgp_flower.run.files import read_arrays
+from fedgp_flower.run.files import read_arrays, reading
 from fedgp_flower.run.registry import METHODS, Method, load, parse_config
 from fedgp_flower.typing import Array, NamedArrays, Rows
 
@@ -95,7 +95,8 @@ class Predictor:
         reason = why_no_posterior(run)
         if run.posterior is None or reason:
             raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
-        preparation = _preparation(run.posterior)
+        with reading(run.path):
+            preparation = _preparation(run.posterior)
         model: SavedModel = load(row_of(run).posterior)
         try:
             standardised = model(run.posterior, preparation.names)
@@ -165,7 +166,10 @@ class Predictor:
         kept = np.flatnonzero(~np.isnan(encoded).any(axis=1))
         if len(kept) < len(frame):
             return self.predict(frame.iloc[kept]).set_axis(kept).reindex(range(len(frame)))
-        mean, sd = self.standardised(encoded)
+        with reading(self.run.path):
+            mean, sd = self.standardised(encoded)
+        if not (np.isfinite(mean).all() and np.isfinite(sd).all() and (sd >= 0).all()):
+            raise DamagedError(f"the posterior of {self.run.path} predicts no finite numbers; it is damaged")
         if agreed.target.levels or mean.ndim == 2:
             classes = mean if mean.ndim == 2 else np.stack([1 - mean, mean], axis=1)
             levels = agreed.target.levels or [str(index) for index in range(classes.shape[1])]

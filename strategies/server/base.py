@@ -242,8 +242,8 @@ class BaseStrategy(Strategy):
         labels, rows, seconds = preparation.labels, preparation.rows, self.clock.seconds
         metrics = {
             "method": config.method,
-            "dataset": config.dataset,
-            "sites": len(network.sites()),
+            "dataset": config.dataset if preparation.simulated else "the sites' own tables",
+            "sites": len(network.took_part) or len(network.sites()),
             "rounds": self.round,
             "communications": network.traffic.communications,
             "exchanges": network.traffic.exchanges,

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fedgp_flower.errors import RunError
+import numpy as np
+
+from fedgp_flower.errors import ProtocolError, RunError
+from fedgp_flower.methods.messages import Described
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.overview import described
-from fedgp_flower.typing import NamedArrays
+from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.network import Failure, Network
-from strategies.server.standardisation import SiteDescription, agree
+from strategies.server.standardisation import SiteDescription, agree, encoded_sums, squares_about
 from strategies.server.wire import Answer
 
 logger = logging.getLogger("fedgp")
@@ -48,6 +51,18 @@ class Preparation:
     """What is known of every feature column, for people."""
     dropped: int = 0
     """Rows that sites left out for a missing cell."""
+    sums: dict[str, Array] = field(default_factory=dict)
+    """What each site said of its columns, [D + 1, 3]; a checkpoint keeps none: sites say it again."""
+
+    def described(self, site: str) -> Described | None:
+        """What follows of a site's standardised rows from how it described them; None of one that did not."""
+        if site not in self.sums:
+            return None
+        mean, scale = (
+            np.append(self.arrays[f"input.{part}"], self.arrays[f"target.{part}"]) for part in ("mean", "scale")
+        )
+        squares = squares_about(self.rows[site], self.sums[site], mean) / scale**2
+        return Described(self.rows[site], squares[:-1], float(squares[-1]))
 
     @property
     def settings(self) -> dict[str, str]:
@@ -144,6 +159,7 @@ class Enrolment:
             training_target=agreement.training_target,
             columns=agreement.columns,
             dropped=sum(int(own.number("dropped")) for own in kept.values()),
+            sums={site: encoded_sums(_description(own), agreement.schema) for site, own in kept.items()},
         )
         return Enrolment(kept, config, preparation, agreement.refused, agreement.constant)
 
@@ -257,6 +273,11 @@ def _welcome(network: Network, preparation: Preparation, described: Mapping[str,
         if _columns(own.texts["schema"]) != own_columns:
             dismiss(network, site, "its columns are not those the other sites agreed on")
             continue
+        try:
+            preparation.sums[site] = encoded_sums(_description(own), preparation.schema)
+        except ProtocolError as error:
+            dismiss(network, site, str(error))
+            continue
         logger.info("site %s %s", site, "is back" if site in preparation.rows else "joined")
         preparation.labels[site] = own.texts["label"]
         preparation.rows[site] = own.num_examples
@@ -290,6 +311,7 @@ def accounts(network: Network) -> dict[str, Any]:
         "repairs": network.repairs,
         "streak": network.streak,
         "site_seconds": network.site_seconds,
+        "took_part": sorted(network.took_part),
     }
 
 
@@ -304,3 +326,4 @@ def restore_accounts(network: Network, facts: Mapping[str, Any]) -> None:
     network.repairs = {**facts["repairs"]}
     network.streak |= {site: int(count) for site, count in facts["streak"].items()}
     network.site_seconds += float(facts["site_seconds"])
+    network.took_part |= set(facts.get("took_part", ()))

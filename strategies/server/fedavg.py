@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from flwr.app import Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedYogi
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, FedYogi
 
-from fedgp_flower.messages import message
-from fedgp_flower.methods.messages import Step, Stepped, WeightedStep
+from fedgp_flower.errors import RunError
+from fedgp_flower.messages import message, too_far
+from fedgp_flower.methods.messages import MOVE, Step, Stepped, WeightedStep
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
@@ -24,8 +25,12 @@ RULES: Mapping[str, Callable[[float], FedAvg]] = {
     "fedavg": lambda rate: FedAvg(),
     "fedadam": lambda rate: FedAdam(eta=rate),
     "fedyogi": lambda rate: FedYogi(eta=rate),
+    "fedmedian": lambda rate: FedMedian(),
+    "fedtrimmedavg": lambda rate: FedTrimmedAvg(),
 }
 MOMENTS = ("m_t", "v_t")
+ADAM = 3.2
+"""A step of Adam with β = (.9, .999) is never longer than (1 − β₁)/√(1 − β₂) learning rates (Kingma and Ba 2015)."""
 
 
 @message()
@@ -48,17 +53,26 @@ class AveragingPlan:
     fraction: float
     """Share ρ of the sites in a round."""
     rule: str
-    """``fedavg``, ``fedadam`` or ``fedyogi``."""
+    """A key of :data:`RULES`."""
     server_learning_rate: float
     learning_rate: float
     """Of the sites' steps in the first round."""
     decay: float
     seed: int
+    steps: float = math.inf
+    """Learning rates that an optimiser goes in one round at most; no bound is known of SGD and L-BFGS."""
 
     @staticmethod
     def of(config: RunConfig, fraction: float, rule: str, rate: float) -> AveragingPlan:
         """From the configuration and a method's own keys."""
-        return AveragingPlan(fraction, rule, rate, config.optimizer.learning_rate, config.optimizer.decay, config.seed)
+        local = config.optimizer
+        steps = ADAM * local.steps if local.name == "adam" else math.inf
+        return AveragingPlan(fraction, rule, rate, local.learning_rate, local.decay, config.seed, steps)
+
+    def step(self, values: Mapping[str, np.ndarray], server_round: int) -> Step:
+        """What sites are asked in a round."""
+        rate = self.learning_rate * self.decay ** (server_round - 1)
+        return Step(values, rate, min(MOVE, rate * self.steps))
 
 
 def sampled(roster: Roster, fraction: float, seed: int) -> list[str]:
@@ -72,11 +86,11 @@ def averaging_round(
     state: AveragingState, roster: Roster, plan: AveragingPlan
 ) -> Asking[tuple[AveragingState, Figures]]:
     """Sampled sites take local steps; the rule combines what they send (McMahan et al. 2017, Algorithm 1)."""
-    rate = plan.learning_rate * plan.decay ** (roster.round - 1)
+    step = plan.step(state.parameters, roster.round)
     if roster.totals_only:
-        return (yield from _averaged_total(state, roster, plan, Step(state.parameters, rate)))
+        return (yield from _averaged_total(state, roster, plan, step))
     chosen = sampled(roster, plan.fraction, plan.seed)
-    answers: Mapping[str, Stepped] = yield Each(Stepped, {site: Step(state.parameters, rate) for site in chosen})
+    answers: Mapping[str, Stepped] = yield Each(Stepped, dict.fromkeys(chosen, step))
     if not answers:
         return state, {}
     weights = [roster.rows[site] for site in answers]
@@ -94,6 +108,9 @@ def _averaged_total(
     if summed.total is None:
         return state, {}
     mean = summed.total.mean()
+    for name, array in mean.values.items():
+        if reason := too_far(step.values[name], array, step.reach):
+            raise RunError(f"the total under masks is of no honest sites: `{name}` {reason}")
     return combined(state, {"all": (dict(mean.values), 1)}, roster.round, plan), {"objective": mean.objective}
 
 

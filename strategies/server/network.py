@@ -17,6 +17,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.messages import ECHOED
 from strategies.server.context import SharedContext, lacks
 from strategies.server.evaluation import natural_order
 from strategies.server.wire import (
@@ -94,6 +95,10 @@ class Network:
     """Ids of the messages whose replies the latest exchange has judged to be valid."""
     introduction: Texts = field(default_factory=dict)
     """What nodes that are not known yet are told."""
+    asked: dict[str, Texts] = field(default_factory=dict)
+    """What the latest message made for each site says of itself; see :data:`fedgp_flower.messages.ECHOED`."""
+    took_part: set[str] = field(default_factory=set)
+    """Sites of whose answers a round made use."""
     warned: dict[str, set[str]] = field(default_factory=dict)
     """What the policies of sites warn of, and which."""
 
@@ -110,6 +115,7 @@ class Network:
     ) -> Message:
         """A message of a phase for one site."""
         message = self._message(self.nodes[site], phase, arrays, settings or {})
+        self.asked[site] = echo_of(message)
         if self.context is not None:
             self.context.attach(message)
         return message
@@ -144,7 +150,7 @@ class Network:
         kept: dict[str, Message] = {}
         for attempt in range(retries + 1):
             for site, reply in zip(waiting, self._delivered(list(waiting.values())), strict=True):
-                reason = self.refusal(reply, specs, site)
+                reason = self.refusal(reply, specs, site, echo_of(waiting[site]))
                 if reason is None and reply is not None:
                     kept[site] = reply
                     self.forgiven[site] = self.streak.pop(site, 0)
@@ -236,7 +242,8 @@ class Network:
         replies: dict[str, Message] = {}
         deadline, pause = time.monotonic() + self.timeout, 0.01
         while len(replies) < len(ids) and time.monotonic() < deadline:
-            arrived = list(self.grid.pull_messages([i for i in ids if i not in replies]))
+            waiting = [i for i in ids if i not in replies]
+            arrived = [reply for reply in self.grid.pull_messages(waiting) if _answers(reply, waiting)]
             replies |= {reply.metadata.reply_to_message_id: reply for reply in arrived}
             if not arrived:
                 time.sleep(pause)
@@ -252,14 +259,15 @@ class Network:
 
     def pull(self, message_ids: Iterable[str]) -> list[Message]:
         """The replies to pushed messages that have arrived by now."""
-        arrived = list(self.grid.pull_messages(list(message_ids)))
+        waiting = list(message_ids)
+        arrived = [reply for reply in self.grid.pull_messages(waiting) if _answers(reply, waiting)]
         self.traffic.bytes_up += sum(content_bytes(reply) for reply in arrived)
         return arrived
 
-    def accept(self, site: str, reply: Message | None, specs: Expected) -> Message | None:
-        """The reply to a pushed message if it is valid; else None, and it is the site's failure."""
+    def accept(self, site: str, reply: Message | None, specs: Expected, asked: Texts | None = None) -> Message | None:
+        """The reply to a message, the site's latest unless told, if it is valid; else None and the site's failure."""
         self.forgiven.pop(site, None)
-        reason = self.refusal(reply, specs, site)
+        reason = self.refusal(reply, specs, site, asked or self.asked.get(site))
         if self.context is not None:
             self.context.note(reply)
         if reason is not None or reply is None:
@@ -277,8 +285,10 @@ class Network:
             self.context.note(reply)
         return had and lacks(reply)
 
-    def refusal(self, reply: Message | None, specs: Expected, site: str | None = None) -> str | None:
-        """Why a reply cannot be used, or None if it can; ``site`` is who was asked, where that is known."""
+    def refusal(
+        self, reply: Message | None, specs: Expected, site: str | None = None, asked: Texts | None = None
+    ) -> str | None:
+        """Why a reply cannot be used, or None if it can; ``site`` and ``asked`` are who was asked what, where known."""
         if reply is None:
             return f"no reply within {self.timeout:g} s"
         if reply.has_error():
@@ -288,6 +298,7 @@ class Network:
             return str(config["error"])
         return (
             self._content_refusal(reply, config, site)
+            or self._echo_refusal(config, asked)
             or numbers_refusal(reply)
             or (arrays_refusal(reply, specs) if specs is None or isinstance(specs, Mapping) else specs.refusal(reply))
         )
@@ -305,6 +316,12 @@ class Network:
         if site is not None and config["site"] != site:
             return f"site {site!r} was asked, and the reply says that it is from another"
         return None
+
+    def _echo_refusal(self, config: ConfigRecord, asked: Texts | None) -> str | None:
+        """Whether a reply answers another question: an old one sent again, or one of another run."""
+        wanted: Texts = {"run": self.run} if asked is None else asked
+        odd = [name for name in wanted if config.get(name) != wanted[name]]
+        return f"the reply is to another question: its {' and '.join(odd)} are not those asked for" if odd else None
 
     def _record(self, site: str, reason: str) -> None:
         self.failures.append(Failure(self.round, site, reason))
@@ -339,3 +356,14 @@ class Network:
             elif name.startswith("repairs."):
                 key = name.removeprefix("repairs.")
                 self.repairs[key] = self.repairs.get(key, 0) + int(value)  # type: ignore[arg-type]
+
+
+def echo_of(message: Message) -> Texts:
+    """What the reply to a message must repeat."""
+    config = message.content.config_records["config"]
+    return {name: config[name] for name in ECHOED}  # type: ignore[misc]
+
+
+def _answers(reply: Message, ids: Sequence[str]) -> bool:
+    """Whether a reply is to one of these messages: one that comes twice, or late, is to none that is waited for."""
+    return reply.metadata.reply_to_message_id in ids

@@ -340,6 +340,34 @@ def combined_moments(rows: Array, sums: Array) -> tuple[float, float]:
     return float(mean), float(np.sqrt(abs(spread) / rows.sum()))
 
 
+def encoded_sums(description: SiteDescription, schema: str) -> Array:
+    """Sum, residual and squares about the mean of each encoded input, then of the target, [D + 1, 3].
+
+    NaN for a column with missing cells.
+
+    Raises:
+        ProtocolError: the description is malformed.
+    """
+    own, agreed = _parse(description), json.loads(schema)
+    rows: list[list[float]] = []
+    for column in [*agreed["features"], agreed["target"]]:
+        name, levels = column["name"], column.get("levels", [])
+        whole = own.filled[name] == own.num_examples
+        shown = levels[1:] if len(levels) == 2 else levels
+        held = [float(own.counts[name].get(level, 0)) for level in shown] if levels else []
+        found = [[n, 0.0, n - n**2 / own.num_examples] for n in held] if levels else [own.sums[name].tolist()]
+        found += [[np.nan] * 3] * bool(column.get("missing", {}).get("indicator"))
+        rows += found if whole else [[np.nan] * 3] * len(found)
+    return np.array(rows)
+
+
+def squares_about(rows: int, sums: Array, point: Array) -> Array:
+    """Σ(x − p)² of columns with so many rows, from sums [D, 3]; see the formula at the top of this module."""
+    total, residual, squares = sums.T
+    gap = total / rows - point
+    return np.asarray(squares + 2 * gap * residual + rows * gap**2)
+
+
 def _other_columns(sites: Mapping[Site, _Described]) -> dict[Site, str]:
     """Sites whose columns or kinds differ from the most common ones; the order of columns does not matter."""
     if not sites:

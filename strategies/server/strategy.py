@@ -25,7 +25,7 @@ from flwr.serverapp.strategy import Result
 from fedgp_flower.errors import ConfigError, FedGPError, ProtocolError
 from fedgp_flower.messages import add, decode, encode, is_public, is_summand, join, kind_of, misfit, split, verdict
 from fedgp_flower.methods.linear import LinearScoreSums
-from fedgp_flower.methods.messages import LocalScoreSums, Nothing, ScoreSums
+from fedgp_flower.methods.messages import Described, LocalScoreSums, Nothing, ScoreSums
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig, defaults
@@ -38,9 +38,9 @@ from strategies.server.evaluation import Evaluation, of_all
 from strategies.server.finalise import Posterior
 from strategies.server.keywords import configured, documented, signature
 from strategies.server.masking import MEMBERS, MaskedContract, Masking
-from strategies.server.network import Expected, Network
+from strategies.server.network import Expected, Network, echo_of
 from strategies.server.questions import Asking, Each, Figures, First, Question, Refuse, Roster, Summed, Total
-from strategies.server.wire import Answer, Specs, answers, array_record, claimed_site, numpy_arrays
+from strategies.server.wire import Answer, Specs, Texts, answers, array_record, claimed_site, numpy_arrays
 
 logger = logging.getLogger("fedgp")
 
@@ -70,6 +70,8 @@ class Contract:
     rows: Mapping[str, int]
     requests: Mapping[str, Any]
     """What each site was asked."""
+    described: Mapping[str, Described] = field(default_factory=dict)
+    """What follows of each site's rows from its description."""
     enrolling: bool = False
     """Before the first round a contradiction is no failure yet: the sites agree again without the one that lied."""
     seen: dict[int, tuple[Message, Any]] = field(default_factory=dict)
@@ -87,7 +89,8 @@ class Contract:
             own = self.read(reply)
         except ProtocolError as error:
             return str(error)
-        if reason := verdict(own, "contradiction", rows):
+        said = self.described.get(site)
+        if reason := verdict(own, "contradiction", rows) or (said and verdict(own, "disagreement", said)):
             return self._contradicted(site, reason)
         reason = misfit(self.requests[site], own) if site in self.requests else None
         return reason or verdict(own, "refusal", rows)
@@ -116,6 +119,8 @@ class Outstanding:
     node: int
     deadline: float
     request: Any
+    echo: Texts
+    """What its reply must repeat."""
 
 
 class FederatedStrategy(BaseStrategy, Generic[S]):
@@ -281,16 +286,29 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         return self.result
 
     def _train_one_round(self, grid: Grid) -> None:
-        number = self.round + 1
-        config = ConfigRecord(dict(self.train_config))
-        messages = list(self.configure_train(number, ArrayRecord(), config, grid))
-        retries = self.question.retries if isinstance(self.question, Each | Total) else 0
-        replies = self.network.exchange(messages, self.contract, retries=retries) if messages else []
-        _, metrics = self.aggregate_train(number, replies)
+        number, config = self.round + 1, ConfigRecord(dict(self.train_config))
+        while True:
+            before, failed = self.current, len(self.network.failures)
+            messages = list(self.configure_train(number, ArrayRecord(), config, grid))
+            retries = self.question.retries if isinstance(self.question, Each | Total) else 0
+            replies = self.network.exchange(messages, self.contract, retries=retries) if messages else []
+            _, metrics = self.aggregate_train(number, replies)
+            if not self._is_to_be_repeated(failed):
+                break
+            self.current = before
+            enrolment.greet(self.network, self.preparation)
         figures = {} if metrics is None else {name: float(np.mean(value)) for name, value in metrics.items()}
         self.merged |= bool(figures)
         self.result.train_metrics_clientapp[number] = MetricRecord(dict(figures))
         self.complete_round(figures)
+
+    def _is_to_be_repeated(self, failed: int) -> bool:
+        """Whether a site that still takes part failed in a round that is to have them all."""
+        missed = {failure.site for failure in self.network.failures[failed:]} & set(self.network.healthy())
+        if not missed or self.config.round.incomplete == "accept" or self.outstanding:
+            return False
+        logger.warning("round %d is repeated: %s missed it", self.round, ", ".join(sorted(missed)))
+        return True
 
     def _evaluate_at_server(self, evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None) -> None:
         if evaluate_fn is not None:
@@ -464,9 +482,11 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
     def _contract(self, question: Each[Any] | Total[Any]) -> Contract | MaskedContract:
         if isinstance(question, Total) and self.masking is not None:
             return self.masking.open(question, list(self._requests(question)), self.sizes)
-        return Contract(
-            question.answer, self.sizes, self.preparation.rows, self._requests(question), enrolling=not self.begun
-        )
+        return self._plain_contract(question.answer, self._requests(question))
+
+    def _plain_contract(self, answer: type, requests: Mapping[str, Any]) -> Contract:
+        known = {site: own for site in requests if (own := self.preparation.described(site)) is not None}
+        return Contract(answer, self.sizes, self.preparation.rows, requests, known, enrolling=not self.begun)
 
     def _requests(self, question: Each[Any] | Total[Any]) -> Mapping[str, Any]:
         if isinstance(question, Each):
@@ -501,6 +521,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         for site, reason in ({} if judge is None else judge(answers, self.preparation.rows)).items():
             self.network.fail(site, reason)
             del answers[site]
+        if self.running is not None:
+            self.network.took_part |= answers.keys()
         if isinstance(question, Each):
             return answers
         return Summed(add(answers.values()) if answers else None, tuple(answers))
@@ -543,6 +565,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
                 self.network.fail(site, "its arrays are not those that most sites send")
             silent = [site for site in contract.question.sites if site not in usable]
             if not silent:
+                if self.running is not None:
+                    self.network.took_part |= usable.keys()
                 rows = sum(self.preparation.rows[site] for site in usable)
                 return self.masking.summed(contract, usable, self.sizes, rows)
             if not usable:
@@ -560,13 +584,15 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
             self.arrived = self.arrived or self.network.pull(self.outstanding)
             if self.arrived:
                 reply = self.arrived.pop(0)
-                asked = self.outstanding.pop(reply.metadata.reply_to_message_id)
+                asked = self.outstanding.pop(reply.metadata.reply_to_message_id, None)
+                if asked is None:
+                    continue  # it came twice
                 if self.network.forgot(reply):
                     self._push(asked.site, question.answer, asked.request)
                     continue
-                requests = {asked.site: asked.request}
-                contract = Contract(question.answer, self.sizes, self.preparation.rows, requests)
-                kept = self.network.accept(asked.site, reply, contract)
+                contract = self._plain_contract(question.answer, {asked.site: asked.request})
+                kept = self.network.accept(asked.site, reply, contract, asked.echo)
+                self.network.took_part |= set() if kept is None else {asked.site}
                 return asked.site, None if kept is None else contract.read(kept)
             lost = self._lost()
             if lost is not None:
@@ -577,7 +603,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
     def _push(self, site: str, answer: type, request: Any) -> None:
         message = self._message(site, kind_of(answer), request)
         deadline = time.monotonic() + self.network.timeout
-        own = Outstanding(site, self.network.nodes[site], deadline, request)
+        own = Outstanding(site, self.network.nodes[site], deadline, request, echo_of(message))
         self.outstanding[self.network.push(message)] = own
 
     def _lost(self) -> str | None:

@@ -95,9 +95,9 @@ class FedMGPClient(SiteClient):
         """Of the start that a request is about."""
         return self.memories().get(str(known.start))
 
-    def remember(self, unit: UnitState, known: Known) -> None:
+    def remember(self, unit: UnitState, known: Known, began: UnitParameters | None = None) -> None:
         """Keep a state beside those of other starts."""
-        memory = Memory(unit, self.setting.round, known.report)
+        memory = Memory(unit, self.setting.round, known.report, began)
         self.state.replace(encode(Memories({**self.memories(), str(known.start): memory})))
 
     # Handlers.
@@ -120,8 +120,12 @@ class FedMGPClient(SiteClient):
         """Local steps of Algorithm 2 on (θ, φ_m)."""
         latents, q = from_parameters(request.parameters, request.inducing, self.config.model.jitter)
         memory, optimizer = self.memory(request.known), self.config.optimizer
-        phi = fit_alone(self.unit(latents), latents, q, self.search) if memory is None else memory.unit.proposed
-        model = unit_model(latents, phi, likelihood=self.likelihood, learn_inducing=INDUCING in request.parameters)
+        before = (
+            fit_alone(self.unit(latents), latents, q, self.search)
+            if memory is None
+            else memory.start(self.setting.round)
+        )
+        model = unit_model(latents, before, likelihood=self.likelihood, learn_inducing=INDUCING in request.parameters)
         load(shared_parameters(model), request.parameters)
         x, y = torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y)
         name: Literal["adam", "sgd"] = "sgd" if optimizer.name == "sgd" else "adam"
@@ -132,7 +136,7 @@ class FedMGPClient(SiteClient):
         if not np.isfinite(fit):
             raise NumericsError("local steps diverged: the fit is not finite. Lower `optimizer.learning-rate`.")
         latents, phi = to_exact(model)
-        self.remember(UnitState(phi, phi, latents.scales), request.known)
+        self.remember(UnitState(phi, phi, latents.scales), request.known, before)
         flat = np.array(float(self.is_flat(self.unit(latents), phi))) if self.gaussian else None
         return PseudoGradient(update, fit, np.array(float(memory is None)), flat)
 

@@ -55,12 +55,18 @@ class Memory:
     """Of the request that it answered with this."""
     based_on: int
     """Round of the report that counted then."""
+    began: UnitParameters | None = None
+    """Where the local steps of that round started."""
 
     def agreed(self, data: UnitData, known: Known) -> UnitParameters | None:
         """The parameters behind the report that counts; None where the unit must start afresh."""
         if known.report == self.round:
             return moved(data, self.unit, known.move)[1]
         return self.unit.before if known.report == self.based_on and known.report > 0 else None
+
+    def start(self, server_round: int) -> UnitParameters:
+        """Where the local steps of a round start; a round that is asked for again starts where it started."""
+        return self.began if self.round == server_round and self.began is not None else self.unit.proposed
 
 
 @message()

@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.messages import leaves, message
+from fedgp_flower.messages import leaves, message, too_far
 from fedgp_flower.methods.fedmgp.latents import Latents, Move, Posterior, Statistics
 from fedgp_flower.methods.fedmgp.trust import possible_start, semidefinite
-from fedgp_flower.methods.messages import count_parameters
+from fedgp_flower.methods.messages import MOVE, count_parameters
 from fedgp_flower.typing import AnyShape
 
 PSEUDO_INPUTS = "pseudo-inputs"
@@ -137,6 +137,9 @@ class PseudoGradient:
     def refusal(self, rows: int) -> str | None:
         """Why this cannot be what a unit says of itself, or None."""
         del rows
+        for name, array in self.parameters.items():
+            if reason := too_far(np.zeros_like(array), array, MOVE):
+                return f"`parameters.{name}`: {reason}"
         return _no_flag(self.fresh, *([] if self.flat is None else [self.flat]))
 
 

@@ -16,8 +16,8 @@ class FGPROptions(MethodOptions):
 
     fraction: Fraction = 1.0
     """Share ρ of the sites that take part in a round; at least one does."""
-    server_optimizer: Literal["fedavg", "fedadam", "fedyogi"] = "fedavg"
-    """Flower's rule that combines the sites' hyperparameters."""
+    server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "fedmedian", "fedtrimmedavg"] = "fedavg"
+    """Flower's rule that combines the sites' hyperparameters; the last two withstand a few sites that lie."""
     server_learning_rate: Positive = 0.1
     """Of ``fedadam`` and ``fedyogi``."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.messages import count_parameters
+from fedgp_flower.methods.messages import count_parameters, dwarfing
 from fedgp_flower.typing import AnyShape
 
 
@@ -24,3 +25,12 @@ class Expectations:
     def num_parameters(self) -> int:
         """M and hyperparameters."""
         return count_parameters(self.values)
+
+    @staticmethod
+    def outliers(answers: Mapping[str, Expectations], rows: Mapping[str, int]) -> dict[str, str]:
+        """Curvatures and slopes that dwarf those of the other sites."""
+        found: dict[str, str] = {}
+        for name in ("curvature", "slope"):
+            sizes = {site: float(np.abs(getattr(own, name)).max()) / rows[site] for site, own in answers.items()}
+            found |= dwarfing(sizes, name)
+        return found

@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.messages import count_parameters
+from fedgp_flower.methods.messages import Described, count_parameters, odd_variances
 from fedgp_flower.typing import AnyShape
 
 
@@ -39,6 +39,15 @@ class Statistics:
     def sums(self) -> SparseSums:
         """As tensors."""
         return SparseSums.from_arrays({f"sums.{name}": array for name, array in vars(self).items()})
+
+    def disagreement(self, described: Described) -> str | None:
+        """What shows that the site has other rows than it described, or None."""
+        return described.unlike("target_squares", self.target_squares, described.target_square)
+
+    @staticmethod
+    def outliers(answers: Mapping[str, Statistics], rows: Mapping[str, int]) -> dict[str, str]:
+        """Prior variances that are not those of most sites."""
+        return odd_variances({site: float(own.prior_variance) / rows[site] for site, own in answers.items()})
 
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, rows: int) -> str | None:
@@ -156,6 +165,21 @@ class TrialSums:
             Statistics(unpacked(gram), *map(np.asarray, rest))
             for gram, *rest in zip(*(vars(self).values()), strict=True)
         ]
+
+    def disagreement(self, described: Described) -> str | None:
+        """What shows that the site has other rows than it described, or None."""
+        expected = np.full(len(self.target_squares), described.target_square)
+        return described.unlike("target_squares", self.target_squares, expected)
+
+    @staticmethod
+    def outliers(answers: Mapping[str, TrialSums], rows: Mapping[str, int]) -> dict[str, str]:
+        """Prior variances that are not those of most sites, at any of the parameters."""
+        trials = len(next(iter(answers.values())).counts) if answers else 0
+        found: dict[str, str] = {}
+        for trial in range(trials):
+            sizes = {site: float(own.prior_variances[trial]) / rows[site] for site, own in answers.items()}
+            found |= odd_variances(sizes)
+        return found
 
     def refusal(self, rows: int) -> str | None:
         """Why any of the sums cannot come from so many rows, or None."""

@@ -23,8 +23,8 @@ class FSGPOptions(MethodOptions):
     one evaluation a round, L-BFGS or Adam at the server; ``average``: the paper's local steps."""
     fraction: Fraction = 1.0
     """Share ρ of the sites that take part in a round of ``average``; at least one does."""
-    server_optimizer: Literal["fedavg", "fedadam", "fedyogi"] = "fedavg"
-    """``average``: Flower's rule that combines the sites' parameters."""
+    server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "fedmedian", "fedtrimmedavg"] = "fedavg"
+    """``average``: Flower's rule that combines the sites' parameters; the last two withstand a few sites that lie."""
     exact_optimizer: Literal["lbfgs", "adam"] = "lbfgs"
     """``exact``: what the server does with the exact gradient."""
     server_learning_rate: Positive = 0.1

@@ -123,6 +123,11 @@ class PVIOptions(VisitOptions):
         return self.local_update == "replay"
 
     @property
+    def definite(self) -> bool:
+        """Whether no honest factor of v has a negative precision; a plain gradient step may overshoot."""
+        return self.local_update != "gradient"
+
+    @property
     def linear(self) -> bool:
         """Whether Z and β are fixed and sites share factors of v = L⁻¹u."""
         return self.local_update in LINEAR

@@ -13,11 +13,11 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.messages import count_parameters
+from fedgp_flower.methods.messages import count_parameters, dwarfing
 from fedgp_flower.typing import AnyShape
 
-OUTLIER = 1e4
-"""A gradient so many times larger per row than the median site's is not taken for one."""
+MOVE = 100.0
+"""Farthest that local steps take a parameter in one round; coefficients have units of their own."""
 
 
 @message("query.model", public=True)
@@ -68,16 +68,6 @@ class GradientShare:
         return dwarfing(largest, "gradient")
 
 
-def dwarfing(sizes: Mapping[str, float], what: str) -> dict[str, str]:
-    """Sites whose size per row dwarfs the usual one, and the reason; with fewer than three nobody can tell."""
-    usual = float(np.median(list(sizes.values()))) if len(sizes) > 2 else 0.0
-    return {
-        site: f"its {what} is {size / usual:.1e} times the usual one per row"
-        for site, size in sizes.items()
-        if size > OUTLIER * usual > 0
-    }
-
-
 @message()
 class LocalStepsRequest:
     """SFVI-Avg: where local steps start."""
@@ -91,7 +81,7 @@ class LocalStepsRequest:
 class LocalEnd:
     """θ and η_G after a site's local steps. The server needs each: a barycentre is no sum."""
 
-    values: Mapping[str, AnyShape] = leaves("θ and η_G", as_sent=True)
+    values: Mapping[str, AnyShape] = leaves("θ and η_G", as_sent=True, within=MOVE)
     objective: float = leaves("what the site takes for the bound of all rows, mean over its steps")
     fresh: bool = leaves("whether the site had no memory of earlier rounds and caught up")
 

@@ -1,0 +1,230 @@
+"""``fedgp deploy …`` of a coordinator and ``fedgp site …`` of a site; ``docs/deploy.md`` tells the order."""
+# ruff: noqa: PLC0415
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedgp_flower.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fedgp_flower.deploy.doctor import Finding
+
+deploy = typer.Typer(no_args_is_help=True, help="A federation on real machines: the coordinator's commands.")
+
+Folder = Annotated[Path, typer.Option("--folder", help="folder of the coordinator")]
+SitePath = Annotated[Path, typer.Argument(help="folder of the site")]
+HERE = Path("coordinator")
+
+
+@deploy.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="folder to make")] = HERE,
+    host: Annotated[str, typer.Option(help="name by which sites reach this machine")] = ...,  # type: ignore[assignment]
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    invite: Annotated[list[str] | None, typer.Option(help="site to invite at once; may be given again")] = None,
+) -> None:
+    """Make authority, certificate, SuperLink and units of a coordinator, and invitations."""
+    from fedgp_flower.deploy.machines import Coordinator
+
+    own = Coordinator.create(folder, host, port)
+    for name in invite or []:
+        print(f"invitation of {name}: {own.invite(name)}")
+    print(f"open port {port} for the sites; ca.key in {own.folder} is the secret of this federation")
+    print(f"start the SuperLink:  fedgp deploy serve --folder {folder}")
+    print(f"or as a service:      sudo systemctl enable --now {own.folder}/fedgp-superlink.service")
+
+
+@deploy.command()
+def serve(folder: Folder = HERE) -> None:
+    """Run the SuperLink in the foreground, until a signal."""
+    from fedgp_flower.deploy.machines import Coordinator, become
+
+    become(Coordinator.read(folder).command())
+
+
+@deploy.command(name="invite")
+def invite_sites(names: Annotated[list[str], typer.Argument(help="ids of sites")], folder: Folder = HERE) -> None:
+    """Write the file that a site joins with."""
+    from fedgp_flower.deploy.machines import Coordinator
+
+    for name in names:
+        print(Coordinator.read(folder).invite(name))
+
+
+@deploy.command()
+def register(
+    keys: Annotated[list[Path], typer.Argument(help="public keys that sites sent, NAME.pub")], folder: Folder = HERE
+) -> None:
+    """Admit sites by the public half of their keys."""
+    from fedgp_flower.deploy.machines import CONNECTION, Coordinator
+
+    own = Coordinator.read(folder)
+    with own.processes() as processes:
+        for path in keys:
+            key, name = str(path.resolve()), path.stem
+            said = own.flower(processes).json("supernode", "register", key, CONNECTION, "--name", name)
+            own.keep({**own.sites, name: int(said["node-id"])})
+            print(f"{name} is registered as node {said['node-id']}")
+
+
+@deploy.command()
+def revoke(name: Annotated[str, typer.Argument(help="id of the site")], folder: Folder = HERE) -> None:
+    """Admit a site no more."""
+    from fedgp_flower.deploy.machines import CONNECTION, Coordinator
+
+    own = Coordinator.read(folder)
+    if name not in own.sites:
+        raise ConfigError(f"{name!r} is not registered; registered are {', '.join(own.sites) or 'none'}")
+    with own.processes() as processes:
+        own.flower(processes).json("supernode", "unregister", str(own.sites[name]), CONNECTION)
+    own.keep({site: node for site, node in own.sites.items() if site != name})
+    print(f"{name} is admitted no more")
+
+
+@deploy.command()
+def rotate(folder: Folder = HERE) -> None:
+    """Make a new key and certificate of the SuperLink; sites keep what they have."""
+    from fedgp_flower.deploy.machines import Coordinator
+
+    Coordinator.read(folder).rotate()
+    print("start the SuperLink again to use the new certificate")
+
+
+@deploy.command(name="run")
+def run_method(
+    assignments: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="run configuration")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with keys of the run configuration")] = None,
+    folder: Folder = HERE,
+) -> None:
+    """Run a method on the registered sites; the exit status is the result of the run."""
+    from fedgp_flower.deploy.launch import conclude
+    from fedgp_flower.deploy.machines import Coordinator
+    from fedgp_flower.deploy.processes import interruptible
+    from fedgp_flower.deploy.submission import project_folder
+    from fedgp_flower.run.user_config import complete_config, parse_assignments, read_config, run_folder
+
+    own = Coordinator.read(folder)
+    usual = {"sites": len(own.sites), "output-dir": str(own.folder / "results"), "baselines.pooled": False}
+    given = usual | (read_config(config) if config else {}) | parse_assignments(assignments or [])
+    completed = complete_config(given, Path.cwd())
+    with interruptible(), own.processes() as processes:
+        flower = own.flower(processes)
+        conclude(flower, flower.submit(project_folder(), completed), run_folder(completed))
+
+
+@deploy.command()
+def status(
+    folder: Folder = HERE,
+    watch: Annotated[float, typer.Option(min=0.0, help="seconds between looks; 0 looks once")] = 0.0,
+) -> None:
+    """Sites and when they were last there; the latest run, its round and its failures."""
+    from fedgp_flower.deploy.machines import Coordinator
+
+    own = Coordinator.read(folder)
+    with own.processes() as processes:
+        flower = own.flower(processes)
+        while True:
+            nodes = {int(node["node-id"]): node for node in flower.json("supernode", "ls", flower.connection)["nodes"]}
+            for name, node in own.sites.items():
+                found = nodes.get(node, {"status": "not registered any more"})
+                seen = found.get("online-at" if found["status"] == "online" else "offline-at") or "never"
+                print(f"{name:20} {found['status']:12} since {seen}")
+            runs = flower.json("ls", flower.connection)["runs"]
+            print("\n".join([*(f"run {run['run-id']}: {run['status']}" for run in runs[:1]), *_rounds(own.folder)]))
+            if not watch:
+                return
+            time.sleep(watch)
+
+
+def _rounds(folder: Path) -> list[str]:
+    """The latest round of the latest run, from its history."""
+    import csv
+
+    histories = sorted((folder / "results").glob("*/history.csv"), key=lambda path: path.stat().st_mtime)
+    rows = list(csv.DictReader(histories[-1].open(encoding="utf-8"))) if histories else []
+    return [f"{histories[-1].parent.name}: round {row['round']}, {row['failures']} failures" for row in rows[-1:]]
+
+
+@deploy.command(name="doctor")
+def examine(folder: Folder = HERE) -> None:
+    """Look for what is wrong with the coordinator; status 2 where something is."""
+    from fedgp_flower.deploy.doctor import of_coordinator
+    from fedgp_flower.deploy.machines import Coordinator
+
+    _tell(of_coordinator(Coordinator.read(folder)))
+
+
+def _tell(findings: Sequence[Finding]) -> None:
+    from fedgp_flower.deploy.doctor import lines
+
+    print("\n".join(lines(findings)))
+    if not all(own.good for own in findings):
+        raise typer.Exit(2)
+
+
+def join(
+    invitation: Annotated[Path, typer.Argument(help="file that the coordinator sent")],
+    data: Annotated[Path, typer.Option(help="the site's table")],
+    test: Annotated[Path | None, typer.Option(help="rows to hold out; otherwise a share of the table")] = None,
+    policy: Annotated[Path | None, typer.Option(help="what the site refuses; otherwise the default")] = None,
+    folder: Annotated[Path | None, typer.Option(help="folder to make; otherwise the id of the site")] = None,
+) -> None:
+    """Make keys, folder and unit of this site, and look whether all is well."""
+    from fedgp_flower.deploy.credentials import key_fingerprint
+    from fedgp_flower.deploy.doctor import lines, of_site
+    from fedgp_flower.deploy.machines import SiteFolder
+
+    given = {"data": data, "test-path": test, "policy": policy}
+    if missing := [str(path) for path in given.values() if path is not None and not path.is_file()]:
+        raise ConfigError(f"no such file: {', '.join(missing)}")
+    own = SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path is not None})
+    print("\n".join(lines(of_site(own))))
+    print(f"send {own.public} to the coordinator; its fingerprint, to compare: {key_fingerprint(own.public)}")
+    print(f"then start the SuperNode:  fedgp site serve {own.folder}")
+    print(f"or as a service:           sudo systemctl enable --now {own.folder}/fedgp-site-{own.name}.service")
+
+
+def serve_site(folder: SitePath) -> None:
+    """Run the SuperNode in the foreground, until a signal."""
+    from fedgp_flower.deploy.machines import SiteFolder, become
+
+    become(SiteFolder.read(folder).command())
+
+
+def approve(
+    folder: SitePath,
+    app: Annotated[str, typer.Option(help="fingerprint; otherwise that of the project installed here")] = "",
+) -> None:
+    """Let another version of the app run here; read it first."""
+    from fedgp_flower.deploy.machines import SiteFolder, app_fingerprint
+
+    own = SiteFolder.read(folder).approve(app or app_fingerprint())
+    print(f"{own.name} runs {own.facts['app']} alone; start its SuperNode again")
+
+
+def doctor(folder: SitePath) -> None:
+    """Look for what is wrong with a site, or the coordinator's folder; status 2 where something is."""
+    from fedgp_flower.deploy.doctor import of_site
+    from fedgp_flower.deploy.machines import SiteFolder
+
+    if (folder / "coordinator.toml").exists():
+        examine(folder)
+    elif (folder / "site.toml").exists():
+        _tell(of_site(SiteFolder.read(folder)))
+    else:
+        raise RunError(f"{folder} is the folder of no site and of no coordinator")
+
+
+def add_to(app: typer.Typer, site: typer.Typer) -> None:
+    """Make these commands of ``fedgp`` and of ``fedgp site``."""
+    app.add_typer(deploy, name="deploy")
+    app.command()(doctor)
+    for name, command in (("join", join), ("serve", serve_site), ("approve", approve)):
+        site.command(name)(command)

@@ -1,0 +1,232 @@
+"""Folders of a coordinator and of a site: all that a SuperLink, or a SuperNode, is started with.
+
+``coordinator/`` holds the authority, the server's key, the SuperLink's database and the operator's connection;
+``north/`` the node key, the invitation's certificate, the pinned fingerprint of the app and the site's state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedgp_flower.deploy import units
+from fedgp_flower.deploy.credentials import Authority, create_node_key
+from fedgp_flower.deploy.pinned import PIN
+from fedgp_flower.deploy.processes import Processes, free_ports
+from fedgp_flower.deploy.submission import Flower, environment, program, project_folder
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.options import Value
+from fedgp_flower.privacy.keys import Identity
+from fedgp_flower.run.files import write_bytes
+
+CONNECTION = "deployment"
+AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
+"""Of the authority, and of a server's certificate; ``fedgp deploy rotate`` makes a new one."""
+BIND = "0.0.0.0"  # noqa: S104 - sites are on other machines
+
+
+def app_fingerprint() -> str:
+    """SHA-256 of the bundle that this installation sends to sites."""
+    from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415
+
+    return hashlib.sha256(build_fab_from_disk(project_folder())).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinator:
+    """The folder of a SuperLink, its host and its port."""
+
+    folder: Path
+    host: str
+    port: int
+
+    @staticmethod
+    def create(folder: Path, host: str, port: int) -> Coordinator:
+        """Make the folder, authority, certificate, connection and units.
+
+        Raises:
+            ConfigError: the folder exists.
+        """
+        own = Coordinator(folder.resolve(), host, port)
+        _new(own.folder)
+        for name in ("server", "flower", "logs", "invitations"):
+            (own.folder / name).mkdir()
+        authority = Authority.new(AUTHORITY_DAYS)
+        authority.write(own.folder)
+        authority.certify(own.folder / "server", host, SERVER_DAYS)
+        _write(own.folder / "coordinator.toml", {"host": host, "port": port})
+        profile = {"address": f"{host}:{port}", "root-certificates": str(own.folder / "ca.crt")}
+        _write(own.folder / "flower" / "config.toml", {"superlink": {"default": CONNECTION, CONNECTION: profile}})
+        units.write(own.folder, "superlink", f"deploy serve --folder {own.folder}", port)
+        return own
+
+    @staticmethod
+    def read(folder: Path) -> Coordinator:
+        """From a folder that :meth:`create` made.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        content = _read(folder / "coordinator.toml", "fedgp deploy init")
+        return Coordinator(folder.resolve(), str(content["host"]), int(content["port"]))
+
+    def command(self) -> tuple[list[str], dict[str, str], Path]:
+        """The SuperLink: its words, its environment, and where it starts."""
+        server = self.folder / "server"
+        words = [program("flower-superlink"), "--host", BIND, "--port", str(self.port), "--database", "superlink.db"]
+        words += ["--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key"]
+        return [*words, "--enable-supernode-auth"], environment(self.folder / "flower"), server
+
+    def invite(self, site: str) -> Path:
+        """Write what a site needs to join: nothing in it is secret, all of it must come unchanged."""
+        path = self.folder / "invitations" / f"{site}.toml"
+        certificate = (self.folder / "ca.crt").read_text(encoding="ascii")
+        content = {"site": site, "superlink": f"{self.host}:{self.port}", "app": app_fingerprint()}
+        _write(path, {**content, "root-certificate": certificate})
+        return path
+
+    def rotate(self) -> None:
+        """A new key and certificate of the SuperLink by the same authority: sites notice nothing."""
+        Authority.read(self.folder).certify(self.folder / "server", self.host, SERVER_DAYS)
+
+    def flower(self, processes: Processes) -> Flower:
+        """Flower's command line, connected to this SuperLink."""
+        return Flower(processes, self.folder / "flower", CONNECTION)
+
+    def processes(self) -> Processes:
+        """Short-lived commands of this coordinator."""
+        return Processes(environment(self.folder / "flower"), self.folder / "logs")
+
+    @property
+    def sites(self) -> dict[str, int]:
+        """Registered sites and their node ids."""
+        path = self.folder / "sites.toml"
+        return {name: int(node) for name, node in _read(path, "").items()} if path.exists() else {}
+
+    def keep(self, sites: Mapping[str, int]) -> None:
+        """Write down who is registered."""
+        _write(self.folder / "sites.toml", dict(sites))
+
+
+@dataclass(frozen=True, slots=True)
+class SiteFolder:
+    """The folder of a SuperNode."""
+
+    folder: Path
+    facts: Mapping[str, Any]
+    """``site``, ``superlink``, ``app``, ``data`` and further keys of the node configuration."""
+
+    @staticmethod
+    def join(invitation: Path, folder: Path | None, given: Mapping[str, Path]) -> SiteFolder:
+        """Make keys and a folder from an invitation and the site's own files.
+
+        Raises:
+            ConfigError: the folder exists, or the invitation is none.
+        """
+        content = _read(invitation, "fedgp deploy invite")
+        missing = [name for name in ("site", "superlink", "app", "root-certificate") if not content.get(name)]
+        if missing:
+            raise ConfigError(f"{invitation} is no invitation: it lacks {', '.join(missing)}")
+        site = str(content["site"])
+        if Path(site).name != site or site in {".", ".."}:
+            raise ConfigError(f"{invitation}: `site` = {site!r} is no name of a folder")
+        place = (folder or Path(site)).resolve()
+        _new(place)
+        (place / "state").mkdir()
+        (place / "ca.crt").write_text(str(content.pop("root-certificate")), encoding="ascii")
+        create_node_key(place / site)
+        Identity.new().write(place / "site-key")
+        script = place / "bin" / "flwr-clientapp"
+        script.parent.mkdir()
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fedgp_flower.deploy.pinned "$@"\n')
+        script.chmod(0o700)
+        own = SiteFolder(place, {**content, **{key: str(path.resolve()) for key, path in given.items()}})
+        _write(place / "site.toml", dict(own.facts))
+        units.write(place, f"site-{site}", f"site serve {place}", None)
+        return own
+
+    @staticmethod
+    def read(folder: Path) -> SiteFolder:
+        """From a folder that :meth:`join` made.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        return SiteFolder(folder.resolve(), _read(folder / "site.toml", "fedgp site join"))
+
+    @property
+    def name(self) -> str:
+        """The id of the site."""
+        return str(self.facts["site"])
+
+    @property
+    def public(self) -> Path:
+        """The public half of the node key: what the coordinator registers."""
+        return self.folder / f"{self.name}.pub"
+
+    @property
+    def node_config(self) -> dict[str, Value]:
+        """What the SuperNode alone is told."""
+        told = {"site": self.name, "data-path": str(self.facts["data"]), "state-dir": str(self.folder / "state")}
+        told |= {key: str(self.facts[key]) for key in ("test-path", "policy", "label") if key in self.facts}
+        trust = self.folder / "trust.toml"
+        return told | ({"site-key": str(self.folder / "site-key"), "trust": str(trust)} if trust.exists() else {})
+
+    def approve(self, fingerprint: str) -> SiteFolder:
+        """Pin another app."""
+        own = SiteFolder(self.folder, {**self.facts, "app": fingerprint})
+        _write(self.folder / "site.toml", dict(own.facts))
+        return own
+
+    def command(self) -> tuple[list[str], dict[str, str], Path]:
+        """The SuperNode: its words, its environment, and where it starts."""
+        told = " ".join(f'{key}="{value}"' for key, value in self.node_config.items())
+        words = [
+            program("flower-supernode"),
+            "--superlink",
+            str(self.facts["superlink"]),
+            "--root-certificates",
+            "ca.crt",
+        ]
+        words += ["--auth-supernode-private-key", self.name, "--node-config", told, "--port", str(free_ports(1)[0])]
+        variables = environment(self.folder / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+        variables |= {"PATH": f"{self.folder / 'bin'}{os.pathsep}{variables['PATH']}", PIN: str(self.facts["app"])}
+        return words, variables, self.folder
+
+
+def become(command: tuple[list[str], dict[str, str], Path]) -> None:
+    """Go on as another program, so that a service manager watches that and nothing between."""
+    words, variables, folder = command
+    os.chdir(folder)
+    os.execve(words[0], words, {**os.environ, **variables})  # noqa: S606 - our own command, no shell
+
+
+def _new(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+    except FileExistsError:
+        raise ConfigError(f"{folder} exists; choose another folder") from None
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    write_bytes(path, tomli_w.dumps(content).encode())
+
+
+def _read(path: Path, maker: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = f"; `{maker}` makes it" if maker else ""
+        raise ConfigError(f"{path} cannot be read ({error.strerror}){hint}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None

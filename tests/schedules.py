@@ -1,0 +1,205 @@
+"""Faults drawn from a seed: what happens to every reply of one site, or of all, in a run of any method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from faults import FaultyGrid, arrays, configured, texts
+from flwr.app import Message, RecordDict
+
+from fedgp_flower.errors import FedGPError
+from fedgp_flower.run.registry import BUILT_IN
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fsgp profiled": {"method": "fsgp", "fsgp__objective": "profiled", "fsgp__exchanges": 6},
+    "fsgp exact": {"method": "fsgp", "fsgp__objective": "exact"},
+    "fsgp average": {"method": "fsgp", "fsgp__objective": "average"},
+    "fsgp classes": {"method": "fsgp", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
+    | {"features": "mean radius,mean texture"},
+    "fgpr": {"method": "fgpr"},
+    "pvi": {"method": "pvi", "pvi__evaluations": 5, "pvi__refit_evaluations": 5},
+    "pvi whitened": {"method": "pvi", "pvi__inducing": "fixed", "pvi__hyper": "fixed", "pvi__schedule": "synchronous"}
+    | {"pvi__local_update": "adam", "pvi__steps": 5, "pvi__first_steps": 5},
+    "pvi asynchronous": {"method": "pvi", "pvi__schedule": "asynchronous", "pvi__local_update": "adam"}
+    | {"pvi__steps": 3, "pvi__first_steps": 3},
+    "fedmgp exact": {"method": "fedmgp"},
+    "fedmgp": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__final_rounds": 0},
+    "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
+    "sfvi closed": {"method": "sfvi"},
+    "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 3},
+}
+"""A tiny run of every method that trains, and of every form it has."""
+assert {keys["method"] for keys in METHODS.values()} == {name for name, own in BUILT_IN.items() if own.federated} - {
+    "modular-gp",
+    "fed-poly",
+}
+
+
+def keys_of(method: str, **changes: Any) -> dict[str, Any]:
+    """The tiny configuration of a method."""
+    return configured(**{"fsgp__objective": "exact"} | METHODS[method] | {"num_server_rounds": 3} | changes)
+
+
+Spoil = Callable[[Message, float], Message | None]
+
+
+def scaled(reply: Message, size: float) -> Message | None:
+    """All arrays of real numbers times a factor."""
+    return arrays(lambda own: {n: a * size if a.dtype.kind == "f" else a for n, a in own.items()})(reply)
+
+
+def shifted(reply: Message, size: float) -> Message | None:
+    """A number added to all arrays of real numbers."""
+    return arrays(lambda own: {n: a + size if a.dtype.kind == "f" else a for n, a in own.items()})(reply)
+
+
+def one_entry(reply: Message, size: float) -> Message | None:
+    """One entry of each array is a number that has nothing to do with it."""
+
+    def change(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        for array in own.values():
+            if array.dtype.kind == "f" and array.size:
+                array.flat[-1] = size
+        return own
+
+    return arrays(change)(reply)
+
+
+def misshapen(reply: Message, size: float) -> Message | None:
+    """Every array with an axis more."""
+    del size
+    return arrays(lambda own: {n: a[None] for n, a in own.items()})(reply)
+
+
+SPOILS: Mapping[str, Spoil] = {
+    "drop": lambda reply, size: None,
+    "scale": scaled,
+    "flip": lambda reply, size: scaled(reply, -1.0),
+    "shift": shifted,
+    "entry": one_entry,
+    "nan": lambda reply, size: one_entry(reply, np.nan),
+    "shape": misshapen,
+    "schema": lambda reply, size: texts(schema_version=9)(reply),
+    "garbage": lambda reply, size: texts(schema="{", label="?")(reply),
+}
+SIZES = (0.0, 1e-3, 0.5, 2.0, 10.0, 1e3, 1e9, 1e300)
+
+
+@dataclass
+class Schedule:
+    """What befalls the replies of a run."""
+
+    seed: int
+    liar: str = ""
+    """The site whose replies are spoilt; empty for any site."""
+    rate: float = 0.3
+    kinds: tuple[str, ...] = (*SPOILS, "delay", "replay", "duplicate", "forget")
+    size: float | None = None
+    first: int = 0
+    """Round in which it begins; 0: with the introduction."""
+    done: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Draw from the seed."""
+        self.draw = np.random.default_rng(self.seed)
+
+
+class ScheduledGrid(FaultyGrid):
+    """Replies that are lost, late, doubled, out of order, old ones, spoilt; and sites that forget."""
+
+    def __init__(self, flat: Mapping[str, Any], nodes: int, schedule: Schedule) -> None:
+        super().__init__(flat, nodes)
+        self.schedule = schedule
+        self.late: list[Message] = []
+        self.old: dict[tuple[str, str], Message] = {}
+
+    def arrival(self, message: Message) -> Message | None:
+        """What arrives of the reply to a message."""
+        reply = super().arrival(message)
+        schedule, kind = self.schedule, message.metadata.message_type
+        site = self.visits[-1].site
+        hit = schedule.draw.random() < schedule.rate and schedule.liar in ("", site)
+        hit = hit and self.visits[-1].round >= schedule.first
+        what = str(schedule.draw.choice(schedule.kinds))
+        size = float(schedule.draw.choice(SIZES)) if schedule.size is None else schedule.size
+        before = self.old.get((site, kind))
+        if reply is not None and not reply.has_error():
+            self.old[site, kind] = _copied(reply)
+        if reply is None or reply.has_error() or not hit:
+            return reply
+        schedule.done.append(f"{site} {kind} {what} {size:g}")
+        if what == "forget":
+            self.contexts[message.metadata.dst_node_id].state = RecordDict()
+        if what in ("delay", "duplicate"):
+            self.late.append(_copied(reply))
+        if what == "replay" and before is not None:
+            reply.content = before.content
+        if what == "delay":
+            return None
+        return SPOILS[what](reply, size) if what in SPOILS else reply
+
+    def pull_messages(self, message_ids: Any) -> list[Message]:
+        """Replies in another order than they were asked for, and sometimes one that nobody waits for any more."""
+        ids = list(message_ids)
+        self.schedule.draw.shuffle(ids)
+        late = [self.late.pop()] if self.late and self.schedule.draw.random() < 0.5 else []
+        return [*late, *super().pull_messages(ids)]
+
+
+def _copied(reply: Message) -> Message:
+    content = RecordDict({name: type(record)(dict(record)) for name, record in reply.content.items()})
+    twin = Message(content, dst_node_id=reply.metadata.dst_node_id, message_type=reply.metadata.message_type)
+    twin.metadata.__dict__.update(reply.metadata.__dict__)
+    return twin
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Lies overflow; what they overflow into is what is looked at."""
+    with np.errstate(all="ignore"), mock.patch("strategies.server.strategy.time", _Instant()):
+        yield
+
+
+class _Instant:
+    """Time of outstanding questions: a second passes whenever somebody looks."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Nobody waits."""
+        self.now += 10 * seconds
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: its negative log likelihood, or the words with which it gave up."""
+
+    nll: float
+    words: str = ""
+    blamed: tuple[str, ...] = ()
+
+
+def ended(method: str, schedule: Schedule, sites: int = 4, **changes: Any) -> Ending:
+    """Run a method under a schedule; anything but a result or words raises."""
+    from faults import run
+
+    try:
+        with quietly():
+            strategy = run(ScheduledGrid(keys_of(method, **changes), sites, schedule))
+    except FedGPError as error:
+        return Ending(np.nan, str(error))
+    found = strategy.outcome
+    for name, array in found.posterior.arrays.items() if found.posterior else ():
+        assert np.isfinite(array).all(), name
+    test = found.metrics["test"]
+    value = float(test["nll"]) if test else np.nan
+    return Ending(value, "", tuple(sorted({failure.site for failure in strategy.network.failures})))

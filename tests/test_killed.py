@@ -1,0 +1,115 @@
+"""The server dies at a message, before or after a site has answered it, and the sites die with it: the end is the same.
+
+Sites have a ``state-dir``; what they had in memory is gone. The gate tries a few messages of every method, `make
+test-long` all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faults import Fault, FaultyGrid, Recorder, lost, run
+from flwr.app import Message
+from schedules import METHODS, keys_of
+
+from fedgp_flower.messages import encode
+
+ASYNCHRONOUS = "pvi asynchronous"
+"""Its order of merges is that of arrival, which a kill changes."""
+
+
+class Killed(BaseException):
+    """Nothing in the program may catch it."""
+
+
+class DyingGrid(FaultyGrid):
+    """A Grid that dies at its message number ``at``."""
+
+    def __init__(self, flat: Mapping[str, Any], sites: int, folder: Path, at: int, *, answered: bool) -> None:
+        super().__init__(flat, sites)
+        self.keep_states(folder)
+        self.at, self.answered = at, answered
+
+    def arrival(self, message: Message) -> Message | None:
+        """The reply, unless this is the message."""
+        if len(self.visits) == self.at and not self.answered:
+            raise Killed
+        reply = super().arrival(message)
+        if len(self.visits) == self.at + 1 and self.answered:
+            raise Killed
+        return reply
+
+
+def keys(method: str, rounds: int = 2) -> dict[str, Any]:
+    return keys_of(method, num_server_rounds=rounds, evaluate_every=2)
+
+
+def calm(method: str, folder: Path) -> tuple[Any, int]:
+    grid = DyingGrid(keys(method), 2, folder, -1, answered=False)
+    return run(grid), len(grid.visits)
+
+
+def resumed(method: str, folder: Path, at: int, *, answered: bool) -> Any:
+    """The run that goes on after the kill, with sites that have nothing but their disks."""
+    recorder = Recorder()
+    with pytest.raises(Killed):
+        run(DyingGrid(keys(method), 2, folder, at, answered=answered), recorder)
+    snapshot = recorder.snapshots[-1] if recorder.snapshots else None
+    return run(DyingGrid(keys(method), 2, folder, -1, answered=False), Recorder(), copy.deepcopy(snapshot))
+
+
+def require_same(found: Any, expected: Any) -> None:
+    mine, others = encode(found.current), encode(expected.current)
+    assert mine.keys() == others.keys()
+    for name, array in others.items():
+        if array.dtype.kind == "f":
+            np.testing.assert_allclose(mine[name], array, rtol=1e-10, atol=1e-10, err_msg=name)
+    assert found.outcome.metrics["test"] == pytest.approx(expected.outcome.metrics["test"], rel=1e-10)
+    assert found.outcome.metrics["sites"] == expected.outcome.metrics["sites"]
+
+
+def boundaries(method: str, messages: int, chosen: int) -> list[int]:
+    """Some of the messages of a run, the same in every process."""
+    draw = np.random.default_rng([*method.encode()])
+    return sorted(draw.choice(messages, size=min(chosen, messages), replace=False).tolist())
+
+
+def sweep(method: str, folder: Path, chosen: int) -> None:
+    expected, messages = calm(method, folder / "calm")
+    for number, at in enumerate(boundaries(method, messages, chosen)):
+        found = resumed(method, folder / str(at), at, answered=number % 2 == 0)
+        if method != ASYNCHRONOUS:
+            require_same(found, expected)
+
+
+@pytest.mark.parametrize("method", ["fsgp exact", "pvi", "fedmgp", "sfvi"])
+def test_a_few_kills(method: str, tmp_path: Path) -> None:
+    sweep(method, tmp_path, 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_every_kill(method: str, tmp_path: Path) -> None:
+    sweep(method, tmp_path, 10**6)
+
+
+@pytest.mark.parametrize("method", ["fedmgp", "sfvi", "pvi"])
+def test_a_round_that_a_site_missed_is_repeated_where_it_is_to_be(method: str) -> None:
+    """The site's first attempt is lost, and those of the others do not count either."""
+    flat = keys(method) | {"round.incomplete": "repeat"}
+    phase = "train.gradient" if method == "sfvi" else "train"
+    rough = run(FaultyGrid(flat, 2, Fault("1", lost, (phase,), range(2, 3), times=1)))
+    assert len(rough.network.failures) == 1
+    require_same(rough, run(FaultyGrid(keys(method), 2)))
+
+
+def test_a_site_that_stays_away_ends_the_repetition() -> None:
+    flat = keys("fgpr", rounds=3) | {"round.incomplete": "repeat"}
+    strategy = run(FaultyGrid(flat, 3, Fault("1", lost, ("train",), range(2, 9))))
+    assert [failure.round for failure in strategy.network.failures] == [2, 2, 2, 3, 3, 3]  # an evaluation forgives
+    assert strategy.round == 3
