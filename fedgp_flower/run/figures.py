@@ -75,7 +75,9 @@ def curve(
     figure, (ax,) = _axes(1, width=7.6, height=3.6)
     x = np.linspace(*span, 400)
     mean, sd = predictor(x[:, None])
-    ax.fill_between(x, *central(mean, sd, counts), color=BAND, alpha=0.7, lw=0, label="95 % interval")
+    known = getattr(predictor, "quantiles", None)
+    ends = central(mean, sd, counts) if known is None else known(x[:, None], (0.025, 0.975))
+    ax.fill_between(x, *ends, color=BAND, alpha=0.7, lw=0, label="95 % interval")
     ax.plot(x, mean, color=FEDERATED, lw=1.8, label="mean")
     if rows is not None:
         some = subsample(rows)
@@ -241,7 +243,9 @@ def _chance(n: int | Array, p: Array) -> tuple[Array, Array]:
 
 
 def _draw_intervals(ax: Axes, rows: pd.DataFrame, x: pd.Series[float], counts: bool) -> None:
-    low, high = central(rows["mean"].to_numpy(dtype=float), rows["sd"].to_numpy(dtype=float), counts)
+    columns = ("low", "high") if "low" in rows else ("mean", "sd")  # ends are kept where the moments do not tell them
+    own = [rows[name].to_numpy(dtype=float) for name in columns]
+    low, high = own if "low" in rows else central(*own, counts)
     inside = (rows["target"] >= low) & (rows["target"] <= high)
     ax.vlines(x, low, high, color=BAND, lw=1.6, zorder=0.5, label="95 % interval")
     ax.plot(x[inside], rows["target"][inside], "o", color=FEDERATED, ms=3.2, label="inside")
