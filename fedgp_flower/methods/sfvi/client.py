@@ -63,6 +63,14 @@ class StructuredClient(SiteClient):
         """Encoded inputs without the unit column, and its values in original units."""
         return rows_of(self.preparation, inputs, self.options.groups_by)
 
+    def parts(self, trend: Array, whole: Array) -> NamedArrays:
+        """Trend and deviation in original units; of a transformed target the median, and what the site adds to it."""
+        mean, scale = self.preparation.target_mean, self.preparation.target_scale
+        own, both, transform = trend * scale + mean, whole * scale + mean, self.preparation.transform
+        if transform is not None:
+            own, both = transform.inverse(own), transform.inverse(both)
+        return {"prediction.trend": own, "prediction.deviation": both - own}
+
 
 class SFVIClient(StructuredClient):
     """q(Z_Lk | Z_G) of this site, fitted around whatever q(Z_G) and θ the server sends."""
@@ -117,14 +125,6 @@ class SFVIClient(StructuredClient):
             arrays["prediction.probability"] = arrays.pop("prediction.mean")
             del arrays["prediction.sd"]
         return arrays
-
-    def parts(self, trend: Array, whole: Array) -> NamedArrays:
-        """Trend and deviation in original units; of a transformed target the median, and what the site adds to it."""
-        mean, scale = self.preparation.target_mean, self.preparation.target_scale
-        own, both, transform = trend * scale + mean, whole * scale + mean, self.preparation.transform
-        if transform is not None:
-            own, both = transform.inverse(own), transform.inverse(both)
-        return {"prediction.trend": own, "prediction.deviation": both - own}
 
     def local_only(self, request: Nothing) -> Said:
         """What the site can do alone; unless it is a Gaussian process with Gaussian noise, by the same model."""
