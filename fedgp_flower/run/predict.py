@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import pandas as pd
@@ -39,6 +39,9 @@ from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.files import read_arrays
 from fedgp_flower.run.registry import METHODS, Method, load, parse_config
 from fedgp_flower.typing import Array, NamedArrays, Rows
+
+if TYPE_CHECKING:
+    from fedgp_flower.run.to_botorch import FederatedModel
 
 Standardised: TypeAlias = Callable[[Array], tuple[Array, Array]]
 """Mean and standard deviation [N] at standardised inputs [N, D]; of indicators of classes [N, C] for more than two."""
@@ -260,6 +263,18 @@ class Predictor:
                 model.
         """
         return Exported(*together(self._draws()), Transforms.of(self.saved.arrays))
+
+    def to_botorch(self) -> FederatedModel:
+        """A model of BoTorch; see :class:`fedgp_flower.run.to_botorch.FederatedModel`. Needs the extra ``botorch``.
+
+        Raises:
+            RunError: as for :meth:`to_gpytorch`, or BoTorch is not installed.
+        """
+        try:
+            from fedgp_flower.run.to_botorch import FederatedModel  # noqa: PLC0415  optional
+        except ModuleNotFoundError as error:
+            raise RunError(f"{error}: install `fedgp-flower[botorch]`") from None
+        return FederatedModel(self.to_gpytorch())
 
     def to_gpytorch_draws(self) -> tuple[Exported, ...]:
         """The components of the mixture that predicts, all of the same weight; one where nothing is drawn.
