@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import logsumexp, ndtr, ndtri
 
+from fedgp_flower.lazy import special
 from fedgp_flower.run.metrics import Scores, regression_scores
 from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array
@@ -38,9 +38,9 @@ def transformed_moments(mean: Array, sd: Array, transform: Transform) -> tuple[A
 
 def transformed_quantiles(mean: Array, sd: Array, levels: Sequence[float], transform: Transform) -> Array:
     """Quantiles of y [levels, n] for t ~ N(mean, sd²)."""
-    below = ndtr((transform.floor - mean) / sd)
+    below = special.ndtr((transform.floor - mean) / sd)
     share = np.array(levels)[:, None]
-    return transform.inverse(mean + sd * ndtri(below + share * (1 - below)))
+    return transform.inverse(mean + sd * special.ndtri(below + share * (1 - below)))
 
 
 class _Mixture:
@@ -55,7 +55,7 @@ class _Mixture:
     def _cumulative(self, t: Array) -> Array:
         total = np.zeros_like(t)
         for mean, sd in zip(self.means, self.sds, strict=True):
-            total += ndtr((t - mean) / sd)
+            total += special.ndtr((t - mean) / sd)
         return total / len(self.means)
 
     def distribution(self, t: Array) -> Array:
@@ -66,7 +66,7 @@ class _Mixture:
         """Log p(t) [n]."""
         z = (t - self.means) / self.sds
         parts = -0.5 * z**2 - np.log(self.sds) - 0.5 * math.log(2 * math.pi)
-        return np.asarray(logsumexp(parts, axis=0)) - math.log(len(parts)) - np.log1p(-self.below)
+        return np.asarray(special.logsumexp(parts, axis=0)) - math.log(len(parts)) - np.log1p(-self.below)
 
     def moments(self) -> tuple[Array, Array]:
         """Mean and standard deviation of y [n]: each component's integral goes over its own reach."""

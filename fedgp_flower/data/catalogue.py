@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-import pandas as pd
-
 from fedgp_flower.data.synthetic import Made, convolved_signals, five_blocks, plane_wave, sine
 from fedgp_flower.data.tables import SUFFIXES, table_stem
+from fedgp_flower.lazy import pd
 
 
 @dataclass(frozen=True, slots=True)
