@@ -82,7 +82,8 @@ def cost_figure(runs: Sequence[RunData]) -> Figure:
         for ax, name in zip(axes, titles, strict=True):
             ax.plot(rows[name], rows["nll"], ms=4, lw=1.6, label=label_text(run.path.name), **style)
     for ax, label in zip(axes, titles.values(), strict=True):
-        ax.set(xlabel=label, ylabel="held-out NLL (nats per row)")
-        ax.set_xlim(left=0)
-    axes[0].legend(fontsize=8, frameon=False)
+        ax.set(xlabel=label, xlim=(0, 1.04 * max(ax.get_xlim()[1], 1e-9)))
+        ax.margins(y=0.15)
+    axes[0].set_ylabel("held-out NLL (nats per row)")
+    axes[0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, 1.02))
     return figure
