@@ -1,18 +1,19 @@
-# make run           a federated sparse GP on real data, five sites simulated with Ray
+# make run           a federated sparse GP on real data, makers of cars as sites, simulated with Ray
 # make test          lint, types and every test: the gate
 # make test-long     what takes minutes: Strategies in an app of one's own on SuperNodes
 # make quick         the tests without those that start a SuperLink
 # make deploy-demo   a SuperLink with TLS and three SuperNodes with a CSV file each, on this machine
 # make clean         removes caches, logs, keys and Flower's own files; results and the environment stay
 #
-# SITES=10 and ARGS="dataset=breast-cancer method=…" change what is run.
+# CONFIG=simulations/fgpr.toml SITES=10 and ARGS="seed=1 method=…" change what is run; SITES=0 takes natural groups.
 #
 # On Linux, pip's usual build of PyTorch brings several gigabytes of CUDA. Whoever wants the CPU build installs it first,
 # into .venv (python3 -m venv .venv), by PyTorch's own instructions and in the version constraints.txt names; `make` then
 # leaves it alone.
 
 PYTHON ?= python3
-SITES ?= 5
+SITES ?= 0
+CONFIG ?= simulations/fsgp-makers.toml
 WORKERS ?= 2
 ARGS ?=
 
@@ -38,7 +39,7 @@ $(installed): pyproject.toml constraints.txt
 
 # `exec`, so that a signal reaches the launcher itself, which ends what it started before it leaves.
 run: setup
-	@exec $(bin)/python -m fedgp_flower.launch --sites $(SITES) method=fsgp dataset=diabetes $(ARGS)
+	@exec $(bin)/python -m fedgp_flower.launch --sites $(SITES) --config $(CONFIG) $(ARGS)
 
 deploy-demo: setup
 	@exec $(bin)/python -m fedgp_flower.deploy_demo $(ARGS)

@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import strategies as strategies
     from fedgp_flower.clients.app import make_client_app as make_client_app
+    from fedgp_flower.estimators import FederatedGPClassifier as FederatedGPClassifier
+    from fedgp_flower.estimators import FederatedGPRegressor as FederatedGPRegressor
     from fedgp_flower.run.api import Run as Run
     from fedgp_flower.run.api import load_run as load_run
+    from fedgp_flower.run.api import print_round as print_round
     from fedgp_flower.run.api import run as run
 
 # linear_operator says this at every import, in every process of a run; there is nothing a user could do about it.
 warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
 
 _EXPORTS = {
+    "FederatedGPClassifier": "fedgp_flower.estimators:FederatedGPClassifier",
+    "FederatedGPRegressor": "fedgp_flower.estimators:FederatedGPRegressor",
     "Run": "fedgp_flower.run.api:Run",
+    "print_round": "fedgp_flower.run.api:print_round",
     "make_client_app": "fedgp_flower.clients.app:make_client_app",
     "load_run": "fedgp_flower.run.api:load_run",
     "run": "fedgp_flower.run",
@@ -29,7 +35,16 @@ _EXPORTS = {
 }
 """Public name → ``module`` or ``module:attribute``, imported when it is first used."""
 
-__all__ = ["Run", "load_run", "make_client_app", "run", "strategies"]
+__all__ = [
+    "FederatedGPClassifier",
+    "FederatedGPRegressor",
+    "Run",
+    "load_run",
+    "print_round",
+    "make_client_app",
+    "run",
+    "strategies",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedgp_flower.deploy.commands import add_to
+from fedgp_flower.deploy.commands import add_to, deploy
 from fedgp_flower.errors import DamagedError, FedGPError, RunError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fedgp_flower.options import FlatConfig
+    from fedgp_flower.run.check import Checked
     from fedgp_flower.server_app import Progress
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     help="Federated Gaussian processes on Flower.",
     pretty_exceptions_show_locals=False,  # they would print rows of data
 )
@@ -36,11 +37,18 @@ Assignments = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", he
 ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with keys of the run configuration")]
 
 
+Sites = Annotated[int, typer.Option(min=0, help="simulated sites; 0 takes every natural group")]
+Connection = Annotated[str, typer.Option(help="connection of .flwr/config.toml")]
+Gpus = Annotated[float, typer.Option(min=0.0, help="share of a GPU each simulated site may use")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be trained on, and stop")]
+
+
 @app.command()
 def run(
     assignments: Assignments = None,
-    sites: Annotated[int, typer.Option(min=0, help="simulated sites; 0 takes every natural group")] = 5,
+    sites: Sites = 5,
     config: ConfigFile = None,
+    dry_run: DryRun = False,
     output_dir: Annotated[str | None, typer.Option(help="folder that the run's folder goes into")] = None,
     name: Annotated[str | None, typer.Option(help="name of the run's folder")] = None,
 ) -> None:
@@ -52,9 +60,24 @@ def run(
     flat = (read_config(config) if config else {}) | parse_assignments(assignments or [])
     flat |= {key: value for key, value in (("output-dir", output_dir), ("name", name)) if value is not None}
     completed = complete_config(flat, Path.cwd())
+    if dry_run:
+        _show_plan(completed, sites)
+        return
     with _progress_bar() as progress:
         folder = run_in_process(completed, sites, progress=progress)
     show_result(folder)
+
+
+def _show_plan(completed: FlatConfig, sites: int) -> None:
+    """What a run with this configuration would train on."""
+    from fedgp_flower.run.check import plan
+    from fedgp_flower.run.registry import parse_config
+    from fedgp_flower.run.user_config import run_folder
+
+    config = parse_config(completed)
+    _show_checked(plan(config, sites))
+    rounds = f"{config.num_server_rounds} rounds at most"
+    print(f"would run {config.method}, {rounds}, into {run_folder(completed)}")
 
 
 @contextmanager
@@ -62,13 +85,14 @@ def _progress_bar() -> Iterator[Progress]:
     """A bar that moves with every round; what goes wrong at a site is printed above it."""
     from rich.console import Console
     from rich.logging import RichHandler
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     from fedgp_flower.server_app import figures_of
 
     terminal, logger = Console(stderr=True), logging.getLogger("fedgp")
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("at most"), TimeRemainingColumn())
+    columns = (*columns, TextColumn("{task.description}"))
     handler = RichHandler(logging.INFO, terminal, show_time=False, show_path=False, show_level=False)
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == "fedgp.data")
     handler.addFilter(lambda record: record.exc_info is None)  # tracebacks belong in log.txt
@@ -86,17 +110,38 @@ def _progress_bar() -> Iterator[Progress]:
 
 
 @app.command()
-def launch(
+def simulate(
     assignments: Assignments = None,
-    sites: Annotated[int, typer.Option(min=0, help="simulated sites; 0 takes every natural group")] = 5,
-    connection: Annotated[str, typer.Option(help="connection of .flwr/config.toml")] = "simulation",
-    gpus_per_site: Annotated[float, typer.Option(min=0.0, help="share of a GPU each simulated site may use")] = 0.0,
+    sites: Sites = 5,
+    gpus_per_site: Gpus = 0.0,
     config: ConfigFile = None,
+    dry_run: DryRun = False,
 ) -> None:
-    """Run through Flower's SuperLink: simulated with Ray and nothing left behind, or on a `--connection` to real sites.
+    """Run through Flower's SuperLink and its simulation engine, Ray; nothing is left behind.
 
     The exit status is the result of the run.
     """
+    launch(assignments, sites, "simulation", gpus_per_site, config, dry_run)
+
+
+@deploy.command("app")
+def deploy_app(folder: Annotated[Path, typer.Argument(help="folder to write; a copy of before is replaced")]) -> None:
+    """Write this version as a Flower app: for `flwr build`, for Flower's Hub, to read before it runs at a site."""
+    from fedgp_flower.deploy.submission import write_app
+
+    print(write_app(folder))
+
+
+@app.command(hidden=True)
+def launch(
+    assignments: Assignments = None,
+    sites: Sites = 5,
+    connection: Connection = "simulation",
+    gpus_per_site: Gpus = 0.0,
+    config: ConfigFile = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Simulate, or run on a connection to real sites: `fedgp simulate` and `fedgp deploy run` in one."""
     from fedgp_flower.deploy.launch import simulate, submit_elsewhere
     from fedgp_flower.deploy.processes import interruptible
     from fedgp_flower.run.user_config import complete_config, parse_assignments, read_config
@@ -104,13 +149,17 @@ def launch(
     with interruptible():
         written = read_config(config) if config else {}
         completed = complete_config(written | parse_assignments(assignments or []), Path.cwd())
+        if dry_run:
+            _show_plan(completed, sites)
+            return
         if connection == "simulation":
             simulate(completed, sites, gpus_per_site)
         else:
             submit_elsewhere(completed, connection)
 
 
-@app.command()
+@deploy.command("demo")
+@app.command(hidden=True)
 def deploy_demo(
     words: Annotated[
         list[str] | None,
@@ -144,13 +193,18 @@ def check(
     The exit status is 2 where a table cannot be used.
     """
     from fedgp_flower.run.check import check as look
-    from fedgp_flower.run.overview import TITLES, described, rows
     from fedgp_flower.run.registry import parse_config
-    from fedgp_flower.run.terminal import table
     from fedgp_flower.run.user_config import parse_assignments
 
     config = parse_config({"test-fraction": 0.0} | parse_assignments([word for word in words if "=" in word]))
-    found = look([Path(word) for word in words if "=" not in word], config)
+    _show_checked(look([Path(word) for word in words if "=" not in word], config))
+
+
+def _show_checked(found: Checked) -> None:
+    """What is known of tables before training; the exit status is 2 where one cannot be used."""
+    from fedgp_flower.run.overview import TITLES, described, rows
+    from fedgp_flower.run.terminal import table
+
     console = _console()
     if found.data:
         console.print(table(TITLES, rows(found.data), numbers=True))
@@ -248,15 +302,28 @@ def audit(
 
 
 @app.command()
-def compare(runs: Annotated[list[Path], typer.Argument(help="folders of finished runs", exists=True)]) -> None:
-    """Put the figures of several runs side by side."""
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="folders of finished runs", exists=True)],
+    figure: Annotated[Path | None, typer.Option(help="PNG or SVG to write: NLL against what was spent")] = None,
+) -> None:
+    """Put the figures of several runs side by side; runs of other targets are refused, of other rows warned of."""
+    from fedgp_flower.run.artefacts import read_run
+    from fedgp_flower.run.compare import cost_figure, doubtful, unlike
     from fedgp_flower.run.summary import comparison_frame, text_rows, title_of
     from fedgp_flower.run.terminal import table
 
-    frame = comparison_frame(runs)
+    read = [read_run(path) for path in runs]
+    if reasons := unlike(read):
+        raise RunError(f"these runs cannot be compared: {'; '.join(reasons)}")
+    for doubt in doubtful(read):
+        _console().print(f"careful: {doubt}", markup=False, soft_wrap=True)
+    frame = comparison_frame(read)
     columns = [title_of(str(column)) for column in frame.columns]
     rows = [[title, *cells] for title, *cells in zip(columns, *(row[1:] for row in text_rows(frame)), strict=True)]
     _console().print(table(["", *map(str, frame.index)], rows, numbers=True))
+    if figure is not None:
+        cost_figure(read).savefig(figure)
+        _console().print(str(figure), soft_wrap=True)
 
 
 @app.command()

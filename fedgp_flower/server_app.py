@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedgp_flower.options import FlatConfig
-from fedgp_flower.run.artefacts import ArrayNote, Posterior, RunFolder, RunMetrics, Snapshot
+from fedgp_flower.run.artefacts import RunFolder, RunMetrics, Snapshot, saved_posterior
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.registry import parse_config, strategy_class
 from strategies.server.base import Observer
@@ -92,22 +91,9 @@ def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> Non
     """Posterior and predictions first, then ``metrics.json`` as the mark of a finished run, then its report."""
     from fedgp_flower.run.report import write_report  # noqa: PLC0415  pictures and models, not needed before
 
-    found = summary.posterior
+    found = saved_posterior(config, summary)
     if found is not None:
-        notes = {name: ArrayNote(found.coordinates[name], found.meanings[name]) for name in found.arrays}
-        notes |= {name: ArrayNote("original units", "standardisation") for name in summary.preparation}
-        folder.write_posterior(
-            Posterior(
-                arrays={**found.arrays, **summary.preparation},
-                notes=notes,
-                equation=found.equation,
-                model=found.model,
-                schema=json.loads(summary.schema),
-                method=config.method,
-                likelihood=config.model.likelihood,
-                inputs=summary.input_names,
-            )
-        )
+        folder.write_posterior(found)
     folder.write_predictions(summary.predictions, summary.input_names)
     folder.write_metrics(RunMetrics(**summary.metrics))
     folder.seal()

@@ -249,3 +249,21 @@ def test_the_package_of_runs_can_be_called_whichever_is_imported_first():
     code = "import fedgp_flower.run.config, fedgp_flower as fg; print(callable(fg.run), callable(fg.run.config.parse))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]
+
+
+def test_an_observer_hears_every_round_and_draws_have_the_moments(tmp_path, capsys):
+    seen = []
+
+    def observe(row, total):
+        seen.append((row["round"], total))
+        fg.print_round(row, total)
+
+    options = FEW | {"output-dir": str(tmp_path)}
+    run = fg.run(table(), target="outcome", site="ward", num_rounds=2, options=options, on_round=observe)
+    assert seen == [(number, 2) for number in range(1, len(run.history) + 1)]
+    assert "round 1 of at most 2" in capsys.readouterr().out
+    new = pd.DataFrame({"x": [-1.0, 0.5]})
+    draws, f = run.posterior.sample(new, 4000, noise=False, seed=3), run.posterior.distribution(new)
+    np.testing.assert_allclose(draws.mean(axis=0), f.mean.numpy(), atol=4 * float(f.stddev.max()) / 60)
+    np.testing.assert_allclose(np.cov(draws.T), f.covariance_matrix.numpy(), atol=0.1 * float(f.variance.max()))
+    assert (draws == run.posterior.sample(new, 4000, noise=False, seed=3)).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -226,6 +227,27 @@ def test_runs_stand_side_by_side(fedgp, shared, personal, broken):
         assert f"{figure:#.4g}" in lines["RMSE"]
     assert lines["method"].index("fsgp") < lines["method"].index("fgpr")
     assert fedgp("compare", shared, broken)[0] == 1
+
+
+def test_a_comparison_says_what_differs_and_draws_what_was_spent(fedgp, shared, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(shared, other)
+    metrics = json.loads((other / "metrics.json").read_text())
+    metrics["training_target"]["sd"] *= 7
+    (other / "metrics.json").write_text(json.dumps(metrics))
+    predictions = (other / "predictions.csv").read_text().splitlines(keepends=True)
+    (other / "predictions.csv").write_text("".join(predictions[:-1]))
+    code, out, _ = fedgp("compare", shared, other, "--figure", tmp_path / "cost.png")
+    assert code == 0
+    assert "careful: the target's standard deviation over training rows differs, by its units or its rows" in out
+    assert "careful: their held-out rows differ" in out
+    assert (tmp_path / "cost.png").stat().st_size > 10_000
+    schema = json.loads((other / "posterior.json").read_text())
+    schema["schema"]["target"]["name"] = "weight"
+    (other / "posterior.json").write_text(json.dumps(schema))
+    code, _, err = fedgp("compare", shared, other)
+    assert code == 1
+    assert "cannot be compared: their targets differ: `weight`" in one_line(err)
 
 
 def test_methods_and_data_sets_are_listed_by_the_names_that_keys_take(fedgp, tmp_path):

@@ -189,17 +189,6 @@ def test_documented_fedgp_commands_exist(words):
     parse_config(parse_assignments([word for word in understood(words) if "=" in word]))
 
 
-@pytest.mark.parametrize("command", ["launch", "deploy-demo"])
-def test_documented_launches_are_understood(command):
-    commands = named(f"python -m fedgp_flower.{command.replace('-', '_')}")
-    assert commands
-    for words in commands:
-        plain = understood([command, *words])
-        files = [word for word in plain if "=" not in word]
-        assert not files or "--data" in words
-        parse_config(parse_assignments([word for word in plain if "=" in word]))
-
-
 def test_documented_make_targets_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     for words in named("make"):

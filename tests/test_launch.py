@@ -14,7 +14,7 @@ from fedgp_flower.cli import main
 from fedgp_flower.deploy.credentials import create_node_key, create_server_credentials
 from fedgp_flower.deploy.demo import create_sites, demo_config
 from fedgp_flower.deploy.processes import Processes, free_ports
-from fedgp_flower.deploy.submission import Flower, environment, install_profiles, project_folder
+from fedgp_flower.deploy.submission import PROFILES, Flower, environment, install_profiles
 from fedgp_flower.errors import ConfigError, DataError, RunError
 from fedgp_flower.options import Value
 from fedgp_flower.run.registry import METHODS
@@ -65,12 +65,16 @@ def test_the_dataset_is_part_of_the_name_unless_a_name_is_given(tmp_path: Path) 
     assert run_folder(complete_config({"name": "mine"}, tmp_path)).name == "mine"
 
 
+def test_the_profiles_in_code_are_those_that_people_read() -> None:
+    assert tomllib.loads((Path(__file__).parents[1] / "pyproject.flwr.toml").read_text()) == PROFILES
+
+
 def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path: Path) -> None:
-    install_profiles(project_folder(), tmp_path)
+    install_profiles(tmp_path)
     target = tmp_path / "config.toml"
     own = '[superlink.hospital]\naddress = "example.org:8000"\n'
     target.write_text(target.read_text() + own)
-    install_profiles(project_folder(), tmp_path)
+    install_profiles(tmp_path)
     superlinks = tomllib.loads(target.read_text())["superlink"]
     assert superlinks["hospital"] == {"address": "example.org:8000"}
     assert superlinks[superlinks["default"]] == {"address": ":local-in-memory:"}

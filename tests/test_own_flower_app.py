@@ -15,7 +15,7 @@ from fedgp_flower.deploy.credentials import create_node_key
 from fedgp_flower.deploy.demo import connect, create_sites, start_superlink, start_supernode, wait_online
 from fedgp_flower.deploy.launch import HOST, SIMULATION
 from fedgp_flower.deploy.processes import Processes, free_ports
-from fedgp_flower.deploy.submission import COMPLETED, Flower, environment, install_profiles, program, project_folder
+from fedgp_flower.deploy.submission import COMPLETED, Flower, environment, install_profiles, program
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 
 APP = Path(__file__).resolve().parents[1] / "examples" / "own_flower_app"
@@ -72,7 +72,7 @@ def log_of(flower: Flower, rounds: int, *options: str) -> str:
 @pytest.mark.simulation
 def test_it_runs_in_flowers_simulation(tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    install_profiles(project_folder(), tmp_path)
+    install_profiles(tmp_path)
     with tempfile.TemporaryDirectory(prefix="fedgp-", ignore_cleanup_errors=True) as scratch:
         variables = environment(tmp_path) | {
             "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(port),

@@ -292,7 +292,7 @@ def test_headline_and_comparison_hold_the_figures(line_run, tmp_path):
     assert list(frame.index) == ["federated (fsgp)", "local-only", "pooled"]
     assert frame.loc["local-only", "rmse"] == metrics.local_only["rmse"]
     assert frame["rows"].tolist() == [240, 240, 240]
-    both = comparison_frame([line_run, other])
+    both = comparison_frame([read_run(line_run), read_run(other)])
     assert list(both.index) == ["run-1d-0", "run-2d-5"]
     assert both["rmse"].tolist() == [metrics.test["rmse"], read_run(other).metrics.test["rmse"]]
     assert both["failures"].tolist() == [1, 0]

@@ -25,6 +25,7 @@ from fedgp_flower.clients import baselines
 from fedgp_flower.clients.counts import count_scores
 from fedgp_flower.clients.latent_scores import latent_scores
 from fedgp_flower.clients.state import SiteState
+from fedgp_flower.clients.transformed import transformed_moments, transformed_quantiles, transformed_scores
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ProtocolError
@@ -41,10 +42,11 @@ from fedgp_flower.methods.linear import (
     Moments,
     with_ones,
 )
-from fedgp_flower.methods.messages import LocalScoreSums, Nothing, ScoreSums, Shape
+from fedgp_flower.methods.messages import LocalScoreSums, Nothing, ScoreSums, Shape, TargetMoments, TargetPowers
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.config import RunConfig
-from fedgp_flower.run.metrics import Scores, bernoulli_scores, gaussian_scores
+from fedgp_flower.run.metrics import Scores, bernoulli_scores, gaussian_scores, mixture_scores
+from fedgp_flower.transforms import TRANSFORMS, Transform
 from fedgp_flower.typing import NamedArrays
 
 CERTAIN = 30.0
@@ -194,12 +196,32 @@ class SiteClient(NumPyClient):
 
     def score(self, request: Any) -> Scores:
         """Scores of the held-out rows in original units."""
-        return gaussian_scores(*self.original(self.predict(request, self.rows.x_test), self.rows.y_test))
+        return self.gaussian_scores(self.predict(request, self.rows.x_test), self.rows.y_test)
+
+    def gaussian_scores(self, prediction: Prediction, target: NDArray[np.float64]) -> Scores:
+        """Scores of Gaussian predictions, in original units."""
+        if self.preparation.transform is None:
+            return gaussian_scores(*self.original(prediction, target))
+        return self.mixture_scores(prediction.mean[None], prediction.variance[None], target)
+
+    def mixture_scores(
+        self, means: NDArray[np.float64], variances: NDArray[np.float64], target: NDArray[np.float64]
+    ) -> Scores:
+        """Scores of even mixtures of Gaussians [S, N], standardised, in original units."""
+        mean, scale = self.preparation.target_mean, self.preparation.target_scale
+        moments = means * scale + mean, np.sqrt(variances) * scale, target * scale + mean
+        if self.preparation.transform is None:
+            return mixture_scores(*moments)
+        return transformed_scores(*moments, self.preparation.transform)
 
     def original(self, prediction: Prediction, target: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
         """Mean, standard deviation and target in the units of the data."""
         mean, scale = self.preparation.target_mean, self.preparation.target_scale
-        return prediction.mean * scale + mean, np.sqrt(prediction.variance) * scale, target * scale + mean
+        own = prediction.mean * scale + mean, np.sqrt(prediction.variance) * scale
+        goal, transform = target * scale + mean, self.preparation.transform
+        if transform is None:
+            return *own, goal
+        return *transformed_moments(*own, transform), transform.inverse(goal)
 
     def start(self, num_inputs: int) -> NamedArrays:
         """Initial hyperparameters under their wire names; the same at every site, from the configuration alone."""
@@ -216,6 +238,14 @@ class SiteClient(NumPyClient):
         counted = {"partitions": self.site.partitions, "dropped": self.site.dropped}
         said = {**counted, "schema": description.schema, "label": self.site.label}
         return Said(dict(description.arrays), said)
+
+    def target(self, request: TargetPowers) -> TargetMoments:
+        """Sums of the transformed training targets, for each power that it could have."""
+        y = self.site.train[self.site.target].to_numpy(dtype=np.float64)
+        family = TRANSFORMS[self.config.transform.target]
+        moved = np.stack([family(power).forward(y) for power in request.powers]) - request.centres[:, None]
+        slopes = np.array([family(power).log_slope(y).sum() for power in request.powers])
+        return TargetMoments(moved.sum(axis=1), np.square(moved).sum(axis=1), slopes, np.array(float(len(y))))
 
     def shape(self, request: Nothing) -> Shape:
         """Where the standardised inputs lie, and the initial hyperparameters of the configured model."""
@@ -235,9 +265,19 @@ class SiteClient(NumPyClient):
 
     def shown(self, request: Any) -> NamedArrays:
         """Held-out rows as a simulation keeps them: predictive mean and sd, target, and one or two inputs."""
-        mean, sd, target = self.original(self.predict(request, self.rows.x_test), self.rows.y_test)
+        predicted = self.predict(request, self.rows.x_test)
+        mean, sd, target = self.original(predicted, self.rows.y_test)
         arrays: NamedArrays = {"prediction.mean": mean, "prediction.sd": sd, "prediction.target": target}
+        if self.preparation.transform is not None:
+            arrays |= self._shown_ends(predicted, self.preparation.transform)
         return arrays | self.shown_inputs()
+
+    def _shown_ends(self, predicted: Prediction, transform: Transform) -> NamedArrays:
+        """Ends of the 95 % intervals of a transformed target: mean ± 1.96 sd are none."""
+        mean, scale = self.preparation.target_mean, self.preparation.target_scale
+        own = predicted.mean * scale + mean, np.sqrt(predicted.variance) * scale
+        low, high = transformed_quantiles(*own, (0.025, 0.975), transform)
+        return {"prediction.low": low, "prediction.high": high}
 
     def shown_inputs(self) -> NamedArrays:
         """Held-out inputs in original units, where a plot can show them."""
@@ -282,7 +322,7 @@ class SiteClient(NumPyClient):
             return count_scores(mean, variance, y)
         if request.spread is not None:
             variance += np.square(x @ request.spread.T).sum(axis=1)
-        return gaussian_scores(*self.original(Prediction(mean, variance), y))
+        return self.gaussian_scores(Prediction(mean, variance), y)
 
     def pooled(self, request: Nothing) -> Said:
         """The comparison only a simulation can make: one sparse GP of the rows of all sites."""
@@ -303,7 +343,7 @@ class SiteClient(NumPyClient):
         if result.latent is not None:
             scale = self.preparation.target_scale
             return latent_scores(result.latent, result.mean, result.variance, result.target, scale)
-        return gaussian_scores(*self.original(Prediction(result.mean, result.variance), result.target))
+        return self.gaussian_scores(Prediction(result.mean, result.variance), result.target)
 
     def _require_simulated(self, what: str) -> None:
         if not self.site.simulated:

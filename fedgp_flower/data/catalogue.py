@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from fedgp_flower.data.synthetic import Made, convolved_signals, five_blocks, plane_wave, sine
@@ -60,6 +61,11 @@ def _breast_cancer(_seed: int) -> Made:
     return frame.assign(diagnosis=[str(name) for name in bunch.target_names[bunch.target]]), ()
 
 
+def _fuel_economy(_seed: int) -> Made:
+    described = json.loads((files(__package__) / "fuel_economy.json").read_text(encoding="utf-8"))
+    return pd.DataFrame(described["columns"]), ()
+
+
 BUILTINS: Mapping[str, Builtin] = {
     "diabetes": Builtin("Disease progression of 442 patients after a year", 442, 10, "target", _diabetes),
     "breast-cancer": Builtin(
@@ -68,6 +74,14 @@ BUILTINS: Mapping[str, Builtin] = {
         30,
         "diagnosis",
         _breast_cancer,
+    ),
+    "fuel-economy": Builtin(
+        "Miles per gallon of 496 cars by 22 makers, model year 2021 (U.S. EPA, public domain)",
+        496,
+        8,
+        "mpg",
+        _fuel_economy,
+        natural="maker",
     ),
     "sine": Builtin("3 sin(2πx/20) + noise, x on a line", 800, 1, "y", sine, 1),
     "plane-wave": Builtin("2.5 sin(2π(x1 + x2)/90) + noise, x on a square", 5800, 2, "y", plane_wave, 1),

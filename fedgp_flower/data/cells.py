@@ -17,6 +17,7 @@ from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
+from fedgp_flower.transforms import TRANSFORMS
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
@@ -149,6 +150,18 @@ def check_target(target: pd.Series, likelihood: str, file: str) -> None:
     wrong = (values < 0) | (values != np.round(values))
     if likelihood == "poisson" and wrong.any():
         raise DataError(f"{said}: expected counts 0, 1, 2, …; another number {_at(wrong)}")
+
+
+def refuse_outside(target: pd.Series, transform: str, file: str) -> None:
+    """Raise DataError where ``transform.target`` is not defined for a target."""
+    if transform not in TRANSFORMS or not TRANSFORMS[transform].positive:
+        return
+    wrong = target.to_numpy(dtype=np.float64) <= 0
+    if wrong.any():
+        raise DataError(
+            f"{file}: target `{target.name}`: `transform.target` = '{transform}' needs numbers above zero; another"
+            f" {_at(wrong)}. Set it to 'yeo-johnson', which takes any"
+        )
 
 
 def refuse_dates(frame: pd.DataFrame, features: Sequence[str], target: str, file: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
-from fedgp_flower.data.cells import Kind, check_target, refuse_dates, refuse_identifiers, typed
+from fedgp_flower.data.cells import Kind, check_target, refuse_dates, refuse_identifiers, refuse_outside, typed
 from fedgp_flower.data.dates import named, with_numbers
 from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
 from fedgp_flower.errors import DataError
@@ -39,6 +39,7 @@ class Choice:
     """Most levels of a column of text."""
     missing: str = "error"
     dates: str = "error"
+    transform: str = "none"
 
     @staticmethod
     def of(config: CoreConfig) -> Choice:
@@ -53,6 +54,7 @@ class Choice:
             config.max_levels,
             config.missing,
             config.dates,
+            config.transform.target,
         )
 
     def columns(
@@ -172,6 +174,7 @@ def checked(
             f"{file}: no cell of {', '.join(f'`{n}`' for n in empty)} is filled; leave it out of `features`"
         )
     check_target(frame[target], choice.likelihood, file)
+    refuse_outside(frame[target], choice.transform, file)
     return frame
 
 

@@ -157,6 +157,11 @@ def natural_sites(config: CoreConfig) -> int:
     return int((row_labels(table.column).iloc[train].value_counts() >= config.partition.min_rows).sum())
 
 
+def simulated_nodes(count: int) -> list[dict[str, Value]]:
+    """The node configurations Flower's simulation gives to ``count`` nodes."""
+    return [{"partition-id": index, "num-partitions": count} for index in range(count)]
+
+
 def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Path]:
     """Write the rows of every simulated site to ``site-00.csv``, its held-out rows to ``site-00.test.csv``.
 

@@ -23,6 +23,7 @@ from fedgp_flower.data.tables import read_table, require_columns
 from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.lazy import pd
 from fedgp_flower.privacy.disclosure import OTHER
+from fedgp_flower.transforms import Transform, transform_of
 from fedgp_flower.typing import Array, NamedArrays
 
 
@@ -126,6 +127,8 @@ class Preparation:
     target_scale: float
     missing: str = "error"
     """What happens to missing cells of new rows; see the key of that name."""
+    transform: Transform | None = None
+    """What turns the target into what is standardised."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,7 +143,9 @@ class Preparation:
     def fingerprint(self) -> bytes:
         """Equal for preparations that encode rows alike."""
         numbers = (self.input_mean, self.input_scale, np.array([self.target_mean, self.target_scale]))
-        return repr((self.columns, self.target, self.missing)).encode() + b"".join(part.tobytes() for part in numbers)
+        return repr((self.columns, self.target, self.missing, self.transform)).encode() + b"".join(
+            part.tobytes() for part in numbers
+        )
 
     @staticmethod
     def from_wire(arrays: Mapping[str, NDArray[np.generic]], schema: str) -> Preparation:
@@ -158,6 +163,7 @@ class Preparation:
             columns = tuple(Column.from_json(entry) for entry in entries["features"])
             target = Column.from_json(entries["target"])
             missing = str(entries.get("missing", "error"))
+            transform = transform_of(entries["target"].get("transform"))
         except (ValueError, KeyError, TypeError):
             raise ProtocolError("the agreed schema is not JSON with `features` and `target`") from None
         width = sum(len(column.names) for column in columns)
@@ -166,7 +172,7 @@ class Preparation:
             _require_array(arrays, name, shape)
         mean, scale = (np.asarray(arrays[f"input.{part}"], dtype=np.float64) for part in ("mean", "scale"))
         own = [float(np.asarray(arrays[f"target.{part}"], dtype=np.float64)) for part in ("mean", "scale")]
-        return Preparation(columns, target, mean, scale, own[0], own[1], missing)
+        return Preparation(columns, target, mean, scale, own[0], own[1], missing, transform)
 
 
 def _require_array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: tuple[int, ...]) -> None:
@@ -251,7 +257,9 @@ def encode_targets(series: pd.Series, preparation: Preparation) -> Array:
     if kind_of(series) != target.kind:
         raise DataError(f"target `{target.name}` is {kind_of(series)} here and {target.kind} at the other sites")
     if target.kind == "numeric":
-        return (series.to_numpy(dtype=np.float64) - preparation.target_mean) / preparation.target_scale
+        values = series.to_numpy(dtype=np.float64)
+        values = values if preparation.transform is None else preparation.transform.forward(values)
+        return (values - preparation.target_mean) / preparation.target_scale
     index = _level_index(series, target)
     if (index < 0).any():
         raise DataError(f"target `{target.name}` has a level here that is not among the {len(target.levels)} agreed")

@@ -102,21 +102,26 @@ def run_method(
     assignments: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="run configuration")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with keys of the run configuration")] = None,
     folder: Folder = HERE,
+    connection: Annotated[str, typer.Option(help="a connection of .flwr/config.toml, instead of a folder")] = "",
 ) -> None:
     """Run a method on the registered sites; the exit status is the result of the run."""
-    from fedgp_flower.deploy.launch import conclude
+    from fedgp_flower.deploy.launch import conclude, submit_elsewhere
     from fedgp_flower.deploy.machines import Coordinator
     from fedgp_flower.deploy.processes import interruptible
     from fedgp_flower.deploy.submission import project_folder
     from fedgp_flower.run.user_config import complete_config, parse_assignments, read_config, run_folder
 
+    given = (read_config(config) if config else {}) | parse_assignments(assignments or [])
+    if connection:
+        with interruptible():
+            submit_elsewhere(complete_config(given, Path.cwd()), connection)
+        return
     own = Coordinator.read(folder)
     usual = {"sites": len(own.sites), "output-dir": str(own.folder / "results"), "baselines.pooled": False}
-    given = usual | (read_config(config) if config else {}) | parse_assignments(assignments or [])
-    completed = complete_config(given, Path.cwd())
+    completed = complete_config(usual | given, Path.cwd())
     with interruptible(), own.processes() as processes:
         flower = own.flower(processes)
-        conclude(flower, flower.submit(project_folder(), completed), run_folder(completed))
+        conclude(flower, flower.submit(project_folder(own.folder), completed), run_folder(completed))
 
 
 @deploy.command()

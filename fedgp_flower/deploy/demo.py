@@ -188,7 +188,7 @@ def deploy(project: Path, folder: Path, sites: Sequence[Site], config: FlatConfi
 def hold(flower: Flower) -> None:
     """Leave the federation up until a signal comes."""
     say("the federation stays up until Ctrl-C; from another shell:")
-    again = f"-m fedgp_flower.launch --connection {flower.connection} num-server-rounds=5"
+    again = f"-m fedgp_flower.cli deploy run --connection {flower.connection} num-server-rounds=5"
     print(f"  FLWR_HOME={flower.home} {sys.executable} {again}", flush=True)
     signal.pause()
 
@@ -208,4 +208,4 @@ def run_demo(keys: FlatConfig, files: Sequence[Path], count: int, parent: Path, 
     config = demo_config(keys, count)
     folder.mkdir(parents=True, mode=0o700)
     sites = create_sites(folder, files or write_partition(parse_config(config), count, folder / "data"))
-    deploy(project_folder(), folder, sites, config, keep)
+    deploy(project_folder(folder), folder, sites, config, keep)

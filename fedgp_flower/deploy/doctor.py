@@ -121,10 +121,7 @@ def _valid(path: Path) -> str:
 
 
 def _app(pinned: str) -> str:
-    try:
-        here = app_fingerprint()
-    except RunError:
-        return f"runs {pinned[:16]}… alone; installed here is no source tree to compare it with"
+    here = app_fingerprint()
     if here != pinned:
         raise RunError(
             f"runs {pinned[:16]}… alone, and the project installed here, which its owner may have read, is"

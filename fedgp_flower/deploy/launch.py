@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
 from fedgp_flower.data.sites import natural_sites
 from fedgp_flower.deploy.processes import Processes, free_ports
-from fedgp_flower.deploy.submission import COMPLETED, Flower, environment, install_profiles, program, project_folder
+from fedgp_flower.deploy.submission import (
+    COMPLETED,
+    Flower,
+    environment,
+    flower_home,
+    install_profiles,
+    program,
+    project_folder,
+)
 from fedgp_flower.errors import RunError
 from fedgp_flower.options import FlatConfig
 from fedgp_flower.run.registry import parse_config
@@ -26,9 +33,9 @@ def simulate(config: FlatConfig, sites: int, gpus_per_site: float = 0.0) -> None
         RunError: when the run did not complete.
     """
     sites = sites or natural_sites(parse_config(config))
-    project, (port,) = project_folder(), free_ports(1)
-    home = project / ".flwr"
-    install_profiles(project, home)
+    home, (port,) = flower_home(), free_ports(1)
+    project = project_folder(home)
+    install_profiles(home)
     with tempfile.TemporaryDirectory(prefix="fedgp-", ignore_cleanup_errors=True) as scratch:
         variables = environment(home) | {
             "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(port),
@@ -50,9 +57,9 @@ def submit_elsewhere(config: FlatConfig, connection: str) -> None:
     Raises:
         RunError: when the run did not complete.
     """
-    project = project_folder()
-    home = Path(os.environ.get("FLWR_HOME", project / ".flwr"))
-    install_profiles(project, home)
+    home = flower_home()
+    project = project_folder(home)
+    install_profiles(home)
     with Processes(environment(home), home / "logs" / str(config["name"])) as processes:
         flower = Flower(processes, home, connection)
         conclude(flower, flower.submit(project, config), run_folder(config))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ def app_fingerprint() -> str:
     """SHA-256 of the bundle that this installation sends to sites."""
     from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415
 
-    return hashlib.sha256(build_fab_from_disk(project_folder())).hexdigest()
+    with tempfile.TemporaryDirectory() as scratch:
+        return hashlib.sha256(build_fab_from_disk(project_folder(Path(scratch)))).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

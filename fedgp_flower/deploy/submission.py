@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import ssl
 import sys
 import time
@@ -15,6 +16,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import distribution, metadata, version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ import tomli_w
 from fedgp_flower.deploy.processes import Processes
 from fedgp_flower.errors import RunError
 from fedgp_flower.options import Value
+from fedgp_flower.run.config import nest
+from fedgp_flower.run.registry import default_config
 from fedgp_flower.run.user_config import for_flower
 
 _QUIET = {
@@ -54,27 +59,71 @@ def program(name: str) -> str:
     """
     path = Path(sys.executable).with_name(name)
     if not path.exists():
-        raise RunError(f"`{name}` is not installed beside {sys.executable}; run `make setup`")
+        raise RunError(f"`{name}` is not installed beside {sys.executable}: install `flwr[simulation]` there")
     return str(path)
 
 
-def project_folder() -> Path:
-    """The source tree this module belongs to, which Flower packs and sends.
+PACKAGES = ("fedgp_flower", "strategies")
+PROFILES: dict[str, Any] = {
+    "superlink": {"default": "simulation", "simulation": {"address": ":local-in-memory:"}},
+}
+"""The Flower Configuration of this project; ``pyproject.flwr.toml`` holds the same, for people."""
+
+
+def source_tree() -> Path | None:
+    """The checkout this module belongs to; None where the package was installed from a wheel."""
+    folder = Path(__file__).resolve().parents[2]
+    return folder if (folder / "pyproject.flwr.toml").is_file() else None
+
+
+def flower_home() -> Path:
+    """Where Flower keeps its configuration: ``FLWR_HOME``, else ``.flwr`` in the checkout, else where one stands."""
+    return Path(os.environ.get("FLWR_HOME", (source_tree() or Path.cwd()) / ".flwr")).resolve()
+
+
+def project_folder(home: Path) -> Path:
+    """The folder that Flower packs and sends: the checkout, else the installed packages, copied below ``home``."""
+    return source_tree() or write_app(home / "app")
+
+
+def write_app(folder: Path) -> Path:
+    """The installed packages as a Flower app, as `flwr build` and the Hub want it: licence, README, Python and TOML.
 
     Raises:
-        RunError: where the package was installed without its source tree.
+        RunError: the folder holds something else already.
     """
-    folder = Path(__file__).resolve().parents[2]
-    if not (folder / "pyproject.flwr.toml").is_file():
-        raise RunError(f"{folder} is not the project's source tree; clone the project and install it with `make setup`")
+    if folder.exists() and not (folder / PACKAGES[0] / "server_app.py").is_file():
+        raise RunError(f"{folder} exists and is no copy of this app; name another folder")
+    known = metadata("fedgp-flower")
+    shutil.rmtree(folder, ignore_errors=True)
+    for package in PACKAGES:
+        own = Path(str(files(package)))
+        shutil.copytree(own, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    licences = [path for path in distribution("fedgp-flower").files or () if path.name == "LICENSE"]
+    for path in licences[:1]:
+        shutil.copy(str(path.locate()), folder / "LICENSE")
+    (folder / "README.md").write_text(str(known.get_payload()), encoding="utf-8")  # type: ignore[attr-defined]
+    needs = [word for word in known.get_all("Requires-Dist") or () if "extra ==" not in word]
+    project = {"name": known["Name"], "version": known["Version"], "description": known["Summary"]}
+    project |= {"license": {"file": "LICENSE"}, "dependencies": needs}
+    app = {
+        "publisher": "fedgp",
+        "fab-format-version": 1,
+        "flwr-version-target": version("flwr"),
+        "fab-include": [f"{package}/**/*.{kind}" for package in PACKAGES for kind in ("py", "json")],
+        "components": {"serverapp": "fedgp_flower.server_app:app", "clientapp": "fedgp_flower.client_app:app"},
+        "config": nest(default_config()),
+    }
+    written = tomli_w.dumps({"project": project, "tool": {"flwr": {"app": app}}})
+    (folder / "pyproject.toml").write_text(written, encoding="utf-8")
     return folder
 
 
-def install_profiles(project: Path, home: Path) -> None:
+def install_profiles(home: Path) -> None:
     """Merge the project's Flower Configuration into ``home/config.toml``; connections added there by hand stay."""
     target = home / "config.toml"
     home.mkdir(parents=True, exist_ok=True)
-    own = tomllib.loads((project / "pyproject.flwr.toml").read_text(encoding="utf-8"))
+    own = PROFILES
     old = tomllib.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
     merged = old | own | {"superlink": old.get("superlink", {}) | own["superlink"]}
     if merged != old:

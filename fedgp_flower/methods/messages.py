@@ -112,6 +112,36 @@ class Shape:
         return None
 
 
+@message()
+class TargetPowers:
+    """Powers of a transformation of the target, and what to subtract from t: sums of squares stay small."""
+
+    powers: Float[ndarray, " J"] = leaves("powers to try")
+    centres: Float[ndarray, " J"] = leaves("t at the mean of the target, for each")
+
+
+@message("query.target", summand=True)
+class TargetMoments:
+    """Sums over training rows of t = g(y) less the centre c, for each power of a transformation."""
+
+    first: Float[ndarray, " J"] = leaves("Σ (t − c), t = g(y) the transformed target, for each power tried")
+    second: Float[ndarray, " J"] = leaves("Σ (t − c)²")
+    slopes: Float[ndarray, " J"] = leaves("Σ log g'(y)")
+    count: Float[ndarray, ""] = leaves("number of rows")
+
+    def num_parameters(self) -> int:
+        """Two for each power, and one."""
+        return 2 * len(self.first) + 1
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot come from so many rows, or None."""
+        if float(self.count) != rows:
+            return f"`count` is not {rows} rows"
+        if (self.second * rows < self.first**2 * (1 - 1e-9)).any():
+            return "`second` is less than the square of `first` allows"
+        return None
+
+
 def count_parameters(values: Mapping[str, np.ndarray]) -> int:
     """M and hyperparameters: a point [M, D] counts once, however many coordinates it has."""
     return sum(len(array) if array.ndim > 1 and len(array) > 1 else array.size for array in values.values())

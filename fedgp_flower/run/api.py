@@ -15,9 +15,10 @@ from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
 from fedgp_flower.run.files import write_bytes
-from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.in_process import run_in_process, silent
 from fedgp_flower.run.predict import Predictor, why_no_posterior
 from fedgp_flower.run.user_config import complete_config
+from fedgp_flower.server_app import Progress, figures_of
 
 Data: TypeAlias = pd.DataFrame | Mapping[str, pd.DataFrame] | str | Path
 """One table, a table per site, or the path or name of a data set."""
@@ -83,6 +84,7 @@ def run(
     sites: int = 5,
     num_rounds: int | None = None,
     options: Mapping[str, Value] | None = None,
+    on_round: Progress = silent,
 ) -> Run:
     """Run a method over simulated sites in this process.
 
@@ -94,6 +96,8 @@ def run(
         sites: Number of sites, where neither ``site`` nor a table per site says.
         num_rounds: Most rounds.
         options: Further keys of the run configuration, such as ``{"model.num-inducing": 100, "name": "first"}``.
+        on_round: Called after every round with its row of the history and the number of rounds; :func:`print_round`
+            prints one.
 
     Raises:
         ConfigError: naming every wrong key, before anything is trained.
@@ -106,7 +110,12 @@ def run(
     if site:
         flat |= {"partitioner": "natural", "partition.column": site}
     flat["dataset"] = str(_kept(data, flat)) if isinstance(data, pd.DataFrame) else str(data)
-    return load_run(run_in_process(complete_config(flat, Path.cwd()), 0 if site else sites))
+    return load_run(run_in_process(complete_config(flat, Path.cwd()), 0 if site else sites, progress=on_round))
+
+
+def print_round(row: Mapping[str, float], total: int) -> None:
+    """An observer for ``on_round``: one line that is written over, in a terminal and in a notebook."""
+    print(f"\rround {row['round']:.0f} of at most {total}  {figures_of(row)}", end="", flush=True)
 
 
 def _joined(tables: Mapping[str, pd.DataFrame], column: str) -> pd.DataFrame:

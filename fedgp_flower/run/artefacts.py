@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 SEALED = ("config.toml", "history.csv", "metrics.json", "posterior.json", "posterior.safetensors", "predictions.csv")
 SEALS, LOCK = "files.json", "lock"
 """Hashes of the files of a finished run; who writes into its folder."""
+    from strategies.server.finalise import Summary
+
 HISTORY_COLUMNS = ("round", "communications", "seconds", "bytes_up", "bytes_down")
 """Columns every row of the history has: communications so far; seconds and bytes of this round alone."""
 
@@ -49,7 +51,8 @@ ENCODING = (
     " each input of the column; with `missing.indicator` a further input is 1 where the cell is missing, else 0."
     " days(c) are days from 2000-01-01 to the date in column c; sine(c) and cosine(c) those of"
     " 2 pi (day of the year - 1) / 365.2425. Then x is standardised as (input - input.mean) / input.scale, and"
-    " y = target.mean + target.scale * standardised y."
+    " y = target.mean + target.scale * standardised y; where the target has a `transform`, that is t instead of y, t a"
+    " Gaussian, cut off where `transform.equation` ends: quantiles of y are those of t mapped, and p(y) = p(t) |dt/dy|."
 )
 """How a row of a table becomes the inputs of a saved model, in the words of ``posterior.json``."""
 Number = int | float
@@ -127,6 +130,25 @@ class Posterior:
     """Names of the D encoded inputs, in order."""
     encoding: str = ENCODING
     """How a row of a table becomes these inputs."""
+
+
+def saved_posterior(config: RunConfig, summary: Summary) -> Posterior | None:
+    """What a finished run predicts with; None for a personal method."""
+    found = summary.posterior
+    if found is None:
+        return None
+    notes = {name: ArrayNote(found.coordinates[name], found.meanings[name]) for name in found.arrays}
+    notes |= {name: ArrayNote("original units", "standardisation") for name in summary.preparation}
+    return Posterior(
+        arrays={**found.arrays, **summary.preparation},
+        notes=notes,
+        equation=found.equation,
+        model=found.model,
+        schema=json.loads(summary.schema),
+        method=config.method,
+        likelihood=config.model.likelihood,
+        inputs=summary.input_names,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,7 +534,7 @@ def _csv(rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> bytes:
 
 
 def _prediction_rows(site: str, arrays: NamedArrays, input_names: Sequence[str]) -> list[dict[str, Any]]:
-    names = ("target", "mean", "sd", "probability", "trend", "deviation")
+    names = ("target", "mean", "sd", "low", "high", "probability", "trend", "deviation")
     columns = {name: arrays[f"prediction.{name}"] for name in names if f"prediction.{name}" in arrays}
     if "prediction.input" in arrays:
         inputs = arrays["prediction.input"].T

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedgp_flower.data.sites import load_site
+from fedgp_flower.data.sites import load_site, natural_sites, simulated_nodes
 from fedgp_flower.data.tables import table_stem
 from fedgp_flower.errors import DataError
+from fedgp_flower.options import Value
 from fedgp_flower.run.config import CoreConfig
 from strategies.server.standardisation import SiteDescription, agree
 
@@ -26,15 +27,30 @@ class Checked:
 
 def check(files: Sequence[Path], config: CoreConfig) -> Checked:
     """Read every file as a site of its own, and agree on columns."""
+    return _agreed({table_stem(file): {"data-path": str(file)} for file in files}, config)
+
+
+def plan(config: CoreConfig, sites: int) -> Checked:
+    """What a simulated run would train on; 0 sites takes every natural group.
+
+    Raises:
+        DataError: the data set cannot be used.
+    """
+    nodes = simulated_nodes(sites or natural_sites(config))
+    return _agreed({str(node["partition-id"]): node for node in nodes}, config)
+
+
+def _agreed(nodes: Mapping[str, Mapping[str, Value]], config: CoreConfig) -> Checked:
+    """What sites with these node configurations agree on."""
     described, dropped, problems = {}, 0, []
-    for file in files:
+    for name, node in nodes.items():
         try:
-            site = load_site(config, {"data-path": str(file)})
+            site = load_site(config, node)
         except DataError as error:
             problems.append(str(error))
             continue
         own = site.describe()
-        described[table_stem(file)] = SiteDescription(own.arrays, own.schema, own.num_examples)
+        described[name] = SiteDescription(own.arrays, own.schema, own.num_examples)
         dropped += site.dropped
     try:
         agreement = agree(

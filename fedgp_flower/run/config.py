@@ -47,6 +47,14 @@ class PartitionSection(Section):
     """A natural group with fewer rows is left out; ``dirichlet`` deals until every site has as many."""
 
 
+class TransformSection(Section):
+    """How the target is turned into what is modelled as Gaussian; predictions and scores are in units of the target."""
+
+    target: Literal["none", "log", "sqrt", "yeo-johnson"] = "none"
+    """``log`` and ``sqrt`` need targets above zero; ``yeo-johnson`` takes any, its power is agreed from sums. Needs
+    ``model.likelihood`` = ``gaussian``."""
+
+
 class BaselineSection(Section):
     """Comparisons computed beside the method, shown in ``metrics.json`` and the report."""
 
@@ -133,6 +141,7 @@ class CoreConfig(Section):
     keep_predictions: bool = True
     """Keep held-out predictions row by row in the run folder. Simulation only: real sites never send rows."""
     partition: PartitionSection = PartitionSection()
+    transform: TransformSection = TransformSection()
     model: ModelSection = ModelSection()
     optimizer: OptimizerSection = OptimizerSection()
     baselines: BaselineSection = BaselineSection()
@@ -144,6 +153,13 @@ class CoreConfig(Section):
         if self.partitioner == "natural" and not self.partition.column:
             raise ValueError(
                 "`partitioner` = 'natural' needs `partition.column`, the column that names the site of a row"
+            )
+        if self.transform.target != "none" and not self.standardise:
+            raise ValueError(f"`transform.target` = '{self.transform.target}' needs `standardise` = true")
+        if self.transform.target != "none" and self.model.likelihood != "gaussian":
+            raise ValueError(
+                f"`transform.target` = '{self.transform.target}' makes a Gaussian model of a number; with"
+                f" `model.likelihood` = '{self.model.likelihood}' it must be 'none'"
             )
         return self
 

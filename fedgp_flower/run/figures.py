@@ -47,7 +47,8 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> 
     names = {"nll": "held-out NLL (nats per row)", "rmse": f"held-out RMSE ({units})", "accuracy": "held-out accuracy"}
     unit, label = ("visits", "communications (visits of a site)") if "visits" in history else ("round", "round")
     history = history.assign(abscissa=history[unit].ffill().fillna(0.0))
-    figure, axes = _axes(len(series), height=2.9)
+    figure, axes = axes_of(len(series), height=2.9)
+    last = max(float(history["abscissa"].max()), 1.0)  # also where a figure was evaluated once
     for ax, (name, column) in zip(axes, series.items(), strict=True):
         rows = history[["abscissa", column]].dropna()
         style = "o-" if len(rows) <= 30 else "-"
@@ -58,8 +59,10 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> 
                 colour, dash = STYLES[arm]
                 ax.axhline(level, color=colour, ls=dash, lw=1.5, label=arm)
         _frame_late_rounds(ax, rows[column].to_numpy(dtype=float), list(levels.values()))
+        ax.set_xlim(-0.03 * last, 1.03 * last)
+        ax.yaxis.get_major_formatter().set_useOffset(False)
         ax.set(xlabel=label, ylabel=names.get(name, f"training {name}"))
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes[-1].legend(fontsize=8, frameon=False)
     return figure
 
@@ -72,35 +75,37 @@ def curve(
     counts: bool = False,
 ) -> Figure:
     """Predictive mean and 95 % band of a noisy observation along one input, with held-out points."""
-    figure, (ax,) = _axes(1, width=7.6, height=3.6)
+    figure, (ax,) = axes_of(1, width=7.6, height=3.6)
     x = np.linspace(*span, 400)
     mean, sd = predictor(x[:, None])
-    ax.fill_between(x, *central(mean, sd, counts), color=BAND, alpha=0.7, lw=0, label="95 % interval")
+    known = getattr(predictor, "quantiles", None)
+    ends = central(mean, sd, counts) if known is None else known(x[:, None], (0.025, 0.975))
+    ax.fill_between(x, *ends, color=BAND, alpha=0.7, lw=0, label="95 % interval")
     ax.plot(x, mean, color=FEDERATED, lw=1.8, label="mean")
     if rows is not None:
         some = subsample(rows)
         ax.plot(some[f"input.{names[0]}"], some["target"], "o", color=POOLED, ms=2.6, alpha=0.75, label="held-out rows")
-    ax.set(xlabel=_text(names[0]), ylabel=_text(names[1]))
+    ax.set(xlabel=label_text(names[0]), ylabel=label_text(names[1]))
     ax.legend(fontsize=8, frameon=False)
     return figure
 
 
 def intervals(rows: pd.DataFrame, names: tuple[str, str], counts: bool = False) -> Figure:
     """Held-out rows along one input with their own 95 % intervals."""
-    figure, (ax,) = _axes(1, width=7.6, height=3.6)
+    figure, (ax,) = axes_of(1, width=7.6, height=3.6)
     some = subsample(rows)
     _draw_intervals(ax, some, some[f"input.{names[0]}"], counts)
-    ax.set(xlabel=_text(names[0]), ylabel=_text(names[1]))
+    ax.set(xlabel=label_text(names[0]), ylabel=label_text(names[1]))
     return figure
 
 
 def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
     """Observed against predicted with 95 % intervals around the diagonal: a dot off its bar is a miss."""
-    figure, (ax,) = _axes(1, width=4.8, height=4.4)
+    figure, (ax,) = axes_of(1, width=4.8, height=4.4)
     some = subsample(rows)
     _draw_intervals(ax, some, some["mean"], counts)
     ax.axline((float(some["mean"].mean()),) * 2, slope=1, color=POOLED, lw=0.9, zorder=1)
-    ax.set(xlabel=f"predicted {_text(target)}", ylabel=f"observed {_text(target)}")
+    ax.set(xlabel=f"predicted {label_text(target)}", ylabel=f"observed {label_text(target)}")
     return figure
 
 
@@ -109,7 +114,7 @@ def surface(rows: pd.DataFrame | None, predictor: Predictor | None, spans: Array
 
     ``spans`` are low and high of both inputs, ``names`` those of the two inputs and of the target.
     """
-    figure, axes = _axes(2, width=8.6, height=3.7)
+    figure, axes = axes_of(2, width=8.6, height=3.7)
     if predictor is not None:
         sides = [np.linspace(low, high, 90) for low, high in spans.tolist()]
         grid = np.stack([g.ravel() for g in np.meshgrid(*sides)], axis=1)
@@ -125,10 +130,10 @@ def surface(rows: pd.DataFrame | None, predictor: Predictor | None, spans: Array
             low, high = axes[0].collections[0].get_clim()
             axes[0].scatter(x, y, 15, some["target"], cmap="viridis", vmin=low, vmax=high, edgecolors="white", lw=0.6)
             axes[1].plot(x, y, ".", color=POOLED, ms=3)
-    labels = (f"mean of {_text(names[2])}", f"sd of {_text(names[2])}")
+    labels = (f"mean of {label_text(names[2])}", f"sd of {label_text(names[2])}")
     for ax, label in zip(axes, labels, strict=True):
         figure.colorbar(ax.collections[0], ax=ax, label=label)
-        ax.set(xlabel=_text(names[0]), ylabel=_text(names[1]), xlim=spans[0], ylim=spans[1])
+        ax.set(xlabel=label_text(names[0]), ylabel=label_text(names[1]), xlim=spans[0], ylim=spans[1])
         ax.grid(visible=False)
     return figure
 
@@ -137,7 +142,7 @@ def calibration(pit: Sequence[int], coverage_95: float) -> Figure:
     """Share of rows inside central intervals against the nominal level; PIT histogram; both with 95 % chance bands."""
     counts = np.asarray(pit)
     n, half = int(counts.sum()), len(counts) // 2
-    figure, axes = _axes(2, width=8.6, height=3.6)
+    figure, axes = axes_of(2, width=8.6, height=3.6)
     nominal = np.linspace(0, 1, 201)
     low, high = _chance(n, nominal)
     axes[0].fill_between(100 * nominal, 100 * low / n, 100 * high / n, color="#e3e3e3", lw=0, label="chance, 95 %")
@@ -166,7 +171,7 @@ def reliability(table: Sequence[Sequence[float]]) -> Figure:
     bins = np.asarray(table, dtype=float)
     count, predicted, seen = bins[bins[:, 0] > 0].T
     p = predicted / count
-    figure, axes = _axes(2, width=8.6, height=3.6)
+    figure, axes = axes_of(2, width=8.6, height=3.6)
     low, high = _chance(count, p)
     axes[0].vlines(100 * p, 100 * low / count, 100 * high / count, color="#d0d0d0", lw=7, label="chance, 95 %")
     axes[0].plot([0, 100], [0, 100], color=POOLED, lw=0.9)
@@ -181,14 +186,14 @@ def reliability(table: Sequence[Sequence[float]]) -> Figure:
 
 def probabilities(rows: pd.DataFrame, levels: Sequence[str]) -> Figure:
     """How often each probability of the second of two classes was predicted, by the class observed."""
-    figure, (ax,) = _axes(1, width=6.2, height=3.2)
+    figure, (ax,) = axes_of(1, width=6.2, height=3.2)
     edges = np.linspace(0, 100, 21)
     for label, colour in ((0, LOCAL), (1, FEDERATED)):
         share = 100 * rows.loc[rows["target"] == label, "probability"].to_numpy(dtype=float)
-        name = f"observed {_text(levels[label])} ({len(share):,} rows)"
+        name = f"observed {label_text(levels[label])} ({len(share):,} rows)"
         ax.stairs(np.histogram(share, edges)[0], edges, fill=True, color=colour, alpha=0.4)
         ax.stairs(np.histogram(share, edges)[0], edges, color=colour, lw=1.4, label=name)
-    ax.set(xlabel=f"predicted probability of {_text(levels[1])} (%)", ylabel="held-out rows", xlim=(0, 100))
+    ax.set(xlabel=f"predicted probability of {label_text(levels[1])} (%)", ylabel="held-out rows", xlim=(0, 100))
     ax.legend(fontsize=8, frameon=False)
     return figure
 
@@ -201,14 +206,14 @@ def sites(federated: Sequence[Mapping[str, Any]], local: Sequence[Mapping[str, A
         return None
     if len(frame) > 40:
         return _sites_scatter(frame.dropna()) if frame["local-only"].notna().any() else None
-    figure, (ax,) = _axes(1, width=6.2, height=1.1 + 0.26 * len(frame))
+    figure, (ax,) = axes_of(1, width=6.2, height=1.1 + 0.26 * len(frame))
     y = np.arange(len(frame))
     ax.hlines(y, frame["federated"], frame["local-only"].fillna(frame["federated"]), color="#c9c9c9", lw=1.6, zorder=1)
     ax.plot(frame["federated"], y, "o", color=FEDERATED, ms=6, label="federated")
     if frame["local-only"].notna().any():
         ax.plot(frame["local-only"], y, "o", color=LOCAL, ms=6, mfc="white", mew=1.5, label="local-only", zorder=1.5)
         ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    ax.set_yticks(y, [_text(str(site)) for site in frame.index])
+    ax.set_yticks(y, [label_text(str(site)) for site in frame.index])
     ax.set(xlabel="held-out NLL (nats per row), smaller is better", ylim=(len(frame) - 0.4, -0.6))
     return figure
 
@@ -217,7 +222,7 @@ def cost(history: pd.DataFrame) -> Figure | None:
     """Bytes and seconds added up over rounds."""
     if len(history) < 2:
         return None
-    figure, axes = _axes(2, width=8.6, height=2.7)
+    figure, axes = axes_of(2, width=8.6, height=2.7)
     up, down = history["bytes_up"].cumsum() / 1e6, history["bytes_down"].cumsum() / 1e6
     axes[0].plot(history["round"], up, color=FEDERATED, lw=1.6, label="sites to server")
     axes[0].plot(history["round"], down, color=LOCAL, lw=1.6, ls="--", label="server to sites")
@@ -226,7 +231,7 @@ def cost(history: pd.DataFrame) -> Figure | None:
     for ax, label in zip(axes, ("megabytes so far", "seconds so far"), strict=True):
         ax.set(xlabel="round", ylabel=label)
         ax.set_ylim(bottom=0)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return figure
 
 
@@ -241,7 +246,9 @@ def _chance(n: int | Array, p: Array) -> tuple[Array, Array]:
 
 
 def _draw_intervals(ax: Axes, rows: pd.DataFrame, x: pd.Series[float], counts: bool) -> None:
-    low, high = central(rows["mean"].to_numpy(dtype=float), rows["sd"].to_numpy(dtype=float), counts)
+    kept = "low" in rows  # ends are kept where the moments do not tell them
+    first, second = (rows[name].to_numpy(dtype=float) for name in (("low", "high") if kept else ("mean", "sd")))
+    low, high = (first, second) if kept else central(first, second, counts)
     inside = (rows["target"] >= low) & (rows["target"] <= high)
     ax.vlines(x, low, high, color=BAND, lw=1.6, zorder=0.5, label="95 % interval")
     ax.plot(x[inside], rows["target"][inside], "o", color=FEDERATED, ms=3.2, label="inside")
@@ -250,7 +257,7 @@ def _draw_intervals(ax: Axes, rows: pd.DataFrame, x: pd.Series[float], counts: b
 
 
 def _sites_scatter(frame: pd.DataFrame) -> Figure:
-    figure, (ax,) = _axes(1, width=4.8, height=4.6)
+    figure, (ax,) = axes_of(1, width=4.8, height=4.6)
     low, high = float(frame.to_numpy().min()), float(frame.to_numpy().max())
     limits = (low - 0.05 * (high - low) - 0.01, high + 0.05 * (high - low) + 0.01)
     ax.plot(limits, limits, color=POOLED, lw=0.9)
@@ -281,13 +288,24 @@ def _frame_late_rounds(ax: Axes, values: Array, levels: Sequence[float]) -> None
         ax.set_title("first rounds lie outside the frame", fontsize=8, color="#666666", loc="right")
 
 
-def _text(label: str) -> str:
+def label_text(label: str) -> str:
     """A label from data: no mathematics mode, one line, not too long."""
     line = " ".join(label.split())
     return (line if len(line) <= 28 else f"{line[:27]}…").replace("$", r"\$")
 
 
-def _axes(count: int, width: float = 8.6, height: float = 3.0) -> tuple[Figure, list[Axes]]:
+COLOURS = (FEDERATED, LOCAL, "#6b7a2a", "#8a4f9e", POOLED, "#2a8a86")
+MARKS = ("o-", "s--", "^-.", "D:", "v-", "P--")
+
+
+def series_style(position: int) -> dict[str, Any]:
+    """Colour, mark and dash of a series: told apart without colours, too."""
+    mark = MARKS[position % len(MARKS)]
+    return {"color": COLOURS[position % len(COLOURS)], "marker": mark[0], "ls": mark[1:]}
+
+
+def axes_of(count: int, width: float = 8.6, height: float = 3.0) -> tuple[Figure, list[Axes]]:
+    """A figure with axes in a row, in the style of all figures."""
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     axes = list(figure.subplots(1, count, squeeze=False)[0])
     for ax in axes:

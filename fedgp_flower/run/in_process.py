@@ -21,7 +21,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedgp_flower import client_app, server_app
 from fedgp_flower.data.datasets import load_table
-from fedgp_flower.data.sites import natural_sites, site_id
+from fedgp_flower.data.sites import natural_sites, simulated_nodes, site_id
 from fedgp_flower.options import FlatConfig
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.server_app import Progress
@@ -126,11 +126,6 @@ class InProcessGrid(Grid):
             return self.client_app(message, self.contexts[message.metadata.dst_node_id])
         except Exception as error:
             return Message(Error(code=2, reason=f"{type(error).__name__}: {error}"), reply_to=message)
-
-
-def simulated_nodes(count: int) -> list[dict[str, Any]]:
-    """The node configurations Flower's simulation gives to ``count`` nodes."""
-    return [{"partition-id": index, "num-partitions": count} for index in range(count)]
 
 
 def identify_task() -> None:

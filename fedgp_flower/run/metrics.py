@@ -83,9 +83,7 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Score
     log_parts = -0.5 * z**2 - np.log(s) - 0.5 * math.log(2 * math.pi)
     nll = math.log(len(m)) - special.logsumexp(log_parts, axis=0)
     crps = _mean_absolute(y - m, s).mean(axis=0) - 0.5 * _mean_absolute_difference(m, s)
-    pit = special.ndtr(z).mean(axis=0)
-    inside = {level: np.abs(pit - 0.5) <= level / 200 for level in LEVELS}
-    return _regression(m.mean(axis=0) - y, np.asarray(nll), crps, inside, pit)
+    return regression_scores(m.mean(axis=0) - y, np.asarray(nll), crps, special.ndtr(z).mean(axis=0))
 
 
 def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
@@ -139,6 +137,12 @@ def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
         "brier": float(np.sum((p - observed) ** 2)),
     }
     return Scores(sums, {})
+
+
+def regression_scores(error: Array, nll: Array, crps: Array, pit: Array) -> Scores:
+    """Sums of scores that were computed row by row; intervals are central in probability, |PIT − ½| ≤ ½ level."""
+    inside = {level: np.abs(pit - 0.5) <= level / 200 for level in LEVELS}
+    return _regression(error, nll, crps, inside, pit)
 
 
 def _regression(error: Array, nll: Array, crps: Array, inside: dict[int, NDArray[np.bool_]], pit: Array) -> Scores:

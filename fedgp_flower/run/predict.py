@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import pandas as pd
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from scipy.special import ndtri
 
 from fedgp_flower.clients.counts import count_quantiles
+from fedgp_flower.clients.transformed import transformed_moments, transformed_quantiles
 from fedgp_flower.data.sites import RawSite, load_site
 from fedgp_flower.data.standardisation import (
     Preparation,
@@ -38,6 +39,9 @@ from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.files import read_arrays, reading
 from fedgp_flower.run.registry import METHODS, Method, load, parse_config
 from fedgp_flower.typing import Array, NamedArrays, Rows
+
+if TYPE_CHECKING:
+    from fedgp_flower.run.to_botorch import FederatedModel
 
 Standardised: TypeAlias = Callable[[Array], tuple[Array, Array]]
 """Mean and standard deviation [N] at standardised inputs [N, D]; of indicators of classes [N, C] for more than two."""
@@ -147,8 +151,26 @@ class Predictor:
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation, both [N], at encoded inputs [N, D] in original units."""
         agreed = self.preparation
-        mean, sd = self.standardised((inputs - agreed.input_mean) / agreed.input_scale)
+        own = self._modelled(*self.standardised((inputs - agreed.input_mean) / agreed.input_scale))
+        return own if agreed.transform is None else transformed_moments(*own, agreed.transform)
+
+    def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
+        """Quantiles of a noisy observation [levels, N] at encoded inputs [N, D] in original units."""
+        agreed = self.preparation
+        return self._quantiles(self.standardised((inputs - agreed.input_mean) / agreed.input_scale), levels)
+
+    def _modelled(self, mean: Array, sd: Array) -> tuple[Array, Array]:
+        """Moments of the target, or of what a transformation makes of it, without standardisation."""
+        agreed = self.preparation
         return mean * agreed.target_scale + agreed.target_mean, sd * agreed.target_scale
+
+    def _quantiles(self, standardised: tuple[Array, Array], levels: Sequence[float]) -> Array:
+        mean, sd = self._modelled(*standardised)
+        if self.saved.likelihood == "poisson":
+            return count_quantiles(mean, sd, levels)
+        if self.preparation.transform is not None:
+            return transformed_quantiles(mean, sd, levels, self.preparation.transform)
+        return mean + sd * ndtri(np.array(levels))[:, None]
 
     def predict(self, frame: pd.DataFrame, site: str | None = None) -> pd.DataFrame:
         """Mean, sd and quantiles of a noisy observation for each row of a table with the agreed columns.
@@ -174,9 +196,10 @@ class Predictor:
             classes = mean if mean.ndim == 2 else np.stack([1 - mean, mean], axis=1)
             levels = agreed.target.levels or [str(index) for index in range(classes.shape[1])]
             return pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
-        mean, sd = mean * agreed.target_scale + agreed.target_mean, sd * agreed.target_scale
-        counts = self.saved.likelihood == "poisson"
-        values = count_quantiles(mean, sd, QUANTILES) if counts else mean + sd * ndtri(np.array(QUANTILES))[:, None]
+        values = self._quantiles((mean, sd), QUANTILES)
+        mean, sd = self._modelled(mean, sd)
+        if agreed.transform is not None:
+            mean, sd = transformed_moments(mean, sd, agreed.transform)
         quantiles = {f"q{100 * level:g}": row for level, row in zip(QUANTILES, values, strict=True)}
         return pd.DataFrame({"mean": mean, "sd": sd, **quantiles})
 
@@ -194,8 +217,11 @@ class Predictor:
             noise: Of noisy observations, where noise is Gaussian.
 
         Raises:
-            RunError: as for :meth:`to_gpytorch_draws`, or observations have no normal distribution.
+            RunError: as for :meth:`to_gpytorch_draws`, or nothing has a normal distribution in these units.
         """
+        if self.preparation.transform is not None:
+            name = self.preparation.transform.name
+            raise RunError(f"with `transform.target` = '{name}' nothing is normal in units of the target: use `sample`")
         draws = self._draws()
         model, likelihood = together(draws) if noise else (mixture(draws), draws[0][1])
         latent = model(self.inputs(frame))
@@ -203,6 +229,31 @@ class Predictor:
             kind = self.saved.likelihood
             raise RunError(f"observations with `model.likelihood` = {kind!r} are not normal: use `predict`")
         return Transforms.of(self.saved.arrays).original(likelihood(latent) if noise else latent)
+
+    def sample(self, frame: pd.DataFrame, count: int = 1, *, noise: bool = True, seed: int = 0) -> Array:
+        """Joint draws at the rows of a table in original units, [count, N], over all draws of a mixture.
+
+        Args:
+            frame: As for :meth:`predict`.
+            count: How many.
+            noise: Of observations, of classes 0 and 1; else of f, as in :meth:`distribution`.
+            seed: The same seed gives the same draws.
+
+        Raises:
+            RunError: as for :meth:`to_gpytorch_draws`.
+        """
+        draws, inputs, found = self._draws(), self.inputs(frame), []
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randint(len(draws), (count,), generator=generator).bincount(minlength=len(draws)).tolist()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)  # GPyTorch's distributions draw from the generator of the process
+            for (model, likelihood), share in zip(draws, chosen, strict=True):
+                latent = model(inputs).rsample(torch.Size([share]))
+                found.append(likelihood(latent).sample() if noise else latent)
+        values = torch.cat(found)[torch.randperm(count, generator=generator)].double().numpy()
+        gaussian = not noise or self.saved.likelihood in {"gaussian", "student-t"}
+        own = self._modelled(values, values)[0] if gaussian else values
+        return own if self.preparation.transform is None else self.preparation.transform.inverse(own)
 
     def to_gpytorch(self) -> Exported:
         """``model, likelihood = posterior.to_gpytorch()``, such that ``likelihood(model(x))`` is the prediction.
@@ -216,6 +267,18 @@ class Predictor:
                 model.
         """
         return Exported(*together(self._draws()), Transforms.of(self.saved.arrays))
+
+    def to_botorch(self) -> FederatedModel:
+        """A model of BoTorch; see :class:`fedgp_flower.run.to_botorch.FederatedModel`. Needs the extra ``botorch``.
+
+        Raises:
+            RunError: as for :meth:`to_gpytorch`, or BoTorch is not installed.
+        """
+        try:
+            from fedgp_flower.run.to_botorch import FederatedModel  # noqa: PLC0415  optional
+        except ModuleNotFoundError as error:
+            raise RunError(f"{error}: install `fedgp-flower[botorch]`") from None
+        return FederatedModel(self.to_gpytorch())
 
     def to_gpytorch_draws(self) -> tuple[Exported, ...]:
         """The components of the mixture that predicts, all of the same weight; one where nothing is drawn.

@@ -30,6 +30,7 @@ from fedgp_flower.run.summary import (
     against,
     arms,
     cell,
+    data_name,
     expected_coverage,
     figure_columns,
     headline,
@@ -114,6 +115,7 @@ def _content(run: RunData, predictor: Predictor | None, extra: Iterable[Panel]) 
     beside = [{**row, "site": metrics.labels.get(str(row["site"]), row["site"])} for row in local]
     return {
         "metrics": metrics,
+        "title": f"{data_name(metrics.dataset)}: {_target(run)} by {metrics.method}",
         "facts": _facts(run),
         "verdicts": sentences(metrics),
         "failed": _failed(metrics),

@@ -37,12 +37,12 @@ TEMPLATE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>{{ metrics.method }} on {{ metrics.dataset }}</title><style>{{ style }}</style></head><body><main>
+<title>{{ title }}</title><style>{{ style }}</style></head><body><main>
 {%- macro picture(panel) %}
 <figure><img src="data:image/png;base64,{{ panel.png }}" width="{{ panel.width }}" alt="{{ panel.title }}">
 <figcaption>{{ panel.caption }}</figcaption></figure>
 {%- endmacro %}
-<h1>{{ metrics.method }} on {{ metrics.dataset }}</h1>
+<h1>{{ title }}</h1>
 <p class="facts">{{ facts }}</p>
 <div class="verdict">{% for sentence in verdicts %}<p>{{ sentence }}</p>{% endfor %}</div>
 {%- if metrics.failures %}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import pandas as pd
 from scipy.special import stdtrit
 from scipy.stats import binom
 
-from fedgp_flower.run.artefacts import RunMetrics, read_run
+from fedgp_flower.data.tables import SUFFIXES, table_stem
+from fedgp_flower.run.artefacts import RunData, RunMetrics
 from fedgp_flower.run.registry import METHODS
 
 REGRESSION_COLUMNS = ("rmse", "r2", "nll", "crps", "coverage_95")
@@ -255,13 +256,13 @@ def sentences(metrics: RunMetrics) -> list[str]:
     return list(filter(None, said))
 
 
-def comparison_frame(paths: Iterable[Path]) -> pd.DataFrame:
-    """Finished runs side by side, a row per run in the order given.
+def data_name(dataset: str) -> str:
+    """What a data set is called: of a file its name, without folders and endings."""
+    return table_stem(Path(dataset)) if Path(dataset).is_absolute() or dataset.endswith(SUFFIXES) else dataset
 
-    Raises:
-        RunError: when a run cannot be read.
-    """
-    runs = [read_run(path) for path in paths]
+
+def comparison_frame(runs: Sequence[RunData]) -> pd.DataFrame:
+    """Finished runs side by side, a row per run in the order given."""
     rows = [_comparison_row(run.metrics) for run in runs]
     return pd.DataFrame(rows, index=pd.Index([run.path.name for run in runs], name="run"))
 
@@ -310,7 +311,7 @@ def _comparison_row(metrics: RunMetrics) -> dict[str, Any]:
     figures = {name: number(metrics.test.get(name)) for name in figure_columns(metrics)}
     return {
         "method": metrics.method,
-        "dataset": metrics.dataset,
+        "dataset": data_name(metrics.dataset),
         "sites": metrics.sites,
         "rounds": metrics.rounds,
         "communications": metrics.communications,

@@ -11,7 +11,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.summary import against, headline, rivals, sentences, text_rows, title_of
+from fedgp_flower.run.summary import against, data_name, headline, rivals, sentences, text_rows, title_of
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", numbers: bool = False) -> Table:
@@ -37,7 +37,7 @@ def show_result(folder: Path) -> None:
     metrics = read_run(folder).metrics
     counts = f"{metrics.sites} sites, {metrics.rounds} rounds, {len(metrics.failures)} failures"
     console = Console(soft_wrap=True)
-    console.print(figures_table(headline(metrics), f"{metrics.method} on {metrics.dataset}: {counts}"))
+    console.print(figures_table(headline(metrics), f"{metrics.method} on {data_name(metrics.dataset)}: {counts}"))
     beside = [[name, *more] for name, more in zip(rivals(metrics), against(metrics), strict=True)]
     if beside:
         console.print(table(["", "NLL, difference", "95 % interval over sites"], beside, numbers=True))

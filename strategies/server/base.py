@@ -273,7 +273,8 @@ class BaseStrategy(Strategy):
     def _predictions(self) -> dict[str, NamedArrays]:
         """Held-out rows of simulated sites with their predictions."""
         names = CLASS_ARRAYS if self.config.model.likelihood == "bernoulli" else PREDICTION_ARRAYS
-        specs = {name: ArraySpec((None,)) for name in (*names, *self.row_arrays)}
+        ends = ("prediction.low", "prediction.high") if self.preparation.transformed else ()
+        specs = {name: ArraySpec((None,)) for name in (*names, *ends, *self.row_arrays)}
         if self.preparation.num_inputs <= 2:
             specs["prediction.input"] = ArraySpec((None, self.preparation.num_inputs))
         rows = self.ask_rows("query.predictions", specs, list(self.evaluation_answers))

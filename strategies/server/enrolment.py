@@ -70,9 +70,26 @@ class Preparation:
         return {"schema": self.schema}
 
     @property
+    def transformed(self) -> bool:
+        """Whether what is standardised is a function of the target."""
+        return "transform" in json.loads(self.schema)["target"]
+
+    @property
+    def standardisation(self) -> tuple[float, float]:
+        """Mean and scale with which what is modelled is standardised."""
+        return float(self.arrays["target.mean"]), float(self.arrays["target.scale"])
+
+    @property
+    def modelled_target(self) -> Mapping[str, float]:
+        """``training_target`` of what is modelled: of the transformed target where there is one."""
+        if not self.transformed:
+            return self.training_target
+        return dict(zip(("mean", "sd"), self.standardisation, strict=True))
+
+    @property
     def target_scale(self) -> float:
-        """Units of the target per unit of the standardised target."""
-        return float(self.arrays["target.scale"])
+        """Units of the target per unit of the standardised target; of a transformed one, its standard deviation."""
+        return self.training_target["sd"] if self.transformed else float(self.arrays["target.scale"])
 
     @property
     def num_inputs(self) -> int:

@@ -29,9 +29,10 @@ from fedgp_flower.methods.messages import Described, LocalScoreSums, Nothing, Sc
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig, defaults
+from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import NamedArrays
 from strategies import linear
-from strategies.server import enrolment
+from strategies.server import enrolment, target
 from strategies.server.base import BaseStrategy, Observer
 from strategies.server.context import SharedContext, settings_text
 from strategies.server.evaluation import Evaluation, of_all
@@ -350,8 +351,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         preparation = self.enrolment.preparation
         self._exchange_keys(preparation.simulated)
         while True:
-            self._agreed(self.adjusted(preparation))
             try:
+                self._agreed(self.adjusted(self._transformed(preparation)))
                 self.current = self.ask_through(self.initialise(self.roster()))
             except ContradictionError as contradiction:
                 self.agree_without(contradiction.sites)
@@ -359,6 +360,15 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
             else:
                 self._share(self.constants(self.current))
                 return
+
+    def _transformed(self, preparation: enrolment.Preparation) -> enrolment.Preparation:
+        """The preparation with the target that ``transform.target`` makes of the sites'."""
+        family = TRANSFORMS.get(self.config.transform.target)
+        if family is None:
+            return preparation
+        self._agreed(preparation)
+        everyone = self.roster().everyone
+        return self.ask_through(target.transformed(preparation, family, everyone))
 
     def _agreed(self, preparation: enrolment.Preparation) -> None:
         """Take columns and scales; every later message names them."""
@@ -689,9 +699,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         """The scores of the mean of the target, and of linear or logistic regression; see :mod:`strategies.linear`."""
         preparation, likelihood = self.preparation, self.config.model.likelihood
         everyone, inputs = self.roster().everyone, preparation.num_inputs
-        scale = float(preparation.arrays["target.mean"]), preparation.target_scale
         rows = sum(preparation.rows.values())
-        mean = linear.constant(preparation.training_target, rows, inputs, likelihood, scale)
+        mean = linear.constant(preparation.modelled_target, rows, inputs, likelihood, preparation.standardisation)
         line = self.ask_through(linear.linear_fit(everyone, likelihood, inputs))
         return self.scored(LinearScoreSums, mean), line and self.scored(LinearScoreSums, line)
 

@@ -52,7 +52,7 @@ from fedgp_flower.methods.fedmgp.unit import (
     statistics,
 )
 from fedgp_flower.methods.messages import Nothing
-from fedgp_flower.run.metrics import Scores, bernoulli_scores, gaussian_scores
+from fedgp_flower.run.metrics import Scores, bernoulli_scores
 from fedgp_flower.typing import Array, NamedArrays
 
 MOST_ROWS_SHOWN = 250
@@ -192,7 +192,7 @@ class FedMGPClient(SiteClient):
             return bernoulli_scores(ndtr(mean / np.sqrt(1 + variance)), target)
         if self.likelihood == "poisson":
             return count_scores(mean, variance, target)
-        scores = gaussian_scores(*self.original(Prediction(*self._observed(mean, variance, phi)), target))
+        scores = self.gaussian_scores(Prediction(*self._observed(mean, variance, phi)), target)
         if self.gaussian:
             return scores
         density = log_density(self.likelihood, target, mean, variance, phi)

@@ -44,7 +44,7 @@ from fedgp_flower.methods.pvi.messages import (
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.posterior import prediction_draws, random_source
 from fedgp_flower.methods.pvi.pseudo_points import distance_report, membership_auc
-from fedgp_flower.run.metrics import Scores, bernoulli_scores, gaussian_scores, mixture_scores
+from fedgp_flower.run.metrics import Scores, bernoulli_scores, gaussian_scores
 from fedgp_flower.typing import Array, NamedArrays
 
 logger = logging.getLogger("fedgp")
@@ -187,13 +187,11 @@ class PVIClient(SiteClient):
         name = self.config.model.likelihood
         if name == "bernoulli":
             return bernoulli_scores(mixture.mean().clamp(0.0, 1.0).numpy(), target)
-        location, scale = self.preparation.target_mean, self.preparation.target_scale
         if name == "gaussian":
-            means, sds = mixture.means.numpy() * scale + location, mixture.variances.sqrt().numpy() * scale
-            return mixture_scores(means, sds, target * scale + location)
+            return self.mixture_scores(mixture.means.numpy(), mixture.variances.numpy(), target)
         moments = Prediction(mixture.mean().numpy(), mixture.variance().numpy())
         rough = gaussian_scores(*self.original(moments, target))
-        nll = -float(mixture.log_density().sum()) + len(target) * float(np.log(scale))
+        nll = -float(mixture.log_density().sum()) + len(target) * float(np.log(self.preparation.target_scale))
         return Scores(rough.sums | {"nll": nll}, rough.arrays)
 
     def shown(self, request: Predictive) -> NamedArrays:

@@ -36,7 +36,7 @@ from fedgp_flower.methods.sfvi.models import MODELS, Rows, model_and_rows, rows_
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.posterior import StructuredPosterior
 from fedgp_flower.methods.sfvi.structured import SiteData, StructuredModel
-from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores, gaussian_scores
+from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array, NamedArrays
 
 AGAIN = 2**32
@@ -62,6 +62,14 @@ class StructuredClient(SiteClient):
     def rows_of(self, inputs: Array) -> Rows:
         """Encoded inputs without the unit column, and its values in original units."""
         return rows_of(self.preparation, inputs, self.options)
+
+    def parts(self, trend: Array, whole: Array) -> NamedArrays:
+        """Trend and deviation in original units; of a transformed target the median, and what the site adds to it."""
+        mean, scale = self.preparation.target_mean, self.preparation.target_scale
+        own, both, transform = trend * scale + mean, whole * scale + mean, self.preparation.transform
+        if transform is not None:
+            own, both = transform.inverse(own), transform.inverse(both)
+        return {"prediction.trend": own, "prediction.deviation": both - own}
 
 
 class SFVIClient(StructuredClient):
@@ -112,8 +120,7 @@ class SFVIClient(StructuredClient):
         posterior, site, q_local = self.posterior(request.values)
         rows, arrays = self.rows_of(self.rows.x_test), super().shown(request)
         trend, whole = (posterior.moments(site, own, rows, link=True)[0] for own in (None, q_local))
-        mean, scale = self.preparation.target_mean, self.preparation.target_scale
-        arrays |= {"prediction.trend": trend * scale + mean, "prediction.deviation": (whole - trend) * scale}
+        arrays |= self.parts(trend, whole)
         if self.config.model.likelihood == "bernoulli":
             arrays["prediction.probability"] = arrays.pop("prediction.mean")
             del arrays["prediction.sd"]
@@ -203,7 +210,7 @@ class SFVIClient(StructuredClient):
             return class_scores(mean, target)
         if likelihood == "bernoulli":
             return bernoulli_scores(mean, target)
-        return gaussian_scores(*self.original(Prediction(mean, variance), target))
+        return self.gaussian_scores(Prediction(mean, variance), target)
 
     def alone(self, data: Encoded) -> Said:
         """Fit the model to these rows as if there were no others, by the run's schedule, and score."""

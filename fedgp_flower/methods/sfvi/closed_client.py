@@ -36,9 +36,7 @@ class ClosedFormClient(StructuredClient):
         arrays = super().shown(request)
         site, q_global = self.rows_at(request)
         trend = site.model.trend_moments(torch.from_numpy(self.rows.x_test), q_global)[0].numpy()
-        trend = trend * self.preparation.target_scale + self.preparation.target_mean
-        deviation = arrays["prediction.mean"] - trend
-        return arrays | {"prediction.trend": trend, "prediction.deviation": deviation}
+        return arrays | self.parts(trend, self.predict(request, self.rows.x_test).mean)
 
     def rows_at(self, request: ExpansionRequest | Parameters) -> tuple[ExactDeviation, GlobalPosterior]:
         """This site's rows at a θ, and q(Z_G)."""

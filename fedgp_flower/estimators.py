@@ -1,0 +1,134 @@
+"""Estimators of scikit-learn: a federated Gaussian process that is fitted, in this process, on rows with groups.
+
+``groups`` of :meth:`fit` says at which site a row is; without it rows are dealt to ``sites`` at random. The posterior
+of ``fsgp`` with its exact sums does not depend on how they are dealt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import check_consistent_length, column_or_1d
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from fedgp_flower.errors import FedGPError
+from fedgp_flower.options import Value
+from fedgp_flower.run.in_memory import dealt, fit_in_memory
+from fedgp_flower.run.predict import Predictor
+
+TARGET = "y"
+
+
+class _FederatedGP(BaseEstimator):
+    """What regressor and classifier share.
+
+    Args:
+        method: One that saves a posterior, see ``fedgp methods``.
+        sites: Number of sites where ``fit`` is given no ``groups``.
+        num_rounds: Most rounds; None is the configuration's.
+        options: Further keys of the run configuration.
+        random_state: Seed, a whole number.
+    """
+
+    def __init__(
+        self,
+        method: str = "fsgp",
+        *,
+        sites: int = 5,
+        num_rounds: int | None = None,
+        options: Mapping[str, Value] | None = None,
+        random_state: int = 0,
+    ) -> None:
+        self.method = method
+        self.sites = sites
+        self.num_rounds = num_rounds
+        self.options = options
+        self.random_state = random_state
+
+    def _fit(self, x: NDArray[Any], y: NDArray[Any], groups: ArrayLike | None, likelihood: str) -> None:
+        flat: dict[str, Value] = {"method": self.method, "seed": self.random_state, "model.likelihood": likelihood}
+        flat |= {} if self.num_rounds is None else {"num-server-rounds": self.num_rounds}
+        table = self._frame(x).assign(**{TARGET: y})
+        if groups is None:
+            tables = dealt(table, self.sites, self.random_state)
+        else:
+            own = column_or_1d(groups)
+            check_consistent_length(x, own)
+            tables = {str(site): table[own == site] for site in np.unique(own)}
+        try:
+            self.posterior_: Predictor = fit_in_memory({**flat, **(self.options or {})}, tables, TARGET)
+        except FedGPError as error:
+            raise ValueError(f"{error} ({len(x)} samples, {x.shape[1]} features)") from error
+
+    def _frame(self, x: NDArray[Any]) -> pd.DataFrame:
+        return pd.DataFrame(x, columns=[f"x{column}" for column in range(x.shape[1])])
+
+    def _predicted(self, x: Any) -> pd.DataFrame:
+        check_is_fitted(self)
+        return self.posterior_.predict(self._frame(validate_data(self, x, reset=False, dtype=np.float64)))
+
+
+class FederatedGPRegressor(RegressorMixin, _FederatedGP):
+    """Federated Gaussian-process regression.
+
+    Example::
+
+        model = FederatedGPRegressor(method="fsgp").fit(X, y, groups=hospital)
+        mean, sd = model.predict(X_new, return_std=True)
+    """
+
+    def fit(self, X: Any, y: Any, groups: ArrayLike | None = None) -> Self:
+        """Train on inputs [N, D] and targets [N]; ``groups`` [N] names the site of each row.
+
+        Raises:
+            ValueError: the rows or a key cannot be used; ``__cause__`` is the project's own error.
+        """
+        x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
+        self._fit(x, y, groups, "gaussian")
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Mean [N] and, if asked, standard deviation [N] of a noisy observation."""
+        found = self._predicted(X)
+        mean, sd = (found[name].to_numpy() for name in ("mean", "sd"))
+        return (mean, sd) if return_std else mean
+
+
+class FederatedGPClassifier(ClassifierMixin, _FederatedGP):
+    """Federated Gaussian-process classification into two classes, with a probit link."""
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = False
+        return tags
+
+    def fit(self, X: Any, y: Any, groups: ArrayLike | None = None) -> Self:
+        """Train on inputs [N, D] and two classes [N]; ``groups`` [N] names the site of each row.
+
+        Raises:
+            ValueError: there are not two classes, or the rows or a key cannot be used.
+        """
+        x, y = validate_data(self, X, y, dtype=np.float64)
+        check_classification_targets(y)
+        self.classes_, codes = np.unique(y, return_inverse=True)
+        if len(self.classes_) > 2:
+            raise ValueError(f"Only binary classification is supported. The target has {len(self.classes_)} classes")
+        if len(self.classes_) < 2:
+            raise ValueError("Classifier can't train when only one class is present.")
+        self._fit(x, np.array(["class 0", "class 1"])[codes], groups, "bernoulli")
+        return self
+
+    def predict_proba(self, X: Any) -> NDArray[np.float64]:
+        """Probability of each class [N, 2]."""
+        return self._predicted(X).to_numpy()
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """The more probable class [N]."""
+        likely = self.predict_proba(X).argmax(axis=1)
+        return self.classes_[likely]

@@ -1,0 +1,89 @@
+"""Runs side by side: whether their figures can be compared, and how the NLL fell with what was spent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.figures import axes_of, label_text, series_style
+from fedgp_flower.run.summary import arms, data_name, is_classification, number
+
+SAME = 1e-6
+"""Relative difference of two standard deviations of one target that is no more than rounding."""
+
+
+def target_of(run: RunData) -> str:
+    """Name of a run's target; empty where neither posterior nor configuration tells it."""
+    saved = run.posterior.schema["target"]["name"] if run.posterior is not None else ""
+    return str(saved or run.config.get("target") or "")
+
+
+def unlike(runs: Sequence[RunData]) -> list[str]:
+    """Why the figures of runs must not be compared: other kinds of task, other targets."""
+    kinds = {"classes" if is_classification(run.metrics) else "numbers" for run in runs}
+    targets = sorted({target for run in runs if (target := target_of(run))})
+    said = ["some predict classes and some numbers"] if len(kinds) > 1 else []
+    return said + ([f"their targets differ: {', '.join(f'`{t}`' for t in targets)}"] if len(targets) > 1 else [])
+
+
+def doubtful(runs: Sequence[RunData]) -> list[str]:
+    """What makes a comparison doubtful: other data, other units of the target, other held-out rows."""
+    said = []
+    if len(names := sorted({data_name(run.metrics.dataset) for run in runs})) > 1:
+        said.append(f"their data sets differ: {', '.join(names)}")
+    spread = [run.metrics.training_target.get("sd", math.nan) for run in runs]
+    known = [sd for sd in spread if math.isfinite(sd)]
+    if known and max(known) - min(known) > SAME * max(known):
+        found = ", ".join(f"{sd:.4g}" for sd in spread)
+        said.append(f"the target's standard deviation over training rows differs, by its units or its rows: {found}")
+    if len({_held_out(run) for run in runs}) > 1:
+        rows = ", ".join(f"{arms(run.metrics)[0].rows:,}" for run in runs)
+        said.append(f"their held-out rows differ ({rows} rows): the same `split`, `seed`, sites and data give the same")
+    return said
+
+
+def _held_out(run: RunData) -> tuple[object, ...]:
+    """Tells apart runs that were scored on other rows, as far as their folders show it."""
+    rows = run.predictions
+    if rows is not None and "target" in rows:
+        own = np.sort(rows["target"].to_numpy(dtype=float))
+        return len(own), round(float(own.sum()), 6), round(float(np.square(own).sum()), 4)
+    return (arms(run.metrics)[0].rows,)
+
+
+def spent(run: RunData) -> pd.DataFrame:
+    """Evaluated rounds of a run: NLL against what had been spent since its start, the final figure last."""
+    history, metrics = run.history, run.metrics
+    trips = history["exchanges"] if "exchanges" in history else history["round"]
+    frame = pd.DataFrame(
+        {
+            "exchanges": trips,
+            "megabytes": (history["bytes_up"] + history["bytes_down"]).cumsum() / 1e6,
+            "seconds": history["seconds"].cumsum(),
+            "nll": history.get("test_nll", math.nan),
+        }
+    )
+    if len(frame):
+        frame.loc[frame.index[-1], "nll"] = number(metrics.test.get("nll"))
+    return frame.dropna(subset=["nll"])
+
+
+def cost_figure(runs: Sequence[RunData]) -> Figure:
+    """Held-out NLL against exchanges, megabytes and seconds, a line for each run."""
+    figure, axes = axes_of(3, width=11.0, height=3.4)
+    titles = {"exchanges": "exchanges", "megabytes": "megabytes sent, both ways", "seconds": "seconds"}
+    for position, run in enumerate(runs):
+        rows, style = spent(run), series_style(position)
+        for ax, name in zip(axes, titles, strict=True):
+            ax.plot(rows[name], rows["nll"], ms=4, lw=1.6, label=label_text(run.path.name), **style)
+    for ax, label in zip(axes, titles.values(), strict=True):
+        ax.set(xlabel=label, xlim=(0, 1.04 * max(ax.get_xlim()[1], 1e-9)))
+        ax.margins(y=0.15)
+    axes[0].set_ylabel("held-out NLL (nats per row)")
+    axes[0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, 1.02))
+    return figure

@@ -1,0 +1,158 @@
+"""Transformed targets: densities that stay densities, and figures in the units people have."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from safetensors.numpy import load_file
+from scipy import stats
+from scipy.integrate import quad
+
+import fedgp_flower as fg
+from fedgp_flower.clients.transformed import transformed_moments, transformed_quantiles, transformed_scores
+from fedgp_flower.errors import ConfigError, DataError, RunError
+from fedgp_flower.messages import add
+from fedgp_flower.methods.messages import TargetMoments
+from fedgp_flower.run.metrics import gaussian_scores, mixture_scores
+from fedgp_flower.transforms import Log, Root, YeoJohnson
+from strategies.server.target import chosen
+
+NO_CHANGE = YeoJohnson(1.0)
+Y = np.array([-3.0, -0.2, 0.0, 0.5, 7.0])
+
+
+@pytest.mark.parametrize("power", YeoJohnson.powers)
+def test_yeo_johnson_is_scipys_and_its_slope_is_a_derivative(power):
+    own = YeoJohnson(power)
+    np.testing.assert_allclose(own.forward(Y), stats.yeojohnson(Y, power), rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(own.inverse(own.forward(Y)), Y, rtol=1e-12, atol=1e-15)
+    step = 1e-6
+    slope = (own.forward(Y + step) - own.forward(Y - step)) / (2 * step)
+    np.testing.assert_allclose(own.log_slope(Y), np.log(slope), atol=1e-5)  # central differences, kink at zero
+
+
+@pytest.mark.parametrize("own", [Log(), Root(), YeoJohnson(0.0), YeoJohnson(0.5), YeoJohnson(2.0)])
+def test_the_density_of_the_target_integrates_to_one_and_has_the_moments(own):
+    mean, sd = np.array([0.4]), np.array([0.6])  # of √y, a quarter of the Gaussian is cut off
+
+    def density(y):
+        return float(np.exp(-transformed_scores(mean[None], sd[None], own.forward(np.array([y])), own).sums["nll"]))
+
+    low, high = transformed_quantiles(mean, sd, (1e-12, 1 - 1e-12), own)[:, 0]
+    points = transformed_quantiles(mean, sd, (0.01, 0.5, 0.99), own)[:, 0]
+    whole = quad(density, low, high, points=points, limit=200)[0]
+    assert whole == pytest.approx(1.0, abs=1e-6)
+    first = quad(lambda y: y * density(y), low, high, points=points, limit=200)[0]
+    second = quad(lambda y: y**2 * density(y), low, high, points=points, limit=200)[0]
+    found = transformed_moments(mean, sd, own)
+    assert found[0][0] == pytest.approx(first, rel=1e-5)
+    assert found[1][0] == pytest.approx(np.sqrt(second - first**2), rel=1e-4)
+    assert (quad(density, low, points[1], limit=200)[0]) == pytest.approx(0.5, abs=1e-6)  # the median is one
+
+
+def test_scores_without_change_are_those_of_gaussians_and_mixtures():
+    rng = np.random.default_rng(0)
+    means, sds, y = rng.normal(size=(3, 8)), rng.uniform(0.3, 2, (3, 8)), 2 * rng.normal(size=8)
+    for found, exact in (
+        (transformed_scores(means[:1], sds[:1], y, NO_CHANGE), gaussian_scores(means[0], sds[0], y)),
+        (transformed_scores(means, sds, y, NO_CHANGE), mixture_scores(means, sds, y)),
+    ):
+        assert found.sums == pytest.approx(exact.sums, rel=1e-9)
+        np.testing.assert_array_equal(found.arrays["evaluation.pit"], exact.arrays["evaluation.pit"])
+
+
+def test_log_scores_are_those_of_a_log_normal():
+    m, s, y = 0.3, 0.7, 2.5
+    law = stats.lognorm(s, scale=np.exp(m))
+    scores = transformed_scores(np.array([[m]]), np.array([[s]]), np.log([y]), Log()).sums
+    assert scores["nll"] == pytest.approx(-law.logpdf(y), rel=1e-12)
+    assert scores["absolute-error"] == pytest.approx(abs(law.mean() - y), rel=1e-9)
+    crps = quad(lambda v: law.cdf(v) ** 2, 0, y)[0] + quad(lambda v: law.sf(v) ** 2, y, np.inf)[0]
+    assert scores["crps"] == pytest.approx(crps, rel=1e-7)
+
+
+def test_the_power_is_that_of_all_rows_whatever_the_partition():
+    y = np.random.default_rng(1).gamma(1.5, 3.0, 200) - 1
+    centres = np.array([float(YeoJohnson(p).forward(np.array(4.0))) for p in YeoJohnson.powers])
+
+    def sums(part):
+        moved = np.stack([YeoJohnson(p).forward(part) for p in YeoJohnson.powers]) - centres[:, None]
+        slopes = np.array([YeoJohnson(p).log_slope(part).sum() for p in YeoJohnson.powers])
+        return TargetMoments(moved.sum(1), (moved**2).sum(1), slopes, np.array(float(len(part))))
+
+    parts = [sums(part) for part in np.split(y, [20, 90])]
+    best, mean, sd = chosen(add(parts), centres)
+    assert best == int(np.argmax([stats.yeojohnson_llf(p, y) for p in YeoJohnson.powers]))
+    t = stats.yeojohnson(y, YeoJohnson.powers[best])
+    assert (mean, sd) == pytest.approx((t.mean(), t.std()), rel=1e-10)
+
+
+def skewed(rows=90):
+    rng = np.random.default_rng(3)
+    x = rng.uniform(-2, 2, rows)
+    return pd.DataFrame({"x": x, "days": np.exp(1 + np.sin(2 * x) + 0.2 * rng.normal(size=rows))})
+
+
+def few(transform, folder, **more):
+    quick = {"model.num-inducing": 8, "baselines.local-only": False, "baselines.pooled": False}
+    return quick | {"transform.target": transform, "output-dir": str(folder), "fsgp.exchanges": 6} | more
+
+
+@pytest.fixture(scope="module", params=["log", "sqrt", "yeo-johnson"])
+def trained(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("transformed")
+    return fg.run(skewed(), target="days", method="fsgp", sites=3, options=few(request.param, folder))
+
+
+def test_the_saved_equation_predicts_with_numpy_alone(trained):
+    words, a = (
+        json.loads((trained.path / "posterior.json").read_text()),
+        load_file(trained.path / "posterior.safetensors"),
+    )
+    new = pd.DataFrame({"x": [-1.5, 0.2, 1.1]})
+    x = (new.to_numpy() - a["input.mean"]) / a["input.scale"]
+
+    def k(left, right):
+        gap = (left[:, None] - right[None]) / a["kernel.lengthscale"].ravel()
+        return a["kernel.outputscale"] * np.exp(-0.5 * (gap**2).sum(-1))
+
+    z = a["inducing.locations"]
+    root = np.linalg.cholesky(k(z, z) + words["model"]["jitter"] * float(a["kernel.outputscale"]) * np.eye(len(z)))
+    cross = np.linalg.solve(root, k(z, x))
+    variance = np.diag(k(x, x)) - (cross**2).sum(0) + np.diag(cross.T @ a["inducing.covariance"] @ cross)
+    mean = cross.T @ a["inducing.mean"] * a["target.scale"] + a["target.mean"]
+    sd = np.sqrt(variance + a["likelihood.noise"]) * a["target.scale"]
+    named = words["schema"]["target"]["transform"]
+    low = stats.norm.cdf((0.0 - mean) / sd) if named["name"] == "sqrt" else 0.0
+    t = mean + sd * stats.norm.ppf(low + 0.975 * (1 - low))
+    power = named["power"]
+    yeo = np.expm1(t) if power == 0 else (1 + power * np.abs(t)) ** (1 / power) - 1  # all t are above zero here
+    expected = {"log": np.exp(t), "sqrt": t**2, "yeo-johnson": yeo}[named["name"]]
+    predicted = trained.posterior.predict(new)
+    np.testing.assert_allclose(predicted["q97.5"], expected, rtol=1e-6)
+    draws = trained.posterior.sample(new, 4000, seed=1)
+    np.testing.assert_allclose(draws.mean(0), predicted["mean"], rtol=0.05)  # about three standard errors
+    assert {"target", "low", "high"} <= set(trained.files.predictions)
+
+
+def test_figures_are_in_units_of_the_target(trained):
+    rows, test = trained.files.predictions, trained.metrics.test
+    assert test["rmse"] == pytest.approx(np.sqrt(np.mean((rows["mean"] - rows["target"]) ** 2)), rel=1e-9)
+    inside = ((rows["low"] <= rows["target"]) & (rows["target"] <= rows["high"])).mean()
+    assert test["coverage_95"] == pytest.approx(inside)
+    assert rows["low"].min() > 0
+    assert test["r2"] > 0.7
+    assert trained.metrics.test_standardised["rmse"] == pytest.approx(
+        test["rmse"] / trained.metrics.training_target["sd"], rel=1e-9
+    )
+    with pytest.raises(RunError, match="use `sample`"):
+        trained.posterior.distribution(pd.DataFrame({"x": [0.0]}))
+
+
+def test_a_target_that_has_no_logarithm_is_refused_by_row(tmp_path):
+    table = skewed(30).assign(days=lambda d: d["days"] - d["days"].iloc[4])
+    with pytest.raises(DataError, match=r"target `days`.*'log' needs numbers above zero; another.*yeo-johnson"):
+        fg.run(table, target="days", sites=2, options=few("log", tmp_path))
+    with pytest.raises(ConfigError, match=r"`model.likelihood` = 'bernoulli' it must be 'none'"):
+        fg.run(table, target="days", sites=2, options=few("log", tmp_path) | {"model.likelihood": "bernoulli"})
