@@ -141,11 +141,6 @@ class MethodOptions(Section):
         return ""
 
     @property
-    def needs_spread(self) -> bool:
-        """Whether a site can take no part if all its targets are the same number."""
-        return True
-
-    @property
     def usual_inducing(self) -> int:
         """M where ``model.num-inducing`` leaves it to the method."""
         return 50

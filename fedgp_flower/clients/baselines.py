@@ -63,13 +63,17 @@ def fit(model: WiredModel, objective: Callable[[], Tensor], max_evaluations: int
 
 
 def local_only(site_data: tuple[Array, Array, Array, Array], config: RunConfig) -> Baseline:
-    """A GP of the site's own rows, hyperparameters at their mode: exact up to ``EXACT_ROWS`` rows, else sparse."""
+    """A GP of the site's own rows, hyperparameters at their mode: exact up to ``EXACT_ROWS`` rows, else sparse.
+
+    Where all targets are one number, hyperparameters stay as configured: a fit would let noise vanish.
+    """
     x, y, x_test, y_test = site_data
     if len(x) > EXACT_ROWS or config.model.likelihood != "gaussian":
         return _sparse(site_data, config, np.random.default_rng([config.seed, *b"local"]), prior=True)
     place = Placement.of(config)
     model = place.module(ExactGP(config.model, torch.from_numpy(x), torch.from_numpy(y)))
-    used = fit(model, lambda: model.log_evidence() + log_prior(model) / len(y), config.baselines.max_evaluations)
+    budget = config.baselines.max_evaluations
+    used = fit(model, lambda: model.log_evidence() + log_prior(model) / len(y), budget) if np.ptp(y) else 0
     mean, variance = model.predict(place.tensor(x_test))
     return Baseline(to_array(mean), to_array(variance), y_test, used)
 
@@ -104,7 +108,7 @@ def _sparse(
         bound = pooled_bound(model, inputs, targets)
         return (bound + log_prior(model) if prior else bound) / len(targets)
 
-    used = fit(model, objective, config.baselines.max_evaluations)
+    used = fit(model, objective, config.baselines.max_evaluations) if np.ptp(y) else 0
     with torch.no_grad():
         sums = SparseSums.from_arrays(pooled_sums(model, inputs, targets).to_arrays())
         mean, variance = model.predict(place.tensor(x_test), exact_posterior(sums, float(model.noise)))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fedgp_flower.errors import RunError
+from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.overview import described
@@ -124,7 +124,7 @@ class Enrolment:
         """Agree on schema and standardisation.
 
         Raises:
-            DataError: nobody is left to agree, or nothing that could be agreed on; see :func:`agree`.
+            DataError: nobody is left to agree, nothing that could be agreed on (:func:`agree`), or a constant column.
         """
         agreement = agree(
             {site: _description(own) for site, own in described.items()},
@@ -134,12 +134,18 @@ class Enrolment:
             missing=config.missing,
         )
         kept = {site: own for site, own in described.items() if site not in agreement.refused}
+        simulated = any(own.number("partitions") > 0 for own in kept.values())
+        if agreement.constant and not simulated and config.constant_columns == "error":
+            raise DataError(
+                f"constant column {', '.join(f'`{name}`' for name in agreement.constant)}: one value at all sites;"
+                " leave it out of `features`, or set `constant-columns` to 'keep'"
+            )
         preparation = Preparation(
             arrays=dict(agreement.arrays),
             schema=agreement.schema,
             labels={site: own.texts["label"] for site, own in kept.items()},
             rows=dict(agreement.num_examples),
-            simulated=any(own.number("partitions") > 0 for own in kept.values()),
+            simulated=simulated,
             names=agreement.names,
             training_target=agreement.training_target,
             columns=agreement.columns,

@@ -51,11 +51,6 @@ class FSGPOptions(MethodOptions):
         return strategies[self.objective]
 
     @property
-    def needs_spread(self) -> bool:
-        """Sums take any target; a fit to a constant one makes its noise vanish, and the average with it."""
-        return self.objective == "average"
-
-    @property
     def usual_inducing(self) -> int:
         """Bytes are spent where exchanges are saved."""
         return 300 if self.objective == "profiled" else super().usual_inducing
