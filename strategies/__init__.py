@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from strategies.multi_output_references import FedPoly as FedPoly
     from strategies.multi_output_references import ModularGP as ModularGP
     from strategies.pvi import PVI as PVI
+    from strategies.pvi_duals import DualPVI as DualPVI
+    from strategies.pvi_sums import AsynchronousSummedPVI as AsynchronousSummedPVI
+    from strategies.pvi_sums import SummedPVI as SummedPVI
     from strategies.references import LocalOnly as LocalOnly
     from strategies.references import Pooled as Pooled
     from strategies.replay_pvi import ParallelReplayPVI as ParallelReplayPVI
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "AsynchronousPVI": "async_pvi",
+    "AsynchronousSummedPVI": "pvi_sums",
+    "DualPVI": "pvi_duals",
     "FGPR": "fgpr",
     "FSGPAveraging": "fsgp",
     "FSGPDuals": "fsgp_duals",
@@ -46,6 +51,7 @@ _MODULES = {
     "SFVI": "sfvi",
     "SFVIAvg": "sfvi_avg",
     "SFVIClosedForm": "sfvi_closed",
+    "SummedPVI": "pvi_sums",
 }
 """Strategy → the module of its algorithm."""
 

@@ -34,14 +34,11 @@ def panels(run: RunData) -> list[Panel]:
     if run.posterior is None:
         return []
     arrays, details = run.posterior.arrays, run.metrics.method_details
-    sections = [
-        Panel(
-            "Posterior of the hyperparameters",
-            hyperparameters(arrays, names_of(run.posterior)),
-            _hyper_caption(details),
-        )
-    ]
-    if arrays["inducing.first"].shape[1] <= 2:
+    sections: list[Panel] = []
+    if "hyper.mean" in arrays:  # else Z and β are those that sums agreed on
+        figure, caption = hyperparameters(arrays, names_of(run.posterior)), _hyper_caption(details)
+        sections.append(Panel("Posterior of the hyperparameters", figure, caption))
+    if "inducing.first" in arrays and arrays["inducing.first"].shape[1] <= 2:
         names = [str(column["name"]) for column in run.posterior.schema["features"]]
         caption = (
             "Standardised inputs. Grey: where Z began; colour: the mean of q(Z), with 95 % intervals where Z has a"
