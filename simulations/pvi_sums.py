@@ -64,7 +64,9 @@ def leaks(folder: Path, keys: dict[str, Any]) -> dict[str, float]:
     preparation = agreed(raw)
     sites = {site.site: site.encode(preparation) for site in raw}
     predict = Predictor.of_run(folder).standardised
-    x, y, x_test, y_test = (np.concatenate([getattr(s, n) for s in sites.values()]) for n in ("x", "y", "x_test", "y_test"))
+    x, y, x_test, y_test = (
+        np.concatenate([getattr(s, n) for s in sites.values()]) for n in ("x", "y", "x_test", "y_test")
+    )
 
     def loss(inputs: Array, targets: Array) -> Array:
         mean, sd = predict(inputs)
