@@ -141,6 +141,14 @@ class MethodOptions(Section):
         return ""
 
     @property
+    def hyperprior(self) -> str:
+        """Of the hyperparameters, and so of the pooled fit that the method is judged by.
+
+        ``none``, or another one of :data:`fedgp_flower.clients.baselines.PRIORS`.
+        """
+        return "none"
+
+    @property
     def usual_inducing(self) -> int:
         """M where ``model.num-inducing`` leaves it to the method."""
         return 50

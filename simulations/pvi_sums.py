@@ -33,9 +33,9 @@ from strategies.pvi import state_of
 NAME = "pvi_sums"
 VARIANTS: dict[str, dict[str, Any]] = {"sums": {}, "capped": {"pvi.small-sites": "cap"}}
 LINES = (
-    "Standard splits, ten sites of rows dealt at random, `method=pvi`, all else at its default: `pvi.local-update=sums`,",
-    "300 inducing points, sequential visits, one for each site. Capped: `pvi.small-sites=cap`. Gaps are NLL of the",
-    "held-out rows less that of the best pooled fit with M = 100, nats per row: mean over the splits / the worst split.",
+    "Standard splits, ten sites of rows dealt at random, `method=pvi`, all else at its default: (Z, β) from sums, 300",
+    "inducing points, sequential visits, one for each site. Capped: `pvi.small-sites=cap`. Gaps are NLL of the",
+    "held-out rows less that of the best pooled fit with M = 100, nats per row: mean over the splits / worst split.",
     "Communications: of a site, those before training and its visit among them. AUC, mean over the splits: how well an",
     "attack tells training rows from held-out ones (½: not at all). By loss: with what a run publishes, the posterior,",
     "by −log p(y | x). By factor: with what the server alone holds, a site's own factor, by how far w = L⁻¹k(Z, x) is",

@@ -107,8 +107,8 @@ RUNS = (
         "model.num-inducing=15 model.inducing-init=normal baselines.max-evaluations=40"),
     # partitioned variational inference
     Run("pvi-replay", 4, f"{PVI}=4 {REPLAY} pvi.evaluations=60 pvi.refit-evaluations=40 pvi.refit-steps=5", forget="1"),
-    Run("pvi-replay-synchronous", 4, f"{PVI}=2 {REPLAY} pvi.schedule=synchronous pvi.evaluations=60 pvi.refit-evaluations=40 "
-        "pvi.refit-steps=5 pvi.min-rows-per-pseudo-point=2"),
+    Run("pvi-replay-synchronous", 4, f"{PVI}=2 {REPLAY} pvi.schedule=synchronous pvi.evaluations=60 "
+        "pvi.refit-evaluations=40 pvi.refit-steps=5 pvi.min-rows-per-pseudo-point=2"),
     Run("pvi-tied-adam", 4, f"{PVI}=4 {ADAM} pvi.order=random partitioner=exponential"),
     Run("pvi-free-adam", 4, f"{PVI}=5 {ADAM} pvi.factor=free {FIXED} pvi.order=residual optimizer.batch-size=32"),
     Run("pvi-cpo-average", 4, f"{PVI}=3 {ADAM} pvi.factor=cpo pvi.inducing=average pvi.schedule=synchronous"),

@@ -37,7 +37,7 @@ from fedgp_flower.methods.pvi.messages import (
     Visit,
 )
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
-from fedgp_flower.methods.pvi.saved import EQUATION, saved_arrays
+from fedgp_flower.methods.pvi.saved import EQUATION, names_of, saved_arrays
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.server.finalise import Posterior
@@ -640,8 +640,9 @@ class PVI(FederatedStrategy[PVIState]):
 
     def posterior_of(self, state: PVIState) -> Posterior:
         """The saved posterior: it predicts without any site."""
-        arrays, meanings = saved_arrays(predictive(state), state.first["inducing"], tied=self.options.tied)
-        section = self.config.model
+        section, first = self.config.model, state.first["inducing"]
+        names = names_of(section, first.shape[1])
+        arrays, meanings = saved_arrays(predictive(state), first, names, tied=self.options.tied)
         model = {"family": "pvi", "kernel": section.kernel, "ard": section.ard, "jitter": section.jitter}
         model |= {"likelihood": section.likelihood, "samples": self.options.prediction_samples}
         model |= {"seed": self.config.seed}

@@ -1,9 +1,9 @@
-"""PVI at a Z and β that sums of all rows agree on: u's factors are exact, and nothing stands between q and the pooled one.
+"""PVI at a Z and β that sums of all rows agree on, where u's factors are exact and q is the pooled posterior.
 
 First the exchanges of :mod:`strategies.fsgp_profiled` find (Z, β) from totals; then sites are visited as in
 :mod:`strategies.pvi`, by any schedule. With Gaussian noise a site's factor of v = L⁻¹u follows from its sums alone,
-tₖ(v) ∝ exp(bₖᵀv/σ² − vᵀAₖv/2σ²), so that one visit each gives the posterior of all rows at this (Z, β), however they are
-dealt (Ashman et al. 2022, Section 2: a conjugate model), and q/tₖ is the posterior without site k.
+tₖ(v) ∝ exp(bₖᵀv/σ² − vᵀAₖv/2σ²), so that one visit each gives the posterior of all rows at this (Z, β), whatever the
+partition (Ashman et al. 2022, Section 2: a conjugate model), and q/tₖ is the posterior without site k.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PVI at an agreed (Z, β): one visit each is the pooled posterior, by any schedule; forgetting is never having known."""
+"""PVI at an agreed (Z, β): one visit each is the pooled posterior, by any schedule; forgetting is exact."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, run, waves
 from numpy import ndarray
 
+from fedgp_flower.clients.baselines import PRIORS, log_prior
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.latent import LatentGP
+from fedgp_flower.gp.profiled import profiled
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import WhitenedPosterior
 from fedgp_flower.methods.fsgp.dual_messages import Expectations
@@ -24,6 +26,7 @@ from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import async_pvi, pvi
+from strategies.fsgp_profiled import objective
 from strategies.pvi import PVIState, forget, forget_site, posterior, state_of
 from strategies.pvi_duals import NaturalGradient
 from strategies.pvi_sums import LINEAR, ExactFactor, begin, whitened
@@ -69,7 +72,7 @@ def kernel(a: ndarray, b: ndarray) -> ndarray:
 
 
 def titsias(x: ndarray, y: ndarray) -> tuple[ndarray, ndarray]:
-    """Mean and variance of f at NEW: k_*z Σ⁻¹ K_zx y/σ² and k_** − k_*z (K_zz⁻¹ − Σ⁻¹) k_z*, Σ = K_zz + K_zx K_xz/σ²."""
+    """Of f at NEW: k_*z Σ⁻¹ K_zx y/σ² and k_** − k_*z (K_zz⁻¹ − Σ⁻¹) k_z*, Σ = K_zz + K_zx K_xz/σ²."""
     jitter = ModelSection().jitter * AMPLITUDE * np.eye(6)
     Kzz, Kzx, Kzs = kernel(Z, Z) + jitter, kernel(Z, x), kernel(Z, NEW)
     whole = Kzz + Kzx @ Kzx.T / NOISE
@@ -207,7 +210,7 @@ def test_classes_work_by_default(tmp_path: Any) -> None:
     agreed = end.ask_through(end.pooled(end.current, end.roster()))
     assert end.product(end.current).mean == pytest.approx(agreed.mean, abs=0.05)
     assert end.product(end.current).covariance == pytest.approx(agreed.covariance, abs=0.02)
-    with pytest.raises(ConfigError, match="'asynchronous': `pvi.local-update` = 'sums' needs"):
+    with pytest.raises(ConfigError, match=r"'asynchronous': `pvi\.local-update` = 'sums' needs"):
         parse_config(configured(**keys, pvi__schedule="asynchronous"))
 
 
@@ -230,3 +233,15 @@ def test_small_sites_are_named_or_capped(tmp_path: Any) -> None:
 def test_keys_that_mean_nothing_are_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_config({"method": "pvi", **keys})
+
+
+def test_the_pooled_fit_has_the_prior_of_the_method_that_it_judges():
+    """J less F from sums is the log prior that the pooled fit adds to its bound; in PVI by replay that is LN(0, 1)."""
+    model = SparseGP(ModelSection(lengthscale=0.7), torch.from_numpy(Z))
+    values, totals = model.to_arrays(), Statistics.of(pooled_sums(model, torch.from_numpy(X), torch.from_numpy(Y)))
+    expected = objective(values, totals) - profiled(totals.sums()).value
+    chosen = [("fsgp", {}), ("pvi", {}), ("fsgp", {"fsgp.objective": "exact"}), ("pvi", {"pvi.local-update": "replay"})]
+    options = [parse_config({"method": method, **keys}).options for method, keys in chosen]
+    found = [float(PRIORS[own.hyperprior](model).detach()) for own in options]
+    assert found == pytest.approx([expected, expected, 0.0, float(log_prior(model).detach())], abs=1e-9)
+    assert expected < 0

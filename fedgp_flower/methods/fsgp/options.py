@@ -51,6 +51,11 @@ class FSGPOptions(MethodOptions):
         return strategies[self.objective]
 
     @property
+    def hyperprior(self) -> str:
+        """A penalty holds lengthscales that the data leave open."""
+        return "lengthscales" if self.objective == "profiled" else super().hyperprior
+
+    @property
     def usual_inducing(self) -> int:
         """Bytes are spent where exchanges are saved."""
         return 300 if self.objective == "profiled" else super().usual_inducing

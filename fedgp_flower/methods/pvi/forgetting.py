@@ -34,8 +34,8 @@ def _densities(arrays: NamedArrays) -> dict[str, Gaussian]:
             mean, scale = (arrays[f"{saved}.{part}"].ravel() for part in ("mean", "scale"))
             densities[name] = DiagonalGaussian.from_arrays({"eta1": mean / scale**2, "eta2": -0.5 / scale**2})
     if "inducing.covariance" in arrays:
-        mean, covariance = (torch.from_numpy(arrays[f"inducing.{part}"]) for part in ("mean", "covariance"))
-        densities["whitened"] = NaturalGaussian.from_moments(mean, covariance)
+        moments = (torch.from_numpy(arrays[f"inducing.{part}"]) for part in ("mean", "covariance"))
+        densities["whitened"] = NaturalGaussian.from_moments(*moments)
     if "factor.whitened.eta2" in arrays:
         eta2 = arrays["factor.whitened.eta2"]
         whitened = {"eta1": arrays["factor.whitened.eta1"], "eta2": eta2 - 0.5 * np.eye(len(eta2))}

@@ -136,6 +136,11 @@ class PVIOptions(MethodOptions):
         return 300 if self.agrees else super().usual_inducing
 
     @property
+    def hyperprior(self) -> str:
+        """That of :mod:`strategies.fsgp_profiled` for sums; LN(0, 1) otherwise."""
+        return "lengthscales" if self.agrees else "log-normal"
+
+    @property
     def replays(self) -> bool:
         """Whether q(Z) and q(β) are shared values that a refit replaces."""
         return self.local_update == "replay"
@@ -195,11 +200,15 @@ class PVIOptions(MethodOptions):
             ConfigError: naming the two keys that do not go together.
         """
         plan, update = self.plan(), f"`pvi.local-update` = {self.local_update!r}"
-        points = self.factor != "cpo" and not self.linear
         if plan.local_update and plan.local_update != self.local_update:
             raise ConfigError(f"`pvi.preset` = {self.preset!r} is made of {plan.local_update!r} steps, not of {update}")
         if self.agrees:
-            return self._check_sums(core, plan, update)
+            self._check_sums(core, plan, update)
+        else:
+            self._check_local(core, plan, update)
+
+    def _check_local(self, core: CoreConfig, plan: Plan, update: str) -> None:
+        points = self.factor != "cpo" and not self.linear
         if self.replays:
             self._check_replay(core, plan, update)
         if self.linear and (self.inducing, self.hyper) != ("fixed", "fixed"):
@@ -229,17 +238,17 @@ class PVIOptions(MethodOptions):
     def _check_sums(self, core: CoreConfig, plan: Plan, update: str) -> None:
         usual = PVIOptions()
         names = [n for n in type(self).model_fields if n not in SUMS and getattr(self, n) != getattr(usual, n)]
-        keys = [f"`pvi.{name.replace('_', '-')}`" for name in names]
-        if unread := [*keys, *(["`optimizer.batch-size`"] if core.optimizer.batch_size else [])]:
-            raise ConfigError(f"{', '.join(unread)}: {update} does not read it; try 'replay' or 'adam'")
-        if unread := core.optimizer.unread("batch_size"):
+        if names:
+            keys = ", ".join(f"`pvi.{name.replace('_', '-')}`" for name in names)
+            raise ConfigError(f"{keys}: {update} does not read it; try 'replay' or 'adam'")
+        if unread := core.optimizer.unread():
             raise ConfigError(f"{unread}: {update} takes no local steps")
         if plan.split_prior:
             raise ConfigError(f"`pvi.preset` = {self.preset!r} splits the prior of v: {update} must be 'analytic'")
         if core.privacy.secure_aggregation:
             raise ConfigError(
-                f"`privacy.secure-aggregation`: {update} keeps a factor of every site, which masks would hide; set it to"
-                " false, or take method 'fsgp', whose posterior is the same and needs totals alone"
+                f"`privacy.secure-aggregation`: {update} keeps a factor of every site, which masks would hide; set it"
+                " to false, or take method 'fsgp', whose posterior is the same and needs totals alone"
             )
         if core.model.likelihood != "gaussian" and plan.schedule == "asynchronous":
             raise ConfigError(f"`pvi.schedule` = 'asynchronous': {update} needs `model.likelihood` = 'gaussian' for it")
