@@ -141,9 +141,12 @@ class MethodOptions(Section):
         return ""
 
     @property
-    def needs_spread(self) -> bool:
-        """Whether a site can take no part if all its targets are the same number."""
-        return True
+    def hyperprior(self) -> str:
+        """Of the hyperparameters, and so of the pooled fit that the method is judged by.
+
+        ``none``, or another one of :data:`fedgp_flower.clients.baselines.PRIORS`.
+        """
+        return "none"
 
     @property
     def usual_inducing(self) -> int:

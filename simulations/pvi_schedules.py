@@ -31,8 +31,13 @@ SITES = 10
 SLOW_NODE, SLOWNESS = 3, 5.0
 PAPER = {"pvi.local-update": "adam", "pvi.alpha": 0.1}
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "sequential replay": {"num-server-rounds": 30, "evaluate-every": 5},
-    "parallel replay": {"pvi.schedule": "synchronous", "num-server-rounds": 4, "evaluate-every": 1},
+    "sequential replay": {"pvi.local-update": "replay", "num-server-rounds": 30, "evaluate-every": 5},
+    "parallel replay": {
+        "pvi.local-update": "replay",
+        "pvi.schedule": "synchronous",
+        "num-server-rounds": 4,
+        "evaluate-every": 1,
+    },
     "sequential DPO": {**PAPER, "num-server-rounds": 30, "evaluate-every": 5},
     "synchronous DPO, ρ = 1/K": {**PAPER, "pvi.schedule": "synchronous", "num-server-rounds": 4, "evaluate-every": 1},
     "asynchronous DPO": {**PAPER, "pvi.schedule": "asynchronous", "num-server-rounds": 40, "evaluate-every": 5},

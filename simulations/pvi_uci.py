@@ -36,7 +36,9 @@ BASELINES = ("pooled", "local-only")
 MARKS = (5, 10, 20, 30)
 """Communications at which the table looks."""
 PAPER = {"pvi.local-update": "adam", "pvi.alpha": 0.1, "pvi.min-rows-per-pseudo-point": 1}
+REPLAY = {"pvi.local-update": "replay"}
 POOLED = {
+    **REPLAY,
     "min-sites": 1,
     "pvi.refit-evaluations": 300,
     "pvi.points-fraction": 1.0,
@@ -45,12 +47,17 @@ POOLED = {
 }
 """One site with all rows, whose pseudo-observations are its rows: q(Z), q(β) and the bound of an analyst."""
 VARIANTS: dict[str, dict[str, object]] = {
-    "replay": {"pvi.min-rows-per-pseudo-point": 1},
-    "replay, 2 rows per point": {"pvi.min-rows-per-pseudo-point": 2},
-    "replay, 5 rows per point": {},
-    "replay, 10 rows per point": {"pvi.min-rows-per-pseudo-point": 10},
-    "replay, parallel": {"pvi.min-rows-per-pseudo-point": 1, "pvi.schedule": "synchronous", "num-server-rounds": 4},
-    "replay, points": {"pvi.min-rows-per-pseudo-point": 1, "pvi.refit-steps": 0},
+    "replay": {**REPLAY, "pvi.min-rows-per-pseudo-point": 1},
+    "replay, 2 rows per point": {**REPLAY, "pvi.min-rows-per-pseudo-point": 2},
+    "replay, 5 rows per point": REPLAY,
+    "replay, 10 rows per point": {**REPLAY, "pvi.min-rows-per-pseudo-point": 10},
+    "replay, parallel": {
+        **REPLAY,
+        "pvi.min-rows-per-pseudo-point": 1,
+        "pvi.schedule": "synchronous",
+        "num-server-rounds": 4,
+    },
+    "replay, points": {**REPLAY, "pvi.min-rows-per-pseudo-point": 1, "pvi.refit-steps": 0},
     "DPO, tied": PAPER,
     "DPO, free": {**PAPER, "pvi.factor": "free"},
     "CPO": {**PAPER, "pvi.factor": "cpo"},

@@ -41,7 +41,7 @@ PAPER: dict[str, Any] = {
     "pvi.first-steps": 150,
     "pvi.steps": 75,
 }
-REPLAY: dict[str, Any] = {"method": "pvi", "num-server-rounds": 34}
+REPLAY: dict[str, Any] = {"method": "pvi", "pvi.local-update": "replay", "num-server-rounds": 34}
 VARIANTS: dict[str, dict[str, Any]] = {
     "pooled": {"method": "pooled"},
     "local-only": {"method": "local-only"},

@@ -78,6 +78,7 @@ QUIET = ["baselines.linear=false", "baselines.local-only=false", "baselines.pool
 FSGP = "method=fsgp fsgp.objective=exact model.num-inducing=20 evaluate-every=0 num-server-rounds"
 AVERAGE = "method=fsgp fsgp.objective=average model.num-inducing=20 evaluate-every=5 num-server-rounds=10"
 PVI = "method=pvi dataset=diabetes model.num-inducing=15 pvi.prediction-samples=20 evaluate-every=0 num-server-rounds"
+REPLAY = "pvi.local-update=replay"
 ADAM = "pvi.local-update=adam pvi.first-steps=20 pvi.steps=10"
 FIXED = "pvi.inducing=fixed pvi.hyper=fixed"
 UNITS = "dataset=convolved-signals partitioner=natural partition.column=unit split=0 model.num-inducing=25"
@@ -105,9 +106,9 @@ RUNS = (
     Run("pooled", 0, "method=pooled dataset=five-blocks split=0 partitioner=natural partition.column=site "
         "model.num-inducing=15 model.inducing-init=normal baselines.max-evaluations=40"),
     # partitioned variational inference
-    Run("pvi-replay", 4, f"{PVI}=4 pvi.evaluations=60 pvi.refit-evaluations=40 pvi.refit-steps=5", forget="1"),
-    Run("pvi-replay-synchronous", 4, f"{PVI}=2 pvi.schedule=synchronous pvi.evaluations=60 pvi.refit-evaluations=40 "
-        "pvi.refit-steps=5 pvi.min-rows-per-pseudo-point=2"),
+    Run("pvi-replay", 4, f"{PVI}=4 {REPLAY} pvi.evaluations=60 pvi.refit-evaluations=40 pvi.refit-steps=5", forget="1"),
+    Run("pvi-replay-synchronous", 4, f"{PVI}=2 {REPLAY} pvi.schedule=synchronous pvi.evaluations=60 "
+        "pvi.refit-evaluations=40 pvi.refit-steps=5 pvi.min-rows-per-pseudo-point=2"),
     Run("pvi-tied-adam", 4, f"{PVI}=4 {ADAM} pvi.order=random partitioner=exponential"),
     Run("pvi-free-adam", 4, f"{PVI}=5 {ADAM} pvi.factor=free {FIXED} pvi.order=residual optimizer.batch-size=32"),
     Run("pvi-cpo-average", 4, f"{PVI}=3 {ADAM} pvi.factor=cpo pvi.inducing=average pvi.schedule=synchronous"),

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from strategies.multi_output_references import FedPoly as FedPoly
     from strategies.multi_output_references import ModularGP as ModularGP
     from strategies.pvi import PVI as PVI
+    from strategies.pvi_duals import DualPVI as DualPVI
+    from strategies.pvi_sums import AsynchronousSummedPVI as AsynchronousSummedPVI
+    from strategies.pvi_sums import SummedPVI as SummedPVI
     from strategies.pvi_weights import PVIGLM as PVIGLM
     from strategies.pvi_weights import AsynchronousPVIGLM as AsynchronousPVIGLM
     from strategies.references import LocalOnly as LocalOnly
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "AsynchronousPVI": "async_pvi",
     "AsynchronousPVIGLM": "pvi_weights",
+    "AsynchronousSummedPVI": "pvi_sums",
+    "DualPVI": "pvi_duals",
     "FGPR": "fgpr",
     "FSGPAveraging": "fsgp",
     "FSGPDuals": "fsgp_duals",
@@ -50,6 +55,7 @@ _MODULES = {
     "SFVI": "sfvi",
     "SFVIAvg": "sfvi_avg",
     "SFVIClosedForm": "sfvi_closed",
+    "SummedPVI": "pvi_sums",
 }
 """Strategy → the module of its algorithm."""
 

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from fedgp_flower.methods.pvi.messages import Refined
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
-from strategies.pvi import PVI, PVIState, begun, damping_of, fold, next_sites, order_of, visit
+from strategies.pvi import PVI, REFINED, PVIState, Refinement, begun, damping_of, fold, next_sites, order_of
 from strategies.server.questions import Asking, Figures, First, Roster
 
 
-def one_round(state: PVIState, roster: Roster, plan: Plan, options: PVIOptions) -> Asking[tuple[PVIState, Figures]]:
+def one_round(
+    state: PVIState, roster: Roster, plan: Plan, options: PVIOptions, asked: Refinement = REFINED
+) -> Asking[tuple[PVIState, Figures]]:
     """Give idle sites the newest posterior, and fold in the first answer of all that are under way."""
     state = replace(state, rows={**state.rows, **roster.rows})
     # 1. and 2. sites that are idle, in turn, up to the number that may work at once
@@ -29,11 +30,11 @@ def one_round(state: PVIState, roster: Roster, plan: Plan, options: PVIOptions) 
         record = state.record
         [site] = next_sites(in_turn, idle, record.attempts, record.sizes, order_of(plan, roster.round))
         state = begun(state, [site])
-        requests[site], sent[site] = visit(state, site, plan), state.version
-    site, answer = yield First(Refined, requests)
+        requests[site], sent[site] = asked.request(state, site, plan), state.version
+    site, answer = yield First(asked.answer, requests)
     # 3. the merge, damped by how many work at once
     damping, stale = damping_of(plan, len(sent)), state.version - sent.pop(site)
-    answers = {} if answer is None else {site: answer}
+    answers = {} if answer is None else {site: asked.read(answer, state.rows[site])}
     state, figures = yield from fold(replace(state, sent=sent), answers, damping, plan, options)
     if answers:
         record = state.record

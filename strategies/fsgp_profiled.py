@@ -24,7 +24,7 @@ from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.ascent import Memory, direction, forgotten
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.profiled import profiled, scaled
+from fedgp_flower.gp.profiled import PENALTY, profiled, scaled
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import bound_gradient
 from fedgp_flower.messages import encode, message
@@ -72,8 +72,6 @@ ROWS_PER_POINT = 3
 """Fewer rows of a site for each inducing point are nearly told by its sums."""
 BEFORE, A_ROUND = 3, 2
 """Exchanges before training (descriptions, where inputs lie, the sketch) and in a round."""
-PENALTY = 0.05
-"""J = F − .05 Σ (log ℓ − 1)²: a lengthscale that the data leave open does not run away."""
 
 
 @message()

@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from fedgp_flower.methods.pvi.messages import (
     Visit,
 )
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
-from fedgp_flower.methods.pvi.saved import EQUATION, saved_arrays
+from fedgp_flower.methods.pvi.saved import EQUATION, names_of, saved_arrays
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.server.finalise import Posterior
@@ -51,6 +51,8 @@ FIRST_SCALE = 0.1
 """Standard deviation of q(Z) and q(β) that the first visits start from: wide draws of Z would hide their means."""
 HEAVY = 4.0
 """Weight of pseudo-observations for each row beyond which no site believes what it sends; honest ones have about 1."""
+VISITS = "visits"
+"""Field of a state that holds a :class:`PVIState` among other things."""
 MOST_HALVINGS = 40
 """Damping below 2⁻⁴⁰ moves nothing in float64 arithmetic: such an update is refused."""
 
@@ -246,6 +248,24 @@ def begun(state: PVIState, sites: Iterable[str]) -> PVIState:
 
 
 # ---- Step 2: what a site is asked, and what it answers --------------------------------------------------------------
+
+
+class Refinement:
+    """What a site is asked on a visit, and its answer as an update."""
+
+    answer: type = Refined
+
+    def request(self, state: PVIState, site: str, plan: Plan) -> Any:
+        """What the others know, and the site's own factor to start from."""
+        return visit(state, site, plan)
+
+    def read(self, answer: Any, rows: int) -> Refined:
+        """The update of a site with so many rows."""
+        del rows
+        return cast(Refined, answer)
+
+
+REFINED = Refinement()
 
 
 def visit(state: PVIState, site: str, plan: Plan) -> Visit:
@@ -463,7 +483,7 @@ def _noted(state: PVIState, answers: Mapping[str, Refined], merged: MergeRecord)
 
 
 def one_round(
-    state: PVIState, roster: Roster, plan: Plan, options: PVIOptions, answer: type[Refined] = Refined
+    state: PVIState, roster: Roster, plan: Plan, options: PVIOptions, asked: Refinement = REFINED
 ) -> Asking[tuple[PVIState, Figures]]:
     """One iteration of Algorithm 1."""
     state = replace(state, rows={**state.rows, **roster.rows})
@@ -472,7 +492,8 @@ def one_round(
     chosen = next_sites(plan, waiting, state.record.attempts, state.record.sizes, order_of(plan, roster.round))
     state = begun(state, chosen)
     # 2. each site k ∈ b_i maximises its local free energy in the context of the others; t̂ₖ comes back
-    answers = yield Each(answer, {site: visit(state, site, plan) for site in chosen})
+    replies = yield Each(asked.answer, {site: asked.request(state, site, plan) for site in chosen})
+    answers = {site: asked.read(own, state.rows[site]) for site, own in replies.items()}
     # 3. tₖ ← tₖ^(1−ρ) t̂ₖ^ρ,  q ∝ p ∏ₖ tₖ
     return (yield from fold(state, answers, damping_of(plan, max(len(answers), 1)), plan, options))
 
@@ -514,9 +535,16 @@ def _without(by_site: Mapping[str, Any], site: str) -> dict[str, Any]:
     return {key: value for key, value in by_site.items() if key != site}
 
 
+def root_of(snapshot: Snapshot) -> str:
+    """What names of the state in a checkpoint begin with: a run that first agrees on Z and β keeps that beside it."""
+    nested = f"{STATE}{VISITS}."
+    return nested if any(name.startswith(nested) for name in snapshot.arrays) else STATE
+
+
 def state_of(snapshot: Snapshot) -> PVIState:
     """The state in a checkpoint."""
-    return decode(PVIState, {n.removeprefix(STATE): a for n, a in snapshot.arrays.items() if n.startswith(STATE)})
+    root = root_of(snapshot)
+    return decode(PVIState, {n.removeprefix(root): a for n, a in snapshot.arrays.items() if n.startswith(root)})
 
 
 def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
@@ -527,11 +555,12 @@ def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
     Raises:
         NumericsError: the site has no factor, or what remains is no density.
     """
+    root = root_of(snapshot)
     state = forget(state_of(snapshot), site)
-    arrays = {name: array for name, array in snapshot.arrays.items() if not name.startswith(STATE)}
+    arrays = {name: array for name, array in snapshot.arrays.items() if not name.startswith(root)}
     preparation = dict(snapshot.facts["preparation"])
     preparation["rows"] = _without(preparation["rows"], site)
-    own = {f"{STATE}{name}": array for name, array in encode(state).items()}
+    own = {f"{root}{name}": array for name, array in encode(state).items()}
     return Snapshot(arrays | own, {**snapshot.facts, "preparation": preparation})
 
 
@@ -625,8 +654,9 @@ class PVI(FederatedStrategy[PVIState]):
 
     def posterior_of(self, state: PVIState) -> Posterior:
         """The saved posterior: it predicts without any site."""
-        arrays, meanings = saved_arrays(predictive(state), state.first["inducing"], tied=self.options.tied)
-        section = self.config.model
+        section, first = self.config.model, state.first["inducing"]
+        names = names_of(section, first.shape[1])
+        arrays, meanings = saved_arrays(predictive(state), first, names, tied=self.options.tied)
         model = {"family": "pvi", "kernel": section.kernel, "ard": section.ard, "jitter": section.jitter}
         model |= {"likelihood": section.likelihood, "samples": self.options.prediction_samples}
         model |= {"seed": self.config.seed}

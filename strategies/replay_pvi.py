@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from fedgp_flower.errors import RunError
 from fedgp_flower.methods.pvi.messages import Distilled, Refitted
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
-from strategies.pvi import PVI, PVIState, misfit, one_round, predictive, shared
+from strategies.pvi import PVI, PVIState, Refinement, misfit, one_round, predictive, shared
 from strategies.server.questions import Asking, Each, Figures, Refuse, Roster
 
 REFITTERS = 3
@@ -34,11 +34,17 @@ def refit(state: PVIState, roster: Roster, options: PVIOptions) -> Asking[tuple[
     return state, {}
 
 
+class Distillation(Refinement):
+    """The same, at the shared q(Z), q(β)."""
+
+    answer = Distilled
+
+
 def parallel_round(
     state: PVIState, roster: Roster, plan: Plan, options: PVIOptions
 ) -> Asking[tuple[PVIState, Figures]]:
     """Sites distil at the shared q(Z), q(β); one of them refits these, where anybody's answer could be used."""
-    state, figures = yield from one_round(state, roster, plan, options, Distilled)
+    state, figures = yield from one_round(state, roster, plan, options, Distillation())
     if not figures:
         return state, {}
     state, fitted = yield from refit(state, roster, options)

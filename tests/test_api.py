@@ -87,9 +87,11 @@ def admissions(rows: int = 72) -> pd.DataFrame:
 
 
 SHORT = {"pvi.evaluations": 6, "pvi.steps": 6, "pvi.first-steps": 8, "pvi.samples": 2, "pvi.prediction-samples": 6}
+SHORT["pvi.local-update"] = "replay"
 POSTERIORS = {
     "fsgp": ("fsgp", {}),
-    "pvi": ("pvi", SHORT),
+    "pvi": ("pvi", {}),
+    "pvi by replay": ("pvi", SHORT),
     "pvi with points": ("pvi", SHORT | {"pvi.hyper": "fixed", "pvi.inducing": "fixed"}),
     "sfvi": ("sfvi", {}),
     "sfvi stochastic": ("sfvi", {"sfvi.objective": "stochastic", "sfvi.site-inducing": 4}),

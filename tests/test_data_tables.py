@@ -31,8 +31,7 @@ def lines(*changed: tuple[int, str], header: str = HEADER, rows: list[str] | Non
 
 
 def load(path: Path, **node: str) -> RawSite:
-    config = CoreConfig.model_validate({"constant-columns": node.pop("constant", "error")})
-    return load_site(config, {"data-path": str(path), **node})
+    return load_site(CoreConfig(), {"data-path": str(path), **node})
 
 
 CASES = {
@@ -51,8 +50,6 @@ CASES = {
     "long row": (lines((8, f"27,bx,1,2,{SECRET}")), {}, ["data row 8", "more cells"]),
     "all rows long": (lines(rows=[row + "," + SECRET for row in GOOD]), {}, ["more cells than the header"]),
     "one row": (lines(rows=[f"20,ax,{SECRET},1"]), {}, ["1 training row", "at least 2"]),
-    "constant feature": (lines(rows=[f"{i},{SECRET}x,1,{i}" for i in range(9)]), {}, ["constant column `job`, `dose`"]),
-    "constant target": (lines(rows=[f"{i},{'ab'[i % 2]},{i},{SECRET}" for i in range(9)]), {}, ["constant column `y`"]),
     "identifiers": (lines(rows=[f"{i},{SECRET}{i}x,{i},{i}" for i in range(12)]), {}, ["`job`", "`features`"]),
     "text target": (lines(rows=[f"{i},a,{i},{SECRET}x" for i in range(4)]), {}, ["target `y` holds text", "bernoulli"]),
     "no header": ("\n".join(f"{i},{SECRET}" for i in range(5)), {}, ["first line holds numbers"]),
@@ -110,9 +107,9 @@ def test_faults_of_a_test_file_name_the_test_file(tmp_path):
     assert SECRET not in str(caught.value)
 
 
-def test_constant_columns_may_be_kept(tmp_path):
-    (tmp_path / "a.csv").write_text(lines(rows=[f"{i},ax,1,{i}" for i in range(9)]))
-    assert load(tmp_path / "a.csv", constant="keep").features == ("age", "job", "dose")
+def test_a_constant_column_of_one_site_is_kept(tmp_path):
+    (tmp_path / "a.csv").write_text(lines(rows=[f"{i},ax,1,2" for i in range(9)]))
+    assert load(tmp_path / "a.csv").features == ("age", "job", "dose")
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet"])

@@ -22,6 +22,7 @@ pytestmark = [
 OWN = {
     "pvi": [
         "num-server-rounds=4",
+        "pvi.local-update=replay",
         "pvi.refit-evaluations=15",
         "pvi.refit-steps=5",
         "pvi.evaluations=15",

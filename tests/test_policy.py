@@ -29,7 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fsgp": {"num_server_rounds": 3},
     "fsgp average": {"fsgp__objective": "average"},
     "fgpr": {"method": "fgpr"},
-    "pvi": {"method": "pvi", "pvi__schedule": "synchronous"},
+    "pvi": {"method": "pvi", "pvi__local_update": "replay", "pvi__schedule": "synchronous"},
     "pvi-glm": {"method": "pvi-glm"},
     "sfvi": {"method": "sfvi"},
     "sfvi stochastic": {"method": "sfvi", "sfvi__objective": "stochastic"},

@@ -4,7 +4,6 @@ import pytest
 import torch
 from test_pvi_updates import exact, generator, sine
 
-from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.pvi import pseudo_points
 from fedgp_flower.methods.pvi.hierarchical import (
     Data,
@@ -40,9 +39,13 @@ def test_microaggregation_keeps_the_floor_and_the_sums(points, floor):
     torch.testing.assert_close(own.residual, within)
 
 
-def test_too_few_rows_for_the_floor():
-    with pytest.raises(ConfigError, match="only 3 rows"):
-        microaggregate(sine(3), 2, 5)
+def test_fewer_rows_than_the_floor_are_one_point():
+    data = sine(3)
+    own = microaggregate(data, 2, 5)
+    torch.testing.assert_close(own.inputs, data.inputs.mean(0, keepdim=True))
+    torch.testing.assert_close(own.targets, data.targets.mean()[None])
+    assert float(own.root[0]) == pytest.approx(3**0.5)
+    assert float(own.residual) == pytest.approx(float((data.targets - data.targets.mean()).square().sum()))
 
 
 def test_distance_report_sees_copies_of_rows():

@@ -39,6 +39,7 @@ QUICK = {
     "pvi__refit_steps": 4,
     "pvi__steps": 6,
     "pvi__first_steps": 8,
+    "pvi__local_update": "replay",
     "pvi__samples": 2,
     "pvi__prediction_samples": 4,
     "pvi__max_points": 8,

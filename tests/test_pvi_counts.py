@@ -63,7 +63,9 @@ def sine(rows: int = 30) -> Data:
 
 def options(**keys: Any) -> PVIOptions:
     flat = {f"pvi.{name.replace('_', '-')}": value for name, value in keys.items()}
-    return parse_config({"method": "pvi", "pvi.min-rows-per-pseudo-point": 1, **flat}).options
+    return parse_config(
+        {"method": "pvi", "pvi.local-update": "replay", "pvi.min-rows-per-pseudo-point": 1, **flat}
+    ).options
 
 
 @pytest.mark.parametrize("form", ["tied", "free", "full", "cpo"])

@@ -42,7 +42,7 @@ def options(**keys: Any) -> PVIOptions:
 
 
 LINEAR = options(local_update="natural-gradient", inducing="fixed", hyper="fixed")
-REPLAY, PARALLEL = options(), options(schedule="synchronous")
+REPLAY, PARALLEL = (options(local_update="replay", schedule=name) for name in ("sequential", "synchronous"))
 Rounds = Callable[[PVIState, Roster], Asking[tuple[PVIState, dict[str, float]]]]
 
 

@@ -285,7 +285,7 @@ def test_single_sites_cannot_be_asked_under_masks(kind):
 
 @pytest.mark.parametrize("method", ["pvi", "sfvi-avg", "fedmgp", "pooled"])
 def test_methods_of_more_than_totals_are_refused_by_name(method):
-    grid = Transcript(configured(**MASKED, method=method), 3)
+    grid = Transcript(configured(**MASKED, method=method, pvi__local_update="replay"), 3)
     with pytest.raises(ConfigError, match=f"{method}.*more than their sum|'{method}' sees the rows"):
         run(grid)
     assert {kind for _, kind, _ in grid.replies} <= {"query.describe", "query.keys", "query.shape", "query.model"}

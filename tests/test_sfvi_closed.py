@@ -145,7 +145,7 @@ def test_a_site_that_never_answers_is_left_out(three: list[dict[str, Any]]) -> N
 
 
 def test_a_site_whose_target_is_constant_does_not_break_the_others(tmp_path: Path) -> None:
-    """They score as they would without it. An exact constant is refused before."""
+    """They score as they would without it."""
     tables = {site: waves(30, seed) for seed, site in enumerate("abc")}
     flat = tables["c"].assign(y=tables["c"]["y"].mean() + 1e-6 * tables["c"]["y"])
     scores = []

@@ -456,7 +456,6 @@ def test_a_data_frame_with_text_is_encoded_and_the_site_has_its_name() -> None:
         ((np.zeros((3, 2)),), "returned 1 things"),
         ((np.zeros(3), np.zeros(3)), r"shapes \(3,\), \(3,\); expected \[N, D\] and \[N\]"),
         ((np.zeros((3, 2)), np.zeros(4)), r"shapes \(3, 2\), \(4,\)"),
-        ((np.ones((9, 2)), np.arange(9.0)), "load_data.*constant column"),
         ((np.full((9, 1), np.nan), np.arange(9.0)), "load_data.*NaN"),
     ],
 )

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.gp.kernels import WiredModel
+from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.methods.messages import Step, Stepped, WeightedStep
 
 
@@ -18,3 +24,13 @@ class AveragingClient(SiteClient):
     def weighted(self, request: Step) -> WeightedStep:
         """The step times this site's rows."""
         return WeightedStep.of(self.train(request), self.num_examples)
+
+    def stepped(self, model: WiredModel, objective: Callable[[], Tensor], request: Step) -> Stepped:
+        """Local steps uphill; none where all targets are one number, whose noise would vanish, and the mean with it."""
+        local = self.config.optimizer
+        if np.ptp(self.rows.y) == 0:
+            value = float(objective().detach())
+        else:
+            rate, parameters = request.learning_rate, list(model.parameters())
+            value = ascend(objective, parameters, name=local.name, steps=local.steps, learning_rate=rate)
+        return Stepped.of(request, model.to_arrays(), value)

@@ -16,6 +16,7 @@ from fedgp_flower.gp.kernels import WiredModel
 from fedgp_flower.gp.latent import LatentGP
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
+from fedgp_flower.gp.profiled import PENALTY
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, exact_posterior
 from fedgp_flower.run.config import RunConfig
@@ -52,6 +53,22 @@ def log_prior(model: WiredModel) -> Tensor:
     return -0.5 * torch.stack(terms).sum()
 
 
+def no_prior(model: WiredModel) -> Tensor:
+    """0."""
+    del model
+    return torch.zeros((), dtype=torch.float64)
+
+
+def penalty(model: WiredModel) -> Tensor:
+    """−.05 Σ (log ℓ − 1)², as :mod:`strategies.fsgp_profiled` has it."""
+    logs = [own for name, own in model.wire_parameters() if name.endswith("log_lengthscale")]
+    return -PENALTY * sum(((own - 1).square().sum() for own in logs), no_prior(model))
+
+
+PRIORS = {"none": no_prior, "log-normal": log_prior, "lengthscales": penalty}
+"""Log densities of hyperparameters, up to a constant, by :attr:`MethodOptions.hyperprior`."""
+
+
 def fit(model: WiredModel, objective: Callable[[], Tensor], max_evaluations: int, tolerance: float = 1e-7) -> int:
     """Maximise a function of the model's parameters, logarithms within their bounds; returns the evaluations used."""
     named = dict(model.wire_parameters())
@@ -63,21 +80,28 @@ def fit(model: WiredModel, objective: Callable[[], Tensor], max_evaluations: int
 
 
 def local_only(site_data: tuple[Array, Array, Array, Array], config: RunConfig) -> Baseline:
-    """A GP of the site's own rows, hyperparameters at their mode: exact up to ``EXACT_ROWS`` rows, else sparse."""
+    """A GP of the site's own rows, hyperparameters at their mode: exact up to ``EXACT_ROWS`` rows, else sparse.
+
+    Where all targets are one number, hyperparameters stay as configured: a fit would let noise vanish.
+    """
     x, y, x_test, y_test = site_data
     if len(x) > EXACT_ROWS or config.model.likelihood != "gaussian":
-        return _sparse(site_data, config, np.random.default_rng([config.seed, *b"local"]), prior=True)
+        return _sparse(site_data, config, np.random.default_rng([config.seed, *b"local"]), log_prior)
     place = Placement.of(config)
     model = place.module(ExactGP(config.model, torch.from_numpy(x), torch.from_numpy(y)))
-    used = fit(model, lambda: model.log_evidence() + log_prior(model) / len(y), config.baselines.max_evaluations)
+    budget = config.baselines.max_evaluations
+    used = fit(model, lambda: model.log_evidence() + log_prior(model) / len(y), budget) if np.ptp(y) else 0
     mean, variance = model.predict(place.tensor(x_test))
     return Baseline(to_array(mean), to_array(variance), y_test, used)
 
 
 def pooled(site: RawSite, preparation: Preparation, config: RunConfig) -> Baseline:
-    """A sparse GP of the rows of all simulated sites, inducing points started at a random subset of the rows."""
+    """A sparse GP of the rows of all simulated sites, inducing points started at a random subset of the rows.
+
+    Hyperparameters have the prior of the method that it is compared with.
+    """
     rows = all_rows(config, site.partitions, preparation)
-    return _sparse(rows, config, np.random.default_rng([config.seed, *b"pooled"]), prior=False)
+    return _sparse(rows, config, np.random.default_rng([config.seed, *b"pooled"]), PRIORS[config.options.hyperprior])
 
 
 def all_rows(config: RunConfig, partitions: int, preparation: Preparation) -> tuple[Array, Array, Array, Array]:
@@ -89,9 +113,12 @@ def all_rows(config: RunConfig, partitions: int, preparation: Preparation) -> tu
 
 
 def _sparse(
-    rows: tuple[Array, Array, Array, Array], config: RunConfig, rng: np.random.Generator, *, prior: bool
+    rows: tuple[Array, Array, Array, Array],
+    config: RunConfig,
+    rng: np.random.Generator,
+    prior: Callable[[WiredModel], Tensor],
 ) -> Baseline:
-    """Hyperparameters and inducing points at the maximum of the collapsed bound, plus the log prior if asked."""
+    """Hyperparameters and inducing points at the maximum of the collapsed bound plus a log prior."""
     x, y, x_test, y_test = rows
     place = Placement.of(config)
     inputs, targets = place.tensor(x), place.tensor(y)
@@ -101,10 +128,9 @@ def _sparse(
     model = place.module(SparseGP(config.model, torch.from_numpy(x[chosen])))
 
     def objective() -> Tensor:
-        bound = pooled_bound(model, inputs, targets)
-        return (bound + log_prior(model) if prior else bound) / len(targets)
+        return (pooled_bound(model, inputs, targets) + prior(model)) / len(targets)
 
-    used = fit(model, objective, config.baselines.max_evaluations)
+    used = fit(model, objective, config.baselines.max_evaluations) if np.ptp(y) else 0
     with torch.no_grad():
         sums = SparseSums.from_arrays(pooled_sums(model, inputs, targets).to_arrays())
         mean, variance = model.predict(place.tensor(x_test), exact_posterior(sums, float(model.noise)))

@@ -213,13 +213,6 @@ def nearly_unique(levels: int, rows: int) -> bool:
     return levels > 2 and levels * ROWS_PER_LEVEL > rows
 
 
-def refuse_constant(frame: pd.DataFrame, names: Sequence[str], where: str, hint: str) -> None:
-    """Raise DataError naming the columns that hold one value only."""
-    constant = [name for name in names if frame[name].nunique() == 1]
-    if constant:
-        raise DataError(f"{where}: constant column {', '.join(f'`{n}`' for n in constant)}; {hint}")
-
-
 def require_rows(count: int, needed: int, where: str) -> None:
     """Raise DataError where a site has too few training rows."""
     if count < needed:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgp_flower.data.cells import kind_of, refuse_constant, refuse_identifiers, require_rows
+from fedgp_flower.data.cells import kind_of, refuse_identifiers, require_rows
 from fedgp_flower.data.datasets import Choice, Table, checked, load_table
 from fedgp_flower.data.partitioning import Deal, Indices, deal, row_labels
 from fedgp_flower.data.seeds import generator
@@ -193,10 +193,8 @@ def _hold_out(rows: int, config: CoreConfig, site: str) -> tuple[Indices, Indice
     return np.sort(order[count:]), np.sort(order[:count])
 
 
-def _usable(site: RawSite, where: str, config: CoreConfig) -> RawSite:
+def _usable(site: RawSite, where: str) -> RawSite:
     require_rows(len(site.train), LEAST_ROWS, where)
-    if config.needs_spread:
-        refuse_constant(site.train, [site.target], where, "a target without spread cannot be learned from")
     return site
 
 
@@ -221,7 +219,7 @@ def _share_of(table: Table, config: CoreConfig, site: int, partitions: int) -> R
     own, others = (table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out))
     names, dropped = (table.features, table.target), table.dropped if site == 0 else 0
     raw = RawSite(str(site), dealt.labels[site], partitions, own, others, *names, dropped)
-    return _usable(raw, where, config)
+    return _usable(raw, where)
 
 
 def _share(config: CoreConfig, table: Table, test: NDArray[np.int64], dealt: Deal, site: int) -> NDArray[np.int64]:
@@ -318,8 +316,4 @@ def _of_tables(
         keep, drop = _hold_out(len(frame), config, site)
         train, test = (frame.iloc[part].reset_index(drop=True) for part in (keep, drop))
     refuse_identifiers(train, inputs, file, choice.max_levels)
-    usable = _usable(RawSite(site, label, 0, train, test, tuple(inputs), target, dropped), file, config)
-    if config.constant_columns == "error":
-        hint = "leave it out of `features`, or set `constant-columns` to 'keep'"
-        refuse_constant(train, inputs, file, hint)
-    return usable
+    return _usable(RawSite(site, label, 0, train, test, tuple(inputs), target, dropped), file)

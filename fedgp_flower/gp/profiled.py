@@ -21,6 +21,8 @@ from fedgp_flower.gp.sums import SparseSums
 
 LOG_RATIO = (-8.0, 18.0)
 """Where log a/σ² is searched."""
+PENALTY = 0.05
+"""J = F − .05 Σ (log ℓ − 1)²: a lengthscale that the data leave open does not run away."""
 LEAST_NOISE = 1e-6
 """Of the standardised target."""
 

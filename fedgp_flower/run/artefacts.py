@@ -37,10 +37,11 @@ from fedgp_flower.typing import NamedArrays
 if TYPE_CHECKING:
     import pandas as pd
 
+    from strategies.server.finalise import Summary
+
 SEALED = ("config.toml", "history.csv", "metrics.json", "posterior.json", "posterior.safetensors", "predictions.csv")
 SEALS, LOCK = "files.json", "lock"
 """Hashes of the files of a finished run; who writes into its folder."""
-    from strategies.server.finalise import Summary
 
 HISTORY_COLUMNS = ("round", "communications", "seconds", "bytes_up", "bytes_down")
 """Columns every row of the history has: communications so far; seconds and bytes of this round alone."""

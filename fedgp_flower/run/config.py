@@ -100,7 +100,7 @@ class CoreConfig(Section):
     """Comma-separated feature columns; empty means all but the target."""
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
     constant_columns: Literal["error", "keep"] = "error"
-    """A feature that is constant in a site's own file; simulated partitions always keep it."""
+    """A feature with one value over the rows of all real sites; a simulated data set keeps it, with a warning."""
     max_levels: PositiveInt = 50
     """Most levels of a column of text, at a site and over all sites. One with fewer than three rows for a level is
     refused whatever the key says."""
@@ -163,11 +163,6 @@ class CoreConfig(Section):
             )
         return self
 
-    @property
-    def needs_spread(self) -> bool:
-        """Whether a site whose target is constant is refused."""
-        return self.model.likelihood != "bernoulli"
-
     def require_whole_rosters(self, key: str, fraction: float) -> None:
         """Refuse to draw sites anew in every round under masks.
 
@@ -190,11 +185,6 @@ class RunConfig(CoreConfig):
         """Every key with its resolved value, the method's table under the method's own prefix."""
         out = dict(_flatten(self.model_dump(by_alias=True, exclude={"options"})))
         return out | dict(_flatten({self.options.table: self.options.model_dump(by_alias=True)}))
-
-    @property
-    def needs_spread(self) -> bool:
-        """As the method has it."""
-        return super().needs_spread and self.options.needs_spread
 
     def digest(self) -> str:
         """Short hash of all keys that shape the result; equal digests mean interchangeable site state."""

@@ -74,7 +74,8 @@ def _rows(rng: np.random.Generator, count: int) -> Data:
 
 def settings(**keys: bool | int | float | str) -> PVIOptions:
     """Of a site, as a configuration gives them; pseudo-observations near single rows, as in the paper."""
-    flat: dict[str, bool | int | float | str] = {"method": "pvi", "pvi.min-rows-per-pseudo-point": 1}
+    flat: dict[str, bool | int | float | str] = {"method": "pvi", "pvi.local-update": "replay"}
+    flat["pvi.min-rows-per-pseudo-point"] = 1
     flat |= {f"pvi.{name.replace('_', '-')}": value for name, value in keys.items()}
     options = parse_config(flat).options
     assert isinstance(options, PVIOptions)

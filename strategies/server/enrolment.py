@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedgp_flower.errors import ProtocolError, RunError
+from fedgp_flower.errors import DataError, ProtocolError, RunError
 from fedgp_flower.methods.messages import Described
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig
@@ -156,7 +156,7 @@ class Enrolment:
         """Agree on schema and standardisation.
 
         Raises:
-            DataError: nobody is left to agree, or nothing that could be agreed on; see :func:`agree`.
+            DataError: nobody is left to agree, nothing that could be agreed on (:func:`agree`), or a constant column.
         """
         agreement = agree(
             {site: _description(own) for site, own in described.items()},
@@ -166,12 +166,18 @@ class Enrolment:
             missing=config.missing,
         )
         kept = {site: own for site, own in described.items() if site not in agreement.refused}
+        simulated = any(own.number("partitions") > 0 for own in kept.values())
+        if agreement.constant and not simulated and config.constant_columns == "error":
+            raise DataError(
+                f"constant column {', '.join(f'`{name}`' for name in agreement.constant)}: one value at all sites;"
+                " leave it out of `features`, or set `constant-columns` to 'keep'"
+            )
         preparation = Preparation(
             arrays=dict(agreement.arrays),
             schema=agreement.schema,
             labels={site: own.texts["label"] for site, own in kept.items()},
             rows=dict(agreement.num_examples),
-            simulated=any(own.number("partitions") > 0 for own in kept.values()),
+            simulated=simulated,
             names=agreement.names,
             training_target=agreement.training_target,
             columns=agreement.columns,

@@ -10,7 +10,6 @@ from numpy import ndarray
 from fedgp_flower.clients.averaging import AveragingClient
 from fedgp_flower.clients.numpy_client import Prediction
 from fedgp_flower.gp.exact import ExactGP
-from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.methods.messages import Parameters, Step, Stepped
 from fedgp_flower.typing import Array
@@ -27,12 +26,8 @@ class FGPRClient(AveragingClient):
 
     def train(self, request: Step) -> Stepped:
         """P local steps on the log evidence per row."""
-        model, local = self.model(request.values), self.config.optimizer
-        rate = request.learning_rate
-        value = ascend(
-            model.log_evidence, list(model.parameters()), name=local.name, steps=local.steps, learning_rate=rate
-        )
-        return Stepped.of(request, model.to_arrays(), value)
+        model = self.model(request.values)
+        return self.stepped(model, model.log_evidence, request)
 
     def predict(self, request: Parameters, inputs: Array) -> Prediction:
         """Prediction from this site's rows."""

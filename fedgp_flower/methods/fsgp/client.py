@@ -12,7 +12,6 @@ from fedgp_flower.clients.numpy_client import Prediction
 from fedgp_flower.gp import sparse
 from fedgp_flower.gp.cells import cells
 from fedgp_flower.gp.latent import sparse_gp
-from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound
@@ -64,9 +63,7 @@ class FSGPClient(DualClient):
         def objective() -> torch.Tensor:
             return collapsed_bound(model.sums(inputs, targets), model.noise) / len(targets)
 
-        local, rate = self.config.optimizer, request.learning_rate
-        value = ascend(objective, list(model.parameters()), name=local.name, steps=local.steps, learning_rate=rate)
-        return Stepped.of(request, model.to_arrays(), value)
+        return self.stepped(model, objective, request)
 
     def statistics(self, request: Parameters) -> Statistics:
         """The additive sums of this site's rows (Guo et al. 2022, Eqs. 14-15)."""

@@ -51,9 +51,9 @@ class FSGPOptions(MethodOptions):
         return strategies[self.objective]
 
     @property
-    def needs_spread(self) -> bool:
-        """Sums take any target; a fit to a constant one makes its noise vanish, and the average with it."""
-        return self.objective == "average"
+    def hyperprior(self) -> str:
+        """A penalty holds lengthscales that the data leave open."""
+        return "lengthscales" if self.objective == "profiled" else super().hyperprior
 
     @property
     def usual_inducing(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.methods.pvi.options import PVIOptions
@@ -32,6 +33,9 @@ def _densities(arrays: NamedArrays) -> dict[str, Gaussian]:
         if f"{saved}.scale" in arrays:
             mean, scale = (arrays[f"{saved}.{part}"].ravel() for part in ("mean", "scale"))
             densities[name] = DiagonalGaussian.from_arrays({"eta1": mean / scale**2, "eta2": -0.5 / scale**2})
+    if "inducing.covariance" in arrays:
+        moments = (torch.from_numpy(arrays[f"inducing.{part}"]) for part in ("mean", "covariance"))
+        densities["whitened"] = NaturalGaussian.from_moments(*moments)
     if "factor.whitened.eta2" in arrays:
         eta2 = arrays["factor.whitened.eta2"]
         whitened = {"eta1": arrays["factor.whitened.eta1"], "eta2": eta2 - 0.5 * np.eye(len(eta2))}
@@ -45,6 +49,8 @@ def _remains(before: RunData) -> list[str]:
     remains = ["the standardisation and the first inducing inputs, which all sites agreed on"]
     if options.inducing == "average":
         remains.append("the inducing inputs, an average that the site took part in")
-    if not (options.linear and config.model.likelihood == "gaussian"):
+    if options.agrees:
+        remains.append("inducing inputs and hyperparameters, which all sites agreed on")
+    if not ((options.linear or options.agrees) and config.model.likelihood == "gaussian"):
         remains.append("factors of other sites, fitted beside the site's; further visits let them settle")
     return remains

@@ -14,6 +14,9 @@ from fedgp_flower.options import Count, Fraction, MethodOptions, NonNegative, Po
 from fedgp_flower.run.config import CoreConfig
 
 Form = Literal["tied", "free", "full", "cpo"]
+SUMS = {"preset", "schedule", "order", "fraction", "concurrency", "damping", "deletion"}
+SUMS |= {"local_update", "exchanges", "small_sites"}
+"""Fields that ``sums`` reads."""
 LINEAR = ("analytic", "natural-gradient", "gradient")
 """Local updates of q(v) alone: Z and β are fixed."""
 
@@ -84,6 +87,8 @@ class PVIOptions(VisitOptions):
     """The table ``pvi.*``."""
 
     table: ClassVar[str] = "pvi"
+    budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
+    other_clients: ClassVar[tuple[str, ...]] = ("fedgp_flower.methods.fsgp.client:FSGPClient",)
 
     inducing: Literal["distribution", "fixed", "average"] = "distribution"
     """q(Z); Z fixed at its first draw; or federated averaging of a point Z."""
@@ -91,7 +96,15 @@ class PVIOptions(VisitOptions):
     """Log-normal q(β), or β fixed at its initial values."""
     factor: Form = "tied"
     """Pseudo-observations with noise tied to σ², free diagonal, or full; ``cpo``: a Gaussian factor of u itself."""
-    local_update: Literal["replay", "adam", "lbfgs", "analytic", "natural-gradient", "gradient"] = "replay"
+    local_update: Literal["sums", "replay", "adam", "lbfgs", "analytic", "natural-gradient", "gradient"] = "sums"
+    """``sums``: Z and β agreed from sums of all rows, as by ``fsgp``, then the site's factor of u at them: exact with
+    Gaussian noise, else a natural gradient; no pseudo-observations. ``replay``: a refit to the others'
+    pseudo-observations. The other ones improve a local bound; the last three at fixed Z and β."""
+    exchanges: PositiveInt = 20
+    """``sums`` with Gaussian noise: most exchanges with every site, its first visit among them."""
+    small_sites: Literal["warn", "cap"] = "warn"
+    """``sums`` with Gaussian noise: a factor of fewer than three rows for each inducing point is nearly its rows.
+    ``warn`` names such sites; ``cap`` lowers M to a third of the smallest site's rows."""
     alpha: NonNegative = 0.01
     """Weight of KL(q(Z) ‖ cavity)."""
     samples: PositiveInt = 4
@@ -116,6 +129,21 @@ class PVIOptions(VisitOptions):
     """``replay``: L-BFGS evaluations of the refit at a point."""
     refit_steps: Count = 20
     """``replay``: Adam steps of the refit over distributions; 0 keeps points Z and β."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether sums of all rows settle Z and β before sites are visited."""
+        return self.local_update == "sums"
+
+    @property
+    def usual_inducing(self) -> int:
+        """Sums bear as many as those of ``fsgp``."""
+        return 300 if self.agrees else super().usual_inducing
+
+    @property
+    def hyperprior(self) -> str:
+        """That of :mod:`strategies.fsgp_profiled` for sums; LN(0, 1) otherwise."""
+        return "lengthscales" if self.agrees else "log-normal"
 
     @property
     def replays(self) -> bool:
@@ -157,11 +185,19 @@ class PVIOptions(VisitOptions):
 
     def strategy_for(self, core: CoreConfig) -> str:
         """The Strategy of ``pvi.local-update`` and ``pvi.schedule``."""
-        del core
         schedule = self.plan().schedule
+        if self.agrees and core.model.likelihood != "gaussian":
+            return "strategies.pvi_duals:DualPVI"
+        if self.agrees:
+            return f"strategies.pvi_sums:{'AsynchronousSummedPVI' if schedule == 'asynchronous' else 'SummedPVI'}"
         if self.replays:
             return f"strategies.replay_pvi:{'ParallelReplayPVI' if schedule == 'synchronous' else 'ReplayPVI'}"
         return "strategies.async_pvi:AsynchronousPVI" if schedule == "asynchronous" else "strategies.pvi:PVI"
+
+    def client_for(self, core: CoreConfig) -> str:
+        """The site's half of ``pvi.local-update``."""
+        del core
+        return self.other_clients[0] if self.agrees else ""
 
     def num_points(self, rows: int) -> int:
         """M_k = min(fraction · N_k, cap); the floor of rows per pseudo-observation is applied when they are formed."""
@@ -174,9 +210,15 @@ class PVIOptions(VisitOptions):
             ConfigError: naming the two keys that do not go together.
         """
         plan, update = self.plan(), f"`pvi.local-update` = {self.local_update!r}"
-        points = self.factor != "cpo" and not self.linear
         if plan.local_update and plan.local_update != self.local_update:
             raise ConfigError(f"`pvi.preset` = {self.preset!r} is made of {plan.local_update!r} steps, not of {update}")
+        if self.agrees:
+            self._check_sums(core, plan, update)
+        else:
+            self._check_local(core, plan, update)
+
+    def _check_local(self, core: CoreConfig, plan: Plan, update: str) -> None:
+        points = self.factor != "cpo" and not self.linear
         if self.replays:
             self._check_replay(core, plan, update)
         if self.linear and (self.inducing, self.hyper) != ("fixed", "fixed"):
@@ -202,6 +244,24 @@ class PVIOptions(VisitOptions):
                 "`pvi.first-steps`, `pvi.steps`, `pvi.evaluations` and `pvi.learning-rate`"
             )
         self._check_placement(core)
+
+    def _check_sums(self, core: CoreConfig, plan: Plan, update: str) -> None:
+        usual = PVIOptions()
+        names = [n for n in type(self).model_fields if n not in SUMS and getattr(self, n) != getattr(usual, n)]
+        if names:
+            keys = ", ".join(f"`pvi.{name.replace('_', '-')}`" for name in names)
+            raise ConfigError(f"{keys}: {update} does not read it; try 'replay' or 'adam'")
+        if unread := core.optimizer.unread():
+            raise ConfigError(f"{unread}: {update} takes no local steps")
+        if plan.split_prior:
+            raise ConfigError(f"`pvi.preset` = {self.preset!r} splits the prior of v: {update} must be 'analytic'")
+        if core.privacy.secure_aggregation:
+            raise ConfigError(
+                f"`privacy.secure-aggregation`: {update} keeps a factor of every site, which masks would hide; set it"
+                " to false, or take method 'fsgp', whose posterior is the same and needs totals alone"
+            )
+        if core.model.likelihood != "gaussian" and plan.schedule == "asynchronous":
+            raise ConfigError(f"`pvi.schedule` = 'asynchronous': {update} needs `model.likelihood` = 'gaussian' for it")
 
     def _check_replay(self, core: CoreConfig, plan: Plan, update: str) -> None:
         if self.factor != "tied" or core.model.likelihood != "gaussian":

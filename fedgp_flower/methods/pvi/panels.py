@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedgp_flower.methods.pvi.hierarchical import sparse_model
+from fedgp_flower.methods.pvi.saved import names_of
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.artefacts import Posterior, RunData
+from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95
 from fedgp_flower.run.files import read_json
 from fedgp_flower.run.report import Panel, html_table
@@ -34,14 +34,12 @@ def panels(run: RunData) -> list[Panel]:
     if run.posterior is None:
         return []
     arrays, details = run.posterior.arrays, run.metrics.method_details
-    sections = [
-        Panel(
-            "Posterior of the hyperparameters",
-            hyperparameters(arrays, names_of(run.posterior)),
-            _hyper_caption(details),
-        )
-    ]
-    if arrays["inducing.first"].shape[1] <= 2:
+    sections: list[Panel] = []
+    if "hyper.mean" in arrays:  # else Z and β are those that sums agreed on
+        section = ModelSection.model_validate({n: run.posterior.model[n] for n in ("kernel", "ard", "likelihood")})
+        figure = hyperparameters(arrays, names_of(section, arrays["inducing.first"].shape[1]))
+        sections.append(Panel("Posterior of the hyperparameters", figure, _hyper_caption(details)))
+    if "inducing.first" in arrays and arrays["inducing.first"].shape[1] <= 2:
         names = [str(column["name"]) for column in run.posterior.schema["features"]]
         caption = (
             "Standardised inputs. Grey: where Z began; colour: the mean of q(Z), with 95 % intervals where Z has a"
@@ -75,14 +73,6 @@ def hyperparameters(arrays: NamedArrays, names: Sequence[str]) -> Figure:
     axes.plot(np.exp(mean), rows, "o", color=FEDERATED, markersize=4)
     axes.set(xscale="log", xlabel="value in standardised units", yticks=rows, yticklabels=names)
     return figure
-
-
-def names_of(run: Posterior) -> list[str]:
-    """What the entries of β are, in their order."""
-    section = {key: run.model[key] for key in ("kernel", "ard", "jitter", "likelihood")}
-    model = sparse_model(ModelSection.model_validate(section), run.arrays["inducing.first"].shape[1])
-    own = {"gaussian": ["noise sd"], "student-t": ["scale", "degrees of freedom − 2"]}
-    return [*model.kernel.names, *own.get(str(run.likelihood), [])]
 
 
 def inducing(arrays: NamedArrays, names: Sequence[str]) -> Figure:

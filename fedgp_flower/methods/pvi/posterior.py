@@ -12,6 +12,8 @@ from gpytorch.likelihoods import Likelihood
 
 from fedgp_flower.gp.sums import WhitenedPosterior
 from fedgp_flower.gp.to_gpytorch import SparsePosterior
+from fedgp_flower.methods.fsgp.posterior import SavedSparseGP
+from fedgp_flower.methods.fsgp.posterior import saved_model as saved_sparse_gp
 from fedgp_flower.methods.pvi.factors import Factor, product, view
 from fedgp_flower.methods.pvi.hierarchical import Draws, Latents, Point, SparseModel, draw, predict, sparse_model
 from fedgp_flower.methods.pvi.saved import saved_factors, saved_latents
@@ -50,9 +52,10 @@ class SavedFactors:
         return exported
 
 
-def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedFactors:
-    """The posterior of a finished run."""
-    del names
+def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedFactors | SavedSparseGP:
+    """The posterior of a finished run; at agreed Z and β it is that of a sparse GP."""
+    if saved.model["family"] == "sparse":
+        return saved_sparse_gp(saved, names)
     section = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood")}
     num_inputs = saved.arrays["inducing.locations.mean"].shape[-1]
     model = sparse_model(ModelSection.model_validate(section), num_inputs)

@@ -15,7 +15,6 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial import cKDTree
 from scipy.stats import rankdata
 
-from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.pvi.factors import PseudoObservations
 from fedgp_flower.methods.pvi.hierarchical import Data
 from fedgp_flower.typing import Array
@@ -31,17 +30,12 @@ def microaggregate(data: Data, num_points: int, min_rows: int) -> PseudoObservat
 
     Args:
         data: The site's rows.
-        num_points: Wanted number M_k; fewer where the floor does not allow so many.
+        num_points: Wanted number M_k; fewer where the floor does not allow so many, one where a site has fewer rows.
         min_rows: Smallest group. 1 merges nearest rows until M_k points are left; above :data:`MERGED_ROWS` rows they
             are cut into parts as with other floors, because merging keeps all N_k²/2 distances.
-
-    Raises:
-        ConfigError: the site has fewer rows than the floor.
     """
-    if len(data) < min_rows:
-        raise ConfigError(f"`pvi.min-rows-per-pseudo-point` = {min_rows}, but this site has only {len(data)} rows")
     inputs = data.inputs.detach().numpy()
-    wanted = min(num_points, len(data) // min_rows)
+    wanted = max(1, min(num_points, len(data) // min_rows))
     labels = _groups(inputs, wanted, merge=min_rows == 1 and len(data) <= MERGED_ROWS)
     groups = torch.as_tensor(labels)
     sizes = torch.bincount(groups).double()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.methods.pvi.factors import Factor
-from fedgp_flower.methods.pvi.hierarchical import Latent, Latents, Point, location_scale
+from fedgp_flower.methods.pvi.hierarchical import Latent, Latents, Point, location_scale, sparse_model
 from fedgp_flower.methods.pvi.messages import Factors, NaturalParameters, Predictive, PseudoPoints
+from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays
 
 EQUATION = (
@@ -34,15 +35,24 @@ GAUSSIAN = {
 }
 
 
-def saved_arrays(predictive: Predictive, first: Array, *, tied: bool) -> tuple[NamedArrays, dict[str, str]]:
-    """Arrays of the saved posterior, and what each is; ``first`` [M, D] is where Z began."""
+def names_of(section: ModelSection, num_inputs: int) -> list[str]:
+    """What the entries of β are the logarithms of, in their order."""
+    own = {"gaussian": ["noise sd"], "student-t": ["scale", "degrees of freedom − 2"]}
+    return [*sparse_model(section, num_inputs).kernel.names, *own.get(section.likelihood, [])]
+
+
+def saved_arrays(
+    predictive: Predictive, first: Array, names: Sequence[str], *, tied: bool
+) -> tuple[NamedArrays, dict[str, str]]:
+    """Arrays of the saved posterior, and what each is; ``first`` [M, D] is where Z began, ``names`` are those of β."""
     arrays: NamedArrays = {"inducing.first": first}
     meanings = {"inducing.first": "Z before training; not used for prediction"}
 
     def add(name: str, array: NDArray[np.generic], words: str) -> None:
         arrays[name], meanings[name] = array, words
 
-    for (name, words), marginal in zip(LATENTS.items(), (predictive.q.inducing, predictive.q.hyper), strict=True):
+    latents = LATENTS | {"hyper": f"{LATENTS['hyper']}: {', '.join(names)}"}
+    for (name, words), marginal in zip(latents.items(), (predictive.q.inducing, predictive.q.hyper), strict=True):
         mean, scale = (part.numpy() for part in location_scale(marginal.latent()))
         shape = first.shape if marginal is predictive.q.inducing else mean.shape
         add(f"{name}.mean", mean.reshape(shape), f"mean of q of {words}")

@@ -1,0 +1,99 @@
+"""A constant target, a constant input, a single class, fewer rows than inducing points: full members everywhere."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
+
+from fedgp_flower.clients.baselines import local_only
+from fedgp_flower.errors import DataError
+from fedgp_flower.run.registry import parse_config
+
+POLICY = "least-cell = 0\nleast-rows = 2"
+PVI = {"method": "pvi", "pvi__first_steps": 20, "pvi__evaluations": 20, "pvi__refit_evaluations": 20}
+PVI |= {"pvi__prediction_samples": 5, "pvi__refit_steps": 5, "num_server_rounds": 5}
+METHODS: dict[str, dict[str, Any]] = {
+    "fsgp average": {"method": "fsgp", "fsgp__objective": "average"},
+    "fgpr": {"method": "fgpr"},
+    "pvi replay": PVI | {"pvi__local_update": "replay"},
+    "pvi adam": PVI | {"pvi__local_update": "adam"},
+    "sfvi": {"method": "sfvi"},
+    "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 5},
+    "fedmgp": {"method": "fedmgp"},
+}
+"""The first site of a sequential method is the one with the constant target; FSGP by sums: `test_fsgp_profiled.py`."""
+CLASSES: dict[str, dict[str, Any]] = {
+    "fsgp": {"method": "fsgp", "fsgp__objective": "exact"},
+    "pvi": PVI | {"pvi__local_update": "adam"},
+    "sfvi": {"method": "sfvi"},
+}
+
+
+def landscape() -> dict[str, pd.DataFrame]:
+    """Sea, a meridian, an islet of four training rows, and two ordinary sites."""
+    sea = waves(40, 9)
+    return {
+        "atlantic": sea.assign(x1=sea["x1"] + 6, y=-1.0),
+        "greenwich": waves(40, 5).assign(x2=0.25),
+        "islet": waves(5, 7),
+        "north": waves(40, 0),
+        "south": waves(40, 1),
+    }
+
+
+def scores(folder: Path, frames: dict[str, pd.DataFrame], **keys: Any) -> dict[str, dict[str, float]]:
+    """Scores by site of a run in which nobody fails."""
+    usual = {"num_server_rounds": 4, "model__num_inducing": 12, "test_fraction": 0.25, "sites": len(frames)}
+    end = run(FaultyGrid(configured(**(usual | keys)), csv_nodes(folder, frames, POLICY)))
+    assert (blamed(end), set(end.preparation.rows)) == ({}, set(frames))
+    return {row["site"]: row for row in end.outcome.metrics["per_site"]}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_site_is_a_full_member(method: str, tmp_path: Path) -> None:
+    """Nobody fails, and the ordinary sites are not worse off by more than a share of what they know."""
+    found = scores(tmp_path, landscape(), **METHODS[method])
+    assert set(found) == set(landscape())
+    assert all(math.isfinite(own["nll"]) for own in found.values())
+    assert max(found["north"]["nll"], found["south"]["nll"]) < 1.1
+    assert found["atlantic"]["nll"] < 1.5
+
+
+@pytest.mark.parametrize("method", CLASSES)
+def test_a_site_of_one_class_is_a_full_member(method: str, tmp_path: Path) -> None:
+    frames = landscape()
+    for name, frame in frames.items():
+        frame["y"] = np.where((frame["y"] > 0) | (name == "atlantic"), "yes", "no")
+    found = scores(tmp_path, frames, model__likelihood="bernoulli", **CLASSES[method])
+    assert all(own["nll"] < 1.0 for own in found.values())
+
+
+def test_averages_keep_the_noise_that_a_constant_target_says_nothing_of(tmp_path: Path) -> None:
+    """Steps on its evidence would let the noise of all vanish; it sends back what it was sent."""
+    frames = {site: waves(20, 3).assign(y=float(site == "b")) for site in "ab"}
+    keys = configured(method="fgpr", num_server_rounds=10, test_fraction=0.0, sites=2)
+    end = run(FaultyGrid(keys, csv_nodes(tmp_path, frames)))
+    assert end.current.parameters["likelihood.log_noise"] == pytest.approx(math.log(0.1))
+
+
+def test_a_constant_target_is_not_fitted_alone() -> None:
+    rows, new = (waves(20, seed)[["x1", "x2"]].to_numpy(copy=True) for seed in (0, 1))
+    alone = local_only((rows, np.full(20, 0.7), new, np.full(20, 0.7)), parse_config({}))
+    assert alone.evaluations == 0
+    assert alone.mean == pytest.approx(np.full(20, 0.7), abs=0.3)
+    assert (alone.variance > 0.1).all()
+
+
+def test_only_a_column_constant_over_all_sites_is_an_error(tmp_path: Path) -> None:
+    frames = {name: frame.assign(x3=3.0) for name, frame in landscape().items()}
+    with pytest.raises(DataError, match=r"constant column `x3`: one value at all sites; leave it out of `features`"):
+        scores(tmp_path, frames)
+    kept = scores(tmp_path, frames, constant_columns="keep")
+    frames["islet"]["x3"] = 4.0
+    assert set(kept) == set(scores(tmp_path, frames)) == set(landscape())

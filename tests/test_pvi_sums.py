@@ -1,0 +1,247 @@
+"""PVI at an agreed (Z, β): one visit each is the pooled posterior, by any schedule; forgetting is exact."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, run, waves
+from numpy import ndarray
+
+from fedgp_flower.clients.baselines import PRIORS, log_prior
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.gp.latent import LatentGP
+from fedgp_flower.gp.profiled import profiled
+from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.sums import WhitenedPosterior
+from fedgp_flower.methods.fsgp.dual_messages import Expectations
+from fedgp_flower.methods.fsgp.duals import expectations
+from fedgp_flower.methods.fsgp.messages import PooledPosterior, Statistics
+from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.methods.pvi.options import Plan, PVIOptions
+from fedgp_flower.options import ModelSection
+from fedgp_flower.run.registry import parse_config
+from strategies import async_pvi, pvi
+from strategies.fsgp_profiled import objective
+from strategies.pvi import PVIState, forget, forget_site, posterior, state_of
+from strategies.pvi_duals import NaturalGradient
+from strategies.pvi_sums import LINEAR, ExactFactor, begin, whitened
+from strategies.server.questions import Roster, drive
+
+NOISE, AMPLITUDE, LENGTH = 0.07, 1.7, 0.9
+AS_LINEAR = PVIOptions().model_copy(update=LINEAR)
+RNG = np.random.default_rng(0)
+Z = RNG.uniform(-2, 2, (6, 2))
+X, Y, NEW = RNG.uniform(-2, 2, (42, 2)), RNG.standard_normal(42), RNG.uniform(-2, 2, (9, 2))
+VALUES: dict[str, ndarray] = {
+    "inducing.locations": Z,
+    "kernel.log_outputscale": np.log([AMPLITUDE]).reshape(()),
+    "kernel.log_lengthscale": np.log([[LENGTH, LENGTH]]),
+    "likelihood.log_noise": np.log([NOISE]),
+}
+
+
+@dataclass
+class Site:
+    """Rows that answer with sums, or with expectations."""
+
+    x: ndarray
+    y: ndarray
+
+    def statistics(self, request: Parameters) -> Statistics:
+        model = SparseGP.from_arrays(ModelSection(), request.values)
+        return Statistics.of(pooled_sums(model, torch.from_numpy(self.x), torch.from_numpy(self.y)))
+
+    def expectations(self, request: PooledPosterior) -> Expectations:
+        model = LatentGP.from_arrays(ModelSection(noise=NOISE), request.values)
+        rows = torch.from_numpy(self.x), torch.from_numpy(self.y)
+        return expectations(model, *rows, request.whitened(), model.factor())
+
+
+def shards(number: int) -> dict[str, Site]:
+    cuts = np.array_split(np.random.default_rng(number).permutation(42), number)
+    return {str(k): Site(X[own], Y[own]) for k, own in enumerate(cuts)}
+
+
+def kernel(a: ndarray, b: ndarray) -> ndarray:
+    return AMPLITUDE * np.exp(-0.5 * np.square((a[:, None] - b[None]) / LENGTH).sum(-1))
+
+
+def titsias(x: ndarray, y: ndarray) -> tuple[ndarray, ndarray]:
+    """Of f at NEW: k_*z Σ⁻¹ K_zx y/σ² and k_** − k_*z (K_zz⁻¹ − Σ⁻¹) k_z*, Σ = K_zz + K_zx K_xz/σ²."""
+    jitter = ModelSection().jitter * AMPLITUDE * np.eye(6)
+    Kzz, Kzx, Kzs = kernel(Z, Z) + jitter, kernel(Z, x), kernel(Z, NEW)
+    whole = Kzz + Kzx @ Kzx.T / NOISE
+    mean = Kzs.T @ np.linalg.solve(whole, Kzx @ y) / NOISE
+    variance = AMPLITUDE - np.einsum("mn,mn->n", Kzs, np.linalg.solve(Kzz, Kzs) - np.linalg.solve(whole, Kzs))
+    return mean, variance
+
+
+def predicted(state: PVIState) -> tuple[ndarray, ndarray]:
+    model = SparseGP.from_arrays(ModelSection(), VALUES)
+    with torch.no_grad():
+        mean, variance = model.predict(torch.from_numpy(NEW), WhitenedPosterior(*whitened(state).moments()))
+    return mean.numpy(), variance.numpy() - NOISE
+
+
+def visited(sites: dict[str, Site], plan: Plan, rounds: int, asked: Any = None) -> PVIState:
+    state, module = begin(Z, {}), async_pvi if plan.schedule == "asynchronous" else pvi
+    for number in range(1, rounds + 1):
+        roster = Roster({k: len(own.y) for k, own in sites.items()}, tuple(sites), (), number)
+        asking = module.one_round(state, roster, plan, AS_LINEAR, asked or ExactFactor(VALUES))
+        state, _ = drive(asking, sites)
+        state = replace(state, sent={})
+    return state
+
+
+def close(found: tuple[ndarray, ndarray], expected: tuple[ndarray, ndarray]) -> None:
+    for own, other in zip(found, expected, strict=True):
+        assert own == pytest.approx(other, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("number", [1, 3, 7])
+@pytest.mark.parametrize("schedule", ["sequential", "synchronous"])
+def test_one_visit_each_is_the_pooled_posterior_whatever_the_partition(number: int, schedule: Any) -> None:
+    state = visited(shards(number), Plan(schedule, damping=1.0), 1 if schedule == "synchronous" else number)
+    close(predicted(state), titsias(X, Y))
+
+
+def test_answers_as_they_come_are_the_pooled_posterior() -> None:
+    state = visited(shards(3), Plan("asynchronous", damping=1.0, concurrency=1), 3)
+    close(predicted(state), titsias(X, Y))
+
+
+def test_a_site_that_is_forgotten_was_never_there() -> None:
+    sites = shards(3)
+    others = [sites[name] for name in "02"]
+    state = forget(visited(sites, Plan(damping=1.0), 3), "1")
+    close(predicted(state), titsias(np.concatenate([s.x for s in others]), np.concatenate([s.y for s in others])))
+
+
+def test_damping_halves_the_way_to_the_same_fixed_point() -> None:
+    """After r visits tₖ is its exact value to the power 1 − ½ʳ."""
+    exact, sites = visited(shards(3), Plan("synchronous", damping=1.0), 1), shards(3)
+    for rounds in (1, 3, 40):
+        state = visited(sites, Plan("synchronous", damping=0.5), rounds)
+        for own, whole in zip(state.sites.values(), exact.sites.values(), strict=True):
+            share = whole.factors["whitened"].gaussian ** (1 - 0.5**rounds)
+            torch.testing.assert_close(own.factors["whitened"].gaussian.eta1, share.eta1, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(own.factors["whitened"].gaussian.eta2, share.eta2, rtol=1e-10, atol=1e-10)
+    close(predicted(state), titsias(X, Y))
+
+
+def test_with_gaussian_noise_the_natural_gradient_anywhere_is_the_exact_factor() -> None:
+    """Property 3.2 of Ashman et al. (2022) in a conjugate model: Λ = A/σ², η = b/σ² from any q."""
+    root = RNG.standard_normal((6, 6))
+    values = {n: a for n, a in VALUES.items() if n != "likelihood.log_noise"}
+    latent = LatentGP(ModelSection(noise=NOISE), torch.from_numpy(Z)).to_arrays()
+    q = PooledPosterior(latent | values, RNG.standard_normal(6), root @ root.T / 6 + np.eye(6))
+    found = visited(shards(3), Plan("synchronous", damping=1.0), 1, NaturalGradient(q))
+    exact = visited(shards(3), Plan("synchronous", damping=1.0), 1)
+    for own, whole in zip(posterior(found).values(), posterior(exact).values(), strict=True):
+        torch.testing.assert_close(own.eta1, whole.eta1, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(own.eta2, whole.eta2, rtol=1e-7, atol=1e-7)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+KEYS = {"method": "pvi", "model__num_inducing": 12, "num_server_rounds": 12}
+
+
+def test_the_default_is_the_posterior_of_fsgp_one_exchange_earlier() -> None:
+    end = run(FaultyGrid(configured(**KEYS, pvi__exchanges=9), 3))
+    profiled = {"method": "fsgp", "fsgp__objective": "profiled", "fsgp__exchanges": 8}
+    same = run(FaultyGrid(configured(**KEYS | profiled), 3))
+    assert (end.round, end.details()["exchanges"], end.converged_now()) == (same.round + 3, 8, True)
+    assert end.details()["visits"] == {"0": 1, "1": 1, "2": 1}
+    for name in ("inducing.mean", "inducing.covariance", "likelihood.noise"):
+        expected = same.outcome.posterior.arrays[name]
+        assert end.outcome.posterior.arrays[name] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert end.outcome.metrics["test"]["nll"] == pytest.approx(same.outcome.metrics["test"]["nll"], abs=1e-9)
+
+
+def test_few_rounds_leave_a_visit_for_everyone() -> None:
+    end = run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 4}), 3))
+    assert (end.round, end.details()["visits"]) == (4, {"0": 1, "1": 1, "2": 1})
+    assert math.isfinite(end.outcome.metrics["test"]["nll"])
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "asynchronous"])
+def test_schedules_differ_in_rounds_alone(schedule: str) -> None:
+    one, other = (
+        run(FaultyGrid(configured(**KEYS, pvi__exchanges=5, pvi__schedule=name), 3))
+        for name in ("sequential", schedule)
+    )
+    assert other.round == (one.round - 2 if schedule == "synchronous" else one.round)
+    assert other.outcome.metrics["test"]["nll"] == pytest.approx(one.outcome.metrics["test"]["nll"], abs=1e-9)
+
+
+def test_a_resumed_run_ends_where_the_whole_one_does_and_forgets_a_site() -> None:
+    flat, whole = configured(**KEYS, pvi__exchanges=7), Recorder()
+    end = run(FaultyGrid(flat, 3), whole)
+    for snapshot in (whole.snapshots[0], whole.snapshots[-2]):
+        again = run(FaultyGrid(flat, 3), Recorder(), snapshot)
+        for name, array in end.public(end.current).items():
+            assert np.array_equal(again.public(again.current)[name], array), name
+    left = state_of(forget_site(whole.snapshots[-1], "1"))
+    assert set(left.sites) == {"0", "2"}
+    kept = [own.factors["whitened"].eta1 for name, own in end.current.visits.sites.items() if name != "1"]
+    assert posterior(left)["whitened"].eta1.numpy() == pytest.approx(sum(kept), abs=1e-12)
+
+
+def test_a_site_that_is_lost_has_no_factor_and_holds_up_nobody(tmp_path: Any) -> None:
+    nodes = csv_nodes(tmp_path, {name: waves(30, seed) for seed, name in enumerate("abc")})
+    end = run(FaultyGrid(configured(**KEYS, pvi__exchanges=7), nodes, Fault("b", lost, ("query.statistics",))))
+    assert set(blamed(end)) == {"b"}
+    assert set(end.details()["visits"]) == {"a", "c"}
+
+
+def test_classes_work_by_default(tmp_path: Any) -> None:
+    """Every factor is what the pooled bound has there, so that visits leave the agreed posterior in place."""
+    frames = {name: waves(50, seed) for seed, name in enumerate("ab")}
+    frames = {name: own.assign(y=np.where(own["y"] > 0.1, "yes", "no")) for name, own in frames.items()}
+    keys = KEYS | {"model__likelihood": "bernoulli", "num_server_rounds": 25}
+    end = run(FaultyGrid(configured(**keys), csv_nodes(tmp_path, frames)))
+    assert end.outcome.metrics["test"]["nll"] < 0.35
+    agreed = end.ask_through(end.pooled(end.current, end.roster()))
+    assert end.product(end.current).mean == pytest.approx(agreed.mean, abs=0.05)
+    assert end.product(end.current).covariance == pytest.approx(agreed.covariance, abs=0.02)
+    with pytest.raises(ConfigError, match=r"'asynchronous': `pvi\.local-update` = 'sums' needs"):
+        parse_config(configured(**keys, pvi__schedule="asynchronous"))
+
+
+def test_small_sites_are_named_or_capped(tmp_path: Any) -> None:
+    nodes = csv_nodes(tmp_path, {"big": waves(60, 0), "low": waves(26, 2)})
+    keys = [configured(**KEYS, pvi__exchanges=4, pvi__small_sites=name) for name in ("warn", "cap")]
+    named, capped = (run(FaultyGrid(flat, nodes)) for flat in keys)
+    assert any("low have fewer than 3 rows for each of 12" in text for text in named.warnings())
+    assert (capped.details()["num_inducing"], capped.preparation.rows["low"]) == (7, 21)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"pvi.min-rows-per-pseudo-point": 1}, "`pvi.min-rows-per-pseudo-point`: `pvi.local-update` = 'sums' does not"),
+        ({"optimizer.steps": 7}, "`optimizer.steps`: `pvi.local-update` = 'sums' takes no local steps"),
+        ({"privacy.secure-aggregation": True}, "take method 'fsgp', whose posterior is the same"),
+    ],
+)
+def test_keys_that_mean_nothing_are_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config({"method": "pvi", **keys})
+
+
+def test_the_pooled_fit_has_the_prior_of_the_method_that_it_judges():
+    """J less F from sums is the log prior that the pooled fit adds to its bound; in PVI by replay that is LN(0, 1)."""
+    model = SparseGP(ModelSection(lengthscale=0.7), torch.from_numpy(Z))
+    values, totals = model.to_arrays(), Statistics.of(pooled_sums(model, torch.from_numpy(X), torch.from_numpy(Y)))
+    expected = objective(values, totals) - profiled(totals.sums()).value
+    chosen = [("fsgp", {}), ("pvi", {}), ("fsgp", {"fsgp.objective": "exact"}), ("pvi", {"pvi.local-update": "replay"})]
+    options = [parse_config({"method": method, **keys}).options for method, keys in chosen]
+    found = [float(PRIORS[own.hyperprior](model).detach()) for own in options]
+    assert found == pytest.approx([expected, expected, 0.0, float(log_prior(model).detach())], abs=1e-9)
+    assert expected < 0
