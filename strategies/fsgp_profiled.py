@@ -25,6 +25,7 @@ from fedgp_flower.gp.ascent import Memory, direction, forgotten
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.profiled import profiled, scaled
+from fedgp_flower.gp.selection import explaining, products_of, restricted
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import bound_gradient
 from fedgp_flower.messages import encode, message
@@ -56,8 +57,10 @@ from strategies.server.strategy import FederatedStrategy
 logger = logging.getLogger("fedgp")
 
 LOCATIONS = "inducing.locations"
-SLOTS = 512
+SLOTS = 2048
 """Anchors of the sketch."""
+CANDIDATES = 2
+"""For each inducing point: of so many, those are taken that explain most at the first sums."""
 START_RANGE = (-1.0, 3.5)
 """Of log ℓ at the start."""
 WIDER = (-0.5, 0.0, 0.5)
@@ -155,6 +158,8 @@ class ProfiledState:
     sites: tuple[str, ...]
     exchanges: int
     """With every site, those before training among them."""
+    points: int = 0
+    """P: candidates beyond them are dropped at the first totals; 0: all are inducing points."""
     gain: float | None = None
     """Of J in the latest line search, nats per row."""
     converged: bool = False
@@ -287,14 +292,14 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         rng = np.random.default_rng([self.config.seed, *b"inducing"])
         draws = drawn(summed.total.rows, summed.total.first, summed.total.second, rng)
         count = min(self.points(roster), len(np.unique(draws, axis=0)))
+        candidates = min(CANDIDATES * count, len(np.unique(draws, axis=0)))
         chains = []
         for start in (agreed(summed.total, model), expected(model, num_inputs)):
             lengths = lengthscales({**start, LOCATIONS: draws})
-            centres = centres_of(draws / lengths, count, np.random.default_rng([self.config.seed, *b"centres"]))
+            centres = centres_of(draws / lengths, candidates, np.random.default_rng([self.config.seed, *b"centres"]))
             chains.append(chain_at(self._unit({**start, LOCATIONS: centres * lengths})))
-        self._sized(count)
         logger.info("%d inducing points, at most %d exchanges with every site", count, self.options.exchanges)
-        return ProfiledState(tuple(chains), (), BEFORE)
+        return ProfiledState(tuple(chains), (), BEFORE, count)
 
     def points(self, roster: Roster) -> int:
         """P: as configured, but no more than there are rows, and by the policy no more than the smallest site bears.
@@ -370,8 +375,22 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         for values, own in zip(tried, totals.chains, strict=True):
             heights = [objective(*one) for one in zip(values, own, strict=True)]
             best = int(np.argmax(heights))
-            chains.append(replace(chain_at(values[best]), totals=own[best], height=heights[best]))
-        return ProfiledState(tuple(chains), totals.sites, state.exchanges + 1)
+            chains.append(self._thinned(values[best], own[best], state.points))
+        return ProfiledState(tuple(chains), totals.sites, state.exchanges + 1, state.points)
+
+    def _thinned(self, values: NamedArrays, totals: Statistics, count: int) -> Chain:
+        """A chain at those candidates for inducing points that explain most."""
+        places = values[LOCATIONS]
+        if 0 < count < len(places):
+            section, sums = self.config.model, totals.sums()
+            with torch.no_grad():
+                model = SparseGP.from_arrays(section, values)
+                factor = model.factor()
+                taken = explaining((factor @ factor.mT).numpy(), products_of(sums, factor).numpy(), count)
+                values = {**values, LOCATIONS: places[taken]}
+                few = SparseGP.from_arrays(section, values).factor()
+            totals = Statistics.of(restricted(sums, factor, taken, few))
+        return replace(chain_at(values), totals=totals, height=objective(values, totals))
 
     def _differentiated(self, state: ProfiledState) -> Asking[ProfiledState]:
         """With the gradients of the chains that have moved."""
@@ -416,6 +435,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
 
     def _totals(self, tried: list[list[NamedArrays]], sites: tuple[str, ...]) -> Asking[_Totals | None]:
         """Totals at the candidates of every chain, in one exchange; None where nobody answers."""
+        self._sized(len(tried[0][0][LOCATIONS]))
         request = Trials(numbered([values for own in tried for values in own]))
         summed: Summed[TrialSums] = yield Total(TrialSums, request, sites)
         if summed.total is None:
