@@ -4,7 +4,8 @@ On real machines a trip costs seconds whatever it carries, so trips are what is 
 kernel's amplitude and the noise by the server alone (:mod:`fedgp_flower.gp.profiled`); a line search is one trip, its
 candidates being evaluated together; two chains, from the lengthscales that the sites' own fits agree on and from those
 of the prior, share every trip. A round is a gradient and a line search: two exchanges. With descriptions, where inputs
-lie, the sketch and the first sums, eight rounds are twenty.
+lie, the sketch and the first sums, eight rounds are twenty. The first sums are of twice as many points as are kept: which
+ones explain most, the server sees without another exchange (:mod:`fedgp_flower.gp.selection`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +22,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.errors import ConfigError, RunError
-from fedgp_flower.gp.ascent import Memory, direction, forgotten
+from fedgp_flower.gp.ascent import Memory, direction, forgotten, outlook
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.profiled import profiled, scaled
@@ -75,6 +76,8 @@ ROWS_PER_POINT = 3
 """Fewer rows of a site for each inducing point are nearly told by its sums."""
 BEFORE, A_ROUND = 3, 2
 """Exchanges before training (descriptions, where inputs lie, the sketch) and in a round."""
+SMOOTHED, MORE = 5, 20
+"""Rounds whose gains say what so many more exchanges would bring."""
 PENALTY = 0.05
 """J = F − .05 Σ (log ℓ − 1)²: a lengthscale that the data leave open does not run away."""
 
@@ -160,8 +163,8 @@ class ProfiledState:
     """With every site, those before training among them."""
     points: int = 0
     """P: candidates beyond them are dropped at the first totals; 0: all are inducing points."""
-    gain: float | None = None
-    """Of J in the latest line search, nats per row."""
+    gains: Float[ndarray, " R"] = field(default_factory=lambda: np.empty(0))
+    """Of J in the latest rounds, nats per row, the last one last."""
     converged: bool = False
 
     @property
@@ -292,7 +295,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         rng = np.random.default_rng([self.config.seed, *b"inducing"])
         draws = drawn(summed.total.rows, summed.total.first, summed.total.second, rng)
         count = min(self.points(roster), len(np.unique(draws, axis=0)))
-        candidates = min(CANDIDATES * count, len(np.unique(draws, axis=0)))
+        candidates = min(self.candidates(roster, count), len(np.unique(draws, axis=0)))
         chains = []
         for start in (agreed(summed.total, model), expected(model, num_inputs)):
             lengths = lengthscales({**start, LOCATIONS: draws})
@@ -318,14 +321,23 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
             f" of {most} inducing points; set `privacy.secure-aggregation` to true, or lower `model.num-inducing`"
         )
 
+    def candidates(self, roster: Roster, count: int) -> int:
+        """Among how many points P are chosen by the first sums: no more than the smallest site bears, by the policy."""
+        most = CANDIDATES * count
+        if roster.totals_only or self.options.small_sites == "warn":
+            return most
+        return max(count, min(most, min(roster.rows.values()) // ROWS_PER_POINT))
+
     def warnings(self) -> list[str]:
         """Which sites' sums are nearly their rows, or what kept the number of inducing points low."""
         count, rows, found = len(self.current.best.values[LOCATIONS]), self.roster().rows, super().warnings()
-        small = [site for site, own in rows.items() if own < ROWS_PER_POINT * count]
+        most = self.candidates(self.roster(), count)
+        small = [site for site, own in rows.items() if own < ROWS_PER_POINT * most]
         if small and self.masking is None:
             found.append(
-                f"site(s) {_listed(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing points:"
-                " their sums, seen in the clear, are nearly their rows; `privacy.secure-aggregation` = true hides them"
+                f"site(s) {_listed(small)} have fewer than {ROWS_PER_POINT} rows for each of {most} points that"
+                f" {count} inducing points were chosen from: their sums, seen in the clear, are nearly their rows;"
+                " `privacy.secure-aggregation` = true hides them"
             )
         if count < min(self.config.model.num_inducing, sum(rows.values())):
             least = min(rows, key=lambda site: rows[site])
@@ -431,7 +443,8 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         flat = max(climbed) < self.options.tolerance * max(1.0, abs(moved.best.height) / state.rows)
         shortening = any(SHORTEST < chain.shrunk < 1 for chain in chains)
         gain = (moved.best.height - state.best.height) / state.rows
-        return replace(moved, gain=gain, converged=flat and not shortening)
+        gains = np.append(state.gains, gain)[-SMOOTHED:]
+        return replace(moved, gains=gains, converged=flat and not shortening)
 
     def _totals(self, tried: list[list[NamedArrays]], sites: tuple[str, ...]) -> Asking[_Totals | None]:
         """Totals at the candidates of every chain, in one exchange; None where nobody answers."""
@@ -455,6 +468,10 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
     def finished(self, state: ProfiledState) -> bool:
         """Whether the chains rest, or another round would take more exchanges than there are to be."""
         return state.converged or state.exchanges + A_ROUND > self.options.exchanges
+
+    def exchanges_to_come(self, state: ProfiledState) -> int:
+        """As many as are left, if it does not converge before."""
+        return max(0, self.options.exchanges - state.exchanges)
 
     def predictive(self, state: ProfiledState, roster: Roster) -> Asking[PooledPosterior]:
         """The exact posterior of all rows at the better chain's point."""
@@ -488,6 +505,12 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         return state.converged
 
     def details_of(self, state: ProfiledState) -> dict[str, Any]:
-        """The pooled bound in nats, the noise level, and what the latest round of how many exchanges gained."""
-        progress = {"exchanges": state.exchanges, "latest_gain_per_row": state.gain}
+        """The bound in nats, the noise, what the latest round of how many exchanges gained, and what more would."""
+        more = outlook(state.gains, MORE // A_ROUND)
+        progress = {
+            "exchanges": state.exchanges,
+            "latest_gain_per_row": float(state.gains[-1]) if state.gains.size else None,
+            "forecast_exchanges": MORE,
+            "forecast_rise": None if more is None else more * state.rows,
+        }
         return facts(*self.last) | progress | {"num_inducing": len(state.best.values[LOCATIONS])}

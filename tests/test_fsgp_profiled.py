@@ -12,7 +12,7 @@ import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, run, waves
 
 from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.gp.ascent import direction, forgotten
+from fedgp_flower.gp.ascent import direction, forgotten, outlook
 from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, grouped
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.profiled import LEAST_NOISE, profiled, scaled
@@ -198,6 +198,15 @@ def test_a_first_step_goes_as_far_as_allowed_in_each_block():
     assert memory.scales == pytest.approx([0.25 / 3, 200])
 
 
+def test_the_outlook_goes_on_as_a_geometric_series_does():
+    """Σ of the next terms; where gains do not shrink, as many more of their mean; nothing where nothing is gained."""
+    gains = 0.7 ** np.arange(5)
+    assert outlook(gains, 6) == pytest.approx((0.7 ** np.arange(5, 11)).sum(), rel=1e-12)
+    assert outlook(np.array([1.0, 3.0, 2.0]), 4) == pytest.approx(8.0)
+    assert outlook(np.zeros(4), 3) == 0.0
+    assert outlook(np.array([2.0, 1.0]), 3) is None
+
+
 # ---- the sketch -----------------------------------------------------------------------------------------------------
 
 
@@ -221,7 +230,8 @@ def test_cells_hold_between_five_and_nine_rows_that_lie_together():
     inputs = np.random.default_rng(0).standard_normal((203, 2))
     labels = grouped(inputs)
     sizes = np.bincount(labels)
-    assert LEAST_ROWS <= sizes.min() and sizes.max() < 2 * LEAST_ROWS
+    assert sizes.min() >= LEAST_ROWS
+    assert sizes.max() < 2 * LEAST_ROWS
     within = sum(float(inputs[labels == k].var(0).sum()) * size for k, size in enumerate(sizes)) / len(inputs)
     assert within < 0.2 * float(inputs.var(0).sum())
 
@@ -328,6 +338,9 @@ def test_twenty_exchanges_come_close_to_the_optimum_of_two_hundred():
     many = run(FaultyGrid(configured(model__num_inducing=12, fsgp__objective="exact", num_server_rounds=100), 5))
     details = few.details()
     assert (details["exchanges"], few.round, details["num_inducing"]) == (20, 8, 12)
+    assert details["expected_exchanges"] == 17
+    assert 0 < details["expected_seconds"] < 60
+    assert 0 <= details["forecast_rise"] < 0.1 * abs(details["bound"])
     assert details["bound"] > many.details()["bound"] - 0.02 * sum(few.preparation.rows.values())
     assert few.outcome.metrics["test"]["nll"] < many.outcome.metrics["test"]["nll"] + 0.02
 
@@ -383,13 +396,13 @@ def test_a_lost_site_is_left_out_and_the_others_go_on(tmp_path):
 
 
 def test_small_sites_are_named_capped_or_sent_under_masks(tmp_path):
-    """Sites of 40 and 21 rows, 24 points: three rows for each are 72."""
+    """Sites of 40 and 21 rows, 24 points among 48 candidates: three rows for each are 144."""
     frames = {"big": waves(100, 0), "mid": waves(50, 1), "low": waves(26, 2)}
     keys = PROFILED | {"model__num_inducing": 24, "num_server_rounds": 1}
     grid = lambda **more: FaultyGrid(configured(**keys, **more), csv_nodes(tmp_path, frames))  # noqa: E731
     named = run(grid())
     assert (named.details()["num_inducing"], named.preparation.rows["low"]) == (24, 21)
-    assert [text.split(" have ")[0] for text in named.warnings() if "have fewer" in text] == ["site(s) low, mid"]
+    assert [text.split(" have ")[0] for text in named.warnings() if "have fewer" in text] == ["site(s) big, low, mid"]
     capped = run(grid(fsgp__small_sites="cap"))
     assert capped.details()["num_inducing"] == 7
     assert any("7 inducing points instead of 24" in text and "site low has 21" in text for text in capped.warnings())
