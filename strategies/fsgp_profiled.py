@@ -4,8 +4,8 @@ On real machines a trip costs seconds whatever it carries, so trips are what is 
 kernel's amplitude and the noise by the server alone (:mod:`fedgp_flower.gp.profiled`); a line search is one trip, its
 candidates being evaluated together; two chains, from the lengthscales that the sites' own fits agree on and from those
 of the prior, share every trip. A round is a gradient and a line search: two exchanges. With descriptions, where inputs
-lie, the sketch and the first sums, eight rounds are twenty. The first sums are of twice as many points as are kept: which
-ones explain most, the server sees without another exchange (:mod:`fedgp_flower.gp.selection`).
+lie, the sketch and the first sums, eight rounds are twenty. The first sums are of twice as many points as are kept: the
+server sees by itself which ones explain most (:mod:`fedgp_flower.gp.selection`).
 """
 
 from __future__ import annotations
