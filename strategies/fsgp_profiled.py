@@ -4,7 +4,8 @@ On real machines a trip costs seconds whatever it carries, so trips are what is 
 kernel's amplitude and the noise by the server alone (:mod:`fedgp_flower.gp.profiled`); a line search is one trip, its
 candidates being evaluated together; two chains, from the lengthscales that the sites' own fits agree on and from those
 of the prior, share every trip. A round is a gradient and a line search: two exchanges. With descriptions, where inputs
-lie, the sketch and the first sums, eight rounds are twenty.
+lie, the sketch and the first sums, eight rounds are twenty. The first sums are of twice as many points as are kept: the
+server sees by itself which ones explain most (:mod:`fedgp_flower.gp.selection`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,10 +22,11 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.errors import ConfigError, RunError
-from fedgp_flower.gp.ascent import Memory, direction, forgotten
+from fedgp_flower.gp.ascent import Memory, direction, forgotten, outlook
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.profiled import PENALTY, profiled, scaled
+from fedgp_flower.gp.selection import explaining, products_of, restricted
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import bound_gradient
 from fedgp_flower.messages import encode, message
@@ -56,8 +58,10 @@ from strategies.server.strategy import FederatedStrategy
 logger = logging.getLogger("fedgp")
 
 LOCATIONS = "inducing.locations"
-SLOTS = 512
+SLOTS = 2048
 """Anchors of the sketch."""
+CANDIDATES = 2
+"""For each inducing point: of so many, those are taken that explain most at the first sums."""
 START_RANGE = (-1.0, 3.5)
 """Of log ℓ at the start."""
 WIDER = (-0.5, 0.0, 0.5)
@@ -72,6 +76,8 @@ ROWS_PER_POINT = 3
 """Fewer rows of a site for each inducing point are nearly told by its sums."""
 BEFORE, A_ROUND = 3, 2
 """Exchanges before training (descriptions, where inputs lie, the sketch) and in a round."""
+SMOOTHED, MORE = 5, 20
+"""Rounds whose gains say what so many more exchanges would bring."""
 
 
 @message()
@@ -153,8 +159,10 @@ class ProfiledState:
     sites: tuple[str, ...]
     exchanges: int
     """With every site, those before training among them."""
-    gain: float | None = None
-    """Of J in the latest line search, nats per row."""
+    points: int = 0
+    """P: candidates beyond them are dropped at the first totals; 0: all are inducing points."""
+    gains: Float[ndarray, " R"] = field(default_factory=lambda: np.empty(0))
+    """Of J in the latest rounds, nats per row, the last one last."""
     converged: bool = False
 
     @property
@@ -285,14 +293,14 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         rng = np.random.default_rng([self.config.seed, *b"inducing"])
         draws = drawn(summed.total.rows, summed.total.first, summed.total.second, rng)
         count = min(self.points(roster), len(np.unique(draws, axis=0)))
+        candidates = min(self.candidates(roster, count), len(np.unique(draws, axis=0)))
         chains = []
         for start in (agreed(summed.total, model), expected(model, num_inputs)):
             lengths = lengthscales({**start, LOCATIONS: draws})
-            centres = centres_of(draws / lengths, count, np.random.default_rng([self.config.seed, *b"centres"]))
+            centres = centres_of(draws / lengths, candidates, np.random.default_rng([self.config.seed, *b"centres"]))
             chains.append(chain_at(self._unit({**start, LOCATIONS: centres * lengths})))
-        self._sized(count)
         logger.info("%d inducing points, at most %d exchanges with every site", count, self.options.exchanges)
-        return ProfiledState(tuple(chains), (), BEFORE)
+        return ProfiledState(tuple(chains), (), BEFORE, count)
 
     def points(self, roster: Roster) -> int:
         """P: as configured, but no more than there are rows, and by the policy no more than the smallest site bears.
@@ -311,14 +319,23 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
             f" of {most} inducing points; set `privacy.secure-aggregation` to true, or lower `model.num-inducing`"
         )
 
+    def candidates(self, roster: Roster, count: int) -> int:
+        """Among how many points P are chosen by the first sums: no more than the smallest site bears, by the policy."""
+        most = CANDIDATES * count
+        if roster.totals_only or self.options.small_sites == "warn":
+            return most
+        return max(count, min(most, min(roster.rows.values()) // ROWS_PER_POINT))
+
     def warnings(self) -> list[str]:
         """Which sites' sums are nearly their rows, or what kept the number of inducing points low."""
         count, rows, found = len(self.current.best.values[LOCATIONS]), self.roster().rows, super().warnings()
-        small = [site for site, own in rows.items() if own < ROWS_PER_POINT * count]
+        most = self.candidates(self.roster(), count)
+        small = [site for site, own in rows.items() if own < ROWS_PER_POINT * most]
         if small and self.masking is None:
             found.append(
-                f"site(s) {_listed(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing points:"
-                " their sums, seen in the clear, are nearly their rows; `privacy.secure-aggregation` = true hides them"
+                f"site(s) {_listed(small)} have fewer than {ROWS_PER_POINT} rows for each of {most} points that"
+                f" {count} inducing points were chosen from: their sums, seen in the clear, are nearly their rows;"
+                " `privacy.secure-aggregation` = true hides them"
             )
         if count < min(self.config.model.num_inducing, sum(rows.values())):
             least = min(rows, key=lambda site: rows[site])
@@ -368,8 +385,22 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         for values, own in zip(tried, totals.chains, strict=True):
             heights = [objective(*one) for one in zip(values, own, strict=True)]
             best = int(np.argmax(heights))
-            chains.append(replace(chain_at(values[best]), totals=own[best], height=heights[best]))
-        return ProfiledState(tuple(chains), totals.sites, state.exchanges + 1)
+            chains.append(self._thinned(values[best], own[best], state.points))
+        return ProfiledState(tuple(chains), totals.sites, state.exchanges + 1, state.points)
+
+    def _thinned(self, values: NamedArrays, totals: Statistics, count: int) -> Chain:
+        """A chain at those candidates for inducing points that explain most."""
+        places = values[LOCATIONS]
+        if 0 < count < len(places):
+            section, sums = self.config.model, totals.sums()
+            with torch.no_grad():
+                model = SparseGP.from_arrays(section, values)
+                factor = model.factor()
+                taken = explaining((factor @ factor.mT).numpy(), products_of(sums, factor).numpy(), count)
+                values = {**values, LOCATIONS: places[taken]}
+                few = SparseGP.from_arrays(section, values).factor()
+            totals = Statistics.of(restricted(sums, factor, taken, few))
+        return replace(chain_at(values), totals=totals, height=objective(values, totals))
 
     def _differentiated(self, state: ProfiledState) -> Asking[ProfiledState]:
         """With the gradients of the chains that have moved."""
@@ -410,10 +441,12 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         flat = max(climbed) < self.options.tolerance * max(1.0, abs(moved.best.height) / state.rows)
         shortening = any(SHORTEST < chain.shrunk < 1 for chain in chains)
         gain = (moved.best.height - state.best.height) / state.rows
-        return replace(moved, gain=gain, converged=flat and not shortening)
+        gains = np.append(state.gains, gain)[-SMOOTHED:]
+        return replace(moved, gains=gains, converged=flat and not shortening)
 
     def _totals(self, tried: list[list[NamedArrays]], sites: tuple[str, ...]) -> Asking[_Totals | None]:
         """Totals at the candidates of every chain, in one exchange; None where nobody answers."""
+        self._sized(len(tried[0][0][LOCATIONS]))
         request = Trials(numbered([values for own in tried for values in own]))
         summed: Summed[TrialSums] = yield Total(TrialSums, request, sites)
         if summed.total is None:
@@ -433,6 +466,10 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
     def finished(self, state: ProfiledState) -> bool:
         """Whether the chains rest, or another round would take more exchanges than there are to be."""
         return state.converged or state.exchanges + A_ROUND > self.options.exchanges
+
+    def exchanges_to_come(self, state: ProfiledState) -> int:
+        """As many as are left, if it does not converge before."""
+        return max(0, self.options.exchanges - state.exchanges)
 
     def predictive(self, state: ProfiledState, roster: Roster) -> Asking[PooledPosterior]:
         """The exact posterior of all rows at the better chain's point."""
@@ -466,6 +503,12 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         return state.converged
 
     def details_of(self, state: ProfiledState) -> dict[str, Any]:
-        """The pooled bound in nats, the noise level, and what the latest round of how many exchanges gained."""
-        progress = {"exchanges": state.exchanges, "latest_gain_per_row": state.gain}
+        """The bound in nats, the noise, what the latest round of how many exchanges gained, and what more would."""
+        more = outlook(state.gains, MORE // A_ROUND)
+        progress = {
+            "exchanges": state.exchanges,
+            "latest_gain_per_row": float(state.gains[-1]) if state.gains.size else None,
+            "forecast_exchanges": MORE,
+            "forecast_rise": None if more is None else more * state.rows,
+        }
         return facts(*self.last) | progress | {"num_inducing": len(state.best.values[LOCATIONS])}

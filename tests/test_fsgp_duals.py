@@ -16,7 +16,7 @@ import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.latent import CONSTANT, LatentGP
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
-from fedgp_flower.gp.sums import collapsed_bound, exact_posterior
+from fedgp_flower.gp.sums import WhitenedPosterior, collapsed_bound, exact_posterior
 from fedgp_flower.methods.fsgp.duals import Duals, carried, expectations, gradient_at_server
 from fedgp_flower.methods.fsgp.messages import PooledPosterior
 from fedgp_flower.methods.fsgp.posterior import SavedLatentGP
@@ -318,3 +318,16 @@ def test_what_is_saved_predicts_what_the_sites_predict(likelihood: str, tmp_path
         np.testing.assert_allclose(table["mean"], f.mean, rtol=1e-6)
     with pytest.raises(Exception, match="not normal"):
         posterior.distribution(frame, noise=True)
+
+
+@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson", "student-t"])
+def test_expectations_that_no_rows_have_are_refused(likelihood: str) -> None:
+    """Probabilities are at most 1 and log-concave in f; outliers of Student-t noise know no such limit."""
+    model, data = latent(likelihood), rows_of(likelihood)
+    size = len(model.inducing_points)
+    standard = WhitenedPosterior(torch.zeros(size).double(), torch.eye(size).double())
+    honest = expectations(model, *data, standard, factor(model))
+    assert honest.refusal(len(data[1])) is None
+    discrete = likelihood != "student-t"
+    for lie in (replace(honest, fit=np.asarray(-honest.fit)), replace(honest, curvature=-honest.curvature)):
+        assert (lie.refusal(len(data[1])) is not None) == discrete

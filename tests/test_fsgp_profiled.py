@@ -12,10 +12,11 @@ import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, run, waves
 
 from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.gp.ascent import direction, forgotten
-from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn
+from fedgp_flower.gp.ascent import direction, forgotten, outlook
+from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, grouped
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.profiled import LEAST_NOISE, profiled, scaled
+from fedgp_flower.gp.selection import explaining, restricted
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import SparseSums, collapsed_bound_value
 from fedgp_flower.methods.fsgp.client import FSGPClient
@@ -23,7 +24,8 @@ from fedgp_flower.methods.fsgp.learner import curvature, local_mode
 from fedgp_flower.methods.fsgp.mathematics import prior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
-from strategies.fsgp_profiled import LOCATIONS, FSGPProfiled, ProfiledState, chain_at
+from strategies.fsgp import pooled
+from strategies.fsgp_profiled import LOCATIONS, FSGPProfiled, ProfiledState, chain_at, objective
 from strategies.server.questions import Roster, drive
 
 D, P = 2, 7
@@ -196,13 +198,22 @@ def test_a_first_step_goes_as_far_as_allowed_in_each_block():
     assert memory.scales == pytest.approx([0.25 / 3, 200])
 
 
+def test_the_outlook_goes_on_as_a_geometric_series_does():
+    """Σ of the next terms; where gains do not shrink, as many more of their mean; nothing where nothing is gained."""
+    gains = 0.7 ** np.arange(5)
+    assert outlook(gains, 6) == pytest.approx((0.7 ** np.arange(5, 11)).sum(), rel=1e-12)
+    assert outlook(np.array([1.0, 3.0, 2.0]), 4) == pytest.approx(8.0)
+    assert outlook(np.zeros(4), 3) == 0.0
+    assert outlook(np.array([2.0, 1.0]), 3) is None
+
+
 # ---- the sketch -----------------------------------------------------------------------------------------------------
 
 
 def test_cells_count_every_row_once_and_none_alone():
     draw, anchors = np.random.default_rng(0), np.random.default_rng(1).standard_normal((64, 3))
     parts = [draw.standard_normal((count, 3)) for count in (3, 40, 301)]
-    sums = [cells(part, anchors, np.random.default_rng(0)) for part in parts]
+    sums = [cells(part, anchors) for part in parts]
     for part, (count, first, second) in zip(parts, sums, strict=True):
         assert count.sum() == len(part)
         assert count[count > 0].min() >= min(LEAST_ROWS, len(part))
@@ -212,6 +223,55 @@ def test_cells_count_every_row_once_and_none_alone():
     draws, everyone = drawn(*total, np.random.default_rng(0)), np.concatenate(parts)
     assert draws.mean(0) == pytest.approx(everyone.mean(0), abs=0.05)
     assert np.cov(draws.T) == pytest.approx(np.cov(everyone.T), abs=0.1)
+
+
+def test_cells_hold_between_five_and_nine_rows_that_lie_together():
+    """Halves of halves: as many cells as the floor allows, each far narrower than all rows."""
+    inputs = np.random.default_rng(0).standard_normal((203, 2))
+    labels = grouped(inputs)
+    sizes = np.bincount(labels)
+    assert sizes.min() >= LEAST_ROWS
+    assert sizes.max() < 2 * LEAST_ROWS
+    within = sum(float(inputs[labels == k].var(0).sum()) * size for k, size in enumerate(sizes)) / len(inputs)
+    assert within < 0.2 * float(inputs.var(0).sum())
+
+
+# ---- choosing inducing points ---------------------------------------------------------------------------------------
+
+
+def test_sums_at_some_candidates_follow_from_those_at_all():
+    """Against the sums of the rows themselves at those candidates."""
+    kept = np.array([0, 2, 3, 6])
+    few = unit_values() | {LOCATIONS: unit_values()[LOCATIONS][kept]}
+    model, fewer = (SparseGP.from_arrays(ModelSection(), own) for own in (unit_values(), few))
+    with torch.no_grad():
+        found = restricted(unit_sums(), model.factor(), kept, fewer.factor())
+    for own, expected in zip(vars_of(found), vars_of(pooled_sums(fewer, *rows())), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_points_are_taken_in_the_order_of_what_they_explain():
+    """Each is the best one to add by the trace of the sums at the set, tr A = Σ k_xz K_zz⁻¹ k_zx, computed anew."""
+    x, _ = rows()
+    points = torch.from_numpy(np.random.default_rng(3).uniform(-2, 2, (12, D)))
+    kernel = lambda a, b: torch.exp(-0.5 * torch.cdist(a, b).square())  # noqa: E731
+    covariance, cross = kernel(points, points), kernel(points, x)
+    explained = lambda s: float(torch.linalg.solve(covariance[s][:, s], cross[s] @ cross[s].T).trace())  # noqa: E731
+    taken: list[int] = []
+    for count in (1, 2, 3, 4):
+        taken.append(max(set(range(12)) - set(taken), key=lambda j: explained([*taken, j])))
+        assert list(explaining(covariance.numpy(), (cross @ cross.T).numpy(), count)) == sorted(taken)
+
+
+def test_candidates_beyond_the_inducing_points_are_dropped_at_the_first_totals():
+    """The height that the server finds for the points kept is that of the sums of all rows there."""
+    own = strategy()
+    sites = federation(own, [20, 40])
+    state = drive(own._evaluated(ProfiledState(starting().chains, (), 3, 4), tuple(sites)), sites)
+    for chain in state.chains:
+        assert len(chain.values[LOCATIONS]) == 4
+        anew = drive(pooled(chain.values, tuple(sites)), sites)
+        assert chain.height == pytest.approx(objective(chain.values, anew), abs=1e-6)
 
 
 def test_a_curvature_is_that_of_a_quadratic():
@@ -278,6 +338,9 @@ def test_twenty_exchanges_come_close_to_the_optimum_of_two_hundred():
     many = run(FaultyGrid(configured(model__num_inducing=12, fsgp__objective="exact", num_server_rounds=100), 5))
     details = few.details()
     assert (details["exchanges"], few.round, details["num_inducing"]) == (20, 8, 12)
+    assert details["expected_exchanges"] == 17
+    assert 0 < details["expected_seconds"] < 60
+    assert 0 <= details["forecast_rise"] < 0.1 * abs(details["bound"])
     assert details["bound"] > many.details()["bound"] - 0.02 * sum(few.preparation.rows.values())
     assert few.outcome.metrics["test"]["nll"] < many.outcome.metrics["test"]["nll"] + 0.02
 
@@ -333,13 +396,13 @@ def test_a_lost_site_is_left_out_and_the_others_go_on(tmp_path):
 
 
 def test_small_sites_are_named_capped_or_sent_under_masks(tmp_path):
-    """Sites of 40 and 21 rows, 24 points: three rows for each are 72."""
+    """Sites of 40 and 21 rows, 24 points among 48 candidates: three rows for each are 144."""
     frames = {"big": waves(100, 0), "mid": waves(50, 1), "low": waves(26, 2)}
     keys = PROFILED | {"model__num_inducing": 24, "num_server_rounds": 1}
     grid = lambda **more: FaultyGrid(configured(**keys, **more), csv_nodes(tmp_path, frames))  # noqa: E731
     named = run(grid())
     assert (named.details()["num_inducing"], named.preparation.rows["low"]) == (24, 21)
-    assert [text.split(" have ")[0] for text in named.warnings() if "have fewer" in text] == ["site(s) low, mid"]
+    assert [text.split(" have ")[0] for text in named.warnings() if "have fewer" in text] == ["site(s) big, low, mid"]
     capped = run(grid(fsgp__small_sites="cap"))
     assert capped.details()["num_inducing"] == 7
     assert any("7 inducing points instead of 24" in text and "site low has 21" in text for text in capped.warnings())

@@ -42,6 +42,21 @@ def forgotten(size: int) -> Memory:
     return Memory(np.empty((0, size)), np.empty((0, size)), np.zeros(2))
 
 
+def outlook(gains: Array, rounds: int) -> float | None:
+    """What so many more rounds would add if gains go on to shrink as they did; None before there are three.
+
+    Gains gᵢ are taken for a geometric series of the same sum, r = Σ gᵢ₊₁/Σ gᵢ ≤ 1, which smooths single rounds.
+
+    >>> outlook(np.array([8.0, 4.0, 2.0]), 2)  # 1 + ½
+    1.5
+    """
+    if len(gains) < 3 or gains[:-1].sum() <= 0 or gains[1:].sum() <= 0:
+        return None if len(gains) < 3 else 0.0
+    ratio = min(1.0, float(gains[1:].sum() / gains[:-1].sum()))
+    latest = gains.sum() / (ratio ** -np.arange(len(gains))).sum()
+    return float(latest * (ratio ** np.arange(1, rounds + 1)).sum())
+
+
 def direction(gradient: Array, memory: Memory, blocks: Indices, first: Array, cap: Array) -> tuple[Array, Memory]:
     """Where to go uphill, and the memory with the scales that were used.
 

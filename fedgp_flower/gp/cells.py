@@ -1,11 +1,14 @@
 """Where inputs lie, as sums of small groups of rows: a summand from which inducing points are drawn.
 
-A site groups its rows into cells of at least :data:`LEAST_ROWS` by k-means, and adds each cell's count, Σx and Σx² to
-the slot of the nearest of some anchors. Cells of several sites that meet in a slot are one larger cell, so the
-summands can be added, under masks too. The draws follow the mixture of all cells.
+A site halves its rows along the direction in which they spread most, and the halves again, down to cells of at least
+:data:`LEAST_ROWS`; it adds each cell's count, Σx and Σx² to the slot of the nearest of some anchors. Cells of several
+sites that meet in a slot are one larger cell, so the summands can be added, under masks too. The draws follow the
+mixture of all cells.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -47,21 +50,29 @@ def centres_of(points: Array, count: int, rng: np.random.Generator) -> Array:
     return centres
 
 
-def grouped(inputs: Array, rng: np.random.Generator) -> Indices:
-    """The cell of every row, [N]: k-means, where the rows of a cell that has too few join the nearest large one."""
-    centres = centres_of(inputs, min(max(len(inputs) // LEAST_ROWS, 1), MOST_CELLS), rng)
-    large = np.bincount(nearest(inputs, centres), minlength=len(centres)) >= LEAST_ROWS
-    return nearest(inputs, centres[large] if large.any() else centres[:1])
+def grouped(inputs: Array) -> Indices:
+    """The cell of every row, [N]: halves of halves at the median of the widest principal axis."""
+    least = max(LEAST_ROWS, math.ceil(len(inputs) / MOST_CELLS))
+    waiting, labels, count = [np.arange(len(inputs))], np.zeros(len(inputs), dtype=np.int64), 0
+    while waiting:
+        rows = waiting.pop()
+        if len(rows) < 2 * least:
+            labels[rows], count = count, count + 1
+            continue
+        away = inputs[rows] - inputs[rows].mean(0)
+        axis = np.linalg.eigh(away.T @ away)[1][:, -1]
+        order = np.argsort(away @ axis, kind="stable")
+        waiting += np.array_split(rows[order], 2)
+    return labels
 
 
-def cells(inputs: Array, anchors: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+def cells(inputs: Array, anchors: Array) -> tuple[Array, Array, Array]:
     """Rows [C], Σx [C, D] and Σx² [C, D] of the cells of rows [N, D], in the slots of their nearest anchors [C, D]."""
-    labels = grouped(inputs, rng)
+    labels = grouped(inputs)
     count = int(labels.max()) + 1
     rows, *moments = (summed(labels, own, count) for own in (np.ones(len(inputs)), inputs, np.square(inputs)))
-    kept = rows > 0
-    slots = nearest(moments[0][kept] / rows[kept, None], anchors)
-    found = [summed(slots, own[kept], len(anchors)) for own in (rows, *moments)]
+    slots = nearest(moments[0] / rows[:, None], anchors)
+    found = [summed(slots, own, len(anchors)) for own in (rows, *moments)]
     return found[0], found[1], found[2]
 
 

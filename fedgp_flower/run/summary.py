@@ -244,9 +244,12 @@ def convergence_verdict(metrics: RunMetrics) -> str:
         return ""
     if metrics.converged:
         return f"Training had converged after {metrics.rounds} rounds."
-    gained, promised = (number(metrics.method_details.get(name)) for name in ("latest_gain_per_row", "promised_rise"))
+    names = ("latest_gain_per_row", "promised_rise", "forecast_rise", "forecast_exchanges")
+    gained, promised, rise, exchanges = (number(metrics.method_details.get(name)) for name in names)
     more = f"; the latest gained {show(gained)} nats a row" if math.isfinite(gained) else ""
     more = f"; the next step promised {show(promised)} nats of the bound" if math.isfinite(promised) else more
+    if math.isfinite(rise):
+        more += f", and {exchanges:.0f} more exchanges would raise the bound by about {show(rise)} nats"
     return f"Training ended after {metrics.rounds} rounds, before it had converged{more}."
 
 

@@ -88,6 +88,8 @@ class Network:
     """The streak that a site's latest valid reply ended; it goes on if the caller refuses that reply."""
     site_seconds: float = 0.0
     """Seconds the sites say they computed, summed."""
+    trips: list[float] = field(default_factory=list)
+    """Seconds from pushing messages to having their replies, trip by trip."""
     round: int = 0
     context: SharedContext | None = None
     """What every message needs; messages to known sites name it instead of carrying it, once a site has it."""
@@ -238,6 +240,7 @@ class Network:
         if not messages:
             return []
         self.traffic.bytes_down += sum(content_bytes(message) for message in messages)
+        begun = time.monotonic()
         ids = list(self.grid.push_messages(messages))
         replies: dict[str, Message] = {}
         deadline, pause = time.monotonic() + self.timeout, 0.01
@@ -248,6 +251,7 @@ class Network:
             if not arrived:
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.5)
+        self.trips.append(time.monotonic() - begun)
         self.traffic.bytes_up += sum(content_bytes(reply) for reply in replies.values())
         return [replies.get(i) for i in ids]
 

@@ -177,6 +177,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         self.complete: tuple[S, Figures] | None = None
         self.outstanding: dict[str, Outstanding] = {}
         """By message id."""
+        self.expected: dict[str, float] = {}
+        """Exchanges and seconds of training, as announced before it."""
         self.arrived: list[Message] = []
         """Replies that came together with an earlier one."""
 
@@ -229,6 +231,11 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         del state
         return {}
 
+    def exchanges_to_come(self, state: S) -> int | None:
+        """With how many exchanges training ends at the latest, from here on; None where it cannot be said."""
+        del state
+        return None
+
     def final(self, state: S, roster: Roster) -> Asking[dict[str, Any]]:
         """Facts for ``metrics.json`` that sites are asked for after training."""
         del state, roster
@@ -274,6 +281,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         if initial_arrays is not None and self.snapshot is None:
             self._take(initial_arrays)
         self.clock.switch("training")
+        self._announce()
         self._evaluate_at_server(evaluate_fn)
         while self.round < num_rounds and not self.finished(self.current):
             self._train_one_round(grid)
@@ -285,6 +293,14 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         logger.info("%s", self.what_the_server_sees())
         self.result.arrays = array_record(self.public(self.current))
         return self.result
+
+    def _announce(self) -> None:
+        """Say how long training will take, by the trips made so far."""
+        count = self.exchanges_to_come(self.current)
+        if count:
+            trip = float(np.median(self.network.trips))
+            self.expected = {"expected_exchanges": count, "expected_seconds": count * trip}
+            logger.info("about %d exchanges to come, %.2g minutes at %.2g s a trip", count, count * trip / 60, trip)
 
     def _train_one_round(self, grid: Grid) -> None:
         number, config = self.round + 1, ConfigRecord(dict(self.train_config))
@@ -723,7 +739,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
 
     def details(self) -> dict[str, Any]:
         """Facts of the method, those that sites are asked for among them."""
-        facts = self.details_of(self.current) | self.ask_through(self.final(self.current, self.roster()))
+        asked = self.ask_through(self.final(self.current, self.roster()))
+        facts = self.details_of(self.current) | self.expected | asked
         return facts if self.masking is None else facts | {"privacy": self.masking.facts()}
 
     def state(self) -> Snapshot:

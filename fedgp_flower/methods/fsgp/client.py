@@ -79,7 +79,7 @@ class FSGPClient(DualClient):
     def sketch(self, request: Anchors) -> Sketch:
         """Cells of this site's rows, and the mode of a GP of them alone with its curvature."""
         inputs, targets = self.tensors
-        found = cells(self.rows.x, request.points, np.random.default_rng([self.config.seed, *b"cells"]))
+        found = cells(self.rows.x, request.points)
         mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
         return Sketch(*found, *mode)
 

@@ -12,6 +12,9 @@ from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.messages import count_parameters, dwarfing
 from fedgp_flower.typing import AnyShape
 
+SLACK = 1e-5
+"""Of rounding, also in single precision."""
+
 
 @message("train.expectations", summand=True)
 class Expectations:
@@ -34,3 +37,15 @@ class Expectations:
             sizes = {site: float(np.abs(getattr(own, name)).max()) / rows[site] for site, own in answers.items()}
             found |= dwarfing(sizes, name)
         return found
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot come from rows with labels or counts, or None: log p(y | f) ≤ 0, and it is concave in f.
+
+        Student-t noise, which has parameters of its own, knows neither limit.
+        """
+        if any(name.startswith("likelihood.") for name in self.values):
+            return None
+        if float(self.fit) > SLACK * rows:
+            return f"`fit` is {float(self.fit):g}: no probability is above 1"
+        least = -SLACK * abs(float(np.trace(self.curvature)))
+        return None if np.linalg.eigvalsh(self.curvature)[0] >= least else "`curvature` is not that of concave terms"

@@ -226,7 +226,10 @@ class TrialAdjoints:
 
 @message("train.gradients", summand=True)
 class TrialGradients:
-    """:class:`GradientShare` at each of several parameters."""
+    """:class:`GradientShare` at each of several parameters.
+
+    What lies here can only cost time: a step is taken where the totals of sums bear out that the bound rises.
+    """
 
     values: Mapping[str, AnyShape] = leaves("a site's share of dF/dw, under each parameter's name", as_sent=True)
 
