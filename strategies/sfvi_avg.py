@@ -77,7 +77,7 @@ class Average:
     spread: Sequence[float]
 
 
-def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array, *, tolerance: float = 1e-12) -> Average:
+def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array, *, tolerance: float = 1e-10) -> Average:
     """θ ← Σ wₖ θₖ and q(Z_G) ← Wasserstein barycentre of the sites' q(Z_G), weights divided by their sum.
 
     Raises:
