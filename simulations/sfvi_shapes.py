@@ -5,8 +5,8 @@
 Weather by country as in ``sfvi_weather.py``. Written down before any run: (1) own shapes are below local-only in NLL
 over all countries, (2) over those of fewer than 30 stations, (3) over the others, each with a 95 % interval from
 resampled countries below zero; (4) own shapes are below one shape over all countries, and (5) not above it by more than
-.01 over either group. Settings are the defaults, which were chosen by folds 0 and 1. Complete runs are not repeated; ``--page``
-writes ``simulations/results/sfvi_shapes.md`` from those there are.
+.01 over either group. Settings are the defaults, which were chosen by folds 0 and 1. Complete runs are not repeated;
+``--page`` writes ``simulations/results/sfvi_shapes.md`` from those there are.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def barycentre(
             tried = _at(now.mapped, factors, weights)
         now = tried
     raise NumericsError(
-        f"barycentre of {len(means)} Gaussians did not converge: whitened gap {now.residual:.1e} after {max_iterations} "
-        f"steps, wanted {tolerance:.1e}. Raise the tolerance, or use diagonal factors."
+        f"barycentre of {len(means)} Gaussians did not converge: whitened gap {now.residual:.1e} after "
+        f"{max_iterations} steps, wanted {tolerance:.1e}. Raise the tolerance, or use diagonal factors."
     )
 
 

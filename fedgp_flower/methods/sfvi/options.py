@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Count, Fraction, MethodOptions, NonNegative, Positive, PositiveInt
+from fedgp_flower.options import Count, Fraction, MethodOptions, ModelSection, NonNegative, Positive, PositiveInt
 from fedgp_flower.run.config import CoreConfig
 
 SHARED, LEARNED = "inducing.locations", "theta.inputs"
@@ -18,7 +18,7 @@ LIKELIHOODS = {
     "multinomial": ("gaussian",),
 }
 CLOSED_FORM = {"objective", "tolerance", "model", "shared_inputs"}
-CLOSED_FORM |= {"deviation", "site_inducing", "site_noise", "site_slope"}
+CLOSED_FORM |= {"deviation", "site_inducing", "site_noise", "site_amplitude", "site_lengthscale", "site_slope"}
 """Fields that SFVI in closed form reads."""
 
 
@@ -90,7 +90,11 @@ class SFVIOptions(MethodOptions):
     closed form, where any other number is the same.
     """
     site_noise: NonNegative = 0.5
-    """``gp``: prior standard deviation of a site's log noise offset; 0 gives all sites the same noise."""
+    """``gp``: prior sd of a site's log noise offset; in closed form it is learned from there; 0: noise is the same."""
+    site_amplitude: NonNegative = 0.5
+    """``closed-form``: initial prior standard deviation of the log amplitude of a site's deviation; 0: all the same."""
+    site_lengthscale: NonNegative = 0.3
+    """``closed-form``: the same of the log lengthscale of its deviation."""
     site_slope: Positive = 0.3
     """``gp``: initial standard deviation of a site's intercept and slopes."""
     deviation: Positive = 0.3
@@ -107,18 +111,18 @@ class SFVIOptions(MethodOptions):
     prediction_draws: PositiveInt = 200
     """Draws in a prediction; ``gp`` needs none."""
 
-    def in_closed_form(self, core: CoreConfig) -> bool:
+    def in_closed_form(self, section: ModelSection) -> bool:
         """Whether a run takes Newton steps."""
-        able = self.model == "gp" and core.model.likelihood == "gaussian"
+        able = self.model == "gp" and section.likelihood == "gaussian"
         return not self.averages and self.objective != "stochastic" and (able or self.objective == "closed-form")
 
     def strategy_for(self, core: CoreConfig) -> str:
         """The Strategy of ``sfvi.objective``."""
-        return "strategies.sfvi_closed:SFVIClosedForm" if self.in_closed_form(core) else ""
+        return "strategies.sfvi_closed:SFVIClosedForm" if self.in_closed_form(core.model) else ""
 
     def client_for(self, core: CoreConfig) -> str:
         """The site's half of ``sfvi.objective``."""
-        return self.other_clients[0] if self.in_closed_form(core) else ""
+        return self.other_clients[0] if self.in_closed_form(core.model) else ""
 
     def check(self, core: CoreConfig) -> None:
         """A likelihood the model has, whole batches, and the keys a model cannot do without."""
@@ -146,7 +150,7 @@ class SFVIOptions(MethodOptions):
         if self.amortised_units and self.model != "logistic-mixed":
             raise ConfigError("`sfvi.amortised-units`: only `sfvi.model` = 'logistic-mixed' has units to read off rows")
         core.require_whole_rosters("sfvi.fraction", self.fraction)
-        if self.in_closed_form(core):
+        if self.in_closed_form(core.model):
             self._check_closed_form(core)
 
     def _check_closed_form(self, core: CoreConfig) -> None:
