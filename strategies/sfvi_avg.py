@@ -137,6 +137,7 @@ class SFVIAvg(SteppedVI):
     """Rounds of local steps and averages."""
 
     method = "sfvi-avg"
+    watched = "site_estimate"
     options_class = SFVIAvgOptions
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:

@@ -246,6 +246,9 @@ def convergence_verdict(metrics: RunMetrics) -> str:
     gained, promised = (number(metrics.method_details.get(name)) for name in ("latest_gain_per_row", "promised_rise"))
     more = f"; the latest gained {show(gained)} nats a row" if math.isfinite(gained) else ""
     more = f"; the next step promised {show(promised)} nats of the bound" if math.isfinite(promised) else more
+    rising = number(metrics.method_details.get("rise_per_round"))
+    if math.isfinite(rising):
+        return f"Training stopped after {metrics.rounds} rounds, still rising by {show(rising)} nats a row in a round."
     return f"Training ended after {metrics.rounds} rounds, before it had converged{more}."
 
 
