@@ -29,6 +29,9 @@ from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
 
+FLAT_SHARE = 0.8
+"""Share of the rounds at the full rate where the bound was found flat: averaging out the noise takes fewer."""
+
 
 @message()
 class Prior:
@@ -209,13 +212,14 @@ class SteppedVI(StructuredVI[SFVIState]):
         return (yield from initialise(roster, self.options, self.config.model, self.config.seed))
 
     def horizon(self) -> int:
-        """The round in which the learning rate ends: as planned, or sooner in proportion where the bound is flat."""
-        flat, share = self.course.flat_from, self.options.constant_share
-        return self.planned_rounds if flat is None else min(self.planned_rounds, math.ceil(flat / share))
+        """The round in which the learning rate ends: as planned, or soon after the bound was flat."""
+        flat = self.course.flat_from
+        return self.planned_rounds if flat is None else min(self.planned_rounds, math.ceil(flat / FLAT_SHARE))
 
     def rate(self, server_round: int) -> float:
         """The learning rate of a round."""
-        return self.options.rate(server_round - 1, self.horizon())
+        share = self.options.constant_share if self.course.flat_from is None else FLAT_SHARE
+        return self.options.rate(server_round - 1, self.horizon(), share)
 
     def watching(self) -> bool:
         """As long as the learning rate is constant."""

@@ -22,18 +22,18 @@ def test_learning_rate_is_constant_then_falls_to_its_final_fraction():
 
 
 def test_a_flat_bound_ends_the_run_in_proportion():
-    """Flat after 20 rounds with half of them at the full rate: the rate falls from there and ends in round 40."""
+    """Flat after 20 rounds: the rate falls from there and ends in round 25."""
     strategy = sfvi.SFVI(learning_rate=0.2)
     strategy.planned_rounds, strategy.round = 100, 20
     assert [strategy.horizon(), strategy.rate(41), strategy.finished(start())] == [100, 0.2, False]
     assert strategy.converged(start()) is False
     strategy.course = Course([0.0] * 20, 20)
-    assert [strategy.horizon(), strategy.rate(21), strategy.finished(start())] == [40, 0.2, False]
-    assert strategy.rate(31) == pytest.approx(0.02)
-    strategy.round = 40
+    assert [strategy.horizon(), strategy.rate(21), strategy.finished(start())] == [25, 0.2, False]
+    assert strategy.rate(26) == pytest.approx(0.002)
+    strategy.round = 25
     assert strategy.finished(start())
     assert strategy.converged(start())
-    strategy.course = Course([0.0] * 60, 60)
+    strategy.course = Course([0.0] * 90, 90)
     assert strategy.horizon() == 100
 
 

@@ -17,7 +17,7 @@ import numpy as np
 LEAST = 10
 """Rounds of a window."""
 ERRORS, DEVIATIONS = 3.0, 2.0
-NOTHING = 1e-3
+NOTHING = 5e-3
 """Nats a row along a window that are no rise."""
 
 

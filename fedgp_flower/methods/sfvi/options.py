@@ -59,7 +59,7 @@ class SFVIOptions(MethodOptions):
     learning_rate: Positive = 0.05
     """Of Adam, at the server and at the sites."""
     constant_share: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """Share of the rounds before the learning rate falls."""
+    """Share of the rounds before the learning rate falls, unless the bound is flat sooner."""
     final_rate: Fraction = 0.01
     """Learning rate after the last round, as a share of the first."""
     fraction: Fraction = 1.0
@@ -92,7 +92,7 @@ class SFVIOptions(MethodOptions):
     site_noise: NonNegative = 0.5
     """``gp``: prior sd of a site's log noise offset; in closed form it is learned from there; 0: noise is the same."""
     site_amplitude: NonNegative = 0.5
-    """``closed-form``: initial prior standard deviation of the log amplitude of a site's deviation; 0: all the same."""
+    """``closed-form``: prior sd of the log amplitude of a site's deviation, learned from there; 0: all the same."""
     site_lengthscale: NonNegative = 0.3
     """``closed-form``: the same of the log lengthscale of its deviation."""
     site_slope: Positive = 0.3
@@ -175,12 +175,13 @@ class SFVIOptions(MethodOptions):
         """The column whose values name units; empty for a model without units."""
         return self.unit_column if self.model == "logistic-mixed" else ""
 
-    def rate(self, step: int, steps: int) -> float:
+    def rate(self, step: int, steps: int, share: float | None = None) -> float:
         """The learning rate of one of ``steps`` rounds or steps, counted from 0: constant, then falling geometrically.
 
-        It ends at ``final-rate`` · ``learning-rate``.
+        It ends at ``final-rate`` · ``learning-rate``; ``share`` is ``constant-share`` if not given.
         """
-        progress = (step / steps - self.constant_share) / (1 - self.constant_share)
+        constant = self.constant_share if share is None else share
+        progress = (step / steps - constant) / (1 - constant)
         return float(self.learning_rate * self.final_rate ** min(max(progress, 0.0), 1.0))
 
     def catch_up_rates(self) -> list[float]:
