@@ -4,7 +4,7 @@
 
 Weather by country (34 sites, five folds by country as in ``sfvi_weather.py``) and diabetes (five sites). Every run is
 scored after each exchange. Then one process with all rows maximises the same bound by L-BFGS from where the run ended,
-over θ and the noise offsets of all sites together, and scores as the sites do. Complete runs are not repeated; the page
+over θ and the shapes of all sites together, and scores as the sites do. Complete runs are not repeated; the page
 ``simulations/results/sfvi_closed.md`` is written anew each time.
 """
 
@@ -27,8 +27,8 @@ from fedgp_flower.gp.optimisers import maximise
 from fedgp_flower.methods.sfvi.closed_form import Sums, posterior
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
 from fedgp_flower.methods.sfvi.family import GlobalPosterior
-from fedgp_flower.methods.sfvi.gp import HierarchicalGP
 from fedgp_flower.methods.sfvi.options import SHARED
+from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
 from strategies.sfvi_closed import VARIANCES
 
 NAME = "sfvi_closed"
@@ -51,17 +51,18 @@ def pooled(folder: Path, sites: int) -> dict[str, float]:
     """Rise of the bound, NLL and RMSE (standardised) where L-BFGS takes all rows from where a run ended."""
     torch.set_num_threads(1)
     own = problem(folder, sites)
-    model = HierarchicalGP.configured(own.config.options, own.config.model, own.width, torch.tensor(own.arrays[SHARED]))
-    theta = model.theta()
-    modes = {n: p.detach() + 0.5 * math.log(own.width) * n.endswith("lengthscale") for n, p in theta.items()}
+    model = ShapedGP.configured(own.config.options, own.config.model, own.width, torch.tensor(own.arrays[SHARED]))
+    start = {name: parameter.detach().clone() for name, parameter in model.theta().items()}
+    modes = {n: at + 0.5 * math.log(own.width) * n.endswith("lengthscale") for n, at in start.items()}
+    model.load_theta({name: torch.tensor(own.arrays[f"theta.{name}"]) for name in model.theta()})
+    theta = {name: parameter for name, parameter in model.theta().items() if name != WIDTHS}
     scales = {name: 2.0 if any(kind in name for kind in VARIANCES) else 1.0 for name in theta}
-    model.load_theta({name: torch.tensor(own.arrays[f"theta.{name}"]) for name in theta})
     units = [ExactDeviation(model, torch.from_numpy(data.x), torch.from_numpy(data.y)) for data in own.encoded]
     q_global = GlobalPosterior.of(own.arrays)
     offsets = torch.stack([unit.mode(q_global)[0] for unit in units]).requires_grad_()
 
     def summed() -> Sums:
-        parts = [unit.sums(unit.parts(), offset).parts() for unit, offset in zip(units, offsets, strict=True)]
+        parts = [unit.sums(offset).parts() for unit, offset in zip(units, offsets, strict=True)]
         return Sums(*(torch.stack(part).sum(0) for part in zip(*parts, strict=True)))
 
     def bound() -> torch.Tensor:

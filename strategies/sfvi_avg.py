@@ -77,7 +77,7 @@ class Average:
     spread: Sequence[float]
 
 
-def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array, *, tolerance: float = 1e-12) -> Average:
+def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array, *, tolerance: float = 1e-10) -> Average:
     """θ ← Σ wₖ θₖ and q(Z_G) ← Wasserstein barycentre of the sites' q(Z_G), weights divided by their sum.
 
     Raises:
@@ -137,6 +137,7 @@ class SFVIAvg(SteppedVI):
     """Rounds of local steps and averages."""
 
     method = "sfvi-avg"
+    watched = "site_estimate"
     options_class = SFVIAvgOptions
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,9 +31,9 @@ from fedgp_flower.methods.sfvi.closed_form import (
     transported,
 )
 from fedgp_flower.methods.sfvi.family import initial_global, named, on_the_wire
-from fedgp_flower.methods.sfvi.gp import HierarchicalGP
 from fedgp_flower.methods.sfvi.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.sfvi.options import SHARED
+from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.fsgp_exact import pack, unpack
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
@@ -44,7 +44,11 @@ FIRST_RADIUS, LARGEST_RADIUS = 1.0, 1.5
 GOOD, POOR = 0.6, 0.25
 """Shares of the promised rise from which on the radius doubles, and below which it is a third of the step."""
 SLACK = 0.05
-"""Nats by which F may fall: q(Z_G) and the noise offsets at the sites lag a step behind."""
+"""Nats by which F may fall: q(Z_G) and the shapes of sites lag a step behind."""
+SETTLING, WIDER = 1.0, 0.05
+"""Widths of shapes are learned where a step promises less than so many nats, and if some logarithm moves by so much."""
+USUAL_SITES = 4.0
+"""Sites of the initial widths that those of the run are averaged with."""
 VARIANCES = ("outputscale", "variance", "noise")
 
 
@@ -61,7 +65,14 @@ class NewtonState:
     """Its standard deviations."""
     trial: Float[ndarray, " T"]
     asked: Mapping[str, AnyShape]
-    """A guess of q(Z_G) there, around which sites find their noise offsets."""
+    """A guess of q(Z_G) there, around which sites find their shapes."""
+    widths: Mapping[str, AnyShape] = field(default_factory=dict)
+    """Logarithms of the widths of priors of shapes, as part of ``theta.*``."""
+    first_widths: Float[ndarray, " W"] | None = None
+    squares: Float[ndarray, " W"] | None = None
+    """Sum of z² over sites at the best θ."""
+    known: Float[ndarray, " W"] | None = None
+    """Sum of 1 − var z."""
     precision: Float[ndarray, "G G"] | None = leaves("P at the best θ", symmetric=True, default=None)
     shift: Float[ndarray, " G"] | None = None
     """Of the total at the best θ: p."""
@@ -83,14 +94,18 @@ class NewtonState:
 
     @property
     def theta(self) -> NamedArrays:
-        """The best θ."""
-        return {name: array for name, array in self.parameters.items() if name.startswith("theta.")}
+        """The best θ that steps move."""
+        return {
+            name: array
+            for name, array in self.parameters.items()
+            if name.startswith("theta.") and name not in self.widths
+        }
 
 
-def one_round(state: NewtonState, roster: Roster, model: HierarchicalGP) -> Asking[tuple[NewtonState, Figures]]:
+def one_round(state: NewtonState, roster: Roster, model: ShapedGP) -> Asking[tuple[NewtonState, Figures]]:
     """One exchange, one step. Totals of other sites than before belong to another F: then the trial point is taken."""
     del roster
-    request = ExpansionRequest({**unpack(state.trial, state.theta), **state.asked})
+    request = ExpansionRequest({**unpack(state.trial, state.theta), **state.widths, **state.asked})
     summed: Summed[ExpansionShare] = yield Total(ExpansionShare, request)
     if summed.total is None:
         return state, {}
@@ -104,7 +119,9 @@ def one_round(state: NewtonState, roster: Roster, model: HierarchicalGP) -> Aski
         theta = unpack(state.trial, state.theta)
         state = replace(
             state,
-            parameters={**theta, **on_the_wire({}, named(found.q_global))},
+            parameters={**theta, **state.widths, **on_the_wire({}, named(found.q_global))},
+            squares=summed.total.squares,
+            known=summed.total.known,
             precision=summed.total.precision,
             shift=summed.total.shift,
             sites=summed.sites,
@@ -114,9 +131,26 @@ def one_round(state: NewtonState, roster: Roster, model: HierarchicalGP) -> Aski
             gradient=found.gradient.numpy(),
             hessian=found.hessian.numpy(),
         )
-    state = stepped(state, radius, model)
+    state = widened(stepped(state, radius, model))
     assert state.bound is not None
     return state, {"objective": state.bound / state.count, "promised_rise": state.rise}
+
+
+def widened(state: NewtonState) -> NewtonState:
+    """MacKay's step on widths, w² ← (Σₖ(w zₖ)² + n₀ w₀²) / (Σₖ(1 − var zₖ) + n₀), once steps on θ promise little.
+
+    It rests where EM does, at w² = mean E(w zₖ)². F is another one then, so that the next point is taken.
+    """
+    if state.rise > SETTLING or not state.widths:
+        return state
+    assert state.squares is not None
+    assert state.known is not None
+    [(name, now)], start = state.widths.items(), state.first_widths
+    squares = state.squares + USUAL_SITES * np.exp(2 * (start - now))
+    moved = now + 0.5 * np.log(squares / (state.known + USUAL_SITES))
+    if np.abs(moved - now).max() < WIDER:
+        return state
+    return replace(state, widths={name: moved}, value=None, promised=math.inf)
 
 
 def half_square(state: NewtonState) -> float:
@@ -150,7 +184,7 @@ def next_radius(state: NewtonState, value: float) -> float:
     return length / 3 if share < POOR else state.radius
 
 
-def stepped(state: NewtonState, radius: float, model: HierarchicalGP) -> NewtonState:
+def stepped(state: NewtonState, radius: float, model: ShapedGP) -> NewtonState:
     """The next trial point, from the best one, and a guess of q(Z_G) there."""
     assert state.gradient is not None
     assert state.hessian is not None
@@ -163,15 +197,15 @@ def stepped(state: NewtonState, radius: float, model: HierarchicalGP) -> NewtonS
     turned = transported(
         torch.from_numpy(state.precision),
         torch.from_numpy(state.shift),
-        inducing_factor(model, state.theta),
-        inducing_factor(model, unpack(trial, state.theta)),
+        inducing_factor(model, {**state.theta, **state.widths}),
+        inducing_factor(model, {**unpack(trial, state.theta), **state.widths}),
     )
     asked = on_the_wire({}, named(posterior(*turned)[0]))
     return replace(state, trial=trial, asked=asked, radius=radius, promised=promised, rise=rise)
 
 
 @torch.no_grad()
-def inducing_factor(model: HierarchicalGP, theta: Mapping[str, ndarray]) -> torch.Tensor:
+def inducing_factor(model: ShapedGP, theta: Mapping[str, ndarray]) -> torch.Tensor:
     """L with L Lᵀ = K_zz of the trend at a θ."""
     model.load_theta({name.removeprefix("theta."): torch.from_numpy(own) for name, own in theta.items()})
     kzz = model.trend(model.inputs).to_dense()
@@ -181,11 +215,14 @@ def inducing_factor(model: HierarchicalGP, theta: Mapping[str, ndarray]) -> torc
 def beginning(parameters: Mapping[str, ndarray], shared: Mapping[str, ndarray], num_inputs: int) -> NewtonState:
     """θ as the sites' model starts, but lengthscales √D times as long, because so are distances; q(Z_G) = p(Z_G)."""
     theta = {name: array for name, array in parameters.items() if name.startswith("theta.")}
+    widths = {name: theta.pop(name) for name in [f"theta.{WIDTHS}"] if name in theta}
     theta = {n: own + 0.5 * math.log(num_inputs) * n.endswith("lengthscale") for n, own in theta.items()}
     scales = {n: np.full(own.shape, 2.0 if any(v in n for v in VARIANCES) else 1.0) for n, own in theta.items()}
     prior = initial_global(len(parameters["q.mean"]), scale=1.0, triangular=True)
     mode, eta = pack(theta), on_the_wire({}, named(prior))
-    return NewtonState({**theta, **eta}, shared, mode, pack(scales), mode, eta)
+    return NewtonState(
+        {**theta, **widths, **eta}, shared, mode, pack(scales), mode, eta, widths, next(iter(widths.values()), None)
+    )
 
 
 class SFVIClosedForm(StructuredVI[NewtonState]):
@@ -203,7 +240,7 @@ class SFVIClosedForm(StructuredVI[NewtonState]):
     def one_round(self, state: NewtonState, roster: Roster) -> Asking[tuple[NewtonState, Figures]]:
         """One exchange."""
         width, points = self.preparation.num_inputs, torch.from_numpy(state.shared[SHARED])
-        model = HierarchicalGP.configured(self.options, self.config.model, width, points)
+        model = ShapedGP.configured(self.options, self.config.model, width, points)
         return (yield from one_round(state, roster, model))
 
     def finished(self, state: NewtonState) -> bool:
@@ -216,16 +253,18 @@ class SFVIClosedForm(StructuredVI[NewtonState]):
         if all(np.array_equal(given[name], own) for name, own in state.parameters.items()):
             return state
         state = replace(state, parameters=given, value=None, promised=math.inf)
-        eta = {name: own for name, own in given.items() if name not in state.theta}
-        return replace(state, trial=pack(state.theta), asked=eta)
+        eta = {name: own for name, own in given.items() if name.startswith("q.")}
+        widths = {name: given[name] for name in state.widths}
+        return replace(state, trial=pack(state.theta), asked=eta, widths=widths)
 
     def details_of(self, state: NewtonState) -> dict[str, Any]:
         """The bound in nats, and what the next step would promise."""
         facts: dict[str, Any] = {"shared_latents": len(state.parameters["q.mean"])}
         if state.bound is None:
             return facts
-        return facts | {"bound": state.bound, "promised_rise": state.rise}
+        widths = {name: np.exp(own).tolist() for name, own in state.widths.items()}
+        return facts | {"bound": state.bound, "promised_rise": state.rise, "widths": widths}
 
     def converged(self, state: NewtonState) -> bool:
         """Whether another step would promise less than the tolerance."""
-        return state.bound is not None and state.rise < self.options.tolerance
+        return state.value is not None and state.rise < self.options.tolerance

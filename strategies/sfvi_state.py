@@ -29,6 +29,9 @@ from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
 
+FLAT_SHARE = 0.8
+"""Share of the rounds at the full rate where the bound was found flat: averaging out the noise takes fewer."""
+
 
 @message()
 class Prior:
@@ -188,10 +191,13 @@ class StructuredVI(FederatedStrategy[S]):
             "parameters θ (theta.*) gives p(y | x, Z_G, Z_L), and a new site has Z_L from its prior. For `gp`: "
             "f(x) = a(x)ᵀ Z_G[:M] + [1, x]ᵀ Z_G[M:] + h(x) with L Lᵀ = k_G(Z, Z) + jitter · k_G(z, z) · I, "
             "a(x) = L⁻¹ k_G(Z, x), h(x) ~ N(0, k_L(x, x) + [1, x²]ᵀ exp(2 theta.log_site_slope)), or h = 0 where "
-            "`sfvi.site-inducing` is 0; x and y standardised."
+            "`sfvi.site-inducing` is 0; x and y standardised. With theta.log_width, log w of noise, amplitude and "
+            "lengthscale of a site, k_L of a new site is exp(2 w₂²) times as large, and its noise a log-normal mixture."
         )
         section = {k: v for k, v in self.config.model.model_dump(by_alias=True).items() if k != "inducing-init"}
-        model = {"family": "structured", "model": section, "structure": self.options.model_dump(by_alias=True)}
+        closed = self.options.in_closed_form(self.config.model)
+        structure = {**self.options.model_dump(by_alias=True), "objective": "closed-form" if closed else "stochastic"}
+        model = {"family": "structured", "model": section, "structure": structure}
         return Posterior(arrays, {n: meanings.get(n, "hyperparameter") for n in arrays}, coordinates, equation, model)
 
 
@@ -199,14 +205,29 @@ class SteppedVI(StructuredVI[SFVIState]):
     """What SFVI and SFVI-Avg share besides: they take steps on θ and η_G."""
 
     state_class = SFVIState
+    watched = "objective"
 
     def initialise(self, roster: Roster) -> Asking[SFVIState]:
         """The model that sites describe, before any of them has learned."""
         return (yield from initialise(roster, self.options, self.config.model, self.config.seed))
 
+    def horizon(self) -> int:
+        """The round in which the learning rate ends: as planned, or soon after the bound was flat."""
+        flat = self.course.flat_from
+        return self.planned_rounds if flat is None else min(self.planned_rounds, math.ceil(flat / FLAT_SHARE))
+
     def rate(self, server_round: int) -> float:
         """The learning rate of a round."""
-        return self.options.rate(server_round - 1, self.planned_rounds)
+        share = self.options.constant_share if self.course.flat_from is None else FLAT_SHARE
+        return self.options.rate(server_round - 1, self.horizon(), share)
+
+    def watching(self) -> bool:
+        """As long as the learning rate is constant."""
+        return self.round <= self.options.constant_share * self.planned_rounds
+
+    def finished(self, state: SFVIState) -> bool:
+        """Whether the bound was flat and the learning rate has come down since."""
+        return self.course.flat_from is not None and self.round >= self.horizon()
 
     def adopt(self, state: SFVIState, arrays: NamedArrays) -> SFVIState:
         """Other parameters, the same moments."""

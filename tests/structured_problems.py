@@ -23,6 +23,7 @@ from fedgp_flower.methods.sfvi.learner import Learner, step_local
 from fedgp_flower.methods.sfvi.messages import GradientShare
 from fedgp_flower.methods.sfvi.mixed import MixedModel
 from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.methods.sfvi.shaped import ShapedGP
 from fedgp_flower.methods.sfvi.structured import SampledModel
 from fedgp_flower.options import ModelSection
 from strategies.server.questions import Roster
@@ -75,6 +76,12 @@ class DrawnGP(HierarchicalGP, SampledModel):
         basis, own = self._basis(site), z_local[..., 0, :]
         offset, zero = (own[..., -1:] if self.own_noise else own.new_zeros(1)), own.new_zeros(())
         return z_global @ basis.shared + own @ basis.own, basis.left_over, self._noise(offset, zero, zero)
+
+
+def shaped_gp(*, inputs, widths=(0.5, 0.4, 0.3), jitter=1e-8):
+    """The same where sites differ in shape."""
+    base = sparse_gp(inputs=inputs, jitter=jitter)
+    return ShapedGP(base.trend, base.deviation, base.inputs, base.options, widths)
 
 
 def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8, learn_inputs=False, deviates=True):

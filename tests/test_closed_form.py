@@ -6,22 +6,23 @@ import math
 
 import pytest
 import torch
-from structured_problems import gp_sites, sparse_gp
+from structured_problems import gp_sites, shaped_gp
 
 from fedgp_flower.methods.sfvi import exact_deviation
 from fedgp_flower.methods.sfvi.closed_form import Slopes, Sums, expansion, newton_step, transported
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation, flattened
 from fedgp_flower.methods.sfvi.family import initial_global
 from fedgp_flower.methods.sfvi.gp import linear_terms
+from fedgp_flower.methods.sfvi.shaped import WIDTHS
 
 POINTS = torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None]
 
 
 @pytest.fixture
 def problem():
-    """A hierarchical GP with site noise, and three sites of different size."""
+    """A hierarchical GP whose sites differ in shape, and three sites of different size."""
     generator = torch.Generator().manual_seed(3)
-    model = sparse_gp(inputs=POINTS, noise_spread=0.5)
+    model = shaped_gp(inputs=POINTS)
     with torch.no_grad():
         model.log_site_slope += torch.tensor([0.2, -0.3], dtype=torch.float64)
     return model, [ExactDeviation(model, rows.features, rows.targets) for rows in gp_sites(model, generator)]
@@ -41,7 +42,7 @@ def bound(sums):
 
 
 def dense_bound(model, sites, offsets):
-    """Titsias' bound of the pooled rows, from the covariance of all of them, plus the log prior of the offsets."""
+    """Titsias' bound of the pooled rows, from the covariance of all of them, plus the log prior of the offsets z."""
     features, targets = torch.cat([s.features for s in sites]), torch.cat([s.targets for s in sites])
     kzx = model.trend(model.inputs, features).to_dense()
     kzz = model.trend(model.inputs).to_dense()
@@ -53,8 +54,9 @@ def dense_bound(model, sites, offsets):
     for site, offset in zip(sites, offsets, strict=True):
         n = len(site.targets)
         slopes = model.log_site_slope.exp()[:, None] * linear_terms(site.features)
-        noise = (model.log_noise + 2 * model.options.noise_spread * offset.sum()).exp()
-        own.append(model.deviation(site.features).to_dense() + slopes.mT @ slopes + noise * torch.eye(n).double())
+        root, size, stretch = (model.log_width.exp() * offset).exp() if len(offset) else torch.ones(3).double()
+        noise, deviation = model.log_noise.exp() * root**2, model.deviation(site.features / stretch).to_dense()
+        own.append(size**2 * deviation + slopes.mT @ slopes + noise * torch.eye(n).double())
         prior = model.trend(site.features, diag=True) - nystrom.diagonal()[start : start + n]
         open_rows.append(prior.sum() / noise)
         noises.append(0.5 * offset.square().sum())
@@ -69,13 +71,13 @@ def at(model, vector):
     """Load θ from one vector, in the order of the names."""
     start = 0
     with torch.no_grad():
-        for _, own in sorted(model.theta().items()):
+        for own in (own for name, own in sorted(model.theta().items()) if name != WIDTHS):
             own.copy_(vector[start : start + own.numel()].view_as(own))
             start += own.numel()
 
 
 def theta_of(model):
-    return flattened(tuple(own.detach() for _, own in sorted(model.theta().items()))).clone()
+    return flattened(tuple(own.detach() for name, own in sorted(model.theta().items()) if name != WIDTHS)).clone()
 
 
 def expanded(sites, q_global):
@@ -89,14 +91,14 @@ def expanded(sites, q_global):
 def test_the_bound_is_that_of_a_dense_pooled_gp(problem, monkeypatch, rows):
     """With the deviation on all rows of a site, UᵀU is K_L up to the jitter of its own K_zz."""
     model, sites = problem
-    offsets = [torch.tensor([own], dtype=torch.float64) for own in (0.3, -0.5, 0.1)]
+    offsets = torch.tensor([[0.3, -0.5, 0.1], [-0.4, 0.2, 0.6], [0.0, 1.1, -0.7]], dtype=torch.float64)
     if rows == 0:
         model.options = model.options.__class__(**{**vars_of(model.options), "jitter": 1e-12})
         for site in sites:
             site.dense = False
     monkeypatch.setattr(exact_deviation, "DENSE_ROWS", 100)
     with torch.no_grad():
-        sums = total([site.sums(site.parts(), own) for site, own in zip(sites, offsets, strict=True)])
+        sums = total([site.sums(own) for site, own in zip(sites, offsets, strict=True)])
         expected = dense_bound(model, sites, offsets)
     assert float(bound(sums)) == pytest.approx(float(expected), abs=1e-8)
 
@@ -108,38 +110,88 @@ def vars_of(options):
 def settled(sites):
     """F at the θ of the model, once q(Z_G) and the sites' modes agree."""
     q_global = initial_global(6, scale=1.0, triangular=True)
-    for _ in range(60):
+    for _ in range(9):
         found = expanded(sites, q_global)
         q_global = found.q_global
     return found
 
 
 def test_gradient_and_hessian_are_those_of_the_dense_bound(problem):
-    """Where q(Z_G) has settled; the Hessian is that of F(θ, z(θ)) with z at the mode of J, by central differences."""
+    """Where q(Z_G) has settled: those of F(θ, z(θ)) with z at the mode of J at that q, by central differences.
+
+    The gradient by those of the dense bound, the Hessian by those of the gradient.
+    """
     model, sites = problem
     found = settled(sites)
-    start, h = theta_of(model), 1e-5
-    offsets = [site.mode(found.q_global)[0] for site in sites]
+    start, h = theta_of(model), 1e-4
+    steps = h * torch.eye(len(start)).double()
 
-    def modes(theta):
+    def value(theta):
         at(model, theta)
-        return torch.cat([site.mode(found.q_global)[0] for site in sites])
+        with torch.enable_grad():
+            offsets = torch.stack([site.mode(found.q_global)[0] for site in sites])
+        return dense_bound(model, sites, offsets)
 
-    along = torch.stack([(modes(start + h * e) - modes(start - h * e)) / (2 * h) for e in torch.eye(7).double()], 1)
+    def gradient(theta):
+        at(model, theta)
+        return expanded(sites, found.q_global).gradient
 
-    def gradient(move):
-        at(model, start + move)
-        leaves = [own for _, own in sorted(model.theta().items())]
-        moved = [(own + move @ follow).requires_grad_() for own, follow in zip(offsets, along, strict=True)]
-        slopes = torch.autograd.grad(dense_bound(model, sites, moved), [*leaves, *moved])
-        return flattened(slopes[:-3]) + flattened(slopes[-3:]) @ along
-
-    at(model, start)
     with torch.no_grad():
-        assert found.value == pytest.approx(float(dense_bound(model, sites, offsets)), abs=1e-8)
-    torch.testing.assert_close(found.gradient, gradient(torch.zeros(7).double()), rtol=1e-10, atol=1e-10)
-    differences = torch.stack([(gradient(h * e) - gradient(-h * e)) / (2 * h) for e in torch.eye(7).double()])
-    torch.testing.assert_close(found.hessian, differences, rtol=1e-6, atol=1e-6)
+        assert found.value == pytest.approx(float(value(start)), abs=1e-8)
+        slope = torch.stack([(value(start + e) - value(start - e)) / (2 * h) for e in steps])
+    torch.testing.assert_close(found.gradient, slope, rtol=1e-6, atol=1e-6)
+    rows = torch.stack([(gradient(start + e) - gradient(start - e)) / (2 * h) for e in steps])
+    torch.testing.assert_close(found.hessian, rows, rtol=1e-5, atol=1e-5)
+
+
+def test_the_curvature_of_a_shape_is_that_of_its_expected_log_density(problem):
+    """H by second differences of J."""
+    _, sites = problem
+    q_global = settled(sites).q_global
+    offset, curvature = sites[0].mode(q_global)
+    steps = 1e-3 * torch.eye(3).double()
+
+    def value(move):
+        return float(sites[0].sums(offset + move).expected(q_global).detach())
+
+    rows = [[value(a + b) - value(a - b) - value(b - a) + value(-a - b) for a in steps] for b in steps]
+    torch.testing.assert_close(curvature, torch.tensor(rows, dtype=torch.float64) / -4e-6, rtol=1e-5, atol=1e-5)
+    width = sites[0].derivatives(q_global).width
+    torch.testing.assert_close(width.squares, offset.square())
+    torch.testing.assert_close(width.known, 1 - torch.linalg.inv(curvature).diagonal())
+
+
+def test_sites_of_one_shape_have_the_bound_without_shapes(problem):
+    """Priors of no width: F is the dense bound without any offset."""
+    model, sites = problem
+    plain = shaped_gp(inputs=POINTS, widths=(0.0, 0.0, 0.0))
+    with torch.no_grad():
+        plain.log_site_slope.copy_(model.log_site_slope)
+        model.log_width.fill_(-math.inf)
+        expected = dense_bound(plain, sites, torch.zeros(3, 0))
+    q_global = initial_global(6, scale=1.0, triangular=True)
+    for own in (model, plain):
+        units = [ExactDeviation(own, site.features, site.targets) for site in sites]
+        found = [unit.derivatives(q_global).sums for unit in units]
+        assert float(bound(total(found))) == pytest.approx(float(expected), abs=1e-8)
+
+
+def test_a_mixture_is_that_of_a_fine_grid(problem):
+    """Its shares sum to one; mean and spread of z_k are roughly those of exp J_k on a grid: there are 27 nodes."""
+    _, sites = problem
+    q_global = settled(sites).q_global
+    line = torch.linspace(-3.6, 3.6, 9, dtype=torch.float64)
+    grid = torch.cartesian_prod(line, line, line)
+    for site in sites[:1]:
+        offsets, shares = site.mixture(q_global)
+        assert float(shares.sum()) == pytest.approx(1.0, abs=1e-12)
+        assert float(shares.min()) > 0
+        with torch.no_grad():
+            exact = torch.stack([site.sums(z).expected(q_global) for z in grid]).softmax(0)
+        mean = exact @ grid
+        torch.testing.assert_close(shares @ offsets, mean, rtol=0, atol=0.1)
+        second, moment = shares @ offsets.square(), exact @ grid.square()
+        torch.testing.assert_close(second, moment, rtol=0.15, atol=0.0)
 
 
 def test_a_newton_step_ends_at_the_top_of_a_quadratic_unless_the_radius_is_smaller():

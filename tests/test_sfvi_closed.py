@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, lost, run, waves
-from structured_problems import gp_sites, sparse_gp
+from structured_problems import gp_sites, shaped_gp
 from test_closed_form import dense_bound
 
 from fedgp_flower.errors import ConfigError, RunError
@@ -27,7 +27,7 @@ from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
 from strategies.server.questions import Roster, drive
-from strategies.sfvi_closed import beginning, one_round
+from strategies.sfvi_closed import USUAL_SITES, beginning, one_round, widened
 
 POINTS = torch.linspace(-2, 2, 5, dtype=torch.float64)[:, None]
 
@@ -63,19 +63,20 @@ class Units:
         for unit in self.units:
             found = unit.derivatives(GlobalPosterior.of(request.values))
             parts = (own.numpy() for own in (*found.sums.parts(), found.slopes, found.curvature))
-            shares.append(ExpansionShare(*parts, np.array(float(len(unit.targets)))))
+            rows = np.array(float(len(unit.targets)))
+            shares.append(ExpansionShare(*parts, rows, found.width.squares.numpy(), found.width.known.numpy()))
         return add(shares)
 
 
 def trajectory(sizes: tuple[int, ...], rounds: int, **keys: Any) -> tuple[Any, list[Any], list[ExactDeviation]]:
     """The model, the states of some rounds, and four units dealt to sites of so many."""
-    model = sparse_gp(inputs=POINTS, **{"noise_spread": 0.5, **keys})
+    model = shaped_gp(inputs=POINTS, **keys)
     rows = gp_sites(model, torch.Generator().manual_seed(5), sizes=(9, 12, 7, 10))
     units = [ExactDeviation(model, own.features, own.targets) for own in rows]
     starts = np.cumsum([0, *sizes])
     sites = {str(k): Units(model, units[a:b]) for k, (a, b) in enumerate(pairwise(starts))}
     theta = {f"theta.{name}": own.detach().numpy().copy() for name, own in model.theta().items()}
-    states = [beginning({**theta, "q.mean": np.zeros(7)}, {}, 1)]
+    states: list[Any] = [beginning({**theta, "q.mean": np.zeros(7)}, {}, 1)]
     roster, start = Roster(dict.fromkeys(sites, 1), tuple(sites), (), 1), deepcopy(model)
     for _ in range(rounds):
         states.append(drive(one_round(states[-1], roster, start), sites)[0])
@@ -83,9 +84,9 @@ def trajectory(sizes: tuple[int, ...], rounds: int, **keys: Any) -> tuple[Any, l
 
 
 def test_any_partition_of_units_takes_the_same_steps() -> None:
-    _, one, _ = trajectory((4,), 8)
-    for sizes in ((1, 1, 1, 1), (2, 2), (1, 3)):
-        _, other, _ = trajectory(sizes, 8)
+    _, one, _ = trajectory((4,), 4)
+    for sizes in ((1, 1, 1, 1), (1, 3)):
+        _, other, _ = trajectory(sizes, 4)
         for before, after in zip(one, other, strict=True):
             assert after.trial == pytest.approx(before.trial, rel=1e-9, abs=1e-9)
     assert one[-1].value > one[1].value + 1
@@ -93,17 +94,31 @@ def test_any_partition_of_units_takes_the_same_steps() -> None:
 
 def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum() -> None:
     """Without noise offsets nothing lags behind; L-BFGS of the dense bound from there finds no more."""
-    model, states, units = trajectory((2, 2), 12, noise_spread=0.0)
+    model, states, units = trajectory((2, 2), 12, widths=(0.0, 0.0, 0.0))
     state = states[-1]
-    load(model, state.theta)
-    none = [torch.zeros(0, dtype=torch.float64)] * 4
-    value = dense_bound(model, units, none)
+    load(model, state.parameters)
+    value = dense_bound(model, units, torch.zeros(4, 0))
     assert state.bound == pytest.approx(float(value.detach()), abs=1e-8)
     leaves = [own for _, own in sorted(model.theta().items())]
     slopes = torch.cat([own.flatten() for own in torch.autograd.grad(value, leaves)]).numpy()
     prior = (np.concatenate([own.detach().numpy().ravel() for own in leaves]) - state.mode) / state.scale**2
     assert slopes == pytest.approx(prior, abs=1e-5)  # of F and of the log prior, which are equal at the optimum
     assert state.rise < 1e-6
+
+
+def test_widths_rest_where_those_of_em_do() -> None:
+    """At (K + n₀) w² = Σ E(w zₖ)² + n₀ w₀²; if sites differ by more, they grow, and F is another one."""
+    _, states, _ = trajectory((4,), 1)
+    [(name, now)], squares = states[-1].widths.items(), np.array([6.0, 0.4, 1.0])
+    first = now + np.array([0.2, -0.1, 0.0])
+    variances = 4 + USUAL_SITES - squares - USUAL_SITES * np.exp(2 * (first - now))  # summed over K = 4 sites
+    state = replace(states[-1], rise=0.0, first_widths=first, squares=squares, known=4 - variances)
+    assert widened(state) is state
+    wider = widened(replace(state, squares=2 * squares))
+    assert wider.value is None
+    assert (wider.widths[name] > now).all()
+    late = replace(state, squares=2 * squares, rise=2.0)
+    assert widened(late) is late
 
 
 def test_a_run_converges_and_says_so(three: list[dict[str, Any]]) -> None:
@@ -193,11 +208,11 @@ def dense_prediction(unit: ExactDeviation, others: list[ExactDeviation], new: to
     every = torch.cat([*(own.features for own in units), new])
     size = len(every) - len(new)
     shared, left_over = unit._shared(every)
-    covariance = shared.mT @ shared
+    covariance, alike = shared.mT @ shared, torch.ones(3).double()
     start = 0
     for own in units:
         here = [*range(start, start + len(own.features)), *(range(size, len(every)) if own is unit else ())]
-        covariance[np.ix_(here, here)] += unit._covariance(every[here])
+        covariance[np.ix_(here, here)] += unit._covariance(every[here], every[here], alike)
         start += len(own.features)
     noise = model.log_noise.exp()
     prior = covariance[:size, :size] + noise * torch.eye(size, dtype=torch.float64)
@@ -209,8 +224,8 @@ def dense_prediction(unit: ExactDeviation, others: list[ExactDeviation], new: to
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "low rank"])
 def test_a_site_predicts_as_a_dense_pooled_gp(dense: bool) -> None:
-    model, states, units = trajectory((2, 2), 4, noise_spread=0.0, jitter=1e-12)
-    load(model, states[-1].theta)
+    model, states, units = trajectory((2, 2), 4, widths=(0.0, 0.0, 0.0), jitter=1e-12)
+    load(model, states[-1].parameters)
     new = torch.linspace(-2.5, 2.5, 6, dtype=torch.float64)[:, None]
     for unit in units:
         unit.dense = dense
@@ -221,28 +236,29 @@ def test_a_site_predicts_as_a_dense_pooled_gp(dense: bool) -> None:
     torch.testing.assert_close(found.variance, variance, rtol=1e-7, atol=1e-7)
 
 
-def test_a_prediction_is_the_mixture_over_the_noise_offset() -> None:
-    """By hand, from predictions at fixed noise and the normal density of the offset on a fine grid."""
-    model, states, units = trajectory((4,), 6)
-    load(model, states[-1].theta)
+def test_a_prediction_is_the_mixture_over_shapes() -> None:
+    """By hand: predictions at each node with its shape in the model itself."""
+    model, states, units = trajectory((4,), 2)
+    load(model, states[-1].parameters)
     q_global, new = GlobalPosterior.of(states[-1].parameters), torch.tensor([[0.3], [2.4]], dtype=torch.float64)
     found = units[0].predict(new, q_global)
-    mode, precision = units[0].mode(q_global)
-    grid, log_noise = torch.linspace(-6, 6, 121, dtype=torch.float64), model.log_noise.detach().clone()
+    offsets, shares = units[0].mixture(q_global)
     means, variances = [], []
-    model.options = replace(model.options, noise_spread=0.0)
-    plain = ExactDeviation(model, units[0].features, units[0].targets)
-    for node in grid:
-        with torch.no_grad():
-            model.log_noise.copy_(log_noise + 2 * 0.5 * (mode + node * precision[0].rsqrt())[0])
-        own = plain.predict(new, q_global)
+    plain = shaped_gp(inputs=POINTS, widths=(0.0, 0.0, 0.0))
+    for offset in offsets:
+        root, size, stretch = model.log_width.detach().exp() * offset
+        theta = {name: own.detach().clone() for name, own in model.theta().items() if name != "log_width"}
+        theta["log_noise"] += 2 * root
+        theta["deviation.log_outputscale"] += 2 * size
+        theta["deviation.log_lengthscale"] += stretch
+        plain.load_theta(theta)
+        own = ExactDeviation(plain, units[0].features, units[0].targets).predict(new, q_global)
         means.append(own.mean)
         variances.append(own.variance)
-    weight = (-0.5 * grid.square()).softmax(0)
-    mean = weight @ torch.stack(means)
-    torch.testing.assert_close(found.mean, mean, rtol=1e-5, atol=1e-6)
-    spread = weight @ (torch.stack(means) - mean).square()
-    torch.testing.assert_close(found.variance, weight @ torch.stack(variances) + spread, rtol=1e-5, atol=1e-6)
+    mean = shares @ torch.stack(means)
+    torch.testing.assert_close(found.mean, mean, rtol=1e-9, atol=1e-9)
+    spread = shares @ (torch.stack(means) - mean).square()
+    torch.testing.assert_close(found.variance, shares @ torch.stack(variances) + spread, rtol=1e-9, atol=1e-9)
 
 
 def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sfvi.messages import Beginning, GradientShare, LocalEnd
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from strategies import sfvi, sfvi_avg
+from strategies.server.course import Course
 from strategies.server.questions import Roster, drive
 from strategies.sfvi_avg import move_limit
 from strategies.sfvi_state import Averaged, Prior, SFVIState
@@ -18,6 +19,22 @@ from strategies.sfvi_state import Averaged, Prior, SFVIState
 def test_learning_rate_is_constant_then_falls_to_its_final_fraction():
     options = SFVIOptions.model_validate({"learning-rate": 0.2})
     assert [options.rate(step, 100) for step in (0, 50, 75, 100)] == pytest.approx([0.2, 0.2, 0.02, 0.002])
+
+
+def test_a_flat_bound_ends_the_run_in_proportion():
+    """Flat after 20 rounds: the rate falls from there and ends in round 25."""
+    strategy = sfvi.SFVI(learning_rate=0.2)
+    strategy.planned_rounds, strategy.round = 100, 20
+    assert [strategy.horizon(), strategy.rate(41), strategy.finished(start())] == [100, 0.2, False]
+    assert strategy.converged(start()) is False
+    strategy.course = Course([0.0] * 20, 20)
+    assert [strategy.horizon(), strategy.rate(21), strategy.finished(start())] == [25, 0.2, False]
+    assert strategy.rate(26) == pytest.approx(0.002)
+    strategy.round = 25
+    assert strategy.finished(start())
+    assert strategy.converged(start())
+    strategy.course = Course([0.0] * 90, 90)
+    assert strategy.horizon() == 100
 
 
 def test_missing_sites_are_made_up_for_by_scale():

@@ -1,4 +1,4 @@
-"""The Wasserstein barycentre of Gaussians, in factors: no inverse and no matrix square root is formed.
+"""The Wasserstein barycentre of Gaussians, in factors, by Newton's method: no covariance and no inverse is formed.
 
 A Gaussian is a mean m [M] and a factor of its covariance: either L [M, M] with S = L Lᵀ, or scales σ [M] with
 S = diag(σ²).
@@ -14,6 +14,11 @@ import scipy.linalg
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.typing import Array
 
+NEAR = 0.7
+"""Whitened gap below which Newton steps are tried."""
+MOST_INNER = 100
+"""Conjugate gradients in a step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Barycentre:
@@ -23,22 +28,23 @@ class Barycentre:
     factor: Array  # [M, M] lower triangular with a positive diagonal, or [M] scales
     iterations: int
     residual: float
-    """Relative change ‖F' − F‖ / ‖F'‖ of the last step; 0 for the closed form."""
+    """Whitened gap ‖F⁻¹(F' − F)‖ to the fixed point; 0 for the closed form."""
 
 
 def barycentre(
-    means: Array, factors: Array, weights: Array, *, tolerance: float = 1e-12, max_iterations: int = 2000
+    means: Array, factors: Array, weights: Array, *, tolerance: float = 1e-10, max_iterations: int = 100
 ) -> Barycentre:
     """The Gaussian that minimises Σₖ wₖ W₂²(·, N(mₖ, Sₖ)).
 
-    Its mean is Σ wₖ mₖ and its covariance solves S = Σ wₖ (S^½ Sₖ S^½)^½. Diagonal factors have the closed form
-    σ = Σ wₖ σₖ. Otherwise the fixed point of Álvarez-Esteban et al. (2016) is iterated on a factor F of S, where the
-    optimal map from N(0, F Fᵀ) to N(0, Sₖ) takes F to Lₖ polar(Lₖᵀ F):
+    Its mean is Σ wₖ mₖ and its covariance S = F Fᵀ solves S = Σ wₖ (S^½ Sₖ S^½)^½. Diagonal factors have the closed
+    form σ = Σ wₖ σₖ. Otherwise, as the optimal map from N(0, F Fᵀ) to N(0, Sₖ) takes F to Lₖ polar(LₖᵀF), the fixed
+    point
 
-        F ← Σ wₖ Lₖ polar(LₖᵀF),   F₀ = chol(Σ wₖ Sₖ),   polar(U s Vᵀ) = U Vᵀ.
+        F' = Σ wₖ Lₖ polar(LₖᵀF) = F,   polar(U p Vᵀ) = U Vᵀ,
 
-    Means are [K, M], factors [K, M, M] or scales [K, M], weights [K] nonnegative and divided by their sum; the
-    iteration stops at a relative change of F by ``tolerance``.
+    of Álvarez-Esteban et al. (2016) is sought from F = chol(Σ wₖ Sₖ) by the steps of :func:`_newton`, and by F ← F'
+    where one of them leads farther away. Means are [K, M], factors [K, M, M] or scales [K, M], weights [K] nonnegative
+    and divided by their sum. The iteration ends at ‖F⁻¹(F' − F)‖ ≤ ``tolerance``, which sees every direction alike.
 
     Raises:
         NumericsError: if shapes disagree, a value is not finite, a weight is negative, a factor is singular, or the
@@ -48,17 +54,70 @@ def barycentre(
     mean = weights @ means
     if factors.ndim == 2:
         return Barycentre(mean, weights @ factors, 1, 0.0)
-    factor = _start(factors, weights)
+    now = _at(_start(factors, weights), factors, weights)
     for iteration in range(1, max_iterations + 1):
-        update = np.einsum("k,kij->ij", weights, factors @ _polar(factors.mT @ factor))
-        residual = float(np.linalg.norm(update - factor) / np.linalg.norm(update))
-        factor = update
-        if residual <= tolerance:
-            return Barycentre(mean, _lower(factor), iteration, residual)
+        if now.residual <= tolerance:
+            return Barycentre(mean, _lower(now.factor), iteration, now.residual)
+        tried = _at(now.factor + _newton(now, weights), factors, weights) if now.residual < NEAR else None
+        if tried is None or not tried.residual < now.residual:
+            tried = _at(now.mapped, factors, weights)
+        now = tried
     raise NumericsError(
-        f"barycentre of {len(means)} Gaussians did not converge: relative change {residual:.1e} after {max_iterations} "
-        f"steps, wanted {tolerance:.1e}. Raise the tolerance, or use diagonal factors."
+        f"barycentre of {len(means)} Gaussians did not converge: whitened gap {now.residual:.1e} after "
+        f"{max_iterations} steps, wanted {tolerance:.1e}. Raise the tolerance, or use diagonal factors."
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A factor F = U diag(f), its image F' under the mean of the optimal maps, and (FᵀSₖF)^½ = V diag(p) Vᵀ."""
+
+    factor: Array  # [M, M]
+    scale: Array  # f [M]
+    mapped: Array  # [M, M]
+    roots: Array  # p [K, M]
+    vectors: Array  # Vᵀ [K, M, M]
+    residual: float
+
+
+def _at(factor: Array, factors: Array, weights: Array) -> _Point:
+    """Of any factor of the same covariance, that with orthogonal columns."""
+    left, scale, _ = np.linalg.svd(factor)
+    factor = left * scale
+    turned, roots, vectors = np.linalg.svd(factors.mT @ factor)
+    mapped = np.einsum("k,kij->ij", weights, factors @ (turned @ vectors))
+    gap = float(np.linalg.norm((left.T @ (mapped - factor)) / scale[:, None]))
+    return _Point(factor, scale, mapped, roots, vectors, gap)
+
+
+def _newton(now: _Point, weights: Array) -> Array:
+    """The change of F by a Newton step on Σ wₖ Tₖ = I, where Tₖ is the optimal map to site k.
+
+    With δS = F Δ Fᵀ, Tₖ changes by −F⁻ᵀ Dₖ F⁻¹, where Dₖ Pₖ + Pₖ Dₖ = Pₖ Δ Pₖ and Pₖ = (FᵀSₖF)^½. So Δ solves
+    Σ wₖ Dₖ(Δ) = Fᵀ(F' − F), by conjugate gradients that are preconditioned by the answer for Pₖ = FᵀF, the step to F'.
+    """
+    share = weights[:, None, None] / (1 / now.roots[:, :, None] + 1 / now.roots[:, None, :])
+
+    def moved(change: Array) -> Array:
+        turned = now.vectors @ change @ now.vectors.mT
+        return np.asarray((now.vectors.mT @ (share * turned) @ now.vectors).sum(0))
+
+    usual = 1 / now.scale[:, None] ** 2 + 1 / now.scale**2
+    left = now.factor.T @ (now.mapped - now.factor)
+    left = (left + left.T) / 2
+    change, ahead = np.zeros_like(left), usual * left
+    direction, size = ahead, float((left * ahead).sum())
+    enough = size * min(0.1, now.residual) ** 2
+    for _ in range(MOST_INNER):
+        image = moved(direction)
+        step = size / float((direction * image).sum())
+        change, left = change + step * direction, left - step * image
+        ahead = usual * left
+        size, before = float((left * ahead).sum()), size
+        if size <= enough:
+            break
+        direction = ahead + size / before * direction
+    return (now.factor / now.scale**2) @ (change / usual)
 
 
 def wasserstein_distance(mean: Array, factor: Array, other_mean: Array, other_factor: Array) -> float:

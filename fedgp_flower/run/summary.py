@@ -250,6 +250,9 @@ def convergence_verdict(metrics: RunMetrics) -> str:
     more = f"; the next step promised {show(promised)} nats of the bound" if math.isfinite(promised) else more
     if math.isfinite(rise):
         more += f", and {exchanges:.0f} more exchanges would raise the bound by about {show(rise)} nats"
+    rising = number(metrics.method_details.get("rise_per_round"))
+    if math.isfinite(rising):
+        return f"Training stopped after {metrics.rounds} rounds, still rising by {show(rising)} nats a row in a round."
     return f"Training ended after {metrics.rounds} rounds, before it had converged{more}."
 
 

@@ -14,7 +14,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
@@ -35,6 +35,7 @@ from strategies import linear
 from strategies.server import enrolment, target
 from strategies.server.base import BaseStrategy, Observer
 from strategies.server.context import SharedContext, settings_text
+from strategies.server.course import Course, rise
 from strategies.server.evaluation import Evaluation, of_all
 from strategies.server.finalise import Posterior
 from strategies.server.keywords import configured, documented, signature
@@ -137,6 +138,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
     state_class: ClassVar[type]
     implied: ClassVar[Mapping[str, Any]] = {}
     """Keywords that the class stands for."""
+    watched: ClassVar[str] = ""
+    """The figure whose course tells a stochastic method whether it has converged, in nats a row."""
     options: MethodOptions
     """The method's own table; a subclass says of which class."""
     current: S
@@ -171,6 +174,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         self.planned_rounds = config.num_server_rounds
         self.masking: Masking | None = None
         """Whether and how totals are masked."""
+        self.course = Course()
+        """What a noisy bound did so far."""
         self.begun = 0
         self.running: Asking[tuple[S, Figures]] | None = None
         self.question: Question | None = None
@@ -316,6 +321,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
             enrolment.greet(self.network, self.preparation)
         figures = {} if metrics is None else {name: float(np.mean(value)) for name, value in metrics.items()}
         self.merged |= bool(figures)
+        if self.watched in figures and self.watching():
+            self.course.add(figures[self.watched], number)
         self.result.train_metrics_clientapp[number] = MetricRecord(dict(figures))
         self.complete_round(figures)
 
@@ -404,6 +411,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         enrolment.restore_accounts(self.network, facts)
         self.merged = bool(facts["merged"])
         self.clock.seconds = dict(facts["seconds"])
+        self.course = Course(**facts.get("course", {}))
         self.booked = {"seconds": sum(facts["seconds"].values())}
         self.booked |= {name: facts["traffic"][name] for name in ("bytes_up", "bytes_down")}
         arrays = {name.removeprefix(STATE): a for name, a in snapshot.arrays.items() if name.startswith(STATE)}
@@ -720,10 +728,14 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         line = self.ask_through(linear.linear_fit(everyone, likelihood, inputs))
         return self.scored(LinearScoreSums, mean), line and self.scored(LinearScoreSums, line)
 
+    def watching(self) -> bool:
+        """Whether this round's figure says anything: not where steps are made small on purpose."""
+        return True
+
     def converged(self, state: S) -> bool | None:
         """Whether training had come to its end by itself; None where the method cannot tell."""
         del state
-        return None
+        return self.course.flat_from is not None if self.watched else None
 
     def converged_now(self) -> bool | None:
         """Whether the state at the end is where training ends by itself."""
@@ -741,9 +753,12 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         """Facts of the method, those that sites are asked for among them."""
         asked = self.ask_through(self.final(self.current, self.roster()))
         facts = self.details_of(self.current) | self.expected | asked
+        if (line := rise(self.course.values)) is not None:
+            facts["rise_per_round"] = line.slope
         return facts if self.masking is None else facts | {"privacy": self.masking.facts()}
 
     def state(self) -> Snapshot:
         """The state as a message is encoded: the same codec serves wire and checkpoint."""
         arrays = {f"{STATE}{name}": array for name, array in encode(self.current).items()}
-        return Snapshot(arrays, {} if self.masking is None else {"privacy": self.masking.facts()})
+        facts: dict[str, Any] = {} if self.masking is None else {"privacy": self.masking.facts()}
+        return Snapshot(arrays, facts | {"course": asdict(self.course)})

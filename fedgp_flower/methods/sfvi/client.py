@@ -32,7 +32,7 @@ from fedgp_flower.methods.sfvi.messages import (
     LocalStepsRequest,
     ModelStart,
 )
-from fedgp_flower.methods.sfvi.models import MODELS, Rows, model_and_rows, rows_of, site_number
+from fedgp_flower.methods.sfvi.models import Rows, configured, model_and_rows, rows_of, site_number
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.posterior import StructuredPosterior
 from fedgp_flower.methods.sfvi.structured import SiteData, StructuredModel
@@ -50,7 +50,7 @@ class StructuredClient(SiteClient):
         """θ and the prior of Z_G at the start: the same at every site, from the configuration alone."""
         del request
         width = self.rows_of(self.rows.x).features.shape[1]
-        model = MODELS[self.options.model].configured(self.options, self.config.model, width)
+        model = configured(self.options, self.config.model, width)
         theta = {name: value.detach().numpy().copy() for name, value in model.theta().items()}
         return ModelStart(theta, model.fixed_log_scale.numpy(), model.block.numpy())
 
@@ -216,7 +216,7 @@ class SFVIClient(StructuredClient):
         """Fit the model to these rows as if there were no others, by the run's schedule, and score."""
         rows, own, section = self.rows_of(data.x), self.options, self.config.model
         points = farthest_points(rows.features, section.num_inducing) if own.model == "gp" else None
-        model = MODELS[own.model].configured(own, section, rows.features.shape[1], points)
+        model = configured(own, section, rows.features.shape[1], points)
         site = model.prepare(rows.features, torch.from_numpy(data.y), rows.groups, key=site_number(self.site.site))
         learner = self.learner_of(model, site, self.config.seed)
         q_global = initial_global(model.global_size, scale=own.initial_scale, triangular=own.structure == "full")

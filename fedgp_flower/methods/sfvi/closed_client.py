@@ -24,7 +24,8 @@ class ClosedFormClient(StructuredClient):
         found = site.derivatives(q_global)
         precision, shift, constant = (own.numpy() for own in found.sums.parts())
         slopes, curvature, count = found.slopes.numpy(), found.curvature.numpy(), np.array(float(self.num_examples))
-        return ExpansionShare(precision, shift, constant, slopes, curvature, count)
+        width = found.width.squares.numpy(), found.width.known.numpy()
+        return ExpansionShare(precision, shift, constant, slopes, curvature, count, *width)
 
     def predict(self, request: Parameters, inputs: Array) -> Prediction:
         """Personal prediction with the exact deviation, the mixture over noise offsets."""

@@ -1,15 +1,19 @@
-"""A site of SFVI in closed form: its deviation stays exact, its noise offset is at the mode or drawn around it.
+"""A site of SFVI in closed form: its deviation stays exact, its shape is at the mode or mixed around it.
 
-R_k = s_k² I + K_L(X_k, X_k) + X̃ᵀ diag(τ²) X̃ with s_k = σ exp(s_ζ z_k), z_k ~ N(0, 1). Beyond :data:`DENSE_ROWS` rows
-the deviation rests on as many of the site's own rows, far apart, by the bound of Titsias.
+R_k = s_k² I + K_k(X_k, X_k) + X̃ᵀ diag(τ²) X̃, where noise, amplitude and lengthscale follow z_k ~ N(0, I) as
+:mod:`fedgp_flower.methods.sfvi.shaped` has it. Sums are those at the mode of J_k; predictions mix over the Laplace
+approximation of z_k, because a small site's mode says too little. Beyond :data:`DENSE_ROWS` rows the deviation rests on
+as many of the site's own rows, far apart, by the bound of Titsias.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 import torch
@@ -20,17 +24,18 @@ from torch import Tensor
 from fedgp_flower.gp.linalg import cholesky
 from fedgp_flower.methods.sfvi.closed_form import Sums, newton_step
 from fedgp_flower.methods.sfvi.family import GlobalPosterior
-from fedgp_flower.methods.sfvi.gp import HierarchicalGP, farthest_points, linear_terms
+from fedgp_flower.methods.sfvi.gp import farthest_points, linear_terms
+from fedgp_flower.methods.sfvi.shaped import AMPLITUDE, LENGTHSCALE, NOISE, WIDTHS, ShapedGP
 from fedgp_flower.methods.sfvi.structured import Prediction
 from fedgp_flower.typing import Rows, Scalar, Targets
 
 DENSE_ROWS = 400
-SETTLED, MODE_STEPS = 1e-20, 100
-"""The mode of z_k is found where a step promises less than so many nats; and the most steps to it."""
+SETTLED, MODE_STEPS = 1e-12, 100
+"""A Newton step that promises so few nats is the last one to the mode of z_k; and the most steps to it."""
 ROUNDING = 1e-9
 """Nats by which equal sums may differ."""
-NODES = 7
-"""Of the Gauss–Hermite rule over z_k."""
+NODES = {0: 1, 1: 7, 2: 5, 3: 3}
+"""Of the Gauss–Hermite rule along each entry of z_k, by how many there are."""
 
 
 class Dense:
@@ -65,13 +70,23 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the model makes of a site's rows at a θ."""
+    """What the model makes of a site's rows at a θ and a z_k."""
 
     shared: Float[Tensor, "M N"]
-    own: Tensor
-    """The covariance [N, N] of the deviation, or U [W, N] with UᵀU instead of it."""
+    covariance: Dense | LowRank
+    """R_k."""
+    noise: Scalar
+    """s_k²."""
     left_over: Scalar
     """Variance that inducing values leave open, summed over rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """What a site says of the widths of priors: z_k² at the mode, and how well it is known, 1 − var z_k by Laplace."""
+
+    squares: Float[Tensor, " W"]
+    known: Float[Tensor, " W"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +96,7 @@ class Derivatives:
     sums: Sums
     slopes: Float[Tensor, "T Q"]
     curvature: Float[Tensor, "T T"]
+    width: Width
 
 
 class ExactDeviation:
@@ -92,43 +108,45 @@ class ExactDeviation:
         targets: [N].
     """
 
-    def __init__(self, model: HierarchicalGP, features: Rows, targets: Targets) -> None:
+    def __init__(self, model: ShapedGP, features: Rows, targets: Targets) -> None:
         self.model, self.features, self.targets = model, features, targets
         self.dense = model.options.deviates and len(features) <= DENSE_ROWS
-        self.width = int(model.own_noise)
+        self.width = len(model.varied)
 
     @cached_property
     def anchors(self) -> Rows:
         """Inputs that the deviation of a large site rests on."""
         return farthest_points(self.features, DENSE_ROWS)
 
-    def parts(self) -> Parts:
+    def parts(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Parts:
         """At the model's θ; traced, because GPyTorch's faster kernels of one lengthscale have no second derivative."""
         with settings.trace_mode():
-            shared, left_over = self._shared(self.features)
+            shape, (shared, left_over) = self.model.shape(offset), known or self._shared(self.features)
+            noise = self.model.log_noise.exp() * shape[NOISE].square()
             if self.dense:
-                return Parts(shared, self._covariance(self.features), left_over.sum())
-            own, open_deviation = self._weights(self.features)
-            return Parts(shared, own, left_over.sum() + open_deviation.sum())
+                covariance: Dense | LowRank = Dense(noise, self._covariance(self.features, self.features, shape))
+                return Parts(shared, covariance, noise, left_over.sum())
+            own, open_deviation = self._weights(self.features, shape)
+            return Parts(shared, LowRank(noise, own), noise, left_over.sum() + open_deviation.sum())
 
-    def sums(self, parts: Parts, offset: Float[Tensor, " W"]) -> Sums:
-        """P_k, p_k and c_k at a z_k."""
-        noise = self._noise(offset)
-        covariance = self._noisy(parts, noise)
+    def sums(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Sums:
+        """P_k, p_k and c_k at a z_k; ``known`` is Φ and what it leaves open, which do not depend on z_k."""
+        parts = self.parts(offset, known)
         rows = torch.cat([parts.shared, self.targets[None]])
-        products = covariance.inner(rows, rows)
-        fit = covariance.log_det + products[-1, -1] + len(self.targets) * math.log(2 * math.pi)
-        constant = -0.5 * (fit + parts.left_over / noise + offset.square().sum())
+        products = parts.covariance.inner(rows, rows)
+        fit = parts.covariance.log_det + products[-1, -1] + len(self.targets) * math.log(2 * math.pi)
+        constant = -0.5 * (fit + parts.left_over / parts.noise + offset.square().sum())
         return Sums(products[:-1, :-1], products[:-1, -1], constant)
 
     def mode(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
-        """The z_k that maximises J_k at a q(Z_G), and −J_k″ there; found anew each time, so that nothing is kept."""
+        """The z_k that maximises J_k at a q(Z_G), and H = −J_k″ there; found anew each time: nothing is kept."""
         with torch.no_grad():
-            expected = self._along_offsets(self.parts(), q_global)
+            known = self._shared(self.features)
 
         def expanded(offset: Tensor) -> tuple[float, Tensor, Tensor]:
             offset = offset.detach().requires_grad_()
-            value = expected(offset)
+            with held(self.model):
+                value = self.sums(offset, known).expected(q_global)
             [slope] = torch.autograd.grad(value, offset, create_graph=True)
             return float(value.detach()), slope.detach(), rows_of_jacobian(slope, [offset])
 
@@ -138,82 +156,69 @@ class ExactDeviation:
         value, slope, curvature = expanded(offset)
         for _ in range(MODE_STEPS):
             step, rise = newton_step(slope, curvature, radius)
-            if rise < SETTLED:
-                break
             tried = expanded(offset + step)
             if tried[0] < value - ROUNDING:
                 radius = 0.25 * float(step.abs().max())
-            else:
-                offset, (value, slope, curvature) = offset + step, tried
+                continue
+            offset, (value, slope, curvature) = offset + step, tried
+            if rise < SETTLED:
+                break
         return offset, -curvature
 
     def derivatives(self, q_global: GlobalPosterior) -> Derivatives:
-        """Sums at the mode, and *total* derivatives by θ: z_k follows θ by T = −J_zz⁻¹ J_zθ."""
+        """Sums at the mode, and *total* derivatives by θ without w: z_k follows θ by T = H⁻¹ J_zθ."""
         offset, precision = self.mode(q_global)
         offset.requires_grad_()
-        leaves = [*(own for _, own in sorted(self.model.theta().items())), offset]
-        sums = self.sums(self.parts(), offset)
+        leaves = [*(own for name, own in sorted(self.model.theta().items()) if name != WIDTHS), offset]
+        sums = self.sums(offset)
         slopes = jacobian(sums.flat(), leaves)
         gradient = flattened(torch.autograd.grad(sums.expected(q_global), leaves, create_graph=True))
         hessian = rows_of_jacobian(gradient, leaves)
         size = len(slopes) - self.width
-        follow = torch.linalg.solve(precision, hessian[size:, :size])
+        factor = cholesky(precision, of="curvature of a site's shape")
+        follow = torch.cholesky_solve(hessian[size:, :size], factor)
         total = slopes[:size] + follow.mT @ slopes[size:]
         curvature = hessian[:size, :size] + hessian[:size, size:] @ follow
-        return Derivatives(Sums(*(own.detach() for own in sums.parts())), total, curvature)
+        variance = torch.linalg.solve_triangular(factor, torch.eye(self.width).to(factor), upper=False).square().sum(0)
+        width = Width(offset.detach().square(), 1 - variance)
+        return Derivatives(Sums(*(own.detach() for own in sums.parts())), total, curvature, width)
 
     @torch.no_grad()
     def predict(self, features: Rows, q_global: GlobalPosterior) -> Prediction:
-        """Mean and variance of a noisy observation: the mixture over z_k, normal around its mode.
+        """Mean and variance of a noisy observation, mixed over z_k.
 
         With A = R⁻¹ k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²) + s².
         """
+        shared, left_over = self._shared(features)
+        factor, means, variances = q_global.factor(), [], []
+        offsets, shares = self.mixture(q_global)
+        known = self._shared(self.features)
+        for offset in offsets:
+            parts, (cross, prior) = self.parts(offset, known), self._cross(features, self.model.shape(offset))
+            weight = shared - parts.covariance.inner(parts.shared, cross)
+            own = prior - parts.covariance.inner(cross, cross).diagonal()
+            means.append(parts.covariance.inner(cross, self.targets[None])[:, 0] + q_global.mean @ weight)
+            variances.append(own + (factor.mT @ weight).square().sum(0) + left_over + parts.noise)
+        centre = shares @ torch.stack(means)
+        apart = shares @ (torch.stack(means) - centre).square()
+        return Prediction(centre, shares @ torch.stack(variances) + apart)
+
+    @torch.no_grad()
+    def mixture(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, "J W"], Float[Tensor, " J"]]:
+        """Values of z_k and their shares, by a Gauss–Hermite rule laid around the mode.
+
+        At nodes ẑ + H^{−½} ξ_j with weights ω_j the shares are proportional to ω_j exp(J_k(z_j) + ½|ξ_j|²).
+        """
         with torch.enable_grad():
             mode, precision = self.mode(q_global)
-        nodes, weights = np.polynomial.hermite_e.hermegauss(NODES if self.width else 1)
-        parts, (shared, left_over) = self.parts(), self._shared(features)
-        cross, prior = self._cross(features)
-        factor, means, variances = q_global.factor(), [], []
-        for node in nodes:
-            offset = mode + node * precision.diagonal().rsqrt()
-            noise = self._noise(offset)
-            noisy = self._noisy(parts, noise)
-            weight = shared - noisy.inner(parts.shared, cross)
-            own = prior - noisy.inner(cross, cross).diagonal()
-            means.append(noisy.inner(cross, self.targets[None])[:, 0] + q_global.mean @ weight)
-            variances.append(own + (factor.mT @ weight).square().sum(0) + left_over + noise)
-        share = torch.from_numpy(weights / weights.sum())
-        centre = share @ torch.stack(means)
-        apart = share @ (torch.stack(means) - centre).square()
-        return Prediction(centre, share @ torch.stack(variances) + apart)
-
-    def _along_offsets(self, parts: Parts, q_global: GlobalPosterior) -> Callable[[Tensor], Scalar]:
-        """J_k as a function of z_k, up to a constant: along the eigenvectors of K it is a sum over single numbers.
-
-        With eigenvalues λ_n, and a_n = E(v_nᵀ(y − ΦᵀZ_G))² under q(Z_G), −½ Σ [log(λ_n + s²) + a_n / (λ_n + s²)].
-        """
-        if self.dense:
-            values, vectors = torch.linalg.eigh(parts.own)
-        else:
-            _, singular, right = torch.linalg.svd(parts.own, full_matrices=False)
-            values, vectors = singular.square(), right.mT
-        error = torch.cat([(self.targets - q_global.mean @ parts.shared)[None], q_global.factor().mT @ parts.shared])
-        squares = (error @ vectors).square().sum(0)
-        others, rest = len(self.targets) - len(values), error.square().sum() - squares.sum()  # where K is zero
-
-        def expected(offset: Tensor) -> Scalar:
-            noise = self._noise(offset)
-            whole = values + noise
-            fit = whole.log().sum() + (squares / whole).sum() + others * noise.log() + (rest + parts.left_over) / noise
-            return -0.5 * (fit + offset.square().sum())
-
-        return expected
-
-    def _noise(self, offset: Tensor) -> Scalar:
-        return (self.model.log_noise + 2 * self.model.options.noise_spread * offset.sum()).exp()
-
-    def _noisy(self, parts: Parts, noise: Scalar) -> Dense | LowRank:
-        return Dense(noise, parts.own) if self.dense else LowRank(noise, parts.own)
+        nodes, weights = np.polynomial.hermite_e.hermegauss(NODES[self.width])
+        grid = torch.tensor([*product(nodes, repeat=self.width)], dtype=torch.float64)
+        log_weight = torch.tensor([*product(np.log(weights), repeat=self.width)], dtype=torch.float64).sum(-1)
+        scale = cholesky(precision, of="curvature of a site's shape")
+        offsets = mode + torch.linalg.solve_triangular(scale.mT, grid.mT, upper=True).mT
+        known = self._shared(self.features)
+        value = torch.stack([self.sums(offset, known).expected(q_global) for offset in offsets])
+        return offsets, (log_weight + value + 0.5 * grid.square().sum(-1)).softmax(0)
 
     def _shared(self, features: Rows) -> tuple[Tensor, Tensor]:
         """Φ [M, N], and what the shared inducing values leave open [N]."""
@@ -224,26 +229,41 @@ class ExactDeviation:
         """τ ∘ X̃ [D + 1, N]."""
         return self.model.log_site_slope.exp()[:, None] * linear_terms(features)
 
-    def _covariance(self, left: Rows, right: Float[Tensor, "K D"] | None = None) -> Tensor:
+    def _covariance(self, left: Rows, right: Rows, shape: Float[Tensor, 3]) -> Tensor:
         """Of d_k between rows."""
-        other = left if right is None else right
-        own: Tensor = self.model.deviation(left, other).to_dense()
-        return own + self._slopes(left).mT @ self._slopes(other)
+        size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
+        own: Tensor = size.square() * self.model.deviation(left / stretch, right / stretch).to_dense()
+        return own + self._slopes(left).mT @ self._slopes(right)
 
-    def _weights(self, features: Rows) -> tuple[Tensor, Tensor]:
+    def _weights(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
         """U [W, N], and what it leaves open of the deviation [N]; nothing where sites do not deviate."""
         if not self.model.options.deviates:
             return features.new_zeros(0, len(features)), features.new_zeros(len(features))
-        values, left_over = self.model.project(self.model.deviation, self.anchors, features)
-        return torch.cat([values, self._slopes(features)]), left_over
+        size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
+        values, left_over = self.model.project(self.model.deviation, self.anchors / stretch, features / stretch)
+        return torch.cat([size * values, self._slopes(features)]), size.square() * left_over
 
-    def _cross(self, features: Rows) -> tuple[Tensor, Tensor]:
+    def _cross(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
         """Covariance of d_k at new rows with that at the site's [n, N], and its prior variance [n]."""
         if self.dense:
-            prior = self.model.deviation(features, diag=True) + self._slopes(features).square().sum(0)
-            return self._covariance(features, self.features), prior
-        (here, left_over), (there, _) = self._weights(features), self._weights(self.features)
+            own = self.model.deviation(features / shape[LENGTHSCALE], diag=True)
+            prior = shape[AMPLITUDE].square() * own + self._slopes(features).square().sum(0)
+            return self._covariance(features, self.features, shape), prior
+        (here, left_over), (there, _) = self._weights(features, shape), self._weights(self.features, shape)
         return here.mT @ there, here.square().sum(0) + left_over
+
+
+@contextmanager
+def held(model: torch.nn.Module) -> Iterator[None]:
+    """Parameters as constants: what is differentiated by z_k alone needs no graph of them."""
+    learned = [own for own in model.parameters() if own.requires_grad]
+    for own in learned:
+        own.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for own in learned:
+            own.requires_grad_(True)
 
 
 def flattened(tensors: tuple[Tensor, ...]) -> Tensor:

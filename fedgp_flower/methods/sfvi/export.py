@@ -6,7 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from gpytorch.kernels import Kernel
+from gpytorch.kernels import Kernel, ScaleKernel
 from gpytorch.likelihoods import Likelihood
 from torch import Tensor
 
@@ -58,12 +58,13 @@ def export(
     trend, width = deepcopy(model.trend), model.inputs.shape[1] + 1
     kernel = trend + LinearTerms(torch.ones(width, dtype=torch.float64))
     if deviation and model.options.deviates:
-        kernel = kernel + deepcopy(model.deviation) + LinearTerms(model.log_site_slope.exp())
+        own = ScaleKernel(deepcopy(model.deviation)).to(q_global.mean)
+        own.outputscale = model.deviation_factor
+        kernel = kernel + own + LinearTerms(model.log_site_slope.exp())
     factor = q_global.factor()
     posterior = WhitenedPosterior(q_global.mean, factor @ factor.mT)
     exported = SharedTrend(trend, kernel, model.inputs.detach(), posterior, model.options.jitter)
     if model.options.likelihood != "gaussian":
         return exported, model.likelihood.to_gpytorch(NONE).eval()
-    spread = model.options.noise_spread if model.own_noise else 0.0
-    noise = float((model.log_noise + 2 * spread**2).exp())  # E σ² e^{2ζ}
+    noise = float((model.log_noise + 2 * model.noise_spread**2).exp())  # E σ² e^{2ζ}
     return exported, gaussian_likelihood(noise).requires_grad_(False).eval()

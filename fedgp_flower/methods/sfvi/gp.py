@@ -82,18 +82,7 @@ class HierarchicalGP(ClosedFormModel):
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> HierarchicalGP:
         """Both kernels as ``model.kernel`` says, the deviation's variance relative to the trend's."""
-        deviation = section.model_copy(update={"outputscale": options.deviation * section.outputscale})
-        own = GPOptions(
-            likelihood=cast(Literal["gaussian", "bernoulli", "poisson"], section.likelihood),
-            site_inducing=options.site_inducing,
-            noise=section.noise,
-            noise_spread=options.site_noise,
-            site_slope=options.site_slope,
-            learn_inputs=options.learn_inputs,
-            jitter=section.jitter,
-        )
-        points = torch.zeros(section.num_inducing, num_inputs, dtype=torch.float64) if inputs is None else inputs
-        return cls(build_kernel(section, num_inputs), build_kernel(deviation, num_inputs), points, own)
+        return cls(*parts_of(options, section, num_inputs, inputs))
 
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteData:
         """Rows of a site, and the inputs of its deviation: rows of the site that are far apart."""
@@ -106,6 +95,16 @@ class HierarchicalGP(ClosedFormModel):
     def own_noise(self) -> bool:
         """Whether a site has a noise offset ζ_k, the last of its latents."""
         return self.options.likelihood == "gaussian" and self.options.noise_spread > 0
+
+    @property
+    def noise_spread(self) -> float:
+        """s_ζ, prior standard deviation of a site's log noise offset."""
+        return self.options.noise_spread if self.own_noise else 0.0
+
+    @property
+    def deviation_factor(self) -> float:
+        """Prior variance of a new site's deviation over that of k_L."""
+        return 1.0
 
     def local_width(self, site: SiteData) -> int:
         """Whitened inducing values, intercept and slopes, noise offset."""
@@ -168,13 +167,13 @@ class HierarchicalGP(ClosedFormModel):
         zero = mean.new_zeros(())
         if self.options.deviates:
             linear = (self.log_site_slope.exp()[:, None] * linear_terms(site.features)).square().sum(0)
-            variance = variance + self.deviation(site.features, diag=True) + linear
+            variance = variance + self.deviation_factor * self.deviation(site.features, diag=True) + linear
         return mean, variance, self._noise(zero, zero + float(self.own_noise), zero)
 
     def _noise(self, mean: Tensor, variance: Tensor, covariance: Tensor) -> Noise:
         """ζ = s_ζ Z in units of log σ."""
         log_noise = self.log_noise if self.options.likelihood == "gaussian" else mean.new_zeros(())
-        spread = self.options.noise_spread
+        spread = self.noise_spread
         return Noise(log_noise, spread * mean, spread**2 * variance, spread * covariance)
 
     def _basis(self, site: SiteData) -> Basis:
@@ -200,6 +199,24 @@ class Basis:
     shared: Float[Tensor, "M N"]
     own: Float[Tensor, "W N"]
     left_over: Float[Tensor, " N"]
+
+
+def parts_of(
+    options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None
+) -> tuple[Kernel, Kernel, Rows, GPOptions]:
+    """Kernels of trend and deviation, shared inducing inputs, and options, as the configuration has them."""
+    deviation = section.model_copy(update={"outputscale": options.deviation * section.outputscale})
+    own = GPOptions(
+        likelihood=cast(Literal["gaussian", "bernoulli", "poisson"], section.likelihood),
+        site_inducing=options.site_inducing,
+        noise=section.noise,
+        noise_spread=options.site_noise,
+        site_slope=options.site_slope,
+        learn_inputs=options.learn_inputs,
+        jitter=section.jitter,
+    )
+    points = torch.zeros(section.num_inducing, num_inputs, dtype=torch.float64) if inputs is None else inputs
+    return build_kernel(section, num_inputs), build_kernel(deviation, num_inputs), points, own
 
 
 def linear_terms(features: Float[Tensor, "*B N D"]) -> Tensor:

@@ -108,25 +108,29 @@ class ExpansionRequest:
 class ExpansionShare:
     """What Z_G sees of a site's rows once its deviation is integrated out, and how it changes with θ; only sums count.
 
-    Derivatives are total ones: the site's noise offset follows θ.
+    Derivatives are total ones: the site's shape z follows θ.
     """
 
     precision: Float[ndarray, "G G"] = leaves("P = Φ R⁻¹ Φᵀ", symmetric=True)
     shift: Float[ndarray, " G"] = leaves("p = Φ R⁻¹ y")
-    constant: Float[ndarray, ""] = leaves("c = log N(y | 0, R) − what inducing values leave open − ½z²")
+    constant: Float[ndarray, ""] = leaves("c = log N(y | 0, R) − what inducing values leave open − ½|z|²")
     slopes: Float[ndarray, "T Q"] = leaves("derivatives by θ of lower entries of P, of p, of c")
     curvature: Float[ndarray, "T T"] = leaves("second derivatives of c − ½ tr[(S + mmᵀ)P] + mᵀp", symmetric=True)
     count: Float[ndarray, ""] = leaves("number of rows")
+    squares: Float[ndarray, " W"] = leaves("z² of each entry of the site's shape, at its mode")
+    known: Float[ndarray, " W"] = leaves("1 less the variance of each entry")
 
     def num_parameters(self) -> int:
-        """Z_G and entries of θ."""
-        return len(self.shift) + len(self.curvature)
+        """Z_G, entries of θ, and widths of shapes."""
+        return len(self.shift) + len(self.curvature) + len(self.squares)
 
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, rows: int) -> str | None:
         """Why sums cannot come from so many rows, or None."""
         if float(self.count) != rows:
             return f"sums of {float(self.count):g} rows, introduced itself with {rows}"
+        if (self.squares < 0).any() or (self.known > 1).any():
+            return "`squares` or `known` are those of no shape"
         size = max(float(np.abs(self.precision).max()), 1e-300)
         if not np.linalg.eigvalsh(self.precision / size)[0] >= -1e-6:
             return "`precision` is not positive semi-definite"

@@ -18,6 +18,7 @@ from fedgp_flower.methods.sfvi.gp import HierarchicalGP
 from fedgp_flower.methods.sfvi.mixed import MixedModel
 from fedgp_flower.methods.sfvi.multinomial import Multinomial
 from fedgp_flower.methods.sfvi.options import LEARNED, SHARED, SFVIOptions
+from fedgp_flower.methods.sfvi.shaped import ShapedGP
 from fedgp_flower.methods.sfvi.structured import SiteData, StructuredModel
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.config import RunConfig
@@ -32,13 +33,21 @@ MODELS: Mapping[str, type[StructuredModel]] = {
 """By the name in ``sfvi.model``."""
 
 
+def configured(
+    options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Tensor | None = None
+) -> StructuredModel:
+    """The model at its initial θ; in closed form sites of ``gp`` differ in shape."""
+    model = ShapedGP if options.in_closed_form(section) else MODELS[options.model]
+    return model.configured(options, section, num_inputs, inputs)
+
+
 def model_at(
     options: SFVIOptions, section: ModelSection, num_inputs: int, arrays: Mapping[str, np.ndarray]
 ) -> StructuredModel:
     """The model at the θ of a message or of a saved posterior, which ``arrays`` hold with the shared inputs if any."""
     inputs = arrays.get(SHARED, arrays.get(LEARNED))
     points = None if inputs is None else torch.as_tensor(inputs)
-    model = MODELS[options.model].configured(options, section, num_inputs, points)
+    model = configured(options, section, num_inputs, points)
     theta = {name: array for name, array in arrays.items() if name.startswith("theta.")}
     model.load_theta({name.removeprefix("theta."): torch.as_tensor(array) for name, array in theta.items()})
     return model

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.options import Count, Fraction, MethodOptions, NonNegative, Positive, PositiveInt
+from fedgp_flower.options import Count, Fraction, MethodOptions, ModelSection, NonNegative, Positive, PositiveInt
 from fedgp_flower.run.config import CoreConfig
 
 SHARED, LEARNED = "inducing.locations", "theta.inputs"
@@ -22,7 +22,7 @@ LIKELIHOODS = {
 MIXED = ("logistic-mixed", "glmm")
 """Models with units that share random effects."""
 CLOSED_FORM = {"objective", "tolerance", "model", "shared_inputs"}
-CLOSED_FORM |= {"deviation", "site_inducing", "site_noise", "site_slope"}
+CLOSED_FORM |= {"deviation", "site_inducing", "site_noise", "site_amplitude", "site_lengthscale", "site_slope"}
 """Fields that SFVI in closed form reads."""
 
 
@@ -65,7 +65,7 @@ class SFVIOptions(MethodOptions):
     learning_rate: Positive = 0.05
     """Of Adam, at the server and at the sites."""
     constant_share: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """Share of the rounds before the learning rate falls."""
+    """Share of the rounds before the learning rate falls, unless the bound is flat sooner."""
     final_rate: Fraction = 0.01
     """Learning rate after the last round, as a share of the first."""
     fraction: Fraction = 1.0
@@ -96,7 +96,11 @@ class SFVIOptions(MethodOptions):
     closed form, where any other number is the same.
     """
     site_noise: NonNegative = 0.5
-    """``gp``: prior standard deviation of a site's log noise offset; 0 gives all sites the same noise."""
+    """``gp``: prior sd of a site's log noise offset; in closed form it is learned from there; 0: noise is the same."""
+    site_amplitude: NonNegative = 0.5
+    """``closed-form``: prior sd of the log amplitude of a site's deviation, learned from there; 0: all the same."""
+    site_lengthscale: NonNegative = 0.3
+    """``closed-form``: the same of the log lengthscale of its deviation."""
     site_slope: Positive = 0.3
     """``gp``: initial standard deviation of a site's intercept and slopes."""
     deviation: Positive = 0.3
@@ -115,18 +119,18 @@ class SFVIOptions(MethodOptions):
     prediction_draws: PositiveInt = 200
     """Draws in a prediction; ``gp`` needs none."""
 
-    def in_closed_form(self, core: CoreConfig) -> bool:
+    def in_closed_form(self, section: ModelSection) -> bool:
         """Whether a run takes Newton steps."""
-        able = self.model == "gp" and core.model.likelihood == "gaussian"
+        able = self.model == "gp" and section.likelihood == "gaussian"
         return not self.averages and self.objective != "stochastic" and (able or self.objective == "closed-form")
 
     def strategy_for(self, core: CoreConfig) -> str:
         """The Strategy of ``sfvi.objective``."""
-        return "strategies.sfvi_closed:SFVIClosedForm" if self.in_closed_form(core) else ""
+        return "strategies.sfvi_closed:SFVIClosedForm" if self.in_closed_form(core.model) else ""
 
     def client_for(self, core: CoreConfig) -> str:
         """The site's half of ``sfvi.objective``."""
-        return self.other_clients[0] if self.in_closed_form(core) else ""
+        return self.other_clients[0] if self.in_closed_form(core.model) else ""
 
     def check(self, core: CoreConfig) -> None:
         """A likelihood the model has, whole batches, and the keys a model cannot do without."""
@@ -151,7 +155,7 @@ class SFVIOptions(MethodOptions):
                 "`sfvi.model` = 'multinomial' reads class numbers off the target: set `standardise` false"
             )
         core.require_whole_rosters("sfvi.fraction", self.fraction)
-        if self.in_closed_form(core):
+        if self.in_closed_form(core.model):
             self._check_closed_form(core)
 
     def _check_units(self) -> None:
@@ -201,12 +205,13 @@ class SFVIOptions(MethodOptions):
         fixed = [index for index, name in enumerate(names) if name != self.groups_by]
         return fixed + [list(names).index(name) for name in self.slopes]
 
-    def rate(self, step: int, steps: int) -> float:
+    def rate(self, step: int, steps: int, share: float | None = None) -> float:
         """The learning rate of one of ``steps`` rounds or steps, counted from 0: constant, then falling geometrically.
 
-        It ends at ``final-rate`` · ``learning-rate``.
+        It ends at ``final-rate`` · ``learning-rate``; ``share`` is ``constant-share`` if not given.
         """
-        progress = (step / steps - self.constant_share) / (1 - self.constant_share)
+        constant = self.constant_share if share is None else share
+        progress = (step / steps - constant) / (1 - constant)
         return float(self.learning_rate * self.final_rate ** min(max(progress, 0.0), 1.0))
 
     def catch_up_rates(self) -> list[float]:

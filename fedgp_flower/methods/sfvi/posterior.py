@@ -25,6 +25,7 @@ from fedgp_flower.methods.sfvi.learner import initial_local
 from fedgp_flower.methods.sfvi.memory import SiteMemory
 from fedgp_flower.methods.sfvi.models import Rows, model_and_rows, model_at, rows_of
 from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.methods.sfvi.shaped import ShapedGP
 from fedgp_flower.methods.sfvi.structured import (
     ClosedFormModel,
     Prediction,
@@ -123,7 +124,7 @@ class NewSite:
 
 def saved_model(saved: Posterior, names: tuple[str, ...], *, link: bool = False) -> NewSite:
     """The posterior of a finished run, on the scale of an observation or of the link function."""
-    options = SFVIOptions.model_validate(dict(saved.model["structure"]))
+    options = SFVIOptions.model_validate({"objective": "stochastic", **saved.model["structure"]})
     columns = options.columns(names)
     arrays = {name: np.array(array) for name, array in saved.arrays.items()}
     model = model_at(options, ModelSection.model_validate(dict(saved.model["model"])), len(columns), arrays)
@@ -135,7 +136,7 @@ def exact_site(
 ) -> ExactDeviation:
     """The rows of a site under the model at some parameters, for SFVI in closed form."""
     model, rows = model_and_rows(config, preparation, site, arrays)
-    return ExactDeviation(cast(HierarchicalGP, model), rows.features, rows.targets)
+    return ExactDeviation(cast(ShapedGP, model), rows.features, rows.targets)
 
 
 def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
@@ -148,7 +149,7 @@ def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArray
     options = cast(SFVIOptions, config.options)
     arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
     preparation = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
-    if options.in_closed_form(config):
+    if options.in_closed_form(config.model):
         exact, shared = exact_site(config, preparation, site, arrays), GlobalPosterior.of(arrays)
 
         def predict_exactly(inputs: Array) -> tuple[Array, Array]:

@@ -1,0 +1,65 @@
+"""When a noisy bound has stopped rising, on made-up series."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from strategies.server.course import LEAST, Course, rise
+
+SERIES, ROUNDS = 400, 60
+
+
+def course(values: np.ndarray) -> Course:
+    """The course of a run with these values."""
+    found = Course()
+    for after, value in enumerate(values, 1):
+        found.add(float(value), after)
+    return found
+
+
+def ends(trend: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Rounds at which series with unit noise around a trend count as flat; nan: not at all."""
+    noise = np.random.default_rng(seed).standard_normal((SERIES, len(trend)))
+    found = [course(trend + own).flat_from for own in noise]
+    return np.array([np.nan if own is None else own for own in found], dtype=float)
+
+
+@pytest.mark.parametrize("slope", [0.2, 0.5, 2.0])
+def test_a_rising_series_is_rarely_taken_for_flat(slope: float) -> None:
+    """A rise of two deviations in ten rounds, and faster ones: at most one series in twenty in sixty rounds."""
+    assert np.isfinite(ends(slope * np.arange(ROUNDS))).mean() <= 0.05
+
+
+def test_a_series_that_bends_is_flat_only_after_the_bend() -> None:
+    """1000 (1 − e^{−t/10}) has less than one deviation to rise from t = 69 on."""
+    found = ends(1000 * (1 - np.exp(-np.arange(300) / 10)))
+    assert np.isfinite(found).all()
+    assert np.quantile(found, 0.05) > 69
+    assert np.median(found) < 200
+
+
+def test_a_flat_or_falling_series_ends_soon() -> None:
+    for slope in (0.0, -0.3):
+        found = ends(slope * np.arange(ROUNDS))
+        assert np.isfinite(found).all()
+        assert np.median(found) <= 3 * LEAST
+
+
+def test_series_without_noise_end_where_nothing_is_left_to_gain() -> None:
+    """A steady rise never does; 1 − e^{−t/5} does, when a window rises by a thousandth."""
+    assert course(np.arange(200) * 1e-3).flat_from is None
+    found = course(1 - np.exp(-np.arange(200) / 5))
+    assert found.flat_from is not None
+    assert 1 - found.values[found.flat_from // 2] < 1e-2
+
+
+def test_a_line_is_that_of_least_squares() -> None:
+    values = np.random.default_rng(1).standard_normal(30)
+    found = rise(values)
+    (slope, start), cov = np.polyfit(np.arange(15), values[15:], 1, cov=True)
+    assert found is not None
+    assert found.slope == pytest.approx(slope)
+    assert found.error == pytest.approx(np.sqrt(cov[0, 0]))
+    assert found.noise == pytest.approx(np.sqrt(((values[15:] - start - slope * np.arange(15)) ** 2).sum() / 13))
+    assert rise(values[: LEAST - 1]) is None
