@@ -3,6 +3,7 @@
 # make test-long     what takes minutes: Strategies in an app of one's own on SuperNodes
 # make quick         the tests without those that start a SuperLink
 # make deploy-demo   a SuperLink with TLS and three SuperNodes with a CSV file each, on this machine
+# make docs          the documentation site, into docs/_build
 # make clean         removes caches, logs, keys and Flower's own files; results and the environment stay
 #
 # SITES=10 and ARGS="dataset=breast-cancer method=…" change what is run.
@@ -25,7 +26,7 @@ ifneq ($(data),)
 export FEDGP_DATA ?= $(data)
 endif
 
-.PHONY: setup run test test-long quick lint format deploy-demo clean
+.PHONY: setup run test test-long quick lint format docs deploy-demo clean
 .DELETE_ON_ERROR:
 
 setup: $(installed)
@@ -61,6 +62,9 @@ test-long: setup
 quick: setup
 	OMP_NUM_THREADS=1 $(bin)/pytest -m "not simulation and not deployment and not long"
 
+docs: setup
+	OMP_NUM_THREADS=1 $(bin)/sphinx-build -W --keep-going -q docs docs/_build
+
 clean:
-	rm -rf .flwr .deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info *.fab
+	rm -rf docs/_build docs/gallery .flwr .deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info *.fab
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
