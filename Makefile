@@ -3,6 +3,7 @@
 # make test-long     what takes minutes: Strategies in an app of one's own on SuperNodes
 # make quick         the tests without those that start a SuperLink
 # make deploy-demo   a SuperLink with TLS and three SuperNodes with a CSV file each, on this machine
+# make docs          the documentation site, into docs/_build
 # make clean         removes caches, logs, keys and Flower's own files; results and the environment stay
 #
 # CONFIG=simulations/fgpr.toml SITES=10 and ARGS="seed=1 method=…" change what is run; SITES=0 takes natural groups.
@@ -26,7 +27,7 @@ ifneq ($(data),)
 export FEDGP_DATA ?= $(data)
 endif
 
-.PHONY: setup run test test-long quick lint format deploy-demo clean
+.PHONY: setup run test test-long quick lint format docs deploy-demo clean
 .DELETE_ON_ERROR:
 
 setup: $(installed)
@@ -62,6 +63,9 @@ test-long: setup
 quick: setup
 	OMP_NUM_THREADS=1 $(bin)/pytest -m "not simulation and not deployment and not long"
 
+docs: setup
+	OMP_NUM_THREADS=1 $(bin)/sphinx-build -W --keep-going -q docs docs/_build
+
 clean:
-	rm -rf .flwr .deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info *.fab
+	rm -rf docs/_build docs/gallery .flwr .deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info *.fab
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,40 @@
+"""The documentation site: `make docs` builds it from these pages, without network; its code cells are run."""
+
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+HERE = Path(__file__).parent
+GALLERY = HERE / "gallery"
+shutil.rmtree(GALLERY, ignore_errors=True)
+shutil.copytree(HERE.parent / "simulations" / "results", GALLERY, ignore=shutil.ignore_patterns("*.json"))
+
+project = "fedgp-flower"
+version = release = metadata.version("fedgp-flower")
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"{project} {release}"
+templates_path: list[str] = []
+exclude_patterns = ["_build"]
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+suppress_warnings = ["myst.xref_missing_external"]
+
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 240
+nb_merge_streams = True
+
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+
+
+def setup(app) -> None:  # noqa: ANN001
+    """Pages of experiments lie in the gallery here; in the source tree they lie beside their scripts."""
+
+    def relinked(app, name, source) -> None:  # noqa: ANN001, ARG001
+        source[0] = source[0].replace("](../simulations/results/", "](gallery/")
+
+    app.connect("source-read", relinked)

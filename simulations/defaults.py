@@ -1,0 +1,104 @@
+"""Every method on every set with no key but `method`, `dataset` and how the rows lie: which method to take.
+
+    python simulations/defaults.py --data-dir DIR [--sets diabetes energy …] [--methods fsgp pvi …]
+
+Test NLL in nats per held-out row, beside the mean of the target, linear (for classes: logistic) regression, each site
+alone, and one analyst with all rows. One split; sets whose sites are natural groups take these, others ten sites dealt
+at random. Runs that are there already are not made again: remove ``results/defaults`` first. The page is
+``simulations/results/defaults.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from sfvi_runs import RESULTS, RUNS, write_table
+
+from fedgp_flower.errors import FedGPError
+from fedgp_flower.run.in_process import run_in_process
+
+FOLDER = RUNS / "defaults"
+NATURAL = {"partitioner": "natural"}
+SETS: dict[str, dict[str, Any]] = {
+    "diabetes": {"dataset": "diabetes"},
+    "energy": {"dataset": "uci/energy", "split": 5},
+    "concrete": {"dataset": "uci/concrete", "split": 5},
+    "concrete, by blocks": {"dataset": "uci/concrete", "split": 5, "partitioner": "blocks"},
+    "weather, by country": {"dataset": "weather", **NATURAL},
+    "breast-cancer": {"dataset": "breast-cancer"},
+}
+METHODS = ("fsgp", "pvi", "sfvi", "sfvi-avg", "fedmgp", "fgpr")
+YARDSTICKS = {"mean": "mean", "linear": "linear", "local_only": "alone", "pooled": "pooled"}
+
+
+def finished(method: str, name: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a run at defaults, or why there are none."""
+    folder = FOLDER / f"{method}-{name.replace(',', '').replace(' ', '-')}"
+    if not (folder / "metrics.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        flat = {"method": method, **keys, "output-dir": str(FOLDER), "name": folder.name}
+        started = time.process_time()
+        try:
+            run_in_process(flat, 0 if keys.get("partitioner") == "natural" else 10)
+        except FedGPError as error:
+            return {"refused": str(error)}
+        (folder / "processor.txt").write_text(str(time.process_time() - started))
+    return json.loads((folder / "metrics.json").read_text()) | {
+        "processor": float((folder / "processor.txt").read_text())
+    }
+
+
+def line(method: str, name: str, run: dict[str, Any]) -> dict[str, Any]:
+    """A row of the table."""
+    if "refused" in run:
+        return {"set": name, "method": method, "verdict": "refused: " + run["refused"].partition("\n")[0][:90]}
+    nll = run["test"]["nll"]
+    others = {words: (run[key] or {}).get("nll") for key, words in YARDSTICKS.items()}
+    worse = [words for words in ("mean", "linear", "alone") if others[words] is not None and nll > others[words]]
+    return {
+        "set": name,
+        "method": method,
+        "NLL": nll,
+        **others,
+        "coverage": run["test"].get("coverage_95"),
+        "exchanges": run["exchanges"],
+        "MB up a site": run["bytes"]["up"] / run["sites"] / 1e6,
+        "processor s": run["processor"],
+        "converged": {True: "yes", False: "no", None: "?"}[run["converged"]],
+        "verdict": "above " + ", ".join(worse) if worse else "",
+    }
+
+
+def main() -> None:
+    """Run what is missing and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("FEDGP_DATA", ".")))
+    parser.add_argument("--sets", nargs="*", default=list(SETS), choices=list(SETS))
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = []
+    for name in chosen.sets:
+        for method in chosen.methods:
+            keys = SETS[name] | {"data-dir": str(chosen.data_dir)}
+            lines.append(line(method, name, finished(method, name, keys)))
+            print(lines[-1], flush=True)
+    words = [
+        "Made by `python simulations/defaults.py --data-dir DIR`: no key but `method`, `dataset`, `split` and the",
+        "partition. NLL in nats per held-out row in units of the target; mean, linear, alone and pooled are the yardsticks",
+        "that the same run reports; “above” names those that the method does not reach. One split each: differences of",
+        "a few hundredths are chance.",
+    ]
+    write_table(RESULTS / "defaults.md", "Methods at their defaults", words, pd.DataFrame(lines))
+
+
+if __name__ == "__main__":
+    main()
