@@ -9,9 +9,10 @@ a weak normal prior, whose mode is where a run starts and whose standard deviati
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -87,7 +88,11 @@ class NewtonState:
         return {name: array for name, array in self.parameters.items() if name.startswith("theta.")}
 
 
-def one_round(state: NewtonState, roster: Roster, model: HierarchicalGP) -> Asking[tuple[NewtonState, Figures]]:
+FactorAt: TypeAlias = Callable[[Mapping[str, ndarray]], torch.Tensor]
+"""L with L Lᵀ = K_zz of the trend at a θ."""
+
+
+def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking[tuple[NewtonState, Figures]]:
     """One exchange, one step. Totals of other sites than before belong to another F: then the trial point is taken."""
     del roster
     request = ExpansionRequest({**unpack(state.trial, state.theta), **state.asked})
@@ -114,7 +119,7 @@ def one_round(state: NewtonState, roster: Roster, model: HierarchicalGP) -> Aski
             gradient=found.gradient.numpy(),
             hessian=found.hessian.numpy(),
         )
-    state = stepped(state, radius, model)
+    state = stepped(state, radius, factor_at)
     assert state.bound is not None
     return state, {"objective": state.bound / state.count, "promised_rise": state.rise}
 
@@ -150,7 +155,7 @@ def next_radius(state: NewtonState, value: float) -> float:
     return length / 3 if share < POOR else state.radius
 
 
-def stepped(state: NewtonState, radius: float, model: HierarchicalGP) -> NewtonState:
+def stepped(state: NewtonState, radius: float, factor_at: FactorAt) -> NewtonState:
     """The next trial point, from the best one, and a guess of q(Z_G) there."""
     assert state.gradient is not None
     assert state.hessian is not None
@@ -163,8 +168,8 @@ def stepped(state: NewtonState, radius: float, model: HierarchicalGP) -> NewtonS
     turned = transported(
         torch.from_numpy(state.precision),
         torch.from_numpy(state.shift),
-        inducing_factor(model, state.theta),
-        inducing_factor(model, unpack(trial, state.theta)),
+        factor_at(state.theta),
+        factor_at(unpack(trial, state.theta)),
     )
     asked = on_the_wire({}, named(posterior(*turned)[0]))
     return replace(state, trial=trial, asked=asked, radius=radius, promised=promised, rise=rise)
@@ -204,7 +209,7 @@ class SFVIClosedForm(StructuredVI[NewtonState]):
         """One exchange."""
         width, points = self.preparation.num_inputs, torch.from_numpy(state.shared[SHARED])
         model = HierarchicalGP.configured(self.options, self.config.model, width, points)
-        return (yield from one_round(state, roster, model))
+        return (yield from one_round(state, roster, partial(inducing_factor, model)))
 
     def finished(self, state: NewtonState) -> bool:
         """Whether no step promises more than the tolerance, and no healthy site is missing from the total."""
