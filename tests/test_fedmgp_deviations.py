@@ -129,6 +129,13 @@ def test_the_gradient_from_sums_is_that_of_the_bound(name: str) -> None:
     assert found == pytest.approx((high - low) / (2 * step), rel=1e-4, abs=1e-5)
 
 
+def test_derivatives_are_finite_where_a_roughness_is_out_of_the_question() -> None:
+    sure = units()[0].derivatives(theta(), initial_global(len(INDUCING), scale=1.0, triangular=True))
+    impossible = {**theta(), "roughness": torch.tensor([0.0, 0, 0, 0, -2000], dtype=torch.float64)}
+    found = units()[0].derivatives(impossible, initial_global(len(INDUCING), scale=1.0, triangular=True))
+    assert all(bool(torch.isfinite(own.slopes).all()) for own in (sure, found))
+
+
 @pytest.mark.parametrize("name", ["lengthscale", "slope"])
 def test_the_hessian_is_exact_where_one_roughness_is_sure(name: str) -> None:
     """With several their weights follow q(u) too, which it leaves out."""

@@ -89,9 +89,9 @@ class Weighing:
 
     def sums(self, q: GlobalPosterior) -> Sums:
         """P, p and c at the best weights for a q(u)."""
-        r = self.responsibilities(q)
-        entropy = -torch.special.xlogy(r, r).sum()
-        return Sums(torch.einsum("h,hij->ij", r, self.precision), r @ self.shift, r @ self.constant + entropy)
+        log_r = self.evidence(q).log_softmax(0)
+        r = log_r.exp()
+        return Sums(torch.einsum("h,hij->ij", r, self.precision), r @ self.shift, r @ (self.constant - log_r))
 
 
 class DeviatingUnit:
