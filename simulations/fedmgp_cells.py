@@ -1,6 +1,6 @@
 """Ten battery cells as the table of ``docs/units.md``: cycle, cell, y, split; the first is masked beyond cycle 125.
 
-python simulations/fedmgp_cells.py cells.csv [--data-dir DIR] [--every 2]
+python simulations/fedmgp_cells.py cells.csv [--data-dir DIR] [--every 5]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("FEDGP_DATA", ".")))
-    parser.add_argument("--every", type=int, default=2, help="keep every n-th cycle")
+    parser.add_argument("--every", type=int, default=5, help="keep every n-th cycle")
     chosen = parser.parse_args()
     frame = whole_cells(chosen.data_dir / "battery.csv.gz")
     cells = sorted(frame["cell"].unique())[:CELLS]

@@ -172,7 +172,8 @@ class Predictor:
             RunError: the run saved no posterior, and no simulated site has what it takes.
         """
         read = read_run(run)
-        if not why_no_posterior(read) or not row_of(read).at_site or not (run / "sites").is_dir():
+        simulated = all(site.isdecimal() for site in read.metrics.labels)
+        if not why_no_posterior(read) or not row_of(read).at_site or not simulated:
             return {"": Predictor.of(read)}
         return {label: Predictor.at_site(run, site) for site, label in read.metrics.labels.items()}
 
