@@ -31,10 +31,10 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 
 
-def setup(app) -> None:  # noqa: ANN001
+def setup(app) -> None:
     """Pages of experiments lie in the gallery here; in the source tree they lie beside their scripts."""
 
-    def relinked(app, name, source) -> None:  # noqa: ANN001, ARG001
+    def relinked(app, name, source) -> None:
         source[0] = source[0].replace("](../simulations/results/", "](gallery/")
 
     app.connect("source-read", relinked)

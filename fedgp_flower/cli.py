@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from fedgp_flower.options import FlatConfig
     from fedgp_flower.run.check import Checked
+    from fedgp_flower.run.predict import Predictor
     from fedgp_flower.server_app import Progress
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app = typer.Typer(
 
 RunArgument = Annotated[Path, typer.Argument(help="folder of a finished run", exists=True, file_okay=False)]
 Assignments = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys of the run configuration")]
+Picture = Annotated[Path | None, typer.Option(help="picture to draw: mean and 95 % band along the one input")]
 ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with keys of the run configuration")]
 
 
@@ -223,18 +225,44 @@ def predict(
     site_data: Annotated[Path | None, typer.Option(help="table of that site, unless it was simulated")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="where that site keeps its state")] = None,
     policy: Annotated[Path | None, typer.Option(help="policy of that site; otherwise the default")] = None,
+    picture: Picture = None,
 ) -> None:
-    """Predict new rows from a run's saved posterior; no site is needed."""
-    from fedgp_flower.run.predict import Predictor, predict_file
+    """Predict new rows from a run's saved posterior, at `--site`, or of `fedmgp` at all simulated units."""
+    from fedgp_flower.run.predict import Predictor
 
     where = {"data": site_data, "state_dir": state_dir, "policy": policy}
     if not site and any(where.values()):
         raise RunError("`--site-data`, `--state-dir` and `--policy` say where a site is: name it with `--site`")
-    predictor = Predictor.at_site(run, site, **where) if site else Predictor.of_run(run)
-    rows, unknown = predict_file(predictor, source, output)
+    _predict({site: Predictor.at_site(run, site, **where)} if site else Predictor.of_all(run), source, output, picture)
+
+
+@app.command()
+def join(
+    run: RunArgument,
+    site_data: Annotated[Path, typer.Option(help="table of the new site, with the target")],
+    source: Annotated[Path, typer.Option("--input", help="CSV or Parquet with the feature columns")],
+    output: Annotated[Path, typer.Option(help="CSV to write: mean, sd, quantiles of a noisy observation")],
+    picture: Picture = None,
+) -> None:
+    """Predict at a site that took no part: fit what it alone knows to its table, here, and send nothing."""
+    from fedgp_flower.run.predict import Predictor
+
+    name = site_data.name.split(".")[0]
+    _predict({name: Predictor.joined(run, name, site_data)}, source, output, picture)
+
+
+def _predict(predictors: dict[str, Predictor], source: Path, output: Path, picture: Path | None) -> None:
+    from fedgp_flower.run.predict import predict_file
+
+    rows, unknown = predict_file(predictors, source, output)
     _console().print(f"{rows} rows predicted into {output}", soft_wrap=True)
     if unknown:
         _console().print(f"{unknown} cell(s) hold a level that no site had; they count as none of the known levels")
+    if picture is not None:
+        from fedgp_flower.run.curves import draw_curves
+
+        draw_curves(predictors, source, picture)
+        _console().print(f"drawn into {picture}", soft_wrap=True)
 
 
 @app.command()

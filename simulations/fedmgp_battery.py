@@ -37,20 +37,25 @@ ARMS: dict[str, dict[str, Any]] = {
 MODEL = {"model.num-inducing": 30, "fedmgp.latents": 2, "fedmgp.start-multiple": 3.0, "baselines.max-evaluations": 400}
 
 
+def whole_cells(source: Path) -> pd.DataFrame:
+    """Cells of the family that have all cycles: cycle, cell and y, the loss of capacity relative to nominal."""
+    frame = pd.read_csv(source)
+    frame = frame[(frame["dataset"] == FAMILY) & frame["cell"].str.startswith(PREFIX) & (frame["cycle"] <= CYCLES)]
+    sizes = frame.groupby("cell")["cycle"].size()
+    return frame[frame["cell"].isin(sizes[sizes == CYCLES].index)].assign(y=1 - frame["capacity"] / NOMINAL)
+
+
 def signals(source: Path, repeat: int, share: float, every: int) -> Path:
     """Write the table ``cycle, cell, y, split`` of one test cell, which is the first site. Returns its path."""
     path = RUNS / "data" / f"battery-{repeat}-{share:g}-{every}.csv"
     if path.exists():
         return path
-    frame = pd.read_csv(source)
-    frame = frame[(frame["dataset"] == FAMILY) & frame["cell"].str.startswith(PREFIX) & (frame["cycle"] <= CYCLES)]
-    sizes = frame.groupby("cell")["cycle"].size()
-    cells = sorted(sizes[sizes == CYCLES].index)
+    frame = whole_cells(source)
+    cells = sorted(frame["cell"].unique())
     test = cells[np.random.default_rng(2024).permutation(len(cells))[repeat]]
-    frame = frame[frame["cell"].isin(cells) & (frame["cycle"] % every == 0)]
+    frame = frame[frame["cycle"] % every == 0]
     is_test = frame["cell"] == test
     frame = frame.assign(
-        y=1 - frame["capacity"] / NOMINAL,
         cell=np.where(is_test, "0 test ", "1 ") + frame["cell"],
         split=np.where(is_test & (frame["cycle"] > share * CYCLES), "test", "train"),
     )

@@ -72,7 +72,7 @@ def finished(
         count = sites or natural_sites(parse_config(flat))
         nodes = [{**node, "state-dir": str(RUNS / name / "state" / str(i))} for i, node in simulated(count)]
         own = grid(client_app.app, flat, nodes) if grid else engine.InProcessGrid(client_app.app, flat, nodes)
-        with mock.patch.object(server_app, "report"):  # a sweep needs no pages
+        with mock.patch("fedgp_flower.run.report.write_report"):  # a sweep needs no pages
             server_app.execute(own, flat, lambda row, total: each_round())
         found = metrics(name)
     assert found is not None

@@ -78,10 +78,20 @@ class PseudoState:
     """Round in which a unit last answered."""
     record: Record
 
+    answer: ClassVar[type[PseudoGradient]] = PseudoGradient
+
     @property
     def shared(self) -> Shared:
         """Latent functions and q(u) at θ."""
-        return Shared(*from_parameters(self.parameters, self.inducing, self.jitter))
+        return Shared(*from_parameters(self.as_factors(), self.inducing, self.jitter))
+
+    def as_factors(self) -> Mapping[str, ndarray]:
+        """θ with each q(u_i) as mean and Cholesky factor.
+
+        Raises:
+            NumericsError: there is none.
+        """
+        return self.parameters
 
     @property
     def bounds(self) -> tuple[float | None, list[float | None]]:
@@ -119,7 +129,7 @@ def one_round(state: PseudoState, roster: Roster, plan: Plan) -> Asking[tuple[Ps
     require_enough(plan, len(chosen))
     rate, p = local_rate(plan, roster.round), shares(plan)
     requests = {site: Broadcast(state.parameters, state.inducing, state.known(site), rate, p[site]) for site in chosen}
-    answers: Mapping[str, PseudoGradient] = yield Each(PseudoGradient, requests)  # client_update: Δ_m = θ − θ_m
+    answers: Mapping[str, PseudoGradient] = yield Each(state.answer, requests)  # client_update: Δ_m = θ − θ_m
     state, updates, staleness = with_late(state, answers, roster.round, plan)
     fits = {site: own.fit for site, own in answers.items()}
     weights: dict[str, float] = {}
@@ -240,7 +250,7 @@ def adam(state: PseudoState, update: Mapping[str, Array], *, size: float) -> Pse
 
 def _require_usable(state: PseudoState) -> None:
     """θ, q(u), lengthscales and what the optimiser remembers are finite; a squared lengthscale is not 0."""
-    scales, factors = np.exp(state.parameters[SCALES]), state.parameters[FACTOR]
+    scales, factors = np.exp(state.parameters[SCALES]), state.as_factors()[FACTOR]
     held = [*state.parameters.values(), *state.velocity.values(), *state.squares.values()]
     finite = all(np.isfinite(array).all() for array in [*held, scales, factors @ np.swapaxes(factors, 1, 2)])
     if not (finite and np.all(scales > 0)):

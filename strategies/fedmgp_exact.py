@@ -83,6 +83,8 @@ class ExactState:
     width_steps: Float[ndarray, "I D"]
     """The same with the widths of their outputs kept."""
     stretch: float = 2.0
+    unsmoothed: int = 0
+    """Rounds to come in which units do not smooth."""
     round: int = 0
     """Rounds of this start: whose turn it is to be moved."""
     reports: Mapping[str, Report] = field(default_factory=dict)
@@ -132,17 +134,18 @@ class ExactRun:
         return replace(self, starts=(*self.starts[: self.active], state, *self.starts[self.active + 1 :]))
 
 
-def start_state(latents: Latents, q: Posterior) -> ExactState:
+def start_state(latents: Latents, q: Posterior, *, unsmoothed: int = 0) -> ExactState:
     """Before the first round from these latent functions."""
     steps = np.full(latents.scales.shape, _STEP_START)
-    return ExactState(latents, q, None, steps, steps)
+    return ExactState(latents, q, None, steps, steps, unsmoothed=unsmoothed)
 
 
 def first_state(inducing: Array, number: int, roster: Roster, plan: Plan) -> Asking[ExactState]:
     """A start: lengthscales from the spacing of the pseudo-inputs, q(u) of one unit."""
     multiples = [start_factor(number) * multiple for multiple in plan.options.multiples]
     latents = latents_at(inducing, multiples, plan.config.model.jitter)
-    return start_state(latents, (yield from first_posterior(latents, roster)))
+    unsmoothed = plan.options.unsmoothed(plan.config, inducing.shape[1])
+    return start_state(latents, (yield from first_posterior(latents, roster)), unsmoothed=unsmoothed)
 
 
 def start_factor(number: int) -> float:
@@ -159,13 +162,13 @@ def one_round(run: ExactRun, roster: Roster, plan: Plan) -> Asking[tuple[ExactRu
 
 def next_start(run: ExactRun, roster: Roster, plan: Plan) -> Asking[ExactRun]:
     """Begin another start, or choose the best one, when it is time."""
-    options, done = plan.options, roster.round - 1
-    if options.starts > 1 and done and done % options.start_rounds == 0 and len(run.starts) < options.starts:
+    done, starts, each = roster.round - 1, plan.options.num_starts(plan.config), plan.options.start_rounds
+    if done and done % each == 0 and len(run.starts) < starts:
         state = yield from first_state(run.state.latents.inducing, len(run.starts), roster, plan)
         return replace(run, starts=(*run.starts, state), active=len(run.starts))
-    if options.starts > 1 and done == options.starts * options.start_rounds:
+    if starts > 1 and done == starts * each:
         best = best_start(run.starts, agreement=plan.agreement)
-        logger.info("start %d of %d has the best bound", best + 1, options.starts)
+        logger.info("start %d of %d has the best bound", best + 1, starts)
         return replace(run, active=best)
     return run
 
@@ -200,7 +203,7 @@ class Asked:
 def individuals(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], plan: Plan) -> Asking[Asked]:
     """Statistics of each unit, without those that its rows cannot have produced."""
     state = run.state
-    requests = {site: Trials(view(run, site), tuple(moves)) for site in chosen}
+    requests = {site: Trials(view(run, site), tuple(moves), not state.unsmoothed) for site in chosen}
     answers: Mapping[str, TrialStatistics] = yield Each(TrialStatistics, requests)
     notice_fresh((site for site, own in answers.items() if float(own.fresh)), state.reported)
     replies = {site: own.each() for site, own in answers.items()}
@@ -214,7 +217,7 @@ def individuals(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], pla
 def the_sum(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], plan: Plan) -> Asking[Asked]:
     """Statistics of all units as if they were those of one; only those that answer count in this round."""
     del plan
-    request = Trials(view(run, EVERYONE), tuple(moves))
+    request = Trials(view(run, EVERYONE), tuple(moves), not run.state.unsmoothed)
     summed: Summed[TrialStatistics] = yield Total(TrialStatistics, request, tuple(chosen))
     if summed.total is None:
         return Asked({})
@@ -274,7 +277,7 @@ def best_start(starts: Sequence[ExactState], *, agreement: bool) -> int:
 
 
 def trial_moves(state: ExactState) -> tuple[Move, ...]:
-    """Six trials: stay, extrapolate, and one lengthscale up or down with gains kept and with widths kept.
+    """Stay, extrapolate, and one lengthscale up or down with gains kept and, once units smooth, with widths kept.
 
     Lengthscales take turns. Keeping gains leaves the shape of every unit relative to g; keeping widths follows the
     ridge on which all units smooth less and g is smoother, along which the outputs' covariances do not change.
@@ -283,7 +286,7 @@ def trial_moves(state: ExactState) -> tuple[Move, ...]:
     turn = np.unravel_index(state.round % state.latents.scales.size, shape)
     still = np.zeros(shape)
     moves = [Move(still, 1.0, "gain"), Move(still, state.stretch, "gain")]
-    for kept, steps in ((GAIN, state.gain_steps), (WIDTH, state.width_steps)):
+    for kept, steps in ((GAIN, state.gain_steps), (WIDTH, state.width_steps))[: 1 if state.unsmoothed else 2]:
         for sign in (-1.0, 1.0):
             offset = still.copy()
             offset[turn] = sign * steps[turn]
@@ -329,6 +332,7 @@ def merge(
         gain_steps=gain,
         width_steps=width,
         stretch=min(state.stretch * 2, _STRETCH_MAX) if moves[c].stretch > 1 else max(state.stretch / 2, _STRETCH_MIN),
+        unsmoothed=max(state.unsmoothed - 1, 0),
         round=state.round + 1,
         reports=_reported(state, replies, moves, trials[c], c),
     )

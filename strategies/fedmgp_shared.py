@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
@@ -297,7 +297,8 @@ class SharedLatents(FederatedStrategy[S]):
         arrays = {name: array for name, array in encode(state.shared).items() if name in MEANINGS}
         arrays |= {"latents.mean": mean, "latents.covariance": covariance}
         whitened = {name: "whitened" for name in arrays if name.startswith("posterior.")}
-        model = {"family": "shared-latents", "kernel": self.config.model.kernel, "jitter": latents.jitter}
+        known = {site: state.known(site).written() for site in self.preparation.rows}  # which φ_m a unit predicts with
+        model = {"family": "shared-latents", "kernel": "rbf", "jitter": latents.jitter, "known": known}
         return finalise.Posterior(arrays, MEANINGS, dict.fromkeys(arrays, "standardised") | whitened, EQUATION, model)
 
     def details_of(self, state: S) -> dict[str, Any]:
@@ -306,6 +307,11 @@ class SharedLatents(FederatedStrategy[S]):
         if is_flat(record.flat):
             logger.warning(
                 "the model collapsed: in most units the noise explains the signal; lower `fedmgp.start-multiple`"
+            )
+        elif self.worse_than_alone:
+            logger.warning(
+                "the model collapsed: held-out errors are larger than those of units that fit a GP of their own; try"
+                " more `fedmgp.starts`, `fedmgp.latents` or `model.num-inducing`"
             )
         bound, bounds = state.bounds
         functions: list[dict[str, list[float]]] = []
@@ -319,7 +325,7 @@ class SharedLatents(FederatedStrategy[S]):
             "update": "exact" if self.options.exact(self.config) else "pseudo-gradient",
             "bound": bound,
             "bounds_of_starts": bounds,
-            "collapsed": is_flat(record.flat),
+            "collapsed": is_flat(record.flat) or self.worse_than_alone,
             "flat_units": [site for site, share in record.flat.items() if share > 0.5],
             "lengthscales": (np.sqrt(latents.scales) * arrays["input.scale"]).tolist(),
             "weights": [dict(weights) for weights in record.weights],
@@ -327,17 +333,32 @@ class SharedLatents(FederatedStrategy[S]):
             "units": {},
         }
 
+    @property
+    def worse_than_alone(self) -> bool:
+        """Whether the held-out error exceeds that of local-only, where both are known."""
+        if self.evaluation is None or self.local_only is None or "rmse" not in self.evaluation["test"]:
+            return False
+        return bool(self.evaluation["test"]["rmse"] > self.local_only["rmse"])
+
     def final(self, state: S, roster: Roster) -> Asking[dict[str, Any]]:
         """Prediction along the one input, with and without the others, and rows, of the first simulated units."""
-        inducing, agreed = state.shared.latents.inducing, self.preparation
-        shown = agreed.simulated and self.config.keep_predictions and self.config.model.likelihood == "gaussian"
-        if not shown or inducing.shape[1] > 1:
-            return {}
-        grid = np.linspace(inducing.min(), inducing.max(), CURVE_POINTS)[:, None]
-        requests = {site: CurveRequest(view(state, site), grid) for site in roster.everyone[:MOST_CURVES]}
-        answers: Mapping[str, Curve] = yield Each(Curve, requests)
-        at = (grid[:, 0] * agreed.arrays["input.scale"][0] + agreed.arrays["input.mean"][0]).tolist()
-        return {"units": {agreed.labels[site]: {"grid": at, **_lists(own)} for site, own in answers.items()}}
+        inducing = state.shared.latents.inducing
+        return (yield from unit_curves(self, inducing, roster, lambda site, at: CurveRequest(view(state, site), at)))
+
+
+def unit_curves(
+    strategy: FederatedStrategy[Any], inducing: Array, roster: Roster, request: Callable[[str, Array], object]
+) -> Asking[dict[str, Any]]:
+    """Curves of the first units of a simulation, as the report reads them; none where there are several inputs."""
+    agreed, config = strategy.preparation, strategy.config
+    shown = agreed.simulated and config.keep_predictions and config.model.likelihood == "gaussian"
+    if not shown or inducing.shape[1] > 1:
+        return {}
+    grid = np.linspace(inducing.min(), inducing.max(), CURVE_POINTS)[:, None]
+    requests = {site: request(site, grid) for site in roster.everyone[:MOST_CURVES]}
+    answers: Mapping[str, Curve] = yield Each(Curve, requests)
+    at = (grid[:, 0] * agreed.arrays["input.scale"][0] + agreed.arrays["input.mean"][0]).tolist()
+    return {"units": {agreed.labels[site]: {"grid": at, **_lists(own)} for site, own in answers.items()}}
 
 
 def _lists(curve: Curve) -> dict[str, list[float]]:

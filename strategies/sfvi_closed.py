@@ -9,9 +9,10 @@ a weak normal prior, whose mode is where a run starts and whose standard deviati
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -102,7 +103,11 @@ class NewtonState:
         }
 
 
-def one_round(state: NewtonState, roster: Roster, model: ShapedGP) -> Asking[tuple[NewtonState, Figures]]:
+FactorAt: TypeAlias = Callable[[Mapping[str, ndarray]], torch.Tensor]
+"""L with L Lᵀ = K_zz of the trend at θ and widths."""
+
+
+def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking[tuple[NewtonState, Figures]]:
     """One exchange, one step. Totals of other sites than before belong to another F: then the trial point is taken."""
     del roster
     request = ExpansionRequest({**unpack(state.trial, state.theta), **state.widths, **state.asked})
@@ -131,7 +136,7 @@ def one_round(state: NewtonState, roster: Roster, model: ShapedGP) -> Asking[tup
             gradient=found.gradient.numpy(),
             hessian=found.hessian.numpy(),
         )
-    state = widened(stepped(state, radius, model))
+    state = widened(stepped(state, radius, factor_at))
     assert state.bound is not None
     return state, {"objective": state.bound / state.count, "promised_rise": state.rise}
 
@@ -184,7 +189,7 @@ def next_radius(state: NewtonState, value: float) -> float:
     return length / 3 if share < POOR else state.radius
 
 
-def stepped(state: NewtonState, radius: float, model: ShapedGP) -> NewtonState:
+def stepped(state: NewtonState, radius: float, factor_at: FactorAt) -> NewtonState:
     """The next trial point, from the best one, and a guess of q(Z_G) there."""
     assert state.gradient is not None
     assert state.hessian is not None
@@ -197,8 +202,8 @@ def stepped(state: NewtonState, radius: float, model: ShapedGP) -> NewtonState:
     turned = transported(
         torch.from_numpy(state.precision),
         torch.from_numpy(state.shift),
-        inducing_factor(model, {**state.theta, **state.widths}),
-        inducing_factor(model, {**unpack(trial, state.theta), **state.widths}),
+        factor_at({**state.theta, **state.widths}),
+        factor_at({**unpack(trial, state.theta), **state.widths}),
     )
     asked = on_the_wire({}, named(posterior(*turned)[0]))
     return replace(state, trial=trial, asked=asked, radius=radius, promised=promised, rise=rise)
@@ -241,7 +246,7 @@ class SFVIClosedForm(StructuredVI[NewtonState]):
         """One exchange."""
         width, points = self.preparation.num_inputs, torch.from_numpy(state.shared[SHARED])
         model = ShapedGP.configured(self.options, self.config.model, width, points)
-        return (yield from one_round(state, roster, model))
+        return (yield from one_round(state, roster, partial(inducing_factor, model)))
 
     def finished(self, state: NewtonState) -> bool:
         """Whether no step promises more than the tolerance, and no healthy site is missing from the total."""

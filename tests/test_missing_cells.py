@@ -191,7 +191,7 @@ def test_numpy_alone_predicts_from_the_files_of_the_posterior(hospital: Path) ->
     np.testing.assert_allclose(found["sd"], sd, rtol=1e-9)
     assert np.unique(found["mean"]).size == 3
     new.to_csv(hospital.parent / "new.csv", index=False)
-    counted = predict_file(Predictor.of_run(hospital), hospital.parent / "new.csv", hospital.parent / "out.csv")
+    counted = predict_file({"": Predictor.of_run(hospital)}, hospital.parent / "new.csv", hospital.parent / "out.csv")
     assert counted == (3, 1)  # a level that no site had; a missing cell is none
     np.testing.assert_allclose(pd.read_csv(hospital.parent / "out.csv")["mean"], mean, rtol=1e-9)
     assert "standardis" in json.loads((hospital / "posterior.json").read_text())["encoding"]

@@ -74,7 +74,7 @@ def test_a_file_of_new_rows_is_predicted_row_by_row(line, tmp_path):
     shuffled = told.sample(frac=1, random_state=0)
     new = pd.DataFrame({"extra": "text", "x": shuffled["input.x"]})
     new.to_csv(tmp_path / "new.csv", index=False)
-    assert predict_file(Predictor.of_run(line), tmp_path / "new.csv", tmp_path / "out.csv") == (len(told), 0)
+    assert predict_file({"": Predictor.of_run(line)}, tmp_path / "new.csv", tmp_path / "out.csv") == (len(told), 0)
     found = pd.read_csv(tmp_path / "out.csv")
     np.testing.assert_allclose(found["mean"], shuffled["mean"], rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(found["sd"], shuffled["sd"], rtol=1e-10)
@@ -135,7 +135,7 @@ def test_columns_may_come_in_another_order_and_unknown_levels_are_counted(mixed,
     new = table(20)
     new.loc[[3, 7], "clinic"] = "east"
     new[["clinic", "sex", "dose", "age"]].to_csv(tmp_path / "new.csv", index=False)
-    assert predict_file(Predictor.of_run(mixed), tmp_path / "new.csv", tmp_path / "out.csv") == (20, 2)
+    assert predict_file({"": Predictor.of_run(mixed)}, tmp_path / "new.csv", tmp_path / "out.csv") == (20, 2)
     mean, sd = by_hand(mixed, encoded(new))
     found = pd.read_csv(tmp_path / "out.csv")
     np.testing.assert_allclose(found["mean"], mean, rtol=1e-8)

@@ -78,6 +78,8 @@ class RunMetrics:
     test_standardised: Mapping[str, float | None]
     per_site: Sequence[Mapping[str, Any]]
     """``site``, ``num_examples`` (held-out rows), figures; ``label`` and ``training_rows`` where known."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Site id → what people call the site, also of sites without held-out rows."""
     mean: Mapping[str, Any] | None = None
     linear: Mapping[str, Any] | None = None
     local_only: Mapping[str, Any] | None = None
@@ -102,7 +104,7 @@ class RunMetrics:
     @property
     def labels(self) -> dict[str, str]:
         """Site id → what people call the site."""
-        return {str(row["site"]): str(row.get("label") or row["site"]) for row in self.per_site}
+        return {**{str(row["site"]): str(row.get("label") or row["site"]) for row in self.per_site}, **self.names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ that keeps something; its row in the registry names both. What predicts may also
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
@@ -79,6 +79,8 @@ class Predictor:
     saved: Posterior
     preparation: Preparation
     standardised: Standardised
+    site: RawSite | None = None
+    """The site that predicts, where one does."""
 
     @staticmethod
     def of_run(run: Path) -> Predictor:
@@ -127,10 +129,6 @@ class Predictor:
             DataError: the site's rows cannot be used.
         """
         read = read_run(run)
-        reference = row_of(read).at_site
-        if read.posterior is None or not reference:
-            able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)
-            raise RunError(f"{run} is a run of {read.metrics.method!r}; only {able} can predict at a site")
         node = _node(read, site, data) | ({} if policy is None else {"policy": str(policy)})
         state = (run / "sites" / str(node.get("partition-id")) if state_dir is None else state_dir) / STATE
         try:
@@ -138,15 +136,51 @@ class Predictor:
         except RunError:
             arrays = {}  # there are methods whose sites keep nothing
         config = parse_config(read.config)
-        model: SiteModel = load(reference)
         rows = Rules.of(node, "predict", masked=False, decisions=[]).site(load_site(config, node))
-        standardised = model(read, config, rows, arrays)
-        if standardised is None:
+        predictor = _at_node(read, config, rows, arrays)
+        if predictor is None:
             raise RunError(
                 f"{state}, what a site keeps with a `state-dir`, is missing or damaged, or about other rows than those"
                 f" of site {site!r}, or of another run"
             )
-        return Predictor(read, read.posterior, _preparation(read.posterior), standardised)
+        return predictor
+
+    @staticmethod
+    def joined(run: Path, name: str, data: Path) -> Predictor:
+        """Predict at a site that took no part: it fits what it alone knows to all rows of its table; nothing is sent.
+
+        Args:
+            run: Folder of a finished run; what its sites share stays as it is.
+            name: Name of the new site.
+            data: Its table, read as in training, but none of its rows is held out.
+
+        Raises:
+            RunError: a site of this name took part, or the method cannot do it.
+            DataError: the rows cannot be used.
+        """
+        read = read_run(run)
+        if any(name in pair for pair in read.metrics.labels.items()):
+            raise RunError(
+                f"a site {name!r} took part in {run}: use `fedgp predict --site`, or name the table otherwise"
+            )
+        config = parse_config(read.config | {"split": -1, "test-fraction": 0.0})
+        predictor = _at_node(read, config, load_site(config, _node(read, name, data)), {})
+        if predictor is None:
+            raise RunError(f"a site that took no part cannot join a run of {read.metrics.method!r} as configured")
+        return predictor
+
+    @staticmethod
+    def of_all(run: Path) -> dict[str, Predictor]:
+        """What predicts without the name of a site: the posterior, else every simulated site by its label.
+
+        Raises:
+            RunError: the run saved no posterior, and no simulated site has what it takes.
+        """
+        read = read_run(run)
+        simulated = all(site.isdecimal() for site in read.metrics.labels)
+        if not why_no_posterior(read) or not row_of(read).at_site or not simulated:
+            return {"": Predictor.of(read)}
+        return {label: Predictor.at_site(run, site) for site, label in read.metrics.labels.items()}
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation, both [N], at encoded inputs [N, D] in original units."""
@@ -324,19 +358,41 @@ def why_no_posterior(run: RunData) -> str:
     return f"with `method` = {run.metrics.method!r} {row.why_no_posterior or 'this run saved none'}"
 
 
-def predict_file(predictor: Predictor, source: Path, output: Path) -> tuple[int, int]:
+def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path) -> tuple[int, int]:
     """Predict every row of a table into a CSV; returns the rows and the cells with a level no site had.
+
+    Several sites, by name, follow each other in the CSV, whose first column is then the site.
 
     Raises:
         RunError: if the CSV cannot be written.
         DataError: naming the file, column and row that cannot be used.
     """
-    frame = read_inputs(source, predictor.preparation)
+    preparation = next(iter(predictors.values())).preparation
+    frame = read_inputs(source, preparation)
+    tables = {site: predictor.predict(frame) for site, predictor in predictors.items()}
+    together = pd.concat(tables, names=["site"]).reset_index(level="site")
+    if len(tables) == 1:
+        del together["site"]
     try:
-        predictor.predict(frame).to_csv(output, index=False)
+        together.to_csv(output, index=False)
     except OSError as error:
         raise RunError(f"{output} cannot be written: {error.strerror or error}") from None
-    return len(frame), count_unknown_levels(frame, predictor.preparation)
+    return len(frame), count_unknown_levels(frame, preparation)
+
+
+def _at_node(read: RunData, config: RunConfig, rows: RawSite, arrays: NamedArrays) -> Predictor | None:
+    """What predicts with a site's rows and what it keeps; None where that does not fit.
+
+    Raises:
+        RunError: sites of the method keep nothing to predict with.
+    """
+    reference = row_of(read).at_site
+    if read.posterior is None or not reference:
+        able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)
+        raise RunError(f"{read.path} is a run of {read.metrics.method!r}; only {able} can predict at a site")
+    model: SiteModel = load(reference)
+    standardised = model(read, config, rows, arrays)
+    return standardised and Predictor(read, read.posterior, _preparation(read.posterior), standardised, rows)
 
 
 def _preparation(posterior: Posterior) -> Preparation:

@@ -50,7 +50,10 @@ class Method:
 
 _FROM_ITS_ROWS = "every site predicts from its own rows, which stay there"
 _COMPARISON = "the model is made for the comparison alone and not kept"
-_WHAT_UNITS_SHARE = "what is saved is shared by all units; a prediction also takes what one unit alone knows"
+_WHAT_UNITS_SHARE = (
+    "what is saved is shared by all units; a prediction also takes what one unit alone knows: name the unit with"
+    " `--site`, or a new one's table with `fedgp join`"
+)
 
 _SFVI = Method(
     summary="Structured federated VI: shared trend, site deviations that stay at home; one gradient a round",
@@ -134,6 +137,7 @@ BUILT_IN: Mapping[str, Method] = {
         client="fedgp_flower.methods.fedmgp.client:FedMGPClient",
         why_no_posterior=_WHAT_UNITS_SHARE,
         panels="fedgp_flower.methods.fedmgp.panels:panels",
+        at_site="fedgp_flower.methods.fedmgp.posterior:site_model",
     ),
     "modular-gp": _MULTI_OUTPUT_REFERENCE,
     "fed-poly": replace(

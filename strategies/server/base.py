@@ -83,6 +83,7 @@ class BaseStrategy(Strategy):
         self.predicted_with: Any = {}
         self.evaluated_sites = 0
         self.evaluation: Evaluation | None = None
+        self.local_only: Mapping[str, Any] | None = None
         self.calibrated: Sequence[NamedArrays] = ()
         """Histograms of the latest evaluation."""
         self.network: Network
@@ -231,6 +232,7 @@ class BaseStrategy(Strategy):
         keeps_rows = self.predicts and shows_rows and config.keep_predictions
         predictions = self._predictions() if keeps_rows else {}
         local_only = self._baseline("query.local_only", network.sites()) if config.baselines.local_only else None
+        self.local_only = local_only
         wants_pooled = config.baselines.pooled and preparation.simulated
         pooled = self._baseline("query.pooled", network.healthy()[:1]) if wants_pooled else None
         mean, line = self._simple() if config.baselines.linear else (None, None)
@@ -255,6 +257,7 @@ class BaseStrategy(Strategy):
                 {**row, "label": labels[row["site"]], "training_rows": rows[row["site"]]}
                 for row in evaluation["per_site"]
             ],
+            "names": dict(labels),
             **{
                 name: None if own is None else with_skill(own, mean or {})
                 for name, own in {"mean": mean, "linear": line, "local_only": local_only, "pooled": pooled}.items()

@@ -7,16 +7,28 @@ from typing import Literal, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from fedgp_flower.clients.baselines import Baseline, local_only
+from fedgp_flower.clients.baselines import Baseline
 from fedgp_flower.clients.counts import count_scores
-from fedgp_flower.clients.numpy_client import Prediction, Said, SiteClient
+from fedgp_flower.clients.numpy_client import Prediction, Said
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.errors import ConfigError, NumericsError
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.fedmgp.deviation import predict_with_deviation
-from fedgp_flower.methods.fedmgp.latents import INDUCING, Latents, from_parameters, grid_side
+from fedgp_flower.methods.fedmgp.latents import (
+    FACTOR,
+    INDUCING,
+    MEAN,
+    PRECISION,
+    SCALES,
+    SHIFT,
+    Latents,
+    from_natural,
+    from_parameters,
+    grid_side,
+)
 from fedgp_flower.methods.fedmgp.learner import LocalSteps, Memories, Memory, fit_alone, fit_personal, local_update
 from fedgp_flower.methods.fedmgp.likelihoods import Kind, log_density, moments, regression_targets
 from fedgp_flower.methods.fedmgp.messages import (
@@ -26,12 +38,14 @@ from fedgp_flower.methods.fedmgp.messages import (
     CurveRequest,
     FirstStatistics,
     Known,
+    NaturalGradient,
     PseudoGradient,
     Trials,
     TrialStatistics,
     View,
 )
 from fedgp_flower.methods.fedmgp.multi_output import from_exact, load, shared_parameters, to_exact, unit_model
+from fedgp_flower.methods.fedmgp.natural import natural_steps
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.references import (
     MultiOutputFit,
@@ -51,14 +65,13 @@ from fedgp_flower.methods.fedmgp.unit import (
     starting_parameters,
     statistics,
 )
+from fedgp_flower.methods.fedmgp.unit_client import UnitClient
 from fedgp_flower.methods.messages import Nothing
 from fedgp_flower.run.metrics import Scores, bernoulli_scores
 from fedgp_flower.typing import Array, NamedArrays
 
-MOST_ROWS_SHOWN = 250
 
-
-class FedMGPClient(SiteClient):
+class FedMGPClient(UnitClient):
     """One unit: shared latent functions from the server; smoothing, amplitudes and noise stay here."""
 
     @property
@@ -112,7 +125,7 @@ class FedMGPClient(SiteClient):
         latents, q, known = request.view.latents, request.view.posterior, request.view.known
         data, memory = self.unit(latents), self.memory(known)
         phi = None if memory is None else memory.agreed(data, known)
-        unit, answers = respond(data, latents, q, request.moves, phi, self.search)
+        unit, answers = respond(data, latents, q, request.moves, phi, replace(self.search, released=request.smooth))
         self.remember(unit, known)
         return TrialStatistics.of(answers, flat=self.is_flat(data, unit.proposed), fresh=phi is None)
 
@@ -139,6 +152,29 @@ class FedMGPClient(SiteClient):
         self.remember(UnitState(phi, phi, latents.scales), request.known, before)
         flat = np.array(float(self.is_flat(self.unit(latents), phi))) if self.gaussian else None
         return PseudoGradient(update, fit, np.array(float(memory is None)), flat)
+
+    def natural(self, request: Broadcast) -> NaturalGradient:
+        """Local steps on natural parameters, φ_m as in :meth:`train`."""
+        given, optimizer, rows = request.parameters, self.config.optimizer, self.rows
+        mean, factors = from_natural(given[PRECISION], given[SHIFT])
+        as_factors = {SCALES: given[SCALES], MEAN: mean, FACTOR: factors}
+        latents, q = from_parameters(as_factors, request.inducing, self.config.model.jitter)
+        memory, data, batch = self.memory(request.known), self.unit(latents), optimizer.batch_size
+        phi = fit_alone(data, latents, q, self.search) if memory is None else memory.unit.proposed
+        rng = np.random.default_rng([self.config.seed, self.setting.round, *self.site.site.encode()])
+
+        def draw() -> NDArray[np.int64] | None:
+            return None if batch == 0 or batch >= len(rows.y) else rng.permutation(len(rows.y))[:batch]
+
+        steps = self.options.local_steps, request.learning_rate, self.options.natural_step
+        after, phi = natural_steps(given, (rows.x, rows.y, latents, phi), draw, steps, weight=request.share)
+        self.remember(UnitState(phi, phi, np.exp(after[SCALES])), request.known)
+        mean, variance = predict(rows.x, latents, q, phi)
+        misfit = float(np.mean((rows.y - mean) ** 2 + variance))
+        fit = -0.5 * (np.log(2 * np.pi * phi.noise) + misfit / phi.noise)
+        update = {name: given[name] - after[name] for name in after}
+        flat = np.array(float(self.is_flat(data, phi)))
+        return NaturalGradient(update, float(fit), np.array(float(memory is None)), flat)
 
     def is_flat(self, data: UnitData, phi: UnitParameters) -> bool:
         """Whether noise explains nearly all of the signal; the share itself would reveal the unit's noise."""
@@ -208,24 +244,10 @@ class FedMGPClient(SiteClient):
         return arrays
 
     def curve(self, request: CurveRequest) -> Curve:
-        """Predictions along the one input with and without the other units, and rows; a real unit refuses."""
-        self._require_simulated("does not send rows")
-        rows, every, agreed = self.rows, max(1, -(-self.num_examples // MOST_ROWS_SHOWN)), self.preparation
-        none = np.zeros(len(request.grid))
-        alone = local_only((rows.x, rows.y, request.grid, none), self.config)
-        mean, sd, y = self.original(self.predict(request.view, request.grid), rows.y[::every])
-        alone_mean, alone_sd, _ = self.original(Prediction(alone.mean, alone.variance), none)
-        x = rows.x[::every, 0] * agreed.input_scale[0] + agreed.input_mean[0]
-        return Curve(mean, sd, alone_mean, alone_sd, x, y)
+        """The unit as a report shows it; a real unit refuses."""
+        return self.drawn(request.view, request.grid)
 
     # Baselines.
-
-    def local_fit(self) -> Baseline:
-        """A GP of the unit's rows, fitted only where there is a held-out row to score."""
-        if len(self.rows.y_test):
-            return super().local_fit()
-        none = np.empty(0)
-        return Baseline(none, none, none, 0)
 
     def pooled(self, request: Nothing) -> Said:
         """The same multi-output model with the rows of all units in one place; only a simulation can do that."""

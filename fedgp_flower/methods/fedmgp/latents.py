@@ -17,6 +17,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.linalg import solve_triangular
 
+from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.linalg import kernel_cholesky
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.typing import Array
@@ -29,6 +30,8 @@ SCALES, MEAN, FACTOR, INDUCING = (
     "inducing",
 )
 """Names of the shared parameters θ of Algorithm 2: log S, mean and lower factor of each q(u_i), and W if learned."""
+PRECISION, SHIFT = "natural.precision", "natural.shift"
+"""Names of λ and h, for q(u_i) = N(λ_i⁻¹h_i, λ_i⁻¹)."""
 
 
 @message()
@@ -162,3 +165,31 @@ def from_parameters(parameters: Mapping[str, Array], inducing: Array, jitter: fl
     for i, factor in enumerate(np.tril(parameters[FACTOR])):
         covariance[i * J : (i + 1) * J, i * J : (i + 1) * J] = factor @ factor.T
     return latents, Posterior(parameters[MEAN].ravel(), covariance)
+
+
+def from_natural(precision: Array, shift: Array) -> tuple[Array, Array]:
+    """Means [I, J] and lower factors [I, J, J] of the covariances of N(λ_i⁻¹h_i, λ_i⁻¹), from λ [I, J, J] and h [I, J].
+
+    With P the reversal of the order, λ = P M Mᵀ P makes P M⁻ᵀ P the lower factor of λ⁻¹.
+
+    Raises:
+        NumericsError: a precision is not positive definite.
+    """
+    try:
+        turned = np.linalg.cholesky(precision[:, ::-1, ::-1])
+    except np.linalg.LinAlgError:
+        raise NumericsError(
+            f"a precision of q(u) is not positive definite, shape {precision.shape}: lower `fedmgp.server-step`, or "
+            "set `fedmgp.aggregation` to a rule that bounds every unit"
+        ) from None
+    eye = np.eye(shift.shape[1])
+    factors = np.stack([solve_triangular(own, eye, lower=True).T[::-1, ::-1] for own in turned])
+    return np.einsum("iab,icb,ic->ia", factors, factors, shift), factors
+
+
+def to_natural(factors: Array, mean: Array) -> tuple[Array, Array]:
+    """λ and h of N(m_i, T_i T_iᵀ)."""
+    eye = np.eye(mean.shape[1])
+    inverse = np.stack([solve_triangular(own, eye, lower=True) for own in factors])
+    precision = np.einsum("iba,ibc->iac", inverse, inverse)  # the inverse is the answer here
+    return precision, np.einsum("iab,ib->ia", precision, mean)

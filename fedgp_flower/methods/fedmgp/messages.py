@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -12,6 +14,7 @@ from fedgp_flower.messages import leaves, message, too_far
 from fedgp_flower.methods.fedmgp.latents import Latents, Move, Posterior, Statistics
 from fedgp_flower.methods.fedmgp.trust import possible_start, semidefinite
 from fedgp_flower.methods.messages import MOVE, count_parameters
+from fedgp_flower.privacy.disclosure import merged_cells
 from fedgp_flower.typing import AnyShape
 
 PSEUDO_INPUTS = "pseudo-inputs"
@@ -25,6 +28,18 @@ class Known:
     start: int = leaves("number of the start that is being worked on")
     report: int = leaves("round of the last report that counts, 0 for none")
     move: Move = leaves("the trial move that the server took then")
+
+    def written(self) -> dict[str, Any]:
+        """In JSON's types, for ``posterior.json``."""
+        move = {"offset": self.move.offset.tolist(), "stretch": self.move.stretch, "hold": self.move.hold}
+        return {"start": self.start, "report": self.report, "move": move}
+
+    @staticmethod
+    def read(told: Mapping[str, Any]) -> Known:
+        """From what :meth:`written` returned."""
+        move = told["move"]
+        offset = np.array(move["offset"], dtype=np.float64)
+        return Known(told["start"], told["report"], Move(offset, move["stretch"], move["hold"]))
 
 
 @message()
@@ -57,6 +72,7 @@ class Trials:
 
     view: View
     moves: tuple[Move, ...]
+    smooth: bool = leaves("false in first rounds: smoothing R stays as narrow as it can be")
 
 
 @message("train.exact", summand=True)
@@ -143,6 +159,11 @@ class PseudoGradient:
         return _no_flag(self.fresh, *([] if self.flat is None else [self.flat]))
 
 
+@message("train.natural")
+class NaturalGradient(PseudoGradient):
+    """What local steps on natural parameters make of θ: log S, and λ and h of q(u)."""
+
+
 def _no_flag(*values: ndarray) -> str | None:
     return None if all(float(value) in (0, 1) for value in values) else "`flat` and `fresh` are 0 or 1"
 
@@ -165,3 +186,53 @@ class Curve:
     alone_sd: Float[ndarray, " G"] = leaves("by a GP of the unit's rows alone")
     x: Float[ndarray, " R"] = leaves("inputs of training rows")
     y: Float[ndarray, " R"] = leaves("targets of training rows")
+
+
+@message()
+class TrendView:
+    """The shared curve and what is known of deviations: with a unit's rows, all that predicts."""
+
+    values: Mapping[str, AnyShape] = leaves("θ and q(u)")
+    factors: Float[ndarray, " C"] = leaves("by cut, how much wider bands beyond the last row are")
+
+
+@message()
+class CalibrationRequest:
+    """Predict yourself from your first rows and the others."""
+
+    values: Mapping[str, AnyShape] = leaves("θ and q(u)")
+    precision: Float[ndarray, "G G"] = leaves("the total P", symmetric=True)
+    shift: Float[ndarray, " G"] = leaves("the total p")
+
+
+@message("query.calibration", summand=True)
+class Calibration:
+    """How far the rows that a unit hid beyond C cuts were from what it predicted of them; only sums count."""
+
+    shares: Float[ndarray, "C B"] = leaves("share of the hidden rows by |y − mean| / sd, at each cut")
+    rows: Float[ndarray, " C"] = leaves("hidden rows, at each cut")
+
+    def num_parameters(self) -> int:
+        """A distribution at each cut."""
+        return len(self.rows)
+
+    def coarse(self, least: int) -> Calibration:
+        """The same without cells of fewer rows."""
+        counts = np.rint(self.shares * self.rows[:, None]).astype(np.int64)
+        merged = np.stack([merged_cells(own, least) for own in counts]).astype(np.float64)
+        return replace(self, shares=merged / np.maximum(self.rows, 1)[:, None])
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot come from so many rows, or None."""
+        sums, known = self.shares.sum(axis=1), (self.rows >= 0) & (self.rows <= rows)
+        if not known.all() or (self.shares < 0).any() or np.abs(sums - (self.rows > 0)).max() > 1e-6:
+            return f"`shares` are no distributions of up to {rows} hidden rows"
+        return None
+
+
+@message()
+class TrendCurveRequest:
+    """Predict along the one input."""
+
+    view: TrendView
+    grid: Float[ndarray, "G 1"] = leaves("standardised inputs")

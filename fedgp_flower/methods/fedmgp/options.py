@@ -18,21 +18,29 @@ class FedMGPOptions(MethodOptions):
     """How units share latent functions; the number of pseudo-inputs J is ``model.num-inducing``."""
 
     table: ClassVar[str] = "fedmgp"
+    other_clients: ClassVar[tuple[str, ...]] = ("fedgp_flower.methods.fedmgp.deviating_client:DeviatingClient",)
 
     update: Literal["auto", "exact", "pseudo-gradient"] = "auto"
     """``exact``: the best q(g) from sums; ``pseudo-gradient``: the paper's Algorithm 2, then ``final-rounds`` exact
     rounds where the likelihood is Gaussian; ``auto``: exact for a Gaussian likelihood and whole batches."""
-    covariance: Literal["convolved", "lmc"] = "convolved"
+    covariance: Literal["convolved", "lmc", "deviations"] = "convolved"
+    """``convolved``: units are smoothed, scaled views of shared functions; ``lmc``: scaled ones, the linear model of
+    coregionalisation; ``deviations``: one shared curve and a deviation of each unit with shared hyperparameters, along
+    one input, with bands that are honest where units are no exact mixtures. The bounds of runs tell which is better."""
     latents: PositiveInt = 1
     """Number I of shared latent functions."""
     start_multiple: Positive = 1.0
     """Lengthscale of the first latent function at the start, in spacings of the pseudo-inputs."""
     start_ratio: Positive = 3.0
     """Lengthscale of every further latent function over the one before, at the start."""
-    starts: PositiveInt = 1
-    """Starts that are tried in exact mode; the one with the best bound goes on. More than one helps for I > 1."""
-    start_rounds: PositiveInt = 8
+    starts: Count = 0
+    """Starts that are tried in exact mode; the one with the best bound goes on. 0: three for several latent functions,
+    as far as ``num-server-rounds`` allows, otherwise one."""
+    start_rounds: PositiveInt = 20
     """Rounds of each start, where there are several."""
+    lmc_rounds: Count = 10
+    """First exact rounds of a start in which units do not smooth yet, for several latent functions or inputs: of the
+    linear model of coregionalisation, from which smoothing is then released. At most half of the rounds of a start."""
     aggregation: str = "mean"
     """Exact rounds: ``mean``, ``agreement`` (units that share g with most others), or ``sum``, which asks for the sum
     over units alone, so that a unit counts only in rounds it answers. Pseudo-gradients: ``mean``, ``loss-weighted``,
@@ -52,6 +60,12 @@ class FedMGPOptions(MethodOptions):
     """Subtract the mean of all targets. Off by default: units scale g, and a common offset would be scaled with it."""
     weights: Literal["equal", "examples"] = "equal"
     """Weights p_m of Algorithm 2: 1/M, or N_m / Σ N_m."""
+    parametrisation: Literal["cholesky", "natural"] = "cholesky"
+    """What pseudo-gradients move and the server averages of q(u): ``cholesky``, means and Cholesky factors, as in
+    the paper, or ``natural`` parameters (Gaussian likelihood), whose averages do not drift and which no exact rounds
+    follow."""
+    natural_step: Fraction = 0.03
+    """Step ρ of ``natural`` parameters."""
     local_steps: PositiveInt = 20
     """Local steps E of Algorithm 2; optimiser, rate and batch size are ``optimizer.*``."""
     final_rate: Fraction = 0.005
@@ -89,15 +103,40 @@ class FedMGPOptions(MethodOptions):
         whole = core.model.likelihood == "gaussian" and core.optimizer.batch_size == 0
         return self.update == "exact" or (self.update == "auto" and whole)
 
+    def num_starts(self, core: CoreConfig) -> int:
+        """How many starts are tried; as many as leave rounds to go on with, where the number is not given."""
+        room = (core.num_server_rounds - 1) // self.start_rounds
+        return self.starts or (min(3, max(1, room)) if self.latents > 1 else 1)
+
+    def unsmoothed(self, core: CoreConfig, num_inputs: int) -> int:
+        """Rounds of a start in which units do not smooth; at most half of them."""
+        if self.covariance != "convolved" or self.latents * num_inputs == 1:
+            return 0
+        each = self.start_rounds if self.num_starts(core) > 1 else core.num_server_rounds
+        return min(self.lmc_rounds, each // 2)
+
     @property
     def multiples(self) -> list[float]:
         """Lengthscales of the latent functions at the start, in spacings of the pseudo-inputs."""
         return [self.start_multiple * self.start_ratio**i for i in range(self.latents)]
 
+    @property
+    def deviations(self) -> bool:
+        """Whether units deviate from one shared curve."""
+        return self.covariance == "deviations"
+
+    def client_for(self, core: CoreConfig) -> str:
+        """That of deviations, or the one of the method's row."""
+        return self.other_clients[0] if self.deviations else ""
+
     def strategy_for(self, core: CoreConfig) -> str:
-        """Exact rounds, pseudo-gradients, or these with exact rounds at their end."""
+        """Exact rounds, pseudo-gradients, or these with exact rounds at their end; or deviations."""
+        if self.deviations:
+            return "strategies.fedmgp_deviations:FedMGPDeviations"
         if self.exact(core):
             return "strategies.fedmgp_exact:FedMGPExact"
+        if self.parametrisation == "natural":
+            return "strategies.fedmgp_natural:FedMGPNatural"
         ends = self.final_rounds and core.model.likelihood == "gaussian"
         return "strategies.fedmgp_then_exact:FedMGPThenExact" if ends else "strategies.fedmgp:FedMGP"
 
@@ -106,6 +145,8 @@ class FedMGPOptions(MethodOptions):
         self._check_core(core)
         if core.model.kernel != "rbf":
             raise ConfigError(f"`model.kernel` = {core.model.kernel!r}: a convolution in closed form needs 'rbf'")
+        self._check_deviations(core)
+        self._check_natural(core)
         exact = self.exact(core)
         if exact and (core.model.likelihood != "gaussian" or core.optimizer.batch_size):
             raise ConfigError(
@@ -133,6 +174,22 @@ class FedMGPOptions(MethodOptions):
         if self.server_optimizer == "fedadam" and self.server_momentum:
             raise ConfigError("`fedmgp.server-momentum` is of 'fedavg'; 'fedadam' has its own")
 
+    def _check_natural(self, core: CoreConfig) -> None:
+        if self.parametrisation == "natural" and (
+            self.exact(core) or core.model.likelihood != "gaussian" or self.learn_inducing
+        ):
+            raise ConfigError(
+                "`fedmgp.parametrisation` = 'natural' needs `fedmgp.update` = 'pseudo-gradient', `model.likelihood` = "
+                "'gaussian' and `fedmgp.learn-inducing` = false"
+            )
+
+    def _check_deviations(self, core: CoreConfig) -> None:
+        if self.deviations and (not self.exact(core) or self.latents > 1 or self.aggregation not in ("mean", "sum")):
+            raise ConfigError(
+                "`fedmgp.covariance` = 'deviations' needs one latent function, whole batches of a Gaussian likelihood "
+                "and `fedmgp.aggregation` = 'mean' or 'sum', which are the same for it"
+            )
+
     @staticmethod
     def _check_core(core: CoreConfig) -> None:
         """No core key is accepted and then ignored."""
@@ -148,6 +205,12 @@ class FedMGPOptions(MethodOptions):
 
 class ReferenceOptions(FedMGPOptions):
     """The same table, for the methods that FedMGP is compared with."""
+
+    other_clients: ClassVar[tuple[str, ...]] = ()
+
+    def client_for(self, core: CoreConfig) -> str:
+        """Each has one."""
+        return ""
 
     def strategy_for(self, core: CoreConfig) -> str:
         """Each has one."""

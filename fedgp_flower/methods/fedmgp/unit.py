@@ -38,6 +38,8 @@ class SearchOptions:
 
     convolved: bool = True
     """False: linear model of coregionalisation, R = 0."""
+    released: bool = True
+    """False: R stays at its lower bound, where the model is nearly that of coregionalisation and one of its own."""
     window: float = 1.5
     """Half-width of the search in log R."""
     evaluations: int = 12
@@ -108,7 +110,8 @@ def starting_parameters(data: UnitData, latents: Latents, options: SearchOptions
     """R = S/4, f as large as the data, noise a tenth of their variance: no training, no look at other units."""
     count = latents.scales.shape[0]
     power = float(np.mean(data.y**2))
-    smoothing = latents.scales / 4 if options.convolved else np.zeros_like(latents.scales)
+    narrow = latents.scales / 4 if options.released else np.broadcast_to(data.lower, latents.scales.shape)
+    smoothing = narrow.copy() if options.convolved else np.zeros_like(latents.scales)
     return UnitParameters(smoothing, np.sqrt(power / count) / latents.amplitudes, 0.09 * power)
 
 
@@ -162,7 +165,7 @@ def maximise(
     regression = _Regression(data, latents, posterior, options)
     smoothing = parameters.smoothing.copy()
     K = features(data.gaps, latents, factors, smoothing)
-    if options.convolved:
+    if options.convolved and options.released:
         lower, upper = np.log(data.lower), np.log(data.upper)
         for i, d in np.ndindex(*smoothing.shape):
 
@@ -175,7 +178,7 @@ def maximise(
             here = float(np.clip(math.log(smoothing[i, d]), lower[d], upper[d]))
             if coarse:
                 grid = np.clip(np.log(latents.scales[i, d]) + _GRID, lower[d], upper[d])
-                here = min((float(g) for g in grid), key=log_noise)
+                here = min((here, *(float(g) for g in grid)), key=log_noise)
             smoothing[i, d] = math.exp(_search(log_noise, here, float(lower[d]), float(upper[d]), options))
             K[i] = feature(data.gaps, latents.scales[i], float(latents.amplitudes[i]), factors[i], smoothing[i])
     amplitudes, noise = regression.solve(K)
@@ -237,7 +240,8 @@ def respond(
 ) -> tuple[UnitState, tuple[Statistics, ...]]:
     """One round at a unit: improve φ_m, then statistics at every trial move; a newcomer has no parameters yet."""
     start = starting_parameters(data, latents, options) if parameters is None else parameters
-    proposed = maximise(data, latents, posterior, start, options, coarse=parameters is None)
+    unsearched = parameters is None or bool(np.all(parameters.smoothing <= data.lower))  # new, or just released
+    proposed = maximise(data, latents, posterior, start, options, coarse=unsearched)
     state = UnitState(proposed if parameters is None else start, proposed, latents.scales)
     factors: dict[bytes, Array] = {}
     answers = []

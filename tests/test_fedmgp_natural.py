@@ -1,0 +1,109 @@
+"""Natural pseudo-gradients: a whole step is the exact q(u), averages have the pooled q(u) as fixed point."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faults import FaultyGrid, run
+from test_exact_q import random_unit
+from test_fedmgp import keys, nodes, theta
+
+from fedgp_flower.errors import ConfigError, NumericsError
+from fedgp_flower.methods.fedmgp.exact_q import posterior
+from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, from_natural, to_natural
+from fedgp_flower.methods.fedmgp.natural import natural_steps
+from fedgp_flower.methods.fedmgp.unit import statistics
+from fedgp_flower.run.registry import parse_config
+
+NATURAL = {"fedmgp__update": "pseudo-gradient", "fedmgp__parametrisation": "natural", "optimizer__learning_rate": 0.1}
+
+
+def test_natural_parameters_are_those_of_the_gaussian() -> None:
+    draw = np.random.default_rng(0)
+    factors, mean = np.tril(draw.standard_normal((2, 5, 5))) + 3 * np.eye(5), draw.standard_normal((2, 5))
+    precision, shift = to_natural(factors, mean)
+    np.testing.assert_allclose(precision @ factors @ factors.transpose(0, 2, 1), np.stack([np.eye(5)] * 2), atol=1e-12)
+    back_mean, back = from_natural(precision, shift)
+    np.testing.assert_allclose(back_mean, mean, rtol=1e-10)
+    np.testing.assert_allclose(back, factors * np.sign(np.einsum("iaa->ia", factors))[:, None], atol=1e-10)
+    with pytest.raises(NumericsError, match="not positive definite"):
+        from_natural(-precision, shift)
+
+
+def test_a_whole_step_is_the_exact_posterior_of_the_unit() -> None:
+    """ρ = 1, all rows, p = 1 and still hyperparameters: λ = I + G and h = b, and φ_m stays."""
+    latents, _, data, phi, x = random_unit(1, 1)
+    J = len(latents.inducing)
+    start = {SCALES: np.log(latents.scales), PRECISION: np.eye(J)[None], SHIFT: np.zeros((1, J))}
+    after, same = natural_steps(start, (x, data.y, latents, phi), lambda: None, (1, 0.0, 1.0), weight=1.0)
+    expected = posterior(statistics(data, latents, phi))
+    mean, factors = from_natural(after[PRECISION], after[SHIFT])
+    np.testing.assert_allclose(mean[0], expected.mean, rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(factors[0] @ factors[0].T, expected.covariance, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(same.smoothing, phi.smoothing)
+
+
+def test_two_functions_know_of_each_other() -> None:
+    """The fixed point for two functions is the best product: its mean is that of the joint posterior."""
+    latents, _, data, phi, x = random_unit(2, 1)
+    J = len(latents.inducing)
+    own = {SCALES: np.log(latents.scales), PRECISION: np.stack([np.eye(J)] * 2), SHIFT: np.zeros((2, J))}
+    own, _ = natural_steps(own, (x, data.y, latents, phi), lambda: None, (500, 0.0, 0.3), weight=1.0)
+    expected = posterior(statistics(data, latents, phi))
+    np.testing.assert_allclose(from_natural(own[PRECISION], own[SHIFT])[0].ravel(), expected.mean, atol=1e-2)
+
+
+def test_averages_over_units_settle_at_the_pooled_posterior() -> None:
+    """Still hyperparameters, three units: λ = I + Σ G_m and h = Σ b_m."""
+    latents, _, data, phi, x = random_unit(1, 1)
+    J, weights = len(latents.inducing), (0.5, 0.2, 0.3)
+    units = [(x, gain * data.y, latents, replace(phi, amplitudes=gain * phi.amplitudes)) for gain in (1.0, -0.5, 2.0)]
+    theta = {SCALES: np.log(latents.scales), PRECISION: np.eye(J)[None], SHIFT: np.zeros((1, J))}
+    for _ in range(10):
+        ends = [
+            natural_steps(theta, unit, lambda: None, (5, 0.0, 0.5), weight=p)[0]
+            for unit, p in zip(units, weights, strict=True)
+        ]
+        theta = {name: sum(p * end[name] for p, end in zip(weights, ends, strict=True)) for name in theta}
+    parts = [statistics(replace(data, y=y), latents, own) for _, y, _, own in units]
+    np.testing.assert_allclose(
+        theta[PRECISION][0], np.eye(J) + sum(part.precision for part in parts), rtol=1e-6, atol=1e-6
+    )
+    np.testing.assert_allclose(theta[SHIFT][0], sum(part.shift for part in parts), rtol=1e-6, atol=1e-6)
+
+
+def test_batches_add_up_to_the_whole() -> None:
+    """A step on each half, from the same θ, is on average the step on all rows."""
+    latents, _, data, phi, x = random_unit(1, 1)
+    J, n = len(latents.inducing), len(data.y)
+    theta = {SCALES: np.log(latents.scales), PRECISION: np.eye(J)[None], SHIFT: np.zeros((1, J))}
+    parts = [np.arange(n)[::2], np.arange(n)[1::2]]
+    whole, one, two = (
+        natural_steps(theta, (x, data.y, latents, phi), lambda rows=rows: rows, (1, 0.0, 0.4), weight=0.7)[0]
+        for rows in (None, *parts)
+    )
+    shares = [len(part) / n for part in parts]
+    for name in (PRECISION, SHIFT):
+        np.testing.assert_allclose(shares[0] * one[name] + shares[1] * two[name], whole[name], atol=1e-8)
+
+
+def test_a_run_learns_and_ends_where_exact_rounds_do(tmp_path: Path) -> None:
+    flat = keys(**NATURAL, fedmgp__natural_step=0.1, num_server_rounds=30, optimizer__batch_size=16)
+    natural, exact = (
+        run(FaultyGrid(flat, nodes(tmp_path))),
+        run(FaultyGrid(keys(num_server_rounds=10), nodes(tmp_path))),
+    )
+    assert set(theta(natural)) == {SCALES, PRECISION, SHIFT}
+    error = natural.evaluation["test_standardised"]["rmse"] / exact.evaluation["test_standardised"]["rmse"]
+    assert error < 1.25
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model__likelihood": "poisson"}, {"fedmgp__learn_inducing": True}, {"fedmgp__update": "exact"}]
+)
+def test_what_natural_parameters_cannot_do_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="'natural' needs"):
+        parse_config(keys(**{**NATURAL, **changes}))
