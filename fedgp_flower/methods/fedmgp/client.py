@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal, cast
 
@@ -16,17 +17,22 @@ from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.errors import ConfigError, NumericsError
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.fedmgp.deviation import predict_with_deviation
+from fedgp_flower.methods.fedmgp.exact_q import posterior
 from fedgp_flower.methods.fedmgp.latents import INDUCING, Latents, from_parameters, grid_side
 from fedgp_flower.methods.fedmgp.learner import LocalSteps, Memories, Memory, fit_alone, fit_personal, local_update
 from fedgp_flower.methods.fedmgp.likelihoods import Kind, log_density, moments, regression_targets
 from fedgp_flower.methods.fedmgp.messages import (
     PSEUDO_INPUTS,
+    AlignedStatistics,
     Broadcast,
     Curve,
     CurveRequest,
+    Directions,
     FirstStatistics,
     Known,
     PseudoGradient,
+    PseudoGradientSum,
+    Towards,
     Trials,
     TrialStatistics,
     View,
@@ -107,6 +113,17 @@ class FedMGPClient(SiteClient):
         data = self.unit(request)
         return FirstStatistics(statistics(data, request, starting_parameters(data, request, self.search)))
 
+    def directions(self, request: Latents) -> Directions:
+        """Where the unit's first look at g points."""
+        mean = posterior(self.first(request).statistics).mean
+        return Directions(np.outer(mean, mean))
+
+    def aligned(self, request: Towards) -> AlignedStatistics:
+        """Its first statistics with the sign of a direction."""
+        own = self.first(request.latents).statistics
+        sign = math.copysign(1.0, float(posterior(own).mean @ request.direction))
+        return AlignedStatistics(replace(own, shift=sign * own.shift))
+
     def exact(self, request: Trials) -> TrialStatistics:
         """One exact round: improve φ_m with q fixed, answer with statistics at every trial move."""
         latents, q, known = request.view.latents, request.view.posterior, request.view.known
@@ -126,7 +143,7 @@ class FedMGPClient(SiteClient):
         x, y = torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y)
         name: Literal["adam", "sgd"] = "sgd" if optimizer.name == "sgd" else "adam"
         steps = LocalSteps(self.options.local_steps, request.learning_rate, name, optimizer.batch_size)
-        update = local_update(model, x, y, steps, weight=request.share, generator=self._generator())
+        update = local_update(model, x, y, steps, weight=self.share(request), generator=self._generator())
         with torch.no_grad():
             fit = float(model.expected_log_likelihood(x, y).mean())
         if not np.isfinite(fit):
@@ -135,6 +152,14 @@ class FedMGPClient(SiteClient):
         self.remember(UnitState(phi, phi, latents.scales), request.known)
         flat = np.array(float(self.is_flat(self.unit(latents), phi))) if self.gaussian else None
         return PseudoGradient(update, fit, np.array(float(memory is None)), flat)
+
+    def pseudo_sum(self, request: Broadcast) -> PseudoGradientSum:
+        """The same as a summand."""
+        return PseudoGradientSum.of(self.train(request), self.share(request), self.num_examples)
+
+    def share(self, request: Broadcast) -> float:
+        """p_m (Algorithm 2): 1/M, or N_m / Σ N_m."""
+        return (self.num_examples if self.options.weights == "examples" else 1) / request.whole
 
     def is_flat(self, data: UnitData, phi: UnitParameters) -> bool:
         """Whether noise explains nearly all of the signal; the share itself would reveal the unit's noise."""

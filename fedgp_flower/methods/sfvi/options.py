@@ -145,9 +145,18 @@ class SFVIOptions(MethodOptions):
             )
         if self.amortised_units and self.model != "logistic-mixed":
             raise ConfigError("`sfvi.amortised-units`: only `sfvi.model` = 'logistic-mixed' has units to read off rows")
-        core.require_whole_rosters("sfvi.fraction", self.fraction)
+        self._check_totals(core)
         if self.in_closed_form(core):
             self._check_closed_form(core)
+
+    def _check_totals(self, core: CoreConfig) -> None:
+        core.require_whole_rosters("sfvi.fraction", self.fraction)
+        averages = (self.averages or self.warm_start_rounds) and not self.in_closed_form(core)
+        if core.privacy.secure_aggregation and averages and self.structure == "full":
+            raise ConfigError(
+                "`sfvi.structure` = 'full': the barycentre of full covariances is no sum over sites, so it cannot be"
+                " formed under masks; set it to 'diagonal', or `privacy.secure-aggregation` to false"
+            )
 
     def _check_closed_form(self, core: CoreConfig) -> None:
         if self.model != "gp" or core.model.likelihood != "gaussian":
