@@ -141,6 +141,7 @@ class SiteApp(ClientApp):
         texts = {name: value for name, value in mixed.items() if isinstance(value, str)}
         numbers = {name: value for name, value in mixed.items() if name not in texts}
         texts |= {WARNING: rules.warning} if rules.warning else {}
+        numbers |= masking.stance(context, kind)
         return dict(zip(answered, outputs, strict=True)), {"num-examples": count, **numbers}, texts
 
     @staticmethod

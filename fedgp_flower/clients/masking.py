@@ -48,7 +48,9 @@ REQUEST, MEMBERS, ANSWERS, LAYOUT = "masked", "members", "answers", "layout"
 WORDS = "masked"
 """The one array of a reply."""
 KEYS = "query.keys"
-IN_THE_CLEAR = frozenset({"query.describe", KEYS})
+DESCRIBE, TRUST = "query.describe", "trust-file"
+"""Kind of the description, and the number in it that says that the site has a trust file."""
+IN_THE_CLEAR = frozenset({DESCRIBE, KEYS})
 """What a site that answers under masks alone still says by itself."""
 
 
@@ -88,6 +90,11 @@ def introduced(context: Context, run: str) -> tuple[NamedArrays, dict[str, Any],
     member = guard.identity.member(run, guard.site)
     latest = Journal(context, run).history.number
     return {}, {"num-examples": 0, "latest-question": latest}, {"key": member.key, "signature": member.signature}
+
+
+def stance(context: Context, kind: str) -> dict[str, int]:
+    """What a description says of masks: a site that has a trust file answers under masks alone."""
+    return {TRUST: 1} if kind == DESCRIBE and context.node_config.get("trust") else {}
 
 
 def require_masks(context: Context, wanted: bool, kind: str, public: bool) -> None:
