@@ -212,7 +212,7 @@ class SiteClient(NumPyClient):
     def describe(self, request: Nothing) -> Said:
         """Counts, sums and sums of squares of the training rows, and the schema of the site's table."""
         del request
-        description = self.site.describe()
+        description = self.site.describe(self.config.privacy.bounds)
         counted = {"partitions": self.site.partitions, "dropped": self.site.dropped}
         said = {**counted, "schema": description.schema, "label": self.site.label}
         return Said(dict(description.arrays), said)

@@ -114,6 +114,27 @@ def describe(frame: pd.DataFrame, features: Sequence[str], target: str) -> Descr
     return Description(arrays, json.dumps(schema), len(frame))
 
 
+def described_by(
+    ranges: Mapping[str, tuple[float, float]], frame: pd.DataFrame, features: Sequence[str], target: str
+) -> Description:
+    """What as many rows say that are spread evenly over public ranges: nothing of the rows but their number.
+
+    Raises:
+        DataError: a column has no range, or is of text, whose levels are not public.
+    """
+    columns = [_column_of(frame[name], name) for name in (*features, target)]
+    if odd := [column.name for column in columns if column.kind != "numeric" or column.name not in ranges]:
+        raise DataError(f"column `{odd[0]}` is of text or has no range in `privacy.ranges`: add it, or leave it out")
+    low, high = np.array([ranges[column.name] for column in columns], dtype=np.float64).T
+    rows = len(frame)
+    squares = rows * (high - low) ** 2 / 12
+    sums = {"sum": rows * (low + high) / 2, "residual": np.zeros(len(columns)), "squares": squares}
+    arrays: NamedArrays = {f"features.{part}": own[:-1] for part, own in sums.items()}
+    arrays |= {f"target.{part}": own[-1].reshape(()) for part, own in sums.items()}
+    schema = {"features": [column.as_json() for column in columns[:-1]], "target": columns[-1].as_json()}
+    return Description(arrays, json.dumps(schema), rows)
+
+
 @dataclass(frozen=True, slots=True)
 class Preparation:
     """What the sites agreed on: the columns in order, and mean and scale of every encoded input and of the target."""
