@@ -95,7 +95,7 @@ class Predictor:
         reason = why_no_posterior(run)
         if run.posterior is None or reason:
             raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
-        preparation = _preparation(run.posterior)
+        preparation = preparation_of(run.posterior)
         model: SavedModel = load(row_of(run).posterior)
         try:
             standardised = model(run.posterior, preparation.names)
@@ -141,7 +141,7 @@ class Predictor:
                 f"{state}, what a site keeps with a `state-dir`, is missing or damaged, or about other rows than those"
                 f" of site {site!r}, or of another run"
             )
-        return Predictor(read, read.posterior, _preparation(read.posterior), standardised)
+        return Predictor(read, read.posterior, preparation_of(read.posterior), standardised)
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation, both [N], at encoded inputs [N, D] in original units."""
@@ -272,7 +272,8 @@ def predict_file(predictor: Predictor, source: Path, output: Path) -> tuple[int,
     return len(frame), count_unknown_levels(frame, predictor.preparation)
 
 
-def _preparation(posterior: Posterior) -> Preparation:
+def preparation_of(posterior: Posterior) -> Preparation:
+    """What the sites agreed on."""
     return Preparation.from_wire(posterior.arrays, json.dumps(posterior.schema))
 
 
