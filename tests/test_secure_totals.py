@@ -408,7 +408,7 @@ def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
     """Where another site has none, the run does not mask by itself, and goes on without those that refuse."""
     for key in ("site-key", "trust"):
         del real_nodes[0][key]
-    grid = Transcript(configured(min_sites=1, num_server_rounds=1), real_nodes)
+    grid = Transcript(configured(min_sites=1), real_nodes)
     run(grid)
     for site in ("north", "west"):
         told = [reply.content.config_records["config"].get("error", "") for reply in grid.of("query.shape", site)]
