@@ -23,6 +23,7 @@ from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.methods.fsgp.private import EDGE, Budget, cleaned
 from fedgp_flower.methods.fsgp.private_messages import PrivateRequest, PrivateSums
 from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.fsgp import LOG_NOISE, noise_of, posterior_at, saved
 from strategies.fsgp_profiled import LOCATIONS, empty_model
@@ -65,6 +66,13 @@ class PrivateState:
         return self.best.values if self.tried else self.start
 
 
+def first_values(model: ModelSection, num_inputs: int, seed: int) -> NamedArrays:
+    """Z drawn in the box of the public ranges, hyperparameters as configured at unit amplitude."""
+    points = np.random.default_rng([seed, *b"inducing"]).uniform(-EDGE, EDGE, (model.num_inducing, num_inputs))
+    start = empty_model(model, num_inputs)
+    return {**start, AMPLITUDE: np.zeros_like(start[AMPLITUDE]), LOCATIONS: points}
+
+
 def wider(values: Mapping[str, np.ndarray], number: int, trials: int) -> NamedArrays:
     """Parameters of a trial: lengthscales by factors of two around the given one."""
     by = (number - (trials - 1) / 2) * math.log(2)
@@ -97,11 +105,7 @@ class FSGPPrivate(FederatedStrategy[PrivateState]):
     def initialise(self, roster: Roster) -> Asking[PrivateState]:
         """Z in the box of the public ranges; no site is asked."""
         yield from ()
-        model, num_inputs = self.config.model, self.preparation.num_inputs
-        rng = np.random.default_rng([self.config.seed, *b"inducing"])
-        points = rng.uniform(-EDGE, EDGE, (model.num_inducing, num_inputs))
-        start = empty_model(model, num_inputs)
-        return PrivateState({**start, AMPLITUDE: np.zeros_like(start[AMPLITUDE]), LOCATIONS: points})
+        return PrivateState(first_values(self.config.model, self.preparation.num_inputs, self.config.seed))
 
     def one_round(self, state: PrivateState, roster: Roster) -> Asking[tuple[PrivateState, Figures]]:
         """Noisy sums at the next lengthscale."""
