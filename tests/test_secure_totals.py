@@ -126,7 +126,13 @@ def test_the_server_sees_no_array_of_a_site(pair):
         arrays = reply.content.array_records["arrays"]
         if kind in {"query.keys", *PUBLIC}:  # a key, and what says nothing of rows
             assert kind in PUBLIC or len(arrays) == 0
-        elif kind != "query.describe":
+        elif kind == "query.describe":  # what mean 0 and spread 1 of so many rows would say
+            rows = int(reply.content.metric_records["metrics"]["num-examples"])
+            told = {name: array.numpy() for name, array in arrays.items()}
+            assert {n: float(np.max(a)) for n, a in told.items()} == {
+                name: float(rows) if name.endswith("squares") else 0.0 for name in told
+            }
+        else:
             assert list(arrays) == ["masked"]
             assert arrays["masked"].numpy().dtype == np.uint64
             assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 0}
@@ -333,7 +339,9 @@ def test_methods_of_more_than_totals_are_refused_by_name(method):
     grid = Transcript(configured(**MASKED, method=method), 3)
     with pytest.raises(ConfigError, match=f"{method}.*more than their sum|'{method}' sees the rows"):
         run(grid)
-    assert {kind for _, kind, _ in grid.replies} <= {"query.describe", "query.keys", "query.shape", "query.model"}
+    assert {kind for _, kind, _ in grid.replies} <= {
+        *("query.describe", "query.keys", "query.column_sums", "query.column_squares", "query.shape", "query.model")
+    }
 
 
 def test_drawing_sites_in_every_round_is_refused():
@@ -404,6 +412,34 @@ def test_masks_are_the_default_where_every_site_has_a_trust_file(real_nodes, cap
         run(Transcript(configured(method="pvi"), real_nodes))
 
 
+def mixed(rows, seed):
+    """Numbers far from zero, text, and cells that are missing."""
+    rng = np.random.default_rng(seed)
+    frame = waves(rows, seed).assign(far=1e9 + rng.standard_normal(rows), small=1e-6 * rng.standard_normal(rows))
+    frame["ward"] = rng.choice(["a", "b", "c"], rows)
+    frame.loc[frame.index[:3], ["small"]] = np.nan
+    frame.loc[frame.index[2:5], ["ward"]] = None
+    return frame
+
+
+def test_what_sites_agree_on_is_that_of_plain_descriptions(tmp_path):
+    """Columns, levels, means, scales and missing cells from totals, where no site says anything of its own."""
+    nodes = [
+        {**node, "partition-id": number, "num-partitions": 3}
+        for number, node in enumerate(csv_nodes(tmp_path, {site: mixed(60, seed) for seed, site in enumerate("abc")}))
+    ]
+    found = []
+    for more in ({}, MASKED):
+        flat = configured(num_server_rounds=1, missing="indicator", target="y", min_sites=3, **more)
+        found.append(run(Transcript(flat, nodes)).preparation)
+    plain, masked = found
+    assert masked.names == plain.names
+    for name, array in plain.arrays.items():
+        assert masked.arrays[name] == pytest.approx(array, rel=1e-9), name
+    assert [own["missing"] for own in masked.columns] == [own["missing"] for own in plain.columns]
+    assert masked.training_target == pytest.approx(plain.training_target, rel=1e-9)
+
+
 def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
     """Where another site has none, the run does not mask by itself, and goes on without those that refuse."""
     for key in ("site-key", "trust"):
@@ -423,7 +459,9 @@ def test_a_site_that_a_trust_file_lacks_is_named(real_nodes, tmp_path):
     grid = Transcript(configured(**MASKED), real_nodes)
     with pytest.raises(RunError, match="can take part"):
         run(grid)
-    told = [str(reply.content.config_records["config"].get("error", "")) for reply in grid.of("query.shape", "east")]
+    told = [
+        str(reply.content.config_records["config"].get("error", "")) for reply in grid.of("query.column_sums", "east")
+    ]
     assert told == ["site 'west' of the roster is not in this site's trust file"] * len(told)
     assert told
 

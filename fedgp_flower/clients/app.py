@@ -176,7 +176,8 @@ class SiteApp(ClientApp):
         own = context.state.array_records.get(CONSTANTS, ArrayRecord()) if kept is not None else ArrayRecord()
         constants = {name: array.numpy() for name, array in own.items()}
         numbers = int(given["round"]), int(given["communication"])
-        return method(Setting(config, site, state, preparation, *numbers, constants, rules))
+        bare = masking.bare(context, config)
+        return method(Setting(config, site, state, preparation, *numbers, constants, rules, bare))
 
 
 def make_client_app(

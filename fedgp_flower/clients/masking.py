@@ -38,6 +38,7 @@ from fedgp_flower.privacy.questions import (
     length,
     read_members,
 )
+from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.files import write_arrays, write_bytes
 from fedgp_flower.typing import NamedArrays
 
@@ -95,6 +96,12 @@ def introduced(context: Context, run: str) -> tuple[NamedArrays, dict[str, Any],
 def stance(context: Context, kind: str) -> dict[str, int]:
     """What a description says of masks: a site that has a trust file answers under masks alone."""
     return {TRUST: 1} if kind == DESCRIBE and context.node_config.get("trust") else {}
+
+
+def bare(context: Context, config: RunConfig) -> bool:
+    """Whether this site describes its columns under masks alone; public ranges say nothing of rows anyway."""
+    masked = config.privacy.secure_aggregation or bool(context.node_config.get("trust"))
+    return masked and not config.privacy.bounds
 
 
 def require_masks(context: Context, wanted: bool, kind: str, public: bool) -> None:

@@ -31,7 +31,7 @@ REQUEST, MEMBERS, ANSWERS, LAYOUT, WORDS, KEYS = "masked", "members", "answers",
 """Names in messages, see :mod:`fedgp_flower.clients.masking`."""
 TRUST = "trust-file"
 """Number in a description, likewise."""
-SEEN = "column names, levels of text with their counts, rows, sums and squares (`query.describe`), keys, who is silent"
+SEEN = "names and kinds of columns, levels of text, numbers of rows (`query.describe`), keys, who is silent"
 """What the server still sees of each site."""
 
 

@@ -333,6 +333,10 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         self._mask(all(own.number(TRUST) for own in self.enrolment.described.values()))
         preparation = self.enrolment.preparation
         self._exchange_keys(preparation.simulated)
+        if any(own.number(enrolment.BARE) for own in self.enrolment.described.values()):
+            self._agreed(preparation)
+            self.enrolment = self.ask_through(enrolment.from_totals(self.enrolment, self.network))
+            preparation = self.enrolment.preparation
         while True:
             self._agreed(self.adjusted(preparation))
             try:
