@@ -55,7 +55,10 @@ CLOSURES = {
         ["fedgp_flower.server_app"],
         ("gpytorch", "matplotlib", "pandas", "sklearn", "scipy.stats", "flwr.simulation", "ray", "jinja2"),
     ),
-    "the ClientApp": (["fedgp_flower.client_app"], ("matplotlib", "jinja2", "strategies", "fedgp_flower.run.report")),
+    "the ClientApp": (
+        ["fedgp_flower.client_app"],
+        ("matplotlib", "jinja2", "pandas", "pyarrow", "scipy", "sklearn", "strategies", "fedgp_flower.run.report"),
+    ),
     "the GP toolbox": (modules_of("fedgp_flower/gp"), ("flwr", "pandas", "matplotlib", "strategies")),
 }
 

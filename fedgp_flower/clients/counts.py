@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import gammaln, logsumexp, ndtri, pdtr
 
 from fedgp_flower.errors import NumericsError
+from fedgp_flower.lazy import special
 from fedgp_flower.run.metrics import LEVELS, PIT_BINS, Scores
 from fedgp_flower.typing import Array
 
@@ -35,7 +35,7 @@ def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
     if not ((target >= 0) & (target == np.rint(target))).all():
         raise NumericsError("a target is not a count: `model.likelihood` = 'poisson' needs whole numbers from 0 on")
     log_rates, share = _mixture(mean, variance, NODES)
-    log_parts = target * log_rates - np.exp(log_rates) - gammaln(target + 1)
+    log_parts = target * log_rates - np.exp(log_rates) - special.gammaln(target + 1)
     error = np.exp(mean + variance / 2) - target
     upper = _distribution(target, log_rates, share)
     lower = np.where(target > 0, _distribution(np.maximum(target - 1, 0), log_rates, share), 0.0)
@@ -43,7 +43,7 @@ def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
         "count": float(len(target)),
         "squared-error": float(np.sum(error**2)),
         "absolute-error": float(np.sum(np.abs(error))),
-        "nll": float(-np.sum(logsumexp(log_parts, axis=0, b=share[:, None]))),
+        "nll": float(-np.sum(special.logsumexp(log_parts, axis=0, b=share[:, None]))),
         "crps": float(np.sum(_crps(target, *_mixture(mean, variance, FEWER)))),
     }
     for level in LEVELS:
@@ -80,7 +80,7 @@ def central(mean: Array, sd: Array, counts: bool) -> tuple[Array, Array]:
     if counts:
         low, high = count_quantiles(mean, sd, (0.025, 0.975))
         return low, high
-    half = float(ndtri(0.975)) * sd
+    half = float(special.ndtri(0.975)) * sd
     return mean - half, mean + half
 
 
@@ -95,7 +95,7 @@ def _distribution(count: Array, log_rates: Array, share: Array) -> Array:
     """F(count) of the mixture, for counts that broadcast with [n]."""
     total = np.zeros(np.broadcast_shapes(np.shape(count), log_rates.shape[1:]))
     for log_rate, weight in zip(log_rates, share, strict=True):
-        total += weight * pdtr(count, np.exp(log_rate))
+        total += weight * special.pdtr(count, np.exp(log_rate))
     return total
 
 

@@ -20,7 +20,6 @@ from flwr.client import NumPyClient
 from flwr.common import NDArrays
 from flwr.common.typing import Scalar as FlowerScalar
 from numpy.typing import NDArray
-from scipy.special import expit
 
 from fedgp_flower.clients import baselines
 from fedgp_flower.clients.counts import count_scores
@@ -32,6 +31,7 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import build_kernel, wire_name
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.sums import input_shape
+from fedgp_flower.lazy import special
 from fedgp_flower.messages import decode, encode, is_message, is_public, join, split
 from fedgp_flower.methods.linear import (
     Coefficients,
@@ -286,7 +286,7 @@ class SiteClient(NumPyClient):
         """Log likelihood, gradient and information of a logistic regression."""
         design, y = with_ones(self.rows.x), self.rows.y
         log_odds = design @ request.values
-        p = expit(log_odds)
+        p = special.expit(log_odds)
         value = -np.logaddexp(0, (1 - 2 * y) * log_odds).sum()
         return LogisticSums(np.array(value), design.T @ (y - p), design.T * (p * (1 - p)) @ design)
 
@@ -298,7 +298,7 @@ class SiteClient(NumPyClient):
         x, y, likelihood = self.rows.x_test - request.centre, self.rows.y_test, self.config.model.likelihood
         mean, variance = request.intercept + x @ request.weights, np.full(len(x), request.variance)
         if likelihood == "bernoulli":
-            return bernoulli_scores(expit(np.clip(mean, -CERTAIN, CERTAIN)), y)
+            return bernoulli_scores(special.expit(np.clip(mean, -CERTAIN, CERTAIN)), y)
         if likelihood == "poisson":
             return count_scores(mean, variance, y)
         if request.spread is not None:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
 from fedgp_flower.data.synthetic import Made, convolved_signals, five_blocks, plane_wave, sine
 from fedgp_flower.data.tables import SUFFIXES, table_stem
+from fedgp_flower.lazy import pd
 
 
 @dataclass(frozen=True, slots=True)

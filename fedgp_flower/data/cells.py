@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
+from fedgp_flower.lazy import pd
 
 Kind: TypeAlias = Literal["numeric", "categorical"]
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"

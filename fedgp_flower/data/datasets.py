@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
@@ -19,6 +18,7 @@ from fedgp_flower.data.cells import Kind, check_target, refuse_dates, refuse_ide
 from fedgp_flower.data.dates import named, with_numbers
 from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
 from fedgp_flower.errors import DataError
+from fedgp_flower.lazy import pd
 from fedgp_flower.run.config import CoreConfig
 
 OPENML = "openml/"

@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
+from fedgp_flower.lazy import pd
 
 FORMATS = {
     r"\d{4}-\d{1,2}-\d{1,2}": ("%Y-%m-%d",),
@@ -63,7 +63,7 @@ def dates_in(column: pd.Series) -> NDArray[np.bool_] | None:
 
 PARTS = {"days": ("days",), "season": ("sine", "cosine"), "days-and-season": ("days", "sine", "cosine")}
 """``dates`` → the numbers that take the place of a column of dates."""
-ORIGIN = pd.Timestamp("2000-01-01")
+ORIGIN = np.datetime64("2000-01-01")
 YEAR = 365.2425
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from fedgp_flower.data.cells import kind_of, number_labels
 from fedgp_flower.data.seeds import derived_seed, generator
 from fedgp_flower.errors import DataError
+from fedgp_flower.lazy import pd
 from fedgp_flower.run.config import CoreConfig
 from fedgp_flower.typing import Array
 

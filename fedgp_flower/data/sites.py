@@ -10,7 +10,6 @@ from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from fedgp_flower.data.cells import kind_of, refuse_constant, refuse_identifiers, require_rows
@@ -28,6 +27,7 @@ from fedgp_flower.data.standardisation import (
 )
 from fedgp_flower.data.tables import read_table, table_stem
 from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.lazy import pd
 from fedgp_flower.options import Value
 from fedgp_flower.run.config import CoreConfig
 from fedgp_flower.typing import Array
@@ -39,9 +39,9 @@ LOADED = "load_data"
 """What errors call rows that a function of the user returned."""
 
 Data: TypeAlias = (
-    tuple[NDArray[Any], NDArray[Any]]
-    | tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
-    | tuple[pd.DataFrame, str]
+    "tuple[NDArray[Any], NDArray[Any]]"
+    " | tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]"
+    " | tuple[pd.DataFrame, str]"
 )
 
 _ONE_AT_A_TIME = Lock()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from fedgp_flower.data.seeds import generator
+from fedgp_flower.lazy import pd
 from fedgp_flower.typing import Array
 
-Made: TypeAlias = tuple[pd.DataFrame, tuple[NDArray[np.int64], ...]]
+Made: TypeAlias = "tuple[pd.DataFrame, tuple[NDArray[np.int64], ...]]"
 """A table, and the test rows of each of its standard splits."""
 
 

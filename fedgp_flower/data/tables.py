@@ -12,10 +12,8 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
-from pandas.errors import EmptyDataError, ParserError, ParserWarning
-
 from fedgp_flower.errors import DataError
+from fedgp_flower.lazy import pd
 
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "<NA>")
@@ -64,7 +62,7 @@ def _read_csv(path: Path) -> pd.DataFrame:
         first = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, encoding="utf-8-sig")
         names = _checked_header([str(cell) for cell in first.iloc[0]], path.name)
         with warnings.catch_warnings():
-            warnings.simplefilter("error", ParserWarning)
+            warnings.simplefilter("error", pd.errors.ParserWarning)
             return pd.read_csv(
                 path,
                 header=0,
@@ -75,11 +73,11 @@ def _read_csv(path: Path) -> pd.DataFrame:
                 low_memory=False,
                 encoding="utf-8-sig",
             )
-    except EmptyDataError:
+    except pd.errors.EmptyDataError:
         raise DataError(f"{path.name}: the file is empty; expected a header line and data rows") from None
-    except ParserWarning:
+    except pd.errors.ParserWarning:
         raise DataError(f"{path.name}: rows have more cells than the header; is a column name missing?") from None
-    except ParserError as error:
+    except pd.errors.ParserError as error:
         line = re.search(r"line (\d+)", str(error))
         row = f"data row {int(line.group(1)) - 1}" if line else "a row"
         raise DataError(f"{path.name}: {row} has more cells than the header; is a comma unquoted?") from None

@@ -16,9 +16,9 @@ from functools import cache
 
 import numpy as np
 import torch
-from scipy.special import erfcx, ndtr
 from torch import Tensor
 
+from fedgp_flower.lazy import special
 from fedgp_flower.typing import Array
 
 STEP, WIDTH, GROWTH, RIGHT, LEFT = 0.25, 1.5, 0.18, 4.0, 60.0
@@ -36,10 +36,10 @@ def mixture() -> tuple[Array, Array, Array]:
     index = np.arange(count)
     centres, widths = RIGHT - size * np.sinh(GROWTH * index), WIDTH * STEP * np.cosh(GROWTH * index)
     x = RIGHT - size * np.sinh(GROWTH * np.linspace(-2, count - 1, 2000))
-    ratio = math.sqrt(2 / math.pi) / erfcx(-x / math.sqrt(2))
+    ratio = math.sqrt(2 / math.pi) / special.erfcx(-x / math.sqrt(2))
     wanted = 1 - ratio * (ratio + x)
     exact = 1 / np.maximum(wanted, 1e-3)
-    rows = np.vstack([exact[:, None] * ndtr((x[:, None] - centres) / widths), np.full(count, 100.0)])  # Σ p = 1
+    rows = np.vstack([exact[:, None] * special.ndtr((x[:, None] - centres) / widths), np.full(count, 100.0)])  # Σ p = 1
     weights = np.linalg.lstsq(rows, np.append(exact * wanted, 100.0), rcond=1e-13)[0]
     return centres, widths, weights
 

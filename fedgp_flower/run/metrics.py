@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import logit, logsumexp, ndtr, ndtri, xlog1py, xlogy
 
 from fedgp_flower.errors import NumericsError
+from fedgp_flower.lazy import special
 from fedgp_flower.typing import Array, NamedArrays
 
 LEVELS = (50, 90, 95)
@@ -62,9 +62,9 @@ def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores
     m, s, y = _checked(mean, sd, target, ndim=1)
     z = (y - m) / s
     nll = 0.5 * z**2 + np.log(s) + 0.5 * math.log(2 * math.pi)
-    crps = s * (z * (2 * ndtr(z) - 1) + 2 * _density(z) - 1 / math.sqrt(math.pi))
-    inside = {level: np.abs(z) <= ndtri(0.5 + level / 200) for level in LEVELS}
-    return _regression(m - y, nll, crps, inside, ndtr(z))
+    crps = s * (z * (2 * special.ndtr(z) - 1) + 2 * _density(z) - 1 / math.sqrt(math.pi))
+    inside = {level: np.abs(z) <= special.ndtri(0.5 + level / 200) for level in LEVELS}
+    return _regression(m - y, nll, crps, inside, special.ndtr(z))
 
 
 def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Scores:
@@ -81,9 +81,9 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Score
     m, s, y = _checked(means, sds, target, ndim=2)
     z = (y - m) / s
     log_parts = -0.5 * z**2 - np.log(s) - 0.5 * math.log(2 * math.pi)
-    nll = math.log(len(m)) - logsumexp(log_parts, axis=0)
+    nll = math.log(len(m)) - special.logsumexp(log_parts, axis=0)
     crps = _mean_absolute(y - m, s).mean(axis=0) - 0.5 * _mean_absolute_difference(m, s)
-    pit = ndtr(z).mean(axis=0)
+    pit = special.ndtr(z).mean(axis=0)
     inside = {level: np.abs(pit - 0.5) <= level / 200 for level in LEVELS}
     return _regression(m.mean(axis=0) - y, np.asarray(nll), crps, inside, pit)
 
@@ -108,12 +108,12 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
     sums = {
         "count": float(y.size),
         "correct": float(np.sum((p >= 0.5) == (y == 1))),
-        "nll": float(-np.sum(xlogy(y, p) + xlog1py(1 - y, -p))),
+        "nll": float(-np.sum(special.xlogy(y, p) + special.xlog1py(1 - y, -p))),
         "brier": float(np.sum((p - y) ** 2)),
     }
     weights = (np.ones_like(p), p, y)
     bins = [np.histogram(p, RELIABILITY_BINS, (0, 1), weights=weight)[0] for weight in weights]
-    log_odds = np.clip(logit(p), -RANK_REACH, RANK_REACH)
+    log_odds = np.clip(special.logit(p), -RANK_REACH, RANK_REACH)
     ranks = [np.histogram(log_odds[y == c], RANK_BINS, (-RANK_REACH, RANK_REACH))[0].astype(float) for c in (0, 1)]
     return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1), "evaluation.ranks": np.stack(ranks, axis=1)})
 
@@ -135,7 +135,7 @@ def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
     sums = {
         "count": float(y.size),
         "correct": float(np.sum(p.argmax(axis=1) == y)),
-        "nll": float(-np.sum(xlogy(observed, p))),
+        "nll": float(-np.sum(special.xlogy(observed, p))),
         "brier": float(np.sum((p - observed) ** 2)),
     }
     return Scores(sums, {})
@@ -173,7 +173,7 @@ def _density(z: Array) -> Array:
 def _mean_absolute(mean: Array, sd: Array) -> Array:
     """E|N(mean, sd²)|."""
     z = mean / sd
-    return 2 * sd * _density(z) + mean * (2 * ndtr(z) - 1)
+    return 2 * sd * _density(z) + mean * (2 * special.ndtr(z) - 1)
 
 
 def _mean_absolute_difference(means: Array, sds: Array) -> Array:
