@@ -130,6 +130,9 @@ class MethodOptions(Section):
     other_clients: ClassVar[tuple[str, ...]] = ()
     """What :meth:`client_for` may choose."""
 
+    accounted: ClassVar[bool] = False
+    """Whether the method can add the noise that ``privacy.epsilon`` asks for."""
+
     def strategy_for(self, core: CoreConfig) -> str:
         """``module:attribute`` of the Strategy, where the table chooses among several; else empty."""
         del core

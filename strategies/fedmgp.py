@@ -2,16 +2,16 @@
 
 θ = {S, q(u), W if learned} is shared, in the coordinates that units optimise: log S, mean and Cholesky factor of each
 q(u_i). In a round sampled units take local steps on (θ, φ_m) and send Δ_m = θ − θ_m; the server merges these by a rule
-of :mod:`strategies.server.aggregators`, which needs each of them, and steps: θ ← θ − η v with v ← β v + Δ, or by
-Flower's Adam (Reddi et al., *Adaptive federated optimization*, ICLR 2021). φ_m stays at its unit.
+of :mod:`strategies.server.aggregators`, which needs each of them unless it is the mean, and steps: θ ← θ − η v with
+v ← β v + Δ, or by Flower's Adam (Reddi et al., *Adaptive federated optimization*, ICLR 2021). φ_m stays at its unit.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from flwr.serverapp.strategy import FedAdam
@@ -30,10 +30,11 @@ from fedgp_flower.methods.fedmgp.latents import (
     from_parameters,
     product_factors,
 )
-from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradient
+from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradient, PseudoGradientSum
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.fedmgp_shared import (
+    EVERYONE,
     Plan,
     Record,
     Shared,
@@ -46,7 +47,7 @@ from strategies.fedmgp_shared import (
 )
 from strategies.server.aggregators import Signals, aggregate, least_sites
 from strategies.server.fedavg import applied, sampled
-from strategies.server.questions import Asking, Each, Figures, Roster
+from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
 
 logger = logging.getLogger("fedgp")
 
@@ -99,8 +100,9 @@ class PseudoState:
         return None, []
 
     def known(self, site: str) -> Known:
-        """When the unit last answered; its parameters stay as they are."""
-        return Known(0, self.reports.get(site, 0), still(self.parameters[SCALES].shape))
+        """When the unit last answered; its parameters stay as they are. The units of a sum are all sent the same."""
+        key = EVERYONE if EVERYONE in self.reports else site
+        return Known(0, self.reports.get(key, 0), still(self.parameters[SCALES].shape))
 
 
 def begin(latents: Latents, q: Posterior, *, learn_inducing: bool) -> PseudoState:
@@ -124,12 +126,10 @@ def initialise(roster: Roster, plan: Plan) -> Asking[PseudoState]:
 
 def one_round(state: PseudoState, roster: Roster, plan: Plan) -> Asking[tuple[PseudoState, Figures]]:
     """A round of Algorithm 2."""
-    options, rows = plan.options, plan.rows
+    options = plan.options
     chosen = sampled(roster, options.fraction, plan.config.seed)  # units that take part, max(⌈ρM⌉, 1)
     require_enough(plan, len(chosen))
-    rate, p = local_rate(plan, roster.round), shares(plan)
-    requests = {site: Broadcast(state.parameters, state.inducing, state.known(site), rate, p[site]) for site in chosen}
-    answers: Mapping[str, PseudoGradient] = yield Each(state.answer, requests)  # client_update: Δ_m = θ − θ_m
+    answers, rows, p = yield from (of_all if roster.totals_only else of_each)(state, chosen, roster.round, plan)
     state, updates, staleness = with_late(state, answers, roster.round, plan)
     fits = {site: own.fit for site, own in answers.items()}
     weights: dict[str, float] = {}
@@ -143,6 +143,31 @@ def one_round(state: PseudoState, roster: Roster, plan: Plan) -> Asking[tuple[Ps
     if not answers:
         return state, {}
     return state, {"objective": sum(rows[s] * fit for s, fit in fits.items()) / max(sum(rows[s] for s in fits), 1)}
+
+
+Answered: TypeAlias = tuple[Mapping[str, PseudoGradient], Mapping[str, int], Mapping[str, float]]
+"""Pseudo-gradients, the rows behind them, and their weights."""
+
+
+def of_each(state: PseudoState, chosen: Sequence[str], server_round: int, plan: Plan) -> Asking[Answered]:
+    """Δ_m = θ − θ_m of every unit that answers."""
+    rate, whole = local_rate(plan, server_round), whole_of(plan)
+    requests = {site: Broadcast(state.parameters, state.inducing, state.known(site), rate, whole) for site in chosen}
+    answers: Mapping[str, PseudoGradient] = yield Each(state.answer, requests)
+    return answers, plan.rows, shares(plan)
+
+
+def of_all(state: PseudoState, chosen: Sequence[str], server_round: int, plan: Plan) -> Asking[Answered]:
+    """Σ p_m Δ_m / Σ p_m, as if it came from one unit."""
+    rate = local_rate(plan, server_round)
+    request = Broadcast(state.parameters, state.inducing, state.known(EVERYONE), rate, whole_of(plan))
+    summed: Summed[PseudoGradientSum] = yield Total(PseudoGradientSum, request, tuple(chosen))
+    if summed.total is None:
+        return {}, {}, {}
+    mean = summed.total.mean(len(summed.sites) - summed.silent)
+    if plan.config.model.likelihood != "gaussian":
+        mean = replace(mean, flat=None)
+    return {EVERYONE: mean}, {EVERYONE: int(summed.total.rows)}, {EVERYONE: 1.0}
 
 
 def require_enough(plan: Plan, asked: int) -> None:
@@ -169,11 +194,15 @@ def local_rate(plan: Plan, server_round: int) -> float:
     return float(rate * options.final_rate ** min(part, 1.0))
 
 
+def whole_of(plan: Plan) -> float:
+    """M, or Σ N_m, over all units that are known."""
+    return float(len(plan.rows) if plan.options.weights == "equal" else sum(plan.rows.values()))
+
+
 def shares(plan: Plan) -> dict[str, float]:
     """Weights p_m, over all units that are known."""
-    if plan.options.weights == "equal":
-        return dict.fromkeys(plan.rows, 1.0 / len(plan.rows))
-    return {site: count / sum(plan.rows.values()) for site, count in plan.rows.items()}
+    equal, whole = plan.options.weights == "equal", whole_of(plan)
+    return {site: (1 if equal else count) / whole for site, count in plan.rows.items()}
 
 
 def with_late(

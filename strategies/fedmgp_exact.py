@@ -5,9 +5,9 @@ q(u), trial moves. A round up: every unit improves φ_m with q fixed, and answer
 The server takes the move with the best pooled bound; the first move keeps the lengthscales, so with all units present
 the bound never falls (EM with an exact E-step, and an M-step expanded by the common amplitudes).
 
-The bound needs only the sum over units, and rounds of ``aggregation = "sum"`` ask a ``Total``. The other rules ask
-``Each``: an absent unit still counts by its last statistics, carried to the lengthscales of now, answers are judged by
-what was asked, and ``agreement`` compares units with one another.
+The bound needs only the sum over units, and rounds of ``aggregation = "sum"``, or under masks, ask a ``Total``. The
+other rules ask ``Each``: an absent unit still counts by its last statistics, carried to the lengthscales of now,
+answers are judged by what was asked, and ``agreement`` compares units with one another.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fedgp_flower.methods.fedmgp.messages import Known, Trials, TrialStatistics
 from fedgp_flower.methods.fedmgp.trust import agreeing, consistent, possible
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.fedmgp_shared import (
+    EVERYONE,
     Plan,
     Record,
     Shared,
@@ -50,8 +51,6 @@ logger = logging.getLogger("fedgp")
 
 QUORUM = 0.5
 """Under ``agreement`` a trial move must help more than this share of the units."""
-EVERYONE = ""
-"""Stands for the units of a sum; no site has this id."""
 GAIN: Hold = "gain"
 WIDTH: Hold = "width"
 _STEP_START, _STEP_MIN, _STEP_MAX, _STEP_GROW = 0.3, 0.02, 0.7, 1.5
@@ -176,7 +175,7 @@ def next_start(run: ExactRun, roster: Roster, plan: Plan) -> Asking[ExactRun]:
 def round_with(run: ExactRun, chosen: Sequence[str], roster: Roster, plan: Plan) -> Asking[tuple[ExactRun, Figures]]:
     """M-steps at some units, statistics at trial moves, and the move with the best pooled bound."""
     moves = trial_moves(run.state)
-    ask = the_sum if plan.options.aggregation == "sum" else individuals
+    ask = the_sum if plan.options.aggregation == "sum" or roster.totals_only else individuals
     asked: Asked = yield from ask(run, moves, chosen, plan)
     state, weights = advance(run.state, asked, moves, roster.round, plan)
     if EVERYONE in weights:
@@ -221,7 +220,7 @@ def the_sum(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], plan: P
     summed: Summed[TrialStatistics] = yield Total(TrialStatistics, request, tuple(chosen))
     if summed.total is None:
         return Asked({})
-    share = float(summed.total.flat) / len(summed.sites)
+    share = float(summed.total.flat) / (len(summed.sites) - summed.silent)
     return Asked({EVERYONE: summed.total.each()}, flat={EVERYONE: share}, sites=summed.sites)
 
 

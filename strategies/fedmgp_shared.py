@@ -21,10 +21,13 @@ from fedgp_flower.methods.fedmgp.exact_q import posterior
 from fedgp_flower.methods.fedmgp.latents import Latents, Move, Posterior, grid_side, spacing
 from fedgp_flower.methods.fedmgp.messages import (
     PSEUDO_INPUTS,
+    AlignedStatistics,
     Curve,
     CurveRequest,
+    Directions,
     FirstStatistics,
     Known,
+    Towards,
     View,
 )
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
@@ -37,12 +40,14 @@ from strategies.server import finalise
 from strategies.server.aggregators import RULES
 from strategies.server.base import Observer
 from strategies.server.enrolment import Preparation
-from strategies.server.questions import Asking, Each, Refuse, Roster
+from strategies.server.questions import Asking, Each, Refuse, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
 
+EVERYONE = ""
+"""Stands for the units of a sum; no site has this id."""
 LEADS = 20
 """Units that are asked for a first look at g, those with most rows: pairs of them are compared."""
 LEAST_SIDE = 3
@@ -193,11 +198,14 @@ def latents_at(inducing: Array, multiples: list[float], jitter: float) -> Latent
 def first_posterior(latents: Latents, roster: Roster) -> Asking[Posterior]:
     """q(u) of the unit that shares g with most others; these then find their signs by regression on it.
 
-    Units are compared in pairs, so that this needs their individual statistics.
+    Units are compared in pairs, so that this needs their individual statistics; where there are totals only, it is
+    :func:`aligned_posterior`.
 
     Raises:
         RunError: no unit sent statistics that rows can produce.
     """
+    if roster.totals_only:
+        return (yield from aligned_posterior(latents))
     asked = sorted(roster.sites, key=lambda site: -roster.rows[site])[:LEADS]
     answers = yield Each(FirstStatistics, dict.fromkeys(asked, latents), retries=1)
     starts = {site: own.statistics for site, own in answers.items()}
@@ -208,6 +216,27 @@ def first_posterior(latents: Latents, roster: Roster) -> Asking[Posterior]:
     if not starts:
         raise RunError("no unit sent statistics to start from; see the failures above")
     return posterior(starts[best_lead(starts)])
+
+
+def aligned_posterior(latents: Latents) -> Asking[Posterior]:
+    """q(u) of a typical unit, from two totals: first the direction d that most units share, then sums along it.
+
+    A unit knows g up to a sign, which Σ m mᵀ does not see: d is its first eigenvector. Each unit then answers for y or
+    −y, as its m points along d or away from it, and q(u) is that of the mean of these statistics.
+
+    Raises:
+        RunError: no unit answered.
+    """
+    pointed: Summed[Directions] = yield Total(Directions, latents)
+    if pointed.total is None:
+        raise RunError("no unit sent statistics to start from; see the failures above")
+    direction = np.linalg.eigh(pointed.total.outer)[1][:, -1]
+    direction = direction * math.copysign(1.0, direction[np.abs(direction).argmax()])
+    summed: Summed[AlignedStatistics] = yield Total(AlignedStatistics, Towards(latents, direction))
+    if summed.total is None:
+        raise RunError("no unit sent statistics to start from; see the failures above")
+    own, units = summed.total.statistics, len(summed.sites) - summed.silent
+    return posterior(replace(own, precision=own.precision / units, shift=own.shift / units))
 
 
 # What a unit is sent.
@@ -281,10 +310,10 @@ class SharedLatents(FederatedStrategy[S]):
         wanted = self.preparation.simulated and self.config.baselines.pooled
         return {PSEUDO_INPUTS: state.shared.latents.inducing} if wanted else {}
 
-    def predictive(self, state: S, roster: Roster) -> Asking[Mapping[str, View]]:
-        """Each unit has its own view."""
+    def predictive(self, state: S, roster: Roster) -> Asking[View | Mapping[str, View]]:
+        """Each unit has its own view, but for totals."""
         yield from ()
-        return {site: view(state, site) for site in roster.everyone}
+        return view(state, EVERYONE) if roster.totals_only else {site: view(state, site) for site in roster.everyone}
 
     def public(self, state: S) -> NamedArrays:
         """Latent functions and q(u)."""
@@ -352,7 +381,7 @@ def unit_curves(
     """Curves of the first units of a simulation, as the report reads them; none where there are several inputs."""
     agreed, config = strategy.preparation, strategy.config
     shown = agreed.simulated and config.keep_predictions and config.model.likelihood == "gaussian"
-    if not shown or inducing.shape[1] > 1:
+    if not shown or roster.totals_only or inducing.shape[1] > 1:
         return {}
     grid = np.linspace(inducing.min(), inducing.max(), CURVE_POINTS)[:, None]
     requests = {site: request(site, grid) for site in roster.everyone[:MOST_CURVES]}

@@ -15,15 +15,14 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from fedgp_flower.methods.messages import Nothing
 from fedgp_flower.methods.sfvi.family import GlobalPosterior, expected_global_term, sampled_global_term
-from fedgp_flower.methods.sfvi.messages import Beginning, GradientRequest, GradientShare
+from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
 from fedgp_flower.typing import Array, NamedArrays
 from strategies import sfvi_avg
 from strategies.server.fedavg import sampled
-from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
+from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.sfvi_avg import Plan
-from strategies.sfvi_state import Prior, SFVIState, SteppedVI
+from strategies.sfvi_state import Prior, SFVIState, SteppedVI, began_anew
 
 LEARNED_PRIOR = "theta.prior_log_scales"
 
@@ -79,17 +78,6 @@ def plus(server: Mapping[str, np.ndarray], sites: Mapping[str, np.ndarray], *, s
     """
     total = {name: np.asarray(scale * value) for name, value in sites.items()}
     return total | {name: np.asarray(value + total.get(name, 0.0)) for name, value in server.items()}
-
-
-def began_anew(state: SFVIState, summed: Summed[GradientShare]) -> Asking[tuple[str, ...]]:
-    """Which of the sites that had taken part have lost their state; nobody is asked where nobody has."""
-    assert summed.total is not None
-    known = [site for site in summed.sites if site in state.trained]
-    newcomers = len(summed.sites) - len(known)
-    if summed.total.fresh <= newcomers:
-        return ()
-    answers: Mapping[str, Beginning] = yield Each(Beginning, {site: Nothing() for site in known}, retries=1)
-    return tuple(site for site, own in answers.items() if own.fresh)
 
 
 class SFVI(SteppedVI):

@@ -16,12 +16,12 @@ import numpy as np
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.barycentre import Barycentre, barycentre, wasserstein_distance
-from fedgp_flower.methods.sfvi.messages import LocalEnd, LocalStepsRequest
+from fedgp_flower.methods.sfvi.messages import LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import SFVIAvgOptions, SFVIOptions
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.fedavg import sampled
-from strategies.server.questions import Asking, Each, Figures, Refuse, Roster
-from strategies.sfvi_state import Averaged, SFVIState, SteppedVI
+from strategies.server.questions import Asking, Each, Figures, Refuse, Roster, Summed, Total
+from strategies.sfvi_state import Averaged, SFVIState, SteppedVI, began_anew
 
 logger = logging.getLogger("fedgp")
 
@@ -40,9 +40,14 @@ class Plan:
 
 
 def one_round(state: SFVIState, roster: Roster, plan: Plan) -> Asking[tuple[SFVIState, Figures]]:
-    """Algorithm 2 of the paper. The server asks :class:`Each` site: a barycentre is not made of a sum."""
+    """Algorithm 2 of the paper. The server asks :class:`Each` site: a barycentre is not made of a sum.
+
+    That of diagonal Gaussians is, so that where there are totals only, it asks for one.
+    """
     rows = sum(roster.rows.values())
     request = LocalStepsRequest(state.parameters, plan.rate, float(rows))  # 1. sites take m steps from {θ, η_G}
+    if roster.totals_only:
+        return (yield from _averaged_total(state, request, roster))
     chosen = sampled(roster, plan.options.fraction, plan.seed)
     answers: dict[str, LocalEnd] = yield Each(LocalEnd, dict.fromkeys(chosen, request))
     limit = move_limit(plan.rate, plan.options.local_steps)
@@ -60,12 +65,29 @@ def one_round(state: SFVIState, roster: Roster, plan: Plan) -> Asking[tuple[SFVI
         return state, {}
     spread = dict(zip(answers, mean.spread, strict=True))
     estimate = float(np.average([own.objective for own in answers.values()], weights=weights))
+    state, figures = averaged(state, mean, spread, estimate, rows)
+    return state, {**figures, "spread": float(np.mean(mean.spread))}
+
+
+def _averaged_total(state: SFVIState, request: LocalStepsRequest, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
+    """The same from Σ w, Σ w θ, Σ w μ and Σ w σ; how far sites are from one another is not known then."""
+    summed: Summed[LocalEndSum] = yield Total(LocalEndSum, request, retries=0)
+    if summed.total is None or summed.silent:
+        return state, {}
+    fresh = yield from began_anew(state, summed)
+    end = summed.total.mean()
+    state = state.joined(summed.sites, fresh)
+    return averaged(state, average([end.values], np.ones(1)), {}, end.objective, sum(roster.rows.values()))
+
+
+def averaged(
+    state: SFVIState, mean: Average, spread: Mapping[str, float], estimate: float, rows: int
+) -> tuple[SFVIState, Figures]:
+    """The state at an average, and how it was reached."""
     found = mean.centre
-    state = replace(
-        state, parameters=mean.parameters, averaged=Averaged(found.iterations, found.residual, spread, estimate)
-    )
+    how = Averaged(found.iterations, found.residual, spread, estimate)
     figures = {"barycentre_iterations": float(found.iterations), "barycentre_residual": found.residual}
-    return state, {"site_estimate": estimate / rows, **figures, "spread": float(np.mean(mean.spread))}
+    return replace(state, parameters=mean.parameters, averaged=how), {"site_estimate": estimate / rows, **figures}
 
 
 @dataclass(frozen=True, slots=True)

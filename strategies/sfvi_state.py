@@ -16,14 +16,14 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.messages import Nothing, Parameters, Shape
-from fedgp_flower.methods.sfvi.messages import ModelStart
+from fedgp_flower.methods.sfvi.messages import Beginning, GradientShare, LocalEndSum, ModelStart
 from fedgp_flower.methods.sfvi.options import LEARNED, SHARED, SFVIOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.finalise import Posterior
 from strategies.server.inducing import box_points
-from strategies.server.questions import Asking, Each, Roster
+from strategies.server.questions import Asking, Each, Roster, Summed
 from strategies.server.shapes import initial_locations, shapes_of_inputs, usual_answers
 from strategies.server.strategy import FederatedStrategy
 
@@ -135,6 +135,17 @@ def shared_inputs(answers: Mapping[str, Shape], options: SFVIOptions, model: Mod
         histogram = np.sum([own.histogram for own in answers.values()], axis=0)
         return box_points(model.num_inducing, histogram, np.random.default_rng([seed, *b"inducing"]))
     return initial_locations(answers, model, seed)
+
+
+def began_anew(state: SFVIState, summed: Summed[GradientShare] | Summed[LocalEndSum]) -> Asking[tuple[str, ...]]:
+    """Which of the sites that had taken part have lost their state; nobody is asked where nobody has."""
+    assert summed.total is not None
+    known = [site for site in summed.sites if site in state.trained]
+    newcomers = len(summed.sites) - len(known)
+    if summed.total.fresh <= newcomers:
+        return ()
+    answers: Mapping[str, Beginning] = yield Each(Beginning, {site: Nothing() for site in known}, retries=1)
+    return tuple(site for site, own in answers.items() if own.fresh)
 
 
 class Reached(Protocol):

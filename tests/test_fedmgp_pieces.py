@@ -258,7 +258,7 @@ class Unit:
         load(shared_parameters(model), request.parameters)
         steps = LocalSteps(1, request.learning_rate)
         rows = torch.from_numpy(self.x), torch.from_numpy(self.y)
-        update = local_update(model, *rows, steps, weight=request.share, generator=torch.Generator())
+        update = local_update(model, *rows, steps, weight=1 / request.whole, generator=torch.Generator())
         latents, phi = to_exact(model)
         self.memory = Memory(UnitState(phi, phi, latents.scales), self.round, request.known.report)
         return PseudoGradient(update, 0.0, np.array(0.0), np.array(0.0))

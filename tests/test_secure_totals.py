@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ from fedgp_flower.methods.messages import Step, Stepped
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.registry import parse_config
 from strategies.server.questions import Each, First
+from strategies.server.strategy import FederatedStrategy
 
 MASKED = {"privacy__secure_aggregation": True}
 METHODS: dict[str, dict[str, Any]] = {
@@ -32,7 +36,25 @@ METHODS: dict[str, dict[str, Any]] = {
     "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
     "sfvi in closed form": {"method": "sfvi", "test_fraction": 0.8},
     "local-only": {"method": "local-only"},
+    "fedmgp": {"method": "fedmgp"},
+    "fedmgp by pseudo-gradients": {
+        "method": "fedmgp",
+        "fedmgp__update": "pseudo-gradient",
+        "fedmgp__final_rounds": 1,
+        **{"optimizer__name": "sgd", "optimizer__learning_rate": 0.001},  # the signs of Adam's first steps are rounding
+    },
+    "fedmgp of heavy tails": {
+        "method": "fedmgp",
+        "model__likelihood": "student-t",
+        "fedmgp__weights": "examples",
+        "fedmgp__local_steps": 2,
+    },
+    "sfvi-avg": {"method": "sfvi-avg"},
+    "sfvi after averages": {"method": "sfvi", "sfvi__objective": "stochastic", "sfvi__warm_start_rounds": 2},
 }
+PUBLIC = {"query.model", "query.beginning"}
+OF_TOTALS = {"fedmgp", "sfvi-avg", "sfvi"}
+"""Methods that ask for totals only where there is nothing else."""
 
 
 @dataclass
@@ -66,8 +88,19 @@ def pair(request) -> Any:
     found = []
     for more in ({}, MASKED):
         grid, recorder = Transcript(configured(**keys, **more), 4), Recorder()
-        found.append((run(grid, recorder), recorder, grid))
+        with contextlib.ExitStack() as stack:
+            if not more and keys.get("method") in OF_TOTALS:
+                stack.enter_context(totals_only())
+            found.append((run(grid, recorder), recorder, grid))
     return found
+
+
+@contextlib.contextmanager
+def totals_only():
+    """Algorithms ask plain totals as they ask those under masks."""
+    whole = FederatedStrategy.roster
+    with mock.patch.object(FederatedStrategy, "roster", lambda own: replace(whole(own), totals_only=True)):
+        yield
 
 
 def test_figures_are_those_of_plain_totals(pair):
@@ -92,9 +125,15 @@ def test_the_server_sees_no_array_of_a_site(pair):
     assert {kind for _, kind, _ in grid.replies} >= {"query.describe", "query.keys", "query.local_scores"}
     for _, kind, reply in grid.replies:
         arrays = reply.content.array_records["arrays"]
-        if kind in {"query.keys", "query.model"}:  # a key, and what follows from the configuration alone
-            assert kind == "query.model" or len(arrays) == 0
-        elif kind != "query.describe":
+        if kind in {"query.keys", *PUBLIC}:  # a key, and what says nothing of rows
+            assert kind in PUBLIC or len(arrays) == 0
+        elif kind == "query.describe":  # what mean 0 and spread 1 of so many rows would say
+            rows = int(reply.content.metric_records["metrics"]["num-examples"])
+            told = {name: array.numpy() for name, array in arrays.items()}
+            assert {n: float(np.max(a)) for n, a in told.items()} == {
+                name: float(rows) if name.endswith("squares") else 0.0 for name in told
+            }
+        else:
             assert list(arrays) == ["masked"]
             assert arrays["masked"].numpy().dtype == np.uint64
             assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 0}
@@ -283,16 +322,31 @@ def test_single_sites_cannot_be_asked_under_masks(kind):
     assert len(grid.visits) == before
 
 
-@pytest.mark.parametrize("method", ["pvi", "sfvi-avg", "fedmgp", "pooled"])
+@pytest.mark.parametrize(
+    ("method", "keys", "reason"),
+    [
+        ("fedmgp", {"fedmgp__aggregation": "agreement"}, "weighs, compares or remembers single units"),
+        ("fedmgp", {"fedmgp__update": "pseudo-gradient", "fedmgp__aggregation": "median"}, "'median' weighs, compares"),
+        ("sfvi-avg", {"sfvi__structure": "full"}, "full covariances is no sum"),
+    ],
+)
+def test_what_is_no_sum_is_refused_with_the_reason(method, keys, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parse_config(configured(**MASKED, method=method, **keys))
+
+
+@pytest.mark.parametrize("method", ["pvi", "pooled"])
 def test_methods_of_more_than_totals_are_refused_by_name(method):
     grid = Transcript(configured(**MASKED, method=method, pvi__local_update="replay"), 3)
     with pytest.raises(ConfigError, match=f"{method}.*more than their sum|'{method}' sees the rows"):
         run(grid)
-    assert {kind for _, kind, _ in grid.replies} <= {"query.describe", "query.keys", "query.shape", "query.model"}
+    assert {kind for _, kind, _ in grid.replies} <= {
+        *("query.describe", "query.keys", "query.column_sums", "query.column_squares", "query.shape", "query.model")
+    }
 
 
 def test_drawing_sites_in_every_round_is_refused():
-    for method in ("fsgp", "fgpr", "sfvi"):
+    for method in ("fsgp", "fgpr", "sfvi", "fedmgp"):
         with pytest.raises(ConfigError, match=rf"`{method}.fraction` = 0.5 draws other sites"):
             run(FaultyGrid(configured(**MASKED, method=method, **{f"{method}__fraction": 0.5}), 3))
 
@@ -346,17 +400,57 @@ def test_real_sites_with_keys_of_their_own(real_nodes):
         run(FaultyGrid(configured(**MASKED), plain))
 
 
-def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
+def test_masks_are_the_default_where_every_site_has_a_trust_file(real_nodes, caplog):
+    """Nothing leaves in the clear then, whatever the key says; the run says so first and last."""
+    caplog.set_level("INFO", logger="fedgp")
     grid = Transcript(configured(), real_nodes)
-    with pytest.raises(RunError):
-        run(grid)
-    told = [
-        str(reply.content.config_records["config"].get("error", ""))
-        for _, kind, reply in grid.replies
-        if kind == "query.shape"
+    assert run(grid).details()["privacy"]["totals"] > 0
+    clear = {kind for _, kind, own in grid.replies if "masked" not in own.content.array_records["arrays"]}
+    assert clear == {"query.describe", "query.keys"}
+    lines = [record.message for record in caplog.records if record.message.startswith("totals under masks")]
+    assert len(lines) == 2
+    with pytest.raises(ConfigError, match="more than their sum"):
+        run(Transcript(configured(method="pvi"), real_nodes))
+
+
+def mixed(rows, seed):
+    """Numbers far from zero, text, and cells that are missing."""
+    rng = np.random.default_rng(seed)
+    frame = waves(rows, seed).assign(far=1e9 + rng.standard_normal(rows), small=1e-6 * rng.standard_normal(rows))
+    frame["ward"] = rng.choice(["a", "b", "c"], rows)
+    frame.loc[frame.index[:3], ["small"]] = np.nan
+    frame.loc[frame.index[2:5], ["ward"]] = None
+    return frame
+
+
+def test_what_sites_agree_on_is_that_of_plain_descriptions(tmp_path):
+    """Columns, levels, means, scales and missing cells from totals, where no site says anything of its own."""
+    nodes = [
+        {**node, "partition-id": number, "num-partitions": 3}
+        for number, node in enumerate(csv_nodes(tmp_path, {site: mixed(60, seed) for seed, site in enumerate("abc")}))
     ]
-    assert told
-    assert all("answers `query.shape` under masks alone" in line for line in told)
+    found = []
+    for more in ({}, MASKED):
+        flat = configured(num_server_rounds=1, missing="indicator", target="y", min_sites=3, **more)
+        found.append(run(Transcript(flat, nodes)).preparation)
+    plain, masked = found
+    assert masked.names == plain.names
+    for name, array in plain.arrays.items():
+        assert masked.arrays[name] == pytest.approx(array, rel=1e-9), name
+    assert [own["missing"] for own in masked.columns] == [own["missing"] for own in plain.columns]
+    assert masked.training_target == pytest.approx(plain.training_target, rel=1e-9)
+
+
+def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
+    """Where another site has none, the run does not mask by itself, and goes on without those that refuse."""
+    for key in ("site-key", "trust"):
+        del real_nodes[0][key]
+    grid = Transcript(configured(min_sites=1), real_nodes)
+    run(grid)
+    for site in ("north", "west"):
+        told = [reply.content.config_records["config"].get("error", "") for reply in grid.of("query.shape", site)]
+        assert told
+        assert all("answers `query.shape` under masks alone" in str(line) for line in told)
 
 
 def test_a_site_that_a_trust_file_lacks_is_named(real_nodes, tmp_path):
@@ -366,7 +460,9 @@ def test_a_site_that_a_trust_file_lacks_is_named(real_nodes, tmp_path):
     grid = Transcript(configured(**MASKED), real_nodes)
     with pytest.raises(RunError, match="can take part"):
         run(grid)
-    told = [str(reply.content.config_records["config"].get("error", "")) for reply in grid.of("query.shape", "east")]
+    told = [
+        str(reply.content.config_records["config"].get("error", "")) for reply in grid.of("query.column_sums", "east")
+    ]
     assert told == ["site 'west' of the roster is not in this site's trust file"] * len(told)
     assert told
 

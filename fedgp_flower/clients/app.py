@@ -143,6 +143,7 @@ class SiteApp(ClientApp):
         texts = {name: value for name, value in mixed.items() if isinstance(value, str)}
         numbers = {name: value for name, value in mixed.items() if name not in texts}
         texts |= {WARNING: rules.warning} if rules.warning else {}
+        numbers |= masking.stance(context, kind)
         return dict(zip(answered, outputs, strict=True)), {"num-examples": count, **numbers}, texts
 
     @staticmethod
@@ -179,7 +180,8 @@ class SiteApp(ClientApp):
         sent = context.state.array_records.get(CONSTANTS, ArrayRecord()) if kept is not None else ArrayRecord()
         constants = {name: array.numpy() for name, array in sent.items()}
         numbers = int(given["round"]), int(given["communication"])
-        return method(Setting(config, site, state, preparation, *numbers, constants, rules))
+        bare = masking.bare(context, config)
+        return method(Setting(config, site, state, preparation, *numbers, constants, rules, bare))
 
 
 def make_client_app(

@@ -38,6 +38,7 @@ from fedgp_flower.privacy.questions import (
     length,
     read_members,
 )
+from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.files import write_arrays, write_bytes
 from fedgp_flower.typing import NamedArrays
 
@@ -48,7 +49,9 @@ REQUEST, MEMBERS, ANSWERS, LAYOUT = "masked", "members", "answers", "layout"
 WORDS = "masked"
 """The one array of a reply."""
 KEYS = "query.keys"
-IN_THE_CLEAR = frozenset({"query.describe", KEYS})
+DESCRIBE, TRUST = "query.describe", "trust-file"
+"""Kind of the description, and the number in it that says that the site has a trust file."""
+IN_THE_CLEAR = frozenset({DESCRIBE, KEYS})
 """What a site that answers under masks alone still says by itself."""
 
 
@@ -88,6 +91,17 @@ def introduced(context: Context, run: str) -> tuple[NamedArrays, dict[str, Any],
     member = guard.identity.member(run, guard.site)
     latest = Journal(context, run).history.number
     return {}, {"num-examples": 0, "latest-question": latest}, {"key": member.key, "signature": member.signature}
+
+
+def stance(context: Context, kind: str) -> dict[str, int]:
+    """What a description says of masks: a site that has a trust file answers under masks alone."""
+    return {TRUST: 1} if kind == DESCRIBE and context.node_config.get("trust") else {}
+
+
+def bare(context: Context, config: RunConfig) -> bool:
+    """Whether this site describes its columns under masks alone; public ranges say nothing of rows anyway."""
+    masked = config.privacy.secure_aggregation or bool(context.node_config.get("trust"))
+    return masked and not config.privacy.bounds
 
 
 def require_masks(context: Context, wanted: bool, kind: str, public: bool) -> None:

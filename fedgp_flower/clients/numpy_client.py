@@ -27,7 +27,7 @@ from fedgp_flower.clients.latent_scores import latent_scores
 from fedgp_flower.clients.state import SiteState
 from fedgp_flower.clients.transformed import transformed_moments, transformed_quantiles, transformed_scores
 from fedgp_flower.data.sites import RawSite, SiteData
-from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.data.standardisation import Preparation, bare, column_squares, column_sums
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import build_kernel, wire_name
 from fedgp_flower.gp.placement import Placement
@@ -42,7 +42,17 @@ from fedgp_flower.methods.linear import (
     Moments,
     with_ones,
 )
-from fedgp_flower.methods.messages import LocalScoreSums, Nothing, ScoreSums, Shape, TargetMoments, TargetPowers
+from fedgp_flower.methods.messages import (
+    Centres,
+    ColumnSquares,
+    ColumnSums,
+    LocalScoreSums,
+    Nothing,
+    ScoreSums,
+    Shape,
+    TargetMoments,
+    TargetPowers,
+)
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.metrics import Scores, bernoulli_scores, gaussian_scores, mixture_scores
@@ -69,6 +79,8 @@ class Setting:
     """Arrays that the server sent once."""
     rules: Rules | None = None
     """The site's policy; None where nothing leaves."""
+    bare: bool = False
+    """Whether a description says nothing of the rows but their number: the rest is asked for under masks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +246,10 @@ class SiteClient(NumPyClient):
     def describe(self, request: Nothing) -> Said:
         """Counts, sums and sums of squares of the training rows, and the schema of the site's table."""
         del request
-        description = self.site.describe()
+        description = self.site.describe(self.config.privacy.bounds)
         counted = {"partitions": self.site.partitions, "dropped": self.site.dropped}
+        if self.setting.bare:
+            description, counted = bare(description), {**counted, "dropped": 0, "bare": 1}
         said = {**counted, "schema": description.schema, "label": self.site.label}
         return Said(dict(description.arrays), said)
 
@@ -246,6 +260,16 @@ class SiteClient(NumPyClient):
         moved = np.stack([family(power).forward(y) for power in request.powers]) - request.centres[:, None]
         slopes = np.array([family(power).log_slope(y).sum() for power in request.powers])
         return TargetMoments(moved.sum(axis=1), np.square(moved).sum(axis=1), slopes, np.array(float(len(y))))
+
+    def column_sums(self, request: Nothing) -> ColumnSums:
+        """What means are made of."""
+        del request
+        sums = column_sums(self.site.train, self.preparation)
+        return ColumnSums(**sums, dropped=np.array(float(self.site.dropped)))
+
+    def column_squares(self, request: Centres) -> ColumnSquares:
+        """What spreads are made of."""
+        return ColumnSquares(*column_squares(self.site.train, self.preparation, request.centre, request.scale))
 
     def shape(self, request: Nothing) -> Shape:
         """Where the standardised inputs lie, and the initial hyperparameters of the configured model."""

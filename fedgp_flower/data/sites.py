@@ -21,6 +21,7 @@ from fedgp_flower.data.standardisation import (
     Preparation,
     count_unknown_levels,
     describe,
+    described_by,
     encode_inputs,
     encode_targets,
 )
@@ -82,8 +83,10 @@ class RawSite:
         """Whether the rows are a share of a data set that this process holds whole."""
         return self.partitions > 0
 
-    def describe(self) -> Description:
-        """Sums and level counts of the training rows: the answer to ``query.describe``."""
+    def describe(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> Description:
+        """Sums and level counts of the training rows, or what public ranges imply: the answer to ``query.describe``."""
+        if ranges:
+            return described_by(ranges, self.train, self.features, self.target)
         return describe(self.train, self.features, self.target)
 
     def encode(self, preparation: Preparation) -> SiteData:

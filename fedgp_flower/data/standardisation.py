@@ -26,6 +26,9 @@ from fedgp_flower.privacy.disclosure import OTHER
 from fedgp_flower.transforms import Transform, transform_of
 from fedgp_flower.typing import Array, NamedArrays
 
+MISSING = "features.missing"
+"""Array of missing cells of the numeric columns, where a cell of any column is missing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -103,7 +106,7 @@ def describe(frame: pd.DataFrame, features: Sequence[str], target: str) -> Descr
     values = frame[numeric].to_numpy(dtype=np.float64)
     arrays: NamedArrays = {f"features.{part}": value for part, value in zip(parts, summed(values), strict=True)}
     if frame[list(features)].isna().any(axis=None):
-        arrays["features.missing"] = np.isnan(values).sum(axis=0)
+        arrays[MISSING] = np.isnan(values).sum(axis=0)
     if goal.kind == "numeric":
         own = summed(frame[[target]].to_numpy(dtype=np.float64))
         arrays |= {f"target.{part}": value[0].reshape(()) for part, value in zip(parts, own, strict=True)}
@@ -113,6 +116,59 @@ def describe(frame: pd.DataFrame, features: Sequence[str], target: str) -> Descr
             arrays[f"levels.{column.name}"] = np.bincount(index, minlength=len(column.levels)).astype(np.int64)
     schema = {"features": [column.as_json() for column in columns], "target": goal.as_json()}
     return Description(arrays, json.dumps(schema), len(frame))
+
+
+def bare(description: Description) -> Description:
+    """Columns, kinds, levels and the number of rows alone: sums are those of mean 0 and spread 1, counts even."""
+    rows = description.num_examples
+    arrays: NamedArrays = {}
+    for name, own in description.arrays.items():
+        if name.startswith("levels."):
+            arrays[name] = np.full(own.shape, rows // own.size, np.int64)
+            arrays[name][: rows % own.size] += 1
+        elif name != MISSING:
+            arrays[name] = np.full(own.shape, float(rows) if name.endswith(".squares") else 0.0)
+    return Description(arrays, description.schema, rows)
+
+
+def column_sums(frame: pd.DataFrame, agreed: Preparation) -> dict[str, Array]:
+    """Sums Σx and Σ|x|, missing cells of each numeric column [C], and rows of each level [T], in schema order."""
+    values = frame[list(agreed.numeric)].to_numpy(dtype=np.float64)
+    texts = [column for column in (*agreed.columns, agreed.target) if column.kind == "categorical"]
+    counts = [np.bincount(_level_index(frame[c.name].dropna(), c), minlength=len(c.levels)) for c in texts]
+    return {
+        "sums": np.nansum(values, axis=0),
+        "sizes": np.nansum(np.abs(values), axis=0),
+        "missing": np.isnan(values).sum(axis=0).astype(np.float64),
+        "levels": np.concatenate([np.empty(0), *counts]),
+    }
+
+
+def column_squares(frame: pd.DataFrame, agreed: Preparation, centre: Array, scale: Array) -> tuple[Array, Array]:
+    """Sums of (x − c)/s and of its square of each numeric column [C]."""
+    deviation = (frame[list(agreed.numeric)].to_numpy(dtype=np.float64) - centre) / scale
+    return np.nansum(deviation, axis=0), np.nansum(deviation**2, axis=0)
+
+
+def described_by(
+    ranges: Mapping[str, tuple[float, float]], frame: pd.DataFrame, features: Sequence[str], target: str
+) -> Description:
+    """What as many rows say that are spread evenly over public ranges: nothing of the rows but their number.
+
+    Raises:
+        DataError: a column has no range, or is of text, whose levels are not public.
+    """
+    columns = [_column_of(frame[name], name) for name in (*features, target)]
+    if odd := [column.name for column in columns if column.kind != "numeric" or column.name not in ranges]:
+        raise DataError(f"column `{odd[0]}` is of text or has no range in `privacy.ranges`: add it, or leave it out")
+    low, high = np.array([ranges[column.name] for column in columns], dtype=np.float64).T
+    rows = len(frame)
+    squares = rows * (high - low) ** 2 / 12
+    sums = {"sum": rows * (low + high) / 2, "residual": np.zeros(len(columns)), "squares": squares}
+    arrays: NamedArrays = {f"features.{part}": own[:-1] for part, own in sums.items()}
+    arrays |= {f"target.{part}": own[-1].reshape(()) for part, own in sums.items()}
+    schema = {"features": [column.as_json() for column in columns[:-1]], "target": columns[-1].as_json()}
+    return Description(arrays, json.dumps(schema), rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +195,11 @@ class Preparation:
     def features(self) -> tuple[str, ...]:
         """Names of the feature columns of a table."""
         return tuple(column.name for column in self.columns)
+
+    @property
+    def numeric(self) -> tuple[str, ...]:
+        """Names of the columns of numbers, the target among them."""
+        return tuple(column.name for column in (*self.columns, self.target) if column.kind == "numeric")
 
     def fingerprint(self) -> bytes:
         """Equal for preparations that encode rows alike."""

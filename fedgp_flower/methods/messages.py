@@ -142,6 +142,41 @@ class TargetMoments:
         return None
 
 
+@message("query.column_sums", summand=True)
+class ColumnSums:
+    """What means are made of: under masks in place of a site's own description."""
+
+    sums: Float[ndarray, " columns"] = leaves("Σ x of each numeric column")
+    sizes: Float[ndarray, " columns"] = leaves("Σ |x|")
+    missing: Float[ndarray, " columns"] = leaves("missing cells")
+    levels: Float[ndarray, " levels"] = leaves("rows of each level of each column of text")
+    dropped: Float[ndarray, ""] = leaves("rows left out for a missing cell")
+
+    def num_parameters(self) -> int:
+        """Columns and levels."""
+        return len(self.sums) + len(self.levels)
+
+
+@message()
+class Centres:
+    """About what, and in what units, squares are wanted."""
+
+    centre: Float[ndarray, " columns"] = leaves("means over all sites")
+    scale: Float[ndarray, " columns"] = leaves("mean sizes over all sites")
+
+
+@message("query.column_squares", summand=True)
+class ColumnSquares:
+    """What spreads are made of."""
+
+    residual: Float[ndarray, " columns"] = leaves("Σ (x − c)/s of each numeric column")
+    squares: Float[ndarray, " columns"] = leaves("Σ (x − c)²/s²")
+
+    def num_parameters(self) -> int:
+        """Columns."""
+        return len(self.squares)
+
+
 def count_parameters(values: Mapping[str, np.ndarray]) -> int:
     """M and hyperparameters: a point [M, D] counts once, however many coordinates it has."""
     return sum(len(array) if array.ndim > 1 and len(array) > 1 else array.size for array in values.values())

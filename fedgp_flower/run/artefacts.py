@@ -372,6 +372,17 @@ def _read_run(path: Path) -> RunData:
     )
 
 
+def read_checkpoint(path: Path) -> Snapshot:
+    """Read the last complete round of a run.
+
+    Raises:
+        RunError: when the run has none.
+    """
+    folder = path / "checkpoint"
+    content = read_json(folder / "checkpoint.json")
+    return Snapshot(read_arrays(folder / content["arrays"]), content["state"])
+
+
 def read_posterior(path: Path) -> Posterior:
     """Read the posterior of a run, to predict from.
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import (
@@ -23,6 +24,7 @@ from fedgp_flower.options import (
     FlatConfig,
     MethodOptions,
     ModelSection,
+    NonNegative,
     OptimizerSection,
     Positive,
     PositiveInt,
@@ -83,6 +85,28 @@ class PrivacySection(Section):
     single sites are refused. See ``docs/privacy.md``."""
     min_sites: Annotated[int, Field(ge=3)] = 3
     """Fewest sites in a sum under masks; a site may insist on more."""
+    epsilon: NonNegative = 0.0
+    """Differential privacy for a training row that is replaced by another: ε of everything that training tells, by
+    noise in the sums (``fsgp``); 0: none. See ``docs/privacy.md``."""
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """δ of it."""
+    ranges: str = ""
+    """Public range of every column that is used, as JSON: ``{"age": [0, 110], "y": [-3, 3]}``. With ``epsilon`` they
+    stand for means and scales, targets are clipped to theirs, and sites describe nothing of their rows but how many."""
+
+    @property
+    def bounds(self) -> dict[str, tuple[float, float]]:
+        """The ranges, by column."""
+        return TypeAdapter(dict[str, tuple[float, float]]).validate_json(self.ranges) if self.ranges else {}
+
+    @field_validator("ranges")
+    @classmethod
+    def _known_ranges(cls, text: str) -> str:
+        """JSON of columns with their lower and upper end."""
+        found = TypeAdapter(dict[str, tuple[float, float]]).validate_json(text) if text else {}
+        if odd := [name for name, (low, high) in found.items() if not -math.inf < low < high < math.inf]:
+            raise ValueError(f"the range of `{odd[0]}` should be [low, high] with low < high, both finite")
+        return text
 
 
 class CoreConfig(Section):
@@ -175,6 +199,30 @@ class CoreConfig(Section):
                 " masks is what a few sites added; set it to 1, or `privacy.secure-aggregation` to false"
             )
 
+    def require_accounted(self, options: MethodOptions) -> None:
+        """Refuse a budget where anything is told that is not paid for from it.
+
+        Raises:
+            ConfigError: naming the key that stands in the way.
+        """
+        if not self.privacy.epsilon:
+            if self.privacy.ranges:
+                raise ConfigError("`privacy.ranges` is read where `privacy.epsilon` is set; leave it out")
+            return
+        told = [f"`baselines.{name.replace('_', '-')}`" for name in ("linear", "local_only", "pooled")]
+        told = [key for key, on in zip(told, dict(self.baselines).values(), strict=False) if on]
+        wrong = {
+            f"`method` = {self.method!r} adds no noise; take 'fsgp'": not options.accounted,
+            f"{', '.join(told)}: baselines tell of rows and are not paid for; set them to false": bool(told),
+            "`privacy.ranges` is empty: means and scales of rows are not paid for, so public ranges must be given": (
+                not self.privacy.ranges
+            ),
+            "`standardise` = false: set it to true; the ranges are what columns are scaled by": not self.standardise,
+            f"`missing` = {self.missing!r} tells how many cells are; set it to 'error'": self.missing != "error",
+        }
+        if reasons := [reason for reason, holds in wrong.items() if holds]:
+            raise ConfigError(f"`privacy.epsilon` = {self.privacy.epsilon:g} cannot be promised: {'; '.join(reasons)}")
+
 
 class RunConfig(CoreConfig):
     """Core keys plus the table of the chosen method as ``options``."""
@@ -252,6 +300,7 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
         model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
         core = core.model_copy(update={"model": model})
     chosen.check(core)
+    core.require_accounted(chosen)
     return RunConfig.model_construct(**{name: getattr(core, name) for name in CoreConfig.model_fields}, options=chosen)
 
 

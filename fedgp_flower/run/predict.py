@@ -102,7 +102,7 @@ class Predictor:
         if run.posterior is None or reason:
             raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
         with reading(run.path):
-            preparation = _preparation(run.posterior)
+            preparation = preparation_of(run.posterior)
         model: SavedModel = load(row_of(run).posterior)
         try:
             standardised = model(run.posterior, preparation.names)
@@ -392,10 +392,11 @@ def _at_node(read: RunData, config: RunConfig, rows: RawSite, arrays: NamedArray
         raise RunError(f"{read.path} is a run of {read.metrics.method!r}; only {able} can predict at a site")
     model: SiteModel = load(reference)
     standardised = model(read, config, rows, arrays)
-    return standardised and Predictor(read, read.posterior, _preparation(read.posterior), standardised, rows)
+    return standardised and Predictor(read, read.posterior, preparation_of(read.posterior), standardised, rows)
 
 
-def _preparation(posterior: Posterior) -> Preparation:
+def preparation_of(posterior: Posterior) -> Preparation:
+    """What the sites agreed on."""
     return Preparation.from_wire(posterior.arrays, json.dumps(posterior.schema))
 
 

@@ -6,19 +6,20 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from fedgp_flower.errors import DataError, ProtocolError, RunError
-from fedgp_flower.methods.messages import Described
+from fedgp_flower.methods.messages import Centres, ColumnSquares, ColumnSums, Described, Nothing
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.overview import described
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.network import Failure, Network
-from strategies.server.standardisation import SiteDescription, agree, encoded_sums, squares_about
+from strategies.server.questions import Asking, Summed, Total
+from strategies.server.standardisation import SiteDescription, agree, encoded_sums, squares_about, summed_arrays
 from strategies.server.wire import Answer
 
 logger = logging.getLogger("fedgp")
@@ -27,6 +28,9 @@ DATA = "fedgp.data"
 
 ROWS_PER_INPUT = 3
 """Fewer training rows than this for an encoded input are worth a warning."""
+BARE = "bare"
+"""Number in a description that says nothing of rows."""
+UNMASKABLE = "its numbers are not finite or too large for masks; write such a column in larger units"
 ARRAYS = ("input.mean", "input.scale", "target.mean", "target.scale")
 
 
@@ -200,7 +204,54 @@ def meet(network: Network, config: RunConfig) -> Enrolment:
     """
     described = _gather(network, config)
     network.require(config.min_sites)
+    hidden = [site for site, own in described.items() if own.number(BARE)]
+    if hidden and len(hidden) == len(described):  # what is known of the columns, their totals will say
+        return Enrolment.of(described, config)
+    for site in hidden:
+        dismiss(network, site, "it describes its columns under masks alone, and other sites have no trust file")
+        del described[site]
+    network.require(config.min_sites)
     return _announced(network, Enrolment.of(described, config))
+
+
+def from_totals(enrolment: Enrolment, network: Network) -> Asking[Enrolment]:
+    """Means, spreads and levels from two totals, in place of what each site would have said.
+
+    They are agreed on as if they came from one site. A column is measured in its mean size, so that squares of large
+    numbers stay within what masks can carry.
+
+    Raises:
+        RunError: some site added nothing.
+    """
+    met = enrolment.preparation
+    first: Summed[ColumnSums] = yield Total(ColumnSums, Nothing())
+    if first.total is None or first.silent:
+        raise RunError(f"the columns of some site are in no total: {UNMASKABLE}. {network.latest_failures()}")
+    own, rows = first.total, sum(met.rows[site] for site in first.sites)
+    filled = np.maximum(rows - own.missing, 1)
+    size = np.where(own.sizes > 0, own.sizes / filled, 1.0)
+    second: Summed[ColumnSquares] = yield Total(ColumnSquares, Centres(own.sums / filled, size), first.sites)
+    if second.total is None or second.silent or second.sites != first.sites:
+        raise RunError(f"the columns of some site are in no total: {UNMASKABLE}. {network.latest_failures()}")
+    parts = own.sums, second.total.residual * size, second.total.squares * size**2
+    config, arrays = enrolment.config, summed_arrays(met.schema, parts, own.missing, own.levels, rows)
+    agreement = agree(
+        {"all sites": SiteDescription(arrays, met.schema, rows)},
+        standardise=config.standardise,
+        likelihood=config.model.likelihood,
+        max_levels=config.max_levels,
+        missing=config.missing,
+    )
+    found = replace(
+        met,
+        arrays=dict(agreement.arrays),
+        schema=agreement.schema,
+        names=agreement.names,
+        training_target=agreement.training_target,
+        columns=agreement.columns,
+        dropped=int(own.dropped),
+    )
+    return _announced(network, replace(enrolment, preparation=found, refused={}, constant=agreement.constant))
 
 
 def agree_again(network: Network, enrolment: Enrolment, contradicted: Mapping[str, str]) -> Enrolment:

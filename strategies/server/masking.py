@@ -29,7 +29,9 @@ logger = logging.getLogger("fedgp")
 
 REQUEST, MEMBERS, ANSWERS, LAYOUT, WORDS, KEYS = "masked", "members", "answers", "layout", "masked", "query.keys"
 """Names in messages, see :mod:`fedgp_flower.clients.masking`."""
-SEEN = "column names, levels of text with their counts, rows, sums and squares (`query.describe`), keys, who is silent"
+TRUST = "trust-file"
+"""Number in a description, likewise."""
+SEEN = "names and kinds of columns, levels of text, numbers of rows (`query.describe`), keys, who is silent"
 """What the server still sees of each site."""
 
 

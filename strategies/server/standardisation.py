@@ -89,6 +89,23 @@ def _parse(description: SiteDescription) -> _Described:
     return _Described(description.num_examples, names, target["name"], kinds, sums, counts, filled)
 
 
+def summed_arrays(
+    schema: str, parts: Sequence[Array], missing: Array, levels: Array, rows: int
+) -> dict[str, NDArray[np.generic]]:
+    """A description's arrays from totals over all columns, the target last, as :class:`_Described` reads them."""
+    features, target = _parse_schema(schema)
+    numeric = sum(column["kind"] == "numeric" for column in features)
+    found: dict[str, NDArray[np.generic]] = {f"features.{n}": p[:numeric] for n, p in zip(SUMS, parts, strict=True)}
+    if target["kind"] == "numeric":
+        found |= {f"target.{name}": part[numeric].reshape(()) for name, part in zip(SUMS, parts, strict=True)}
+    gone = bool(missing.any())
+    for column in (column for column in (*features, target) if column["kind"] == "categorical"):
+        counts, levels = levels[: len(column["levels"])], levels[len(column["levels"]) :]
+        found[f"levels.{column['name']}"] = np.rint(counts).astype(np.int64)
+        gone |= counts.sum() < rows - 0.5
+    return found | ({GONE: np.rint(missing[:numeric])} if gone else {})
+
+
 def _float(value: NDArray[np.generic]) -> Array:
     return np.asarray(value, dtype=np.float64)
 

@@ -39,7 +39,7 @@ from strategies.server.course import Course, rise
 from strategies.server.evaluation import Evaluation, of_all
 from strategies.server.finalise import Posterior
 from strategies.server.keywords import configured, documented, signature
-from strategies.server.masking import MEMBERS, MaskedContract, Masking
+from strategies.server.masking import MEMBERS, TRUST, MaskedContract, Masking
 from strategies.server.network import Expected, Network, echo_of
 from strategies.server.questions import Asking, Each, Figures, First, Question, Refuse, Roster, Summed, Total
 from strategies.server.wire import Answer, Specs, Texts, answers, array_record, claimed_site, numpy_arrays
@@ -365,14 +365,20 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         if self.snapshot is not None:
             saved = enrolment.Preparation.from_snapshot(self.snapshot)
             met = enrolment.meet_again(self.network, self.config, saved)
+            self._mask("privacy" in self.snapshot.facts)
             self._exchange_keys(met.simulated)
             self._agreed(met)
             self._resume(self.snapshot)
             self._share(self.constants(self.current))
             return
         self.enrolment = enrolment.meet(self.network, self.config)
+        self._mask(all(own.number(TRUST) for own in self.enrolment.described.values()))
         preparation = self.enrolment.preparation
         self._exchange_keys(preparation.simulated)
+        if any(own.number(enrolment.BARE) for own in self.enrolment.described.values()):
+            self._agreed(preparation)
+            self.enrolment = self.ask_through(enrolment.from_totals(self.enrolment, self.network))
+            preparation = self.enrolment.preparation
         while True:
             try:
                 self._agreed(self.adjusted(self._transformed(preparation)))
@@ -562,6 +568,19 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         return Summed(add(answers.values()) if answers else None, tuple(answers))
 
     # Totals under masks.
+
+    def _mask(self, wanted: bool) -> None:
+        """Set ``privacy.secure-aggregation`` where every site has a trust file, and so answers under masks alone.
+
+        Raises:
+            ConfigError: as configured, the method works with more than totals.
+        """
+        if wanted and not self.config.privacy.secure_aggregation:
+            logger.info("every site has a trust file: totals are asked under masks")
+            privacy = self.config.privacy.model_copy(update={"secure_aggregation": True})
+            self.config = self.config.model_copy(update={"privacy": privacy})
+            self.options.check(self.config)
+            self.network.introduction = {"configuration": self._settings()}
 
     def _exchange_keys(self, simulated: bool) -> None:
         """Agree who takes part in totals, where they are masked, and say what the server will see."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal, cast
 
@@ -17,6 +18,7 @@ from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.errors import ConfigError, NumericsError
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.fedmgp.deviation import predict_with_deviation
+from fedgp_flower.methods.fedmgp.exact_q import posterior
 from fedgp_flower.methods.fedmgp.latents import (
     FACTOR,
     INDUCING,
@@ -33,13 +35,17 @@ from fedgp_flower.methods.fedmgp.learner import LocalSteps, Memories, Memory, fi
 from fedgp_flower.methods.fedmgp.likelihoods import Kind, log_density, moments, regression_targets
 from fedgp_flower.methods.fedmgp.messages import (
     PSEUDO_INPUTS,
+    AlignedStatistics,
     Broadcast,
     Curve,
     CurveRequest,
+    Directions,
     FirstStatistics,
     Known,
     NaturalGradient,
     PseudoGradient,
+    PseudoGradientSum,
+    Towards,
     Trials,
     TrialStatistics,
     View,
@@ -120,6 +126,17 @@ class FedMGPClient(UnitClient):
         data = self.unit(request)
         return FirstStatistics(statistics(data, request, starting_parameters(data, request, self.search)))
 
+    def directions(self, request: Latents) -> Directions:
+        """Where the unit's first look at g points."""
+        mean = posterior(self.first(request).statistics).mean
+        return Directions(np.outer(mean, mean))
+
+    def aligned(self, request: Towards) -> AlignedStatistics:
+        """Its first statistics with the sign of a direction."""
+        own = self.first(request.latents).statistics
+        sign = math.copysign(1.0, float(posterior(own).mean @ request.direction))
+        return AlignedStatistics(replace(own, shift=sign * own.shift))
+
     def exact(self, request: Trials) -> TrialStatistics:
         """One exact round: improve φ_m with q fixed, answer with statistics at every trial move."""
         latents, q, known = request.view.latents, request.view.posterior, request.view.known
@@ -143,7 +160,7 @@ class FedMGPClient(UnitClient):
         x, y = torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y)
         name: Literal["adam", "sgd"] = "sgd" if optimizer.name == "sgd" else "adam"
         steps = LocalSteps(self.options.local_steps, request.learning_rate, name, optimizer.batch_size)
-        update = local_update(model, x, y, steps, weight=request.share, generator=self._generator())
+        update = local_update(model, x, y, steps, weight=self.share(request), generator=self._generator())
         with torch.no_grad():
             fit = float(model.expected_log_likelihood(x, y).mean())
         if not np.isfinite(fit):
@@ -167,7 +184,7 @@ class FedMGPClient(UnitClient):
             return None if batch == 0 or batch >= len(rows.y) else rng.permutation(len(rows.y))[:batch]
 
         steps = self.options.local_steps, request.learning_rate, self.options.natural_step
-        after, phi = natural_steps(given, (rows.x, rows.y, latents, phi), draw, steps, weight=request.share)
+        after, phi = natural_steps(given, (rows.x, rows.y, latents, phi), draw, steps, weight=self.share(request))
         self.remember(UnitState(phi, phi, np.exp(after[SCALES])), request.known)
         mean, variance = predict(rows.x, latents, q, phi)
         misfit = float(np.mean((rows.y - mean) ** 2 + variance))
@@ -175,6 +192,14 @@ class FedMGPClient(UnitClient):
         update = {name: given[name] - after[name] for name in after}
         flat = np.array(float(self.is_flat(data, phi)))
         return NaturalGradient(update, float(fit), np.array(float(memory is None)), flat)
+
+    def pseudo_sum(self, request: Broadcast) -> PseudoGradientSum:
+        """The same as a summand."""
+        return PseudoGradientSum.of(self.train(request), self.share(request), self.num_examples)
+
+    def share(self, request: Broadcast) -> float:
+        """p_m (Algorithm 2): 1/M, or N_m / Σ N_m."""
+        return (self.num_examples if self.options.weights == "examples" else 1) / request.whole
 
     def is_flat(self, data: UnitData, phi: UnitParameters) -> bool:
         """Whether noise explains nearly all of the signal; the share itself would reveal the unit's noise."""

@@ -66,6 +66,30 @@ class FirstStatistics:
         return None if possible_start(self.statistics, rows) else "first statistics that its rows cannot produce"
 
 
+@message("query.directions", summand=True)
+class Directions:
+    """Where a unit's first look at g points, whatever its sign: the sum has as first eigenvector what most share."""
+
+    outer: Float[ndarray, "L L"] = leaves("m mᵀ, m = (I + G)⁻¹ b of the first statistics", symmetric=True)
+
+    def num_parameters(self) -> int:
+        """L, inducing values of all latent functions."""
+        return len(self.outer)
+
+
+@message()
+class Towards:
+    """First statistics are wanted with the sign that agrees with a direction."""
+
+    latents: Latents
+    direction: Float[ndarray, " L"]
+
+
+@message("query.aligned", summand=True)
+class AlignedStatistics(FirstStatistics):
+    """:class:`FirstStatistics`, of −y where the unit's m points away from the direction: these can be added."""
+
+
 @message()
 class Trials:
     """Improve φ_m with q(u) fixed, and answer with statistics at every trial move."""
@@ -123,7 +147,13 @@ class TrialStatistics:
             return f"`precision`: {self.precision.shape[1]} numbers are no triangle of {size} rows"
         if not all(semidefinite(own) for own in self.each()):
             return "statistics that no rows can produce: a precision is not positive semi-definite"
-        return _no_flag(self.flat, self.fresh)
+        return None
+
+    @staticmethod
+    def outliers(answers: Mapping[str, TrialStatistics], rows: Mapping[str, int]) -> dict[str, str]:
+        """Flags of single units that are none; a total counts them."""
+        del rows
+        return {site: why for site, own in answers.items() if (why := _no_flag(own.flat, own.fresh))}
 
 
 @message()
@@ -134,7 +164,7 @@ class Broadcast:
     inducing: Float[ndarray, "J D"] = leaves("W, where it is not learned")
     known: Known
     learning_rate: float = leaves("of the first local step of this round")
-    share: float = leaves("p_m, the unit's weight in the local risk")
+    whole: float = leaves("what a unit's rows, or 1, are divided by for p_m, its weight in the local risk")
 
 
 @message("train")
@@ -162,6 +192,35 @@ class PseudoGradient:
 @message("train.natural")
 class NaturalGradient(PseudoGradient):
     """What local steps on natural parameters make of θ: log S, and λ and h of q(u)."""
+
+
+@message("train.pseudo_sum", summand=True)
+class PseudoGradientSum:
+    """The summand of a weighted mean of :class:`PseudoGradient`."""
+
+    parameters: Mapping[str, AnyShape] = leaves("p_m Δ_m", as_sent=True)
+    share: Float[ndarray, ""] = leaves("p_m")
+    fit: Float[ndarray, ""] = leaves("sum over rows of E_q log p(y | f) after the steps")
+    rows: Float[ndarray, ""] = leaves("number of rows")
+    fresh: Float[ndarray, ""] = leaves("1 where the unit had no memory to go on from")
+    flat: Float[ndarray, ""] = leaves("1 where noise explains nearly all of the signal")
+
+    def num_parameters(self) -> int:
+        """Entries of θ; matrices by their rows."""
+        return count_parameters(self.parameters)
+
+    @staticmethod
+    def of(own: PseudoGradient, share: float, rows: int) -> PseudoGradientSum:
+        """A unit's summand."""
+        update = {name: np.asarray(share * array) for name, array in own.parameters.items()}
+        flat = 0.0 if own.flat is None else own.flat
+        return PseudoGradientSum(update, *map(np.asarray, (share, rows * own.fit, float(rows), own.fresh, flat)))
+
+    def mean(self, units: int) -> PseudoGradient:
+        """Σ p_m Δ_m / Σ p_m of a total over so many units."""
+        update = {name: np.asarray(array / self.share) for name, array in self.parameters.items()}
+        fresh, flat = np.asarray(self.fresh > 0, float), np.asarray(self.flat / units)
+        return PseudoGradient(update, float(self.fit / self.rows), fresh, flat)
 
 
 def _no_flag(*values: ndarray) -> str | None:

@@ -14,6 +14,10 @@ OF_EXACT = ("mean", "agreement", "sum")
 """Rules of exact rounds; those of Algorithm 2 are the table of ``strategies.server.aggregators``."""
 
 
+OF_TOTALS = ("mean", "sum")
+"""Rules that need no more than the sum over units."""
+
+
 class FedMGPOptions(MethodOptions):
     """How units share latent functions; the number of pseudo-inputs J is ``model.num-inducing``."""
 
@@ -43,8 +47,9 @@ class FedMGPOptions(MethodOptions):
     linear model of coregionalisation, from which smoothing is then released. At most half of the rounds of a start."""
     aggregation: str = "mean"
     """Exact rounds: ``mean``, ``agreement`` (units that share g with most others), or ``sum``, which asks for the sum
-    over units alone, so that a unit counts only in rounds it answers. Pseudo-gradients: ``mean``, ``loss-weighted``,
-    ``norm-clipped``, ``median``, ``trimmed-mean``, ``krum``, ``multi-krum``, ``staleness-weighted``."""
+    over units alone, so that a unit counts only in rounds it answers; under masks ``mean`` is that too.
+    Pseudo-gradients: ``mean``, ``loss-weighted``, ``norm-clipped``, ``median``, ``trimmed-mean``, ``krum``,
+    ``multi-krum``, ``staleness-weighted``."""
     fraction: Fraction = 1.0
     """Share ρ of the units that take part in a round; at least one does."""
     pseudo_inputs: Literal["auto", "grid", "scattered"] = "auto"
@@ -143,6 +148,7 @@ class FedMGPOptions(MethodOptions):
     def check(self, core: CoreConfig) -> None:
         """A squared-exponential kernel, and a rule that fits the update."""
         self._check_core(core)
+        self._check_totals(core)
         if core.model.kernel != "rbf":
             raise ConfigError(f"`model.kernel` = {core.model.kernel!r}: a convolution in closed form needs 'rbf'")
         self._check_deviations(core)
@@ -189,6 +195,17 @@ class FedMGPOptions(MethodOptions):
                 "`fedmgp.covariance` = 'deviations' needs one latent function, whole batches of a Gaussian likelihood "
                 "and `fedmgp.aggregation` = 'mean' or 'sum', which are the same for it"
             )
+
+    def _check_totals(self, core: CoreConfig) -> None:
+        """Under masks there are all units of a roster, and nothing but their sum."""
+        core.require_whole_rosters("fedmgp.fraction", self.fraction)
+        if core.privacy.secure_aggregation and self.aggregation not in OF_TOTALS:
+            raise ConfigError(
+                f"`fedmgp.aggregation` = {self.aggregation!r} weighs, compares or remembers single units, and totals"
+                " under masks show none; set it to 'mean', or `privacy.secure-aggregation` to false"
+            )
+        if core.privacy.secure_aggregation and self.parametrisation == "natural":
+            raise ConfigError("`fedmgp.parametrisation` = 'natural' is not summed under masks; take 'factor'")
 
     @staticmethod
     def _check_core(core: CoreConfig) -> None:

@@ -10,12 +10,17 @@ from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import Fraction, MethodOptions, Positive, PositiveInt
 from fedgp_flower.run.config import CoreConfig
 
+STATIONARY = ("rbf", "matern32", "matern52")
+"""Kernels of one amplitude with which differential privacy bounds a row."""
+
 
 class FSGPOptions(MethodOptions):
     """The table ``fsgp.*``."""
 
     table: ClassVar[str] = "fsgp"
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
+    other_clients: ClassVar[tuple[str, ...]] = ("fedgp_flower.methods.fsgp.private_client:PrivateClient",)
+    accounted: ClassVar[bool] = True
 
     objective: Literal["profiled", "exact", "average"] = "profiled"
     """``profiled``: the bound of all rows in about twenty exchanges, from where the sites' own fits and their priors
@@ -39,8 +44,18 @@ class FSGPOptions(MethodOptions):
     tolerance: Annotated[float, Field(ge=0)] = 1e-6
     """``exact``, ``profiled``: stop when the bound per row changes less than this, relative to its size."""
 
+    trials: PositiveInt = 1
+    """With ``privacy.epsilon``: how many lengthscales are tried, by factors of two around ``model.lengthscale``; they
+    share the budget."""
+
+    def client_for(self, core: CoreConfig) -> str:
+        """The site's half that adds noise, where there is a budget."""
+        return self.other_clients[0] if core.privacy.epsilon else ""
+
     def strategy_for(self, core: CoreConfig) -> str:
         """The Strategy of ``fsgp.objective``; of the dual form where the likelihood is not Gaussian."""
+        if core.privacy.epsilon:
+            return "strategies.fsgp_private:FSGPPrivate"
         if core.model.likelihood != "gaussian":
             return "strategies.fsgp_duals:FSGPDuals"
         strategies = {
@@ -76,3 +91,8 @@ class FSGPOptions(MethodOptions):
                 " is 'profiled', which has an optimiser of its own"
             )
         core.require_whole_rosters("fsgp.fraction", self.fraction)
+        if core.privacy.epsilon and (core.model.likelihood != "gaussian" or core.model.kernel not in STATIONARY):
+            raise ConfigError(
+                "`privacy.epsilon` needs `model.likelihood` = 'gaussian' and `model.kernel` one of"
+                f" {', '.join(STATIONARY)}: k(x, x) is the same for every row then, which bounds what it adds"
+            )

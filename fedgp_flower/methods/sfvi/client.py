@@ -29,6 +29,7 @@ from fedgp_flower.methods.sfvi.messages import (
     GradientRequest,
     GradientShare,
     LocalEnd,
+    LocalEndSum,
     LocalStepsRequest,
     ModelStart,
 )
@@ -100,6 +101,11 @@ class SFVIClient(StructuredClient):
         end = (q_global, q_local, scaled(moments, 1 / factor))
         self.remember(learner, end, answer, averaged=True, fresh=fresh)
         return answer
+
+    def average_sum(self, request: LocalStepsRequest) -> LocalEndSum:
+        """The same as a summand."""
+        weight = float(self.num_examples) if self.options.weights == "rows" else 1.0
+        return LocalEndSum.of(self.average(request), weight)
 
     def beginning(self, request: Nothing) -> Beginning:
         """Whether this site began anew in the latest round."""

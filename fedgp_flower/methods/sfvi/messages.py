@@ -18,6 +18,7 @@ from fedgp_flower.typing import AnyShape
 
 MOVE = 100.0
 """Farthest that local steps take a parameter in one round; coefficients have units of their own."""
+SCALE = "q.log_scale"
 
 
 @message("query.model", public=True)
@@ -31,7 +32,7 @@ class ModelStart:
 
 def _counted(values: Mapping[str, ndarray]) -> int:
     """Entries of θ, and the length of Z_G."""
-    scales = ("q.log_scale", "q.lower")
+    scales = (SCALE, "q.lower")
     return count_parameters({name: array for name, array in values.items() if name not in scales})
 
 
@@ -88,6 +89,37 @@ class LocalEnd:
     def num_parameters(self) -> int:
         """Entries of θ and Z_G."""
         return _counted(self.values)
+
+
+@message("train.average_sum", summand=True)
+class LocalEndSum:
+    """The summand of the average of :class:`LocalEnd`: of diagonal Gaussians the barycentre is the mean of μ and σ."""
+
+    values: Mapping[str, AnyShape] = leaves("w θ and w μ_G, and under `q.log_scale` w σ_G", as_sent=True)
+    weight: Float[ndarray, ""] = leaves("w, the rows of the site, or 1")
+    objective: Float[ndarray, ""] = leaves("w times what the site takes for the bound of all rows")
+    fresh: int = leaves("1 where the site had no memory of earlier rounds and caught up")
+
+    def num_parameters(self) -> int:
+        """Entries of θ and Z_G."""
+        return _counted(self.values)
+
+    @staticmethod
+    def of(own: LocalEnd, weight: float) -> LocalEndSum:
+        """A site's summand."""
+        natural = {**own.values, SCALE: np.exp(own.values[SCALE])}
+        values = {name: np.asarray(weight * array) for name, array in natural.items()}
+        return LocalEndSum(values, np.array(weight), np.array(weight * own.objective), int(own.fresh))
+
+    def mean(self) -> LocalEnd:
+        """The average that a total is of."""
+        values = {name: np.asarray(array / self.weight) for name, array in self.values.items()}
+        return LocalEnd(values | {SCALE: np.log(values[SCALE])}, float(self.objective / self.weight), self.fresh > 0)
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this is no weighted Gaussian, or None."""
+        del rows
+        return None if self.weight > 0 and (self.values[SCALE] > 0).all() else "`weight` and `q.log_scale` are positive"
 
 
 @message("query.beginning", public=True)

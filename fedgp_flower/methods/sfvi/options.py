@@ -154,7 +154,7 @@ class SFVIOptions(MethodOptions):
             raise ConfigError(
                 "`sfvi.model` = 'multinomial' reads class numbers off the target: set `standardise` false"
             )
-        core.require_whole_rosters("sfvi.fraction", self.fraction)
+        self._check_totals(core)
         if self.in_closed_form(core.model):
             self._check_closed_form(core)
 
@@ -165,6 +165,15 @@ class SFVIOptions(MethodOptions):
             raise ConfigError("`sfvi.random-slopes`: only `sfvi.model` = 'glmm' has any")
         if self.amortised_units and self.model not in MIXED:
             raise ConfigError(f"`sfvi.amortised-units`: only {' and '.join(MIXED)} have units to read off rows")
+
+    def _check_totals(self, core: CoreConfig) -> None:
+        core.require_whole_rosters("sfvi.fraction", self.fraction)
+        averages = (self.averages or self.warm_start_rounds) and not self.in_closed_form(core.model)
+        if core.privacy.secure_aggregation and averages and self.structure == "full":
+            raise ConfigError(
+                "`sfvi.structure` = 'full': the barycentre of full covariances is no sum over sites, so it cannot be"
+                " formed under masks; set it to 'diagonal', or `privacy.secure-aggregation` to false"
+            )
 
     def _check_closed_form(self, core: CoreConfig) -> None:
         if self.model != "gp" or core.model.likelihood != "gaussian":

@@ -1,0 +1,181 @@
+"""Differential privacy of FSGP's sums: the worst row, the noise, what it is worth, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from faults import FaultyGrid, configured, run
+from scipy.integrate import simpson
+from scipy.optimize import minimize
+from scipy.stats import norm
+from test_secure_totals import Transcript
+
+from fedgp_flower.errors import ConfigError, ProtocolError
+from fedgp_flower.gp.sums import SparseSums
+from fedgp_flower.methods.fsgp.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
+from fedgp_flower.privacy.accounting import composed, delta_of, epsilon_of, mu_of
+from fedgp_flower.run.registry import client_class, parse_config
+
+BARE = {f"baselines__{name}": False for name in ("linear", "local_only", "pooled")}
+RANGES = json.dumps({"x": [-1.0, 7.0], "y": [-2.0, 2.0]})
+PRIVATE = {"privacy__epsilon": 1.0, "privacy__ranges": RANGES, "num_server_rounds": 9, "evaluate_every": 1, **BARE}
+SIZE = 6
+
+
+def sums_of(a: np.ndarray, y: np.ndarray) -> SparseSums:
+    """Of rows with whitened projections a [N, M]."""
+    values = (a.T @ a, a.T @ y, y @ y, np.array(float(len(y))), np.array(float(len(y))))
+    return SparseSums(*map(torch.as_tensor, values))
+
+
+def apart(row: np.ndarray, amplitude: float) -> float:
+    """How far the sums move when one row is replaced by the other, in their units."""
+    a, y = row.reshape(2, -1)[:, :-1], row.reshape(2, -1)[:, -1]
+    a = a * math.sqrt(amplitude) / np.maximum(np.linalg.norm(a, axis=1, keepdims=True), 1)
+    one, two = (sums_of(a[[i]], EDGE * np.clip(y[[i]], -1, 1)) for i in (0, 1))
+    parts = zip((one.gram - two.gram, one.projection - two.projection, one.target_squares - two.target_squares),
+                units_of(amplitude), strict=True)  # fmt: skip
+    return math.sqrt(sum(float(part.square().sum()) / unit**2 for part, unit in parts))
+
+
+@pytest.mark.parametrize("amplitude", [1.0, 0.3])
+def test_the_worst_neighbour_is_as_far_as_promised_and_no_farther(amplitude):
+    rng = np.random.default_rng(0)
+    found = [
+        -minimize(lambda row: -apart(row, amplitude), rng.standard_normal(2 * 3), method="Nelder-Mead").fun
+        for _ in range(5)
+    ]
+    assert max(found) == pytest.approx(SENSITIVITY, rel=1e-4)
+    assert max(found) <= SENSITIVITY * (1 + 1e-9)
+
+
+def test_noise_has_the_scale_that_is_paid_for():
+    """Of every entry: an off-diagonal one stands for two, so that lengths of symmetric matrices are kept."""
+    rng, zeros, noise = np.random.default_rng(1), sums_of(np.zeros((1, SIZE)), np.zeros(1)), 3.0
+    draws = [disturbed(zeros, 0.5, noise, rng) for _ in range(4000)]
+    gram, projection, squares = units_of(0.5)
+    off, on = (np.std([own.gram[entry] for own in draws]) for entry in ((2, 1), (1, 1)))
+    assert on == pytest.approx(noise * gram, rel=0.06)
+    assert off == pytest.approx(noise * gram / math.sqrt(2), rel=0.06)
+    assert np.std([own.projection[0] for own in draws]) == pytest.approx(noise * projection, rel=0.06)
+    assert np.std([float(own.target_squares) for own in draws]) == pytest.approx(noise * squares, rel=0.06)
+    assert all(np.array_equal(own.gram, own.gram.T) for own in draws[:3])
+    steps = draws[0].projection / (GRID * noise * projection)
+    assert np.allclose(steps, np.rint(steps))
+
+
+def test_the_accountant_against_quadrature_and_itself():
+    """δ(ε) = E (1 − e^(ε − L))₊ over the privacy loss L ~ N(μ²/2, μ²), integrated; composition adds squares."""
+    for epsilon, mu in ((0.1, 0.3), (1.0, 0.3), (1.0, 2.0), (5.0, 1.5)):
+        x = np.linspace(epsilon, epsilon + 12 * mu + mu**2, 20001)
+        integral = simpson(norm.pdf(x, mu**2 / 2, mu) * -np.expm1(epsilon - x), x=x)
+        assert delta_of(epsilon, mu) == pytest.approx(integral, rel=1e-6)
+        assert epsilon_of(mu_of(epsilon, 1e-5), 1e-5) == pytest.approx(epsilon, rel=1e-9)
+    budget = Budget(2.0, 1e-6, 5)
+    assert composed([budget.mu] * 5) == pytest.approx(mu_of(2.0, 1e-6))
+    assert budget.spent(5) == pytest.approx(2.0)
+    assert budget.spent(2) < 2.0
+
+
+def test_flowers_accountant_says_no_less():
+    """Rényi accounting is an upper bound, tight within a tenth here."""
+    pytest.importorskip("dp_accounting")
+    from flwr.serverapp import RdpAccountant
+    from flwr.supercore.privacy_accounting import (
+        GaussianPrivacyEvent,
+        NeighboringRelation,
+        PrivacyConfig,
+        SamplingMethod,
+    )
+
+    kinds = NeighboringRelation.ADD_OR_REMOVE_ONE, SamplingMethod.NO_AMPLIFICATION
+    accountant = RdpAccountant(PrivacyConfig(1e-5, 1000, *kinds))
+    budget = Budget(1.0, 1e-5, 3)
+    accountant.compose(GaussianPrivacyEvent(1 / budget.mu, 1000, 1000), 3)
+    assert 1.0 <= accountant.get_epsilon(1e-5) < 1.15
+
+
+def test_sums_without_noise_come_back_and_noise_alone_says_nothing():
+    rng = np.random.default_rng(2)
+    a = rng.standard_normal((400, SIZE))
+    a /= np.linalg.norm(a, axis=1, keepdims=True)
+    exact = sums_of(a, y := a @ rng.standard_normal(SIZE))
+    back, left_out = cleaned(disturbed(exact, 1.0, 1e-9, rng), 400, 1.0, 1e-9)
+    assert left_out == 0
+    torch.testing.assert_close(back.gram, exact.gram, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(back.projection, exact.projection, rtol=1e-6, atol=1e-6)
+    assert float(back.target_squares) == pytest.approx(float(y @ y), rel=1e-5)
+    _, left_out = cleaned(disturbed(exact, 1.0, 1e4, rng), 400, 1.0, 1e4)
+    assert left_out >= SIZE - 1
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "masked"])
+def private(request):
+    grid = Transcript(configured(**PRIVATE, privacy__secure_aggregation=request.param), 4)
+    return run(grid), grid
+
+
+def test_a_run_spends_what_it_says(private):
+    strategy, grid = private
+    spent = strategy.outcome.metrics["method_details"]["differential_privacy"]
+    assert (spent["releases"], spent["delta"]) == (1, 1e-5)
+    assert spent["epsilon"] == pytest.approx(1.0)
+    assert len(grid.of("query.private", "0")) == 1
+    assert any("ε = 1 at δ = 1e-05" in line for line in strategy.outcome.metrics["warnings"])
+    assert math.isfinite(strategy.outcome.metrics["test"]["nll"])
+
+
+def test_nothing_else_of_training_rows_leaves(private):
+    """Descriptions follow from the ranges alone; every other message is a noisy sum, a key, or about held-out rows."""
+    strategy, grid = private
+    kinds = {kind for _, kind, _ in grid.replies}
+    assert kinds <= {"query.describe", "query.keys", "query.private", "evaluate", "query.score_sums"}
+    arrays = strategy.preparation.arrays
+    assert (float(arrays["input.mean"][0]), float(arrays["target.mean"])) == pytest.approx((3.0, 0.0))
+    assert float(arrays["input.scale"][0]) == pytest.approx(8 / math.sqrt(12))
+
+
+def test_what_sites_share_adds_up_to_the_noise_of_the_total():
+    """K sites with 1/√K of it each: what the central mechanism adds."""
+    rng, zeros, sites = np.random.default_rng(3), sums_of(np.zeros((1, 2)), np.zeros(1)), 9
+    totals = [sum(disturbed(zeros, 1.0, 2.0 / sites**0.5, rng).projection for _ in range(sites)) for _ in range(800)]
+    assert np.std(totals) == pytest.approx(2.0 * EDGE, rel=0.06)
+
+
+def test_a_site_refuses_what_is_not_paid_for():
+    flat = configured(**PRIVATE)
+    strategy = run(FaultyGrid(flat, 3))
+    for kind in ("query.statistics", "query.shape", "query.sketch", "query.moments", "query.local_only"):
+        with pytest.raises(ProtocolError, match="more of rows than is accounted for"):
+            client_class(strategy.config).handler(object.__new__(client_class(strategy.config)), kind)
+    again = strategy.network.ask(
+        "query.private",
+        {"0": {f"values.{name}": own for name, own in strategy.current.start.items()}},
+        {},
+        {"sharing": 1},
+    )
+    assert again == {}
+    assert "budget of 1 release(s) is spent" in strategy.network.failures[-1].reason
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"method": "pvi"}, "adds no noise"),
+        ({"baselines__linear": True}, "`baselines.linear`"),
+        ({"privacy__ranges": ""}, "public ranges must be given"),
+        ({"standardise": False}, "`standardise`"),
+        ({"missing": "drop"}, "`missing`"),
+        ({"model__kernel": "linear"}, "bounds what it adds"),
+        ({"model__likelihood": "bernoulli"}, "'gaussian'"),
+        ({"privacy__ranges": '{"x": [1, 0]}'}, "low < high"),
+        ({"privacy__epsilon": 0.0}, "is read where `privacy.epsilon` is set"),
+    ],
+)
+def test_no_epsilon_is_promised_that_cannot_be_kept(keys, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_config(configured(**PRIVATE | keys))
