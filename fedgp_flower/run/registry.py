@@ -99,7 +99,7 @@ BUILT_IN: Mapping[str, Method] = {
         options="fedgp_flower.methods.fsgp.options:FSGPOptions",
         strategy="strategies.fsgp:FSGPAveraging",
         client="fedgp_flower.methods.fsgp.client:FSGPClient",
-        posterior="fedgp_flower.methods.fsgp.posterior:saved_model",
+        posterior="fedgp_flower.methods.sparse_posterior:saved_model",
     ),
     "fgpr": Method(
         summary="Averaged hyperparameters of exact GPs; every site predicts from its own rows",
