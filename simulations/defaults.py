@@ -94,8 +94,8 @@ def main() -> None:
     words = [
         "Made by `python simulations/defaults.py --data-dir DIR`: no key but `method`, `dataset`, `split` and the",
         "partition. NLL in nats per held-out row in units of the target; mean, linear, alone and pooled are the",
-        "yardsticks that the same run reports; “above” names those that the method does not reach. One split each: differences of",
-        "a few hundredths are chance.",
+        "yardsticks that the same run reports; “above” names those that the method does not reach. One split each:",
+        "differences of a few hundredths are chance.",
     ]
     write_table(RESULTS / "defaults.md", "Methods at their defaults", words, pd.DataFrame(lines))
 

@@ -19,7 +19,7 @@ from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import WhitenedPosterior, collapsed_bound, exact_posterior
 from fedgp_flower.methods.fsgp.duals import Duals, carried, expectations, gradient_at_server
 from fedgp_flower.methods.fsgp.messages import PooledPosterior
-from fedgp_flower.methods.fsgp.posterior import SavedLatentGP
+from fedgp_flower.methods.sparse_posterior import SavedLatentGP
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config, strategy_class
 from strategies.fsgp_duals import FSGPDuals, first_state, improved, one_round, taken_back, trial, two_loops

@@ -291,7 +291,7 @@ def test_parallel_replay_refits_once_a_round() -> None:
 
 
 def test_another_site_refits_where_one_sends_what_was_not_asked_for() -> None:
-    problem, own = Problem(3), options(hyper="fixed")
+    problem, own = Problem(3), options(local_update="replay", hyper="fixed")
     state = begin(FIRST, own, {})
     asking = replay_pvi.refit(state, roster_of(problem, 1), own)
     question = next(asking)

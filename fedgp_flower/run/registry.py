@@ -116,7 +116,7 @@ BUILT_IN: Mapping[str, Method] = {
         options="fedgp_flower.methods.fsgp.options:FSGPOptions",
         strategy="strategies.fsgp:FSGPAveraging",
         client="fedgp_flower.methods.fsgp.client:FSGPClient",
-        posterior="fedgp_flower.methods.fsgp.posterior:saved_model",
+        posterior="fedgp_flower.methods.sparse_posterior:saved_model",
         attacks="fedgp_flower.methods.fsgp.attacks:seen",
     ),
     "fgpr": Method(

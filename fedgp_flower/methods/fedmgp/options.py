@@ -205,7 +205,7 @@ class FedMGPOptions(MethodOptions):
                 " under masks show none; set it to 'mean', or `privacy.secure-aggregation` to false"
             )
         if core.privacy.secure_aggregation and self.parametrisation == "natural":
-            raise ConfigError("`fedmgp.parametrisation` = 'natural' is not summed under masks; take 'factor'")
+            raise ConfigError("`fedmgp.parametrisation` = 'natural' is not summed under masks; take 'cholesky'")
 
     @staticmethod
     def _check_core(core: CoreConfig) -> None:

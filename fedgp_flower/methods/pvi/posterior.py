@@ -12,11 +12,11 @@ from gpytorch.likelihoods import Likelihood
 
 from fedgp_flower.gp.sums import WhitenedPosterior
 from fedgp_flower.gp.to_gpytorch import SparsePosterior
-from fedgp_flower.methods.fsgp.posterior import SavedSparseGP
-from fedgp_flower.methods.fsgp.posterior import saved_model as saved_sparse_gp
 from fedgp_flower.methods.pvi.factors import Factor, product, view
 from fedgp_flower.methods.pvi.hierarchical import Draws, Latents, Point, SparseModel, draw, predict, sparse_model
 from fedgp_flower.methods.pvi.saved import saved_factors, saved_latents
+from fedgp_flower.methods.sparse_posterior import SavedSparseGP
+from fedgp_flower.methods.sparse_posterior import saved_model as saved_sparse_gp
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,8 +15,10 @@ from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import WhitenedPosterior
 from fedgp_flower.gp.to_gpytorch import SparsePosterior, export
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.artefacts import Posterior
 from fedgp_flower.typing import Array, NamedArrays
+
+if TYPE_CHECKING:
+    from fedgp_flower.run.artefacts import Posterior
 
 
 @dataclass(frozen=True, slots=True)
