@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fedgp_flower.deploy.doctor import Finding
+    from fedgp_flower.options import Value
 
 deploy = typer.Typer(no_args_is_help=True, help="A federation on real machines: the coordinator's commands.")
 
@@ -111,7 +112,11 @@ def run_method(
     from fedgp_flower.run.user_config import complete_config, parse_assignments, read_config, run_folder
 
     own = Coordinator.read(folder)
-    usual = {"sites": len(own.sites), "output-dir": str(own.folder / "results"), "baselines.pooled": False}
+    usual: dict[str, Value] = {
+        "sites": len(own.sites),
+        "output-dir": str(own.folder / "results"),
+        "baselines.pooled": False,
+    }
     given = usual | (read_config(config) if config else {}) | parse_assignments(assignments or [])
     completed = complete_config(given, Path.cwd())
     with interruptible(), own.processes() as processes:
