@@ -144,6 +144,8 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
             except ProcessLookupError:
                 continue
         time.sleep(3)
+    for process in found:
+        process.wait()
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 import tomllib
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -13,6 +14,7 @@ from flwr.common.config import parse_config_args
 from fedgp_flower.cli import main
 from fedgp_flower.deploy.credentials import create_node_key, create_server_credentials
 from fedgp_flower.deploy.demo import create_sites, demo_config
+from fedgp_flower.deploy.launch import conclude
 from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import PROFILES, Flower, environment, install_profiles
 from fedgp_flower.errors import ConfigError, DataError, RunError
@@ -169,3 +171,18 @@ def test_a_site_knows_its_own_files_alone(tmp_path: Path) -> None:
         "state-dir": str(tmp_path / "north" / "state"),
     }
     assert parse_config_args([south.node_config]).keys() == {"site", "data-path", "state-dir"}
+
+
+def test_a_signal_to_the_launcher_ends_the_run_that_it_submitted(tmp_path: Path) -> None:
+    class Interrupted(Flower):
+        ended: ClassVar[list[str]] = []
+
+        def follow(self, run: str) -> None:
+            raise SystemExit(143)
+
+        def stop(self, run: str) -> None:
+            self.ended.append(run)
+
+    with Processes({}, tmp_path / "logs") as processes, pytest.raises(SystemExit):
+        conclude(Interrupted(processes, tmp_path, "deployment"), "7", tmp_path / "run")
+    assert Interrupted.ended == ["7"]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fedgp_flower.deploy.doctor import Finding
+    from fedgp_flower.options import Value
 
 deploy = typer.Typer(no_args_is_help=True, help="A federation on real machines: the coordinator's commands.")
 
@@ -117,7 +118,11 @@ def run_method(
             submit_elsewhere(complete_config(given, Path.cwd()), connection)
         return
     own = Coordinator.read(folder)
-    usual = {"sites": len(own.sites), "output-dir": str(own.folder / "results"), "baselines.pooled": False}
+    usual: dict[str, Value] = {
+        "sites": len(own.sites),
+        "output-dir": str(own.folder / "results"),
+        "baselines.pooled": False,
+    }
     completed = complete_config(usual | given, Path.cwd())
     with interruptible(), own.processes() as processes:
         flower = own.flower(processes)

@@ -75,13 +75,13 @@ class Authority:
     def certify(self, folder: Path, host: str, days: int) -> ServerCredentials:
         """Write a key and a certificate for ``localhost`` and a host, in place of older ones."""
         key = ec.generate_private_key(_CURVE)
-        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())  # type: ignore[arg-type]
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         server = (
             _builder(_name(host), self.certificate.subject, key, days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost"), _alternative(host)]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(_names_of(host)), critical=False)
             .add_extension(issuer, critical=False)
             .sign(self.key, hashes.SHA384())
         )
@@ -99,11 +99,14 @@ def create_server_credentials(folder: Path, host: str = "127.0.0.1") -> ServerCr
     return Authority.new(_DEMONSTRATION).certify(folder, host, _DEMONSTRATION)
 
 
-def _alternative(host: str) -> x509.GeneralName:
+def _names_of(host: str) -> list[x509.GeneralName]:
+    """Names by which a SuperLink is dialled: ``localhost``, the address that its own processes use, and its host."""
+    found: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        own: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        own = x509.DNSName(host)
+    return found + [own] * (own not in found)
 
 
 def create_node_key(path: Path) -> Path:

@@ -177,7 +177,11 @@ class SiteFolder:
     @property
     def node_config(self) -> dict[str, Value]:
         """What the SuperNode alone is told."""
-        told = {"site": self.name, "data-path": str(self.facts["data"]), "state-dir": str(self.folder / "state")}
+        told: dict[str, Value] = {
+            "site": self.name,
+            "data-path": str(self.facts["data"]),
+            "state-dir": str(self.folder / "state"),
+        }
         told |= {key: str(self.facts[key]) for key in ("test-path", "policy", "label") if key in self.facts}
         trust = self.folder / "trust.toml"
         return told | ({"site-key": str(self.folder / "site-key"), "trust": str(trust)} if trust.exists() else {})
