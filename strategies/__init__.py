@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from strategies.multi_output_references import FedPoly as FedPoly
     from strategies.multi_output_references import ModularGP as ModularGP
     from strategies.pvi import PVI as PVI
+    from strategies.pvi_weights import PVIBNN as PVIBNN
     from strategies.pvi_weights import PVIGLM as PVIGLM
-    from strategies.pvi_weights import AsynchronousPVIGLM as AsynchronousPVIGLM
     from strategies.references import LocalOnly as LocalOnly
     from strategies.references import Pooled as Pooled
     from strategies.replay_pvi import ParallelReplayPVI as ParallelReplayPVI
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "AsynchronousPVI": "async_pvi",
-    "AsynchronousPVIGLM": "pvi_weights",
     "FGPR": "fgpr",
     "FSGPAveraging": "fsgp",
     "FSGPDuals": "fsgp_duals",
@@ -43,6 +42,7 @@ _MODULES = {
     "LocalOnly": "references",
     "ModularGP": "multi_output_references",
     "PVI": "pvi",
+    "PVIBNN": "pvi_weights",
     "PVIGLM": "pvi_weights",
     "ParallelReplayPVI": "replay_pvi",
     "Pooled": "references",
