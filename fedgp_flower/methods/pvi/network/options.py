@@ -26,11 +26,13 @@ class NetworkOptions(WeightsOptions):
     batch_size: Count = 128
     """Rows of a step; 0 takes all rows."""
     learning_rate: Positive = 0.01
+    """Of Adam."""
     start_scale: Positive = 0.05
     """Standard deviation of a weight that a visit starts from, at most: a tight start lets it stop early."""
     early_stopping: bool = True
     """Stop a visit where the expected log likelihood rises no more; otherwise all steps are taken."""
     prediction_draws: PositiveInt = 30
+    """Draws in a prediction."""
 
     def num_weights(self, num_inputs: int) -> int:
         """Two layers with their biases."""
