@@ -88,8 +88,8 @@ def main() -> None:
     columns = ("site", "update", "ms a step", "of the loop's", "steps", "ms an update", "nats below the optimum")
     words = (
         "Made by `OMP_NUM_THREADS=1 python simulations/benchmarks/pvi_logistic.py`: processor time, least of",
-        f"{REPEATS} repeats in turns, one thread; {INPUTS} inputs, mean-field q, the loop with {DRAWS} draws of θ, Adam at",
-        f"{RATE}. A Newton step takes all rows and no draws, so that few are needed.",
+        f"{REPEATS} repeats in turns, one thread; {INPUTS} inputs, mean-field q, the loop with {DRAWS} draws of θ and",
+        f"Adam at {RATE}. A Newton step takes all rows and no draws, so that few are needed.",
     )
     page = RESULTS / "pvi_logistic_benchmark.md"
     write_table(page, "A local update of logistic regression", words, pd.DataFrame(lines, columns=list(columns)))
