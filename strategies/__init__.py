@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from strategies.pvi_duals import DualPVI as DualPVI
     from strategies.pvi_sums import AsynchronousSummedPVI as AsynchronousSummedPVI
     from strategies.pvi_sums import SummedPVI as SummedPVI
+    from strategies.pvi_weights import PVIBNN as PVIBNN
     from strategies.pvi_weights import PVIGLM as PVIGLM
-    from strategies.pvi_weights import AsynchronousPVIGLM as AsynchronousPVIGLM
     from strategies.references import LocalOnly as LocalOnly
     from strategies.references import Pooled as Pooled
     from strategies.replay_pvi import ParallelReplayPVI as ParallelReplayPVI
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "AsynchronousPVI": "async_pvi",
-    "AsynchronousPVIGLM": "pvi_weights",
     "AsynchronousSummedPVI": "pvi_sums",
     "DualPVI": "pvi_duals",
     "FGPR": "fgpr",
@@ -48,6 +47,7 @@ _MODULES = {
     "LocalOnly": "references",
     "ModularGP": "multi_output_references",
     "PVI": "pvi",
+    "PVIBNN": "pvi_weights",
     "PVIGLM": "pvi_weights",
     "ParallelReplayPVI": "replay_pvi",
     "Pooled": "references",

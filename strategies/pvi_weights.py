@@ -17,6 +17,7 @@ import numpy as np
 from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.pvi.messages import NaturalParameters
+from fedgp_flower.methods.pvi.network.options import NetworkOptions
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.weights.messages import (
     LogLikelihood,
@@ -116,6 +117,10 @@ def one_answer(state: PVIState, roster: Roster, plan: Plan) -> Asking[tuple[PVIS
     return state, figures and {**figures, "staleness": stale}
 
 
+ROUNDS = {"sequential": one_round, "synchronous": one_round, "asynchronous": one_answer}
+"""By ``schedule``."""
+
+
 def free_energy(state: PVIState, fit: float) -> dict[str, float]:
     """F = E_q log p(y | θ) − KL(q ‖ p), in nats."""
     divergence = float(posterior(state)[WEIGHTS].kl(state.prior[WEIGHTS].gaussian))
@@ -123,7 +128,7 @@ def free_energy(state: PVIState, fit: float) -> dict[str, float]:
 
 
 class WeightsPVI(FederatedStrategy[PVIState]):
-    """What every model of this kind shares: one block, visited sequentially or synchronously."""
+    """What every model of this kind shares: one block of weights."""
 
     state_class = PVIState
     options_class = WeightsOptions
@@ -137,7 +142,8 @@ class WeightsPVI(FederatedStrategy[PVIState]):
 
     def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
         """Algorithm 1 of Ashman et al. (2022)."""
-        return (yield from one_round(state, roster, self.options.plan(self.config.seed)))
+        plan = self.options.plan(self.config.seed)
+        return (yield from ROUNDS[plan.schedule](state, roster, plan))
 
     def finished(self, state: PVIState) -> bool:
         """Whether a one-pass special case has visited every site."""
@@ -200,11 +206,19 @@ class PVIGLM(WeightsPVI):
     )
 
 
-class AsynchronousPVIGLM(PVIGLM):
-    """The same, several sites at once, each on the posterior that it was given; a round is one answer."""
+class PVIBNN(WeightsPVI):
+    """Mean-field Bayesian neural networks for classes."""
 
-    implied: ClassVar[Mapping[str, Any]] = {"schedule": "asynchronous"}
+    method = "pvi-bnn"
+    options_class = NetworkOptions
+    options: NetworkOptions
+    equation = (
+        "θ = (W₁ [H, D + 1], W₂ [C, H + 1]) row by row, the last column of each a bias, θ ~ N(weights.mean,"
+        " weights.covariance), its variances. P(y = c | x) = E softmax(W₂ (relu(W₁ (x, 1)), 1))_c, the mean over draws."
+    )
 
-    def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
-        """One answer, or one site given up."""
-        return (yield from one_answer(state, roster, self.options.plan(self.config.seed)))
+    def model_of(self) -> dict[str, Any]:
+        """The lengths of the layers."""
+        own = self.options
+        sizes = {"hidden": own.hidden, "classes": own.classes, "draws": own.prediction_draws}
+        return super().model_of() | sizes

@@ -110,6 +110,16 @@ BUILT_IN: Mapping[str, Method] = {
         panels="fedgp_flower.methods.pvi.weights.panels:panels",
         forget="strategies.pvi:forget_site",
     ),
+    "pvi-bnn": Method(
+        summary="Mean-field Bayesian neural networks for classes by PVI: a factor of the weights per site",
+        paper="Ashman et al., Partitioned variational inference (2022), Section 5.3",
+        options="fedgp_flower.methods.pvi.network.options:NetworkOptions",
+        strategy="strategies.pvi_weights:PVIBNN",
+        client="fedgp_flower.methods.pvi.network.client:NetworkClient",
+        posterior="fedgp_flower.methods.pvi.network.posterior:saved_model",
+        panels="fedgp_flower.methods.pvi.network.panels:panels",
+        forget="strategies.pvi:forget_site",
+    ),
     "fsgp": Method(
         summary="Federated sparse GP: averaged or exact training, exact posterior from sums",
         paper="Guo et al., Federated sparse Gaussian processes (2022); exact mode: Gal et al. (2014)",

@@ -26,6 +26,7 @@ class Plan:
     """How sites are visited and merged."""
 
     schedule: Literal["sequential", "synchronous", "asynchronous"] = "sequential"
+    """One site after the other, all of a round at once, or each as soon as it has answered."""
     order: Literal["fixed", "random", "residual"] = "fixed"
     fraction: float = 1.0
     """Share of the sites of a synchronous round."""

@@ -93,6 +93,10 @@ class TrainableLatent:
             return self.location.expand(len(epsilon), -1)
         return self.location + epsilon * self._precision().rsqrt()
 
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variances of a distribution."""
+        return self.location, 1.0 / self._precision()
+
     def kl(self) -> Tensor:
         """KL(q ‖ cavity), zero for a point."""
         return self.location.new_zeros(()) if isinstance(self._cavity, Point) else self._density().kl(self._cavity)

@@ -58,11 +58,6 @@ class GLMOptions(WeightsOptions):
         """Whether q has a full covariance."""
         return self.covariance == "full"
 
-    def strategy_for(self, core: CoreConfig) -> str:
-        """The Strategy of ``glm.schedule``."""
-        asynchronous = self.plan().schedule == "asynchronous"
-        return f"strategies.pvi_weights:{'AsynchronousPVIGLM' if asynchronous else 'PVIGLM'}"
-
     def check(self, core: CoreConfig) -> None:
         """A log-concave likelihood, and updates that go with the preset."""
         super().check(core)

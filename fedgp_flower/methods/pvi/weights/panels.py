@@ -19,7 +19,6 @@ def panels(run: RunData) -> list[Panel]:
     """The weights furthest from zero, factors by site, and the free energy."""
     if run.posterior is None:
         return []
-    details, labels = run.metrics.method_details, run.metrics.labels
     q = q_of(run.posterior)
     mean, sd = q.mean().numpy(), deviations(q)
     names = ["intercept", *run.posterior.inputs]
@@ -27,24 +26,36 @@ def panels(run: RunData) -> list[Panel]:
     which = "" if len(order) == len(mean) else f" Shown are the {len(order)} of {len(mean)} furthest from zero."
     caption = f"Mean and 95 % interval under q, for standardised inputs.{which}"
     sections = [Panel("Weights", weights([names[i] for i in order], mean[order], sd[order]), caption)]
+    return [*sections, factors(run), *free_energy(run)]
+
+
+def factors(run: RunData) -> Panel:
+    """What the sites' factors say."""
+    details, labels = run.metrics.method_details, run.metrics.labels
     rows = [
         (labels.get(site, site), str(details["visits"].get(site, 0)), f"{own['rows']:,.0f}", show(number(own["mean"])))
         for site, own in details["factors"].items()
     ]
-    head = ("site", "visits", "training rows", "mean precision")
+    body = html_table(("site", "visits", "training rows", "mean precision"), rows)
     caption = f"Mean over weights of the precision that a factor adds; the prior has {prior_precision(run):g}."
-    sections.append(Panel("What each factor says", html_table(head, rows), caption))
-    if parts := details.get("free_energy"):
-        lines = [("expected log likelihood of all training rows", show(parts["fit"]))]
-        lines += [("− KL of q(θ) from its prior", show(-parts["kl_weights"])), ("free energy", show(parts["total"]))]
-        caption = "A lower bound of the log evidence of the standardised training rows."
-        sections.append(Panel("Free energy", html_table(("part", "nats"), lines), caption))
-    return sections
+    return Panel("What each factor says", body, caption)
+
+
+def free_energy(run: RunData) -> list[Panel]:
+    """The free energy, where all sites told their term."""
+    parts = run.metrics.method_details.get("free_energy")
+    if not parts:
+        return []
+    lines = [("expected log likelihood of all training rows", show(parts["fit"]))]
+    lines += [("− KL of q(θ) from its prior", show(-parts["kl_weights"])), ("free energy", show(parts["total"]))]
+    caption = "A lower bound of the log evidence of the standardised training rows."
+    return [Panel("Free energy", html_table(("part", "nats"), lines), caption)]
 
 
 def prior_precision(run: RunData) -> float:
     """1/s² of the prior."""
-    return float(run.config["glm.prior-scale"]) ** -2
+    [scale] = [value for key, value in run.config.items() if key.endswith(".prior-scale")]
+    return float(scale) ** -2
 
 
 def weights(names: list[str], mean: np.ndarray, sd: np.ndarray) -> Figure:
