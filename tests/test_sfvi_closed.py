@@ -263,6 +263,7 @@ def test_a_prediction_is_the_mixture_over_shapes() -> None:
 
 def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_path: Path) -> None:
     own = {"partitioner": "blocks", "test_fraction": 0.8, "keep_predictions": True, "num_server_rounds": 3}
+    own |= {"sfvi__site_amplitude": 0.5, "sfvi__site_lengthscale": 0.3}
     folder = run_in_process(tiny(**own, output_dir=str(tmp_path), name="run"), 3)
     told = pd.read_csv(folder / "predictions.csv", dtype={"site": str}).query("site == '1'")
     frame = told.rename(columns={"input.x": "x"})[["x"]]

@@ -229,7 +229,7 @@ class ExactDeviation:
         """τ ∘ X̃ [D + 1, N]."""
         return self.model.log_site_slope.exp()[:, None] * linear_terms(features)
 
-    def _covariance(self, left: Rows, right: Rows, shape: Float[Tensor, 3]) -> Tensor:
+    def _covariance(self, left: Rows, right: Float[Tensor, "K D"], shape: Float[Tensor, 3]) -> Tensor:
         """Of d_k between rows."""
         size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
         own: Tensor = size.square() * self.model.deviation(left / stretch, right / stretch).to_dense()
