@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.methods.sfvi.closed_form import Sums
-from fedgp_flower.methods.sfvi.exact_deviation import Derivatives, flattened, jacobian, rows_of_jacobian
+from fedgp_flower.methods.sfvi.exact_deviation import Derivatives, Width, flattened, jacobian, rows_of_jacobian
 from fedgp_flower.methods.sfvi.family import GlobalPosterior
 from fedgp_flower.typing import Scalar, Targets
 
@@ -128,7 +128,8 @@ class DeviatingUnit:
         slopes = jacobian(sums.flat(), leaves)
         gradient = flattened(torch.autograd.grad(weighing.evidence(q).logsumexp(0), leaves, create_graph=True))
         curvature = rows_of_jacobian(gradient, leaves)
-        return Derivatives(Sums(*(own.detach() for own in sums.parts())), slopes.detach(), curvature.detach())
+        no_shape = Width(torch.zeros(0), torch.zeros(0))
+        return Derivatives(Sums(*(own.detach() for own in sums.parts())), slopes.detach(), curvature.detach(), no_shape)
 
     @torch.no_grad()
     def predict(self, x: Float[Tensor, " K"], theta: Theta, q: GlobalPosterior) -> tuple[Tensor, Tensor]:

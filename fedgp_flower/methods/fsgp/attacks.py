@@ -14,8 +14,8 @@ from fedgp_flower.data.sites import SiteData
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import SparseSums, exact_posterior
-from fedgp_flower.methods.fsgp.posterior import SavedSparseGP, saved_model
 from fedgp_flower.methods.fsgp.private import EDGE, Budget, cleaned, disturbed
+from fedgp_flower.methods.sparse_posterior import SavedSparseGP, saved_model
 from fedgp_flower.privacy.attacks import Seen, Sums
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.config import RunConfig

@@ -1,4 +1,4 @@
-"""What pseudo-observations of PVI give: each site's to the server, in its checkpoint; those of all in the posterior."""
+"""What PVI gives: sums; or pseudo-observations, each site's to the server, those of all in the posterior."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fedgp_flower.methods.pvi.posterior import SavedFactors, saved_model
 from fedgp_flower.privacy.attacks import Seen
 from fedgp_flower.run.artefacts import RunData, read_checkpoint
 from fedgp_flower.run.config import RunConfig
+from fedgp_flower.run.registry import load
 
 SITES = "state.sites"
 """Name of the sites' factors in a checkpoint."""
@@ -22,9 +23,10 @@ SITES = "state.sites"
 
 def seen(run: RunData, config: RunConfig, groups: Mapping[str, Sequence[SiteData]]) -> dict[str, Seen]:
     """Of a single site its factor, alone with the prior; of all, the posterior."""
-    del config
     assert run.posterior is not None
     saved = saved_model(run.posterior, ())
+    if not isinstance(saved, SavedFactors):  # factors by sums are those of the method that asks for sums alone
+        return dict(load("fedgp_flower.methods.fsgp.attacks:seen")(run, config, groups))
     arrays = read_checkpoint(run.path).arrays
     names = json.loads(np.asarray(arrays[SITES], dtype=np.uint8).tobytes())
     tied = bool(run.posterior.arrays.get("factor.points-0.tied", True))
