@@ -23,8 +23,7 @@ SETS = ("naval", "power", "wine")
 ARMS = ("FSGP", "local-only")
 LINES = (
     "Ten sites of rows dealt at random, all keys at their defaults, totals under masks, 20 exchanges. Local-only: a GP",
-    "of each site's rows. Noise is the sd of the noise over that of the target, at its lowest; the lowest allowed is",
-    ".001.",
+    "of each site's rows. Noise: its lowest sd over that of the target; the lowest allowed is .001.",
 )
 
 

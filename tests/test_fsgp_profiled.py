@@ -239,15 +239,19 @@ def test_cells_hold_between_five_and_nine_rows_that_lie_together():
 # ---- choosing inducing points ---------------------------------------------------------------------------------------
 
 
-def test_sums_at_some_candidates_follow_from_those_at_all():
-    """Against the sums of the rows themselves at those candidates."""
-    kept = np.array([0, 2, 3, 6])
-    few = unit_values() | {LOCATIONS: unit_values()[LOCATIONS][kept]}
-    model, fewer = (SparseGP.from_arrays(ModelSection(), own) for own in (unit_values(), few))
+@pytest.mark.parametrize("near", [1.0, 1e-4])
+def test_sums_at_some_candidates_follow_from_those_at_all(near):
+    """Against the sums of the rows themselves, also where candidates nearly meet: σ² = 1e-6 must leave B definite."""
+    kept, values = np.array([0, 2, 3, 6]), unit_values()
+    values[LOCATIONS] = near * values[LOCATIONS]
+    few = values | {LOCATIONS: values[LOCATIONS][kept]}
+    model, fewer = (SparseGP.from_arrays(ModelSection(), own) for own in (values, few))
     with torch.no_grad():
-        found = restricted(unit_sums(), model.factor(), kept, fewer.factor())
-    for own, expected in zip(vars_of(found), vars_of(pooled_sums(fewer, *rows())), strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-8, atol=1e-8)
+        found = restricted(pooled_sums(model, *rows()), model.factor(), kept, fewer.factor())
+    expected = pooled_sums(fewer, *rows())
+    for own, other in zip(vars_of(found), vars_of(expected), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-8)
+    assert float(torch.linalg.eigvalsh(found.gram)[0]) > -1e-10
 
 
 def test_points_are_taken_in_the_order_of_what_they_explain():

@@ -55,7 +55,10 @@ def products_of(sums: SparseSums, factor: Tensor) -> Tensor:
 
 
 def restricted(sums: SparseSums, factor: Tensor, kept: Indices, new_factor: Tensor) -> SparseSums:
-    """The sums of some of the inducing points from those of all, A = L₁⁻¹ G₁₁ L₁⁻ᵀ and b = L₁⁻¹ (L b)₁.
+    """The sums of some of the inducing points from those of all: A₁ = T A Tᵀ and b₁ = T b with T = L₁⁻¹ L₁:.
+
+    L₁: are the rows of L that stay, so that L₁: L₁:ᵀ = L₁ L₁ᵀ: the rows of T are orthonormal, and rounding stays small
+    however near K is to being singular.
 
     Args:
         sums: At all candidates.
@@ -63,9 +66,6 @@ def restricted(sums: SparseSums, factor: Tensor, kept: Indices, new_factor: Tens
         kept: Which ones stay [P].
         new_factor: L₁, of those alone [P, P].
     """
-    index = torch.from_numpy(kept)
-    products, moments = products_of(sums, factor)[index][:, index], (factor @ sums.projection)[index]
-    half = torch.linalg.solve_triangular(new_factor, products, upper=False)
-    gram = torch.linalg.solve_triangular(new_factor, half.mT, upper=False)
-    projection = torch.linalg.solve_triangular(new_factor, moments[:, None], upper=False)[:, 0]
-    return SparseSums(symmetric(gram), projection, sums.target_squares, sums.prior_variance, sums.count)
+    turned = torch.linalg.solve_triangular(new_factor, factor[torch.from_numpy(kept)], upper=False)
+    gram, projection = symmetric(turned @ sums.gram @ turned.mT), turned @ sums.projection
+    return SparseSums(gram, projection, sums.target_squares, sums.prior_variance, sums.count)
