@@ -99,5 +99,5 @@ class DualPVI(AgreedPVI[DualAgreedState]):
     def posterior_of(self, state: DualAgreedState) -> Posterior:
         """With the mean of f and the likelihood."""
         ascent = self.ascent
-        ascent.last = self.product(state)
+        ascent.last = self.last
         return ascent.posterior_of(self.agreement(state))

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy import ndarray
 
+from fedgp_flower.errors import RunError
 from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.gp.sums import collapsed_bound_value
 from fedgp_flower.messages import encode, message
@@ -98,6 +99,8 @@ class AgreedPVI(FederatedStrategy[S]):
     method = "pvi"
     options_class = PVIOptions
     options: PVIOptions
+    last: PooledPosterior
+    """What sites predicted with in the latest evaluation."""
 
     @property
     @abstractmethod
@@ -179,9 +182,8 @@ class AgreedPVI(FederatedStrategy[S]):
 
     def predictive(self, state: S, roster: Roster) -> Asking[PooledPosterior]:
         """The product of the factors; before the first visit what totals say."""
-        if state.visits is None:
-            return (yield from self.pooled(state, roster))
-        return self.product(state)
+        self.last = (yield from self.pooled(state, roster)) if state.visits is None else self.product(state)
+        return self.last
 
     def product(self, state: S) -> PooledPosterior:
         """q(v) = p ∏ tₖ at the agreed parameters."""
@@ -195,14 +197,25 @@ class AgreedPVI(FederatedStrategy[S]):
 
     def posterior_of(self, state: S) -> Posterior:
         """Parameters in natural units, q of whitened inducing values."""
-        return saved(self.product(state), self.config.model)
+        del state
+        return saved(self.last, self.config.model)
 
     def details_of(self, state: S) -> dict[str, Any]:
         """Counts of visits, and how much each factor says."""
-        visits = state.visits
-        assert visits is not None
-        facts = {"version": visits.version, "damping": self.plan.damping, "num_inducing": self.sizes["M"]}
-        return asdict(visits.record) | facts | {"factors": factor_strengths(visits)}
+        facts = {"damping": self.plan.damping, "num_inducing": self.sizes["M"]}
+        if state.visits is None:
+            return facts
+        return asdict(state.visits.record) | facts | {"factors": factor_strengths(state.visits)}
+
+    def require_training(self) -> None:
+        """Without a factor the posterior would be the prior.
+
+        Raises:
+            RunError: nobody was visited.
+        """
+        super().require_training()
+        if self.current.visits is not None and not self.current.visits.sites:
+            raise RunError(f"no site could be visited, so nothing was learned. {self.network.latest_failures()}")
 
     def warnings(self) -> list[str]:
         """Which sites' sums are nearly their rows."""

@@ -398,7 +398,7 @@ def test_parallel_replay_survives_the_site_that_refits() -> None:
 )
 def test_keys_that_do_not_go_together(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        parse_config(keys(**changes))
+        parse_config(keys(**{"pvi__local_update": "replay", **changes}))
 
 
 def test_membership_is_certain_at_the_rows_and_chance_elsewhere() -> None:

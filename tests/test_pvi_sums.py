@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, run, waves
+from faults import Fault, FaultyGrid, Recorder, blamed, configured, crashed, csv_nodes, lost, run, waves
 from numpy import ndarray
 
 from fedgp_flower.clients.baselines import PRIORS, log_prior
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.latent import LatentGP
 from fedgp_flower.gp.profiled import profiled
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
@@ -198,6 +198,14 @@ def test_a_site_that_is_lost_has_no_factor_and_holds_up_nobody(tmp_path: Any) ->
     end = run(FaultyGrid(configured(**KEYS, pvi__exchanges=7), nodes, Fault("b", lost, ("query.statistics",))))
     assert set(blamed(end)) == {"b"}
     assert set(end.details()["visits"]) == {"a", "c"}
+
+
+def test_without_a_factor_there_is_no_result() -> None:
+    faults = [Fault(site, crashed, ("query.statistics",)) for site in "012"]
+    with pytest.raises(RunError, match=r"no site could be visited, so nothing was learned\. Latest failures"):
+        run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 4}), 3, *faults))
+    end = run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 0}), 3))  # nothing was to be learned
+    assert math.isfinite(end.outcome.metrics["test"]["nll"])
 
 
 def test_classes_work_by_default(tmp_path: Any) -> None:
