@@ -50,8 +50,8 @@ def main() -> None:
         "Ten sites of sizes up to 1 : 10, split 0, one run each. Membership: AUC, .5 at chance, strangers are all"
         " held-out rows; *worst site* is the site that the server tells best, among ten of few rows by luck alone well"
         " above .5. Rows from sums: median distance from a row of the smallest site to the nearest one found, over that"
-        " of as many held-out rows, 1 at chance. *server*: what the server saw; *reader*: what the posterior says. Under"
-        " masks the server has no more than the total.",
+        " of as many held-out rows, 1 at chance. *server*: what the server saw; *reader*: what the posterior says."
+        " Under masks the server has no more than the total.",
     ]
     for name in given.sets:
         base = {"dataset": f"uci/{name}", "data-dir": given.data_dir, "split": 0, "partitioner": "sizes"}
