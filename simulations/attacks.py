@@ -51,7 +51,8 @@ def main() -> None:
         " held-out rows; *worst site* is the site that the server tells best, among ten of few rows by luck alone well"
         " above .5. Rows from sums: median distance from a row of the smallest site to the nearest one found, over that"
         " of as many held-out rows, 1 at chance. *server*: what the server saw; *reader*: what the posterior says."
-        " Under masks the server has no more than the total.",
+        " Under masks the server has no more than the total. Held-out rows are not the best guess of somebody who knows"
+        " nothing, so that figures somewhat below 1 prove nothing. Runs that were not made are not here.",
     ]
     for name in given.sets:
         base = {"dataset": f"uci/{name}", "data-dir": given.data_dir, "split": 0, "partitioner": "sizes"}
