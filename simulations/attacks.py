@@ -43,7 +43,17 @@ def main() -> None:
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--sets", nargs="+", default=["yacht", "boston", "energy", "concrete"])
     given = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    lines = [
+        f"`python simulations/attacks.py --data-dir DIR --sets {' '.join(given.sets)}`",
+        "",
+        "Ten sites of sizes up to 1 : 10, split 0, one run each. Membership: AUC, .5 at chance, strangers are all"
+        " held-out rows; *worst site* is the site that the server tells best, among ten of few rows by luck alone well"
+        " above .5. Rows from sums: median distance from a row of the smallest site to the nearest one found, over that"
+        " of as many held-out rows, 1 at chance. *server*: what the server saw; *reader*: what the posterior says."
+        " Under masks the server has no more than the total. Held-out rows are not the best guess of somebody who knows"
+        " nothing, so that figures somewhat below 1 prove nothing. Runs that were not made are not here.",
+    ]
     for name in given.sets:
         base = {"dataset": f"uci/{name}", "data-dir": given.data_dir, "split": 0, "partitioner": "sizes"}
         for arm, more in ARMS.items():
@@ -58,15 +68,7 @@ def main() -> None:
                 figures = {"chance": own["chance"], "server": own["server"], "worst site": max(each, default=None)}
                 rows.append({"data": name, "run": arm, "attack": own["name"], **figures, "reader": own["reader"]})
             print(name, arm, flush=True)
-    lines = [
-        f"`python simulations/attacks.py --data-dir DIR --sets {' '.join(given.sets)}`",
-        "",
-        "Ten sites of sizes up to 1 : 10, split 0, one run each. Membership: AUC, .5 at chance, strangers are all"
-        " held-out rows; *worst site* is the site that the server tells best. Rows from sums: median distance from a"
-        " row of the smallest site to the nearest one found, over that of as many held-out rows, 1 at chance. *server*:"
-        " what the server saw; *reader*: what the posterior says. Under masks the server has no more than the total.",
-    ]
-    write_table(RESULTS / f"{NAME}.md", "Attacks", lines, pd.DataFrame(rows))
+            write_table(RESULTS / f"{NAME}.md", "Attacks", lines, pd.DataFrame(rows))
 
 
 if __name__ == "__main__":

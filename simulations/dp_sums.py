@@ -124,7 +124,14 @@ def main() -> None:
                 for arm in ("masked", "central", "in_the_clear")
             }
             means = {arm.replace("_", " "): float(np.mean(values)) for arm, values in found.items()}
-            rows.append({"data": dataset, "ε": f"{epsilon:g}", **means, "sd of a draw": float(np.std(found["masked"]))})
+            rows.append(
+                {
+                    "data": dataset,
+                    "ε": f"{epsilon:g}",
+                    **means,
+                    "sd over splits and draws": float(np.std(found["masked"])),
+                }
+            )
             if epsilon == 1:
                 gap, error = means["masked"] - means["central"], np.hypot(*(np.std(found[a]) for a in list(found)[:2]))
                 verdict = f"{'within' if abs(gap) <= CLOSE else 'not within'} {CLOSE}"
