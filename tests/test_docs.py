@@ -43,13 +43,18 @@ SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
 
 
 def docstrings(section: type[Section]) -> dict[str, str]:
-    """What stands below each field of a section."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
+    """What stands below each field of a section, and of those that it derives from."""
     found = {}
-    for field, below in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            words = " ".join(str(below.value.value).replace("``", "`").split())
-            found[field.target.id] = words.replace("|", "\\|")
+    for own in (base for base in reversed(section.__mro__) if issubclass(base, Section)):
+        body = ast.parse(textwrap.dedent(inspect.getsource(own))).body[0].body
+        for field, below in itertools.pairwise(body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                words = " ".join(str(below.value.value).replace("``", "`").split())
+                found[field.target.id] = words.replace("|", "\\|")
     return found
 
 
