@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 FAMILY, PREFIX, NOMINAL = "TJU", "1_CY45-05", 3.5
 CYCLES = 250
 SHARES = (0.3, 0.5, 0.7)
-FEDERATED = {"num-server-rounds": 40, "fedmgp.starts": 2, "keep-predictions": True}
+FEDERATED = {"num-server-rounds": 40, "fedmgp.starts": 2, "fedmgp.start-rounds": 8, "keep-predictions": True}
 OWN = "FedMGP, own deviation"
 ARMS: dict[str, dict[str, Any]] = {
     "FedMGP": FEDERATED | {"baselines.local-only": True, "baselines.pooled": True},

@@ -47,13 +47,15 @@ def test_a_whole_step_is_the_exact_posterior_of_the_unit() -> None:
 
 
 def test_two_functions_know_of_each_other() -> None:
-    """The fixed point for two functions is the best product: its mean is that of the joint posterior."""
+    """The best product of two functions has the mean of the joint posterior, and a step leaves it where it is."""
     latents, _, data, phi, x = random_unit(2, 1)
-    J = len(latents.inducing)
-    own = {SCALES: np.log(latents.scales), PRECISION: np.stack([np.eye(J)] * 2), SHIFT: np.zeros((2, J))}
-    own, _ = natural_steps(own, (x, data.y, latents, phi), lambda: None, (500, 0.0, 0.3), weight=1.0)
-    expected = posterior(statistics(data, latents, phi))
-    np.testing.assert_allclose(from_natural(own[PRECISION], own[SHIFT])[0].ravel(), expected.mean, atol=1e-2)
+    J, sums = len(latents.inducing), statistics(data, latents, phi)
+    mean, whole = posterior(sums).mean.reshape(2, J), sums.precision.reshape(2, J, 2, J)
+    precision = np.stack([np.eye(J) + whole[i, :, i] for i in range(2)])
+    best = {SCALES: np.log(latents.scales), PRECISION: precision, SHIFT: np.einsum("iab,ib->ia", precision, mean)}
+    after, _ = natural_steps(best, (x, data.y, latents, phi), lambda: None, (1, 0.0, 0.5), weight=1.0)
+    for name in (PRECISION, SHIFT):
+        np.testing.assert_allclose(after[name], best[name], rtol=1e-7, atol=1e-7)
 
 
 def test_averages_over_units_settle_at_the_pooled_posterior() -> None:

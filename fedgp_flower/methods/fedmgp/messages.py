@@ -96,7 +96,7 @@ class Trials:
 
     view: View
     moves: tuple[Move, ...]
-    smooth: bool = leaves("false in first rounds: smoothing R stays as narrow as it can be")
+    smooth: bool = leaves("false in first rounds: smoothing R stays as narrow as it can be", default=True)
 
 
 @message("train.exact", summand=True)
