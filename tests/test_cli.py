@@ -247,7 +247,8 @@ def test_a_comparison_says_what_differs_and_draws_what_was_spent(fedgp, shared, 
     (other / "posterior.json").write_text(json.dumps(schema))
     code, _, err = fedgp("compare", shared, other)
     assert code == 1
-    assert "cannot be compared: their targets differ: `weight`" in one_line(err)
+    assert "cannot be compared: their targets differ: " in one_line(err)
+    assert "`weight`" in err
 
 
 def test_methods_and_data_sets_are_listed_by_the_names_that_keys_take(fedgp, tmp_path):
