@@ -104,7 +104,7 @@ def write_app(folder: Path) -> Path:
         shutil.copy(str(path.locate()), folder / "LICENSE")
     (folder / "README.md").write_text(str(known.get_payload()), encoding="utf-8")  # type: ignore[attr-defined]
     needs = [word for word in known.get_all("Requires-Dist") or () if "extra ==" not in word]
-    project = {"name": known["Name"], "version": known["Version"], "description": known["Summary"]}
+    project: dict[str, Any] = {"name": known["Name"], "version": known["Version"], "description": known["Summary"]}
     project |= {"license": {"file": "LICENSE"}, "dependencies": needs}
     app = {
         "publisher": "fedgp",

@@ -60,7 +60,7 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> 
                 ax.axhline(level, color=colour, ls=dash, lw=1.5, label=arm)
         _frame_late_rounds(ax, rows[column].to_numpy(dtype=float), list(levels.values()))
         ax.set_xlim(-0.03 * last, 1.03 * last)
-        ax.yaxis.get_major_formatter().set_useOffset(False)
+        ax.ticklabel_format(axis="y", useOffset=False)
         ax.set(xlabel=label, ylabel=names.get(name, f"training {name}"))
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes[-1].legend(fontsize=8, frameon=False)
