@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from botorch.models.model import Model
-from botorch.posteriors import GPyTorchPosterior
+from botorch.posteriors.gpytorch import GPyTorchPosterior
 from gpytorch.likelihoods import GaussianLikelihood
 from jaxtyping import Float
 from torch import Tensor
