@@ -93,8 +93,8 @@ def _progress_bar() -> Iterator[Progress]:
     from fedgp_flower.server_app import figures_of
 
     terminal, logger = Console(stderr=True), logging.getLogger("fedgp")
-    times = TimeElapsedColumn(), TextColumn("at most"), TimeRemainingColumn()
-    columns = BarColumn(), MofNCompleteColumn(), *times, TextColumn("{task.description}")
+    clock = (TimeElapsedColumn(), TextColumn("at most"), TimeRemainingColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), *clock, TextColumn("{task.description}"))
     handler = RichHandler(logging.INFO, terminal, show_time=False, show_path=False, show_level=False)
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == "fedgp.data")
     handler.addFilter(lambda record: record.exc_info is None)  # tracebacks belong in log.txt

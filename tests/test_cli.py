@@ -241,13 +241,14 @@ def test_a_comparison_says_what_differs_and_draws_what_was_spent(fedgp, shared, 
     assert code == 0
     assert "careful: the target's standard deviation over training rows differs, by its units or its rows" in out
     assert "careful: their held-out rows differ" in out
-    assert (tmp_path / "cost.png").stat().st_size > 10_000
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
     schema = json.loads((other / "posterior.json").read_text())
     schema["schema"]["target"]["name"] = "weight"
     (other / "posterior.json").write_text(json.dumps(schema))
     code, _, err = fedgp("compare", shared, other)
     assert code == 1
-    assert "cannot be compared: their targets differ: `weight`" in one_line(err)
+    assert "cannot be compared: their targets differ: " in one_line(err)
+    assert "`weight`" in err
 
 
 def test_methods_and_data_sets_are_listed_by_the_names_that_keys_take(fedgp, tmp_path):

@@ -37,8 +37,9 @@ def test_it_predicts_in_units_of_the_target(fitted):
 
 def test_the_posterior_does_not_depend_on_the_sites(fitted):
     x, y = rows()
-    one = clone(fitted).fit(x, y, groups=np.zeros(60))
-    np.testing.assert_allclose(one.predict(x), fitted.predict(x), rtol=1e-4)  # rounding, after twenty line searches
+    exact = clone(fitted).set_params(options={"model.num-inducing": 8, "fsgp.objective": "exact"})
+    three, one = (clone(exact).fit(x, y, groups=groups) for groups in (np.arange(60) % 3, np.zeros(60)))
+    np.testing.assert_allclose(one.predict(x), three.predict(x), rtol=1e-6)  # rounding, after a few steps of L-BFGS
 
 
 def test_classes_keep_their_names():
@@ -60,6 +61,7 @@ def test_a_wrong_key_is_a_value_error_with_the_projects_own_as_its_cause():
     assert isinstance(error.value.__cause__, ConfigError)
 
 
+@pytest.mark.filterwarnings("ignore")  # BoTorch's own, at import
 def test_acquisition_functions_are_optimised_on_a_federated_posterior(fitted):
     acquisition = pytest.importorskip("botorch.acquisition")
     from botorch.optim import optimize_acqf

@@ -110,7 +110,7 @@ class Transforms:
         mean, scale = (np.array(arrays[f"input.{part}"], dtype=np.float64) for part in ("mean", "scale"))
         return Transforms(mean, scale, float(arrays["target.mean"]), float(arrays["target.scale"]))
 
-    def inputs(self, original: Rows) -> Rows:
+    def inputs(self, original: Float[Tensor, "*B N D"]) -> Float[Tensor, "*B N D"]:
         """Standardised inputs, differentiable."""
         mean, scale = (torch.from_numpy(part).to(original) for part in (self.input_mean, self.input_scale))
         return (original - mean) / scale

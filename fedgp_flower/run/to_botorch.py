@@ -8,9 +8,10 @@ import torch
 from botorch.models.model import Model
 from botorch.posteriors.gpytorch import GPyTorchPosterior
 from gpytorch.likelihoods import GaussianLikelihood
+from jaxtyping import Float
+from torch import Tensor
 
 from fedgp_flower.gp.to_gpytorch import Exported
-from fedgp_flower.typing import Rows
 
 
 class FederatedModel(Model):
@@ -34,9 +35,9 @@ class FederatedModel(Model):
 
     def posterior(
         self,
-        X: Rows,
+        X: Float[Tensor, "*B Q D"],
         output_indices: list[int] | None = None,
-        observation_noise: bool | torch.Tensor = False,
+        observation_noise: bool | Tensor = False,
         posterior_transform: Any = None,
     ) -> Any:
         """The joint posterior of f at Q points, differentiable; with ``observation_noise`` of observations there."""
