@@ -53,12 +53,16 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     page = [HEAD, *table(), ""]
-    chosen.output.write_text("\n".join([*page, *drawn(chosen.schedules)]) + "\n", encoding="utf-8")
+    chosen.output.write_text(
+        "\n".join([*page, *(drawn(chosen.schedules) if chosen.schedules else ())]) + "\n", encoding="utf-8"
+    )
 
 
 HEAD = f"""# What lies and lost messages do
 
-Made by `python simulations/fault_schedules.py`. Tiny runs of {ROUNDS} rounds, four sites, test NLL (original units).
+Made by `python simulations/fault_schedules.py`; without drawn schedules with `--schedules 0`.
+
+Tiny runs of {ROUNDS} rounds, four sites, test NLL (original units).
 
 ## One site of four spoils the real numbers of every reply from round 1 on
 

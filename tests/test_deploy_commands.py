@@ -150,6 +150,7 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 @pytest.mark.long
 @pytest.mark.deployment
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not own_name(), reason="this machine has no name that leads to it")
 def test_the_page_to_the_letter(tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
     """Two sites on loopback under a host name that is not localhost; a site that pins another app stays out."""
