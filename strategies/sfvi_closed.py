@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from fedgp_flower.gp.kernels import prior_variance
@@ -33,7 +33,7 @@ from fedgp_flower.methods.sfvi.closed_form import (
 from fedgp_flower.methods.sfvi.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.sfvi.options import SHARED
-from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
+from fedgp_flower.methods.sfvi.shaped import NOISE, WIDTHS, ShapedGP
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.fsgp_exact import pack, unpack
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
@@ -131,15 +131,16 @@ def one_round(state: NewtonState, roster: Roster, model: ShapedGP) -> Asking[tup
             gradient=found.gradient.numpy(),
             hessian=found.hessian.numpy(),
         )
-    state = widened(stepped(state, radius, model))
+    state = widened(stepped(state, radius, model), np.array(model.varied) != NOISE)
     assert state.bound is not None
     return state, {"objective": state.bound / state.count, "promised_rise": state.rise}
 
 
-def widened(state: NewtonState) -> NewtonState:
+def widened(state: NewtonState, learned: Bool[ndarray, " W"]) -> NewtonState:
     """MacKay's step on widths, w² ← (Σₖ(w zₖ)² + n₀ w₀²) / (Σₖ(1 − var zₖ) + n₀), once steps on θ promise little.
 
-    It rests where EM does, at w² = mean E(w zₖ)². F is another one then, so that the next point is taken.
+    It rests where EM does, at w² = mean E(w zₖ)². F is another one then, so that the next point is taken. That of noise
+    stays: one site with next to no noise would widen it for all.
     """
     if state.rise > SETTLING or not state.widths:
         return state
@@ -147,7 +148,7 @@ def widened(state: NewtonState) -> NewtonState:
     assert state.known is not None
     [(name, now)], start = state.widths.items(), state.first_widths
     squares = state.squares + USUAL_SITES * np.exp(2 * (start - now))
-    moved = now + 0.5 * np.log(squares / (state.known + USUAL_SITES))
+    moved = np.where(learned, now + 0.5 * np.log(squares / (state.known + USUAL_SITES)), now)
     if np.abs(moved - now).max() < WIDER:
         return state
     return replace(state, widths={name: moved}, value=None, promised=math.inf)
