@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from fedgp_flower.gp.kernels import prior_variance
@@ -34,7 +34,7 @@ from fedgp_flower.methods.sfvi.closed_form import (
 from fedgp_flower.methods.sfvi.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.sfvi.options import SHARED
-from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
+from fedgp_flower.methods.sfvi.shaped import NOISE, WIDTHS, ShapedGP
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.fsgp_exact import pack, unpack
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
@@ -136,15 +136,16 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
             gradient=found.gradient.numpy(),
             hessian=found.hessian.numpy(),
         )
-    state = widened(stepped(state, radius, factor_at))
+    state = stepped(state, radius, factor_at)
     assert state.bound is not None
     return state, {"objective": state.bound / state.count, "promised_rise": state.rise}
 
 
-def widened(state: NewtonState) -> NewtonState:
+def widened(state: NewtonState, learned: Bool[ndarray, " W"]) -> NewtonState:
     """MacKay's step on widths, w² ← (Σₖ(w zₖ)² + n₀ w₀²) / (Σₖ(1 − var zₖ) + n₀), once steps on θ promise little.
 
-    It rests where EM does, at w² = mean E(w zₖ)². F is another one then, so that the next point is taken.
+    It rests where EM does, at w² = mean E(w zₖ)². F is another one then, so that the next point is taken. That of noise
+    stays: one site with next to no noise would widen it for all.
     """
     if state.rise > SETTLING or not state.widths:
         return state
@@ -152,7 +153,7 @@ def widened(state: NewtonState) -> NewtonState:
     assert state.known is not None
     [(name, now)], start = state.widths.items(), state.first_widths
     squares = state.squares + USUAL_SITES * np.exp(2 * (start - now))
-    moved = now + 0.5 * np.log(squares / (state.known + USUAL_SITES))
+    moved = np.where(learned, now + 0.5 * np.log(squares / (state.known + USUAL_SITES)), now)
     if np.abs(moved - now).max() < WIDER:
         return state
     return replace(state, widths={name: moved}, value=None, promised=math.inf)
@@ -246,7 +247,8 @@ class SFVIClosedForm(StructuredVI[NewtonState]):
         """One exchange."""
         width, points = self.preparation.num_inputs, torch.from_numpy(state.shared[SHARED])
         model = ShapedGP.configured(self.options, self.config.model, width, points)
-        return (yield from one_round(state, roster, partial(inducing_factor, model)))
+        state, figures = yield from one_round(state, roster, partial(inducing_factor, model))
+        return widened(state, np.array(model.varied) != NOISE) if figures else state, figures
 
     def finished(self, state: NewtonState) -> bool:
         """Whether no step promises more than the tolerance, and no healthy site is missing from the total."""

@@ -147,7 +147,7 @@ def test_gradient_and_hessian_are_those_of_the_dense_bound(problem):
 def test_the_curvature_of_a_shape_is_that_of_its_expected_log_density(problem):
     """H by second differences of J."""
     _, sites = problem
-    q_global = settled(sites).q_global
+    q_global = expanded(sites, initial_global(6, scale=1.0, triangular=True)).q_global
     offset, curvature = sites[0].mode(q_global)
     steps = 1e-3 * torch.eye(3).double()
 
@@ -179,7 +179,7 @@ def test_sites_of_one_shape_have_the_bound_without_shapes(problem):
 def test_a_mixture_is_that_of_a_fine_grid(problem):
     """Its shares sum to one; mean and spread of z_k are roughly those of exp J_k on a grid: there are 27 nodes."""
     _, sites = problem
-    q_global = settled(sites).q_global
+    q_global = expanded(sites, initial_global(6, scale=1.0, triangular=True)).q_global
     line = torch.linspace(-3.6, 3.6, 9, dtype=torch.float64)
     grid = torch.cartesian_prod(line, line, line)
     for site in sites[:1]:

@@ -252,7 +252,7 @@ def test_the_verdict_on_probabilities_follows_the_slope(line_run, slope, words):
     [
         (True, {}, "had converged after 20"),
         (False, {}, "before it had converged."),
-        (False, {"rise_per_round": 0.25}, "stopped after 20 rounds, still rising by 0.25 nats a row in a round."),
+        (False, {"rise_per_round": 0.25}, "stopped after 20 rounds, still rising by 0.2500 nats a row in a round."),
         (False, {"latest_gain_per_row": 0.01}, "the latest gained 0.01"),
         (False, {"promised_rise": 12.5}, "the next step promised 12.5"),
         (False, {"forecast_rise": 3.0, "forecast_exchanges": 20}, "20 more exchanges would raise the bound by about 3"),

@@ -113,12 +113,15 @@ def test_widths_rest_where_those_of_em_do() -> None:
     first = now + np.array([0.2, -0.1, 0.0])
     variances = 4 + USUAL_SITES - squares - USUAL_SITES * np.exp(2 * (first - now))  # summed over K = 4 sites
     state = replace(states[-1], rise=0.0, first_widths=first, squares=squares, known=4 - variances)
-    assert widened(state) is state
-    wider = widened(replace(state, squares=2 * squares))
+    every = np.array([True, True, True])
+    assert widened(state, every) is state
+    wider = widened(replace(state, squares=2 * squares), every)
     assert wider.value is None
     assert (wider.widths[name] > now).all()
     late = replace(state, squares=2 * squares, rise=2.0)
-    assert widened(late) is late
+    assert widened(late, every) is late
+    held = widened(replace(state, squares=2 * squares), np.array([False, True, True]))
+    assert held.widths[name][0] == now[0]
 
 
 def test_a_run_converges_and_says_so(three: list[dict[str, Any]]) -> None:

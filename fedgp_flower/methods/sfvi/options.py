@@ -96,7 +96,7 @@ class SFVIOptions(MethodOptions):
     closed form, where any other number is the same.
     """
     site_noise: NonNegative = 0.5
-    """``gp``: prior sd of a site's log noise offset; in closed form it is learned from there; 0: noise is the same."""
+    """``gp``: prior standard deviation of a site's log noise offset; 0 gives all sites the same noise."""
     site_amplitude: NonNegative = 0.0
     """``closed-form``: prior sd of the log amplitude of a site's deviation, learned from there, such as 0.5; 0: all the
     same.

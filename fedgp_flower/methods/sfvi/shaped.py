@@ -2,7 +2,7 @@
 
     noise σ exp(w₁z₁),   h_k = s₀ + s₁ᵀx + GP with amplitude exp(w₂z₂) and lengthscales exp(w₃z₃) times those of k_L
 
-z_k ~ N(0, I) is the site's; the widths w say how much sites differ, and are learned. Lengthscales stretch
+z_k ~ N(0, I) is the site's; the widths w say how much sites differ; w₂ and w₃ are learned. Lengthscales stretch
 by dividing inputs, so that a period stretches as well.
 """
 
