@@ -64,6 +64,7 @@ class VisitOptions(MethodOptions):
     preset: Literal["none", "bcm-same", "bcm-split", "vcl", "streaming-vb", "global-vi"] = "none"
     """A special case by name; it sets schedule, damping and deletion (and ``gradient`` for ``global-vi``)."""
     schedule: Literal["sequential", "synchronous", "asynchronous"] = "sequential"
+    """Sites one after another, all at once, or each when it is ready."""
     order: Literal["fixed", "random", "residual"] = "fixed"
     """``sequential``: in turn, in turn but shuffled, or the site whose last update was the largest."""
     fraction: Fraction = 1.0
