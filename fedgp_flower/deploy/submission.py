@@ -110,7 +110,7 @@ def write_app(folder: Path) -> Path:
         "publisher": "fedgp",
         "fab-format-version": 1,
         "flwr-version-target": version("flwr"),
-        "fab-include": ["fedgp_flower/**/*.py", "fedgp_flower/**/*.json", "strategies/**/*.py"],
+        "fab-include": ["fedgp_flower/**/*.py", "fedgp_flower/**/*.json", "strategies/**/*.py", "LICENSE"],
         "components": {"serverapp": "fedgp_flower.server_app:app", "clientapp": "fedgp_flower.client_app:app"},
         "config": nest(default_config()),
     }
