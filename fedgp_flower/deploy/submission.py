@@ -110,7 +110,7 @@ def write_app(folder: Path) -> Path:
         "publisher": "fedgp",
         "fab-format-version": 1,
         "flwr-version-target": version("flwr"),
-        "fab-include": [f"{package}/**/*.{kind}" for package in PACKAGES for kind in ("py", "json")],
+        "fab-include": ["fedgp_flower/**/*.py", "fedgp_flower/**/*.json", "strategies/**/*.py", "LICENSE"],
         "components": {"serverapp": "fedgp_flower.server_app:app", "clientapp": "fedgp_flower.client_app:app"},
         "config": nest(default_config()),
     }
