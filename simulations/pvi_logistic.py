@@ -183,7 +183,7 @@ def page(rows: pd.DataFrame) -> None:
     write_table(
         RESULTS / f"{NAME}.md",
         "Bayesian logistic regression by PVI",
-        [f"Made by `python simulations/{NAME}.py`.", *LINES, *claims(rows)],
+        [f"Made by `python simulations/{NAME}.py --sets {' '.join(rows['set'].unique())}`.", *LINES, *claims(rows)],
         pd.DataFrame(table, columns=list(columns)),
     )
 
