@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strategies.async_pvi import AsynchronousPVI as AsynchronousPVI
     from strategies.fedmgp import FedMGP as FedMGP
+    from strategies.fedmgp_deviations import FedMGPDeviations as FedMGPDeviations
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
+    from strategies.fedmgp_natural import FedMGPNatural as FedMGPNatural
     from strategies.fedmgp_then_exact import FedMGPThenExact as FedMGPThenExact
     from strategies.fgpr import FGPR as FGPR
     from strategies.fsgp import FSGPAveraging as FSGPAveraging
@@ -41,7 +43,9 @@ _MODULES = {
     "FSGPExact": "fsgp_exact",
     "FSGPProfiled": "fsgp_profiled",
     "FedMGP": "fedmgp",
+    "FedMGPDeviations": "fedmgp_deviations",
     "FedMGPExact": "fedmgp_exact",
+    "FedMGPNatural": "fedmgp_natural",
     "FedMGPThenExact": "fedmgp_then_exact",
     "FedPoly": "multi_output_references",
     "LocalOnly": "references",

@@ -475,7 +475,9 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         """The exact posterior of all rows at the better chain's point."""
         chain = state.best
         if chain.totals is None or set(state.sites) != set(roster.everyone):
-            chain = replace(chain, totals=(yield from pooled(chain.values, roster.everyone)))
+            self._sized(len(chain.values[LOCATIONS]))
+            chain = self._thinned(chain.values, (yield from pooled(chain.values, roster.everyone)), state.points)
+            self._sized(len(chain.values[LOCATIONS]))
         values, totals = self._folded(chain)
         self.last = (posterior_at(values, totals), totals)
         return self.last[0]

@@ -136,9 +136,10 @@ class WeightsPVI(FederatedStrategy[PVIState]):
     equation: ClassVar[str]
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
-        """The prior; nothing is known yet."""
-        yield from ()
-        return PVIState({WEIGHTS: prior_of(self.options, self.preparation.num_inputs)}, rows=roster.rows)
+        """The prior. One number of each site shows before training who has other rows than it described."""
+        prior = prior_of(self.options, self.preparation.num_inputs)
+        yield Total(LogLikelihood, WeightsPredictive(prior))
+        return PVIState({WEIGHTS: prior}, rows=roster.rows)
 
     def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
         """Algorithm 1 of Ashman et al. (2022)."""

@@ -141,6 +141,12 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
     return state, {"objective": state.bound / state.count, "promised_rise": state.rise}
 
 
+def shaped_round(state: NewtonState, roster: Roster, model: ShapedGP) -> Asking[tuple[NewtonState, Figures]]:
+    """The same, and a step on the widths of the priors of shapes once it is due."""
+    state, figures = yield from one_round(state, roster, partial(inducing_factor, model))
+    return widened(state, np.array(model.varied) != NOISE) if figures else state, figures
+
+
 def widened(state: NewtonState, learned: Bool[ndarray, " W"]) -> NewtonState:
     """MacKay's step on widths, w² ← (Σₖ(w zₖ)² + n₀ w₀²) / (Σₖ(1 − var zₖ) + n₀), once steps on θ promise little.
 
@@ -247,8 +253,7 @@ class SFVIClosedForm(StructuredVI[NewtonState]):
         """One exchange."""
         width, points = self.preparation.num_inputs, torch.from_numpy(state.shared[SHARED])
         model = ShapedGP.configured(self.options, self.config.model, width, points)
-        state, figures = yield from one_round(state, roster, partial(inducing_factor, model))
-        return widened(state, np.array(model.varied) != NOISE) if figures else state, figures
+        return (yield from shaped_round(state, roster, model))
 
     def finished(self, state: NewtonState) -> bool:
         """Whether no step promises more than the tolerance, and no healthy site is missing from the total."""

@@ -343,7 +343,7 @@ def test_twenty_exchanges_come_close_to_the_optimum_of_two_hundred():
     details = few.details()
     assert (details["exchanges"], few.round, details["num_inducing"]) == (20, 8, 12)
     assert details["expected_exchanges"] == 17
-    assert 0 < details["expected_seconds"] < 60
+    assert 0 <= details["expected_seconds"] < 60  # the clock of the test stands still between messages
     assert 0 <= details["forecast_rise"] < 0.1 * abs(details["bound"])
     assert details["bound"] > many.details()["bound"] - 0.02 * sum(few.preparation.rows.values())
     assert few.outcome.metrics["test"]["nll"] < many.outcome.metrics["test"]["nll"] + 0.02

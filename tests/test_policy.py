@@ -30,7 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fsgp average": {"fsgp__objective": "average"},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi", "pvi__local_update": "replay", "pvi__schedule": "synchronous"},
-    "pvi-glm": {"method": "pvi-glm"},
+    "pvi-glm": {"method": "pvi-glm", "glm__schedule": "synchronous"},
     "sfvi": {"method": "sfvi"},
     "sfvi stochastic": {"method": "sfvi", "sfvi__objective": "stochastic"},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 2},

@@ -22,7 +22,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "exact": {"fsgp__objective": "exact"},
     "adam": {"fsgp__objective": "exact", "fsgp__exact_optimizer": "adam"},
     "fedavg": {"fsgp__objective": "average", "fsgp__fraction": 0.5},
-    "weights": {"method": "pvi-glm", "glm__covariance": "diagonal"},
     "fedadam": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
 }
 ROUNDS = 7

@@ -27,7 +27,7 @@ from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
 from strategies.server.questions import Roster, drive
-from strategies.sfvi_closed import USUAL_SITES, beginning, one_round, widened
+from strategies.sfvi_closed import USUAL_SITES, beginning, shaped_round, widened
 
 POINTS = torch.linspace(-2, 2, 5, dtype=torch.float64)[:, None]
 
@@ -79,7 +79,7 @@ def trajectory(sizes: tuple[int, ...], rounds: int, **keys: Any) -> tuple[Any, l
     states: list[Any] = [beginning({**theta, "q.mean": np.zeros(7)}, {}, 1)]
     roster, start = Roster(dict.fromkeys(sites, 1), tuple(sites), (), 1), deepcopy(model)
     for _ in range(rounds):
-        states.append(drive(one_round(states[-1], roster, start), sites)[0])
+        states.append(drive(shaped_round(states[-1], roster, start), sites)[0])
     return model, states, units
 
 

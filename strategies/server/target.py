@@ -14,6 +14,7 @@ import numpy as np
 from fedgp_flower.errors import DataError
 from fedgp_flower.methods.messages import TargetMoments, TargetPowers
 from fedgp_flower.transforms import Transform
+from fedgp_flower.typing import Array
 from strategies.server.enrolment import Preparation
 from strategies.server.questions import Asking, Summed, Total
 
@@ -36,7 +37,13 @@ def transformed(preparation: Preparation, family: type[Transform], sites: tuple[
     schema = json.loads(preparation.schema)
     schema["target"]["transform"] = family(float(powers[best])).as_json()
     own = {"target.mean": np.array(mean), "target.scale": np.array(scale)}
-    return replace(preparation, schema=json.dumps(schema), arrays={**preparation.arrays, **own})
+    sums = {site: with_last_unknown(known) for site, known in preparation.sums.items()}
+    return replace(preparation, schema=json.dumps(schema), arrays={**preparation.arrays, **own}, sums=sums)
+
+
+def with_last_unknown(sums: Array) -> Array:
+    """What a site said of its columns, [D + 1, 3], but of the target: that was before the transformation."""
+    return np.vstack([sums[:-1], np.full((1, sums.shape[1]), np.nan)])
 
 
 def chosen(sums: TargetMoments, centres: np.ndarray) -> tuple[int, float, float]:

@@ -161,7 +161,7 @@ class ExpansionShare:
         """Why sums cannot come from so many rows, or None."""
         if float(self.count) != rows:
             return f"sums of {float(self.count):g} rows, introduced itself with {rows}"
-        if (self.squares < 0).any() or (self.known > 1).any():
+        if (self.squares < 0).any() or (self.known > rows).any():  # holds of a total too: a site has a row or more
             return "`squares` or `known` are those of no shape"
         size = max(float(np.abs(self.precision).max()), 1e-300)
         if not np.linalg.eigvalsh(self.precision / size)[0] >= -1e-6:
