@@ -156,7 +156,7 @@ def test_asynchronous_visits_end_there_too():
     """Answers that are up to two merges old."""
     sites, state, everything, roster = problem("bernoulli", "full")
     under_way: dict[str, Any] = {}
-    for number in range(1, 140):
+    for number in range(1, 150):
         asking = one_answer(state, replace(roster, round=number, busy=tuple(under_way)), Plan("asynchronous"))
         question = asking.send(None)
         under_way |= {site: sites[site].train(request) for site, request in question.requests.items()}
