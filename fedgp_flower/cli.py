@@ -227,7 +227,7 @@ def predict(
     policy: Annotated[Path | None, typer.Option(help="policy of that site; otherwise the default")] = None,
     picture: Picture = None,
 ) -> None:
-    """Predict new rows from a run's saved posterior, at `--site`, or of `fedmgp` at all simulated units."""
+    """Predict new rows from a run's saved posterior, or at `--site`; of units with curves, at all simulated ones."""
     from fedgp_flower.run.predict import Predictor
 
     where = {"data": site_data, "state_dir": state_dir, "policy": policy}

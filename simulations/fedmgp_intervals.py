@@ -24,12 +24,12 @@ from fedmgp_battery import CYCLES, whole_cells
 from fedmgp_common import RESULTS, RUNS, table
 from scipy.stats import norm
 
+from fedgp_flower.methods.closed_form import Sums
+from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.fedmgp.calibration import calibration, widened
 from fedgp_flower.methods.fedmgp.deviating_client import read_values
 from fedgp_flower.methods.fedmgp.deviations import DeviatingUnit
 from fedgp_flower.methods.fedmgp.messages import Calibration, CalibrationRequest
-from fedgp_flower.methods.sfvi.closed_form import Sums
-from fedgp_flower.methods.sfvi.messages import ExpansionRequest, ExpansionShare
 from strategies.fedmgp_deviations import DeviationState, ended, one_round, start_state
 from strategies.fsgp_exact import pack
 from strategies.server.questions import Roster, drive

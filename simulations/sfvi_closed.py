@@ -24,9 +24,9 @@ from sfvi_weather import keys, table_of
 from sfvi_weather_model import problem
 
 from fedgp_flower.gp.optimisers import maximise
-from fedgp_flower.methods.sfvi.closed_form import Sums, posterior
+from fedgp_flower.methods.closed_form import Sums, posterior
+from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
-from fedgp_flower.methods.sfvi.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
 from strategies.sfvi_closed import VARIANCES

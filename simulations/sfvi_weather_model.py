@@ -19,8 +19,7 @@ from fedgp_flower.data.sites import RawSite, load_all_sites
 from fedgp_flower.data.sites import SiteData as Encoded
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.optimisers import maximise
-from fedgp_flower.methods.sfvi.estimators import expected_site_term
-from fedgp_flower.methods.sfvi.family import (
+from fedgp_flower.methods.family import (
     GlobalPosterior,
     LocalPosterior,
     expected_global_term,
@@ -28,6 +27,7 @@ from fedgp_flower.methods.sfvi.family import (
     named,
     with_named,
 )
+from fedgp_flower.methods.sfvi.estimators import expected_site_term
 from fedgp_flower.methods.sfvi.gp import HierarchicalGP
 from fedgp_flower.methods.sfvi.models import model_at
 from fedgp_flower.methods.sfvi.options import SHARED, SFVIOptions

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from strategies.fsgp import FSGPAveraging as FSGPAveraging
     from strategies.fsgp_duals import FSGPDuals as FSGPDuals
     from strategies.fsgp_exact import FSGPExact as FSGPExact
+    from strategies.fsgp_private import FSGPPrivate as FSGPPrivate
     from strategies.fsgp_profiled import FSGPProfiled as FSGPProfiled
     from strategies.multi_output_references import FedPoly as FedPoly
     from strategies.multi_output_references import ModularGP as ModularGP
@@ -41,6 +42,7 @@ _MODULES = {
     "FSGPAveraging": "fsgp",
     "FSGPDuals": "fsgp_duals",
     "FSGPExact": "fsgp_exact",
+    "FSGPPrivate": "fsgp_private",
     "FSGPProfiled": "fsgp_profiled",
     "FedMGP": "fedmgp",
     "FedMGPDeviations": "fedmgp_deviations",

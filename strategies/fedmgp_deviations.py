@@ -20,6 +20,8 @@ from numpy import ndarray
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import encode, leaves, message
+from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
+from fedgp_flower.methods.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.fedmgp.calibration import CUTS, factors
 from fedgp_flower.methods.fedmgp.deviations import PRIOR_SD, beginning, inducing_factor
 from fedgp_flower.methods.fedmgp.messages import (
@@ -31,8 +33,6 @@ from fedgp_flower.methods.fedmgp.messages import (
 )
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.messages import Parameters
-from fedgp_flower.methods.sfvi.family import initial_global, named, on_the_wire
-from fedgp_flower.methods.sfvi.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.fedmgp_shared import Plan, first_inducing, scaled, unit_curves
 from strategies.fsgp_exact import pack

@@ -388,7 +388,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
             chains.append(self._thinned(values[best], own[best], state.points))
         return ProfiledState(tuple(chains), totals.sites, state.exchanges + 1, state.points)
 
-    def _thinned(self, values: NamedArrays, totals: Statistics, count: int) -> Chain:
+    def _thinned(self, values: Mapping[str, ndarray], totals: Statistics, count: int) -> Chain:
         """A chain at those candidates for inducing points that explain most."""
         places = values[LOCATIONS]
         if 0 < count < len(places):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from fedgp_flower.methods.sfvi.family import GlobalPosterior, expected_global_term, sampled_global_term
+from fedgp_flower.methods.family import GlobalPosterior, expected_global_term, sampled_global_term
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
 from fedgp_flower.typing import Array, NamedArrays
 from strategies import sfvi_avg

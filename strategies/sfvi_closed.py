@@ -2,7 +2,7 @@
 
 At fixed θ the structured posterior of Hassan, Salomone and Mengersen (2023) is known. A site integrates its deviation
 out and sends sums; from their total the server has the bound F, its exact gradient and its Hessian
-(:mod:`fedgp_flower.methods.sfvi.closed_form`). The server needs totals and no site's summand. Every logarithm of θ has
+(:mod:`fedgp_flower.methods.closed_form`). The server needs totals and no site's summand. Every logarithm of θ has
 a weak normal prior, whose mode is where a run starts and whose standard deviations are the units of a step.
 """
 
@@ -22,7 +22,7 @@ from numpy import ndarray
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.linalg import kernel_cholesky
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.sfvi.closed_form import (
+from fedgp_flower.methods.closed_form import (
     Expansion,
     Slopes,
     Sums,
@@ -31,8 +31,8 @@ from fedgp_flower.methods.sfvi.closed_form import (
     posterior,
     transported,
 )
-from fedgp_flower.methods.sfvi.family import initial_global, named, on_the_wire
-from fedgp_flower.methods.sfvi.messages import ExpansionRequest, ExpansionShare
+from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
+from fedgp_flower.methods.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.methods.sfvi.shaped import NOISE, WIDTHS, ShapedGP
 from fedgp_flower.typing import AnyShape, NamedArrays

@@ -10,7 +10,7 @@ import torch
 
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.optimisers import AdamState
-from fedgp_flower.methods.sfvi.family import (
+from fedgp_flower.methods.family import (
     GlobalPosterior,
     LocalPosterior,
     initial_global,

@@ -16,13 +16,13 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
 from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.methods.closed_form import Expansion, Slopes, Sums, expansion, posterior
+from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
+from fedgp_flower.methods.family import GlobalPosterior, initial_global
 from fedgp_flower.methods.fedmgp.calibration import CUTS, EDGES, calibration, factors, widened
 from fedgp_flower.methods.fedmgp.deviating_client import read_values
 from fedgp_flower.methods.fedmgp.deviations import ROUGHNESS, DeviatingUnit, Theta, beginning, bound, inducing_factor
 from fedgp_flower.methods.fedmgp.messages import Calibration, CalibrationRequest
-from fedgp_flower.methods.sfvi.closed_form import Expansion, Slopes, Sums, expansion, posterior
-from fedgp_flower.methods.sfvi.family import GlobalPosterior, initial_global
-from fedgp_flower.methods.sfvi.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config

@@ -160,14 +160,14 @@ UNEQUAL = {"a": wave(0, 24), "b": wave(1, 60), "c": wave(2, 36)}
 
 
 class Watcher(FaultyGrid):
-    """Keeps learning rates and shares p_m that units were sent."""
+    """Keeps learning rates that units were sent, and what their p_m are shares of."""
 
     def arrival(self, message: Any) -> Any:
         """The reply; the rate of its request is noted."""
         if message.metadata.message_type == "train":
             sent = message.content.config_records["config"]
             site = next(site for site in UNITS if self.node_of(site) == message.metadata.dst_node_id)
-            self.shares = {**getattr(self, "shares", {}), site: float(sent["share"])}
+            self.wholes = {**getattr(self, "wholes", {}), site: float(sent["whole"])}
             self.rates = [*getattr(self, "rates", []), float(sent["learning_rate"])]
         return super().arrival(message)
 
@@ -189,7 +189,8 @@ def test_a_step_of_all_units_is_a_step_on_the_pooled_bound(tmp_path: Path, kind:
     start, rate, rows_of = theta(before), 1e-4, after.preparation.rows
     shares = {site: rows_of[site] / sum(rows_of.values()) if kind == "examples" else 1 / 3 for site in UNEQUAL}
     assert weights(after) == [pytest.approx(shares)]
-    assert grid.shares == pytest.approx(shares)
+    parts = {site: rows_of[site] if kind == "examples" else 1 for site in UNEQUAL}
+    assert {site: parts[site] / whole for site, whole in grid.wholes.items()} == pytest.approx(shares)
     latents, q = from_parameters(start, before.current.inducing, 1e-6)
     slopes = dict.fromkeys(start, 0.0)
     for index, site in enumerate(UNEQUAL):
@@ -238,7 +239,7 @@ def test_covariances_in_two_dimensions(tmp_path: Path, covariance: str) -> None:
         x = draw.uniform(-1.7, 1.7, (70, 2))
         y = (1 + 0.5 * index) * np.sin(2 * x[:, 0]) * np.exp(-0.05 * x[:, 1] ** 2) + 0.1 * draw.standard_normal(70)
         frames[unit] = pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y})
-    flat = keys(fedmgp__covariance=covariance, model__num_inducing=36, num_server_rounds=8)
+    flat = keys(fedmgp__covariance=covariance, fedmgp__lmc_rounds=0, model__num_inducing=36, num_server_rounds=8)
     recorder, grid = Recorder(), FaultyGrid(flat, csv_nodes(tmp_path, frames))
     strategy = run(grid, recorder)
     consistent(grid, strategy)

@@ -20,9 +20,9 @@ from test_closed_form import dense_bound
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.linalg import symmetric
 from fedgp_flower.messages import add
+from fedgp_flower.methods.expansions import ExpansionShare
+from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
-from fedgp_flower.methods.sfvi.family import GlobalPosterior
-from fedgp_flower.methods.sfvi.messages import ExpansionShare
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config

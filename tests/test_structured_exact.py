@@ -22,6 +22,14 @@ from structured_problems import (
     state_of,
 )
 
+from fedgp_flower.methods.family import (
+    expected_global_term,
+    initial_global,
+    named,
+    on_the_wire,
+    sampled_global_term,
+    with_named,
+)
 from fedgp_flower.methods.sfvi.estimators import (
     expected_site_term,
     gradients,
@@ -29,14 +37,6 @@ from fedgp_flower.methods.sfvi.estimators import (
     sampled_site_term,
     unit_noise,
     whole_term,
-)
-from fedgp_flower.methods.sfvi.family import (
-    expected_global_term,
-    initial_global,
-    named,
-    on_the_wire,
-    sampled_global_term,
-    with_named,
 )
 from fedgp_flower.methods.sfvi.multinomial import Multinomial
 from strategies.server.questions import drive

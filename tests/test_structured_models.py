@@ -19,8 +19,7 @@ from structured_problems import (
 )
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.methods.sfvi.estimators import gradients, sampled_site_term, unit_noise
-from fedgp_flower.methods.sfvi.family import (
+from fedgp_flower.methods.family import (
     GlobalPosterior,
     initial_amortised,
     initial_global,
@@ -29,6 +28,7 @@ from fedgp_flower.methods.sfvi.family import (
     normal_log_density,
     with_named,
 )
+from fedgp_flower.methods.sfvi.estimators import gradients, sampled_site_term, unit_noise
 from fedgp_flower.methods.sfvi.gp import farthest_points
 from fedgp_flower.methods.sfvi.multinomial import Multinomial
 from fedgp_flower.methods.sfvi.structured import predict_by_draws

@@ -10,6 +10,9 @@ from numpy import ndarray
 from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import Prediction
+from fedgp_flower.methods.closed_form import Sums
+from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
+from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.fedmgp.calibration import calibration, widened
 from fedgp_flower.methods.fedmgp.deviations import DeviatingUnit, Theta
 from fedgp_flower.methods.fedmgp.messages import (
@@ -21,9 +24,6 @@ from fedgp_flower.methods.fedmgp.messages import (
     TrendView,
 )
 from fedgp_flower.methods.fedmgp.unit_client import UnitClient
-from fedgp_flower.methods.sfvi.closed_form import Sums
-from fedgp_flower.methods.sfvi.family import GlobalPosterior
-from fedgp_flower.methods.sfvi.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.typing import Array
 
 MOST_ROWS = 400

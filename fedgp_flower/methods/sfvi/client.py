@@ -18,9 +18,9 @@ from fedgp_flower.data.sites import SiteData as Encoded
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode, encode
+from fedgp_flower.methods.family import GlobalPosterior, LocalFamily, initial_global, named, on_the_wire
 from fedgp_flower.methods.messages import Nothing, Parameters
 from fedgp_flower.methods.sfvi.estimators import UNSCALED, likelihood_only, whole_term
-from fedgp_flower.methods.sfvi.family import GlobalPosterior, LocalFamily, initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.gp import farthest_points
 from fedgp_flower.methods.sfvi.learner import Learner, LocalState, initial_local, step_local
 from fedgp_flower.methods.sfvi.memory import SiteMemory, remembered, scaled

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from fedgp_flower.clients.numpy_client import Prediction
+from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
+from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.sfvi.client import StructuredClient
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
-from fedgp_flower.methods.sfvi.family import GlobalPosterior
-from fedgp_flower.methods.sfvi.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.sfvi.posterior import exact_site
 from fedgp_flower.typing import Array, NamedArrays
 

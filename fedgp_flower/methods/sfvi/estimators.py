@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 from torch import Tensor
 
-from fedgp_flower.methods.sfvi.family import (
+from fedgp_flower.methods.family import (
     GlobalPosterior,
     LocalFamily,
     held,

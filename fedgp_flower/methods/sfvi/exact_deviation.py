@@ -22,8 +22,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky
-from fedgp_flower.methods.sfvi.closed_form import Sums, newton_step
-from fedgp_flower.methods.sfvi.family import GlobalPosterior
+from fedgp_flower.methods.closed_form import (
+    Derivatives,
+    Sums,
+    Width,
+    flattened,
+    jacobian,
+    newton_step,
+    rows_of_jacobian,
+)
+from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.gp import farthest_points, linear_terms
 from fedgp_flower.methods.sfvi.shaped import AMPLITUDE, LENGTHSCALE, NOISE, WIDTHS, ShapedGP
 from fedgp_flower.methods.sfvi.structured import Prediction
@@ -79,24 +87,6 @@ class Parts:
     """s_k²."""
     left_over: Scalar
     """Variance that inducing values leave open, summed over rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Width:
-    """What a site says of the widths of priors: z_k² at the mode, and how well it is known, 1 − var z_k by Laplace."""
-
-    squares: Float[Tensor, " W"]
-    known: Float[Tensor, " W"]
-
-
-@dataclass(frozen=True, slots=True)
-class Derivatives:
-    """Sums at the mode of z_k, their derivatives by θ, flat as in :meth:`Sums.flat`, and J″."""
-
-    sums: Sums
-    slopes: Float[Tensor, "T Q"]
-    curvature: Float[Tensor, "T T"]
-    width: Width
 
 
 class ExactDeviation:
@@ -264,24 +254,3 @@ def held(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for own in learned:
             own.requires_grad_(True)
-
-
-def flattened(tensors: tuple[Tensor, ...]) -> Tensor:
-    """As one vector."""
-    return torch.cat([own.flatten() for own in tensors])
-
-
-def rows_of_jacobian(values: Float[Tensor, " V"], leaves: list[Tensor]) -> Float[Tensor, "V T"]:
-    """Derivatives of a few values, in one backward pass for all."""
-    unit = torch.eye(len(values)).to(values)
-    slopes = torch.autograd.grad(values, leaves, unit, retain_graph=True, is_grads_batched=True, allow_unused=True)
-    pairs = zip(slopes, leaves, strict=True)
-    none = unit.new_zeros(len(unit), 1)
-    return torch.cat([none.expand(-1, at.numel()) if s is None else s.reshape(len(unit), -1) for s, at in pairs], 1)
-
-
-def jacobian(values: Float[Tensor, " Q"], leaves: list[Tensor]) -> Float[Tensor, "T Q"]:
-    """Derivatives of many values by a few numbers: Jᵀw is linear in w, and its Jacobian by w is Jᵀ."""
-    probe = torch.zeros_like(values, requires_grad=True)
-    pulled = flattened(torch.autograd.grad(values, leaves, probe, create_graph=True, materialize_grads=True))
-    return rows_of_jacobian(pulled, [probe])

@@ -14,7 +14,7 @@ from fedgp_flower.gp.likelihoods import NONE, gaussian_likelihood
 from fedgp_flower.gp.projections import whitened_projection
 from fedgp_flower.gp.sums import WhitenedPosterior
 from fedgp_flower.gp.to_gpytorch import SparsePosterior
-from fedgp_flower.methods.sfvi.family import GlobalPosterior
+from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.gp import HierarchicalGP, linear_terms
 from fedgp_flower.typing import Rows
 

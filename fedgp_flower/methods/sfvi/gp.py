@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import Noise, build_point_likelihood
 from fedgp_flower.gp.projections import whitened_projection
-from fedgp_flower.methods.sfvi.family import GlobalPosterior, LocalPosterior
+from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ClosedFormModel, IndexVector, Prediction, SiteData
 from fedgp_flower.options import ModelSection

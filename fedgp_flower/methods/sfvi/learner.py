@@ -11,6 +11,15 @@ import torch
 from torch import Tensor
 
 from fedgp_flower.gp.optimisers import AdamState
+from fedgp_flower.methods.family import (
+    GlobalPosterior,
+    LocalFamily,
+    expected_global_term,
+    initial_amortised,
+    named,
+    sampled_global_term,
+    with_named,
+)
 from fedgp_flower.methods.sfvi.estimators import (
     UNSCALED,
     Scaling,
@@ -19,15 +28,6 @@ from fedgp_flower.methods.sfvi.estimators import (
     gradients,
     sampled_site_term,
     unit_noise,
-)
-from fedgp_flower.methods.sfvi.family import (
-    GlobalPosterior,
-    LocalFamily,
-    expected_global_term,
-    initial_amortised,
-    named,
-    sampled_global_term,
-    with_named,
 )
 from fedgp_flower.methods.sfvi.memory import LOCAL, below
 from fedgp_flower.methods.sfvi.options import SFVIOptions

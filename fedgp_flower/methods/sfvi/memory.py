@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import message
-from fedgp_flower.methods.sfvi.family import AmortisedPosterior, GlobalPosterior, LocalFamily, named, with_named
+from fedgp_flower.methods.family import AmortisedPosterior, GlobalPosterior, LocalFamily, named, with_named
 from fedgp_flower.methods.sfvi.structured import SiteData
 from fedgp_flower.typing import AnyShape, NamedArrays
 

@@ -16,10 +16,10 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.to_gpytorch import SparsePosterior
 from fedgp_flower.messages import decode
+from fedgp_flower.methods.family import GlobalPosterior, LocalFamily
 from fedgp_flower.methods.sfvi.estimators import unit_noise
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
 from fedgp_flower.methods.sfvi.export import export
-from fedgp_flower.methods.sfvi.family import GlobalPosterior, LocalFamily
 from fedgp_flower.methods.sfvi.gp import HierarchicalGP
 from fedgp_flower.methods.sfvi.learner import initial_local
 from fedgp_flower.methods.sfvi.memory import SiteMemory

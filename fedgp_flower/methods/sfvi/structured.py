@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import wire_name
-from fedgp_flower.methods.sfvi.family import GlobalPosterior, LocalFamily, LocalPosterior, initial_local
+from fedgp_flower.methods.family import GlobalPosterior, LocalFamily, LocalPosterior, initial_local
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Scalar, Targets

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, symmetric
-from fedgp_flower.methods.sfvi.family import GlobalPosterior
+from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.typing import Scalar, Square, Vector
 
 
@@ -140,3 +140,42 @@ def newton_step(
     step = directions @ ((directions.mT @ gradient) / curvatures.abs().clamp(min=1.0))
     step = step * min(1.0, radius / max(float(step.abs().max()), 1e-300))
     return step, float(gradient @ step + 0.5 * step @ hessian @ step)
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """What a site says of the widths of priors: z_k² at the mode, and how well it is known, 1 − var z_k by Laplace."""
+
+    squares: Float[Tensor, " W"]
+    known: Float[Tensor, " W"]
+
+
+@dataclass(frozen=True, slots=True)
+class Derivatives:
+    """Sums at the mode of z_k, their derivatives by θ, flat as in :meth:`Sums.flat`, and J″."""
+
+    sums: Sums
+    slopes: Float[Tensor, "T Q"]
+    curvature: Float[Tensor, "T T"]
+    width: Width
+
+
+def flattened(tensors: tuple[Tensor, ...]) -> Tensor:
+    """As one vector."""
+    return torch.cat([own.flatten() for own in tensors])
+
+
+def rows_of_jacobian(values: Float[Tensor, " V"], leaves: list[Tensor]) -> Float[Tensor, "V T"]:
+    """Derivatives of a few values, in one backward pass for all."""
+    unit = torch.eye(len(values)).to(values)
+    slopes = torch.autograd.grad(values, leaves, unit, retain_graph=True, is_grads_batched=True, allow_unused=True)
+    pairs = zip(slopes, leaves, strict=True)
+    none = unit.new_zeros(len(unit), 1)
+    return torch.cat([none.expand(-1, at.numel()) if s is None else s.reshape(len(unit), -1) for s, at in pairs], 1)
+
+
+def jacobian(values: Float[Tensor, " Q"], leaves: list[Tensor]) -> Float[Tensor, "T Q"]:
+    """Derivatives of many values by a few numbers: Jᵀw is linear in w, and its Jacobian by w is Jᵀ."""
+    probe = torch.zeros_like(values, requires_grad=True)
+    pulled = flattened(torch.autograd.grad(values, leaves, probe, create_graph=True, materialize_grads=True))
+    return rows_of_jacobian(pulled, [probe])
