@@ -55,7 +55,7 @@ format: setup
 	$(bin)/ruff format .
 
 test: lint
-	OMP_NUM_THREADS=1 $(bin)/pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(bin)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: setup
 	OMP_NUM_THREADS=1 $(bin)/pytest -m long

@@ -7,10 +7,11 @@ VCL, streaming VB, global VI) are those of :mod:`strategies.pvi`; what a local u
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -133,7 +134,11 @@ class WeightsPVI(FederatedStrategy[PVIState]):
     state_class = PVIState
     options_class = WeightsOptions
     options: WeightsOptions
-    equation: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def equation(self) -> str:
+        """How the saved arrays predict."""
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
         """The prior. One number of each site shows before training who has other rows than it described."""

@@ -17,6 +17,15 @@ if os.environ.get("CI"):
 _hook = install_import_hook(CHECKED, "beartype.beartype")
 
 
+SLOWEST = ("test_deployment", "test_methods_simulation", "test_simulation", "test_site")
+"""Files of few tests that take long: begun first, or one worker would be left alone with them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slowest files first."""
+    items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _coarse_pictures():
     """Pictures of few pixels: their content is tested, not their resolution."""

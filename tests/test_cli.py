@@ -237,6 +237,7 @@ def test_a_comparison_says_what_differs_and_draws_what_was_spent(fedgp, shared, 
     (other / "metrics.json").write_text(json.dumps(metrics))
     predictions = (other / "predictions.csv").read_text().splitlines(keepends=True)
     (other / "predictions.csv").write_text("".join(predictions[:-1]))
+    (other / "files.json").unlink()  # the hashes of what the run wrote
     code, out, _ = fedgp("compare", shared, other, "--figure", tmp_path / "cost.png")
     assert code == 0
     assert "careful: the target's standard deviation over training rows differs, by its units or its rows" in out

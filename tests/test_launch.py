@@ -39,7 +39,7 @@ def test_a_word_without_equals_sign_is_an_error() -> None:
         parse_assignments(["verbose"])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"pvi-bnn"}))  # that one needs classes
 def test_the_demonstration_takes_every_method_with_the_defaults(method: str) -> None:
     found = demo_config({"method": method}, 3)
     assert (found["method"], found["min-sites"]) == (method, 3)

@@ -69,6 +69,7 @@ def log_of(flower: Flower, rounds: int, *options: str) -> str:
     return str(log)
 
 
+@pytest.mark.long
 @pytest.mark.simulation
 def test_it_runs_in_flowers_simulation(tmp_path: Path) -> None:
     (port,) = free_ports(1)

@@ -107,7 +107,7 @@ def test_figures_are_those_of_plain_totals(pair):
     """Means and scales are totals too, and differ in their last digits: Adam's steps and a line search amplify that."""
     (plain, plain_rows, _), (masked, masked_rows, _) = pair
     close = 1e-6 if plain.config.method in {"sfvi", "sfvi-avg"} else 1e-8
-    alone = 5e-3 if plain.config.model.likelihood == "student-t" else close
+    alone = 2e-2 if plain.config.model.likelihood == "student-t" else close
     for first, second in zip(plain_rows.rows, masked_rows.rows, strict=True):
         for name in first.keys() & {"bound", "objective", "noise", "test_nll", "test_rmse"}:
             assert second[name] == pytest.approx(first[name], rel=close), name
@@ -412,7 +412,7 @@ def test_masks_are_the_default_where_every_site_has_a_trust_file(real_nodes, cap
     assert clear == {"query.describe", "query.keys"}
     lines = [record.message for record in caplog.records if record.message.startswith("totals under masks")]
     assert len(lines) == 2
-    with pytest.raises(ConfigError, match="more than their sum"):
+    with pytest.raises(ConfigError, match="masks would hide"):
         run(Transcript(configured(method="pvi"), real_nodes))
 
 
@@ -448,12 +448,10 @@ def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
     """Where another site has none, the run does not mask by itself, and goes on without those that refuse."""
     for key in ("site-key", "trust"):
         del real_nodes[0][key]
-    grid = Transcript(configured(min_sites=1), real_nodes)
-    run(grid)
+    told = blamed(run(Transcript(configured(min_sites=1), real_nodes)))
     for site in ("north", "west"):
-        told = [reply.content.config_records["config"].get("error", "") for reply in grid.of("query.shape", site)]
-        assert told
-        assert all("answers `query.shape` under masks alone" in str(line) for line in told)
+        assert told[site]
+        assert all("under masks alone" in line for line in told[site])
 
 
 def test_a_site_that_a_trust_file_lacks_is_named(real_nodes, tmp_path):

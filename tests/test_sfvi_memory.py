@@ -42,7 +42,8 @@ def test_a_site_that_loses_its_state_in_the_last_round_gets_its_deviation_back(t
     grid, recorder = FaultyGrid(flat, nodes), Recorder()
     recorder.at[19] = lambda: grid.restart("a")
     strategy = run(grid, recorder)
-    assert strategy.details()["fresh_starts"] == {"a": 1}
+    assert all("no longer the table" in reason for reason in blamed(strategy)["a"])
+    assert blamed(strategy)["a"]
 
     def error(own: Any) -> float:
         return next(row["rmse"] for row in own.evaluation["per_site"] if row["site"] == "a")
@@ -104,7 +105,7 @@ def renumbered(path: Path, target: Path) -> Path:
 
 
 def test_latents_of_units_are_not_given_to_others(tmp_path: Path) -> None:
-    """A site comes back with as many units as before, but not the same ones: it begins anew and says so."""
+    """A site comes back with as many units as before, but not the same ones: it refuses to go on with them."""
     path = visits_csv(tmp_path)
     frame = pd.read_csv(path).drop(columns=["one", "three"])
     nodes = csv_nodes(tmp_path, {"a": frame, "b": frame.assign(unit=frame["unit"] + 50)})
@@ -112,7 +113,8 @@ def test_latents_of_units_are_not_given_to_others(tmp_path: Path) -> None:
     recorder = Recorder()
     recorder.at[2] = lambda: renumbered(tmp_path / "a.csv", tmp_path / "a.csv") and None
     strategy = run(FaultyGrid(flat, nodes), recorder)
-    assert strategy.details()["fresh_starts"] == {"a": 1}
+    assert all("no longer the table" in reason for reason in blamed(strategy)["a"])
+    assert blamed(strategy)["a"]
 
 
 def test_a_killed_simulation_ends_where_it_would_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

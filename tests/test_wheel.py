@@ -76,6 +76,7 @@ def test_wheel_and_source_archive_are_complete(built):
     assert "Classifier: Typing :: Typed" in text
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # Flower's own
 def test_the_app_meets_the_conventions_of_the_hub(installed, tmp_path):
     python(tmp_path, "-m", "fedgp_flower.cli", "deploy", "app", tmp_path / "app", home=installed)

@@ -85,9 +85,9 @@ def record(before: Path, after: Path, site: str, rounds: int) -> None:
     Figures before and after are over the same held-out rows, those of the sites that remain.
     """
     old, new = read_run(before), read_run(after)
-    kept = old.metrics.labels.keys() & new.metrics.labels.keys()
     per_site = old.metrics.per_site
     row = next((row for row in per_site if site in {str(row["site"]), str(row.get("label"))}), {"site": site})
+    kept = (old.metrics.labels.keys() & new.metrics.labels.keys()) - {str(row["site"])}
     content = {
         "site": str(row["site"]),
         "label": row.get("label"),

@@ -191,7 +191,12 @@ class PseudoGradient:
 
 @message("train.natural")
 class NaturalGradient(PseudoGradient):
-    """What local steps on natural parameters make of θ: log S, and λ and h of q(u)."""
+    """What local steps on natural parameters make of θ: log S, and λ and h of q(u), which grow with the rows."""
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot be what a unit says of itself, or None."""
+        del rows
+        return _no_flag(self.fresh, *([] if self.flat is None else [self.flat]))
 
 
 @message("train.pseudo_sum", summand=True)
