@@ -6,7 +6,8 @@ Ten sites. *Masked*: the noise is split among the sites and only the total is se
 adds the whole noise; *in the clear*: every site adds the whole noise to its own sums. Sums are formed once for a split
 and noise is drawn several times, by the functions that server and sites call; a whole run under masks at ε = 1 stands
 beside. Ranges are those of the whole tables, rounded outwards to a tenth, taken for public. M = 100, lengthscale √D
-and how sums are cleaned were chosen after a look at held-out rows of split 0. Written to ``simulations/results/dp_sums.md``.
+and how sums are cleaned were chosen after a look at held-out rows of split 0. Written to
+``simulations/results/dp_sums.md``.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ def main() -> None:
         f" --draws {given.draws}`",
         "",
         f"Mean held-out NLL in nats per row, original units, δ = {DELTA:g}; ε = 10000 is all but no noise. The"
-        " docstring there says what the arms are and what is taken for public. M, the lengthscale and how sums are cleaned"
-        " were chosen after a look at held-out rows of split 0.",
+        " docstring there says what the arms are and what is taken for public. M, the lengthscale and how sums are"
+        " cleaned were chosen after a look at held-out rows of split 0.",
         "",
         *(f"- {line}" for line in said),
     ]

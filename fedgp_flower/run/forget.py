@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ def prepare(run: Path, site: str, *, rounds: int, name: str) -> Continuation:
     chosen = next((key for key, label in labels.items() if site in {key, label}), site)
     left: Snapshot = load(row_of(data).forget)(saved, chosen)
     remaining = sorted(left.facts["preparation"]["rows"], key=int)
+    took_part = [one for one in left.facts.get("took_part", ()) if one != chosen]
+    left = replace(left, facts={**left.facts, "took_part": took_part})
     if len(remaining) < old.min_sites:
         raise RunError(
             f"without site {chosen!r} {len(remaining)} site(s) remain, and `min-sites` = {old.min_sites}; "
