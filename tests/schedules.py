@@ -22,7 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fsgp classes": {"method": "fsgp", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
     "fgpr": {"method": "fgpr"},
-    "pvi": {"method": "pvi", "pvi__evaluations": 5, "pvi__refit_evaluations": 5},
+    "pvi": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5, "pvi__refit_evaluations": 5},
     "pvi whitened": {"method": "pvi", "pvi__inducing": "fixed", "pvi__hyper": "fixed", "pvi__schedule": "synchronous"}
     | {"pvi__local_update": "adam", "pvi__steps": 5, "pvi__first_steps": 5},
     "pvi asynchronous": {"method": "pvi", "pvi__schedule": "asynchronous", "pvi__local_update": "adam"}
@@ -33,10 +33,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "sfvi closed": {"method": "sfvi"},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 3},
 }
-"""A tiny run of every method that trains, and of every form it has."""
+"""A tiny run of every method that trains, and of every form it has; those of weights are visited as `pvi` is."""
 assert {keys["method"] for keys in METHODS.values()} == {name for name, own in BUILT_IN.items() if own.federated} - {
     "modular-gp",
     "fed-poly",
+    "pvi-glm",
+    "pvi-bnn",
 }
 
 

@@ -22,13 +22,13 @@ def hold(seed: int) -> None:
     assert seed % 2 or not set(ending.blamed) & {"0", "2", "3"}, (ending.blamed, schedule.done)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_schedule_of_faults(seed: int) -> None:
     hold(seed)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(20, LONG))
+@pytest.mark.parametrize("seed", range(6, LONG))
 def test_many_schedules_of_faults(seed: int) -> None:
     hold(seed)
 

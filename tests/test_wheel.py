@@ -91,6 +91,7 @@ def test_the_app_meets_the_conventions_of_the_hub(installed, tmp_path):
     assert list(tmp_path.glob("*.fab"))
 
 
+@pytest.mark.long
 def test_a_run_from_the_wheel_leaves_a_report(installed, tmp_path):
     run = ["-m", "fedgp_flower.cli", "run", "--sites", 3, "dataset=diabetes", "name=first", *FEW]
     said = python(tmp_path, *run, "--dry-run", home=installed)
