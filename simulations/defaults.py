@@ -92,7 +92,8 @@ def main() -> None:
             lines.append(line(method, name, finished(method, name, keys)))
             print(lines[-1], flush=True)
     words = [
-        "Made by `python simulations/defaults.py --data-dir DIR`: no key but `method`, `dataset`, `split` and the",
+        f"Made by `python simulations/defaults.py --data-dir DIR --sets {' '.join(map(repr, chosen.sets))} --methods",
+        f"{' '.join(chosen.methods)}`: no key but `method`, `dataset`, `split` and the",
         "partition. NLL in nats per held-out row in units of the target; mean, linear, alone and pooled are the",
         "yardsticks that the same run reports; “above” names those that the method does not reach. One split each:",
         "differences of a few hundredths are chance.",
