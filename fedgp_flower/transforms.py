@@ -11,6 +11,7 @@ which needs sums over rows alone. The grid stays in [0, 2], where t takes every 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from fedgp_flower.typing import Array
 
 
 @dataclass(frozen=True, slots=True)
-class Transform:
+class Transform(ABC):
     """An increasing function g of the target, its inverse and its slope."""
 
     power: float = 1.0
@@ -34,17 +35,17 @@ class Transform:
     positive: ClassVar[bool] = False
     """Whether g needs y > 0."""
 
+    @abstractmethod
     def forward(self, y: Array) -> Array:
         """T = g(y)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def inverse(self, t: Array) -> Array:
         """Y = g⁻¹(t)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def log_slope(self, y: Array) -> Array:
         """Logarithm of g'(y)."""
-        raise NotImplementedError
 
     def as_json(self) -> dict[str, Any]:
         """The entry ``transform`` of the target in the agreed schema."""

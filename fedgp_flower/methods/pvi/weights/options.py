@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar, Literal
 
 from fedgp_flower.errors import ConfigError
@@ -19,9 +20,9 @@ class WeightsOptions(VisitOptions):
     prior_scale: Positive = 1.0
     """Standard deviation of every weight a priori, the intercept's too."""
 
+    @abstractmethod
     def num_weights(self, num_inputs: int) -> int:
         """The length of θ."""
-        raise NotImplementedError
 
     @property
     def full(self) -> bool:
