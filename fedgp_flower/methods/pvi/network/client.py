@@ -8,15 +8,15 @@ from typing import cast
 import numpy as np
 import torch
 
-from fedgp_flower.clients.baselines import Baseline, all_rows
-from fedgp_flower.clients.numpy_client import Prediction, Said, SiteClient
+from fedgp_flower.clients.baselines import Baseline
+from fedgp_flower.clients.numpy_client import Prediction
 from fedgp_flower.gp.gaussian import DiagonalGaussian
-from fedgp_flower.methods.messages import Nothing
 from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi.network.mathematics import Network, NetworkUpdate, Rows, VisitSettings, refined
 from fedgp_flower.methods.pvi.network.options import NetworkOptions
 from fedgp_flower.methods.pvi.network.posterior import NetworkPosterior
 from fedgp_flower.methods.pvi.posterior import random_source
+from fedgp_flower.methods.pvi.weights.base import WeightsClient
 from fedgp_flower.methods.pvi.weights.messages import (
     LogLikelihood,
     RefinedWeights,
@@ -28,7 +28,7 @@ from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array, NamedArrays
 
 
-class NetworkClient(SiteClient):
+class NetworkClient(WeightsClient):
     """Everything the site needs comes with the message; it keeps nothing."""
 
     @property
@@ -74,18 +74,6 @@ class NetworkClient(SiteClient):
         arrays = super().shown(request)
         mean, _ = arrays.pop("prediction.mean"), arrays.pop("prediction.sd")
         return {"prediction.probability": mean, **arrays} if mean.ndim == 1 else {}
-
-    # The comparisons: the same model of the site's rows, and of all rows, with the steps of a whole run.
-
-    def local_fit(self) -> Baseline:
-        """VI of this site's rows alone."""
-        return self._alone((self.rows.x, self.rows.y, self.rows.x_test, self.rows.y_test))
-
-    def pooled(self, request: Nothing) -> Said:
-        """Simulation only: global VI, of the rows of all sites in one place."""
-        del request
-        self._require_simulated("does not see the rows of other sites")
-        return self.compared(self._alone(all_rows(self.config, self.site.partitions, self.preparation)))
 
     def _alone(self, data: tuple[Array, Array, Array, Array]) -> Baseline:
         x, y, x_test, y_test = data

@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import cast
 
-from fedgp_flower.clients.baselines import Baseline, all_rows
+from fedgp_flower.clients.baselines import Baseline
 from fedgp_flower.clients.counts import count_scores
-from fedgp_flower.clients.numpy_client import Prediction, Said, SiteClient
-from fedgp_flower.methods.messages import Nothing
+from fedgp_flower.clients.numpy_client import Prediction
 from fedgp_flower.methods.pvi.linear import LinearSite
 from fedgp_flower.methods.pvi.messages import NaturalParameters
+from fedgp_flower.methods.pvi.weights.base import WeightsClient
 from fedgp_flower.methods.pvi.weights.glm import UPDATES, glm_site, log_likelihood, optimum
 from fedgp_flower.methods.pvi.weights.messages import (
     LogLikelihood,
@@ -26,7 +26,7 @@ from fedgp_flower.run.metrics import Scores, bernoulli_scores
 from fedgp_flower.typing import Array, NamedArrays
 
 
-class GLMClient(SiteClient):
+class GLMClient(WeightsClient):
     """Everything the site needs comes with the message; it keeps nothing."""
 
     @property
@@ -66,20 +66,8 @@ class GLMClient(SiteClient):
             del arrays["prediction.sd"]
         return arrays
 
-    # The comparisons: the same model of the site's rows, and of all rows.
-
-    def local_fit(self) -> Baseline:
-        """VI of this site's rows alone."""
-        return self._alone((self.rows.x, self.rows.y, self.rows.x_test, self.rows.y_test))
-
-    def pooled(self, request: Nothing) -> Said:
-        """Simulation only: global VI, of the rows of all sites in one place."""
-        del request
-        self._require_simulated("does not see the rows of other sites")
-        return self.compared(self._alone(all_rows(self.config, self.site.partitions, self.preparation)))
-
-    def _alone(self, rows: tuple[Array, Array, Array, Array]) -> Baseline:
-        x, y, x_test, y_test = rows
+    def _alone(self, data: tuple[Array, Array, Array, Array]) -> Baseline:
+        x, y, x_test, y_test = data
         prior = prior_of(self.options, x.shape[1]).gaussian
         done = optimum(glm_site(self.config.model, x, y), prior, prior, steps=self.options.steps)
         latent = LinearPosterior(self.config.model, prior * done.factor).latent(x_test)
