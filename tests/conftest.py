@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -26,11 +29,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _coarse_pictures():
-    """Pictures of few pixels: their content is tested, not their resolution."""
-    from fedgp_flower.run import figures  # after the hook
+PIXEL = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000b49444154789c63600002000005"
+    "00017a5eab3f0000000049454e44ae426082"
+)
+"""A picture of one transparent pixel."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pictures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Most of a small run's time goes into the pictures of its report: they are drawn, of few pixels, by the modules
+    about them (``drawn``); elsewhere each is a single pixel.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase  # after the hook
+
+    from fedgp_flower.run import figures
+
+    draw = FigureCanvasBase.print_figure
+
+    def print_figure(self: FigureCanvasBase, target: Any, *rest: Any, **keywords: Any) -> None:
+        """Files are drawn; what is kept in memory for a page is not."""
+        if isinstance(target, io.BytesIO):
+            target.write(PIXEL)
+        else:
+            draw(self, target, *rest, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "DPI", 30)
+        if not request.node.get_closest_marker("drawn"):
+            patch.setattr(FigureCanvasBase, "print_figure", print_figure)
         yield

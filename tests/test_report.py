@@ -33,6 +33,8 @@ from fedgp_flower.run.summary import (
 )
 from fedgp_flower.run.terminal import figures_table
 
+pytestmark = pytest.mark.drawn
+
 LABELS = ["<script>alert(1)</script>", "cost $a$ & $b", "病院"]
 FAILURES = [{"round": 3, "site": "5", "reason": "column <b>age</b> is missing"}]
 

@@ -17,6 +17,8 @@ from fedgp_flower.methods.sfvi import panels as structured_figures
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.predict import Predictor
 
+pytestmark = pytest.mark.drawn
+
 
 def finished(folder: Path, flat: dict[str, Any]) -> Path:
     """The folder of a run over three sites."""
