@@ -20,6 +20,7 @@ SIGNALS: dict[str, Any] = {
     "partitioner": "natural",
     "partition.column": "unit",
     "split": 0,
+    "fedmgp.covariance": "convolved",
     "model.num-inducing": 30,
     "num-server-rounds": 20,
     "evaluate-every": 0,

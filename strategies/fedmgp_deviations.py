@@ -45,6 +45,12 @@ from strategies.sfvi_closed import one_round as newton_round
 
 TOLERANCE = 0.05
 """Nats that a step must promise to be taken."""
+EQUATION = (
+    "y = aᵀ(x) u + d(x) + noise with u ~ q(u) as for `sfvi`, a(x) = e^amplitude L⁻¹ k(W, x), k the Matérn-3/2 "
+    "correlation of lengthscale e^lengthscale, L Lᵀ = k(W, W); d is the unit's own and has covariance "
+    "e^(2 spread) k'(x, x') + e^(2 level) + e^(2 slope) x x' + b² min(x, x'), b of five values with softmax("
+    "roughness); the noise has sd e^noise. Here x runs from 0 to 1 over the pseudo-inputs."
+)
 
 
 @message()
@@ -52,7 +58,7 @@ class DeviationState:
     """Where Newton's method is, and how much wider bands are beyond a unit's last row."""
 
     newton: NewtonState
-    factors: Float[ndarray, " C"] = leaves("by cut")
+    factors: Float[ndarray, " K"] = leaves("by cut")
     calibrated: bool = False
     """Whether the factors belong to the best θ."""
 
@@ -106,6 +112,32 @@ def judged(newton: NewtonState) -> Asking[Array | None]:
 def ended(newton: NewtonState, roster: Roster) -> bool:
     """Whether no step promises more than the tolerance, and no healthy site is missing from the total."""
     return newton.promised < TOLERANCE and set(roster.sites) <= set(newton.sites)
+
+
+def saved(state: DeviationState, jitter: float) -> finalise.Posterior:
+    """θ, q(u) and the factors; with a unit's rows they predict it."""
+    arrays = {**state.newton.parameters, **state.newton.shared, "factors": state.factors}
+    notes = {PSEUDO_INPUTS: "W", "factors": "widths of bands beyond the last row, by cut, over normal ones"}
+    return finalise.Posterior(
+        arrays,
+        {name: notes.get(name, "hyperparameter or part of q(u)") for name in arrays},
+        {name: "standardised" if name == PSEUDO_INPUTS else "unconstrained" for name in arrays},
+        EQUATION,
+        {"family": "deviations", "kernel": "matern32", "jitter": jitter},
+    )
+
+
+def told(state: DeviationState) -> dict[str, Any]:
+    """The bound in nats, θ, and the factors by the share of the range that was seen."""
+    theta = {name: own for name, own in state.newton.theta.items() if name != "theta.roughness"}
+    logits = state.newton.theta["theta.roughness"]
+    return {
+        "bound": state.newton.bound,
+        "promised_rise": state.newton.rise,
+        "hyperparameters": {name.removeprefix("theta."): float(np.exp(own[0])) for name, own in theta.items()},
+        "roughness": (np.exp(logits) / np.exp(logits).sum()).tolist(),
+        "widened": {f"{cut:.1f}": factor for cut, factor in zip(CUTS, state.factors.tolist(), strict=True)},
+    }
 
 
 class FedMGPDeviations(FederatedStrategy[DeviationState]):
@@ -162,31 +194,11 @@ class FedMGPDeviations(FederatedStrategy[DeviationState]):
 
     def posterior_of(self, state: DeviationState) -> finalise.Posterior:
         """θ, q(u) and the factors; with a unit's rows they predict it."""
-        arrays = {**state.newton.parameters, **state.newton.shared, "factors": state.factors}
-        notes = {PSEUDO_INPUTS: "W", "factors": "widths of bands beyond the last row, by cut, over normal ones"}
-        model = {"family": "deviations", "kernel": "matern32", "jitter": self.config.model.jitter}
-        return finalise.Posterior(
-            arrays,
-            {name: notes.get(name, "hyperparameter or part of q(u)") for name in arrays},
-            {name: "standardised" if name == PSEUDO_INPUTS else "unconstrained" for name in arrays},
-            "y = aᵀ(x) u + d(x) + noise with u ~ q(u) as for `sfvi`, a(x) = e^amplitude L⁻¹ k(W, x), k the Matérn-3/2 "
-            "correlation of lengthscale e^lengthscale, L Lᵀ = k(W, W); d is the unit's own and has covariance "
-            "e^(2 spread) k'(x, x') + e^(2 level) + e^(2 slope) x x' + b² min(x, x'), b of five values with softmax("
-            "roughness); the noise has sd e^noise. Here x runs from 0 to 1 over the pseudo-inputs.",
-            model,
-        )
+        return saved(state, self.config.model.jitter)
 
     def details_of(self, state: DeviationState) -> dict[str, Any]:
         """The bound in nats, θ, and the factors by the share of the range that was seen."""
-        theta = {name: own for name, own in state.newton.theta.items() if name != "theta.roughness"}
-        logits = state.newton.theta["theta.roughness"]
-        return {
-            "bound": state.newton.bound,
-            "promised_rise": state.newton.rise,
-            "hyperparameters": {name.removeprefix("theta."): float(np.exp(own[0])) for name, own in theta.items()},
-            "roughness": (np.exp(logits) / np.exp(logits).sum()).tolist(),
-            "widened": {f"{cut:.1f}": factor for cut, factor in zip(CUTS, state.factors.tolist(), strict=True)},
-        }
+        return told(state)
 
     def final(self, state: DeviationState, roster: Roster) -> Asking[dict[str, Any]]:
         """Curves of the first simulated units."""

@@ -310,7 +310,7 @@ class SharedLatents(FederatedStrategy[S]):
         wanted = self.preparation.simulated and self.config.baselines.pooled
         return {PSEUDO_INPUTS: state.shared.latents.inducing} if wanted else {}
 
-    def predictive(self, state: S, roster: Roster) -> Asking[View | Mapping[str, View]]:
+    def predictive(self, state: S, roster: Roster) -> Asking[Any]:
         """Each unit has its own view, but for totals."""
         yield from ()
         return view(state, EVERYONE) if roster.totals_only else {site: view(state, site) for site in roster.everyone}

@@ -48,7 +48,7 @@ def nodes(folder: Path, units: tuple[str, ...] = UNITS, *, remember: bool = Fals
 
 def keys(**changes: Any) -> dict[str, Any]:
     own = {"method": "fedmgp", "model__num_inducing": 14, "num_server_rounds": 5, "test_fraction": 0.2}
-    return configured(**(own | changes))
+    return configured(**(own | {"fedmgp__covariance": "convolved"} | changes))
 
 
 def shared(strategy: Any) -> tuple[Any, Any]:

@@ -153,8 +153,8 @@ def layer_of(module: str) -> str:
     return parts[1] if len(parts) > 2 else "top"
 
 
-SITE_HALF = {"learner", "client", "closed_client", "private_client", "posterior", "panels", "attacks"}
-SITE_HALF |= {"forgetting", "references", "prediction"}
+SITE_HALF = {"learner", "client", "closed_client", "private_client", "deviating_client", "either_client"}
+SITE_HALF |= {"posterior", "panels", "attacks", "forgetting", "references", "prediction"}
 """Modules of a method that only a site, or a reader of finished runs, imports."""
 FORBIDDEN = {
     "gp": {"strategies", "site half", "method", "clients", "data", "deploy"},

@@ -9,6 +9,7 @@ import numpy as np
 
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.methods.fedmgp.latents import Latents, spacing
+from fedgp_flower.methods.fedmgp.messages import PSEUDO_INPUTS
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.unit import (
     SearchOptions,
@@ -30,10 +31,11 @@ def seen(run: RunData, config: RunConfig, groups: Mapping[str, Sequence[SiteData
     A reader of the posterior sees none of them: it is that of the last round, at parameters that stay with the units.
     """
     assert run.posterior is not None
-    options, inducing = cast(FedMGPOptions, config.options), run.posterior.arrays["latents.inducing"]
+    options, arrays = cast(FedMGPOptions, config.options), run.posterior.arrays
+    inducing = arrays["latents.inducing"] if "latents.inducing" in arrays else arrays[PSEUDO_INPUTS]
     scales = np.outer(np.square(options.multiples), spacing(inducing) ** 2)
     latents = Latents(inducing, scales, np.ones(len(scales)), config.model.jitter)
-    search = SearchOptions(convolved=options.covariance == "convolved")
+    search = SearchOptions(convolved=options.covariance != "lmc")
     units = {name: [UnitData.build(own.x, own.y, inducing) for own in sites] for name, sites in groups.items()}
     return {name: Seen() if name == READER else _seen(own, latents, search) for name, own in units.items()}
 

@@ -88,7 +88,7 @@ class FedMGPClient(UnitClient):
     @property
     def search(self) -> SearchOptions:
         """How the unit improves φ_m."""
-        return SearchOptions(convolved=self.options.covariance == "convolved")
+        return SearchOptions(convolved=self.options.covariance != "lmc")
 
     @property
     def likelihood(self) -> Kind:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import leaves, message, too_far
 from fedgp_flower.methods.fedmgp.latents import Latents, Move, Posterior, Statistics
 from fedgp_flower.methods.fedmgp.trust import possible_start, semidefinite
@@ -257,7 +258,36 @@ class TrendView:
     """The shared curve and what is known of deviations: with a unit's rows, all that predicts."""
 
     values: Mapping[str, AnyShape] = leaves("θ and q(u)")
-    factors: Float[ndarray, " C"] = leaves("by cut, how much wider bands beyond the last row are")
+    factors: Float[ndarray, " K"] = leaves("by cut, how much wider bands beyond the last row are")
+
+
+@message()
+class EitherView:
+    """What predicts a unit, as the one covariance or the other has it; a :class:`View` is one."""
+
+    latents: Latents | None = None
+    posterior: Posterior | None = None
+    known: Known | None = None
+    trend: TrendView | None = None
+
+    @property
+    def convolved(self) -> View:
+        """Of latent functions.
+
+        Raises:
+            ProtocolError: something of it is missing.
+        """
+        if self.latents is None or self.posterior is None or self.known is None:
+            raise ProtocolError("EitherView: neither latent functions with their posterior nor a shared curve")
+        return View(self.latents, self.posterior, self.known)
+
+
+@message()
+class EitherCurveRequest:
+    """Predict along the one input."""
+
+    view: EitherView
+    grid: Float[ndarray, "G 1"] = leaves("standardised inputs")
 
 
 @message()
@@ -271,10 +301,10 @@ class CalibrationRequest:
 
 @message("query.calibration", summand=True)
 class Calibration:
-    """How far the rows that a unit hid beyond C cuts were from what it predicted of them; only sums count."""
+    """How far the rows that a unit hid beyond K cuts were from what it predicted of them; only sums count."""
 
-    shares: Float[ndarray, "C B"] = leaves("share of the hidden rows by |y − mean| / sd, at each cut")
-    rows: Float[ndarray, " C"] = leaves("hidden rows, at each cut")
+    shares: Float[ndarray, "K B"] = leaves("share of the hidden rows by |y − mean| / sd, at each cut")
+    rows: Float[ndarray, " K"] = leaves("hidden rows, at each cut")
 
     def num_parameters(self) -> int:
         """A distribution at each cut."""
@@ -288,10 +318,18 @@ class Calibration:
 
     def refusal(self, rows: int) -> str | None:
         """Why this cannot come from so many rows, or None."""
-        sums, known = self.shares.sum(axis=1), (self.rows >= 0) & (self.rows <= rows)
-        if not known.all() or (self.shares < 0).any() or np.abs(sums - (self.rows > 0)).max() > 1e-6:
-            return f"`shares` are no distributions of up to {rows} hidden rows"
+        units, known = self.shares.sum(axis=1), (self.rows >= 0) & (self.rows <= rows)
+        whole = np.abs(units - np.rint(units)).max() <= 1e-6 * max(float(units.max()), 1.0)
+        if not (known.all() and whole) or (self.shares < 0).any() or (np.rint(units) > self.rows).any():
+            return f"`shares` are no distributions of up to {rows} hidden rows"  # of a unit, or of several in a total
         return None
+
+    @staticmethod
+    def outliers(answers: Mapping[str, Calibration], rows: Mapping[str, int]) -> dict[str, str]:
+        """Units that count as several."""
+        del rows
+        sums = {site: float(own.shares.sum(axis=1).max()) for site, own in answers.items()}
+        return {site: f"`shares` add up to {total:g} instead of 1" for site, total in sums.items() if total > 1 + 1e-6}
 
 
 @message()

@@ -22,15 +22,20 @@ class FedMGPOptions(MethodOptions):
     """How units share latent functions; the number of pseudo-inputs J is ``model.num-inducing``."""
 
     table: ClassVar[str] = "fedmgp"
-    other_clients: ClassVar[tuple[str, ...]] = ("fedgp_flower.methods.fedmgp.deviating_client:DeviatingClient",)
+    other_clients: ClassVar[tuple[str, ...]] = (
+        "fedgp_flower.methods.fedmgp.deviating_client:DeviatingClient",
+        "fedgp_flower.methods.fedmgp.either_client:EitherClient",
+    )
 
     update: Literal["auto", "exact", "pseudo-gradient"] = "auto"
     """``exact``: the best q(g) from sums; ``pseudo-gradient``: the paper's Algorithm 2, then ``final-rounds`` exact
     rounds where the likelihood is Gaussian; ``auto``: exact for a Gaussian likelihood and whole batches."""
-    covariance: Literal["convolved", "lmc", "deviations"] = "convolved"
+    covariance: Literal["auto", "convolved", "lmc", "deviations"] = "auto"
     """``convolved``: units are smoothed, scaled views of shared functions; ``lmc``: scaled ones, the linear model of
     coregionalisation; ``deviations``: one shared curve and a deviation of each unit with shared hyperparameters, along
-    one input, with bands that are honest where units are no exact mixtures. The bounds of runs tell which is better."""
+    one input, with bands that are honest where units are no exact mixtures. ``auto``: ``convolved``, and beside it
+    ``deviations`` where there is one input, one latent function, exact rounds with all units and ``mean`` or ``sum``,
+    and at most 200 rows a unit; the one with the higher bound of all rows predicts."""
     latents: PositiveInt = 1
     """Number I of shared latent functions."""
     start_multiple: Positive = 1.0
@@ -115,7 +120,7 @@ class FedMGPOptions(MethodOptions):
 
     def unsmoothed(self, core: CoreConfig, num_inputs: int) -> int:
         """Rounds of a start in which units do not smooth; at most half of them."""
-        if self.covariance != "convolved" or self.latents * num_inputs == 1:
+        if self.covariance == "lmc" or self.latents * num_inputs == 1:
             return 0
         each = self.start_rounds if self.num_starts(core) > 1 else core.num_server_rounds
         return min(self.lmc_rounds, each // 2)
@@ -130,12 +135,21 @@ class FedMGPOptions(MethodOptions):
         """Whether units deviate from one shared curve."""
         return self.covariance == "deviations"
 
+    def judged(self, core: CoreConfig) -> bool:
+        """Whether the bounds of two covariances are compared."""
+        plain = self.latents == 1 and self.fraction == 1 and not self.own_deviation and self.num_starts(core) == 1
+        return self.covariance == "auto" and self.exact(core) and plain and self.aggregation in OF_TOTALS
+
     def client_for(self, core: CoreConfig) -> str:
-        """That of deviations, or the one of the method's row."""
+        """That of deviations, of both covariances, or the one of the method's row."""
+        if self.judged(core):
+            return self.other_clients[1]
         return self.other_clients[0] if self.deviations else ""
 
     def strategy_for(self, core: CoreConfig) -> str:
-        """Exact rounds, pseudo-gradients, or these with exact rounds at their end; or deviations."""
+        """Exact rounds, pseudo-gradients, or these with exact rounds at their end; or deviations; or both beside."""
+        if self.judged(core):
+            return "strategies.fedmgp_judged:FedMGPJudged"
         if self.deviations:
             return "strategies.fedmgp_deviations:FedMGPDeviations"
         if self.exact(core):

@@ -97,12 +97,12 @@ class SFVIOptions(MethodOptions):
     """
     site_noise: NonNegative = 0.5
     """``gp``: prior standard deviation of a site's log noise offset; 0 gives all sites the same noise."""
-    site_amplitude: NonNegative = 0.0
-    """``closed-form``: prior sd of the log amplitude of a site's deviation, learned from there, such as 0.5; 0: all the
-    same.
+    site_amplitude: NonNegative = 0.5
+    """``closed-form``: prior sd of the log amplitude of a site's deviation, learned from there; 0: all the same. A site
+    whose target hardly changes widens it for all.
     """
-    site_lengthscale: NonNegative = 0.0
-    """``closed-form``: the same of the log lengthscale of its deviation, such as 0.3."""
+    site_lengthscale: NonNegative = 0.3
+    """``closed-form``: the same of the log lengthscale of its deviation."""
     site_slope: Positive = 0.3
     """``gp``: initial standard deviation of a site's intercept and slopes."""
     deviation: Positive = 0.3
