@@ -323,9 +323,9 @@ class _Reader:
         size = int((np.sqrt(8 * packed.size + 1) - 1) / 2)
         if packed.ndim != 1 or size * (size + 1) // 2 != packed.size:
             raise self._error(name, f"shape {packed.shape} is no packed symmetric matrix")
-        full = np.zeros((size, size), dtype=packed.dtype)
-        full[np.tril_indices(size)] = packed
-        return np.asarray(full + np.tril(full, -1).T)
+        full, lower = np.empty((size, size), dtype=packed.dtype), np.tril_indices(size)
+        full[lower] = full.T[lower] = packed
+        return full
 
     def _error(self, name: str, what: str) -> ProtocolError:
         return ProtocolError(f"{self.title}.{name}: {what}")

@@ -108,5 +108,6 @@ def test_first_statistics_of_a_small_unit_betray_its_rows_unless_masked(tmp_path
     plain = attack(run_in_process(flat, 6))
     masked = attack(run_in_process(flat | {"name": "masked", "privacy.secure-aggregation": True}, 6))
     assert plain[0].name.startswith("x of rows")
-    assert plain[0].server < 0.2 < masked[0].server
+    assert plain[0].server < 0.2
+    assert masked[0].server > 0.8 * masked[0].chance  # what the others' sum says, which has none of these rows
     assert plain[0].reader is None

@@ -81,6 +81,14 @@ def test_the_accountant_against_quadrature_and_itself():
     assert budget.spent(2) < 2.0
 
 
+@pytest.mark.parametrize("mu", [0.05, 0.25, 1.0, 3.0])
+def test_the_renyi_bound_is_above_the_exact_account_and_near_it(mu):
+    """ε ≤ α μ²/2 + log(1 − 1/α) − log(δ α)/(α − 1) for every α > 1 (Mironov 2017; Canonne, Kamath and Steinke 2020)."""
+    delta, orders = 1e-5, 1 + np.geomspace(1e-2, 1e4, 4000)
+    bound = float(np.min(orders * mu**2 / 2 + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1)))
+    assert epsilon_of(mu, delta) < bound < 1.15 * epsilon_of(mu, delta) + 0.02
+
+
 def test_flowers_accountant_says_no_less():
     """Rényi accounting is an upper bound, tight within a tenth here."""
     pytest.importorskip("dp_accounting")

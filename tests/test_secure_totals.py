@@ -35,6 +35,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "fgpr": {"method": "fgpr"},
     "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
     "sfvi in closed form": {"method": "sfvi", "test_fraction": 0.8},
+    "sfvi of classes": {
+        "method": "sfvi",
+        "dataset": "breast-cancer",
+        "model__likelihood": "bernoulli",
+        "features": "mean radius,mean texture",
+    },
     "local-only": {"method": "local-only"},
     "fedmgp": {"method": "fedmgp"},
     "fedmgp by pseudo-gradients": {
@@ -130,12 +136,15 @@ def test_the_server_sees_no_array_of_a_site(pair):
         arrays = reply.content.array_records["arrays"]
         if kind in {"query.keys", *PUBLIC}:  # a key, and what says nothing of rows
             assert kind in PUBLIC or len(arrays) == 0
-        elif kind == "query.describe":  # what mean 0 and spread 1 of so many rows would say
+        elif kind == "query.describe":  # what mean 0, spread 1 and equal levels of so many rows would say
             rows = int(reply.content.metric_records["metrics"]["num-examples"])
-            told = {name: array.numpy() for name, array in arrays.items()}
-            assert {n: float(np.max(a)) for n, a in told.items()} == {
-                name: float(rows) if name.endswith("squares") else 0.0 for name in told
-            }
+            for name, array in arrays.items():
+                told = array.numpy()
+                if name.startswith("levels"):
+                    assert told.sum() == rows
+                    assert np.ptp(told) <= 1
+                else:
+                    assert np.all(told == (rows if name.endswith("squares") else 0))
         else:
             assert list(arrays) == ["masked"]
             assert arrays["masked"].numpy().dtype == np.uint64

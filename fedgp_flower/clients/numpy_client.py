@@ -312,12 +312,13 @@ class SiteClient(NumPyClient):
     def local_only(self, request: Nothing) -> Said:
         """The comparison a site can make by itself: a GP of its rows alone."""
         del request
-        return self.compared(self.local_fit())
+        scores, evaluations = self.own_scores()
+        return scored(scores, evaluations=evaluations)
 
     def local_scores(self, request: Nothing) -> LocalScoreSums:
         """The same as a summand."""
         del request
-        return LocalScoreSums(**vars(ScoreSums.of(self._scored(self.local_fit()))))
+        return LocalScoreSums(**vars(ScoreSums.of(self.own_scores()[0])))
 
     def moments(self, request: Nothing) -> Moments:
         """Sums for linear regression."""
@@ -353,6 +354,11 @@ class SiteClient(NumPyClient):
         del request
         self._require_simulated("does not see the rows of other sites")
         return self.compared(baselines.pooled(self.site, self.preparation, self.config))
+
+    def own_scores(self) -> tuple[Scores, int]:
+        """Scores of a model of this site's rows alone, and the evaluations that it took."""
+        result = self.local_fit()
+        return self._scored(result), result.evaluations
 
     def local_fit(self) -> baselines.Baseline:
         """A GP of this site's rows, and what it predicts of the held-out ones."""

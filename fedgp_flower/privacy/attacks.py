@@ -4,7 +4,8 @@ Membership is told by a score of a row, a *member* that was trained on against a
 is the AUC, .5 at chance. Rows are told from sums W Wᵀ of N rows as directions are from a sum of signals (MUSIC:
 Schmidt, *Multiple emitter location and signal parameter estimation*, 1986): x is one of them where a(x) = L⁻¹ k(Z, x)
 lies in the range of the sum, which it does everywhere once N reaches M; y is aᵀ (W Wᵀ)⁺ W y there. A figure is the
-distance from a row to the nearest one found, over that of as many held-out rows, 1 at chance.
+distance from a row to the nearest one found, over that of as many held-out rows; at chance it is what the sum of all
+other sites gives, which knows nothing of these rows.
 """
 
 from __future__ import annotations
@@ -150,13 +151,16 @@ def membership(
     return whole, {site: auc(members[site], strangers[site]) for site in sites}
 
 
-def attacked(server: Mapping[str, Seen], reader: Seen, sites: Mapping[str, SiteData], *, seed: int = 0) -> list[Attack]:
+def attacked(
+    server: Mapping[str, Seen], reader: Seen, sites: Mapping[str, SiteData], *, others: Seen = Seen(), seed: int = 0
+) -> list[Attack]:
     """Every attack that has something to work on.
 
     Args:
         server: What the server sees of each site; under masks the same of all.
         reader: What the finished posterior gives.
         sites: Rows; training rows are members, held-out ones strangers.
+        others: What all sites but the smallest give.
         seed: Of starts and draws.
     """
     held_out = together(list(sites.values()))
@@ -182,12 +186,15 @@ def attacked(server: Mapping[str, Seen], reader: Seen, sites: Mapping[str, SiteD
         (None, None)
         if own.sums is None
         else reconstruction(own.sums, sites[smallest], held_out, np.random.default_rng([seed, *b"attack"]))
-        for own in (server[smallest], reader)
+        for own in (server[smallest], reader, others)
     ]
     for name, at in (("x of rows", 0), ("x and y of rows", 1)):
         if figures[0][at] is not None or figures[1][at] is not None:
             words = f"{name} from sums, smallest site ({len(sites[smallest].x)} rows)"
-            found.append(Attack(words, "distance over chance", 1.0, figures[0][at], figures[1][at]))
+            seen, read, chance = (own[at] for own in figures)
+            found.append(
+                Attack(words, "distance over that of strangers", 1.0 if chance is None else chance, seen, read)
+            )
     return found
 
 

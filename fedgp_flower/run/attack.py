@@ -15,7 +15,7 @@ from fedgp_flower.run.predict import preparation_of, row_of
 from fedgp_flower.run.registry import METHODS, load, parse_config
 
 FILE = "attacks.json"
-TOTAL = "total"
+TOTAL, OTHERS = "total", "others"
 TITLES = ("attack", "figure", "chance", "the server", "a reader of the posterior")
 
 
@@ -38,7 +38,9 @@ def attack(folder: Path) -> list[Attack]:
     everyone, masked = list(sites.values()), "privacy" in run.metrics.method_details
     reader = seen(run, config, {READER: everyone})[READER]
     server = dict.fromkeys(sites, seen(run, config, {TOTAL: everyone})[TOTAL]) if masked else seen(run, config, groups)
-    found = attacked(server, reader, sites, seed=config.seed)
+    smallest = min(sites.values(), key=lambda own: len(own.x))
+    others = seen(run, config, {OTHERS: [own for own in everyone if own is not smallest]})[OTHERS]
+    found = attacked(server, reader, sites, others=others, seed=config.seed)
     write_json(folder / FILE, {"masked": masked, "attacks": [asdict(own) for own in found]})
     return found
 
@@ -61,7 +63,5 @@ def rows_of(run: RunData) -> dict[str, SiteData]:
 
 def cells(attacks: Sequence[Attack]) -> list[list[str]]:
     """A row of text for each attack."""
-    return [
-        [own.name, own.figure, f"{own.chance:g}", *("–" if v is None else f"{v:.3f}" for v in (own.server, own.reader))]
-        for own in attacks
-    ]
+    told = [(own, (own.chance, own.server, own.reader)) for own in attacks]
+    return [[own.name, own.figure, *("–" if v is None else f"{v:.3f}" for v in values)] for own, values in told]

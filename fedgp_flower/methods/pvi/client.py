@@ -204,10 +204,10 @@ class PVIClient(SiteClient):
 
     # Baselines of likelihoods that are not Gaussian.
 
-    def local_only(self, request: Nothing) -> Said:
-        """A GP of this site's rows; one of the configured likelihood where that is not Gaussian."""
+    def own_scores(self) -> tuple[Scores, int]:
+        """Those of a GP of this site's rows; one of the configured likelihood where that is not Gaussian."""
         if self.config.model.likelihood == "gaussian":
-            return super().local_only(request)
+            return super().own_scores()
         return self._alone("query.local_only", [self.rows])
 
     def pooled(self, request: Nothing) -> Said:
@@ -215,9 +215,10 @@ class PVIClient(SiteClient):
         if self.config.model.likelihood == "gaussian" or not self.site.simulated:
             return super().pooled(request)
         every = load_all_sites(self.config, self.site.partitions)
-        return self._alone("query.pooled", [site.encode(self.preparation) for site in every])
+        scores, evaluations = self._alone("query.pooled", [site.encode(self.preparation) for site in every])
+        return scored(scores, evaluations=evaluations)
 
-    def _alone(self, kind: str, sites: Sequence[SiteData]) -> Said:
+    def _alone(self, kind: str, sites: Sequence[SiteData]) -> tuple[Scores, int]:
         parts: list[ndarray] = [
             np.concatenate([getattr(site, name) for site in sites]) for name in ("x", "y", "x_test", "y_test")
         ]
@@ -227,7 +228,7 @@ class PVIClient(SiteClient):
         assert update.own is not None
         assert update.latents is not None
         mixture = predict(self.model, self._draws(update.latents), [update.own], inputs, target)
-        return scored(self._scores(mixture, parts[-1]), evaluations=float(update.evaluations))
+        return self._scores(mixture, parts[-1]), update.evaluations
 
 
 def change(new: Latents, old: Latents) -> float | None:

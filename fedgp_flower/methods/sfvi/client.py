@@ -132,15 +132,17 @@ class SFVIClient(StructuredClient):
             del arrays["prediction.sd"]
         return arrays
 
-    def local_only(self, request: Nothing) -> Said:
+    def own_scores(self) -> tuple[Scores, int]:
         """What the site can do alone; unless it is a Gaussian process with Gaussian noise, by the same model."""
-        return super().local_only(request) if self.plain else self.alone(self.rows)
+        return super().own_scores() if self.plain else self.alone(self.rows)
 
     def pooled(self, request: Nothing) -> Said:
         """What one analyst with all rows could do; unless it is a Gaussian process, by the same model with one site."""
         if self.plain or not self.site.simulated:
             return super().pooled(request)
-        return self.alone(Encoded(*baselines.all_rows(self.config, self.site.partitions, self.preparation), 0))
+        rows = Encoded(*baselines.all_rows(self.config, self.site.partitions, self.preparation), 0)
+        scores, evaluations = self.alone(rows)
+        return scored(scores, evaluations=evaluations)
 
     # What the handlers work with.
 
@@ -218,7 +220,7 @@ class SFVIClient(StructuredClient):
             return bernoulli_scores(mean, target)
         return self.gaussian_scores(Prediction(mean, variance), target)
 
-    def alone(self, data: Encoded) -> Said:
+    def alone(self, data: Encoded) -> tuple[Scores, int]:
         """Fit the model to these rows as if there were no others, by the run's schedule, and score."""
         rows, own, section = self.rows_of(data.x), self.options, self.config.model
         points = farthest_points(rows.features, section.num_inducing) if own.model == "gp" else None
@@ -230,7 +232,7 @@ class SFVIClient(StructuredClient):
         rates = own.rates(self.config.num_server_rounds)
         (q_global, q_local, _), _ = learner.local_steps(start, UNSCALED, first_step=0, rates=rates)
         posterior = StructuredPosterior(model, q_global, own.prediction_draws)
-        return scored(self.scores(posterior, site, q_local, data), evaluations=len(rates))
+        return self.scores(posterior, site, q_local, data), len(rates)
 
     def learner_of(self, model: StructuredModel, site: SiteData, seed: int) -> Learner:
         """A learner of a model and rows."""

@@ -1,0 +1,161 @@
+"""Runs in which every rule of a policy is violated by a site of its own, beside three sites that are in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
+from flwr.app import Message
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fsgp": {"num_server_rounds": 3},
+    "fsgp average": {"fsgp__objective": "average"},
+    "fgpr": {"method": "fgpr"},
+    "pvi": {"method": "pvi", "pvi__local_update": "replay", "pvi__schedule": "synchronous"},
+    "pvi-glm": {"method": "pvi-glm", "glm__schedule": "synchronous"},
+    "sfvi": {"method": "sfvi"},
+    "sfvi stochastic": {"method": "sfvi", "sfvi__objective": "stochastic"},
+    "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 2},
+    "fedmgp": {"method": "fedmgp"},
+    "local-only": {"method": "local-only", "baselines__local_only": True},
+}
+TRAINING = {
+    "fsgp": "query.statistics",
+    "fsgp average": "train",
+    "fgpr": "train",
+    "pvi": "train.distil",
+    "pvi-glm": "train",
+    "sfvi": "train.expansion",
+    "sfvi stochastic": "train.gradient",
+    "sfvi-avg": "train.average",
+    "fedmgp": "query.first",
+    "local-only": "query.local_only",
+}
+"""A message that the method cannot do without."""
+ROWS = 120
+
+
+def wards(rows: int, seed: int) -> pd.DataFrame:
+    """Rows with a column of ten levels, all of them usual."""
+    found = waves(rows, seed)
+    return found[["x1", "x2"]].assign(ward=[f"w{i % 10}" for i in range(rows)], y=found["y"])
+
+
+def named(words: Callable[[int], str], rows: int = ROWS) -> Callable[[int], pd.DataFrame]:
+    """Rows with another ``ward``."""
+    return lambda seed: wards(rows, seed).assign(ward=[words(i) for i in range(rows)])
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A site that a rule refuses."""
+
+    tried: str
+    said: str
+    """What the refusal holds: rule, value and file, or what no policy allows."""
+    policy: str = ""
+    """The owner's file; empty: the default policy."""
+    frame: Callable[[int], pd.DataFrame] = lambda seed: wards(ROWS, seed)
+    later: bool = False
+    """The rule is about a message: the site has described itself before."""
+
+
+VIOLATIONS: dict[str, Violation] = {
+    "default least-rows": Violation(
+        "9 training rows or fewer",
+        "`least-rows` = 10 in the default policy",
+        frame=named(lambda i: f"w{i % 2}", 11),
+    ),
+    "default rows-per-level": Violation(
+        "24 ids, each of 4 visits",
+        "`rows-per-level` = 10 in the default policy",
+        frame=named(lambda i: f"person-{i % 24}"),
+    ),
+    "default identifier": Violation("an id for each row", "as an identifier has", frame=named(lambda i: f"person-{i}")),
+    "default dates": Violation(
+        "dates of admission as text", "`ward` holds dates", frame=named(lambda i: f"2021-03-{1 + i % 12:02d}")
+    ),
+    "methods": Violation("another method", '`methods` = ["pooled"]', 'methods = ["pooled"]'),
+    "keys": Violation("other keys", '`keys` = ["model.*"]', 'keys = ["model.*"]'),
+    "kinds": Violation(
+        "training",
+        '`kinds` = ["query.describe"',
+        'kinds = ["query.describe", "query.shape", "query.model"]',
+        later=True,
+    ),
+    "least-rows": Violation("96 training rows", "`least-rows` = 200", "least-rows = 200"),
+    "rows-per-level": Violation("10 levels of 12 rows", "`rows-per-level` = 100", "rows-per-level = 100"),
+    "hidden-columns": Violation("column x2", '`hidden-columns` = ["x2"]', 'hidden-columns = ["x2"]'),
+    "parameters-per-row": Violation(
+        "5 inducing points and more",
+        "`parameters-per-row` = 0.01",
+        "strict = true\nparameters-per-row = 0.01",
+        later=True,
+    ),
+    "secure-aggregation": Violation("totals in the clear", "`secure-aggregation` = true", "secure-aggregation = true"),
+}
+NO_STATISTICS = {("local-only", "parameters-per-row")}
+"""Scores of a site's model are no statistics of many parameters: nothing to refuse."""
+
+
+class Transcript(FaultyGrid):
+    """Keeps every reply."""
+
+    def arrival(self, message: Message) -> Message | None:
+        reply = super().arrival(message)
+        if reply is not None and not reply.has_error():
+            self.replies = [*getattr(self, "replies", []), (self.visits[-1].site, message.metadata.message_type, reply)]
+        return reply
+
+    def left(self, site: str) -> dict[str, int]:
+        """Bytes of arrays and numbers that left a site, by the kind of message."""
+        found: dict[str, int] = {}
+        for name, kind, reply in self.replies:
+            sent = [reply.content[key].count_bytes() for key in ("arrays", "metrics") if key in reply.content]
+            if name == site and sent:
+                found[kind] = found.get(kind, 0) + sum(sent)
+        return found
+
+
+def violated(method: str, folder: Path) -> tuple[Transcript, Any]:
+    """A run of a method with all of them; the sites that are in order have no policy but the default."""
+    frames = {site: wards(ROWS, seed) for seed, site in enumerate("abc")}
+    frames |= {site: own.frame(seed) for seed, (site, own) in enumerate(VIOLATIONS.items(), len(frames))}
+    nodes = csv_nodes(folder, frames, "")
+    for node in nodes:
+        policy = VIOLATIONS[node["site"]].policy if node["site"] in VIOLATIONS else ""
+        if policy:
+            path = folder / f"{node['site']}.toml"
+            path.write_text(policy)
+            node["policy"] = str(path)
+    grid = Transcript(configured(**{"sites": len(nodes), "num_server_rounds": 2} | METHODS[method]), nodes)
+    return grid, run(grid)
+
+
+def refusal(method: str, site: str, grid: Transcript, strategy: Any) -> str:
+    """What a site was refused with; empty where the rule is not violated.
+
+    Raises:
+        AssertionError: it is not by name, or something that the rule forbids left.
+    """
+    own, reasons, left = VIOLATIONS[site], blamed(strategy), grid.left(site)
+    if (method, site) in NO_STATISTICS:
+        assert site not in reasons
+        return ""
+    assert all(own.said in reason for reason in reasons[site])
+    assert not own.policy or all(f"in {site}.toml of this site" in reason for reason in reasons[site])
+    assert TRAINING[method] not in left
+    assert "query.describe" in left if own.later else left == {}
+    return reasons[site][0]
+
+
+def require_others(method: str, grid: Transcript, strategy: Any) -> None:
+    """Raise AssertionError unless the run went on with the sites that are in order, and with nobody else blamed."""
+    assert set(blamed(strategy)) <= set(VIOLATIONS)
+    assert all({*grid.left(site)} >= {"query.describe", TRAINING[method]} for site in "abc")
+    assert strategy.outcome.metrics["rounds"] == strategy.round
+    assert strategy.outcome.metrics["test"]["rmse"] < 2
