@@ -5,7 +5,7 @@ federated posterior and proposes an experiment to each laboratory; beside it, th
 (pooled), and with each laboratory's own measurements (alone). What counts is regret: how far the process at the
 conditions that the model would recommend, the highest posterior mean, is from its optimum.
 
-    python examples/three_labs.py --output examples/three_labs.png
+    python examples/three_labs.py --output simulations/results/three_labs.png
 
 Needs ``fedgp-flower[botorch]``. An upper confidence bound needs no measurement, only the posterior.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ CORNERS = np.array([[0.0, 0.0], [0.5, 0.0], [0.25, 0.5]])
 """Of the half-sized box, in shares of the domain, that each laboratory has measured so far."""
 NOISE = 1.0
 GRID = torch.cartesian_prod(*(torch.linspace(a, b, 60) for a, b in PROCESS.bounds.T.double())).double()
+Figures: TypeAlias = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Mean and standard deviation over seeds, by round."""
 OPTIONS = {"model.kernel": "matern52", "model.num-inducing": 40}
 
 
@@ -80,27 +83,54 @@ def search(way: str, seed: int, rounds: int) -> list[float]:
 
 
 def main() -> None:
-    """Print the curves and draw them."""
+    """Search with every seed; after each one write the picture, and a page with the table beside it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--output", type=Path, default=Path("three_labs.png"))
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=6)
     words = parser.parse_args()
     warnings.filterwarnings("ignore")
+    curves: dict[str, list[list[float]]] = {way: [] for way in STYLES}
+    for seed in range(words.repeats):
+        for way, found in curves.items():
+            found.append(search(way, seed, words.rounds))
+            print(f"seed {seed} {way:10} {' '.join(f'{value:7.3f}' for value in found[-1])}", flush=True)
+        if seed:
+            figures = {way: (np.mean(own, axis=0), np.std(own, axis=0, ddof=1)) for way, own in curves.items()}
+            draw(figures, seed + 1, words.output)
+            words.output.with_suffix(".md").write_text(page(figures, seed + 1, words.output.name))
+
+
+STYLES = {"federated": ("#1f5f99", "o-"), "pooled": ("#3d3d3d", "s:"), "alone": ("#c8691c", "^--")}
+
+
+def draw(figures: Figures, seeds: int, path: Path) -> None:
+    """Regret by round, with a standard error of the mean over seeds."""
     figure = Figure(figsize=(5.6, 3.6), dpi=160, layout="constrained")
     ax = figure.subplots()
-    styles = {"federated": ("#1f5f99", "o-"), "pooled": ("#3d3d3d", "s:"), "alone": ("#c8691c", "^--")}
-    for way, (colour, style) in styles.items():
-        curves = np.array([search(way, seed, words.rounds) for seed in range(words.repeats)])
-        mean, error = curves.mean(axis=0), curves.std(axis=0, ddof=1) / np.sqrt(words.repeats)
-        print(f"{way:10} {' '.join(f'{value:7.3f}' for value in mean)}", flush=True)
-        steps = np.arange(words.rounds + 1)
-        ax.plot(steps, mean, style, color=colour, ms=4, label=way)
-        ax.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.15, lw=0)
+    for way, (mean, sd) in figures.items():
+        (colour, style), error = STYLES[way], sd / np.sqrt(seeds)
+        ax.plot(mean, style, color=colour, ms=4, label=way)
+        ax.fill_between(range(len(mean)), mean - error, mean + error, color=colour, alpha=0.15, lw=0)
     ax.set(xlabel="rounds, an experiment at each laboratory", ylabel="regret of the recommendation", ylim=(0, None))
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, fontsize=9)
-    figure.savefig(words.output)
+    figure.savefig(path)
+
+
+def page(figures: Figures, seeds: int, picture: str) -> str:
+    """The same as a table: mean and standard error over seeds."""
+    rounds = len(figures["pooled"][0])
+    rows = [["round", *map(str, range(rounds))], ["---"] * (rounds + 1)]
+    for way, (mean, sd) in figures.items():
+        rows.append([way, *(f"{m:.3f} ± {s / np.sqrt(seeds):.3f}" for m, s in zip(mean, sd, strict=True))])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    words = f"""Made by `python examples/three_labs.py --output simulations/results/{picture}`, {seeds} seeds.
+The process is Branin's function with noise of standard deviation {NOISE:g}. Each laboratory starts with four
+measurements in a corner of its own and adds one a round. Regret is how far the process at the recommended conditions
+is from its optimum: mean over seeds ± its standard error, as the bands. *Alone* is the mean over the laboratories."""
+    alt = "Regret by round of the federated, the pooled and each laboratory's own model"
+    return f"# An optimum of three laboratories\n\n{words}\n\n![{alt}]({picture})\n\n{table}\n"
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedgp_flower.deploy.commands import add_to, deploy
-from fedgp_flower.errors import DamagedError, FedGPError, RunError
+from fedgp_flower.errors import ConfigError, DamagedError, FedGPError, RunError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedgp_flower.options import FlatConfig
+    from fedgp_flower.options import FlatConfig, Value
     from fedgp_flower.run.check import Checked
     from fedgp_flower.run.predict import Predictor
     from fedgp_flower.server_app import Progress
@@ -35,6 +35,10 @@ app = typer.Typer(
 
 RunArgument = Annotated[Path, typer.Argument(help="folder of a finished run", exists=True, file_okay=False)]
 Assignments = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys of the run configuration")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FILE… KEY=VALUE…", help="a table, or several that are a site each, and keys of the run"),
+]
 Picture = Annotated[Path | None, typer.Option(help="picture to draw: mean and 95 % band along the one input")]
 ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with keys of the run configuration")]
 
@@ -47,7 +51,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be train
 
 @app.command()
 def run(
-    assignments: Assignments = None,
+    words: Words = None,
     sites: Sites = 5,
     config: ConfigFile = None,
     dry_run: DryRun = False,
@@ -57,10 +61,10 @@ def run(
     """Run a method in this process: the same ServerApp and sites as `flwr run`, without Ray."""
     from fedgp_flower.run.in_process import run_in_process
     from fedgp_flower.run.terminal import show_result
-    from fedgp_flower.run.user_config import complete_config, parse_assignments, read_config
+    from fedgp_flower.run.user_config import complete_config
 
-    flat = (read_config(config) if config else {}) | parse_assignments(assignments or [])
-    flat |= {key: value for key, value in (("output-dir", output_dir), ("name", name)) if value is not None}
+    given = {key: value for key, value in (("output-dir", output_dir), ("name", name)) if value is not None}
+    flat, sites = _keys(words or [], config, given, sites)
     completed = complete_config(flat, Path.cwd())
     if dry_run:
         _show_plan(completed, sites)
@@ -68,6 +72,25 @@ def run(
     with _progress_bar() as progress:
         folder = run_in_process(completed, sites, progress=progress)
     show_result(folder)
+
+
+def _keys(
+    words: Sequence[str], file: Path | None, given: Mapping[str, Value], sites: int
+) -> tuple[dict[str, Value], int]:
+    """The keys of a file and of words, and how many sites: as many as there are tables, where there are several."""
+    from fedgp_flower.data.tables import SUFFIXES, read_table, table_stem
+    from fedgp_flower.run.user_config import parse_assignments, read_config
+
+    paths = [Path(word) for word in words if word.endswith(SUFFIXES) and "=" not in word]
+    keys = parse_assignments([word for word in words if Path(word) not in paths])
+    flat = (read_config(file) if file else {}) | keys | dict(given)
+    if len(paths) < 2:
+        return flat | ({"dataset": str(paths[0])} if paths else {}), sites
+    from fedgp_flower.run.api import together
+
+    if len({table_stem(path) for path in paths}) < len(paths):
+        raise ConfigError("every table is a site with the name of its file: two files have the same name")
+    return flat | together({table_stem(path): read_table(path) for path in paths}, flat), 0
 
 
 def _show_plan(completed: FlatConfig, sites: int) -> None:
@@ -113,7 +136,7 @@ def _progress_bar() -> Iterator[Progress]:
 
 @app.command()
 def simulate(
-    assignments: Assignments = None,
+    words: Words = None,
     sites: Sites = 5,
     gpus_per_site: Gpus = 0.0,
     config: ConfigFile = None,
@@ -123,7 +146,7 @@ def simulate(
 
     The exit status is the result of the run.
     """
-    launch(assignments, sites, "simulation", gpus_per_site, config, dry_run)
+    launch(words, sites, "simulation", gpus_per_site, config, dry_run)
 
 
 @deploy.command("app")
@@ -136,7 +159,7 @@ def deploy_app(folder: Annotated[Path, typer.Argument(help="folder to write; a c
 
 @app.command(hidden=True)
 def launch(
-    assignments: Assignments = None,
+    words: Words = None,
     sites: Sites = 5,
     connection: Connection = "simulation",
     gpus_per_site: Gpus = 0.0,
@@ -146,11 +169,11 @@ def launch(
     """Simulate, or run on a connection to real sites: `fedgp simulate` and `fedgp deploy run` in one."""
     from fedgp_flower.deploy.launch import simulate, submit_elsewhere
     from fedgp_flower.deploy.processes import interruptible
-    from fedgp_flower.run.user_config import complete_config, parse_assignments, read_config
+    from fedgp_flower.run.user_config import complete_config
 
     with interruptible():
-        written = read_config(config) if config else {}
-        completed = complete_config(written | parse_assignments(assignments or []), Path.cwd())
+        flat, sites = _keys(words or [], config, {}, sites)
+        completed = complete_config(flat, Path.cwd())
         if dry_run:
             _show_plan(completed, sites)
             return

@@ -245,10 +245,6 @@ class _Totals:
         return float(self.chains[0][0].count)
 
 
-def _listed(sites: Sequence[str]) -> str:
-    return ", ".join(sites[:5]) + (f" and {len(sites) - 5} more" if len(sites) > 5 else "")
-
-
 def empty_model(section: ModelSection, num_inputs: int) -> dict[str, Array]:
     """The model's hyperparameters as configured, by name in the order of the sketch."""
     arrays = SparseGP(section, torch.zeros(1, num_inputs)).to_arrays()
@@ -315,8 +311,8 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         if self.options.small_sites == "cap":
             return max(1, min(roster.rows.values()) // ROWS_PER_POINT)
         raise ConfigError(
-            f"`fsgp.small-sites` = 'masks': site(s) {_listed(small)} have fewer than {ROWS_PER_POINT} rows for each"
-            f" of {most} inducing points; set `privacy.secure-aggregation` to true, or lower `model.num-inducing`"
+            f"`fsgp.small-sites` = 'masks': site(s) {', '.join(small[:5])} have fewer than {ROWS_PER_POINT} rows for"
+            f" each of {most} inducing points; set `privacy.secure-aggregation` to true, or lower `model.num-inducing`"
         )
 
     def candidates(self, roster: Roster, count: int) -> int:
@@ -333,7 +329,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         small = [site for site, own in rows.items() if own < ROWS_PER_POINT * most]
         if small and self.masking is None:
             found.append(
-                f"site(s) {_listed(small)} have fewer than {ROWS_PER_POINT} rows for each of {most} points that"
+                f"site(s) {self.called(small)} have fewer than {ROWS_PER_POINT} rows for each of {most} points that"
                 f" {count} inducing points were chosen from: their sums, seen in the clear, are nearly their rows;"
                 " `privacy.secure-aggregation` = true hides them"
             )
@@ -341,7 +337,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
             least = min(rows, key=lambda site: rows[site])
             found.append(
                 f"{count} inducing points instead of {self.config.model.num_inducing}: `fsgp.small-sites` = 'cap', and"
-                f" site {least} has {rows[least]} rows; totals under masks need no such limit"
+                f" site {self.called([least])} has {rows[least]} rows; totals under masks need no such limit"
             )
         return found
 

@@ -221,10 +221,9 @@ class AgreedPVI(FederatedStrategy[S]):
         """Which sites' sums are nearly their rows."""
         count, rows = self.sizes["M"], self.roster().rows
         small = [site for site, own in rows.items() if own < ROWS_PER_POINT * count]
-        listed = ", ".join(small[:5]) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
         words = (
-            f"site(s) {listed} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing points: their"
-            " factors, which the server keeps, are nearly their rows; `pvi.small-sites` = 'cap' takes fewer points"
+            f"site(s) {self.called(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing points:"
+            " their factors, which the server keeps, are nearly their rows; `pvi.small-sites` = 'cap' takes fewer"
         )
         return super().warnings() + ([words] if small else [])
 

@@ -18,7 +18,12 @@ import torch
 import fedgp_flower as fg
 import strategies
 from fedgp_flower import cli
+from fedgp_flower.data.datasets import load_table
 from fedgp_flower.errors import ConfigError, DataError, RunError
+from fedgp_flower.gp.to_gpytorch import MixturePosterior, mixture
+from fedgp_flower.run import api
+from fedgp_flower.run.effects import effects
+from fedgp_flower.run.registry import parse_config
 
 FEW = {"model.num-inducing": 6, "baselines.local-only": False, "baselines.pooled": False, "evaluate-every": 0}
 
@@ -60,6 +65,23 @@ def test_a_table_per_site_is_that_site_s_rows(run, tmp_path):
     assert again.metrics.test["rmse"] == pytest.approx(run.metrics.test["rmse"], rel=1e-9)
     with pytest.raises(ConfigError, match="have a column 'x': name another"):
         fg.run(frames, target="outcome", site="x")
+
+
+def test_tables_of_sites_that_write_differently_are_one_and_their_problems_have_names(tmp_path):
+    frames = [rows.drop(columns="ward").assign(day="2024-01-31") for _, rows in table().groupby("ward")]
+    frames[1] = frames[1].assign(x=lambda own: own["x"].map(lambda x: str(x).replace(".", ",")), day="31.01.2024")
+    frames[2].loc[frames[2].index[4], "x"] = np.nan
+    sites, options = dict(zip(["north", "east", "west"], frames, strict=True)), {"output-dir": str(tmp_path)}
+    with pytest.raises(DataError) as caught:
+        fg.run(sites, target="outcome", options=options)
+    told = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in told] == ["north", "east", "west"]
+    assert all("`day` holds dates" in line for line in told)
+    assert "column `x`: empty or NaN cell in row 5" in told[2]
+    keys = api.together(sites, {"dates": "days", "missing": "drop", "target": "outcome", **options})
+    joined = load_table(parse_config(keys | {"dates": "days", "missing": "drop", "target": "outcome"}))
+    assert (joined.file, joined.frame["x"].dtype, len(joined.frame)) == ("north-east-west.parquet", "float64", 89)
+    assert joined.frame["days(day)"].nunique() == 1
 
 
 def test_a_run_without_a_posterior_says_why(tmp_path):
@@ -135,6 +157,24 @@ def test_a_saved_posterior_is_a_model_of_gpytorch_that_predicts_what_the_command
     scale = posterior.preparation.target_scale
     np.testing.assert_allclose(written["sd"], scale * standardised.stddev, **SAME)
     assert written["mean"].std() > 1  # a prediction of something
+
+
+def test_effects_are_the_posterior_of_f_along_one_column(finished):
+    posterior = finished.posterior
+    found = effects(posterior)
+    if isinstance(mixture(posterior.draws()), MixturePosterior):
+        assert found == []
+        return
+    means = dict(zip(posterior.preparation.names, posterior.preparation.input_mean, strict=True))
+    [clinic] = [own for own in found if own.levels]
+    f = posterior.distribution(pd.DataFrame({"age": means["age"], "dose": means["dose"], "clinic": clinic.levels}))
+    np.testing.assert_allclose(clinic.median, f.mean, **SAME)
+    np.testing.assert_allclose(clinic.high - clinic.median, 1.959963984540054 * f.stddev, **SAME)
+    np.testing.assert_allclose(clinic.median - clinic.low, 1.959963984540054 * f.stddev, **SAME)
+    assert [own.spread for own in found] == sorted((own.spread for own in found), reverse=True)
+    [age] = [own for own in found if own.name == "age"]
+    assert age.values[20] == pytest.approx(means["age"])
+    assert age.median[20] == pytest.approx(next(own for own in found if own.name == "dose").median[20], rel=1e-9)
 
 
 def test_the_joint_distribution_is_in_original_units(finished):

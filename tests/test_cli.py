@@ -87,6 +87,21 @@ def test_a_run_prints_its_figures_and_where_its_files_are(fedgp, tmp_path):
     assert (tmp_path / "mine" / "report.html").is_file()
 
 
+def test_tables_are_a_site_each(fedgp, tmp_path):
+    status, _, err = fedgp("partition", "sine", "--sites", 2, "--output-dir", tmp_path / "sites")
+    assert status == 0, err
+    files = [tmp_path / "sites" / f"site-0{k}.csv" for k in range(2)]
+    words = TINY[2:]
+    run = ["run", *files, "--output-dir", tmp_path, *words, "target=y", "num-server-rounds=1"]
+    assert fedgp(*run, "--name", "two")[0] == 0
+    metrics = json.loads((tmp_path / "two" / "metrics.json").read_text())
+    assert [row["label"] for row in metrics["per_site"]] == ["site-00", "site-01"]
+    status, out, err = fedgp("run", files[0], "--sites", 3, "target=y", "--dry-run")
+    assert "rows at 3 sites" in out, err
+    status, _, err = fedgp(*run, files[0])
+    assert (status, "two files have the same name" in err) == (2, True)
+
+
 def test_words_overrule_the_file_and_options_overrule_both(fedgp, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('method = "fgpr"\nname = "a"\nnum-server-rounds = 1\n[model]\nkernel = "matern32"\nnoise = 0.3\n')

@@ -185,6 +185,7 @@ def test_columns_are_chosen_by_configuration(tmp_path):
     path = str(tmp_path / "t.csv")
     assert (table(path).features, table(path).target) == (("a", "b", "city"), "y")
     assert table(path, features=" b , a ", target="y").features == ("b", "a")
+    assert table(path, features="-a").features == ("b", "city")
     assert table(path, target="b").features == ("a", "y", "city")
     natural = table(path, partitioner="natural", partition={"column": "city"})
     assert natural.features == ("a", "b")

@@ -60,7 +60,30 @@ CASES = {
     ),
     "named twice": (lines(header="age,job,age,y"), {}, ["more than once: `age`"]),
     "index column": (lines(header=",job,dose,y"), {}, ["column 1 has no name", "`features`"]),
-    "wrong separator": (lines().replace(",", ";"), {"target": "y"}, ["missing column `y`", "separated by commas"]),
+    "unknown separator": (lines().replace(",", "~"), {"target": "y"}, ["missing column `y`", "cells are separated by"]),
+    "line above the header": (f"Export of {SECRET}\n{lines()}", {}, ["more cells than the header", "line above"]),
+    "open quotation mark": (lines((3, f'22,"{SECRET},1,4')), {}, ["quotation mark is opened and not closed"]),
+    "total below the rows": (f"{lines()}Total,,{SECRET},1\n", {}, ["`age`: text in a numeric cell in row 13", "`job`"]),
+    "thousands": (lines(rows=[f'{i},ax,"{i},500",{i}' for i in range(1, 9)]), {}, ["`dose`", "stand for thousands"]),
+    "huge number": (lines((6, "25,ax,1e300,25")), {}, ["`dose`: number beyond 1e+100 in row 6"]),
+    "unit": (lines(rows=[f"{i},ax,{i}.5 mg,{i}" for i in range(9)]), {}, ["`dose`", "a unit", "'-dose'"]),
+    "dates": (lines(rows=[f"{i},ax,2023-01-{i},1" for i in range(10, 19)]), {}, ["`dose` holds dates", "`dates`"]),
+    "day or month": (
+        lines(rows=[f"{i},ax,0{i}/02/2023,1" for i in range(1, 9)]),
+        {"dates": "days"},
+        ["in `dose` day and month could be exchanged"],
+    ),
+    "too many levels": (lines(), {"max-levels": 2}, ["`job` has 3 levels in 10 rows", "`max-levels` = 2"]),
+    "counts below zero": (lines((2, "21,ax,1,-1")), {"model": {"likelihood": "poisson"}}, ["counts", "in row 2"]),
+    "many classes": (lines(), {"model": {"likelihood": "bernoulli"}}, ["target `y` has 12 levels", "two classes"]),
+    "zero under a logarithm": (lines(), {"transform": {"target": "log"}}, ["above zero", "in row 1"]),
+    "nothing filled": (lines(rows=[f"{i},ax,,1" for i in range(9)]), {"missing": "impute"}, ["no cell of `dose`"]),
+    "kinds at once": (
+        lines(rows=[f"{i},{SECRET}{i}x,2023-01-{i},{i if i > 12 else ''}" for i in range(10, 19)]),
+        {},
+        ["`job` has 9 levels", "`dose` holds dates", "column `y`: empty or NaN cell in row 1 and 2 more rows"],
+    ),
+    "left out by a wrong name": (lines(), {"features": "-jobs"}, ["leaves out `jobs`", "`job`"]),
     "header only": (HEADER + "\n", {}, ["no data rows"]),
     "empty file": ("", {}, ["the file is empty"]),
 }
@@ -94,9 +117,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match=r"torn\.parquet: cannot be read"):
         load(tmp_path / "torn.parquet")
-    (tmp_path / "latin.csv").write_bytes("größe,y\n1,2\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin\.csv: not UTF-8"):
-        load(tmp_path / "latin.csv")
+    for name, content in {
+        "latin.csv": "größe,y\n1,2\n".encode("latin-1"),
+        "excel.csv": b"PK\x03\x04" + bytes(range(256)),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"{name}: not UTF-8 text; save the file as CSV in UTF-8"):
+            load(tmp_path / name)
 
 
 def test_faults_of_a_test_file_name_the_test_file(tmp_path):
@@ -110,6 +137,18 @@ def test_faults_of_a_test_file_name_the_test_file(tmp_path):
 def test_a_constant_column_of_one_site_is_kept(tmp_path):
     (tmp_path / "a.csv").write_text(lines(rows=[f"{i},ax,1,2" for i in range(9)]))
     assert load(tmp_path / "a.csv").features == ("age", "job", "dose")
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_cells_are_separated_by_what_cuts_the_header(separator, tmp_path):
+    frame = pd.read_csv(pd.io.common.StringIO(lines())).rename(columns={"job": "job, or none"})
+    frame.to_csv(tmp_path / "a.csv", index=False, sep=separator, decimal=",")
+    frame.to_csv(tmp_path / "b.csv", index=False)
+    found, usual = (load(tmp_path / name) for name in ("a.csv", "b.csv"))
+    assert found.features == ("age", "job, or none", "dose")
+    pd.testing.assert_frame_equal(
+        *(pd.concat([own.train, own.test]).sort_values("age", ignore_index=True) for own in (found, usual))
+    )
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet"])

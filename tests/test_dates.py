@@ -91,8 +91,8 @@ def test_a_real_site_refuses_dates_and_its_words_hold_none_of_them(tmp_path: Pat
     nodes = csv_nodes(tmp_path, {"a": waves(60, 0), "b": waves(60, 1), "c": admitted(60, 2)})
     grid = RecordingGrid(configured(sites=3, num_server_rounds=1), nodes)
     strategy = run(grid)
-    remedy = "set `dates` to 'days', 'season' or 'days-and-season' to make numbers of it, or leave it out of `features`"
-    assert blamed(strategy) == {"c": [f"c.csv: `admitted` holds dates (for example row 2); {remedy}"]}
+    remedy = "set `dates` to 'days', 'season' or 'days-and-season' to make numbers of it, or leave it out (`features`"
+    assert blamed(strategy) == {"c": [f"c.csv: `admitted` holds dates (for example row 2); {remedy} = '-admitted')"]}
     assert not [text for text in grid.carried if b"2023" in text]
     assert run(RecordingGrid(configured(features="x1,x2"), nodes)).network.failures == []
 

@@ -16,6 +16,7 @@ from faults import FaultyGrid, blamed, configured, csv_nodes, no_waiting, run
 from fedgp_flower import server_app
 from fedgp_flower.data.cells import typed
 from fedgp_flower.data.datasets import load_table
+from fedgp_flower.data.dates import readings
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site
 from fedgp_flower.data.standardisation import Preparation, encode_inputs, typed_inputs
 from fedgp_flower.errors import DataError
@@ -255,6 +256,9 @@ def test_new_rows_need_the_column_of_dates_itself(hospital: Path) -> None:
 
 
 def test_sites_may_write_dates_in_different_ways(tmp_path: Path) -> None:
+    both = pd.concat([dated("%Y-%m-%d"), dated("%d.%m.%Y")], ignore_index=True)
+    (days,) = readings(both["day"])
+    assert days[: len(both) // 2].tolist() == days[len(both) // 2 :].tolist()
     nodes = csv_nodes(tmp_path, {"a": dated("%Y-%m-%d"), "b": dated("%d.%m.%Y")})
     strategy = run(FaultyGrid(configured(sites=2, num_server_rounds=1, dates="season"), nodes))
     assert blamed(strategy) == {}

@@ -76,7 +76,7 @@ def judged(line_run, own, local, rows, coverage=0.95):
 def test_the_page_stands_alone(line_page):
     assert "://" not in line_page
     assert "<script" not in line_page
-    assert set(re.findall(r'(?:src|href)="([^",]+)', line_page)) == {"data:image/png;base64"}
+    assert set(re.findall(r'(?:src|href)="([^",#]+)', line_page)) == {"data:image/png;base64"}
     assert "{{" not in line_page
 
 
@@ -99,6 +99,13 @@ def test_the_page_shows_the_figures_of_the_run(line_run, line_page):
     assert "<td>model.kernel</td><td>rbf</td>" in line_page
     assert "training rows" in line_page
     assert "local-only NLL" in line_page
+
+
+def test_contents_lead_to_every_chapter(line_page):
+    links = dict(re.findall(r'<a href="#([^"]+)">([^<]+)</a>', line_page))
+    assert links == dict(re.findall(r'<h2 id="([^"]+)">(.*?)</h2>', line_page))
+    assert {"Predictions on held-out rows", "Own &lt;panel&gt;", "Configuration"} <= set(links.values())
+    assert "<h2>" not in line_page
 
 
 def test_panels_of_a_method_are_added(line_page, line_run):
@@ -135,7 +142,7 @@ def test_a_deployed_run_shows_the_curve_without_rows(tmp_path):
 def test_a_classification_run_shows_probabilities_and_reliability(tmp_path):
     run = make_run(tmp_path, inputs=3, sites=3, classes=True)
     page = write_page(read_run(run)).read_text()
-    assert "probabilities" in plots(run)
+    assert {"probabilities", "roc"} <= plots(run)
     assert "Brier" in page
     assert "coverage" not in page
     assert "RMSE" not in page
@@ -349,6 +356,15 @@ def test_reliability_leaves_empty_bins_out():
     observed = next(line for line in ax.lines if line.get_label() == "observed")
     np.testing.assert_allclose(observed.get_xdata(), [25, 95])
     np.testing.assert_allclose(observed.get_ydata(), [30, 100])
+
+
+def test_the_roc_is_that_of_the_counts():
+    """Log odds in four steps; of class 1, three of four rows lie above even odds, of class 0 one of five."""
+    ax = figures.roc([[3, 0], [1, 1], [1, 2], [0, 1]], 0.9).axes[0]
+    line, dot = ax.lines[1], ax.lines[2]
+    np.testing.assert_allclose(line.get_xdata(), [100, 40, 20, 0, 0])
+    np.testing.assert_allclose(line.get_ydata(), [100, 100, 75, 25, 0])
+    assert (float(dot.get_xdata()[0]), float(dot.get_ydata()[0])) == (20.0, 75.0)
 
 
 def test_convergence_draws_baselines_and_frames_the_late_rounds():

@@ -76,6 +76,11 @@ def test_wheel_and_source_archive_are_complete(built):
     assert "Classifier: Typing :: Typed" in text
 
 
+def test_the_index_would_take_both(built):
+    said = python(built, "-m", "twine", "check", "--strict", *built.glob("*.whl"), *built.glob("*.tar.gz"))
+    assert said.count("PASSED") == 2
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # Flower's own
 def test_the_app_meets_the_conventions_of_the_hub(installed, tmp_path):

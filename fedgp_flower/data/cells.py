@@ -23,6 +23,10 @@ Kind: TypeAlias = Literal["numeric", "categorical"]
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
 THOUSANDS = r"[+-]?[1-9]\d{0,2}(?:,\d{3})"
 """A number with a decimal comma, and one whose comma may as well stand for thousands."""
+AMOUNT = r"\W?\s*[+-]?\d[\d.,]*\s*\D{0,10}"
+"""A number with a sign or a unit, such as ``€ 3.50`` or ``7 mg``."""
+LARGEST = 1e100
+"""Its square is still a number, as a sum of squares needs."""
 Mask: TypeAlias = NDArray[np.bool_]
 
 EMPTY = "empty or NaN cell"
@@ -54,17 +58,26 @@ def typed(
     Raises:
         DataError: listing, for each bad column, what is wrong, the first row, and how many rows.
     """
+    found, problems = cells_of(frame, names, kinds, missing)
+    if problems:
+        raise DataError(f"{file}: {problems}")
+    return found
+
+
+def cells_of(
+    frame: pd.DataFrame, names: Sequence[str], kinds: Mapping[str, Kind] | None, missing: str
+) -> tuple[pd.DataFrame, str]:
+    """What :func:`typed` returns, and in words what is wrong with it."""
     columns: dict[str, pd.Series] = {}
     problems: list[str] = []
     for name in names:
         columns[name], found = _typed_column(frame[name], (kinds or {}).get(name))
         tolerated = [EMPTY] if missing != "error" else []
         problems += [f"column `{name}`: {problem}" for problem in found if not problem.startswith(tuple(tolerated))]
-    if problems:
-        empty = any(f": {EMPTY}" in problem for problem in problems)
-        remedy = ". Fill the cells, or set `missing` to 'drop', 'impute' or 'indicator'" if empty else ""
-        raise DataError(f"{file}: {'; '.join(problems[:10])}{_more(len(problems) - 10, 'problem')}{remedy}")
-    return pd.DataFrame(columns, index=frame.index)
+    empty = any(f": {EMPTY}" in problem for problem in problems)
+    remedy = ". Fill the cells, or set `missing` to 'drop', 'impute' or 'indicator'" if empty else ""
+    words = f"{'; '.join(problems[:10])}{_more(len(problems) - 10, 'problem')}{remedy}"
+    return pd.DataFrame(columns, index=frame.index), words
 
 
 def _more(count: int, what: str) -> str:
@@ -108,6 +121,7 @@ def _numeric(numbers: pd.Series, text: pd.Series | None) -> tuple[pd.Series, lis
         "text in a numeric cell": words,
         EMPTY: bad & ~words,
         "infinite number": np.isinf(numbers.to_numpy(dtype=np.float64)),
+        f"number beyond {LARGEST:g}": np.isfinite(numbers) & (numbers.abs() > LARGEST),
     }
     return numbers, [f"{what} {_at(mask)}" for what, mask in kinds.items() if mask.any()]
 
@@ -164,18 +178,17 @@ def refuse_outside(target: pd.Series, transform: str, file: str) -> None:
         )
 
 
-def refuse_dates(frame: pd.DataFrame, features: Sequence[str], target: str, file: str) -> None:
-    """Raise DataError naming the columns of dates of a table as it was read, each with the first row that holds one."""
-    problems = []
+def date_problems(frame: pd.DataFrame, features: Sequence[str], target: str) -> dict[str, str]:
+    """The columns of dates of a table as it was read, each with the first row that holds one and what to do."""
+    problems = {}
     for name in (*features, target):
         dates = dates_in(frame[name])
         if dates is None:
             continue
-        other = "name another `target`" if name == target else "leave it out of `features`"
+        other = "name another `target`" if name == target else left_out(name)
         row = int(np.argmax(dates)) + 1
-        problems.append(f"`{name}` holds dates (for example row {row}); {_dates_remedy(name == target)}, or {other}")
-    if problems:
-        raise DataError(f"{file}: {'. '.join(problems)}")
+        problems[name] = f"`{name}` holds dates (for example row {row}); {_dates_remedy(name == target)}, or {other}"
+    return problems
 
 
 def _dates_remedy(target: bool) -> str:
@@ -193,6 +206,12 @@ def refuse_identifiers(frame: pd.DataFrame, names: Sequence[str], file: str, mos
     Raises:
         DataError: naming every such column and how many levels it has.
     """
+    if problems := identifier_problems(frame, names, most):
+        raise DataError(f"{file}: {'. '.join(problems)}")
+
+
+def identifier_problems(frame: pd.DataFrame, names: Sequence[str], most: int) -> list[str]:
+    """What :func:`refuse_identifiers` says, a sentence for a column."""
     problems = []
     for name in names:
         if kind_of(frame[name]) == "numeric":
@@ -200,12 +219,18 @@ def refuse_identifiers(frame: pd.DataFrame, names: Sequence[str], file: str, mos
         levels = int(frame[name].nunique())
         counted = f"`{name}` has {levels} levels in {len(frame)} rows"
         if nearly_unique(levels, len(frame)):
-            problems.append(f"{counted}, as an identifier has; leave it out of `features`")
+            amounts = frame[name].str.fullmatch(AMOUNT, na=True).all()
+            units = "; if they are numbers with a unit, write the numbers alone" if amounts else ""
+            problems.append(f"{counted}, as an identifier has; {left_out(name)}{units}")
         elif levels > most:
-            remedy = "leave it out of `features`, or raise `max-levels`"
-            problems.append(f"{counted}; at most `max-levels` = {most} are allowed: {remedy}")
-    if problems:
-        raise DataError(f"{file}: {'. '.join(problems)}")
+            counted = f"{counted}; at most `max-levels` = {most} are allowed"
+            problems.append(f"{counted}: {left_out(name)}, or raise `max-levels`")
+    return problems
+
+
+def left_out(name: str) -> str:
+    """How to train without a column."""
+    return f"leave it out (`features` = '-{name}')"
 
 
 def nearly_unique(levels: int, rows: int) -> bool:

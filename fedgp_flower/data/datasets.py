@@ -14,7 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
-from fedgp_flower.data.cells import Kind, check_target, refuse_dates, refuse_identifiers, refuse_outside, typed
+from fedgp_flower.data.cells import (
+    Kind,
+    cells_of,
+    check_target,
+    date_problems,
+    identifier_problems,
+    refuse_identifiers,
+    refuse_outside,
+    typed,
+)
 from fedgp_flower.data.dates import named, with_numbers
 from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
 from fedgp_flower.errors import DataError
@@ -71,8 +80,12 @@ class Choice:
         spare = {*aside, *([self.column] if self.natural else [])}
         usable = [name for name in names if name not in spare]
         goal = self.target or target or ("y" if "y" in names else usable[-1] if usable else "")
-        wanted = [name.strip() for name in self.features.split(",") if name.strip()]
-        features = list(dict.fromkeys(wanted)) or [name for name in usable if name != goal]
+        said = [name.strip() for name in self.features.split(",") if name.strip()]
+        without = [name.removeprefix("-") for name in said if name.startswith("-") and name not in names]
+        wanted = [name for name in dict.fromkeys(said) if name in names or not name.startswith("-")]
+        if unknown := [name for name in without if name not in names]:
+            raise DataError(f"{file}: `features` leaves out {listed(unknown)}; the file has {listed(names)}")
+        features = [name for name in wanted or usable if wanted or name not in (goal, *without)]
         if goal in features:
             raise DataError(f"`features` names the target `{goal}`; leave it out, or name another `target`")
         if not features:
@@ -157,14 +170,17 @@ def checked(
     """
     require_columns(raw, [*features, target], file)
     names = list(kinds) if kinds else named(raw, features, choice.dates)
-    if kinds is None:
-        refuse_dates(raw, [name for name in names if name in raw], target, file)
     settled: dict[str, Kind] = {
         **(kinds or {}),
         **({target: "categorical"} if choice.likelihood == "bernoulli" else {}),
     }
     numbered = with_numbers(raw, names, file).reset_index(drop=True)
-    frame = typed(numbered, [*names, target], file, settled, choice.missing)
+    dated = date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
+    read = [name for name in names if name not in dated]
+    frame, wrong = cells_of(numbered, read if target in dated else [*read, target], settled, choice.missing)
+    if dated or wrong:
+        ids = identifier_problems(frame, read, choice.max_levels) if kinds is None else []
+        raise DataError(f"{file}: {'. '.join(filter(None, [*dated.values(), wrong, *ids]))}")
     frame = frame.dropna(subset=None if choice.missing == "drop" else [target])
     if frame.empty:
         raise DataError(f"{file}: every row has a missing cell; set `missing` to 'impute', or name other `features`")

@@ -28,13 +28,14 @@ FORMATS = {
 """What a date looks like → how it may be read. All have separators and a year of four digits: no plain number fits."""
 TIME = r"(?:[T ]\s*\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?\s*(?:[AaPp][Mm])?\s*(?:Z|UTC|[+-]\d{2}:?\d{2})?)?"
 SHARE = 0.9
-"""Least share of the filled cells that one format must read."""
+"""Least share of the filled cells that must be read; of those of one look, by one format."""
 
 
 def readings(column: pd.Series) -> list[pd.Series]:
-    """The days of a column, by each format that reads its cells; none where it is no column of dates.
+    """The days of a column, in each way that reads its cells; none where it is no column of dates.
 
-    Two where day and month can be exchanged without a cell that contradicts it.
+    Two where day and month can be exchanged without a cell that contradicts it. Tables of sites that were put together
+    may hold dates of several looks.
     """
     if pd.api.types.is_datetime64_any_dtype(column.dtype):
         return [column.dt.tz_localize(None)]
@@ -42,17 +43,16 @@ def readings(column: pd.Series) -> list[pd.Series]:
         return []
     text = column.astype("str").str.strip()
     cells, levels = pd.factorize(text.where(~text.isin(MISSING)))  # -1 is a missing cell
-    filled = cells >= 0
+    rows = np.bincount(cells[cells >= 0], minlength=len(levels))
+    found = [pd.Series(pd.NaT, range(len(levels)), dtype="datetime64[ns]")]
     for pattern, formats in FORMATS.items():
         days = pd.Series(levels, dtype="str").str.extract(f"^({pattern}){TIME}$", expand=False)
-        found = []
-        for form in formats if days.notna().any() else ():
-            read = pd.to_datetime(days, format=form, errors="coerce")
-            if (filled & read.notna().to_numpy(dtype=bool)[cells]).sum() >= SHARE * filled.sum():
-                found.append(pd.Series(read.reindex(cells).to_numpy(), index=column.index))
-        if found:
-            return found
-    return []
+        alike = days.notna().to_numpy(dtype=bool)
+        ways = [pd.to_datetime(days, format=form, errors="coerce") for form in formats if alike.any()]
+        ways = [way for way in ways if rows[way.notna()].sum() >= SHARE * rows[alike].sum()]
+        found = [known.fillna(way) for known in found for way in ways] or found
+    found = [known for known in found if rows[known.notna()].sum() >= SHARE * max(rows.sum(), 1)]
+    return [pd.Series(known.reindex(cells).to_numpy(), index=column.index) for known in found]
 
 
 def dates_in(column: pd.Series) -> NDArray[np.bool_] | None:

@@ -282,6 +282,15 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
     return _of_tables(config, (site, label, "y"), (tables[0], tables[1] if len(tables) > 1 else None), (LOADED, LOADED))
 
 
+def site_of_table(config: CoreConfig, name: str, table: pd.DataFrame) -> RawSite:
+    """A site called ``name`` with the rows of a table.
+
+    Raises:
+        DataError: its rows cannot be used.
+    """
+    return _of_tables(config, (name, name, ""), (table, None), (name, name))
+
+
 def _framed(inputs: NDArray[Any], target: NDArray[Any]) -> pd.DataFrame:
     """Rows as a table with the columns x0, x1, … and y."""
     if inputs.ndim != 2 or target.shape != inputs.shape[:1]:

@@ -18,6 +18,8 @@ from fedgp_flower.lazy import pd
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "<NA>")
 """Spellings of a missing cell. A question mark is an ordinary level of a text column."""
+SEPARATORS = (",", ";", "\t", "|")
+"""What may stand between cells: the one that cuts the header into most names, the first of equals."""
 
 
 def table_stem(path: Path) -> str:
@@ -43,7 +45,7 @@ def read_table(path: Path) -> pd.DataFrame:
     except DataError:
         raise
     except UnicodeDecodeError:
-        raise DataError(f"{path.name}: not UTF-8 text; save the file as UTF-8") from None
+        raise DataError(f"{path.name}: not UTF-8 text; save the file as CSV in UTF-8") from None
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise DataError(f"{path.name}: cannot be read ({type(error).__name__}); is the file whole?") from None
     if frame.empty:
@@ -59,12 +61,19 @@ def _read_parquet(path: Path) -> pd.DataFrame:
 
 def _read_csv(path: Path) -> pd.DataFrame:
     try:
-        first = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, encoding="utf-8-sig")
-        names = _checked_header([str(cell) for cell in first.iloc[0]], path.name)
+        headers = {
+            mark: pd.read_csv(
+                path, sep=mark, header=None, nrows=1, dtype=str, keep_default_na=False, encoding="utf-8-sig"
+            ).iloc[0]
+            for mark in SEPARATORS
+        }
+        separator = max(headers, key=lambda mark: len(headers[mark]))
+        names = _checked_header([str(cell) for cell in headers[separator]], path.name)
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)
             return pd.read_csv(
                 path,
+                sep=separator,
                 header=0,
                 names=names,
                 index_col=False,
@@ -76,8 +85,12 @@ def _read_csv(path: Path) -> pd.DataFrame:
     except pd.errors.EmptyDataError:
         raise DataError(f"{path.name}: the file is empty; expected a header line and data rows") from None
     except pd.errors.ParserWarning:
-        raise DataError(f"{path.name}: rows have more cells than the header; is a column name missing?") from None
+        raise DataError(
+            f"{path.name}: rows have more cells than the header; is a column name missing, or a line above the header?"
+        ) from None
     except pd.errors.ParserError as error:
+        if "EOF inside string" in str(error):
+            raise DataError(f"{path.name}: a quotation mark is opened and not closed") from None
         line = re.search(r"line (\d+)", str(error))
         row = f"data row {int(line.group(1)) - 1}" if line else "a row"
         raise DataError(f"{path.name}: {row} has more cells than the header; is a comma unquoted?") from None
@@ -121,5 +134,5 @@ def require_columns(frame: pd.DataFrame, names: Sequence[str], file: str) -> Non
     missing = [name for name in names if name not in present]
     if missing:
         wanted = ", ".join(f"`{name}`" for name in missing)
-        comma = "; cells must be separated by commas" if len(present) == 1 else ""
+        comma = f"; cells are separated by one of {' '.join(map(repr, SEPARATORS))}" if len(present) == 1 else ""
         raise DataError(f"{file}: missing column {wanted}; the file has {listed(present)}{comma}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,12 +12,15 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.data.datasets import load_table
+from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
+from fedgp_flower.run.check import check_tables
 from fedgp_flower.run.files import write_bytes
 from fedgp_flower.run.in_process import run_in_process, silent
 from fedgp_flower.run.predict import Predictor, why_no_posterior
+from fedgp_flower.run.registry import parse_config
 from fedgp_flower.run.user_config import complete_config
 from fedgp_flower.server_app import Progress, figures_of
 
@@ -101,16 +105,37 @@ def run(
 
     Raises:
         ConfigError: naming every wrong key, before anything is trained.
+        DataError: naming what cannot be used, where tables are a site each by its site.
         RunError: when the run cannot be completed.
     """
     given: dict[str, Any] = {"method": method, "num-server-rounds": num_rounds, "target": target or None}
     flat = dict(options or {}) | {key: value for key, value in given.items() if value is not None}
     if isinstance(data, Mapping):
-        data, site = _joined(data, site or "site"), site or "site"
+        flat |= together(data, flat, site or "site")
+        return load_run(run_in_process(complete_config(flat, Path.cwd()), progress=on_round))
     if site:
         flat |= {"partitioner": "natural", "partition.column": site}
     flat["dataset"] = str(_kept(data, flat)) if isinstance(data, pd.DataFrame) else str(data)
     return load_run(run_in_process(complete_config(flat, Path.cwd()), 0 if site else sites, progress=on_round))
+
+
+def together(tables: Mapping[str, pd.DataFrame], flat: FlatConfig, site: str = "site") -> dict[str, Value]:
+    """The keys that make one data set of tables, each of them a site; ``site`` is the column that says which.
+
+    Raises:
+        DataError: naming every problem of every table.
+    """
+    name = "-".join(map(str, tables)) if len(tables) < 5 else f"{len(tables)}-sites"
+    path = _kept(_joined(tables, site), flat, re.sub(r"[^\w-]", "", name)[:60] or "sites").resolve()
+    keys: dict[str, Value] = {"dataset": str(path), "partitioner": "natural", "partition.column": site}
+    config = parse_config({**flat, **keys})
+    try:
+        load_table(config)
+    except DataError:
+        if problems := check_tables(tables, config).problems:
+            raise DataError("\n".join(problems)) from None
+        raise
+    return keys
 
 
 def print_round(row: Mapping[str, float], total: int) -> None:
@@ -122,15 +147,17 @@ def _joined(tables: Mapping[str, pd.DataFrame], column: str) -> pd.DataFrame:
     """The tables of all sites as one, with the column that names the site of a row."""
     if taken := [name for name, table in tables.items() if column in table]:
         raise ConfigError(f"the tables of {', '.join(taken)} have a column {column!r}: name another with `site`")
-    return pd.concat([table.assign(**{column: str(name)}) for name, table in tables.items()], ignore_index=True)
+    joined = pd.concat([table.assign(**{column: str(name)}) for name, table in tables.items()], ignore_index=True)
+    # Numbers at one site and text at another, as decimal commas are, can be no column of a file.
+    return joined.astype({name: "str" for name in joined if joined[name].dtype == object})
 
 
-def _kept(table: pd.DataFrame, flat: Mapping[str, Value]) -> Path:
-    """A file of the table, named after its content: a resumed run and a prediction at a site read it again."""
-    folder = Path(str(flat.get("output-dir", "results"))) / "data"
-    folder.mkdir(parents=True, exist_ok=True)
+def _kept(table: pd.DataFrame, flat: Mapping[str, Value], name: str = "table") -> Path:
+    """A file of the table, in a folder named after its content: resuming and predicting at a site read it again."""
     content = table.to_parquet(index=False)
-    path = folder / f"{hashlib.sha256(content).hexdigest()[:12]}.parquet"
+    folder = Path(str(flat.get("output-dir", "results"))) / "data" / hashlib.sha256(content).hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.parquet"
     if not path.exists():
         write_bytes(path, content)
     return path

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedgp_flower.data.sites import load_site, natural_sites, simulated_nodes
+import pandas as pd
+
+from fedgp_flower.data.sites import RawSite, load_site, natural_sites, simulated_nodes, site_of_table
 from fedgp_flower.data.tables import table_stem
 from fedgp_flower.errors import DataError
-from fedgp_flower.options import Value
 from fedgp_flower.run.config import CoreConfig
 from strategies.server.standardisation import SiteDescription, agree
 
@@ -27,7 +29,13 @@ class Checked:
 
 def check(files: Sequence[Path], config: CoreConfig) -> Checked:
     """Read every file as a site of its own, and agree on columns."""
-    return _agreed({table_stem(file): {"data-path": str(file)} for file in files}, config)
+    nodes = {table_stem(file): {"data-path": str(file)} for file in files}
+    return _agreed({name: partial(load_site, config, node) for name, node in nodes.items()}, config)
+
+
+def check_tables(tables: Mapping[str, pd.DataFrame], config: CoreConfig) -> Checked:
+    """Take every table for a site of that name, and agree on columns."""
+    return _agreed({name: partial(site_of_table, config, name, table) for name, table in tables.items()}, config)
 
 
 def plan(config: CoreConfig, sites: int) -> Checked:
@@ -37,15 +45,15 @@ def plan(config: CoreConfig, sites: int) -> Checked:
         DataError: the data set cannot be used.
     """
     nodes = simulated_nodes(sites or natural_sites(config))
-    return _agreed({str(node["partition-id"]): node for node in nodes}, config)
+    return _agreed({str(node["partition-id"]): partial(load_site, config, node) for node in nodes}, config)
 
 
-def _agreed(nodes: Mapping[str, Mapping[str, Value]], config: CoreConfig) -> Checked:
-    """What sites with these node configurations agree on."""
+def _agreed(sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig) -> Checked:
+    """What these sites agree on."""
     described, dropped, problems = {}, 0, []
-    for name, node in nodes.items():
+    for name, load in sites.items():
         try:
-            site = load_site(config, node)
+            site = load()
         except DataError as error:
             problems.append(str(error))
             continue

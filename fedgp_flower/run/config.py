@@ -121,7 +121,7 @@ class CoreConfig(Section):
     target: str = ""
     """Target column; empty means ``y``, else the last column."""
     features: str = ""
-    """Comma-separated feature columns; empty means all but the target."""
+    """Comma-separated feature columns, or each with a minus those to leave out; empty means all but the target."""
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
     constant_columns: Literal["error", "keep"] = "error"
     """A feature with one value over the rows of all real sites; a simulated data set keeps it, with a warning."""

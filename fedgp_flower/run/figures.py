@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from scipy.stats import binom
 
 from fedgp_flower.clients.counts import central
+from fedgp_flower.run.effects import Effect
 from fedgp_flower.run.summary import Arm, number
 from fedgp_flower.typing import Array
 
@@ -218,6 +219,43 @@ def sites(federated: Sequence[Mapping[str, Any]], local: Sequence[Mapping[str, A
     return figure
 
 
+def effects(found: Sequence[Effect], target: str) -> Figure:
+    """The outcome along one column a panel, all on one scale; levels of text as points with bars."""
+    columns = min(3, len(found))
+    figure, axes = axes_of(columns, height=2.6 * math.ceil(len(found) / columns), rows=math.ceil(len(found) / columns))
+    for ax in axes[len(found) :]:
+        ax.set_visible(False)
+    for ax, own in zip(axes, found, strict=False):
+        if own.levels:
+            ax.vlines(own.values, own.low, own.high, color=BAND, lw=6)
+            ax.plot(own.values, own.median, "o", color=FEDERATED, ms=4)
+            ax.set_xticks(own.values, [label_text(level) for level in own.levels])
+            ax.tick_params(axis="x", rotation=60 if len(own.levels) > 3 else 0)
+            ax.set_xlim(-0.6, len(own.levels) - 0.4)
+        else:
+            ax.fill_between(own.values, own.low, own.high, color=BAND, alpha=0.7, lw=0)
+            ax.plot(own.values, own.median, color=FEDERATED, lw=1.8)
+        ax.set(xlabel=label_text(own.name), ylim=(min(e.low.min() for e in found), max(e.high.max() for e in found)))
+    for ax in axes[::columns]:
+        ax.set_ylabel(label_text(target))
+    return figure
+
+
+def roc(counts: Sequence[Sequence[float]], auc: float) -> Figure:
+    """Sensitivity against false alarms, from rows of each class by predicted log odds; the dot is at probability ½."""
+    above = np.vstack([np.cumsum(np.asarray(counts, dtype=float)[::-1], axis=0)[::-1], [[0.0, 0.0]]])
+    alarms, hits = 100 * (above / np.maximum(above[0], 1.0)).T
+    figure, (ax,) = axes_of(1, width=4.4, height=4.0)
+    ax.plot([0, 100], [0, 100], color=POOLED, lw=0.9)
+    ax.plot(alarms, hits, color=FEDERATED, lw=1.8, label=f"AUC {auc:.3f}")
+    half = len(counts) // 2
+    words = f"at probability ½: {hits[half]:.0f} % found,\n{alarms[half]:.0f} % false alarms"
+    ax.plot(alarms[half], hits[half], "o", color=FEDERATED, ms=6, label=words)
+    ax.set(xlabel="false alarms: 1 − specificity (%)", ylabel="sensitivity (%)", aspect="equal")
+    ax.legend(fontsize=8, frameon=False, loc="lower right")
+    return figure
+
+
 def cost(history: pd.DataFrame) -> Figure | None:
     """Bytes and seconds added up over rounds."""
     if len(history) < 2:
@@ -252,8 +290,8 @@ def _draw_intervals(ax: Axes, rows: pd.DataFrame, x: pd.Series[float], counts: b
     inside = (rows["target"] >= low) & (rows["target"] <= high)
     ax.vlines(x, low, high, color=BAND, lw=1.6, zorder=0.5, label="95 % interval")
     ax.plot(x[inside], rows["target"][inside], "o", color=FEDERATED, ms=3.2, label="inside")
-    ax.plot(x[~inside], rows["target"][~inside], "o", color=MISS, ms=3.6, label="outside")
-    ax.legend(fontsize=8, frameon=False)
+    ax.plot(x[~inside], rows["target"][~inside], "^", color=MISS, ms=4.2, label="outside")
+    ax.legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper left")
 
 
 def _sites_scatter(frame: pd.DataFrame) -> Figure:
@@ -304,10 +342,10 @@ def series_style(position: int) -> dict[str, Any]:
     return {"color": COLOURS[position % len(COLOURS)], "marker": mark[0], "ls": mark[1:]}
 
 
-def axes_of(count: int, width: float = 8.6, height: float = 3.0) -> tuple[Figure, list[Axes]]:
-    """A figure with axes in a row, in the style of all figures."""
+def axes_of(count: int, width: float = 8.6, height: float = 3.0, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure with axes in rows of ``count``, in the style of all figures."""
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    axes = list(figure.subplots(1, count, squeeze=False)[0])
+    axes = list(figure.subplots(rows, count, squeeze=False).flat)
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.spines[["left", "bottom"]].set_color("#888888")

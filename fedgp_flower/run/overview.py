@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-TITLES = ("column", "kind", "inputs", "missing", "levels, or mean ± sd", "far from the others at")
+TITLES = ("column", "kind", "inputs", "missing", "levels, or mean ± sd", "differs at")
 
 
 def described(data: Mapping[str, Any]) -> list[str]:

@@ -256,7 +256,7 @@ class Predictor:
         if self.preparation.transform is not None:
             name = self.preparation.transform.name
             raise RunError(f"with `transform.target` = '{name}' nothing is normal in units of the target: use `sample`")
-        draws = self._draws()
+        draws = self.draws()
         model, likelihood = together(draws) if noise else (mixture(draws), draws[0][1])
         latent = model(self.inputs(frame))
         if noise and not isinstance(likelihood, GaussianLikelihood):
@@ -276,7 +276,7 @@ class Predictor:
         Raises:
             RunError: as for :meth:`to_gpytorch_draws`.
         """
-        draws, inputs, found = self._draws(), self.inputs(frame), []
+        draws, inputs, found = self.draws(), self.inputs(frame), []
         generator = torch.Generator().manual_seed(seed)
         chosen = torch.randint(len(draws), (count,), generator=generator).bincount(minlength=len(draws)).tolist()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -300,7 +300,7 @@ class Predictor:
             RunError: as for :meth:`to_gpytorch_draws`, or several draws with other than Gaussian noise are no single
                 model.
         """
-        return Exported(*together(self._draws()), Transforms.of(self.saved.arrays))
+        return Exported(*together(self.draws()), Transforms.of(self.saved.arrays))
 
     def to_botorch(self) -> FederatedModel:
         """A model of BoTorch; see :class:`fedgp_flower.run.to_botorch.FederatedModel`. Needs the extra ``botorch``.
@@ -321,9 +321,14 @@ class Predictor:
             RunError: what predicts is no Gaussian process with inducing points.
         """
         transforms = Transforms.of(self.saved.arrays)
-        return tuple(Exported(model, likelihood, transforms) for model, likelihood in self._draws())
+        return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.draws())
 
-    def _draws(self) -> Sequence[tuple[SparsePosterior, Likelihood]]:
+    def draws(self) -> Sequence[tuple[SparsePosterior, Likelihood]]:
+        """What :meth:`to_gpytorch_draws` is made of.
+
+        Raises:
+            RunError: what predicts is no Gaussian process with inducing points.
+        """
         if not isinstance(self.standardised, Exportable):
             raise RunError(
                 f"{self.run.path} is a run of {self.saved.method!r}; what predicts here is no sparse Gaussian"

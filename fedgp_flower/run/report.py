@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from fedgp_flower.privacy.attacks import Attack
 from fedgp_flower.run import attack, figures, overview
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
+from fedgp_flower.run.effects import MOST, effects
 from fedgp_flower.run.figures import Predictor
 from fedgp_flower.run.files import read_json, write_bytes
 from fedgp_flower.run.metrics import RANK_BINS, RANK_REACH
@@ -76,7 +77,19 @@ def write_report(run_folder: Path) -> Path:
     run = read_run(run_folder)
     predictor = None if why_no_posterior(run) else SavedPredictor.of(run)
     panels = row_of(run).panels
-    return write_page(run, predictor, [*(load(panels)(run) if panels else ()), *_attacked(run_folder)])
+    own = load(panels)(run) if panels else ()
+    return write_page(run, predictor, [*_dependence(run, predictor), *own, *_attacked(run_folder)])
+
+
+def _dependence(run: RunData, predictor: SavedPredictor | None) -> list[Panel]:
+    """Along the columns that matter most, where the posterior tells."""
+    found = [] if predictor is None else effects(predictor)
+    caption = (
+        "One column is moved (numbers by two standard deviations to both sides), all others stay at their means; those"
+        f" that move the outcome most come first, at most {MOST}. From the posterior alone: median and 95 % interval of"
+        " the outcome without noise. It is what the model has learned, not what causes what."
+    )
+    return [Panel("What predictions depend on", figures.effects(found, _target(run)), caption)] if found else []
 
 
 def _attacked(folder: Path) -> list[Panel]:
@@ -106,8 +119,17 @@ def write_page(run: RunData, predictor: Predictor | None = None, panels: Sequenc
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(TEMPLATE).render(style=Markup(STYLE), failure_limit=FAILURE_LIMIT, **content)  # noqa: S704
     path = run.path / "report.html"
-    write_bytes(path, page.encode())
+    write_bytes(path, _with_contents(page).encode())
     return path
+
+
+def _with_contents(page: str) -> str:
+    """The page with a link to every chapter in the place of ``<nav></nav>``."""
+    before, *chapters = page.split("<h2>")
+    titles = [chapter.partition("</h2>")[0] for chapter in chapters]
+    links = " · ".join(f'<a href="#chapter-{number}">{title}</a>' for number, title in enumerate(titles))
+    body = "".join(f'<h2 id="chapter-{number}">{chapter}' for number, chapter in enumerate(chapters))
+    return before.replace("<nav></nav>", f"<nav>{links}</nav>") + body
 
 
 def html_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -226,12 +248,16 @@ def _predictions(run: RunData, predictor: Predictor | None) -> list[tuple[str, s
 
 
 def _class_predictions(run: RunData) -> list[tuple[str, str, Figure, str]]:
-    if run.predictions is None:
-        return []
-    target = {} if run.posterior is None else run.posterior.schema["target"]
-    levels = [str(level) for level in target.get("levels", ("class 0", "class 1"))]
-    figure = figures.probabilities(run.predictions, levels)
-    return [("probabilities", "Predicted probability by observed class", figure, "All held-out rows.")]
+    drawn: list[tuple[str, str, Figure, str]] = []
+    if run.predictions is not None:
+        target = {} if run.posterior is None else run.posterior.schema["target"]
+        levels = [str(level) for level in target.get("levels", ("class 0", "class 1"))]
+        figure = figures.probabilities(run.predictions, levels)
+        drawn.append(("probabilities", "Predicted probability by observed class", figure, "All held-out rows."))
+    if ranks := run.metrics.calibration.get("ranks"):
+        figure = figures.roc(ranks, number(run.metrics.test.get("auc")))
+        drawn.append(("roc", "Sensitivity against false alarms (ROC)", figure, "From counts, summed over sites."))
+    return drawn
 
 
 def _inputs(run: RunData) -> tuple[list[str], Array]:

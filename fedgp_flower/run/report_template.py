@@ -1,9 +1,12 @@
 """The page of a report as a Jinja2 template (a FAB carries only Python and text, so it lives in a string)."""
 
 STYLE = """
-:root { --ink: #1d2329; --soft: #5b6670; --line: #dfe3e7; --accent: #1f5f99; }
+:root { --ink: #1d2329; --soft: #5b6670; --line: #dfe3e7; --accent: #1f5f99; --paper: #fff; --bad: #8c1d18; }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e6eaed; --soft: #a4aeb7; --line: #3a434b;
+  --accent: #7fb6e8; --paper: #15191d; --bad: #ff9d94; color-scheme: dark; }
+  figure img { background: #fff; padding: .4rem; border-radius: .3rem; } }
 * { box-sizing: border-box; }
-body { margin: 0; background: #fff; color: var(--ink); line-height: 1.5;
+body { margin: 0; background: var(--paper); color: var(--ink); line-height: 1.5;
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", Arial, sans-serif; }
 main { max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.5rem 4rem; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem; font-weight: 650; letter-spacing: -.01em; }
@@ -12,7 +15,8 @@ h2 { font-size: 1.15rem; font-weight: 650; margin: 2.6rem 0 .6rem; padding-top: 
 .facts { color: var(--soft); margin: 0 0 1.5rem; }
 .verdict { font-size: 1.12rem; border-left: 4px solid var(--accent); padding: .15rem 0 .15rem 1rem; margin: 1.4rem 0; }
 .verdict p { margin: .35rem 0; font-size: 1rem; } .verdict p:first-child { font-size: 1.2rem; font-weight: 650; }
-.warning { color: #8c1d18; }
+.warning { color: var(--bad); }
+nav { font-size: .88rem; line-height: 1.9; margin: 1.2rem 0; } a { color: var(--accent); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0; }
 th, td { padding: .32rem 1.2rem .32rem 0; text-align: right; vertical-align: top;
   border-bottom: 1px solid var(--line); }
@@ -24,12 +28,13 @@ td.text { overflow-wrap: anywhere; } .wide td:first-child { white-space: nowrap;
 .note, figcaption { color: var(--soft); font-size: .88rem; max-width: 46rem; }
 figure { margin: 1rem 0 1.4rem; }
 figure img { max-width: 100%; height: auto; display: block; }
+.broad { overflow-x: auto; } .broad img { max-width: max(100%, 42rem); }
 details { margin: .5rem 0; } summary { cursor: pointer; color: var(--accent); }
 code, .mono td { font-size: .86rem;
   font-family: ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; }
 .mono td { text-align: left; padding-top: .12rem; padding-bottom: .12rem; overflow-wrap: anywhere; }
 @media print { main { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } h2 { break-after: avoid; }
-  body { font-size: 11pt; } }
+  body { font-size: 11pt; } nav { display: none; } .broad img { max-width: 100%; } }
 """
 
 TEMPLATE = """<!DOCTYPE html>
@@ -39,12 +44,14 @@ TEMPLATE = """<!DOCTYPE html>
  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{{ title }}</title><style>{{ style }}</style></head><body><main>
 {%- macro picture(panel) %}
-<figure><img src="data:image/png;base64,{{ panel.png }}" width="{{ panel.width }}" alt="{{ panel.title }}">
+<figure{% if panel.width > 700 %} class="broad"{% endif %}>
+<img src="data:image/png;base64,{{ panel.png }}" width="{{ panel.width }}" alt="{{ panel.title }}">
 <figcaption>{{ panel.caption }}</figcaption></figure>
 {%- endmacro %}
 <h1>{{ title }}</h1>
 <p class="facts">{{ facts }}</p>
 <div class="verdict">{% for sentence in verdicts %}<p>{{ sentence }}</p>{% endfor %}</div>
+<nav></nav>
 {%- if metrics.failures %}
 <p class="warning">{{ failed }}</p>
 {%- endif %}
@@ -72,6 +79,11 @@ TEMPLATE = """<!DOCTYPE html>
 {%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody>
 </table></div></details>
 
+{%- for panel in extra %}
+<h2>{{ panel.title }}</h2>
+{% if panel.png %}{{ picture(panel) }}{% else %}{{ panel.html }}<p class="note">{{ panel.caption }}</p>{% endif %}
+{%- endfor %}
+
 {% if data %}<h2>Data</h2><p>{{ data.lines | join("; ") | replace("`", "") }}.</p>
 <details><summary>Columns</summary><div class="wide"><table><thead><tr>
 {%- for name in data.titles %}<th>{{ name }}</th>{% endfor %}</tr></thead><tbody>{% for row in data.rows %}<tr>
@@ -81,11 +93,6 @@ TEMPLATE = """<!DOCTYPE html>
 {% if cost %}{{ picture(cost) }}{% endif %}
 <table><tbody>{% for name, value in totals %}<tr><td>{{ name }}</td><td class="text">{{ value }}</td></tr>{% endfor %}
 </tbody></table>
-
-{%- for panel in extra %}
-<h2>{{ panel.title }}</h2>
-{% if panel.png %}{{ picture(panel) }}{% else %}{{ panel.html }}<p class="note">{{ panel.caption }}</p>{% endif %}
-{%- endfor %}
 
 <h2>Failures and numerical repairs</h2>
 {% if metrics.failures %}<div class="wide"><table><thead><tr><th>round</th><th class="text">site</th>

@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -433,6 +433,11 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         if self.masking is not None:
             healthy, everyone = self.masking.taking_part(healthy), self.masking.taking_part(everyone)
         return Roster({s: rows[s] for s in healthy}, tuple(everyone), busy, self.round, self.masking is not None)
+
+    def called(self, sites: Sequence[str]) -> str:
+        """What people call these sites, five at most by name."""
+        names = ", ".join(self.preparation.labels.get(site, site) for site in sites[:5])
+        return names + (f" and {len(sites) - 5} more" if len(sites) > 5 else "")
 
     def _take(self, arrays: ArrayRecord) -> None:
         """Go on from public arrays that come from elsewhere; none change nothing.

@@ -1,0 +1,84 @@
+"""What predictions depend on: the posterior of f along one column at a time, all others at their means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.special import ndtr, ndtri
+
+from fedgp_flower.gp.to_gpytorch import MixturePosterior, mixture
+from fedgp_flower.run.predict import Exportable, Predictor
+from fedgp_flower.typing import Array
+
+REACH = 2.0
+"""How many standard deviations to both sides of its mean a number is moved."""
+STEPS = 41
+MOST = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Median and 95 % interval of the outcome, in its units, along one column."""
+
+    name: str
+    levels: tuple[str, ...]
+    """Of text; empty for numbers."""
+    values: Array  # [n], of numbers; 0, 1, … for levels
+    median: Array  # [n]
+    low: Array  # [n]
+    high: Array  # [n]
+
+    @property
+    def spread(self) -> float:
+        """How far the median moves."""
+        return float(np.ptp(self.median))
+
+
+def effects(posterior: Predictor) -> list[Effect]:
+    """The columns that move the outcome farthest; none where what predicts is no single Gaussian process.
+
+    At standardised inputs x, zero but for the inputs of the column, f ~ N(m, s²); what is shown is h(m) and
+    h(m ± 1.96 s), with h the increasing map from f to the outcome (of a row without its noise): units of the target,
+    its transformation back, a probability, or a rate.
+    """
+    if not isinstance(posterior.standardised, Exportable) or not posterior.run.config.get("standardise", True):
+        return []
+    found = sorted(_along(posterior), key=lambda effect: -effect.spread)
+    return found[:MOST]
+
+
+def _along(posterior: Predictor) -> Iterator[Effect]:
+    model = mixture(posterior.draws())
+    if isinstance(model, MixturePosterior):
+        return
+    agreed, start = posterior.preparation, 0
+    for column in agreed.columns:
+        inputs = slice(start, start + max(1, len(column.shown)))
+        mean, scale = agreed.input_mean[inputs], agreed.input_scale[inputs]
+        if column.kind == "numeric":
+            values = np.linspace(-REACH, REACH, STEPS)
+            moved, shown = values[:, None], values * scale + mean
+        else:
+            shown = np.arange(len(column.levels), dtype=np.float64)
+            moved = ((np.array(column.levels)[:, None] == np.array(column.shown)) - mean) / scale
+        x = np.zeros((len(shown), len(agreed.names)))
+        x[:, inputs] = moved
+        with torch.no_grad():
+            f = model(torch.from_numpy(x))
+        ends = f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy()
+        yield Effect(column.name, column.levels, shown, *_outcome(posterior, ends))
+        start += len(column.names)
+
+
+def _outcome(posterior: Predictor, f: Array) -> Array:
+    """What values of f say of the target, elementwise."""
+    agreed = posterior.preparation
+    if posterior.saved.likelihood == "bernoulli":
+        return ndtr(f)
+    if posterior.saved.likelihood == "poisson":
+        return np.exp(f)
+    own = f * agreed.target_scale + agreed.target_mean
+    return own if agreed.transform is None else agreed.transform.inverse(own)
