@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shlex
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +53,17 @@ def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> tuple[
 def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path: Path, capsys: Any) -> None:
     coordinator, site = both
     words, variables, folder = coordinator.command()
-    assert words[1:7] == ["--host", "0.0.0.0", "--port", "8000", "--database", "superlink.db"]
+    assert words[1:10] == [
+        "-m",
+        "fedgp_flower.deploy.patience",
+        "superlink",
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "8000",
+        "--database",
+        "superlink.db",
+    ]
     assert "--enable-supernode-auth" in words
     certificate = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -119,81 +122,3 @@ def test_a_site_unpacks_no_other_app() -> None:
     with pytest.raises(PolicyError, match="fedgp site approve"):
         pinned(b"other", skip_prompt=True)
     assert unpacked == [b"app"]
-
-
-def own_name() -> str:
-    """A name of this machine besides localhost that leads to it."""
-    name = socket.gethostname()
-    try:
-        with socket.create_server(("0.0.0.0", 0)) as server:
-            socket.create_connection((name, server.getsockname()[1]), timeout=2).close()
-    except OSError:
-        return ""
-    return "" if name == "localhost" else name
-
-
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes to be ended with all they started."""
-    found: list[subprocess.Popen[bytes]] = []
-    yield found
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in found:
-            try:
-                os.killpg(process.pid, number)
-            except ProcessLookupError:
-                continue
-        time.sleep(3)
-    for process in found:
-        process.wait()
-
-
-@pytest.mark.long
-@pytest.mark.deployment
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(not own_name(), reason="this machine has no name that leads to it")
-def test_the_page_to_the_letter(tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
-    """Two sites on loopback under a host name that is not localhost; a site that pins another app stays out."""
-    coordinator, site, run = blocks()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-
-    def typed(line: str, folder: Path, *more: str, background: bool = False) -> str:
-        line = line.replace(HOST, own_name())
-        words = [sys.executable, "-m", "fedgp_flower.cli", *shlex.split(line)[1:], *more]
-        if background:
-            log = (folder / f"{len(started)}.log").open("wb")
-            started.append(subprocess.Popen(words, cwd=folder, stdout=log, stderr=log, start_new_session=True))
-            return ""
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
-        logs = "".join(path.read_text() for path in tmp_path.rglob("*.log") if path.stat().st_size < 50_000)
-        assert done.returncode == 0, done.stdout + done.stderr + logs
-        return done.stdout
-
-    typed(coordinator[0], tmp_path, "--port", str(port))
-    typed(coordinator[1], tmp_path, background=True)
-    for name in ("north", "south"):
-        folder = tmp_path / "machines" / name
-        folder.mkdir(parents=True)
-        waves(40, len(name)).to_csv(folder / f"{name}.csv", index=False)
-        shutil.copy(tmp_path / "coordinator" / "invitations" / f"{name}.toml", folder)
-        typed(site[0].replace("north", name), folder)
-        shutil.copy(folder / name / f"{name}.pub", tmp_path)
-    for _ in range(60):
-        try:
-            socket.create_connection((own_name(), port), timeout=1).close()
-            break
-        except OSError:
-            time.sleep(1)
-    typed(run[0], tmp_path)
-    for name in ("north", "south"):
-        typed(site[1].replace("north", name), tmp_path / "machines" / name, background=True)
-    tiny = ["num-server-rounds=1", "fsgp.objective=average", "model.num-inducing=5", "name=run"]
-    said = typed(run[1], tmp_path, *tiny, "baselines.local-only=false", "baselines.linear=false", "wait-seconds=120")
-    assert "report.html" in said
-    status = typed("fedgp deploy status", tmp_path)
-    assert re.search(r"north +online", status)
-    assert "finished:completed" in status
-    typed("fedgp deploy doctor", tmp_path)
-    typed("fedgp deploy revoke south", tmp_path)
-    assert "south" not in typed("fedgp deploy status", tmp_path)
