@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import logging
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from ledger import done
 from schedules import METHODS, Schedule, drawn, ended
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -78,20 +77,8 @@ def main() -> None:
     chosen = parser.parse_args()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    lines = chosen.ledger.read_text(encoding="utf-8").splitlines() if chosen.ledger and chosen.ledger.exists() else ()
-    done = {own["what"]: own for own in map(json.loads, lines)}
-    begun = time.monotonic()
-    for what, work in tasks(chosen.parts, chosen.count):
-        if what in done:
-            continue
-        if time.monotonic() - begun > chosen.seconds:
-            break
-        started = time.process_time()
-        done[what] = {"what": what, **work(), "seconds": time.process_time() - started}
-        if chosen.ledger:
-            with chosen.ledger.open("a", encoding="utf-8") as ledger:
-                ledger.write(json.dumps(done[what]) + "\n")
-    chosen.output.write_text("\n".join(page(done)) + "\n", encoding="utf-8")
+    found = done(tasks(chosen.parts, chosen.count), chosen.ledger, chosen.seconds)
+    chosen.output.write_text("\n".join(page(found)) + "\n", encoding="utf-8")
 
 
 def tasks(parts: list[str], count: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -123,9 +110,9 @@ def scheduled(seed: int) -> dict[str, Any]:
     return {"method": method, "nll": None if ending.words else ending.nll, "words": ending.words, "failed": ""}
 
 
-def page(done: dict[str, dict[str, Any]]) -> Iterator[str]:
+def page(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     """What was done, as a page."""
-    lies = {what: own["cell"] for what, own in done.items() if "cell" in own}
+    lies = {what: own["cell"] for what, own in found.items() if "cell" in own}
     yield from (
         "# What lies and lost messages do",
         "",
@@ -153,8 +140,8 @@ def page(done: dict[str, dict[str, Any]]) -> Iterator[str]:
         *(f"| {' | '.join(row)} |" for row in BOUNDS),
         "",
     )
-    yield from schedules_of([own for own in done.values() if "words" in own])
-    yield f"{sum(own['seconds'] for own in done.values()):.0f} s of one core."
+    yield from schedules_of([own for own in found.values() if "words" in own])
+    yield f"{sum(own['seconds'] for own in found.values()):.0f} s of one core."
 
 
 def schedules_of(runs: list[dict[str, Any]]) -> Iterator[str]:

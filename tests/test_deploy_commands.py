@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cryptography import x509
 from faults import waves
 from test_launch import handshake
@@ -18,6 +19,7 @@ from fedgp_flower import cli
 from fedgp_flower.deploy import doctor, machines
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
 from fedgp_flower.deploy.pinned import guarded
+from fedgp_flower.deploy.submission import Flower
 from fedgp_flower.errors import ConfigError, PolicyError
 
 HOST, APP = "superlink.example.org", "ab" * 32
@@ -76,8 +78,18 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
     assert (folder / "ca.crt").read_bytes() == (coordinator.folder / "ca.crt").read_bytes()
     for secret in (coordinator.folder / "ca.key", folder / "north", folder / "site-key"):
         assert secret.stat().st_mode & 0o777 == 0o600
-    for unit in (coordinator.folder / "fedgp-superlink.service", folder / "fedgp-site-north.service"):
-        assert "Restart=always" in unit.read_text()
+    for machine, name in ((coordinator.folder, "superlink"), (folder, "site-north")):
+        assert "Restart=always" in (machine / f"fedgp-{name}.service").read_text()
+        (service,) = yaml.safe_load((machine / "compose.yaml").read_text())["services"].items()
+        assert service[0] == name
+        assert service[1]["command"] == (
+            ["deploy", "serve", "--folder", str(machine)] if name == "superlink" else ["site", "serve", str(machine)]
+        )
+        assert service[1]["volumes"] == [f"{machine}:{machine}"]
+        assert ("healthcheck" in service[1], "ports" in service[1]) == (name == "superlink",) * 2
+        project = Path(service[1]["build"])
+        copied = re.findall(r"/fedgp/([\w.]+)", (machine / "Dockerfile").read_text())
+        assert all((project / file).is_file() for file in ("pyproject.toml", *copied))
     said = capsys.readouterr().out
     assert f"ok      table: {tmp_path / 'north.csv'}: 40 rows, 2 inputs" in said
     assert f"PROBLEM SuperLink: {HOST}:8000 cannot be reached" in said
@@ -91,7 +103,7 @@ def test_a_new_certificate_is_trusted_through_the_old_invitation(both: tuple[Coo
 
     coordinator, site = both
     before = (coordinator.folder / "server" / "server.pem").read_bytes()
-    coordinator.rotate()
+    cli.app(["deploy", "rotate"], standalone_mode=False)
     assert (coordinator.folder / "server" / "server.pem").read_bytes() != before
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(coordinator.folder / "server" / "server.pem", coordinator.folder / "server" / "server.key")
@@ -99,6 +111,54 @@ def test_a_new_certificate_is_trusted_through_the_old_invitation(both: tuple[Coo
     assert handshake(server, client, HOST) == "TLSv1.3"
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(server, client, "other.example.org")
+
+
+def test_status_and_revocation(
+    both: tuple[Coordinator, SiteFolder], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    coordinator, _ = both
+    coordinator.keep({"north": 7, "south": 8})
+    (coordinator.folder / "results" / "first").mkdir(parents=True)
+    (coordinator.folder / "results" / "first" / "history.csv").write_text("round,failures\n1,0\n2,1\n")
+    answers: dict[str, dict[str, Any]] = {
+        "supernode ls": {"nodes": [{"node-id": "7", "status": "online", "online-at": "noon"}]},
+        "supernode unregister": {},
+        "ls": {"runs": [{"run-id": "5", "status": "running"}]},
+    }
+    asked: list[str] = []
+
+    def answer(self: Flower, *words: str) -> dict[str, Any]:
+        asked.append(" ".join(words))
+        return next(own for begin, own in answers.items() if asked[-1].startswith(begin))
+
+    monkeypatch.setattr(Flower, "json", answer)
+    capsys.readouterr()
+    cli.app(["deploy", "status"], standalone_mode=False)
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        "north online since noon",
+        "south not registered any more since never",
+        "run 5: running",
+        "first: round 2, 1 failures",
+    ]
+    cli.app(["deploy", "revoke", "south"], standalone_mode=False)
+    assert asked[-1] == "supernode unregister 8 deployment"
+    with pytest.raises(ConfigError, match="'south' is not registered; registered are north"):
+        cli.app(["deploy", "revoke", "south"], standalone_mode=False)
+
+
+def test_keys_of_masks_are_exchanged_beside_the_server(both: tuple[Coordinator, SiteFolder], capsys: Any) -> None:
+    _, site = both
+    capsys.readouterr()
+    printed = {}
+    for name, file in (("north", "north/site-key"), ("south", "south-key")):
+        cli.app(["site", "key", file], standalone_mode=False)
+        printed[name] = re.findall(r"public key +(\S+)\nfingerprint +(.+)", capsys.readouterr().out)[0]
+    assert "trust" not in site.node_config
+    for name, (public, _) in printed.items():
+        cli.app(["site", "trust", "north/trust.toml", name, public], standalone_mode=False)
+    assert capsys.readouterr().out.splitlines()[-2:] == [f"{said}  {name}" for name, (_, said) in printed.items()]
+    assert site.node_config["trust"] == str(site.folder / "trust.toml")
 
 
 def test_the_doctor_names_what_is_wrong(both: tuple[Coordinator, SiteFolder]) -> None:
