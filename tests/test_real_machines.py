@@ -25,7 +25,7 @@ from fedgp_flower.run.files import read_arrays
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.user_config import complete_config, parse_assignments
 
-pytestmark = [pytest.mark.long, pytest.mark.deployment, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.deployment, pytest.mark.timeout(3600)]
 SITES = ("north", "south")
 MACHINES = ("coordinator", *SITES)
 COORDINATOR, SITE, RUN = blocks()
@@ -51,7 +51,7 @@ class Federation:
         """Run a command to its end."""
         begun = time.monotonic()
         done = subprocess.run(
-            self.words(machine, line), cwd=self.root / machine, capture_output=True, text=True, check=False, timeout=300
+            self.words(machine, line), cwd=self.root / machine, capture_output=True, text=True, check=False, timeout=600
         )
         print(f"{time.monotonic() - begun:5.0f} s  {machine}: {line}")
         logs = "".join(path.read_text() for path in self.root.glob("*/*.log") if path.stat().st_size < 50_000)
@@ -78,7 +78,7 @@ class Federation:
             shutil.copy(self.root / "coordinator" / "coordinator" / "invitations" / f"{site}.toml", folder)
             self.typed(site, SITE[0])
             shutil.copy(folder / site / f"{site}.pub", self.root / "coordinator")
-        awaited(lambda: "PROBLEM" not in self.asked("coordinator", "fedgp deploy doctor"), 90)
+        awaited(lambda: "PROBLEM" not in self.asked("coordinator", "fedgp deploy doctor"))
         self.typed("coordinator", RUN[0])
         for site in SITES:
             self.begun(site, serve.get(site, SITE[1]))
@@ -114,8 +114,8 @@ class Federation:
             process.wait()
 
 
-def awaited(what: Callable[[], object], seconds: float) -> float:
-    """Seconds until something is so."""
+def awaited(what: Callable[[], object], seconds: float = 600.0) -> float:
+    """Seconds until something is so; a busy machine takes long."""
     begun = time.monotonic()
     while not what():
         assert time.monotonic() - begun < seconds, what
@@ -246,39 +246,36 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
         return len(list(csv.reader(history.open()))) - 1 if history.exists() else 0
 
     def kill(*words: str) -> None:
-        awaited(lambda: federation.processes(*words), 60)
+        awaited(lambda: federation.processes(*words))
         for process in federation.processes(*words):
             process.kill()
 
+    launcher_log = root / "coordinator" / f"{len(federation.background)}.log"
     launcher = federation.begun("coordinator", line)
-    awaited(lambda: rounds() >= 1, 240)
+    awaited(lambda: rounds() >= 1)
     (root / "south" / "south" / "die").touch()
-    awaited(lambda: not (root / "south" / "south" / "die").exists(), 60)
+    awaited(lambda: not (root / "south" / "south" / "die").exists())
+    missed = lambda: "is repeated: south missed it" in launcher_log.read_text()  # noqa: E731
+    print(f"{awaited(missed):5.0f} s from the SuperNode's death in its reply to its being missed")
     before = rounds()
-    print(
-        f"{awaited(lambda: rounds() > before, 240):5.0f} s from the SuperNode's death in its reply to the round's end"
-    )
+    print(f"{awaited(lambda: rounds() > before):5.0f} s more until it has taken part again, and the round ends")
     before = rounds()
     kill("fedgp_flower.deploy.pinned", "north")
-    print(f"{awaited(lambda: rounds() > before, 240):5.0f} s from the ClientApp's death to the round's end")
+    print(f"{awaited(lambda: rounds() > before):5.0f} s from the ClientApp's death to the round's end")
     kill("flwr-serverapp")
-    print(
-        f"{awaited(lambda: launcher.poll() is not None, 240):5.0f} s from the ServerApp's death to the launcher's words"
-    )
+    print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s from the ServerApp's death to the launcher's words")
     assert launcher.returncode
     before = rounds()
     launcher = federation.begun("coordinator", f"{line} resume=true")
-    awaited(lambda: rounds() > before, 240)
+    awaited(lambda: rounds() > before)
     kill("patience", "superlink")
-    print(
-        f"{awaited(lambda: launcher.poll() is not None, 240):5.0f} s from the SuperLink's death to the launcher's words"
-    )
-    awaited(lambda: "PROBLEM" not in federation.asked("coordinator", "fedgp deploy doctor"), 90)
-    awaited(lambda: federation.asked("coordinator", "fedgp deploy status").count(" online ") == len(SITES), 120)
+    print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s from the SuperLink's death to the launcher's words")
+    awaited(lambda: "PROBLEM" not in federation.asked("coordinator", "fedgp deploy doctor"))
+    awaited(lambda: federation.asked("coordinator", "fedgp deploy status").count(" online ") == len(SITES))
     launcher = federation.begun("coordinator", f"{line} resume=true")
-    awaited(lambda: "running" in federation.asked("coordinator", "fedgp deploy status"), 120)
+    awaited(lambda: "running" in federation.asked("coordinator", "fedgp deploy status"))
     launcher.kill()
-    awaited((history.parent / "posterior.safetensors").exists, 300)
+    awaited((history.parent / "posterior.safetensors").exists)
     nodes = [{"data-path": str(root / site / f"{site}.csv"), "site": site} for site in SITES]
     calm = complete_config({**parse_assignments([*keys, "method=fsgp", "target=y"]), "output-dir": str(root)}, root)
     expected = read_arrays(run_in_process(calm, nodes=nodes) / "posterior.safetensors")
