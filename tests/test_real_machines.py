@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -243,7 +242,7 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
     history = root / "coordinator" / "coordinator" / "results" / "rough" / "history.csv"
 
     def rounds() -> int:
-        return len(list(csv.reader(history.open()))) - 1 if history.exists() else 0
+        return len(history.read_text().splitlines()) - 1 if history.exists() else 0
 
     def kill(*words: str) -> None:
         awaited(lambda: federation.processes(*words))
