@@ -123,7 +123,7 @@ def run_method(
         "output-dir": str(own.folder / "results"),
         "baselines.pooled": False,
     }
-    completed = complete_config(usual | given, Path.cwd())
+    completed = complete_config(usual | given, Path.cwd(), "sites")
     with interruptible(), own.processes() as processes:
         flower = own.flower(processes)
         conclude(flower, flower.submit(project_folder(own.folder), completed), run_folder(completed))
