@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shlex
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cryptography import x509
 from faults import waves
 from test_launch import handshake
@@ -25,6 +19,7 @@ from fedgp_flower import cli
 from fedgp_flower.deploy import doctor, machines
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
 from fedgp_flower.deploy.pinned import guarded
+from fedgp_flower.deploy.submission import Flower
 from fedgp_flower.errors import ConfigError, PolicyError
 
 HOST, APP = "superlink.example.org", "ab" * 32
@@ -60,7 +55,17 @@ def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> tuple[
 def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path: Path, capsys: Any) -> None:
     coordinator, site = both
     words, variables, folder = coordinator.command()
-    assert words[1:7] == ["--host", "0.0.0.0", "--port", "8000", "--database", "superlink.db"]
+    assert words[1:10] == [
+        "-m",
+        "fedgp_flower.deploy.patience",
+        "superlink",
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "8000",
+        "--database",
+        "superlink.db",
+    ]
     assert "--enable-supernode-auth" in words
     certificate = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -73,8 +78,18 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
     assert (folder / "ca.crt").read_bytes() == (coordinator.folder / "ca.crt").read_bytes()
     for secret in (coordinator.folder / "ca.key", folder / "north", folder / "site-key"):
         assert secret.stat().st_mode & 0o777 == 0o600
-    for unit in (coordinator.folder / "fedgp-superlink.service", folder / "fedgp-site-north.service"):
-        assert "Restart=always" in unit.read_text()
+    for machine, name in ((coordinator.folder, "superlink"), (folder, "site-north")):
+        assert "Restart=always" in (machine / f"fedgp-{name}.service").read_text()
+        (service,) = yaml.safe_load((machine / "compose.yaml").read_text())["services"].items()
+        assert service[0] == name
+        assert service[1]["command"] == (
+            ["deploy", "serve", "--folder", str(machine)] if name == "superlink" else ["site", "serve", str(machine)]
+        )
+        assert service[1]["volumes"] == [f"{machine}:{machine}"]
+        assert ("healthcheck" in service[1], "ports" in service[1]) == (name == "superlink",) * 2
+        project = Path(service[1]["build"])
+        copied = re.findall(r"/fedgp/([\w.]+)", (machine / "Dockerfile").read_text())
+        assert all((project / file).is_file() for file in ("pyproject.toml", *copied))
     said = capsys.readouterr().out
     assert f"ok      table: {tmp_path / 'north.csv'}: 40 rows, 2 inputs" in said
     assert f"PROBLEM SuperLink: {HOST}:8000 cannot be reached" in said
@@ -88,7 +103,7 @@ def test_a_new_certificate_is_trusted_through_the_old_invitation(both: tuple[Coo
 
     coordinator, site = both
     before = (coordinator.folder / "server" / "server.pem").read_bytes()
-    coordinator.rotate()
+    cli.app(["deploy", "rotate"], standalone_mode=False)
     assert (coordinator.folder / "server" / "server.pem").read_bytes() != before
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(coordinator.folder / "server" / "server.pem", coordinator.folder / "server" / "server.key")
@@ -96,6 +111,54 @@ def test_a_new_certificate_is_trusted_through_the_old_invitation(both: tuple[Coo
     assert handshake(server, client, HOST) == "TLSv1.3"
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(server, client, "other.example.org")
+
+
+def test_status_and_revocation(
+    both: tuple[Coordinator, SiteFolder], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    coordinator, _ = both
+    coordinator.keep({"north": 7, "south": 8})
+    (coordinator.folder / "results" / "first").mkdir(parents=True)
+    (coordinator.folder / "results" / "first" / "history.csv").write_text("round,failures\n1,0\n2,1\n")
+    answers: dict[str, dict[str, Any]] = {
+        "supernode ls": {"nodes": [{"node-id": "7", "status": "online", "online-at": "noon"}]},
+        "supernode unregister": {},
+        "ls": {"runs": [{"run-id": "5", "status": "running"}]},
+    }
+    asked: list[str] = []
+
+    def answer(self: Flower, *words: str) -> dict[str, Any]:
+        asked.append(" ".join(words))
+        return next(own for begin, own in answers.items() if asked[-1].startswith(begin))
+
+    monkeypatch.setattr(Flower, "json", answer)
+    capsys.readouterr()
+    cli.app(["deploy", "status"], standalone_mode=False)
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        "north online since noon",
+        "south not registered any more since never",
+        "run 5: running",
+        "first: round 2, 1 failures",
+    ]
+    cli.app(["deploy", "revoke", "south"], standalone_mode=False)
+    assert asked[-1] == "supernode unregister 8 deployment"
+    with pytest.raises(ConfigError, match="'south' is not registered; registered are north"):
+        cli.app(["deploy", "revoke", "south"], standalone_mode=False)
+
+
+def test_keys_of_masks_are_exchanged_beside_the_server(both: tuple[Coordinator, SiteFolder], capsys: Any) -> None:
+    _, site = both
+    capsys.readouterr()
+    printed = {}
+    for name, file in (("north", "north/site-key"), ("south", "south-key")):
+        cli.app(["site", "key", file], standalone_mode=False)
+        printed[name] = re.findall(r"public key +(\S+)\nfingerprint +(.+)", capsys.readouterr().out)[0]
+    assert "trust" not in site.node_config
+    for name, (public, _) in printed.items():
+        cli.app(["site", "trust", "north/trust.toml", name, public], standalone_mode=False)
+    assert capsys.readouterr().out.splitlines()[-2:] == [f"{said}  {name}" for name, (_, said) in printed.items()]
+    assert site.node_config["trust"] == str(site.folder / "trust.toml")
 
 
 def test_the_doctor_names_what_is_wrong(both: tuple[Coordinator, SiteFolder]) -> None:
@@ -119,81 +182,3 @@ def test_a_site_unpacks_no_other_app() -> None:
     with pytest.raises(PolicyError, match="fedgp site approve"):
         pinned(b"other", skip_prompt=True)
     assert unpacked == [b"app"]
-
-
-def own_name() -> str:
-    """A name of this machine besides localhost that leads to it."""
-    name = socket.gethostname()
-    try:
-        with socket.create_server(("0.0.0.0", 0)) as server:
-            socket.create_connection((name, server.getsockname()[1]), timeout=2).close()
-    except OSError:
-        return ""
-    return "" if name == "localhost" else name
-
-
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes to be ended with all they started."""
-    found: list[subprocess.Popen[bytes]] = []
-    yield found
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in found:
-            try:
-                os.killpg(process.pid, number)
-            except ProcessLookupError:
-                continue
-        time.sleep(3)
-    for process in found:
-        process.wait()
-
-
-@pytest.mark.long
-@pytest.mark.deployment
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(not own_name(), reason="this machine has no name that leads to it")
-def test_the_page_to_the_letter(tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
-    """Two sites on loopback under a host name that is not localhost; a site that pins another app stays out."""
-    coordinator, site, run = blocks()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-
-    def typed(line: str, folder: Path, *more: str, background: bool = False) -> str:
-        line = line.replace(HOST, own_name())
-        words = [sys.executable, "-m", "fedgp_flower.cli", *shlex.split(line)[1:], *more]
-        if background:
-            log = (folder / f"{len(started)}.log").open("wb")
-            started.append(subprocess.Popen(words, cwd=folder, stdout=log, stderr=log, start_new_session=True))
-            return ""
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
-        logs = "".join(path.read_text() for path in tmp_path.rglob("*.log") if path.stat().st_size < 50_000)
-        assert done.returncode == 0, done.stdout + done.stderr + logs
-        return done.stdout
-
-    typed(coordinator[0], tmp_path, "--port", str(port))
-    typed(coordinator[1], tmp_path, background=True)
-    for name in ("north", "south"):
-        folder = tmp_path / "machines" / name
-        folder.mkdir(parents=True)
-        waves(40, len(name)).to_csv(folder / f"{name}.csv", index=False)
-        shutil.copy(tmp_path / "coordinator" / "invitations" / f"{name}.toml", folder)
-        typed(site[0].replace("north", name), folder)
-        shutil.copy(folder / name / f"{name}.pub", tmp_path)
-    for _ in range(60):
-        try:
-            socket.create_connection((own_name(), port), timeout=1).close()
-            break
-        except OSError:
-            time.sleep(1)
-    typed(run[0], tmp_path)
-    for name in ("north", "south"):
-        typed(site[1].replace("north", name), tmp_path / "machines" / name, background=True)
-    tiny = ["num-server-rounds=1", "fsgp.objective=average", "model.num-inducing=5", "name=run"]
-    said = typed(run[1], tmp_path, *tiny, "baselines.local-only=false", "baselines.linear=false", "wait-seconds=120")
-    assert "report.html" in said
-    status = typed("fedgp deploy status", tmp_path)
-    assert re.search(r"north +online", status)
-    assert "finished:completed" in status
-    typed("fedgp deploy doctor", tmp_path)
-    typed("fedgp deploy revoke south", tmp_path)
-    assert "south" not in typed("fedgp deploy status", tmp_path)

@@ -462,6 +462,18 @@ def test_a_run_that_merged_no_answer_to_training_fails(method: str, rounds: int)
         run(FaultyGrid(flat | {"num-server-rounds": 0}, 2))  # nothing was to be learned
 
 
+def test_a_site_whose_answers_no_round_used_is_not_counted_and_tables_are_the_sites_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    nodes = csv_nodes(tmp_path, {site: waves(40, seed) for seed, site in enumerate(("a", "b", "c"))})
+    flat = configured(num_server_rounds=2, target="y")
+    strategy = run(FaultyGrid(flat, nodes, Fault("b", lost, (), range(1, 9))))
+    assert strategy.outcome.metrics["sites"] == 2
+    assert strategy.outcome.metrics["dataset"] == "the sites' own tables"
+    assert "method fsgp on the sites' own tables" in caplog.text
+
+
 def test_exact_rounds_without_sums_are_no_training_either() -> None:
     with broken("query.statistics"), pytest.raises(RunError, match=r"in 2 round\(s\), so nothing was learned"):
         run(FaultyGrid(configured(num_server_rounds=2), 2))

@@ -7,18 +7,19 @@ test-long` all of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from faults import Fault, FaultyGrid, Recorder, lost, run
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from schedules import METHODS, keys_of
 
 from fedgp_flower.messages import encode
 
+REPEAT = {"round.incomplete": "repeat"}
 ASYNCHRONOUS = "pvi asynchronous"
 """Its order of merges is that of arrival, which a kill changes."""
 
@@ -45,12 +46,30 @@ class DyingGrid(FaultyGrid):
         return reply
 
 
+class LosingGrid(DyingGrid):
+    """A Grid whose site dies at message ``at``, before or after it has answered, and comes back with its disk alone."""
+
+    def arrival(self, message: Message) -> Message | None:
+        """The reply, unless this is the message."""
+        try:
+            return super().arrival(message)
+        except Killed:
+            self.at = -1
+            self.contexts[message.metadata.dst_node_id].state = RecordDict()
+            return None
+
+
 def keys(method: str, rounds: int = 2) -> dict[str, Any]:
     return keys_of(method, num_server_rounds=rounds, evaluate_every=2)
 
 
+def sites(method: str) -> int:
+    """Three are the fewest that add totals under masks."""
+    return 3 if "masked" in method else 2
+
+
 def calm(method: str, folder: Path) -> tuple[Any, int]:
-    grid = DyingGrid(keys(method), 2, folder, -1, answered=False)
+    grid = DyingGrid(keys(method), sites(method), folder, -1, answered=False)
     return run(grid), len(grid.visits)
 
 
@@ -58,9 +77,14 @@ def resumed(method: str, folder: Path, at: int, *, answered: bool) -> Any:
     """The run that goes on after the kill, with sites that have nothing but their disks."""
     recorder = Recorder()
     with pytest.raises(Killed):
-        run(DyingGrid(keys(method), 2, folder, at, answered=answered), recorder)
+        run(DyingGrid(keys(method), sites(method), folder, at, answered=answered), recorder)
     snapshot = recorder.snapshots[-1] if recorder.snapshots else None
-    return run(DyingGrid(keys(method), 2, folder, -1, answered=False), Recorder(), copy.deepcopy(snapshot))
+    return run(DyingGrid(keys(method), sites(method), folder, -1, answered=False), Recorder(), copy.deepcopy(snapshot))
+
+
+def repeated(method: str, folder: Path, at: int, *, answered: bool) -> Any:
+    """The run whose site came back, and whose round is asked again."""
+    return run(LosingGrid(keys(method) | REPEAT, sites(method), folder, at, answered=answered))
 
 
 def require_same(found: Any, expected: Any) -> None:
@@ -73,16 +97,17 @@ def require_same(found: Any, expected: Any) -> None:
     assert found.outcome.metrics["sites"] == expected.outcome.metrics["sites"]
 
 
-def boundaries(method: str, messages: int, chosen: int) -> list[int]:
-    """Some of the messages of a run, the same in every process."""
+def boundaries(method: str, messages: int, chosen: int) -> list[tuple[int, bool]]:
+    """Some of the messages of a run, before and after their answer, the same in every process."""
     draw = np.random.default_rng([*method.encode()])
-    return sorted(draw.choice(messages, size=min(chosen, messages), replace=False).tolist())
+    sides = [(at, answered) for at in range(messages) for answered in (False, True)]
+    return [sides[i] for i in sorted(draw.choice(len(sides), size=min(chosen, len(sides)), replace=False))]
 
 
-def sweep(method: str, folder: Path, chosen: int) -> None:
+def sweep(method: str, folder: Path, chosen: int, after: Callable[..., Any] = resumed) -> None:
     expected, messages = calm(method, folder / "calm")
-    for number, at in enumerate(boundaries(method, messages, chosen)):
-        found = resumed(method, folder / str(at), at, answered=number % 2 == 0)
+    for at, answered in boundaries(method, messages, chosen):
+        found = after(method, folder / f"{at} {answered}", at, answered=answered)
         if method != ASYNCHRONOUS:
             require_same(found, expected)
 
@@ -93,15 +118,16 @@ def test_a_few_kills(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("after", [resumed, repeated])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_kill(method: str, tmp_path: Path) -> None:
-    sweep(method, tmp_path, 10**6)
+def test_every_kill(method: str, after: Callable[..., Any], tmp_path: Path) -> None:
+    sweep(method, tmp_path, 10**6, after)
 
 
 @pytest.mark.parametrize("method", ["fedmgp", "sfvi", "pvi"])
 def test_a_round_that_a_site_missed_is_repeated_where_it_is_to_be(method: str) -> None:
     """The site's first attempt is lost, and those of the others do not count either."""
-    flat = keys(method) | {"round.incomplete": "repeat"}
+    flat = keys(method) | REPEAT
     phase = "train.gradient" if method == "sfvi" else "train"
     rough = run(FaultyGrid(flat, 2, Fault("1", lost, (phase,), range(2, 3), times=1)))
     assert len(rough.network.failures) == 1
@@ -109,7 +135,7 @@ def test_a_round_that_a_site_missed_is_repeated_where_it_is_to_be(method: str) -
 
 
 def test_a_site_that_stays_away_ends_the_repetition() -> None:
-    flat = keys("fgpr", rounds=3) | {"round.incomplete": "repeat"}
+    flat = keys("fgpr", rounds=3) | REPEAT
     strategy = run(FaultyGrid(flat, 3, Fault("1", lost, ("train",), range(2, 9))))
     assert [failure.round for failure in strategy.network.failures] == [2, 2, 2, 3, 3, 3]  # an evaluation forgives
     assert strategy.round == 3

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,17 @@ class Killed(BaseException):
     """Nothing in the program may catch it."""
 
 
-def execute(folder: Path, *faults: Fault, kill_at: int = 0, **keys: Any) -> Path:
+def killed() -> None:
+    raise Killed
+
+
+def execute(folder: Path, *faults: Fault, kill_at: int = 0, then: Callable[[], None] = killed, **keys: Any) -> Path:
     """The ServerApp over three sites; killed after the history of a round, before its checkpoint."""
 
     def progress(row: Mapping[str, float], total: int) -> None:
         del total
         if row["round"] == kill_at:
-            raise Killed
+            then()
 
     flat = configured(
         **{"num_server_rounds": ROUNDS, "evaluate_every": 3, "name": "run", "output_dir": str(folder), **keys}
@@ -76,6 +82,34 @@ def test_a_killed_run_ends_where_it_would_have_ended(
     for row, other in zip(own, history, strict=True):
         assert row["objective"] == other["objective"]
         assert row["test_nll"] == other["test_nll"]
+    for name, array in read_posterior(path).arrays.items():
+        assert np.array_equal(read_posterior(resumed).arrays[name], array), name
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_the_run_with_words_and_nothing_is_lost(disk: Path, calm: tuple[dict[str, Any], Path]) -> None:
+    keys, path = calm
+
+    def fill() -> None:
+        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
+
+    with pytest.raises(RunError, match=r"cannot write .*: No space left"):
+        execute(disk, kill_at=4, then=fill, **keys)
+    (disk / "filler").unlink()
+    resumed = execute(disk, resume=True, **keys)
     for name, array in read_posterior(path).arrays.items():
         assert np.array_equal(read_posterior(resumed).arrays[name], array), name
 

@@ -9,7 +9,20 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, lost, parameters, run, waves
+from faults import (
+    Fault,
+    FaultyGrid,
+    Recorder,
+    arrays,
+    blamed,
+    configured,
+    csv_nodes,
+    lost,
+    parameters,
+    run,
+    texts,
+    waves,
+)
 from flwr.app import Message
 from scipy.stats import chi2
 
@@ -461,6 +474,13 @@ def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
     for site in ("north", "west"):
         assert told[site]
         assert all("under masks alone" in line for line in told[site])
+
+
+def test_a_site_whose_columns_cannot_be_read_is_left_out():
+    flat = configured(**MASKED, num_server_rounds=1)
+    strategy = run(FaultyGrid(flat, 4, Fault("0", texts(schema="{"), ("query.describe",))))
+    assert blamed(strategy).keys() == {"0"}
+    assert strategy.roster().everyone == ("1", "2", "3")
 
 
 def test_a_site_that_a_trust_file_lacks_is_named(real_nodes, tmp_path):

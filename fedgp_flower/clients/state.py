@@ -17,6 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from fedgp_flower.errors import RunError
 from fedgp_flower.typing import NamedArrays
 
 ARRAYS, FACTS = "site-state.arrays", "site-state.facts"
@@ -50,15 +51,19 @@ def save_state(context: Context, state: SiteState) -> None:
     """Keep the state in the Context and, where the node has a ``state-dir``, on disk."""
     if not state.updates:
         return
-    context.state[ARRAYS] = ArrayRecord({name: Array(array) for name, array in state.arrays.items()})
-    context.state[FACTS] = ConfigRecord({"run": state.run, "updates": state.updates})
     path = _file(context)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
         facts = {"run": state.run, "updates": str(state.updates)}
-        save_file({name: array.copy(order="C") for name, array in state.arrays.items()}, scratch, metadata=facts)
-        scratch.replace(path)  # a kill leaves the old file or the new one, never half of one
+        try:
+            save_file({name: array.copy(order="C") for name, array in state.arrays.items()}, scratch, metadata=facts)
+            scratch.replace(path)  # a kill leaves the old file or the new one, never half of one
+        except (OSError, SafetensorError) as error:
+            scratch.unlink(missing_ok=True)
+            raise RunError(f"cannot write the site's state into {path.parent}: {error}") from None
+    context.state[ARRAYS] = ArrayRecord({name: Array(array) for name, array in state.arrays.items()})
+    context.state[FACTS] = ConfigRecord({"run": state.run, "updates": state.updates})
 
 
 def _read(path: Path, run: str) -> SiteState | None:

@@ -123,7 +123,7 @@ def run_method(
         "output-dir": str(own.folder / "results"),
         "baselines.pooled": False,
     }
-    completed = complete_config(usual | given, Path.cwd())
+    completed = complete_config(usual | given, Path.cwd(), "sites")
     with interruptible(), own.processes() as processes:
         flower = own.flower(processes)
         conclude(flower, flower.submit(project_folder(own.folder), completed), run_folder(completed))
@@ -158,7 +158,7 @@ def _rounds(folder: Path) -> list[str]:
     import csv
 
     histories = sorted((folder / "results").glob("*/history.csv"), key=lambda path: path.stat().st_mtime)
-    rows = list(csv.DictReader(histories[-1].open(encoding="utf-8"))) if histories else []
+    rows = list(csv.DictReader(histories[-1].read_text(encoding="utf-8").splitlines())) if histories else []
     return [f"{histories[-1].parent.name}: round {row['round']}, {row['failures']} failures" for row in rows[-1:]]
 
 

@@ -22,7 +22,7 @@ from fedgp_flower.deploy import units
 from fedgp_flower.deploy.credentials import Authority, create_node_key
 from fedgp_flower.deploy.pinned import PIN
 from fedgp_flower.deploy.processes import Processes, free_ports
-from fedgp_flower.deploy.submission import Flower, environment, program, project_folder
+from fedgp_flower.deploy.submission import Flower, environment, project_folder
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.keys import Identity
@@ -31,6 +31,7 @@ from fedgp_flower.run.files import write_bytes
 CONNECTION = "deployment"
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
 """Of the authority, and of a server's certificate; ``fedgp deploy rotate`` makes a new one."""
+PATIENCE = (sys.executable, "-m", "fedgp_flower.deploy.patience")
 BIND = "0.0.0.0"  # noqa: S104 - sites are on other machines
 
 
@@ -83,7 +84,7 @@ class Coordinator:
     def command(self) -> tuple[list[str], dict[str, str], Path]:
         """The SuperLink: its words, its environment, and where it starts."""
         server = self.folder / "server"
-        words = [program("flower-superlink"), "--host", BIND, "--port", str(self.port), "--database", "superlink.db"]
+        words = [*PATIENCE, "superlink", "--host", BIND, "--port", str(self.port), "--database", "superlink.db"]
         words += ["--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key"]
         return [*words, "--enable-supernode-auth"], environment(self.folder / "flower"), server
 
@@ -195,13 +196,7 @@ class SiteFolder:
     def command(self) -> tuple[list[str], dict[str, str], Path]:
         """The SuperNode: its words, its environment, and where it starts."""
         told = " ".join(f'{key}="{value}"' for key, value in self.node_config.items())
-        words = [
-            program("flower-supernode"),
-            "--superlink",
-            str(self.facts["superlink"]),
-            "--root-certificates",
-            "ca.crt",
-        ]
+        words = [*PATIENCE, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
         words += ["--auth-supernode-private-key", self.name, "--node-config", told, "--port", str(free_ports(1)[0])]
         variables = environment(self.folder / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
         variables |= {"PATH": f"{self.folder / 'bin'}{os.pathsep}{variables['PATH']}", PIN: str(self.facts["app"])}

@@ -525,7 +525,7 @@ def _read_history(path: Path) -> pd.DataFrame:
     import pandas as pd  # noqa: PLC0415  a server that only writes does without
 
     try:
-        return pd.read_csv(path)
+        return _numbers(pd.read_csv(path), path)
     except FileNotFoundError:
         raise DamagedError(f"{path.name} is missing from {path.parent}") from None
 
@@ -534,7 +534,14 @@ def _read_predictions(path: Path) -> pd.DataFrame:
     import pandas as pd  # noqa: PLC0415  a server that only writes does without
 
     # A site may be called "NA" or "007".
-    return pd.read_csv(path, dtype={"site": str}, keep_default_na=False, na_values=[""])
+    return _numbers(pd.read_csv(path, dtype={"site": str}, keep_default_na=False, na_values=[""]), path)
+
+
+def _numbers(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
+    kinds = frame.dtypes.items() if len(frame) else ()
+    if odd := [str(name) for name, kind in kinds if name != "site" and kind.kind not in "iuf"]:
+        raise DamagedError(f"{path}: not a number in {', '.join(f'`{name}`' for name in odd)}")
+    return frame
 
 
 def _csv(rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> bytes:

@@ -20,19 +20,27 @@ from fedgp_flower.typing import NamedArrays
 
 
 def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write to a temporary neighbour, flush it to disk, rename it over ``path``, flush the folder."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    """Write to a temporary neighbour, flush it to disk, rename it over ``path``, flush the folder.
+
+    Raises:
+        RunError: the disk is full, or the folder not ours to write into.
+    """
+    name = ""
     try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         Path(name).chmod(mode)
         os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
+        _flush_folder(path.parent)
+    except BaseException as error:
+        if name:
+            Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise RunError(f"cannot write {path}: {error.strerror}") from None
         raise
-    _flush_folder(path.parent)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -244,7 +244,7 @@ class BaseStrategy(Strategy):
         labels, rows, seconds = preparation.labels, preparation.rows, self.clock.seconds
         metrics = {
             "method": config.method,
-            "dataset": config.dataset if preparation.simulated else "the sites' own tables",
+            "dataset": self.data,
             "sites": len(network.took_part) or len(network.sites()),
             "rounds": self.round,
             "communications": network.traffic.communications,
@@ -310,5 +310,10 @@ class BaseStrategy(Strategy):
             )
 
     def summary(self) -> None:
-        """Log what is about to run."""
-        logger.info("method %s on %s", self.config.method, self.config.dataset)
+        """Log what is about to run, once the sites are known."""
+        logger.info("method %s on %s", self.config.method, self.data)
+
+    @property
+    def data(self) -> str:
+        """What is learned from."""
+        return self.config.dataset if self.preparation.simulated else "the sites' own tables"

@@ -206,7 +206,7 @@ def meet(network: Network, config: RunConfig) -> Enrolment:
     network.require(config.min_sites)
     hidden = [site for site, own in described.items() if own.number(BARE)]
     if hidden and len(hidden) == len(described):  # what is known of the columns, their totals will say
-        return Enrolment.of(described, config)
+        return _without_refused(network, Enrolment.of(described, config))
     for site in hidden:
         dismiss(network, site, "it describes its columns under masks alone, and other sites have no trust file")
         del described[site]
@@ -269,15 +269,20 @@ def agree_again(network: Network, enrolment: Enrolment, contradicted: Mapping[st
 
 def _announced(network: Network, enrolment: Enrolment) -> Enrolment:
     """Say who was refused and what is odd about the data; the others must be enough."""
-    for site, reason in enrolment.refused.items():
-        dismiss(network, site, reason)
-    network.require(enrolment.config.min_sites)
+    _without_refused(network, enrolment)
     if enrolment.constant:
         logger.warning("constant at every site, of no use to a model: %s", ", ".join(enrolment.constant))
     for line in described(enrolment.preparation.data):
         logging.getLogger(DATA).info("%s", line)
     for warning in enrolment.preparation.warnings:
         logger.warning("%s", warning)
+    return enrolment
+
+
+def _without_refused(network: Network, enrolment: Enrolment) -> Enrolment:
+    for site, reason in enrolment.refused.items():
+        dismiss(network, site, reason)
+    network.require(enrolment.config.min_sites)
     return enrolment
 
 

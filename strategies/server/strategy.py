@@ -281,8 +281,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         self.timeout = timeout
         self.planned_rounds = num_rounds
         self.result = Result()
-        self.summary()
         self.enrol(grid)
+        self.summary()
         if initial_arrays is not None and self.snapshot is None:
             self._take(initial_arrays)
         self.clock.switch("training")

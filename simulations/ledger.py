@@ -1,0 +1,29 @@
+"""Runs that are done once: what is in the ledger is not done again, so that long work can be done in parts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+
+def done(
+    tasks: Iterable[tuple[str, Callable[[], dict[str, Any]]]], ledger: Path | None, seconds: float
+) -> dict[str, dict[str, Any]]:
+    """What tasks returned, by name, with their ``seconds``: of the ledger, and of those begun in so many seconds."""
+    lines = ledger.read_text(encoding="utf-8").splitlines() if ledger and ledger.exists() else ()
+    found = {own["what"]: own for own in map(json.loads, lines)}
+    begun = time.monotonic()
+    for what, work in tasks:
+        if what in found:
+            continue
+        if time.monotonic() - begun > seconds:
+            break
+        started = time.process_time()
+        found[what] = {"what": what, **work(), "seconds": time.process_time() - started}
+        if ledger:
+            with ledger.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found[what]) + "\n")
+    return found

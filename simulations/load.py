@@ -1,0 +1,145 @@
+"""Many sites and many rounds: memory, seconds and whether all took part.
+
+    python simulations/load.py [rounds] [sites] [ray] [--seconds 1e9] [--ledger LEDGER.jsonl]
+
+``rounds``: 100 sites, 200 rounds in process. ``sites``: 1000 sites, two rounds of every method. ``ray``: 200 sites
+through Flower's SuperLink and Ray. What is done stands in the ledger, and is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from ledger import done
+from schedules import METHODS, keys_of
+
+from fedgp_flower.deploy.launch import simulate
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.user_config import complete_config
+
+ROWS = 5
+"""Of a site."""
+
+
+def main() -> None:
+    """Do what is asked, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["rounds", "sites", "ray"], help="rounds, sites, ray")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after so long")
+    parser.add_argument("--ledger", type=Path, help="file that keeps what was done")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "load.md")
+    chosen = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as scratch:
+        found = done(tasks(chosen.parts, Path(scratch)), chosen.ledger, chosen.seconds)
+    chosen.output.write_text("\n".join(page(found)) + "\n", encoding="utf-8")
+
+
+def tasks(parts: list[str], scratch: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Names of runs, and what makes them."""
+    if "rounds" in parts:
+        for method in ("fsgp average", "pvi-glm"):
+            yield f"rounds | {method}", lambda m=method: watched(keys(m, 200, 100, scratch), 100)
+    if "sites" in parts:
+        for method in METHODS:
+            yield f"sites | {method}", lambda m=method: watched(keys(m, 2, 1000, scratch), 1000)
+    if "ray" in parts:
+        yield "ray | fsgp average", lambda: on_ray(keys("fsgp average", 1, 200, scratch), 200)
+
+
+def keys(method: str, rounds: int, sites: int, scratch: Path) -> dict[str, Any]:
+    """A tiny configuration of a method, on rows of a smooth function, its sign for classes."""
+    draw = np.random.default_rng(0)
+    x = draw.uniform(-1.7, 1.7, (ROWS * sites, 2))
+    y = np.sin(1.5 * x[:, 0]) + 0.5 * x[:, 1] + 0.2 * draw.standard_normal(len(x))
+    table = scratch / f"rows{sites}.csv"
+    pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y, "positive": (y > 0).astype(int)}).to_csv(table, index=False)
+    flat = {key: value for key, value in keys_of(method, num_server_rounds=rounds).items() if key != "round-timeout"}
+    target = "positive" if flat.get("model.likelihood") == "bernoulli" else "y"
+    flat |= {"dataset": str(table), "target": target, "features": "x1,x2", "test-fraction": 0.2, "wait-seconds": 300.0}
+    return complete_config(flat | {"output-dir": str(scratch), "name": f"run-{time.monotonic_ns()}"}, Path.cwd())
+
+
+def watched(flat: dict[str, Any], sites: int) -> dict[str, Any]:
+    """A run in process, and the memory of the process after every round."""
+    memory: list[float] = []
+    started = time.perf_counter()
+    folder = run_in_process(
+        flat, sites, progress=lambda row, total: memory.append(psutil.Process().memory_info().rss / 2**20)
+    )
+    return told(folder, started) | {"memory": memory}
+
+
+def on_ray(flat: dict[str, Any], sites: int) -> dict[str, Any]:
+    """A run through SuperLink and Ray."""
+    started = time.perf_counter()
+    simulate(flat, sites)
+    return told(Path(str(flat["output-dir"])) / str(flat["name"]), started)
+
+
+def told(folder: Path, started: float) -> dict[str, Any]:
+    """What a run says of itself."""
+    metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    failures = len(metrics["failures"])
+    return {
+        "sites": metrics["sites"],
+        "failures": failures,
+        "nll": metrics["test"]["nll"],
+        "wall": time.perf_counter() - started,
+    }
+
+
+def page(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """What was done, as a page."""
+    yield from (
+        "# Many sites and many rounds",
+        "",
+        f"Made by `python simulations/load.py`; {ROWS} rows a site, beside other work on two cores.",
+        "",
+        "## 100 sites, 200 rounds, one process",
+        "",
+        "| method | sites | failures | MiB after round 1 | 100 | 200 | most of the last 100 over least | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    )
+    for what, own in found.items():
+        if what.startswith("rounds"):
+            memory = own["memory"]
+            late = max(memory[100:]) / min(memory[100:]) - 1
+            cells = f"{memory[0]:.0f} | {memory[99]:.0f} | {memory[-1]:.0f} | {late:+.1%} | {own['wall']:.0f}"
+            yield f"| {what.split(' | ')[1]} | {own['sites']} | {own['failures']} | {cells} |"
+    yield from (
+        "",
+        "## 1000 sites, two rounds, one process",
+        "",
+        "| method | sites | failures | test NLL | MiB after round 2 | seconds |",
+        "|---|---|---|---|---|---|",
+    )
+    for what, own in found.items():
+        if what.startswith("sites"):
+            cells = f"{own['nll']:.3f} | {own['memory'][-1]:.0f} | {own['wall']:.0f}"
+            yield f"| {what.split(' | ')[1]} | {own['sites']} | {own['failures']} | {cells} |"
+    yield from ("", "## 200 sites through SuperLink and Ray, one round", "")
+    for what, own in found.items():
+        if what.startswith("ray"):
+            said = f"{own['sites']} sites, {own['failures']} failures, test NLL {own['nll']:.3f}, {own['wall']:.0f} s."
+            yield f"{what.split(' | ')[1]}: {said}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""The page docs/deploy.md to the letter, over loopback and between network namespaces; and one kill of each kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from faults import waves
+from test_deploy_commands import HOST, blocks
+
+from fedgp_flower.run.files import read_arrays
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.user_config import complete_config, parse_assignments
+
+pytestmark = [pytest.mark.long, pytest.mark.deployment, pytest.mark.timeout(3600)]
+SITES = ("north", "south")
+MACHINES = ("coordinator", *SITES)
+COORDINATOR, SITE, RUN = blocks()
+TINY = ("model.num-inducing=5", "baselines.local-only=false", "baselines.linear=false", "wait-seconds=120")
+
+
+class Federation:
+    """Machines, each with a folder and a shell, that type the commands of the page."""
+
+    def __init__(self, root: Path, host: str, shells: Mapping[str, tuple[str, ...]], port: int) -> None:
+        """``shells``: the words before a machine's shell; none on this machine."""
+        self.root, self.host, self.shells, self.port = root, host, shells, port
+        self.background: list[subprocess.Popen[bytes]] = []
+        for machine in MACHINES:
+            (root / machine).mkdir()
+
+    def words(self, machine: str, line: str) -> list[str]:
+        """A line of the page as this machine types it."""
+        line = line.replace(HOST, self.host).replace("north", machine if machine in SITES else "north")
+        return [*self.shells.get(machine, ()), "bash", "-c", line]
+
+    def typed(self, machine: str, line: str) -> str:
+        """Run a command to its end."""
+        begun = time.monotonic()
+        done = subprocess.run(
+            self.words(machine, line), cwd=self.root / machine, capture_output=True, text=True, check=False, timeout=600
+        )
+        print(f"{time.monotonic() - begun:5.0f} s  {machine}: {line}")
+        logs = "".join(path.read_text() for path in self.root.glob("*/*.log") if path.stat().st_size < 50_000)
+        assert done.returncode == 0, done.stdout + done.stderr + logs
+        return done.stdout
+
+    def begun(self, machine: str, line: str) -> subprocess.Popen[bytes]:
+        """Start a command that stays."""
+        with (self.root / machine / f"{len(self.background)}.log").open("wb") as log:
+            process = subprocess.Popen(
+                self.words(machine, line), cwd=self.root / machine, stdout=log, stderr=log, start_new_session=True
+            )
+        self.background.append(process)
+        return process
+
+    def set_up(self, serve: Mapping[str, str]) -> None:
+        """All that comes before a run; ``serve``: another line for a machine's server than that of the page."""
+        more = "" if self.port == 8000 else f" --port {self.port}"
+        self.typed("coordinator", COORDINATOR[0] + more)
+        self.begun("coordinator", serve.get("coordinator", COORDINATOR[1]))
+        for site in SITES:
+            folder = self.root / site
+            waves(40, len(site)).to_csv(folder / f"{site}.csv", index=False)
+            shutil.copy(self.root / "coordinator" / "coordinator" / "invitations" / f"{site}.toml", folder)
+            self.typed(site, SITE[0])
+            shutil.copy(folder / site / f"{site}.pub", self.root / "coordinator")
+        awaited(lambda: "PROBLEM" not in self.asked("coordinator", "fedgp deploy doctor"))
+        self.typed("coordinator", RUN[0])
+        for site in SITES:
+            self.begun(site, serve.get(site, SITE[1]))
+
+    def asked(self, machine: str, line: str) -> str:
+        """What a command prints, whatever its status."""
+        return subprocess.run(
+            self.words(machine, line), cwd=self.root / machine, capture_output=True, text=True, check=False
+        ).stdout
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Those of this federation whose command line holds all the words."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                line, where = " ".join(process.cmdline()), process.cwd()
+            except psutil.Error:
+                continue
+            if str(self.root) in line + where and all(word in line + where for word in words):
+                found.append(process)
+        return found
+
+    def end(self) -> None:
+        """End every process, those whose parents are gone too."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self.background:
+                if process.poll() is None:
+                    os.killpg(process.pid, number)
+            for process in self.processes():
+                process.send_signal(number)
+            time.sleep(3)
+        for process in self.background:
+            process.wait()
+
+
+def awaited(what: Callable[[], object], seconds: float = 600.0) -> float:
+    """Seconds until something is so; a busy machine takes long."""
+    begun = time.monotonic()
+    while not what():
+        assert time.monotonic() - begun < seconds, what
+        time.sleep(0.2)
+    return time.monotonic() - begun
+
+
+def own_name() -> str:
+    """A name of this machine besides localhost that leads to it."""
+    name = socket.gethostname()
+    try:
+        with socket.create_server(("0.0.0.0", 0)) as server:
+            socket.create_connection((name, server.getsockname()[1]), timeout=2).close()
+    except OSError:
+        return ""
+    return "" if name == "localhost" else name
+
+
+def loopback(root: Path) -> Iterator[Federation]:
+    """Everything on this machine, under a name that is not localhost."""
+    if not own_name():
+        pytest.skip("this machine has no name that leads to it")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    yield Federation(root, own_name(), {}, port)
+
+
+ADDRESS = "10.231.7.1"
+LINKS = """
+ip netns add fedgp-coordinator
+ip netns add fedgp-sites
+ip link add fedgp0 netns fedgp-coordinator type veth peer name fedgp1 netns fedgp-sites
+ip -n fedgp-coordinator addr add {address}/24 dev fedgp0
+ip -n fedgp-sites addr add 10.231.7.2/24 dev fedgp1
+ip -n fedgp-coordinator link set fedgp0 up
+ip -n fedgp-sites link set fedgp1 up
+ip -n fedgp-coordinator link set lo up
+ip -n fedgp-sites link set lo up
+"""
+
+
+def namespaces(root: Path) -> Iterator[Federation]:
+    """The coordinator and the sites in two network namespaces, host name and port as on the page."""
+    names = ("fedgp-coordinator", "fedgp-sites")
+    try:
+        for line in LINKS.format(address=ADDRESS).split("\n"):
+            made = subprocess.run(line.split(), capture_output=True, text=True, check=False) if line else None
+            if made and made.returncode:
+                pytest.skip(f"network namespaces: `{line}`: {made.stderr.strip()}")
+        for name in names:
+            Path("/etc/netns", name).mkdir(parents=True, exist_ok=True)
+            Path("/etc/netns", name, "hosts").write_text(f"127.0.0.1 localhost\n{ADDRESS} {HOST}\n")
+        enter = {machine: ("ip", "netns", "exec", names[machine in SITES]) for machine in MACHINES}
+        yield Federation(root, HOST, enter, 8000)
+    except FileNotFoundError:
+        pytest.skip("`ip` of iproute2 is not installed")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+
+
+@pytest.fixture
+def federation(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    made = request.param(tmp_path)
+    found = next(made)
+    yield found
+    found.end()
+    next(made, None)
+
+
+@pytest.mark.parametrize("federation", [loopback, namespaces], indirect=True)
+def test_the_page_to_the_letter(federation: Federation) -> None:
+    """A site that is revoked stays out."""
+    begun = time.monotonic()
+    federation.set_up({})
+    said = federation.typed("coordinator", " ".join([RUN[1], "num-server-rounds=1 fsgp.objective=average", *TINY]))
+    print(f"{(time.monotonic() - begun) / 60:.1f} minutes from the first command to the report")
+    assert "report.html" in said
+    status = federation.typed("coordinator", "fedgp deploy status")
+    assert re.search(r"north +online", status)
+    assert "finished:completed" in status
+    federation.typed("south", "fedgp doctor south")
+    federation.typed("coordinator", "fedgp deploy revoke south")
+    assert "south" not in federation.typed("coordinator", "fedgp deploy status")
+
+
+DYING = """
+import os, signal, sys
+from pathlib import Path
+from flwr.supernode import fleet_http_connection as wire
+from fedgp_flower.deploy.patience import supernode
+make = wire.make_push_object_fn_protobuf
+def dying(*words, **options):
+    if Path("die").exists():
+        Path("die").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make(*words, **options)
+wire.make_push_object_fn_protobuf = dying
+sys.argv[0] = "flower-supernode"
+supernode()
+"""
+"""A SuperNode that dies when it has said that it has a reply, and before it has sent it."""
+SERVE = """
+from pathlib import Path
+from fedgp_flower.deploy import machines
+words, *rest = machines.SiteFolder.read(Path("south")).command()
+machines.become(([words[0], str(Path("dying.py").resolve()), *words[4:]], *rest))
+"""
+AGAIN = "while true; do {}; sleep 2; done"
+
+
+@pytest.mark.parametrize("federation", [loopback], indirect=True)
+def test_one_kill_of_each_kind(federation: Federation) -> None:
+    """SuperNode in its reply, ClientApp, ServerApp, SuperLink and launcher: the end is that of an undisturbed run."""
+    root = federation.root
+    for name, content in (("dying.py", DYING), ("serve.py", SERVE)):
+        (root / "south" / name).write_text(content)
+    south = f"{sys.executable} serve.py"
+    serve = {"coordinator": AGAIN.format(COORDINATOR[1]), "north": AGAIN.format(SITE[1]), "south": AGAIN.format(south)}
+    federation.set_up(serve)
+    keys = ["num-server-rounds=6", "fsgp.objective=average", "evaluate-every=0", *TINY, "name=rough"]
+    line = " ".join([RUN[1], *keys, "round.incomplete=repeat"])
+    history = root / "coordinator" / "coordinator" / "results" / "rough" / "history.csv"
+
+    def rounds() -> int:
+        return len(history.read_text().splitlines()) - 1 if history.exists() else 0
+
+    def kill(*words: str) -> None:
+        awaited(lambda: federation.processes(*words))
+        for process in federation.processes(*words):
+            process.kill()
+
+    launcher_log = root / "coordinator" / f"{len(federation.background)}.log"
+    launcher = federation.begun("coordinator", line)
+    awaited(lambda: rounds() >= 1)
+    (root / "south" / "south" / "die").touch()
+    awaited(lambda: not (root / "south" / "south" / "die").exists())
+    missed = lambda: "is repeated: south missed it" in launcher_log.read_text()  # noqa: E731
+    print(f"{awaited(missed):5.0f} s from the SuperNode's death in its reply to its being missed")
+    before = rounds()
+    print(f"{awaited(lambda: rounds() > before):5.0f} s more until it has taken part again, and the round ends")
+    before = rounds()
+    kill("fedgp_flower.deploy.pinned", "north")
+    print(f"{awaited(lambda: rounds() > before):5.0f} s from the ClientApp's death to the round's end")
+    kill("flwr-serverapp")
+    print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s from the ServerApp's death to the launcher's words")
+    assert launcher.returncode
+    before = rounds()
+    launcher = federation.begun("coordinator", f"{line} resume=true")
+    awaited(lambda: rounds() > before)
+    kill("patience", "superlink")
+    print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s from the SuperLink's death to the launcher's words")
+    awaited(lambda: "PROBLEM" not in federation.asked("coordinator", "fedgp deploy doctor"))
+    awaited(lambda: federation.asked("coordinator", "fedgp deploy status").count(" online ") == len(SITES))
+    launcher = federation.begun("coordinator", f"{line} resume=true")
+    awaited(lambda: "running" in federation.asked("coordinator", "fedgp deploy status"))
+    launcher.kill()
+    awaited((history.parent / "posterior.safetensors").exists)
+    nodes = [{"data-path": str(root / site / f"{site}.csv"), "site": site} for site in SITES]
+    calm = complete_config({**parse_assignments([*keys, "method=fsgp", "target=y"]), "output-dir": str(root)}, root)
+    expected = read_arrays(run_in_process(calm, nodes=nodes) / "posterior.safetensors")
+    found = read_arrays(history.parent / "posterior.safetensors")
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-10, atol=1e-10, err_msg=name)
+    metrics = json.loads((history.parent / "metrics.json").read_text())
+    assert metrics["sites"] == len(SITES)
+    assert {failure["site"] for failure in metrics["failures"]} == {*SITES}
