@@ -38,7 +38,6 @@ class Section(BaseModel):
         strict=True,
         alias_generator=_dashed,
         populate_by_name=False,
-        use_attribute_docstrings=True,
     )
 
 

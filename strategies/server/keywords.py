@@ -8,13 +8,15 @@ A field that two sections share belongs to the method's own table; the other one
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
+import itertools
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
-
-from pydantic.fields import FieldInfo
 
 from fedgp_flower.options import MethodOptions, Section, Value
 from fedgp_flower.run.config import CoreConfig, RunConfig, parse
@@ -52,19 +54,32 @@ def keys(options: type[MethodOptions], implied: Mapping[str, Any]) -> dict[str, 
         if isinstance(info.default, Section):
             nested.append((name, type(info.default)))
         else:
-            found[name] = _keyword("", name, info)
+            found[name] = _keyword("", name, CoreConfig)
     for table, section in nested:
-        for name, info in section.model_fields.items():
-            keyword = _keyword(f"{table}.", name, info)
+        for name in section.model_fields:
+            keyword = _keyword(f"{table}.", name, section)
             found.setdefault(name, keyword) if table != options.table else found.update({name: keyword})
             found[f"{table}_{name}".replace("-", "_")] = keyword
     fixed = {found[name].key for name in implied}
     return {name: keyword for name, keyword in found.items() if keyword.key not in fixed}
 
 
-def _keyword(prefix: str, name: str, info: FieldInfo) -> Keyword:
+def _keyword(prefix: str, name: str, section: type[Section]) -> Keyword:
     key = prefix + name.replace("_", "-")
-    return Keyword(key, IN_A_PROGRAM.get(key, info.default), info.description or "")
+    return Keyword(key, IN_A_PROGRAM.get(key, section.model_fields[name].default), meanings(section).get(name, ""))
+
+
+@cache
+def meanings(section: type[Section]) -> dict[str, str]:
+    """The docstrings below the fields of a section: read from the source, which takes a site longer than its answer."""
+    bases = [meanings(base) for base in section.__bases__ if issubclass(base, Section)]
+    found = {name: text for base in bases for name, text in base.items()}
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    for field, below in itertools.pairwise(getattr(tree, "body", ())):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                found[name] = inspect.cleandoc(text)
+    return found
 
 
 def configured(
