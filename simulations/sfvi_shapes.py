@@ -31,7 +31,7 @@ DIABETES: dict[str, Any] = {"dataset": "diabetes", "model.kernel": "matern52", "
 OWN, ONE, ALONE = "own shapes", "one shape", "local-only"
 ARMS: dict[str, dict[str, Any]] = {
     OWN: {"method": "sfvi", "sfvi.site-amplitude": 0.5, "sfvi.site-lengthscale": 0.3},
-    ONE: {"method": "sfvi"},
+    ONE: {"method": "sfvi", "sfvi.site-amplitude": 0, "sfvi.site-lengthscale": 0},
     ALONE: {"method": "local-only"},
 }
 LINES = (
