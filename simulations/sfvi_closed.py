@@ -2,7 +2,7 @@
 
     python simulations/sfvi_closed.py --data-dir DIR [--folds 0 1 2 3 4] [--seeds 0 1 2 3 4]
 
-Weather by country (34 sites, five folds by country as in ``sfvi_weather.py``) and diabetes (five sites), at the defaults
+Weather by country (34 sites, five folds by country as in ``sfvi_weather.py``) and diabetes (five sites), defaults
 but that deviations of all sites have one shape (``sfvi_shapes.py`` compares). Every run is scored after each exchange.
 Then one process with all rows maximises the same bound by L-BFGS from where the run ended, over θ and the shapes of all
 sites together, and scores as the sites do. Complete runs are not repeated; the page
