@@ -142,6 +142,9 @@ def test_nothing_else_of_training_rows_leaves(private):
     strategy, grid = private
     kinds = {kind for _, kind, _ in grid.replies}
     assert kinds <= {"query.describe", "query.keys", "query.private", "evaluate", "query.score_sums"}
+    for _, kind, reply in grid.replies if strategy.masking else ():
+        own = reply.content.array_records["arrays"]
+        assert kind in {"query.describe", "query.keys"} or list(own) == ["masked"]
     arrays = strategy.preparation.arrays
     assert (float(arrays["input.mean"][0]), float(arrays["target.mean"])) == pytest.approx((3.0, 0.0))
     assert float(arrays["input.scale"][0]) == pytest.approx(8 / math.sqrt(12))
