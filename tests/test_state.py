@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 
 import numpy as np
 import pandas as pd
@@ -10,10 +11,16 @@ import pytest
 from faults import FaultyGrid, Recorder, blamed, configured, csv_nodes, run, waves
 from flwr.app import Context, RecordDict
 
+from fedgp_flower.clients import app
+from fedgp_flower.clients.prepared import FILE, PreparedSite, prepared_site
 from fedgp_flower.clients.rows import require_same_rows
 from fedgp_flower.clients.state import SiteState, load_state, save_state
-from fedgp_flower.data.sites import RawSite
+from fedgp_flower.data.sites import RawSite, load_site
+from fedgp_flower.data.standardisation import Column, Preparation
 from fedgp_flower.errors import DataError
+from fedgp_flower.lazy import Lazy
+from fedgp_flower.privacy.policy import Rules
+from fedgp_flower.run.registry import parse_config
 
 
 def context(**node_config) -> Context:
@@ -98,3 +105,80 @@ def test_a_table_that_is_swapped_in_the_middle_of_a_run_is_seen_by_the_site(tmp_
     assert name == "b"
     assert all("b.csv is no longer the table" in reason for reason in reasons)
     assert strategy.current.sites == ("a", "c")
+
+
+AGREED = Preparation(
+    (Column("x", "numeric"),),
+    Column("y", "numeric"),
+    np.array([0.5]),
+    np.array([2.0]),
+    target_mean=1.0,
+    target_scale=3.0,
+)
+CONFIG = parse_config({})
+
+
+def prepared(node: Context, run: str = "r1", agreed: Preparation = AGREED) -> tuple[RawSite, list]:
+    """The site as a message of a new process has it, and the decisions of its policy."""
+    rules = Rules.of(node.node_config, "query.statistics", False, [])
+    site = prepared_site(node, (run, CONFIG, agreed), rules, lambda own: own.site(load_site(CONFIG, node.node_config)))
+    return site, rules.decisions
+
+
+def edited(old: str, new: str):
+    return lambda path: path.write_text(path.read_text().replace(old, new))
+
+
+def test_a_later_message_reads_prepared_rows_and_no_table(tmp_path, monkeypatch):
+    [node] = csv_nodes(tmp_path, {"a": waves(30, 0)})
+    columns = tuple(Column(name, "numeric") for name in waves(30, 0).columns[:-1])
+    agreed = replace(AGREED, columns=columns, input_mean=np.zeros(len(columns)), input_scale=np.ones(len(columns)))
+    node = context(**node, **{"state-dir": str(tmp_path / "state")})
+    (first, decisions), path = prepared(node, agreed=agreed), tmp_path / "state" / FILE
+    assert path.stat().st_mode & 0o777 == 0o600
+    with monkeypatch.context() as patch:
+        patch.setattr(Lazy, "__getattr__", lambda *_: pytest.fail("pandas was imported"))
+        later, again = prepared(node, agreed=agreed)
+        one, other = first.encode(agreed), later.encode(agreed)
+        assert all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("x", "y", "x_test", "y_test"))
+    assert isinstance(later, PreparedSite)
+    assert json.dumps(list(map(asdict, again))) == json.dumps(list(map(asdict, decisions))) != "[]"
+    assert later.num_examples == first.num_examples
+    assert (later.site, later.features, later.target) == (first.site, first.features, first.target)
+    pd.testing.assert_frame_equal(later.train, first.train)
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil", "run"),
+    [
+        ("a.csv", edited("0.1", "0.2"), "r1"),
+        ("sites.toml", edited("0", "1"), "r1"),
+        (f"state/{FILE}", lambda path: path.write_bytes(path.read_bytes()[:-8] + bytes(8)), "r1"),
+        (f"state/{FILE}", lambda path: path.write_bytes(b"none"), "r1"),
+        ("a.csv", lambda path: None, "r2"),
+    ],
+    ids=["table", "policy", "flipped", "damaged", "run"],
+)
+def test_prepared_rows_of_something_else_are_made_anew(tmp_path, file, spoil, run):
+    columns = ["x", "y"]
+    frame = pd.DataFrame(np.random.default_rng(0).normal(size=(30, 2)), columns=columns).round(3)
+    frame.loc[0, "x"] = 0.1
+    [node] = csv_nodes(tmp_path, {"a": frame})
+    node = context(**node, **{"state-dir": str(tmp_path / "state")})
+    prepared(node)
+    assert isinstance(prepared(node)[0], PreparedSite)
+    spoil(tmp_path / file)
+    assert not isinstance(prepared(node, run)[0], PreparedSite)
+    assert isinstance(prepared(node, run)[0], PreparedSite)
+
+
+def test_a_run_on_prepared_rows_is_the_run_on_tables(tmp_path, monkeypatch):
+    read: list[str] = []
+    monkeypatch.setattr(app, "load_site", lambda config, node: read.append(node["site"]) or load_site(config, node))
+    nodes = csv_nodes(tmp_path, {name: waves(30, seed) for seed, name in enumerate("abc")})
+    kept = [{**node, "state-dir": str(tmp_path / node["site"])} for node in nodes]
+    one = run(FaultyGrid(configured(), nodes), Recorder())
+    often = len(read)
+    other = run(FaultyGrid(configured(), kept), Recorder())
+    assert len(read) - often < often / 2
+    assert all(np.array_equal(own, other.posterior().arrays[name]) for name, own in one.posterior().arrays.items())

@@ -18,6 +18,7 @@ from flwr.clientapp.typing import Mod
 
 from fedgp_flower.clients import masking
 from fedgp_flower.clients.numpy_client import NAMES, Setting, SiteClient
+from fedgp_flower.clients.prepared import prepared_site
 from fedgp_flower.clients.rows import require_same_rows
 from fedgp_flower.clients.state import SiteState, load_state, save_state
 from fedgp_flower.data.sites import Data, RawSite, load_site, site_id, site_of
@@ -57,7 +58,7 @@ class SiteApp(ClientApp):
         self, load: LoadSite | None = None, mods: list[Mod] | None = None, train_mods: list[Mod] | None = None
     ) -> None:
         super().__init__(mods=mods)
-        self.load: LoadSite = load or (lambda config, context: load_site(config, context.node_config))
+        self.load = load
         self.train_mods = train_mods or []
         self.known: set[str] = set()
 
@@ -172,16 +173,27 @@ class SiteApp(ClientApp):
     ) -> SiteClient:
         """The client of the configured method, holding this node's data and state."""
         method: type[SiteClient] = client_class(config)
-        own = self.load(config, context)
-        require_same_rows(context, state.run, own)
-        site = rules.site(own)
         kept = context.state.config_records.get(CONTEXT) if given.get(CONTEXT) else None
         preparation = None if kept is None else _preparation(kept)
+        site = self._site(config, context, (state.run, preparation), rules)
         sent = context.state.array_records.get(CONSTANTS, ArrayRecord()) if kept is not None else ArrayRecord()
         constants = {name: array.numpy() for name, array in sent.items()}
         numbers = int(given["round"]), int(given["communication"])
         bare = masking.bare(context, config)
         return method(Setting(config, site, state, preparation, *numbers, constants, rules, bare))
+
+    def _site(self, config: RunConfig, context: Context, of: tuple[str, Preparation | None], rules: Rules) -> RawSite:
+        """This node's rows as its policy lets messages know them; what a loader of one's own reads is not kept."""
+        run, preparation = of
+
+        def checked(own: Rules) -> RawSite:
+            raw = load_site(config, context.node_config) if self.load is None else self.load(config, context)
+            require_same_rows(context, run, raw)
+            return own.site(raw)
+
+        if self.load is not None:
+            return checked(rules)
+        return prepared_site(context, (run, config, preparation), rules, checked)
 
 
 def make_client_app(

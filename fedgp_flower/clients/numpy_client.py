@@ -174,7 +174,7 @@ class SiteClient(NumPyClient):
     @property
     def num_examples(self) -> int:
         """Training rows of the site."""
-        return len(self.site.train)
+        return self.site.num_examples
 
     @property
     def preparation(self) -> Preparation:

@@ -83,6 +83,11 @@ class RawSite:
         """Whether the rows are a share of a data set that this process holds whole."""
         return self.partitions > 0
 
+    @property
+    def num_examples(self) -> int:
+        """Training rows."""
+        return len(self.train)
+
     def describe(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> Description:
         """Sums and level counts of the training rows, or what public ranges imply: the answer to ``query.describe``."""
         if ranges:
