@@ -185,20 +185,12 @@ def is_squared_exponential(kernel: Kernel) -> bool:
 def _squared_exponential(
     model: SparseGP, x: Tensor, y: Tensor, factor: Tensor, adjoints: Adjoints, total: _Gradient
 ) -> None:
-    """The squared exponential in closed form.
-
-    With H = K̄ ⊙ K, r = H 1, q = Hᵀ 1 and X, Z in units of ℓ:
-    ∂F/∂log a² = Σ H + N a² ∂F/∂c,  ∂F/∂Z = (H X − r ⊙ Z)/ℓ,  ∂F/∂log ℓ_d = Σ_m r z² + Σ_n q x² − 2 Σ_m z ⊙ (H X).
-    """
+    """The squared exponential in closed form: see :meth:`_Gradient.closed`."""
     scale, variance = _of_squared_exponential(model.kernel)
     points, rows = model.inducing_points / scale, x / scale
     cross = _covariance(points, rows, variance)
     weights = _incoming(cross, y, factor, adjoints).mul_(cross)  # H [M, N]
-    row_sums, column_sums, moved = weights.sum(1), weights.sum(0), weights @ rows
-    by_input = row_sums @ points.square() + column_sums @ rows.square() - 2 * (points * moved).sum(0)
-    total.take("inducing.locations", (moved - row_sums[:, None] * points) / scale)
-    total.take("kernel.log_lengthscale", by_input if scale.shape[-1] > 1 else by_input.sum())
-    total.take("kernel.log_outputscale", row_sums.sum() + len(x) * variance * adjoints.prior_variance)
+    total.closed((points, rows), weights, scale, len(x) * variance * adjoints.prior_variance)
 
 
 def _of_squared_exponential(kernel: Kernel) -> tuple[Tensor, Tensor]:
@@ -224,17 +216,33 @@ def inducing_gradient(model: SparseGP, gram: Tensor, projection: Tensor, adjoint
         projection: b = Σ W y over all rows [M].
         adjoints: Derivatives of the bound.
     """
-    covariance, variance = model._inducing_covariance()
-    with torch.no_grad():
-        factor = kernel_cholesky(covariance, variance=variance, jitter=model.jitter)
-        products = torch.linalg.solve_triangular(factor.mT, adjoints.of_cross(gram, projection), upper=True)
-        inner = -(factor.mT @ products.tril()).tril()
-        inner.diagonal().mul_(0.5)
-        left = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
-        incoming = symmetric(torch.linalg.solve_triangular(factor, left, upper=False, left=False))
     total = _Gradient(model)
-    total.add([covariance, variance], [incoming, model.jitter * incoming.diagonal().sum()])
+    if is_squared_exponential(model.kernel):
+        with torch.no_grad():
+            scale, variance = _of_squared_exponential(model.kernel)
+            points = model.inducing_points / scale
+            covariance = _covariance(points, points, variance)
+            incoming = _incoming_inducing(model, (covariance, variance), (gram, projection), adjoints)
+            by_variance = model.jitter * incoming.diagonal().sum() * variance
+            total.closed((points, points), incoming.mul_(covariance), scale, by_variance, both=True)
+    else:
+        covariance, variance = model._inducing_covariance()
+        with torch.no_grad():
+            incoming = _incoming_inducing(model, (covariance, variance), (gram, projection), adjoints)
+        total.add([covariance, variance], [incoming, model.jitter * incoming.diagonal().sum()])
     return total.arrays()
+
+
+def _incoming_inducing(
+    model: SparseGP, prior: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], adjoints: Adjoints
+) -> Tensor:
+    """K̄_zz, where the prior is K_zz with the variance that jitter is relative to."""
+    factor = kernel_cholesky(prior[0], variance=prior[1], jitter=model.jitter)
+    products = torch.linalg.solve_triangular(factor.mT, adjoints.of_cross(*totals), upper=True)
+    inner = -(factor.mT @ products.tril()).tril()
+    inner.diagonal().mul_(0.5)
+    left = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
+    return symmetric(torch.linalg.solve_triangular(factor, left, upper=False, left=False))
 
 
 class _Gradient:
@@ -251,6 +259,21 @@ class _Gradient:
         for name, grad in zip(self.moving, grads, strict=True):
             if grad is not None:
                 self.total[name] += grad
+
+    def closed(
+        self, where: tuple[Tensor, Tensor], weights: Tensor, scale: Tensor, by_variance: Tensor, both: bool = False
+    ) -> None:
+        """Add what comes through k(Z, X), a squared exponential, from H = K̄ ⊙ K [M, N]; ``both`` where X is Z.
+
+        With r = H 1, q = Hᵀ 1 and Z, X in units of ℓ: ∂F/∂log a² = Σ H + ``by_variance``, ∂F/∂Z = (H X − r ⊙ Z)/ℓ,
+        twice that where X is Z, and ∂F/∂log ℓ_d = Σ_m r z² + Σ_n q x² − 2 Σ_m z ⊙ (H X).
+        """
+        points, rows = where
+        row_sums, column_sums, moved = weights.sum(1), weights.sum(0), weights @ rows
+        by_input = row_sums @ points.square() + column_sums @ rows.square() - 2 * (points * moved).sum(0)
+        self.take("inducing.locations", (moved - row_sums[:, None] * points) * ((1 + both) / scale))
+        self.take("kernel.log_lengthscale", by_input if scale.shape[-1] > 1 else by_input.sum())
+        self.take("kernel.log_outputscale", row_sums.sum() + by_variance)
 
     def take(self, name: str, grad: Tensor) -> None:
         """Add a derivative that is known."""

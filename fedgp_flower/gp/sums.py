@@ -105,15 +105,26 @@ class BoundGradient:
 def bound_gradient(sums: SparseSums, log_noise: float) -> BoundGradient:
     """Value and derivatives of :func:`collapsed_bound`, as numbers a server sends on.
 
+    With n = σ², d = B⁻¹b/n and c = Σ k(x, x): ∂F/∂A = (I − B⁻¹ − d dᵀ)/2n, ∂F/∂b = d/n, ∂F/∂c = −1/2n and
+    ∂F/∂log n = −½ [N − M + tr B⁻¹ − (s − bᵀd + c − tr A)/n + dᵀd].
+
     Sites finish the chain rule, dF/dw = Σ_k [⟨∂F/∂A, dA_k/dw⟩ + ⟨∂F/∂b, db_k/dw⟩ + ∂F/∂c dc_k/dw].
     """
-    leaves = [t.clone().requires_grad_() for t in (sums.gram, sums.projection, sums.prior_variance)]
-    noise_leaf = torch.tensor(log_noise, dtype=torch.float64, requires_grad=True)
-    live = SparseSums(leaves[0], leaves[1], sums.target_squares, leaves[2], sums.count)
-    with torch.enable_grad():
-        bound = collapsed_bound(live, noise_leaf.exp())
-    gram, projection, variance, noise = torch.autograd.grad(bound, [*leaves, noise_leaf])
-    return BoundGradient(float(bound.detach()), gram.numpy(), projection.numpy(), variance.numpy(), float(noise))
+    noise = math.exp(log_noise)
+    factor = _factor(sums, torch.tensor(noise, dtype=torch.float64))
+    inverse = torch.cholesky_inverse(factor)  # it is part of the answer
+    direction = torch.cholesky_solve(sums.projection[:, None], factor)[:, 0] / noise
+    explained, trace = sums.projection @ direction, inverse.diagonal().sum()
+    left = (sums.target_squares - explained + sums.prior_variance - sums.gram.diagonal().sum()) / noise
+    determinant = 2 * factor.diagonal().log().sum()
+    value = -0.5 * (sums.count * math.log(2 * math.pi * noise) + determinant + left)
+    by_noise = -0.5 * (sums.count - len(factor) + trace - left + direction.square().sum())
+    gram = torch.outer(direction, direction).add_(inverse).neg_()
+    gram.diagonal().add_(1)
+    by_variance = np.array(-0.5 / noise)
+    return BoundGradient(
+        float(value), (gram / (2 * noise)).numpy(), (direction / noise).numpy(), by_variance, float(by_noise)
+    )
 
 
 @dataclass(frozen=True, slots=True)
