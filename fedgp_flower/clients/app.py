@@ -241,9 +241,17 @@ def _lacks(message: Message, context: Context) -> bool:
 
 
 def _preparation(kept: ConfigRecord) -> Preparation:
-    arrays = {name: np.asarray(kept[name]) for name in ("input.mean", "input.scale")}
-    arrays |= {name: np.asarray(kept[name]).reshape(()) for name in ("target.mean", "target.scale")}
-    return Preparation.from_wire(arrays, str(kept["schema"]))
+    means, scales = (tuple(kept[name]) for name in ("input.mean", "input.scale"))  # type: ignore[arg-type]
+    numbers = (tuple(np.ravel(kept[name])) for name in ("target.mean", "target.scale"))
+    return _agreed(str(kept["schema"]), means, scales, *numbers)
+
+
+@lru_cache(maxsize=8)
+def _agreed(schema: str, means: Any, scales: Any, mean: Any, scale: Any) -> Preparation:
+    """Sites that share a process agreed on the same."""
+    arrays = {"input.mean": np.array(means), "input.scale": np.array(scales)}
+    arrays |= {"target.mean": np.reshape(mean, ()), "target.scale": np.reshape(scale, ())}
+    return Preparation.from_wire(arrays, schema)
 
 
 @lru_cache(maxsize=8)

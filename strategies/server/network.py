@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedgp_flower.errors import RunError
@@ -113,7 +113,7 @@ class Network:
         return [site for site in self.sites() if self.streak.get(site, 0) < self.max_failures]
 
     def message(
-        self, site: str, phase: str, arrays: Mapping[str, np.ndarray], settings: Texts | None = None
+        self, site: str, phase: str, arrays: Mapping[str, np.ndarray] | ArrayRecord, settings: Texts | None = None
     ) -> Message:
         """A message of a phase for one site."""
         message = self._message(self.nodes[site], phase, arrays, settings or {})
@@ -122,7 +122,9 @@ class Network:
             self.context.attach(message)
         return message
 
-    def _message(self, node: int, phase: str, arrays: Mapping[str, np.ndarray], settings: Texts) -> Message:
+    def _message(
+        self, node: int, phase: str, arrays: Mapping[str, np.ndarray] | ArrayRecord, settings: Texts
+    ) -> Message:
         config: dict[str, Any] = {
             **settings,
             "schema-version": SCHEMA_VERSION,
@@ -131,7 +133,8 @@ class Network:
             "communication": self.traffic.communications,
             "phase": phase,
         }
-        content = RecordDict({"arrays": array_record(arrays), "config": ConfigRecord(config)})
+        record = arrays if isinstance(arrays, ArrayRecord) else array_record(arrays)
+        content = RecordDict({"arrays": record, "config": ConfigRecord(config)})
         return Message(content, dst_node_id=node, message_type=phase, group_id=str(self.round))
 
     def exchange(self, messages: Sequence[Message], specs: Expected, *, retries: int = 0) -> list[Message]:

@@ -173,6 +173,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         self.timeout = config.round_timeout
         self.planned_rounds = config.num_server_rounds
         self.masking: Masking | None = None
+        self.packed: tuple[Any, ArrayRecord, Mapping[str, Any]] | None = None
+        """The latest request with its arrays and numbers, which the messages to all sites share."""
         """Whether and how totals are masked."""
         self.course = Course()
         """What a noisy bound did so far."""
@@ -547,8 +549,11 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
     def _message(self, site: str, kind: str, request: Any, masked: Mapping[str, str] | None = None) -> Message:
         given = {"train": self.train_config, "evaluate": self.evaluate_config}
         settings = given.get(kind.partition(".")[0], ConfigRecord())
-        arrays, numbers = split(type(request), encode(request))
-        return self.network.message(site, kind, arrays, {**settings, **numbers, **(masked or {})})  # type: ignore[dict-item]
+        if self.packed is None or self.packed[0] is not request:
+            arrays, numbers = split(type(request), encode(request))
+            self.packed = request, array_record(arrays), dict(numbers)
+        _, record, said = self.packed
+        return self.network.message(site, kind, record, {**settings, **said, **(masked or {})})  # type: ignore[dict-item]
 
     def _answer_of(
         self, question: Each[Any] | Total[Any], replies: Iterable[Message], contract: Contract | MaskedContract
