@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from common import make_table, table, training_alone, write_page
 from flwr.app import Message
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
@@ -30,12 +31,10 @@ from fedgp_flower.clients.baselines import fit
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound
-from fedgp_flower.options import Value
 from fedgp_flower.run import in_process as engine
 from fedgp_flower.run.registry import parse_config
 from strategies.server.standardisation import SiteDescription, agree
 
-RESULT = Path(__file__).parent.parent / "results" / "overhead.md"
 ROWS_PER_SITE = 40
 
 
@@ -61,32 +60,6 @@ class MeteredGrid(engine.InProcessGrid):
         self.serialisation += time.perf_counter() - started
 
 
-def make_table(folder: Path, rows: int) -> Path:
-    """Eight inputs, a smooth function of two of them, noise 0.1."""
-    rng = np.random.default_rng(0)
-    frame = pd.DataFrame(rng.uniform(-2, 2, (rows, 8)), columns=[f"x{i}" for i in range(1, 9)])
-    frame["y"] = np.sin(2 * frame["x1"]) * frame["x2"] + 0.1 * rng.standard_normal(rows)
-    path = folder / f"rows-{rows}.csv"
-    frame.to_csv(path, index=False)
-    return path
-
-
-def keys(table: Path, objective: str, rounds: int, output: Path, name: str) -> dict[str, Value]:
-    """A run without evaluations or comparisons: training alone."""
-    return {
-        "dataset": str(table),
-        "fsgp.objective": objective,
-        "num-server-rounds": rounds,
-        "fsgp.tolerance": 0.0,
-        "evaluate-every": 0,
-        "baselines.local-only": False,
-        "baselines.pooled": False,
-        "keep-predictions": False,
-        "output-dir": str(output),
-        "name": name,
-    }
-
-
 def training_seconds(run: Path) -> tuple[float, int]:
     """Seconds of the training part, and rounds."""
     metrics = json.loads((run / "metrics.json").read_text())
@@ -95,7 +68,7 @@ def training_seconds(run: Path) -> tuple[float, int]:
 
 def in_process(sites: int, objective: str, rounds: int, folder: Path) -> dict[str, float | str]:
     """Parts of a round's time over an in-process Grid."""
-    flat = keys(make_table(folder, sites * ROWS_PER_SITE), objective, rounds, folder, f"{objective}-{sites}")
+    flat = training_alone(make_table(folder, sites * ROWS_PER_SITE), objective, rounds, folder, f"{objective}-{sites}")
     grid = MeteredGrid(client_app.app, flat, engine.simulated_nodes(sites))
     marks: list[tuple[float, float, float]] = []
 
@@ -121,8 +94,8 @@ def in_process(sites: int, objective: str, rounds: int, folder: Path) -> dict[st
 
 def on_ray(sites: int, rounds: int, folder: Path) -> float:
     """Seconds per round of the same exact run through `flwr run`, from its history."""
-    table, name = folder / f"rows-{sites * ROWS_PER_SITE}.csv", f"ray-{sites}"
-    words = [f"{key}={value}" for key, value in keys(table, "exact", rounds, folder, name).items()]
+    rows, name = folder / f"rows-{sites * ROWS_PER_SITE}.csv", f"ray-{sites}"
+    words = [f"{key}={value}" for key, value in training_alone(rows, "exact", rounds, folder, name).items()]
     words = [word.replace("=True", "=true").replace("=False", "=false") for word in words]
     command = [sys.executable, "-m", "fedgp_flower.launch", "--sites", str(sites), *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -133,7 +106,7 @@ def on_ray(sites: int, rounds: int, folder: Path) -> float:
 def exact_against_pooled(rows: int, rounds: int, folder: Path) -> dict[str, float | str]:
     """Exact mode at ten sites against L-BFGS on the pooled rows, M = 100, the same number of evaluations."""
     sites = 10
-    flat = keys(make_table(folder, rows), "exact", rounds, folder, f"against-pooled-{rows}") | {
+    flat = training_alone(make_table(folder, rows), "exact", rounds, folder, f"against-pooled-{rows}") | {
         "model.num-inducing": 100
     }
     grid = engine.InProcessGrid(client_app.app, flat, engine.simulated_nodes(sites))
@@ -159,13 +132,6 @@ def exact_against_pooled(rows: int, rounds: int, folder: Path) -> dict[str, floa
     }
 
 
-def markdown(rows: list[dict[str, float | str]]) -> str:
-    """Rows of a table as Markdown."""
-    head = list(rows[0])
-    body = [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *body])
-
-
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -184,28 +150,18 @@ def main() -> None:
             wall = on_ray(sites, chosen.rounds, folder)
             ray.append({"sites": sites, "s per round on Ray": wall, "over in-process": wall / seconds[sites]})
     ray_words = " --ray " + " ".join(map(str, chosen.ray)) if ray else ""
-    text = [
+    parts_of_page = [
         "# Where the time of a round goes",
-        "",
         f"Made by `python simulations/benchmarks/overhead.py{ray_words}`:"
         f" {ROWS_PER_SITE} rows a site, 8 inputs, M = 50, one thread, in process. Shares of the wall time of a round.",
-        "",
-        markdown(parts),
-        "",
+        table(parts),
         "Exact mode against L-BFGS on the pooled rows, M = 100, the same number of evaluations, one thread:",
-        "",
-        markdown(against),
-        "",
+        table(against),
     ]
     if ray:
-        text += [
-            "The same exact rounds through `flwr run` on Ray (two exchanges a round, 0.1 s floor each):",
-            "",
-            markdown(ray),
-            "",
-        ]
-    RESULT.write_text("\n".join(text))
-    print("\n".join(text))
+        words = "The same exact rounds through `flwr run` on Ray (two exchanges a round, 0.1 s floor each):"
+        parts_of_page += [words, table(ray)]
+    write_page("overhead", parts_of_page)
 
 
 if __name__ == "__main__":
