@@ -23,6 +23,7 @@ import torch
 from common import least, make_table, table, training_alone, write_page
 from flwr.app import ArrayRecord
 from gpytorch.distributions import MultivariateNormal
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fedgp_flower import client_app
@@ -34,6 +35,7 @@ from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 
 SIZES = ((10_000, 100), (10_000, 512), (1000, 100))
+TOLERANCE = 1e-6
 COUNTS = {SIZES[0]: (1, 10, 100)}
 """Numbers of sites; ten elsewhere."""
 
@@ -111,6 +113,17 @@ def problem(rows: int, inducing: int) -> tuple[SparseGP, Tensor, Tensor, Callabl
     return SparseGP(ModelSection(jitter=0.0), points), x, y, lambda: pooled(peer, objective, y)
 
 
+def agreement(ours: Sequence[ArrayLike], theirs: Sequence[ArrayLike]) -> float:
+    """The largest difference, as a part of the largest number of its kind.
+
+    Raises:
+        AssertionError: it is above 1e-6, so that there is nothing to time.
+    """
+    apart = max(float(np.abs(np.subtract(a, b)).max() / np.abs(b).max()) for a, b in zip(ours, theirs, strict=True))
+    assert apart <= TOLERANCE, apart
+    return apart
+
+
 def computation(rows: int, inducing: int, counts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Sites and server alone, for several numbers of sites, beside the peer, after all agreed."""
     model, x, y, peer = problem(rows, inducing)
@@ -118,14 +131,17 @@ def computation(rows: int, inducing: int, counts: Sequence[int], repeats: int) -
     for sites in counts:
         parts = list(zip(x.tensor_split(sites), y.tensor_split(sites), strict=True))
         actions[str(sites)] = partial(federated, model, parts)
-    theirs = peer()
-    for name in map(str, counts):
-        mine = actions[name]()
-        np.testing.assert_allclose(mine[0], theirs[0], rtol=1e-6)
-        np.testing.assert_allclose(mine[1], theirs[1], atol=1e-6 * np.abs(theirs[1]).max())
+    apart = {name: agreement(action(), peer()) for name, action in actions.items()}
     best = least(actions, repeats)
+    print(rows, inducing, best, flush=True)
     return [
-        {"rows": rows, "M": inducing, "sites": sites, "sites and server, ms": 1e3 * best[str(sites)]}
+        {
+            "rows": rows,
+            "M": inducing,
+            "sites": sites,
+            "apart": apart[str(sites)],
+            "sites and server, ms": 1e3 * best[str(sites)],
+        }
         | {"GPyTorch SGPR, pooled, ms": 1e3 * best["peer"], "ratio": best[str(sites)] / best["peer"]}
         for sites in counts
     ]
@@ -143,6 +159,7 @@ def whole_round(rows: int, inducing: int, sites: int, rounds: int, alone: float)
         grid = InProcessGrid(client_app.app, flat, simulated_nodes(sites))
         strategy.start(grid, ArrayRecord(), num_rounds=rounds, timeout=config.round_timeout)
     ours, theirs = min(turns.rounds[1:]), min(turns.peers)
+    print(rows, inducing, ours, theirs, flush=True)
     traffic = strategy.network.traffic
     packed = 8 * (inducing * (inducing + 1) // 2 + inducing * 9)
     return {

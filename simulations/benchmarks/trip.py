@@ -183,6 +183,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     chosen = parser.parse_args()
     least = {name: min(import_seconds(what) for _ in range(3)) for name, what in IMPORTS.items()}
+    print(least, flush=True)
     imports = [{"import": n, "processor s": s, f"over {LIBRARIES}": s / least[LIBRARIES]} for n, s in least.items()]
     with tempfile.TemporaryDirectory(prefix="trip-") as scratch:
         rows = measured(Path(scratch), chosen.sites, chosen.rounds, chosen.repeats)
