@@ -200,7 +200,7 @@ def main() -> None:
             for part in ("s a trip", "processor s a message")
         }
         page += [
-            f"{chosen.sites} SuperNodes on this machine, 2000 training rows each; runs in the order of the table. A trip"
+            f"{chosen.sites} SuperNodes on this machine, 2000 training rows each; runs in the order shown. A trip"
             " is from sending to the last reply; processor seconds are of all processes of the SuperNodes, over all"
             " messages of a run, the first among them, which installs the app and reads the table.",
             table(rows),
