@@ -27,7 +27,7 @@ from fedgp_flower.data.sites import write_partition
 from fedgp_flower.deploy.credentials import create_node_key
 from fedgp_flower.deploy.demo import connect, create_sites, start_superlink, start_supernode, wait_online
 from fedgp_flower.deploy.launch import HOST
-from fedgp_flower.deploy.processes import Processes, belonging, free_ports, snapshot
+from fedgp_flower.deploy.processes import Processes, belonging, free_ports, interruptible, snapshot
 from fedgp_flower.deploy.submission import COMPLETED, Flower, environment, project_folder
 from fedgp_flower.errors import RunError
 from fedgp_flower.run.registry import parse_config
@@ -192,7 +192,7 @@ def main() -> None:
         table(imports),
     ]
     if chosen.sites:
-        with tempfile.TemporaryDirectory(prefix="trip-") as scratch:
+        with interruptible(), tempfile.TemporaryDirectory(prefix="trip-") as scratch:
             rows = measured(Path(scratch), chosen.sites, chosen.rounds, chosen.repeats)
         by = {name: [row for row in rows if row["app"] == name] for name in ("ours", "empty")}
         ratios = {
