@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
+from common import least
 from torch.profiler import ProfilerActivity, profile
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian
@@ -148,17 +149,6 @@ def kernel_matrices(case: Case) -> Callable[[], object]:
         torch.autograd.grad(matrices, [Z, hyper, inputs], [torch.ones_like(matrix) for matrix in matrices])
 
     return action
-
-
-def least(actions: Mapping[str, Callable[[], object]], rounds: int = 12) -> dict[str, float]:
-    """Processor seconds of the cheapest repetition of each; they take turns, so that other load treats them alike."""
-    best = dict.fromkeys(actions, np.inf)
-    for _ in range(rounds):
-        for name, action in actions.items():
-            started = time.process_time()
-            action()
-            best[name] = min(best[name], time.process_time() - started)
-    return best
 
 
 def traffic(case: Case) -> tuple[float, float]:

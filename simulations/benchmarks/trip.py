@@ -1,6 +1,6 @@
 """What an exchange with real SuperNodes costs beside that of an empty app with the same imports.
 
-    python simulations/benchmarks/trip.py [--sites 3] [--rounds 3] [--repeats 2]
+    python simulations/benchmarks/trip.py [--sites 3] [--rounds 3] [--repeats 2]     (--sites 0: imports alone)
 
 A SuperLink and SuperNodes are started here. `fsgp` (objective `exact`, M = 50, 2000 rows a site) and an app that
 imports Flower, torch and GPyTorch and answers nothing run on them in turns. Written to ``simulations/results/trip.md``.
@@ -27,7 +27,7 @@ from fedgp_flower.data.sites import write_partition
 from fedgp_flower.deploy.credentials import create_node_key
 from fedgp_flower.deploy.demo import connect, create_sites, start_superlink, start_supernode, wait_online
 from fedgp_flower.deploy.launch import HOST
-from fedgp_flower.deploy.processes import Processes, belonging, free_ports, snapshot
+from fedgp_flower.deploy.processes import Processes, belonging, free_ports, interruptible, snapshot
 from fedgp_flower.deploy.submission import COMPLETED, Flower, environment, project_folder
 from fedgp_flower.errors import RunError
 from fedgp_flower.run.registry import parse_config
@@ -185,27 +185,28 @@ def main() -> None:
     least = {name: min(import_seconds(what) for _ in range(3)) for name, what in IMPORTS.items()}
     print(least, flush=True)
     imports = [{"import": n, "processor s": s, f"over {LIBRARIES}": s / least[LIBRARIES]} for n, s in least.items()]
-    with tempfile.TemporaryDirectory(prefix="trip-") as scratch:
-        rows = measured(Path(scratch), chosen.sites, chosen.rounds, chosen.repeats)
-    by = {name: [row for row in rows if row["app"] == name] for name in ("ours", "empty")}
-    ratios = {
-        part: median(float(row[part]) for row in by["ours"]) / median(float(row[part]) for row in by["empty"])
-        for part in ("s a trip", "processor s a message")
-    }
     command = f"python simulations/benchmarks/trip.py --sites {chosen.sites} --rounds {chosen.rounds}"
-    write_page(
-        "trip",
-        [
-            "# An exchange with real SuperNodes, beside an empty app with the same imports",
-            f"`{command} --repeats {chosen.repeats}`: {chosen.sites} SuperNodes on this machine, 2000 training rows"
-            " each; runs in turns, those of an app in the order of the table. A trip is from sending to the last reply;"
-            " processor seconds are of all processes of the SuperNodes, over all messages of a run, the first among"
-            " them, which installs the app and reads the table. Imports: least of three new processes.",
-            table(imports),
+    page = [
+        "# An exchange with real SuperNodes, beside an empty app with the same imports",
+        f"`{command} --repeats {chosen.repeats}`. Imports, least of three new processes:",
+        table(imports),
+    ]
+    if chosen.sites:
+        with interruptible(), tempfile.TemporaryDirectory(prefix="trip-") as scratch:
+            rows = measured(Path(scratch), chosen.sites, chosen.rounds, chosen.repeats)
+        by = {name: [row for row in rows if row["app"] == name] for name in ("ours", "empty")}
+        ratios = {
+            part: median(float(row[part]) for row in by["ours"]) / median(float(row[part]) for row in by["empty"])
+            for part in ("s a trip", "processor s a message")
+        }
+        page += [
+            f"{chosen.sites} SuperNodes on this machine, 2000 training rows each; runs in the order shown. A trip"
+            " is from sending to the last reply; processor seconds are of all processes of the SuperNodes, over all"
+            " messages of a run, the first among them, which installs the app and reads the table.",
             table(rows),
             "Ours over empty, medians: " + ", ".join(f"{part} {ratio:.2f}" for part, ratio in ratios.items()) + ".",
-        ],
-    )
+        ]
+    write_page("trip", page)
 
 
 if __name__ == "__main__":
