@@ -14,7 +14,7 @@ from fedgp_flower.run.predict import Exportable, Predictor
 from fedgp_flower.typing import Array
 
 REACH = 2.0
-"""How many standard deviations to both sides of its mean a number is moved."""
+"""How many standard deviations to both sides of its mean a number is moved, but not beyond the inducing points."""
 STEPS = 41
 MOST = 6
 
@@ -55,11 +55,13 @@ def _along(posterior: Predictor) -> Iterator[Effect]:
     if isinstance(model, MixturePosterior):
         return
     agreed, start = posterior.preparation, 0
+    points = model.variational_strategy.inducing_points.detach().numpy()
+    lowest, highest = points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)
     for column in agreed.columns:
         inputs = slice(start, start + max(1, len(column.shown)))
         mean, scale = agreed.input_mean[inputs], agreed.input_scale[inputs]
         if column.kind == "numeric":
-            values = np.linspace(-REACH, REACH, STEPS)
+            values = np.linspace(lowest[start], highest[start], STEPS)
             moved, shown = values[:, None], values * scale + mean
         else:
             shown = np.arange(len(column.levels), dtype=np.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -15,9 +15,11 @@ from matplotlib.ticker import MaxNLocator
 from scipy.stats import binom
 
 from fedgp_flower.clients.counts import central
-from fedgp_flower.run.effects import Effect
 from fedgp_flower.run.summary import Arm, number
 from fedgp_flower.typing import Array
+
+if TYPE_CHECKING:
+    from fedgp_flower.run.effects import Effect
 
 Predictor = Callable[[Array], tuple[Array, Array]]
 """Inputs in original units [n, D] → mean and sd of a noisy observation, in the units of the target [n], [n]."""

@@ -85,9 +85,10 @@ def _dependence(run: RunData, predictor: SavedPredictor | None) -> list[Panel]:
     """Along the columns that matter most, where the posterior tells."""
     found = [] if predictor is None else effects(predictor)
     caption = (
-        "One column is moved (numbers by two standard deviations to both sides), all others stay at their means; those"
-        f" that move the outcome most come first, at most {MOST}. From the posterior alone: median and 95 % interval of"
-        " the outcome without noise. It is what the model has learned, not what causes what."
+        "One column is moved (numbers by two standard deviations to both sides, but not beyond the inducing points),"
+        " all others stay at their means; those that move the outcome most come first, at most"
+        f" {MOST}. From the posterior alone: median and 95 % interval of the outcome without noise. It is what the"
+        " model has learned, not what causes what."
     )
     return [Panel("What predictions depend on", figures.effects(found, _target(run)), caption)] if found else []
 

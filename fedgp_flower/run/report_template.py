@@ -24,7 +24,7 @@ th { font-weight: 600; color: var(--soft); font-size: .86rem; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
 tr.own td { font-weight: 650; }
 td.text { overflow-wrap: anywhere; } .wide td:first-child { white-space: nowrap; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; } .wide table:not(.mono) td:not(.text) { white-space: nowrap; }
 .note, figcaption { color: var(--soft); font-size: .88rem; max-width: 46rem; }
 figure { margin: 1rem 0 1.4rem; }
 figure img { max-width: 100%; height: auto; display: block; }
