@@ -123,7 +123,8 @@ def page(found: dict[str, dict[str, Any]]) -> Iterator[str]:
         "## One site of four spoils the real numbers of every reply from round 1 on",
         "",
         "*without* is the run in which that site's replies are lost instead. A dash behind a figure: the site was",
-        "refused by name. `ends`: the run ended with words, and no result.",
+        "refused by name. `ends`: the run ended with words, and no result."
+        f" {len(lies)} of {len(RULES) * len(COLUMNS)} cells are done.",
         "",
         f"| method, rule | {' | '.join(COLUMNS)} |",
         "|---" * (1 + len(COLUMNS)) + "|",

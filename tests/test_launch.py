@@ -64,6 +64,7 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_dataset_is_part_of_the_name_unless_a_name_is_given(tmp_path: Path) -> None:
     assert run_folder(complete_config({"dataset": "uci/energy"}, tmp_path)).name.startswith("fsgp-uci-energy-")
+    assert run_folder(complete_config({}, tmp_path, "sites")).name.startswith("fsgp-sites-")
     assert run_folder(complete_config({"name": "mine"}, tmp_path)).name == "mine"
 
 

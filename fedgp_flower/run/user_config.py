@@ -35,11 +35,11 @@ def parse_assignments(words: Sequence[str]) -> dict[str, Value]:
     return assignments(words, defaults(option_classes().values()))
 
 
-def complete_config(given: FlatConfig, folder: Path, data: str = "") -> dict[str, Value]:
+def complete_config(given: FlatConfig, folder: Path, source: str = "") -> dict[str, Value]:
     """Validate keys and fill in what only the caller's shell knows: absolute paths, and a name for the run's folder.
 
     The ServerApp and the sites run elsewhere than ``folder``, so a relative path would mean another place to them.
-    ``data`` is part of that name; otherwise it is the data set.
+    ``source`` is part of that name; otherwise the data set is.
 
     Raises:
         ConfigError: naming every wrong key, before anything is started.
@@ -54,7 +54,7 @@ def complete_config(given: FlatConfig, folder: Path, data: str = "") -> dict[str
     if config.resume and not config.name:
         raise ConfigError("`resume` needs `name`, the name of the run to go on with")
     if not config.name:
-        label = data or (table.name.partition(".")[0] if table.is_file() else config.dataset)
+        label = source or (table.name.partition(".")[0] if table.is_file() else config.dataset)
         words = (config.method, re.sub(r"[^\w.]+", "-", label), time.strftime("%Y%m%d-%H%M%S"))
         out["name"] = "-".join(words)
     return out
