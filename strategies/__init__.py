@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from strategies.fedmgp import FedMGP as FedMGP
     from strategies.fedmgp_deviations import FedMGPDeviations as FedMGPDeviations
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
+    from strategies.fedmgp_judged import FedMGPJudged as FedMGPJudged
     from strategies.fedmgp_natural import FedMGPNatural as FedMGPNatural
     from strategies.fedmgp_then_exact import FedMGPThenExact as FedMGPThenExact
     from strategies.fgpr import FGPR as FGPR
@@ -47,6 +48,7 @@ _MODULES = {
     "FedMGP": "fedmgp",
     "FedMGPDeviations": "fedmgp_deviations",
     "FedMGPExact": "fedmgp_exact",
+    "FedMGPJudged": "fedmgp_judged",
     "FedMGPNatural": "fedmgp_natural",
     "FedMGPThenExact": "fedmgp_then_exact",
     "FedPoly": "multi_output_references",

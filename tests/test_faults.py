@@ -36,6 +36,7 @@ from faults import (
 
 from fedgp_flower import cli, client_app, server_app
 from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import NumericsError, RunError
 from fedgp_flower.gp.sums import collapsed_bound_value
 from strategies.fsgp import noise_of
@@ -109,9 +110,8 @@ def test_the_words_of_an_unforeseen_error_stay_at_the_site(caplog: pytest.LogCap
     def load(config: Any, context: Any) -> Any:
         if context.node_config["partition-id"] == 1:
             raise ValueError("could not convert 'secret 123.4'")
-        return original(config, context)
+        return load_site(config, context.node_config)
 
-    original = client_app.app.load
     with mock.patch.object(client_app.app, "load", load):
         strategy = run(FaultyGrid(configured(num_server_rounds=1), 3))
     [reason] = blamed(strategy)["1"]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from scipy.special import ndtr, ndtri
 
+from fedgp_flower.errors import RunError
 from fedgp_flower.gp.to_gpytorch import MixturePosterior, mixture
 from fedgp_flower.run.predict import Exportable, Predictor
 from fedgp_flower.typing import Array
@@ -51,7 +52,10 @@ def effects(posterior: Predictor) -> list[Effect]:
 
 
 def _along(posterior: Predictor) -> Iterator[Effect]:
-    model = mixture(posterior.draws())
+    try:
+        model = mixture(posterior.draws())
+    except RunError:  # no Gaussian process at all
+        return
     if isinstance(model, MixturePosterior):
         return
     agreed, start = posterior.preparation, 0

@@ -59,7 +59,7 @@ def export(
     kernel = trend + LinearTerms(torch.ones(width, dtype=torch.float64))
     if deviation and model.options.deviates:
         own = ScaleKernel(deepcopy(model.deviation)).to(q_global.mean)
-        own.outputscale = model.deviation_factor
+        own.outputscale = q_global.mean.new_tensor(model.deviation_factor)  # a float would pass through float32
         kernel = kernel + own + LinearTerms(model.log_site_slope.exp())
     factor = q_global.factor()
     posterior = WhitenedPosterior(q_global.mean, factor @ factor.mT)
