@@ -15,7 +15,8 @@
 PYTHON ?= python3
 SITES ?= 0
 CONFIG ?= simulations/fsgp-makers.toml
-WORKERS ?= 2
+# Runs on Ray and on SuperNodes wait as much as they compute.
+WORKERS ?= 3
 ARGS ?=
 
 bin := .venv/bin

@@ -34,12 +34,12 @@ def series(*, walking: bool) -> pd.DataFrame:
 
 
 def finished(folder: Path, covariance: str, *, walking: bool, **changes: Any) -> RunData:
-    """A run of eight rounds."""
+    """A run of six rounds."""
     table = folder / f"{walking}.csv"
     series(walking=walking).to_csv(table, index=False)
     own = {"dataset": str(table), "split": 0, "partitioner": "natural", "partition__column": "unit", "target": "y"}
-    rough = {"method": "fedmgp", "model__num_inducing": 8, "num_server_rounds": 8, "keep_predictions": True}
-    name = f"{covariance}-{walking}-{len(changes)}"
+    rough = {"method": "fedmgp", "model__num_inducing": 8, "num_server_rounds": 6, "keep_predictions": True}
+    name = "-".join([covariance, str(walking), *changes])
     keys = configured(**rough, **own, **changes, fedmgp__covariance=covariance, output_dir=str(folder), name=name)
     return read_run(run_in_process(keys))
 
@@ -49,28 +49,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("judged")
 
 
+@pytest.fixture(scope="module")
+def judged(folder: Path) -> dict[str, RunData]:
+    """A run of each kind of units, by default."""
+    return {kind: finished(folder, "auto", walking=walking) for kind, walking in KINDS.items()}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_better_one_predicts_as_if_it_had_run_alone(folder: Path, kind: str) -> None:
-    judged = finished(folder, "auto", walking=KINDS[kind])
+def test_the_better_one_predicts_as_if_it_had_run_alone(folder: Path, judged: dict[str, RunData], kind: str) -> None:
+    own = judged[kind]
     alone = finished(folder, kind, walking=KINDS[kind])
-    bounds = judged.metrics.method_details["bounds_of_covariances"]
-    assert max(bounds, key=bounds.get) == judged.metrics.method_details["covariance"] == kind
+    bounds = own.metrics.method_details["bounds_of_covariances"]
+    assert max(bounds, key=bounds.get) == own.metrics.method_details["covariance"] == kind
     assert bounds[kind] == pytest.approx(alone.metrics.method_details["bound"], rel=1e-9)
     for name in ("nll", "rmse"):
-        assert judged.metrics.test[name] == pytest.approx(alone.metrics.test[name], rel=1e-8)
-    assert judged.predictions is not None
-    rows = judged.predictions.rename(columns={"input.t": "t"})[["t"]]
-    again = Predictor.at_site(judged.path, "a").predict(rows)
-    np.testing.assert_allclose(again["sd"], judged.predictions["sd"], rtol=1e-8)
-    assert json.loads((judged.path / "posterior.json").read_text())["model"]["family"] == (
+        assert own.metrics.test[name] == pytest.approx(alone.metrics.test[name], rel=1e-8)
+    assert own.predictions is not None
+    rows = own.predictions.rename(columns={"input.t": "t"})[["t"]]
+    again = Predictor.at_site(own.path, "a").predict(rows)
+    np.testing.assert_allclose(again["sd"], own.predictions["sd"], rtol=1e-8)
+    assert json.loads((own.path / "posterior.json").read_text())["model"]["family"] == (
         "deviations" if KINDS[kind] else "shared-latents"
     )
 
 
-def test_under_masks_the_choice_is_the_same(tmp_path: Path) -> None:
-    plain = finished(tmp_path, "auto", walking=True)
-    masked = finished(tmp_path, "auto", walking=True, privacy__secure_aggregation=True)
-    found, told = (own.metrics.method_details for own in (masked, plain))
+def test_under_masks_the_choice_is_the_same(folder: Path, judged: dict[str, RunData]) -> None:
+    masked = finished(folder, "auto", walking=True, privacy__secure_aggregation=True)
+    found, told = (own.metrics.method_details for own in (masked, judged["deviations"]))
     assert found["covariance"] == told["covariance"] == "deviations"
     assert found["bound"] == pytest.approx(told["bound"], rel=1e-4)
 

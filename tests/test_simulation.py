@@ -42,6 +42,7 @@ def test_a_run_completes_and_leaves_results_and_no_process(tmp_path: Path, scrat
     assert beside["test"] == pytest.approx(metrics["test"], rel=1e-6)  # Ray and one process agree
 
 
+@pytest.mark.long
 def test_a_run_that_fails_says_so_and_leaves_no_process(tmp_path: Path, scratch_is_empty_again: Path) -> None:
     launch = Launch(tmp_path, "dataset=no-such-data", "wait-seconds=20.0")
     output = launch.watch()
