@@ -40,7 +40,8 @@ def scratch_is_empty_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield scratch
 
 
-@pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m == "sfvi" else pytest.mark.long) for m in OWN])
+@pytest.mark.long
+@pytest.mark.parametrize("method", OWN)
 def test_ray_and_one_process_give_the_same_posterior(method: str, tmp_path: Path, scratch_is_empty_again: Path) -> None:
     keys = [*SMALL[1:], f"method={method}", "dataset=diabetes", "baselines.local-only=false", *OWN[method]]
     launch = Launch(tmp_path, small=keys)

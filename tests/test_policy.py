@@ -25,8 +25,13 @@ from fedgp_flower.run.leaves import all_answers
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import BUILT_IN, parse_config
 
+SHARED_PATH = {"sfvi stochastic", "sfvi-avg", "pvi-glm"}
+"""Methods whose sites are asked as those of another one are: tried by the long tests."""
 
-@pytest.fixture(scope="module", params=METHODS)
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(m, marks=[pytest.mark.long] if m in SHARED_PATH else []) for m in METHODS]
+)
 def violations(request, tmp_path_factory) -> Any:
     return request.param, *violated(request.param, tmp_path_factory.mktemp("sites"))
 

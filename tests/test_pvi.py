@@ -226,7 +226,9 @@ def rows_in(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.long] if index % 3 else []) for index, form in enumerate(FORMS)]
+)
 def test_a_killed_run_ends_where_it_would_have_ended(tmp_path: Path, form: str) -> None:
     """Sites that come back with no memory change nothing: the server gives each its own factor."""
     whole = execute(tmp_path / "whole", **FORMS[form])
