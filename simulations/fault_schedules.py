@@ -9,7 +9,6 @@ What is done stands in the ledger, and is not done again; the page says all of i
 
 from __future__ import annotations
 
-import argparse
 import collections
 import logging
 import sys
@@ -22,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from ledger import done
+from ledger import command_line, done
 from schedules import METHODS, Schedule, drawn, ended
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,12 +67,8 @@ BOUNDS = (
 
 def main() -> None:
     """Do what is asked, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["lies", "schedules"], help="lies, schedules, or both")
+    parser = command_line(__doc__, ("lies", "schedules"), "fault_schedules")
     parser.add_argument("--count", type=int, default=500, help="schedules")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after so long")
-    parser.add_argument("--ledger", type=Path, help="file that keeps what was done")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "fault_schedules.md")
     chosen = parser.parse_args()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")

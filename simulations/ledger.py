@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def command_line(words: str | None, parts: Sequence[str], page: str) -> argparse.ArgumentParser:
+    """Which parts to do, until when, and which ledger and page to write."""
+    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=list(parts), help=f"all of {', '.join(parts)} if none is named")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after so long")
+    parser.add_argument("--ledger", type=Path, help="file that keeps what was done")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / f"{page}.md")
+    return parser
 
 
 def done(

@@ -8,7 +8,6 @@ through Flower's SuperLink and Ray. What is done stands in the ledger, and is no
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -25,7 +24,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from ledger import done
+from ledger import command_line, done
 from schedules import METHODS, keys_of
 
 from fedgp_flower.deploy.launch import simulate
@@ -38,12 +37,7 @@ ROWS = 5
 
 def main() -> None:
     """Do what is asked, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["rounds", "sites", "ray"], help="rounds, sites, ray")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after so long")
-    parser.add_argument("--ledger", type=Path, help="file that keeps what was done")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "load.md")
-    chosen = parser.parse_args()
+    chosen = command_line(__doc__, ("rounds", "sites", "ray"), "load").parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as scratch:
@@ -105,6 +99,24 @@ def told(folder: Path, started: float) -> dict[str, Any]:
     }
 
 
+def over_rounds(own: dict[str, Any]) -> tuple[str, ...]:
+    """Memory at the start, in the middle and at the end, and how far the second half spreads."""
+    memory = own["memory"]
+    half = len(memory) // 2
+    late = max(memory[half:]) / min(memory[half:]) - 1
+    return f"{memory[0]:.0f}", f"{memory[half - 1]:.0f}", f"{memory[-1]:.0f}", f"{late:+.1%}"
+
+
+def lines(
+    found: dict[str, dict[str, Any]], part: str, figures: Callable[[dict[str, Any]], tuple[str, ...]]
+) -> Iterator[str]:
+    """A line of a table for every run of a part."""
+    for what, own in found.items():
+        if what.startswith(part):
+            cells = what.split(" | ")[1], str(own["sites"]), str(own["failures"]), *figures(own), f"{own['wall']:.0f}"
+            yield f"| {' | '.join(cells)} |"
+
+
 def page(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     """What was done, as a page."""
     yield from (
@@ -117,12 +129,7 @@ def page(found: dict[str, dict[str, Any]]) -> Iterator[str]:
         "| method | sites | failures | MiB after round 1 | 100 | 200 | most of the last 100 over least | seconds |",
         "|---|---|---|---|---|---|---|---|",
     )
-    for what, own in found.items():
-        if what.startswith("rounds"):
-            memory = own["memory"]
-            late = max(memory[100:]) / min(memory[100:]) - 1
-            cells = f"{memory[0]:.0f} | {memory[99]:.0f} | {memory[-1]:.0f} | {late:+.1%} | {own['wall']:.0f}"
-            yield f"| {what.split(' | ')[1]} | {own['sites']} | {own['failures']} | {cells} |"
+    yield from lines(found, "rounds", over_rounds)
     yield from (
         "",
         "## 1000 sites, two rounds, one process",
@@ -130,10 +137,7 @@ def page(found: dict[str, dict[str, Any]]) -> Iterator[str]:
         "| method | sites | failures | test NLL | MiB after round 2 | seconds |",
         "|---|---|---|---|---|---|",
     )
-    for what, own in found.items():
-        if what.startswith("sites"):
-            cells = f"{own['nll']:.3f} | {own['memory'][-1]:.0f} | {own['wall']:.0f}"
-            yield f"| {what.split(' | ')[1]} | {own['sites']} | {own['failures']} | {cells} |"
+    yield from lines(found, "sites", lambda own: (f"{own['nll']:.3f}", f"{own['memory'][-1]:.0f}"))
     yield from ("", "## 200 sites through SuperLink and Ray, one round", "")
     for what, own in found.items():
         if what.startswith("ray"):

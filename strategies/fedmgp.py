@@ -305,6 +305,10 @@ class FedMGP(SharedLatents[PseudoState]):
     state_class = PseudoState
     implied: ClassVar[Mapping[str, Any]] = {"update": "pseudo-gradient", "final_rounds": 0}
 
+    def phase(self, state: PseudoState) -> PseudoState:
+        """All of it."""
+        return state
+
     def initialise(self, roster: Roster) -> Asking[PseudoState]:
         """Pseudo-inputs from where inputs lie, lengthscales from their spacing, q(u) from one unit."""
         return (yield from initialise(roster, self.plan))

@@ -416,6 +416,10 @@ class FedMGPExact(SharedLatents[ExactRun]):
     state_class = ExactRun
     implied: ClassVar[Mapping[str, Any]] = {"update": "exact"}
 
+    def phase(self, state: ExactRun) -> ExactRun:
+        """All of it."""
+        return state
+
     def initialise(self, roster: Roster) -> Asking[ExactRun]:
         """One start, at pseudo-inputs from where inputs lie."""
         inducing = yield from first_inducing(self.plan, roster)

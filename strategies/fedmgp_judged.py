@@ -17,7 +17,7 @@ import numpy as np
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.messages import decode, encode, message
-from fedgp_flower.methods.fedmgp.messages import PSEUDO_INPUTS, EitherCurveRequest, EitherView, Known
+from fedgp_flower.methods.fedmgp.messages import PSEUDO_INPUTS, EitherCurveRequest, EitherView
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.typing import NamedArrays
 from strategies import fedmgp_deviations, fedmgp_exact
@@ -42,31 +42,12 @@ class Judged:
     """None where they are not tried, or came to nothing."""
 
     @property
-    def shared(self) -> Shared:
-        """Latent functions of the convolved one."""
-        return self.convolved.shared
-
-    @property
-    def record(self) -> Record:
-        """Of the exact rounds."""
-        return self.convolved.record
-
-    @property
-    def bounds(self) -> tuple[float | None, list[float | None]]:
-        """Of the convolved one."""
-        return self.convolved.bounds
-
-    def known(self, site: str) -> Known:
-        """What the server knows of a unit's memory."""
-        return self.convolved.known(site)
-
-    @property
     def evidence(self) -> tuple[float, float] | None:
         """Bounds of the convolved one and of deviations; None where they are not of the same units."""
         bound, own = self.convolved.state.bound, self.deviations
-        if own is None or own.newton.bound is None or bound is None or not self.record.weights:
+        if own is None or own.newton.bound is None or bound is None or not self.convolved.record.weights:
             return None
-        counted = {site for site, weight in self.record.weights[-1].items() if weight}
+        counted = {site for site, weight in self.convolved.record.weights[-1].items() if weight}
         return (bound, own.newton.bound) if counted == set(own.newton.sites) else None
 
     @property
@@ -80,6 +61,10 @@ class FedMGPJudged(SharedLatents[Judged]):
 
     state_class = Judged
     implied: ClassVar[Mapping[str, Any]] = {"update": "exact", "covariance": "auto", "latents": 1}
+
+    def phase(self, state: Judged) -> ExactRun:
+        """The exact rounds of the convolved covariance."""
+        return state.convolved
 
     def initialise(self, roster: Roster) -> Asking[Judged]:
         """Both from the same pseudo-inputs; deviations along one input and for short series alone."""
@@ -119,7 +104,7 @@ class FedMGPJudged(SharedLatents[Judged]):
 
     def constants(self, state: Judged) -> NamedArrays:
         """The pseudo-inputs."""
-        return {PSEUDO_INPUTS: state.shared.latents.inducing}
+        return {PSEUDO_INPUTS: state.convolved.shared.latents.inducing}
 
     def public(self, state: Judged) -> NamedArrays:
         """Latent functions and q(u), or θ and q(u)."""
@@ -152,7 +137,7 @@ class FedMGPJudged(SharedLatents[Judged]):
         if state.deviating is None:
             return (yield from super().final(state, roster))
         view_of_all = EitherView(trend=state.deviating.view)
-        inducing = state.shared.latents.inducing
+        inducing = state.convolved.shared.latents.inducing
         return (yield from unit_curves(self, inducing, roster, lambda _, at: EitherCurveRequest(view_of_all, at)))
 
 

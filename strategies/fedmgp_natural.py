@@ -52,6 +52,10 @@ class FedMGPNatural(SharedLatents[NaturalState]):
     state_class = NaturalState
     implied: ClassVar[Mapping[str, Any]] = {"update": "pseudo-gradient", "parametrisation": "natural"}
 
+    def phase(self, state: NaturalState) -> NaturalState:
+        """All of it."""
+        return state
+
     def initialise(self, roster: Roster) -> Asking[NaturalState]:
         """Pseudo-inputs from where inputs lie, lengthscales from their spacing, q(u) from one unit."""
         return natural((yield from fedmgp.initialise(roster, self.plan)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
@@ -97,8 +98,8 @@ class Shared:
     posterior: Posterior
 
 
-class State(Protocol):
-    """What the states of all rounds have."""
+class Phase(Protocol):
+    """What every kind of round leaves."""
 
     @property
     def shared(self) -> Shared:
@@ -116,7 +117,7 @@ class State(Protocol):
         """What the server knows of a unit's memory."""
 
 
-S = TypeVar("S", bound=State)
+S = TypeVar("S")
 
 
 # Where a run starts.
@@ -247,9 +248,9 @@ def still(shape: tuple[int, ...]) -> Move:
     return Move(np.zeros(shape), 1.0, "gain")
 
 
-def view(state: State, site: str) -> View:
+def view(phase: Phase, site: str) -> View:
     """What a unit sees: with what it alone knows, all that predicts."""
-    return View(state.shared.latents, state.shared.posterior, state.known(site))
+    return View(phase.shared.latents, phase.shared.posterior, phase.known(site))
 
 
 def notice_fresh(fresh: Iterable[str], reports: Mapping[str, int]) -> None:
@@ -301,6 +302,10 @@ class SharedLatents(FederatedStrategy[S]):
         """How a round goes."""
         return Plan(self.config, self.preparation.rows)
 
+    @abstractmethod
+    def phase(self, state: S) -> Phase:
+        """The part of the state that holds latent functions and q(u) now."""
+
     def adjusted(self, preparation: Preparation) -> Preparation:
         """Targets are divided by their root mean square, and not centred."""
         return scaled(preparation, self.config, self.options)
@@ -308,31 +313,34 @@ class SharedLatents(FederatedStrategy[S]):
     def constants(self, state: S) -> NamedArrays:
         """Pseudo-inputs as they are, for the pooled baseline; a run whose sites are real has none."""
         wanted = self.preparation.simulated and self.config.baselines.pooled
-        return {PSEUDO_INPUTS: state.shared.latents.inducing} if wanted else {}
+        return {PSEUDO_INPUTS: self.phase(state).shared.latents.inducing} if wanted else {}
 
     def predictive(self, state: S, roster: Roster) -> Asking[Any]:
         """Each unit has its own view, but for totals."""
         yield from ()
-        return view(state, EVERYONE) if roster.totals_only else {site: view(state, site) for site in roster.everyone}
+        phase = self.phase(state)
+        return view(phase, EVERYONE) if roster.totals_only else {site: view(phase, site) for site in roster.everyone}
 
     def public(self, state: S) -> NamedArrays:
         """Latent functions and q(u)."""
-        return encode(state.shared)
+        return encode(self.phase(state).shared)
 
     def posterior_of(self, state: S) -> finalise.Posterior:
         """The saved posterior of g. It predicts no unit: that takes what the unit alone knows."""
-        latents, q = state.shared.latents, state.shared.posterior
+        phase = self.phase(state)
+        latents, q = phase.shared.latents, phase.shared.posterior
         mean, covariance = q.of_latents(latents)
-        arrays = {name: array for name, array in encode(state.shared).items() if name in MEANINGS}
+        arrays = {name: array for name, array in encode(phase.shared).items() if name in MEANINGS}
         arrays |= {"latents.mean": mean, "latents.covariance": covariance}
         whitened = {name: "whitened" for name in arrays if name.startswith("posterior.")}
-        known = {site: state.known(site).written() for site in self.preparation.rows}  # which φ_m a unit predicts with
+        known = {site: phase.known(site).written() for site in self.preparation.rows}  # which φ_m a unit predicts with
         model = {"family": "shared-latents", "kernel": "rbf", "jitter": latents.jitter, "known": known}
         return finalise.Posterior(arrays, MEANINGS, dict.fromkeys(arrays, "standardised") | whitened, EQUATION, model)
 
     def details_of(self, state: S) -> dict[str, Any]:
         """Bound, lengthscales, collapse, weights by round, and latent functions of one input."""
-        latents, record, arrays = state.shared.latents, state.record, self.preparation.arrays
+        phase, arrays = self.phase(state), self.preparation.arrays
+        latents, record = phase.shared.latents, phase.record
         if is_flat(record.flat):
             logger.warning(
                 "the model collapsed: in most units the noise explains the signal; lower `fedmgp.start-multiple`"
@@ -342,10 +350,10 @@ class SharedLatents(FederatedStrategy[S]):
                 "the model collapsed: held-out errors are larger than those of units that fit a GP of their own; try"
                 " more `fedmgp.starts`, `fedmgp.latents` or `model.num-inducing`"
             )
-        bound, bounds = state.bounds
+        bound, bounds = phase.bounds
         functions: list[dict[str, list[float]]] = []
         if latents.inducing.shape[1] == 1:
-            mean, covariance = state.shared.posterior.of_latents(latents)
+            mean, covariance = phase.shared.posterior.of_latents(latents)
             shape = len(latents.scales), len(latents.inducing)
             w = (latents.inducing[:, 0] * arrays["input.scale"][0] + arrays["input.mean"][0]).tolist()
             parts = zip(mean.reshape(shape), np.sqrt(np.diag(covariance)).reshape(shape), strict=True)
@@ -371,8 +379,9 @@ class SharedLatents(FederatedStrategy[S]):
 
     def final(self, state: S, roster: Roster) -> Asking[dict[str, Any]]:
         """Prediction along the one input, with and without the others, and rows, of the first simulated units."""
-        inducing = state.shared.latents.inducing
-        return (yield from unit_curves(self, inducing, roster, lambda site, at: CurveRequest(view(state, site), at)))
+        phase = self.phase(state)
+        inducing = phase.shared.latents.inducing
+        return (yield from unit_curves(self, inducing, roster, lambda site, at: CurveRequest(view(phase, site), at)))
 
 
 def unit_curves(

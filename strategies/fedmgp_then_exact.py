@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from fedgp_flower.messages import message
-from fedgp_flower.methods.fedmgp.messages import Known
 from strategies import fedmgp
 from strategies.fedmgp import PseudoState
 from strategies.fedmgp_exact import ExactRun, round_with, start_state
-from strategies.fedmgp_shared import Plan, Record, Shared, SharedLatents
+from strategies.fedmgp_shared import Plan, SharedLatents
 from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Figures, Roster
 
@@ -27,30 +26,6 @@ class TwoPhases:
 
     pseudo: PseudoState
     exact: ExactRun | None = None
-
-    @property
-    def phase(self) -> PseudoState | ExactRun:
-        """What goes on now."""
-        return self.exact or self.pseudo
-
-    @property
-    def shared(self) -> Shared:
-        """At θ, or as the exact rounds have it."""
-        return self.phase.shared
-
-    @property
-    def record(self) -> Record:
-        """Of both phases."""
-        return self.phase.record
-
-    @property
-    def bounds(self) -> tuple[float | None, list[float | None]]:
-        """Of the exact rounds."""
-        return self.phase.bounds
-
-    def known(self, site: str) -> Known:
-        """When the unit last answered, and with which move its parameters go on."""
-        return self.phase.known(site)
 
 
 def one_round(state: TwoPhases, roster: Roster, plan: Plan) -> Asking[tuple[TwoPhases, Figures]]:
@@ -80,6 +55,10 @@ class FedMGPThenExact(SharedLatents[TwoPhases]):
 
     state_class = TwoPhases
     implied: ClassVar[Mapping[str, Any]] = {"update": "pseudo-gradient"}
+
+    def phase(self, state: TwoPhases) -> PseudoState | ExactRun:
+        """What goes on now."""
+        return state.exact or state.pseudo
 
     def initialise(self, roster: Roster) -> Asking[TwoPhases]:
         """As Algorithm 2 begins."""

@@ -53,7 +53,7 @@ def keys(**changes: Any) -> dict[str, Any]:
 
 def shared(strategy: Any) -> tuple[Any, Any]:
     """Latent functions and q(u) now."""
-    own = strategy.current.shared
+    own = strategy.phase(strategy.current).shared
     return own.latents, own.posterior
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from fedgp_flower.options import Value
 
@@ -51,6 +53,15 @@ def least(actions: Mapping[str, Callable[[], object]], rounds: int = 12) -> dict
             action()
             best[name] = min(best[name], time.process_time() - started)
     return best
+
+
+def repeats_asked(words: str | None) -> int:
+    """``--repeats`` of the command line, for a benchmark that has no other option; from here on one thread computes."""
+    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    repeats: int = parser.parse_args().repeats
+    torch.set_num_threads(1)
+    return repeats
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -8,7 +8,6 @@ process, and the smallest of each is kept.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import gpytorch
 import numpy as np
 import torch
-from common import least, make_table, table, training_alone, write_page
+from common import least, make_table, repeats_asked, table, training_alone, write_page
 from flwr.app import ArrayRecord
 from gpytorch.distributions import MultivariateNormal
 from numpy.typing import ArrayLike
@@ -177,19 +176,16 @@ def whole_round(rows: int, inducing: int, sites: int, rounds: int, alone: float)
 
 def main() -> None:
     """Measure and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    repeats = repeats_asked(__doc__)
     with gpytorch.settings.max_cholesky_size(10**6):
-        alone = [row for size in SIZES for row in computation(*size, COUNTS.get(size, (10,)), chosen.repeats)]
+        alone = [row for size in SIZES for row in computation(*size, COUNTS.get(size, (10,)), repeats)]
         ten = {(row["rows"], row["M"]): row["sites and server, ms"] for row in alone if row["sites"] == 10}
-        whole = [whole_round(*size, 10, chosen.repeats + 1, ten[size]) for size in SIZES]
+        whole = [whole_round(*size, 10, repeats + 1, ten[size]) for size in SIZES]
     write_page(
         "evaluation",
         [
             "# One evaluation of the pooled bound with its gradient",
-            f"`python simulations/benchmarks/evaluation.py --repeats {chosen.repeats}`: one thread, processor time, RBF"
+            f"`python simulations/benchmarks/evaluation.py --repeats {repeats}`: one thread, processor time, RBF"
             " kernel, 8 inputs, least of repetitions in turns with the peer. All sites are in one process, which"
             " factorises K_zz once for all of them; sites on machines of their own do so once each. Agreement with"
             " GPyTorch at 1e-6 was asserted before.",

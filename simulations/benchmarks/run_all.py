@@ -9,7 +9,6 @@ and the page beside it. What has no peer is on pages of its own: ``trip.py``, ``
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any
 import gpytorch
 import numpy as np
 import torch
-from common import RESULTS, least, table, write_page
+from common import RESULTS, least, repeats_asked, table, write_page
 from evaluation import SIZES, Pooled, agreement, computation, federated, problem
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy
@@ -140,15 +139,12 @@ def figures(repeats: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, write JSON and page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    repeats = repeats_asked(__doc__)
     with gpytorch.settings.max_cholesky_size(10**6):
-        found = figures(chosen.repeats)
+        found = figures(repeats)
     (RESULTS / "benchmarks.json").write_text(json.dumps(found, indent=1) + "\n")
     words = (
-        f"`python simulations/benchmarks/run_all.py --repeats {chosen.repeats}`: one thread, processor time, least of"
+        f"`python simulations/benchmarks/run_all.py --repeats {repeats}`: one thread, processor time, least of"
         " repetitions in turns, ten sites in one process; `apart` is the largest difference of any number, as a part of"
         " the largest, and was at most 1e-6 before anything was timed."
     )
