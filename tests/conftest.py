@@ -1,4 +1,6 @@
-"""Shapes are code: while testing, jaxtyping checks every annotated shape of the mathematics at every call."""
+"""Shapes are code: while testing, jaxtyping checks every annotated shape of the mathematics, at every call of its own
+tests and in the first run of every Strategy.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from jaxtyping import config as shapes
 from jaxtyping import install_import_hook
 
 CHECKED = ("fedgp_flower.gp", "fedgp_flower.methods")
@@ -27,6 +30,28 @@ SLOWEST = ("test_deployment", "test_methods_simulation", "test_simulation", "tes
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slowest files first."""
     items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shapes_once() -> Iterator[None]:
+    """Later runs of a Strategy call what its first one did; checking them again would take a fifth of all time."""
+    from strategies.server.strategy import FederatedStrategy  # after the hook
+
+    start, checked = FederatedStrategy.start, set[type]()
+
+    def unchecked(self: FederatedStrategy[Any], *values: Any, **keywords: Any) -> Any:
+        """A run, with shapes checked if it is the first."""
+        before = shapes.jaxtyping_disable
+        shapes.update("jaxtyping_disable", before or type(self) in checked)
+        checked.add(type(self))
+        try:
+            return start(self, *values, **keywords)
+        finally:
+            shapes.update("jaxtyping_disable", before)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FederatedStrategy, "start", unchecked)
+        yield
 
 
 PIXEL = bytes.fromhex(

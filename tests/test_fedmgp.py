@@ -73,7 +73,7 @@ def theta(strategy: Any) -> Mapping[str, np.ndarray]:
 
 def weights(strategy: Any) -> list[Mapping[str, float]]:
     """By round."""
-    return list(strategy.current.record.weights)
+    return list(strategy.phase(strategy.current).record.weights)
 
 
 def memory(grid: FaultyGrid, strategy: Any, site: str, start: int = 0) -> Memory | None:
@@ -89,7 +89,7 @@ def known(grid: FaultyGrid, strategy: Any, site: str) -> tuple[UnitParameters | 
     prepared = Preparation.from_wire(strategy.preparation.arrays, strategy.preparation.schema)
     rows = load_site(strategy.config, context.node_config).encode(prepared)
     data = UnitData.build(rows.x, rows.y, latents.inducing)
-    about = strategy.current.known(site)
+    about = strategy.phase(strategy.current).known(site)
     kept = memory(grid, strategy, site, about.start)
     phi = None if kept is None else kept.agreed(data, about)
     return phi, data, rows

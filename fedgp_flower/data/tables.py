@@ -6,11 +6,14 @@ the server. A header that holds numbers may be a row of data, so its names are n
 
 from __future__ import annotations
 
+import csv
+import gzip
 import re
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
@@ -61,14 +64,9 @@ def _read_parquet(path: Path) -> pd.DataFrame:
 
 def _read_csv(path: Path) -> pd.DataFrame:
     try:
-        headers = {
-            mark: pd.read_csv(
-                path, sep=mark, header=None, nrows=1, dtype=str, keep_default_na=False, encoding="utf-8-sig"
-            ).iloc[0]
-            for mark in SEPARATORS
-        }
+        headers = {mark: _header(path, mark) for mark in SEPARATORS}
         separator = max(headers, key=lambda mark: len(headers[mark]))
-        names = _checked_header([str(cell) for cell in headers[separator]], path.name)
+        names = _checked_header(headers[separator], path.name)
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)
             return pd.read_csv(
@@ -94,6 +92,19 @@ def _read_csv(path: Path) -> pd.DataFrame:
         line = re.search(r"line (\d+)", str(error))
         row = f"data row {int(line.group(1)) - 1}" if line else "a row"
         raise DataError(f"{path.name}: {row} has more cells than the header; is a comma unquoted?") from None
+
+
+def _header(path: Path, separator: str) -> list[str]:
+    """Cells of the first line that is not blank."""
+    opened = gzip.open if path.name.endswith(".gz") else open
+    with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(cast(Iterable[str], file), delimiter=separator)
+        try:
+            return next(cells for cells in lines if cells)
+        except StopIteration:
+            raise pd.errors.EmptyDataError from None
+        except csv.Error as error:
+            raise ValueError(str(error)) from None
 
 
 def _checked_header(names: Sequence[str], file: str) -> list[str]:
