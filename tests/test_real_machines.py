@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -228,6 +228,17 @@ machines.become(([words[0], str(Path("dying.py").resolve()), *words[4:]], *rest)
 AGAIN = "while true; do {}; sleep 2; done"
 
 
+def assert_undisturbed(root: Path, keys: Sequence[str], folder: Path) -> None:
+    """A run's posterior is that of the same keys in one process."""
+    nodes = [{"data-path": str(root / site / f"{site}.csv"), "site": site} for site in SITES]
+    calm = complete_config({**parse_assignments([*keys, "method=fsgp", "target=y"]), "output-dir": str(root)}, root)
+    expected = read_arrays(run_in_process(calm, nodes=nodes) / "posterior.safetensors")
+    found = read_arrays(folder / "posterior.safetensors")
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-10, atol=1e-10, err_msg=name)
+
+
 @pytest.mark.parametrize("federation", [loopback], indirect=True)
 def test_one_kill_of_each_kind(federation: Federation) -> None:
     """SuperNode in its reply, ClientApp, ServerApp, SuperLink and launcher: the end is that of an undisturbed run."""
@@ -244,6 +255,9 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
     def rounds() -> int:
         return len(history.read_text().splitlines()) - 1 if history.exists() else 0
 
+    def round_after(before: int) -> float:
+        return awaited(lambda: rounds() > before)
+
     def kill(*words: str) -> None:
         awaited(lambda: federation.processes(*words))
         for process in federation.processes(*words):
@@ -257,16 +271,16 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
     missed = lambda: "is repeated: south missed it" in launcher_log.read_text()  # noqa: E731
     print(f"{awaited(missed):5.0f} s from the SuperNode's death in its reply to its being missed")
     before = rounds()
-    print(f"{awaited(lambda: rounds() > before):5.0f} s more until it has taken part again, and the round ends")
+    print(f"{round_after(before):5.0f} s more until it has taken part again, and the round ends")
     before = rounds()
     kill("fedgp_flower.deploy.pinned", "north")
-    print(f"{awaited(lambda: rounds() > before):5.0f} s from the ClientApp's death to the round's end")
+    print(f"{round_after(before):5.0f} s from the ClientApp's death to the round's end: its SuperNode starts another")
     kill("flwr-serverapp")
     print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s from the ServerApp's death to the launcher's words")
     assert launcher.returncode
     before = rounds()
     launcher = federation.begun("coordinator", f"{line} resume=true")
-    awaited(lambda: rounds() > before)
+    round_after(before)
     kill("patience", "superlink")
     print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s from the SuperLink's death to the launcher's words")
     awaited(lambda: "PROBLEM" not in federation.asked("coordinator", "fedgp deploy doctor"))
@@ -275,13 +289,7 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
     awaited(lambda: "running" in federation.asked("coordinator", "fedgp deploy status"))
     launcher.kill()
     awaited((history.parent / "posterior.safetensors").exists)
-    nodes = [{"data-path": str(root / site / f"{site}.csv"), "site": site} for site in SITES]
-    calm = complete_config({**parse_assignments([*keys, "method=fsgp", "target=y"]), "output-dir": str(root)}, root)
-    expected = read_arrays(run_in_process(calm, nodes=nodes) / "posterior.safetensors")
-    found = read_arrays(history.parent / "posterior.safetensors")
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-10, atol=1e-10, err_msg=name)
+    assert_undisturbed(root, keys, history.parent)
     metrics = json.loads((history.parent / "metrics.json").read_text())
     assert metrics["sites"] == len(SITES)
-    assert {failure["site"] for failure in metrics["failures"]} == {*SITES}
+    assert {failure["site"] for failure in metrics["failures"]} == {"south"}

@@ -48,7 +48,8 @@ def run_in_process(
     """
     logging.getLogger("flwr").setLevel(logging.WARNING)  # it logs every round
     config = parse_config(flat)
-    load_table(config).rows(config.split)  # a data set nobody can use is one error here, not one of every site
+    if not nodes:
+        load_table(config).rows(config.split)  # a data set nobody can use is one error here, not one of every site
     grid = InProcessGrid(client_app.app, flat, nodes or simulated_nodes(sites or natural_sites(config)))
     return server_app.execute(grid, flat, progress, lambda folder: grid.keep_states(folder / "sites"))
 
