@@ -47,6 +47,7 @@ COLUMNS = {
     "membership by nearest pseudo-observation": "nearest",
     "x of rows": "x",
     "x and y of rows": "x and y",
+    "membership by rows found in sums": "found",
 }
 LINES = [
     f"`python simulations/attacks.py --data-dir DIR --sets {' '.join(SETS)}`",
@@ -57,7 +58,9 @@ LINES = [
     " best by loss; of ten sites of few rows it is by luck alone well above .5. *x*, *x and y*: median distance from a"
     " row of the smallest site to the nearest one found in the sums, over that of as many held-out rows; *chance* is"
     " the same from the sum of all other sites, which has none of these rows. Under masks the server has the total,"
-    " which is what a reader has of `fsgp`; with ε both are drawn anew. Empty: there is nothing to attack.",
+    " which is what a reader has of `fsgp`; with ε both are drawn anew. Empty: there is nothing to attack. That"
+    " chance is one draw of the same search, and single runs lie on either side of it; the AUC of rows found against"
+    " strangers, over several splits, stands in [attacks_chance.md](attacks_chance.md).",
 ]
 
 
@@ -92,7 +95,7 @@ def found() -> Iterator[dict[str, Any]]:
                 continue
             row: dict[str, Any] = {"data": name, "run": arm}
             for own in json.loads(path.read_text())["attacks"]:
-                column = COLUMNS[own["name"].partition(" from")[0]]
+                column = COLUMNS[own["name"].partition(" from")[0].partition(",")[0]]
                 row |= {f"{column}: server": own["server"], f"{column}: reader": own["reader"]}
                 if column.startswith("x"):
                     row[f"{column}: chance"] = own["chance"]

@@ -13,7 +13,7 @@ from fedgp_flower.data.sites import SiteData
 from fedgp_flower.errors import RunError
 from fedgp_flower.methods.fedmgp.latents import Latents
 from fedgp_flower.methods.fedmgp.unit import features, squared_gaps
-from fedgp_flower.privacy.attacks import Seen, Sums, attacked, auc, reconstruction
+from fedgp_flower.privacy.attacks import Seen, Sums, attacked, auc, reconstruction, spread
 from fedgp_flower.run.attack import attack
 from fedgp_flower.run.in_process import run_in_process
 
@@ -48,10 +48,13 @@ def test_sums_of_few_rows_are_the_rows(rows):
         k = of_row(x)
         return Sums(k.T @ k, k.T @ y, of_row)
 
-    x, both = reconstruction(sums(site), site, many, rng)
+    x, both, recognised = reconstruction(sums(site), site, many, rng)
     assert x < 0.02
     assert both < 0.1
-    assert reconstruction(sums(site, many), site, many, rng)[0] > 0.3
+    assert recognised > 0.9
+    distance, _, hidden = reconstruction(sums(site, many), site, many, rng)
+    assert distance > 0.3
+    assert abs(hidden - 0.5) < 4 * spread(rows, len(many.x_test))
 
 
 def test_a_predictor_that_remembers_rows_betrays_them():
@@ -109,5 +112,7 @@ def test_first_statistics_of_a_small_unit_betray_its_rows_unless_masked(tmp_path
     masked = attack(run_in_process(flat | {"name": "masked", "privacy.secure-aggregation": True}, 6))
     assert plain[0].name.startswith("x of rows")
     assert plain[0].server < 0.2
+    assert plain[-1].server > 0.7
+    assert abs(masked[-1].server - 0.5) < 0.2
     assert masked[0].server > 0.8 * masked[0].chance  # what the others' sum says, which has none of these rows
     assert plain[0].reader is None

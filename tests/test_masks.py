@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from flwr.app import Context, RecordDict
 from scipy.stats import chi2
 
+from fedgp_flower.clients import masking
 from fedgp_flower.errors import ConfigError, NumericsError, ProtocolError
 from fedgp_flower.privacy import masks
 from fedgp_flower.privacy.keys import Identity, Member, Trust, fingerprint
@@ -271,6 +275,32 @@ def test_within_a_question_the_roster_may_only_shrink():
     for roster in (SITES, ("a", "b", "c", "e")):
         with pytest.raises(ProtocolError, match="does not shrink"):
             asked(shrunk(*roster), smaller)
+
+
+def test_two_questions_at_once_are_answered_one_after_the_other(tmp_path):
+    """Flower starts a process for each message: each has a Context of its own, and they share the folder alone."""
+    began, told = threading.Event(), {}
+    node = {"partition-id": 0, "num-partitions": 5, "site": "a", "state-dir": str(tmp_path)}
+
+    def slowly():
+        began.set()
+        time.sleep(0.1)
+        raise NumericsError("nothing to add")
+
+    def answer(sites):
+        context = Context(run_id=1, node_id=1, node_config=dict(node), state=RecordDict(), run_config={})
+        try:
+            masking.answered(replace(QUESTION, members=members(sites=sites)), context, slowly)
+        except ProtocolError as error:
+            told[sites] = str(error)
+
+    first = threading.Thread(target=answer, args=(("a", "b", "c"),))
+    first.start()
+    began.wait()
+    answer(("a", "b", "d"))
+    first.join()
+    assert list(told) == [("a", "b", "d")]
+    assert "does not shrink" in told["a", "b", "d"]
 
 
 def test_the_third_change_of_the_roster_is_refused():

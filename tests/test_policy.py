@@ -237,6 +237,18 @@ def test_histograms_of_every_answer_are_coarse():
     assert said["nll"] == 2.0
 
 
+def test_cells_of_the_sketch_hold_as_many_rows_as_the_policy_wants(tmp_path):
+    nodes = csv_nodes(tmp_path, {site: waves(100, seed) for seed, site in enumerate("ab")}, "")
+    (tmp_path / "b.toml").write_text("least-cell = 11")
+    nodes[1]["policy"] = str(tmp_path / "b.toml")
+    flat = configured(sites=2, fsgp__objective="profiled", model__num_inducing=3, num_server_rounds=0)
+    grid = Transcript(flat, nodes)
+    run(grid)
+    found = {site: own.content["arrays"]["rows"].numpy() for site, kind, own in grid.replies if kind == "query.sketch"}
+    assert 5 <= found["a"][found["a"] > 0].min() < 11
+    assert found["b"][found["b"] > 0].min() >= 11
+
+
 def test_few_held_out_rows_are_not_scored():
     own = rules(Policy())
     assert len(own.site(site_of(hospital(1))).test) == 0

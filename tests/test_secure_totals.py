@@ -306,7 +306,7 @@ def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):
     strategy = run(FaultyGrid(flat, 4))
     assert blamed(strategy) == {}
     assert strategy.details()["privacy"]["empty_summands"] == 1
-    assert any("nobody knows whose" in line for line in strategy.outcome.metrics["warnings"])
+    assert any("were empty. No message says whose" in line for line in strategy.outcome.metrics["warnings"])
     rows = strategy.preparation.rows
     assert float(strategy.last[1].count) == sum(rows.values()) - rows["2"]
 
@@ -334,6 +334,39 @@ def test_a_total_that_no_rows_have_ends_the_run(monkeypatch):
     )
     with pytest.raises(RunError, match=r"not a Gram matrix\. Under masks no site can be named"):
         run(FaultyGrid(configured(**MASKED), 4))
+
+
+class Aside(Transcript):
+    """Tells one site alone something else beside a question that all are asked."""
+
+    aside: Any = None
+
+    def arrival(self, message: Message) -> Message | None:
+        told = message.content.config_records["config"]
+        if message.metadata.message_type == "query.statistics" and message.metadata.dst_node_id == self.node_of("1"):
+            self.aside(told)
+        return super().arrival(message)
+
+
+@pytest.mark.parametrize(
+    "aside",
+    [
+        lambda told: told.pop("context", None),
+        lambda told: told.update(configuration='{"method": "fsgp", "model.kernel": "linear"}'),
+        lambda told: told.update(configuration='{"method": "fsgp", "test-fraction": 0.9}'),
+    ],
+    ids=["no context", "another kernel", "other rows"],
+)
+def test_what_is_said_beside_a_question_never_takes_a_site_out_of_a_total(aside):
+    """The masks are bound to the context: words beside it could make one site add nothing, or something else."""
+    grid = Aside(configured(**MASKED, num_server_rounds=2), 5)
+    grid.aside = aside
+    strategy = run(grid)
+    assert any("the context that all sites share, and by nothing beside it" in own for own in blamed(strategy)["1"])
+    assert strategy.details()["privacy"]["empty_summands"] == 0
+    assert "1" in strategy.details()["privacy"]["left_out"]
+    assert float(strategy.last[1].count) == sum(n for site, n in strategy.preparation.rows.items() if site != "1")
+    assert not any("masked" in own.content.array_records.get("arrays", {}) for own in grid.of("query.statistics", "1"))
 
 
 def test_words_that_do_not_cancel_end_the_run():

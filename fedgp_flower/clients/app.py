@@ -116,6 +116,8 @@ class SiteApp(ClientApp):
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Arrays, numbers and texts of the reply."""
         given: dict[str, Any] = {**message.content.config_records["config"]}
+        if masking.REQUEST in given:
+            masking.require_shared(given)
         flat = self._configuration(message, context)
         config = _parsed(json.dumps(flat, sort_keys=True))
         kind = message.metadata.message_type

@@ -1,15 +1,19 @@
 """A site's half of totals under masks: who it is, what it refuses, and what it remembers of a run.
 
 What a site has answered stands in the node's Context and, with ``state-dir``, on its disk *before* the reply leaves:
-a site that forgets can be asked the same under another roster. The same request gets the same bytes.
+a site that forgets can be asked the same under another roster. The same request gets the same bytes. With ``state-dir``
+one question of a run is answered at a time, also where Flower starts a process for each: two that were asked at once
+would not know of each other.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +48,8 @@ from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
 
+CONTEXT, CONFIGURATION = "context", "configuration"
+"""Config key of a message that names what all sites share, and that of settings a message brings by itself."""
 REQUEST, MEMBERS, ANSWERS, LAYOUT = "masked", "members", "answers", "layout"
 """Config key of a request, of the context's roster, and of a reply: H, and the layout where the server has none."""
 WORDS = "masked"
@@ -118,6 +124,22 @@ def require_masks(context: Context, wanted: bool, kind: str, public: bool) -> No
         )
 
 
+def require_shared(config: Mapping[str, Any]) -> None:
+    """Refuse a question under masks that is understood by anything but the context, which its masks are bound to.
+
+    A site that were told of other settings, or of no scales, would add another summand or none, under masks that
+    cancel: from that total and the one before follows what it adds.
+
+    Raises:
+        ProtocolError: the message names no context, or brings settings of its own.
+    """
+    if CONTEXT not in config or CONFIGURATION in config:
+        raise ProtocolError(
+            "a question under masks is understood by the context that all sites share, and by nothing beside it; this"
+            f" one {'brings a configuration' if CONFIGURATION in config else 'names no context'}"
+        )
+
+
 class Journal:
     """What a site remembers of the masked questions of a run, and its latest reply."""
 
@@ -135,6 +157,17 @@ class Journal:
             texts.append((self.folder / f"{self.name}.json").read_text(encoding="utf-8"))
         found = [TypeAdapter(History).validate_json(text) for text in texts if text]
         return max(found, key=lambda own: (own.number, own.changes), default=History(self.run))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else answers a question of this run meanwhile, as far as a folder can tell."""
+        if self.folder is None:
+            yield
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{self.name}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def reply(self, digest: str) -> masks.Words | None:
         """The words that were sent in answer to the question with this hash, if they are still here."""
@@ -198,14 +231,15 @@ def answered(
     """
     guard, journal = Guard.of(context.node_config), Journal(context, question.run)
     member = guard.identity.member(question.run, guard.site)
-    history = admitted(question, member, guard.trust, guard.policy, journal.history)
     texts: dict[str, Any] = {ANSWERS: question.digest}
-    words = journal.reply(question.digest)
-    if words is None or question.layout is None:
-        plain, layout = _summand(question, answer)
-        words = question.masked(plain, guard.identity, guard.site) if words is None else words
-        texts |= {LAYOUT: json.dumps(layout)} if question.layout is None else {}
-    journal.keep(history, words)
+    with journal.alone():
+        history = admitted(question, member, guard.trust, guard.policy, journal.history)
+        words = journal.reply(question.digest)
+        if words is None or question.layout is None:
+            plain, layout = _summand(question, answer)
+            words = question.masked(plain, guard.identity, guard.site) if words is None else words
+            texts |= {LAYOUT: json.dumps(layout)} if question.layout is None else {}
+        journal.keep(history, words)
     return {WORDS: words}, {"num-examples": 0}, texts
 
 

@@ -177,6 +177,12 @@ class SiteClient(NumPyClient):
         return self.site.num_examples
 
     @property
+    def least_cell(self) -> int:
+        """Rows that its policy wants in a cell; 0 where there is none."""
+        rules = self.setting.rules
+        return rules.policy.least_cell if rules is not None and rules.active else 0
+
+    @property
     def preparation(self) -> Preparation:
         """What the sites agreed on.
 

@@ -50,9 +50,9 @@ def centres_of(points: Array, count: int, rng: np.random.Generator) -> Array:
     return centres
 
 
-def grouped(inputs: Array) -> Indices:
-    """The cell of every row, [N]: halves of halves at the median of the widest principal axis."""
-    least = max(LEAST_ROWS, math.ceil(len(inputs) / MOST_CELLS))
+def grouped(inputs: Array, least: int = LEAST_ROWS) -> Indices:
+    """The cell of every row, [N]: halves of halves at the median of the widest principal axis, of ``least`` rows."""
+    least = max(least, math.ceil(len(inputs) / MOST_CELLS))
     waiting, labels, count = [np.arange(len(inputs))], np.zeros(len(inputs), dtype=np.int64), 0
     while waiting:
         rows = waiting.pop()
@@ -66,9 +66,9 @@ def grouped(inputs: Array) -> Indices:
     return labels
 
 
-def cells(inputs: Array, anchors: Array) -> tuple[Array, Array, Array]:
+def cells(inputs: Array, anchors: Array, least: int = LEAST_ROWS) -> tuple[Array, Array, Array]:
     """Rows [C], Σx [C, D] and Σx² [C, D] of the cells of rows [N, D], in the slots of their nearest anchors [C, D]."""
-    labels = grouped(inputs)
+    labels = grouped(inputs, least)
     count = int(labels.max()) + 1
     rows, *moments = (summed(labels, own, count) for own in (np.ones(len(inputs)), inputs, np.square(inputs)))
     slots = nearest(moments[0] / rows[:, None], anchors)

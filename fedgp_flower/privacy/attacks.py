@@ -5,11 +5,14 @@ is the AUC, .5 at chance. Rows are told from sums W Wᵀ of N rows as directions
 Schmidt, *Multiple emitter location and signal parameter estimation*, 1986): x is one of them where a(x) = L⁻¹ k(Z, x)
 lies in the range of the sum, which it does everywhere once N reaches M; y is aᵀ (W Wᵀ)⁺ W y there. A figure is the
 distance from a row to the nearest one found, over that of as many held-out rows; at chance it is what the sum of all
-other sites gives, which knows nothing of these rows.
+other sites gives, which knows nothing of these rows: one more draw of the same search. Whether rows found are those of
+the site is told without it, by the AUC of the distance to the nearest of them, members against strangers: .5 where both
+are of one population and the search knows neither.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -98,8 +101,13 @@ def search(sums: Sums, number: int, starts: Array) -> Array:
     return np.stack(kept)
 
 
-def reconstruction(sums: Sums, rows: SiteData, strangers: SiteData, rng: np.random.Generator) -> tuple[float, float]:
-    """Median distance from a row's x, and from its (x, y), to what was found, each over that of held-out rows."""
+def reconstruction(
+    sums: Sums, rows: SiteData, strangers: SiteData, rng: np.random.Generator
+) -> tuple[float, float, float]:
+    """Median distance from a row's x, and from its (x, y), to what was found, over that of held-out rows; an AUC.
+
+    The AUC is of how near to what was found x is, rows against held-out rows.
+    """
     starts = rng.uniform(strangers.x.min(0) - 0.2, strangers.x.max(0) + 0.2, (STARTS, rows.x.shape[1]))
     found = search(sums, len(rows.x), starts)
     y = sums.features(found) @ np.linalg.lstsq(sums.gram, sums.projection, rcond=RANK)[0]
@@ -108,7 +116,17 @@ def reconstruction(sums: Sums, rows: SiteData, strangers: SiteData, rng: np.rand
     draws = [others[rng.choice(len(others), min(len(found), len(others)), replace=False)] for _ in range(DRAWS)]
     width = rows.x.shape[1]
     chance = [float(np.mean([_near(wanted[:, :d], own[:, :d]) for own in draws])) for d in (width, width + 1)]
-    return _near(wanted[:, :width], found) / chance[0], _near(wanted, both) / chance[1]
+    recognised = auc(-_distance(rows.x, found), -_distance(strangers.x, found))
+    return _near(wanted[:, :width], found) / chance[0], _near(wanted, both) / chance[1], recognised
+
+
+def spread(members: int, strangers: int) -> float:
+    """The standard deviation of an AUC at chance, by ranks (Mann and Whitney 1947).
+
+    >>> round(spread(15, 200), 3)
+    0.077
+    """
+    return math.sqrt((members + strangers + 1) / (12 * members * strangers))
 
 
 def _near(rows: Array, found: Array) -> float:
@@ -183,7 +201,7 @@ def attacked(
         found.append(Attack("membership by likelihood ratio", "AUC", 0.5, whole, None, each))
     told("nearest pseudo-observation", nearness, "points")
     figures = [
-        (None, None)
+        (None, None, None)
         if own.sums is None
         else reconstruction(own.sums, sites[smallest], held_out, np.random.default_rng([seed, *b"attack"]))
         for own in (server[smallest], reader, others)
@@ -195,6 +213,9 @@ def attacked(
             found.append(
                 Attack(words, "distance over that of strangers", 1.0 if chance is None else chance, seen, read)
             )
+    if figures[0][2] is not None or figures[1][2] is not None:
+        words = f"membership by rows found in sums, smallest site ({len(sites[smallest].x)} rows)"
+        found.append(Attack(words, "AUC", 0.5, figures[0][2], figures[1][2]))
     return found
 
 

@@ -185,7 +185,7 @@ class Masking:
         silent = len(sites) - count
         self.silences += silent
         if silent:
-            logger.warning("%d of %d sites added nothing to `%s`; no one knows which", silent, len(sites), name)
+            logger.warning("%d of %d sites added nothing to `%s`; no message says which", silent, len(sites), name)
         if count == 0:
             return Summed(None, ())
         try:
@@ -219,7 +219,10 @@ class Masking:
             for site, why in self.left_out.items()
         ]
         if self.silences:
-            said.append(f"{self.silences} summand(s) under masks were empty; nobody knows whose.")
+            said.append(
+                f"{self.silences} summand(s) under masks were empty. No message says whose, but the number of rows in a"
+                " total may; totals with and without them differ by what that site adds."
+            )
         return said
 
     def facts(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Summed(Generic[A]):
     total: A | None
     sites: tuple[str, ...]
     silent: int = 0
-    """How many of these sites added nothing; nobody knows which."""
+    """How many of these sites added nothing; no message says which."""
 
 
 @dataclass(frozen=True, slots=True)

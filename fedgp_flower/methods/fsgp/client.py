@@ -10,7 +10,7 @@ from numpy import ndarray
 
 from fedgp_flower.clients.numpy_client import Prediction
 from fedgp_flower.gp import sparse
-from fedgp_flower.gp.cells import cells
+from fedgp_flower.gp.cells import LEAST_ROWS, cells
 from fedgp_flower.gp.latent import sparse_gp
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
@@ -79,7 +79,7 @@ class FSGPClient(DualClient):
     def sketch(self, request: Anchors) -> Sketch:
         """Cells of this site's rows, and the mode of a GP of them alone with its curvature."""
         inputs, targets = self.tensors
-        found = cells(self.rows.x, request.points)
+        found = cells(self.rows.x, request.points, max(LEAST_ROWS, self.least_cell))
         mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
         return Sketch(*found, *mode)
 
