@@ -161,9 +161,8 @@ class SiteClient(NumPyClient):
 
     def answers_publicly(self, kind: str) -> bool:
         """Whether an answer of a kind says nothing of the rows."""
-        name = kind.partition(".")[2] or kind
-        answer = typing.get_type_hints(getattr(self, name)).get("return") if is_answered(type(self), name) else None
-        return is_message(answer) and is_public(typing.cast(type, answer))
+        answer = answer_class(type(self), kind.partition(".")[2] or kind)
+        return answer is not None and is_public(answer)
 
     def _request(self, handler: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
         request = request_class(type(self), handler)
@@ -187,7 +186,7 @@ class SiteClient(NumPyClient):
             raise ProtocolError("the message names no agreed columns and scales")
         return self.setting.preparation
 
-    @property
+    @cached_property
     def rows(self) -> SiteData:
         """The site's rows, standardised as the sites agreed."""
         return self.site.encode(self.preparation)
@@ -392,6 +391,15 @@ def request_class(client: type[SiteClient], handler: str) -> Any:
     hints = typing.get_type_hints(function) if callable(function) else {}
     hint = hints.get("request")
     return hint if is_message(hint) else None
+
+
+@cache
+def answer_class(client: type[SiteClient], handler: str) -> Any:
+    """The class of a handler's answer; None where that is no message, or the name no handler."""
+    if not is_answered(client, handler):
+        return None
+    answer = typing.get_type_hints(getattr(client, handler)).get("return")
+    return answer if is_message(answer) else None
 
 
 def scored(scores: Scores, **more: float) -> Said:

@@ -124,13 +124,14 @@ def site_id(node_config: Mapping[str, Value]) -> str:
     return str(node_config.get("partition-id", ""))
 
 
-def load_site(config: CoreConfig, node_config: Mapping[str, Value]) -> RawSite:
+def load_site(config: CoreConfig, node_config: Mapping[str, Value], run: str = "") -> RawSite:
     """The rows of this node.
 
     Args:
         config: the run configuration.
         node_config: ``data-path`` (and ``test-path``, ``site``, ``label``) of a real site, else ``partition-id`` and
             ``num-partitions`` of a simulated one.
+        run: Whose messages are answered; simulated sites look once a run whether their table's file has changed.
 
     Raises:
         DataError: the node is neither, or its rows cannot be used.
@@ -138,7 +139,8 @@ def load_site(config: CoreConfig, node_config: Mapping[str, Value]) -> RawSite:
     if "data-path" in node_config:
         return _real_site(config, site_id(node_config), {key: str(value) for key, value in node_config.items()})
     if "partition-id" in node_config and "num-partitions" in node_config:
-        return _simulated_site(config, int(node_config["partition-id"]), int(node_config["num-partitions"]))
+        share = int(node_config["partition-id"]), int(node_config["num-partitions"])
+        return _site_of_run(run, config, *share) if run else _simulated_site(config, *share)
     raise DataError(
         "the node configuration names no data: it needs `data-path` (a real site),"
         " or `partition-id` and `num-partitions` (a simulated one)"
@@ -204,6 +206,12 @@ def _hold_out(rows: int, config: CoreConfig, site: str) -> tuple[Indices, Indice
 def _usable(site: RawSite, where: str) -> RawSite:
     require_rows(len(site.train), LEAST_ROWS, where)
     return site
+
+
+@lru_cache(maxsize=1024)
+def _site_of_run(run: str, config: CoreConfig, site: int, partitions: int) -> RawSite:
+    del run
+    return _simulated_site(config, site, partitions)
 
 
 def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
+from fedgp_flower.records import array_record, record_of, settings_of
 from strategies.server.context import SharedContext, lacks
 from strategies.server.evaluation import natural_order
 from strategies.server.wire import (
@@ -28,7 +29,6 @@ from strategies.server.wire import (
     again,
     answer,
     answers,
-    array_record,
     arrays_refusal,
     claimed_site,
     content_bytes,
@@ -184,7 +184,7 @@ class Network:
 
     def site_of(self, message: Message) -> str:
         """The site that sent a reply."""
-        return str(message.content.config_records["config"]["site"])
+        return str(settings_of(message)["site"])
 
     def ask(
         self,
@@ -300,7 +300,7 @@ class Network:
             return f"no reply within {self.timeout:g} s"
         if reply.has_error():
             return f"the site's process failed: {last_line(reply.error.reason)}"
-        config = reply.content.config_records.get("config", ConfigRecord())
+        config = record_of(reply.content, "config", ConfigRecord) or ConfigRecord()
         if "error" in config:
             return str(config["error"])
         return (
@@ -312,7 +312,7 @@ class Network:
 
     @staticmethod
     def _content_refusal(reply: Message, config: ConfigRecord, site: str | None) -> str | None:
-        if not config.get("site") or "arrays" not in reply.content.array_records:
+        if not config.get("site") or record_of(reply.content, "arrays", ArrayRecord) is None:
             return "the reply lacks the records `arrays`, `metrics`, `config`"
         if lacks(reply):
             return "it lacks what it was sent once, and was sent again"
@@ -353,11 +353,11 @@ class Network:
 
     def _note(self, reply: Message) -> None:
         """What a valid reply says besides its answer: seconds and repairs, single numbers and finite; a warning."""
-        warning = reply.content.config_records["config"].get("warning")
+        warning = settings_of(reply).get("warning")
         if warning is not None and self.site_of(reply) not in self.warned.setdefault(str(warning)[:300], set()):
             self.warned[str(warning)[:300]].add(self.site_of(reply))
             logger.warning("site %s: %s", self.site_of(reply), str(warning)[:300])
-        for name, value in reply.content.metric_records["metrics"].items():
+        for name, value in reply.content["metrics"].items():
             if name == "seconds":
                 self.site_seconds += float(value)  # type: ignore[arg-type]
             elif name.startswith("repairs."):
@@ -367,7 +367,7 @@ class Network:
 
 def echo_of(message: Message) -> Texts:
     """What the reply to a message must repeat."""
-    config = message.content.config_records["config"]
+    config = settings_of(message)
     return {name: config[name] for name in ECHOED}  # type: ignore[misc]
 
 
