@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from flwr.common import NDArrays
 from flwr.common.typing import Scalar as FlowerScalar
 from numpy.typing import NDArray
 
-from fedgp_flower.clients import baselines
 from fedgp_flower.clients.counts import count_scores
 from fedgp_flower.clients.latent_scores import latent_scores
 from fedgp_flower.clients.state import SiteState
@@ -32,7 +31,7 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import build_kernel, wire_name
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.sums import input_shape
-from fedgp_flower.lazy import special
+from fedgp_flower.lazy import Lazy, special
 from fedgp_flower.messages import decode, encode, is_message, is_public, join, split
 from fedgp_flower.methods.linear import (
     Coefficients,
@@ -58,6 +57,11 @@ from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.metrics import Scores, bernoulli_scores, gaussian_scores, mixture_scores
 from fedgp_flower.transforms import TRANSFORMS, Transform
 from fedgp_flower.typing import NamedArrays
+
+if TYPE_CHECKING:
+    from fedgp_flower.clients import baselines
+else:
+    baselines = Lazy("fedgp_flower.clients.baselines")
 
 CERTAIN = 30.0
 """Log odds beyond which a linear predictor goes no further: a wrong certainty would have an infinite NLL."""
