@@ -246,14 +246,13 @@ class Network:
         begun = time.monotonic()
         ids = list(self.grid.push_messages(messages))
         replies: dict[str, Message] = {}
-        deadline, pause = time.monotonic() + self.timeout, 0.01
+        deadline = begun + self.timeout
         while len(replies) < len(ids) and time.monotonic() < deadline:
             waiting = [i for i in ids if i not in replies]
             arrived = [reply for reply in self.grid.pull_messages(waiting) if _answers(reply, waiting)]
             replies |= {reply.metadata.reply_to_message_id: reply for reply in arrived}
             if not arrived:
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.5)
+                time.sleep(pause_after(time.monotonic() - begun))
         self.trips.append(time.monotonic() - begun)
         self.traffic.bytes_up += sum(content_bytes(reply) for reply in replies.values())
         return [replies.get(i) for i in ids]
@@ -363,6 +362,11 @@ class Network:
             elif name.startswith("repairs."):
                 key = name.removeprefix("repairs.")
                 self.repairs[key] = self.repairs.get(key, 0) + int(value)  # type: ignore[arg-type]
+
+
+def pause_after(seconds: float) -> float:
+    """Seconds until the next look for replies that have not come for so long: a reply is late by a twentieth."""
+    return min(max(seconds / 20, 0.01), 0.5)
 
 
 def echo_of(message: Message) -> Texts:

@@ -41,7 +41,7 @@ from strategies.server.evaluation import Evaluation, of_all
 from strategies.server.finalise import Posterior
 from strategies.server.keywords import configured, documented, signature
 from strategies.server.masking import MEMBERS, TRUST, MaskedContract, Masking
-from strategies.server.network import Expected, Network, echo_of
+from strategies.server.network import Expected, Network, echo_of, pause_after
 from strategies.server.questions import Asking, Each, Figures, First, Question, Refuse, Roster, Summed, Total
 from strategies.server.wire import Answer, Specs, Texts, answers, claimed_site
 
@@ -643,7 +643,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         self._require_clear(question.answer)
         for site, request in question.requests.items():
             self._push(site, question.answer, request)
-        pause = 0.01
+        begun = time.monotonic()
         while True:
             self.arrived = self.arrived or self.network.pull(self.outstanding)
             if self.arrived:
@@ -661,8 +661,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
             lost = self._lost()
             if lost is not None:
                 return lost, None
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.5)
+            time.sleep(pause_after(time.monotonic() - begun))
 
     def _push(self, site: str, answer: type, request: Any) -> None:
         message = self._message(site, kind_of(answer), request)
