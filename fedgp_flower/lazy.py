@@ -1,4 +1,4 @@
-"""Libraries that few messages need: imported when one of their names is first read.
+"""What few messages need: imported when one of its names is first read.
 
 Flower starts a process for each message of a real site, so that what a module imports is paid for every time.
 """

@@ -20,7 +20,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
 import numpy as np
@@ -120,6 +120,10 @@ class _Field:
     as_sent: bool
     within: float | str
     has_default: bool
+    letters: tuple[str, ...] = ()
+    """Of the shape of an array."""
+    dtypes: frozenset[str] = frozenset()
+    """Names of the types that an array may have, of floating-point ones float64 alone."""
 
 
 @cache
@@ -138,7 +142,10 @@ def _field(own: dataclasses.Field[Any], hint: Any) -> _Field:
     has_default = own.default is not dataclasses.MISSING or own.default_factory is not dataclasses.MISSING
     facts = own.metadata
     marks = facts.get("symmetric", False), facts.get("as_sent", False), facts.get("within", np.inf)
-    return _Field(own.name, form, inner, optional, facts.get("meaning", ""), *marks, has_default)
+    shape = tuple(inner.dim_str.split()) if form in ("array", "arrays") else ()
+    wanted = inner.dtypes if form in ("array", "arrays") else ()
+    dtypes = frozenset(name for name in wanted if name == "float64" or "float" not in name)
+    return _Field(own.name, form, inner, optional, facts.get("meaning", ""), *marks, has_default, shape, dtypes)
 
 
 def _form(hint: Any) -> tuple[str, Any]:
@@ -297,18 +304,17 @@ class _Reader:
 
     def _array(self, own: _Field, name: str, array: NDArray[Any]) -> NDArray[Any]:
         self.seen.add(name)
-        if own.symmetric:
-            array = self._unpacked(name, array)
-        wanted = [name for name in own.inner.dtypes if name == "float64" or "float" not in name]
-        if str(array.dtype) not in wanted:
+        size = self._size(name, array) if own.symmetric else 0
+        if _name(array.dtype) not in own.dtypes:
+            wanted = [dtype for dtype in own.inner.dtypes if dtype in own.dtypes]
             raise self._error(name, f"type {array.dtype}, expected {' or '.join(wanted)}")
-        self._match(name, array.shape, own.inner.dim_str.split())
+        self._match(name, (size, size) if own.symmetric else array.shape, own.letters)
         if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
             raise self._error(name, f"{int((~np.isfinite(array)).sum())} of {array.size} entries are not finite")
-        return array
+        return array[_places(size)[1]] if own.symmetric else array
 
-    def _match(self, name: str, shape: tuple[int, ...], letters: Sequence[str]) -> None:
-        if list(letters) == ["*_"]:
+    def _match(self, name: str, shape: tuple[int, ...], letters: tuple[str, ...]) -> None:
+        if letters == ("*_",):
             return
         fits = len(shape) == len(letters)
         for letter, length in zip(letters, shape, strict=False):
@@ -319,13 +325,11 @@ class _Reader:
             wanted = " ".join(letters) or "a single number"
             raise self._error(name, f"shape {shape}, expected {wanted!r}{' with ' if known_sizes else ''}{known_sizes}")
 
-    def _unpacked(self, name: str, packed: NDArray[Any]) -> NDArray[Any]:
+    def _size(self, name: str, packed: NDArray[Any]) -> int:
         size = int((np.sqrt(8 * packed.size + 1) - 1) / 2)
         if packed.ndim != 1 or size * (size + 1) // 2 != packed.size:
             raise self._error(name, f"shape {packed.shape} is no packed symmetric matrix")
-        full, lower = np.empty((size, size), dtype=packed.dtype), np.tril_indices(size)
-        full[lower] = full.T[lower] = packed
-        return full
+        return size
 
     def _error(self, name: str, what: str) -> ProtocolError:
         return ProtocolError(f"{self.title}.{name}: {what}")
@@ -388,12 +392,11 @@ def layout(cls: type, sizes: Mapping[str, int], request: Any) -> Layout | None:
 
 
 def _cell(own: _Field, sizes: Mapping[str, int]) -> Layout | None:
-    letters = own.inner.dim_str.split()
-    shape = [int(letter) if letter.isdigit() else sizes.get(letter, -1) for letter in letters]
+    shape = [int(letter) if letter.isdigit() else sizes.get(letter, -1) for letter in own.letters]
     if -1 in shape:
         return None
     shape = [shape[0] * (shape[0] + 1) // 2] if own.symmetric else shape
-    return [[own.name, shape, "float64" if "float64" in own.inner.dtypes else "int64"]]
+    return [[own.name, shape, "float64" if "float64" in own.dtypes else "int64"]]
 
 
 def misfit(request: Any, answer: Any) -> str | None:
@@ -434,8 +437,9 @@ def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
         if own.form in ("message", "messages", "mapping"):
             yield from table(own.inner, f"{name}." if own.form == "message" else f"{name}.*.")
         else:
-            lengths = own.inner.dim_str.split() if own.form in ("array", "arrays") else []
-            shape = f"[{', '.join(lengths)}]" if own.form in ("array", "arrays") else own.form.replace("json", "text")
+            shape = (
+                f"[{', '.join(own.letters)}]" if own.form in ("array", "arrays") else own.form.replace("json", "text")
+            )
             yield f"{name}.*" if own.form == "arrays" else name, shape, own.meaning
 
 
@@ -444,7 +448,21 @@ def _under(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> NamedArrays:
 
 
 def _packed(matrix: NDArray[Any]) -> NDArray[Any]:
-    return np.asarray(matrix[np.tril_indices(len(matrix))])
+    return np.asarray(np.ravel(matrix)[_places(len(matrix))[0]])
+
+
+@lru_cache(maxsize=4)
+def _places(size: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Where the lower triangle of a matrix stands in its rows, one after another; and each entry in the triangle."""
+    rows, columns = np.tril_indices(size)
+    packed = np.empty((size, size), dtype=np.intp)
+    packed[rows, columns] = packed[columns, rows] = np.arange(len(rows))
+    return rows * size + columns, packed
+
+
+@cache
+def _name(dtype: np.dtype[Any]) -> str:
+    return str(dtype)
 
 
 def _text(content: bytes) -> NDArray[Any]:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.run.config import flatten, nest
-from fedgp_flower.run.registry import METHODS, default_config, load, parse_config
+from fedgp_flower.run.config import flatten, nest, parse
+from fedgp_flower.run.registry import METHODS, default_config, load, option_classes, parse_config
 
 PYPROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -116,3 +116,8 @@ def test_extra_carries_keys_and_is_checked_like_them():
 def test_wrong_words_in_extra_are_named(flat, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         parse_config(flat)
+
+
+@pytest.mark.parametrize("flat", [{}, {"method": "pvi"}, {"method": "fsgp", "fsgp.objective": "exact", "seed": 3}])
+def test_the_tables_of_other_methods_change_nothing(flat):
+    assert parse_config(flat) == parse(flat, option_classes())

@@ -58,7 +58,10 @@ CLOSURES = {
     ),
     "the ClientApp": (
         ["fedgp_flower.client_app"],
-        ("matplotlib", "jinja2", "pandas", "pyarrow", "scipy", "sklearn", "strategies", "fedgp_flower.run.report"),
+        (
+            *("matplotlib", "jinja2", "pandas", "pyarrow", "scipy", "sklearn", "strategies", "fedgp_flower.run.report"),
+            *("fedgp_flower.clients.baselines", "fedgp_flower.gp.optimisers", "fedgp_flower.data.partitioning"),
+        ),
     ),
     "the GP toolbox": (modules_of("fedgp_flower/gp"), ("flwr", "pandas", "matplotlib", "strategies")),
 }
@@ -69,6 +72,12 @@ def test_a_layer_loads_none_of_what_it_does_without(layer):
     modules, without = CLOSURES[layer]
     assert modules
     assert sorted(importing(*modules) & set(without)) == []
+
+
+def test_a_site_loads_the_options_of_its_method_alone():
+    code = "from fedgp_flower.run.registry import parse_config; parse_config({'fsgp.objective': 'exact', 'seed': 3})"
+    options = {name for name in loaded(code) if name.startswith("fedgp_flower.methods.") and name.endswith(".options")}
+    assert options == {"fedgp_flower.methods.fsgp.options"}
 
 
 def test_help_loads_neither_torch_nor_flower():

@@ -11,7 +11,7 @@ from flwr.app import Array, ConfigRecord, Message, MetricRecord
 
 from fedgp_flower.errors import RunError
 from strategies.server.finalise import scores_refusal, usable_scores
-from strategies.server.network import Network
+from strategies.server.network import Network, pause_after
 from strategies.server.wire import Answer, ArraySpec, content_bytes, last_line
 
 DESCRIBE = "query.describe"
@@ -283,3 +283,13 @@ def test_the_last_line_of_a_traceback_says_what_went_wrong() -> None:
     assert last_line("Traceback\n  File x\nValueError: wrong\n\n") == "ValueError: wrong"
     assert last_line(None) == last_line("") == "no reason given"
     assert len(last_line("x" * 1000)) == 300
+
+
+@pytest.mark.parametrize("came", [0.05, 0.1, 1.0, 5.0, 19.0, 300.0])
+def test_a_reply_is_seen_a_twentieth_late_at_most(came):
+    now, looks = 0.0, 0
+    while now < came:
+        now += pause_after(now)
+        looks += 1
+    assert now - came <= max(0.01, min(came / 20, 0.5)) + 1e-9
+    assert looks <= 90 + 2.5 * came

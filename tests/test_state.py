@@ -174,7 +174,9 @@ def test_prepared_rows_of_something_else_are_made_anew(tmp_path, file, spoil, ru
 
 def test_a_run_on_prepared_rows_is_the_run_on_tables(tmp_path, monkeypatch):
     read: list[str] = []
-    monkeypatch.setattr(app, "load_site", lambda config, node: read.append(node["site"]) or load_site(config, node))
+    monkeypatch.setattr(
+        app, "load_site", lambda config, node, run: read.append(node["site"]) or load_site(config, node, run)
+    )
     nodes = csv_nodes(tmp_path, {name: waves(30, seed) for seed, name in enumerate("abc")})
     kept = [{**node, "state-dir": str(tmp_path / node["site"])} for node in nodes]
     one = run(FaultyGrid(configured(), nodes), Recorder())

@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.sparse import Adjoints, SparseGP, inducing_gradient, pooled_bound, pooled_sums, rows_gradient
+from fedgp_flower.gp import sparse as sparse_module
+from fedgp_flower.gp.sparse import (
+    Adjoints,
+    SparseGP,
+    Whitener,
+    inducing_gradient,
+    pooled_bound,
+    pooled_sums,
+    rows_gradient,
+)
 from fedgp_flower.gp.sums import SparseSums, bound_gradient, collapsed_bound, exact_posterior
 from fedgp_flower.options import ModelSection
 
@@ -116,6 +125,31 @@ def test_any_partition_gives_the_same_sums(owner):
         total = total + part
     for name, array in whole.to_arrays().items():
         np.testing.assert_allclose(total.to_arrays()[name], array, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("kept", [0, 2 * 9 * 20, 2**23], ids=["nothing", "one-chunk", "all"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_kept_of_projected_rows_changes_nothing(kernel, kept, monkeypatch):
+    """Chunks of 20 rows; the memory holds as many as there is room for, and is empty after the gradient."""
+    monkeypatch.setattr(sparse_module, "CHUNK", 20)
+    monkeypatch.setattr(sparse_module, "KEPT", kept)
+    sparse, inputs, targets = problem(kernel)
+    others = inputs.flip(0)
+    expected = pooled_sums(sparse, inputs, targets)
+    server = bound_gradient(expected, float(sparse.noise.detach().log()))
+    adjoints = Adjoints.of(server.gram, server.projection, server.prior_variance, inputs)
+    whitener = Whitener(sparse)
+    for rows in (inputs, others, inputs):
+        found = pooled_sums(sparse, rows, targets, whitener)
+        wanted = pooled_sums(sparse, rows, targets)
+        assert torch.equal(found.projection, wanted.projection)
+    assert whitener._room == kept - sum(own.size() for own in whitener._kept.values()) >= 0
+    for rows in (inputs, others):
+        found = rows_gradient(sparse, rows, targets, adjoints, whitener)
+        for name, share in rows_gradient(sparse, rows, targets, adjoints).items():
+            np.testing.assert_array_equal(found[name], share)
+    assert whitener._room == kept
+    assert not whitener._kept
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

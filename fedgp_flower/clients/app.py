@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
@@ -26,10 +26,10 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ConfigError, FedGPError
 from fedgp_flower.gp.linalg import counting_repairs
 from fedgp_flower.messages import ECHOED
-from fedgp_flower.options import FlatConfig
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy.policy import Decision, Rules
 from fedgp_flower.privacy.questions import context_digest
+from fedgp_flower.records import array_record, numpy_arrays, record_of, settings_of
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.registry import client_class, parse_config
 from fedgp_flower.typing import NamedArrays
@@ -115,11 +115,10 @@ class SiteApp(ClientApp):
         self, message: Message, context: Context, decisions: list[Decision]
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Arrays, numbers and texts of the reply."""
-        given: dict[str, Any] = {**message.content.config_records["config"]}
+        given: dict[str, Any] = {**settings_of(message)}
         if masking.REQUEST in given:
             masking.require_shared(given)
-        flat = self._configuration(message, context)
-        config = _parsed(json.dumps(flat, sort_keys=True))
+        config = _parsed(self._configuration(message, context))
         kind = message.metadata.message_type
         rules = Rules.of(context.node_config, kind, masking.REQUEST in given, decisions)
         rules.admit(config, str(given["run"]), int(given["round"]), context.node_config.get("state-dir"))
@@ -127,11 +126,11 @@ class SiteApp(ClientApp):
             return masking.introduced(context, str(given["run"]))
         state = load_state(context, str(given["run"]))
         client = self._client(config, given, context, state, rules)
-        record = message.content.array_records["arrays"]
-        names, parameters = list(record), [array.numpy() for array in record.values()]
-        given[NAMES] = "\n".join(names)
+        arrays = numpy_arrays(record_of(message.content, "arrays", ArrayRecord) or ArrayRecord())
+        parameters = list(arrays.values())
+        given[NAMES] = "\n".join(arrays)
         if masking.REQUEST in given:
-            summand = self._masked(message, context, client, dict(zip(names, parameters, strict=True)))
+            summand = self._masked(message, context, client, arrays)
             save_state(context, state)
             return summand
         public = client.answers_publicly(kind)
@@ -154,32 +153,30 @@ class SiteApp(ClientApp):
         message: Message, context: Context, client: SiteClient, arrays: NamedArrays
     ) -> tuple[NamedArrays, dict[str, Any], dict[str, Any]]:
         """The reply to a question under masks."""
-        kind, given = message.metadata.message_type, dict(message.content.config_records["config"])
+        kind, given = message.metadata.message_type, dict(settings_of(message))
         request = client.asked(kind, arrays, given)
-        kept = context.state.config_records.get(CONTEXT, ConfigRecord())
-        constants = context.state.array_records.get(CONSTANTS, ArrayRecord())
-        digest = context_digest(kept, {name: array.numpy() for name, array in constants.items()})
+        kept = record_of(context.state, CONTEXT, ConfigRecord) or ConfigRecord()
+        digest = context_digest(kept, _constants(context))
         question = masking.question_of(message, context, request, digest)
         return masking.answered(question, context, lambda: client.handler(kind)(request))
 
-    def _configuration(self, message: Message, context: Context) -> FlatConfig:
-        """The configuration that the server names, else this node's copy of the run's."""
-        kept = context.state.config_records.get(CONTEXT)
-        text = message.content.config_records["config"].get("configuration")
-        if text is None and kept is not None and CONTEXT in message.content.config_records["config"]:
+    def _configuration(self, message: Message, context: Context) -> str:
+        """The configuration that the server names, else this node's copy of the run's, as JSON."""
+        asked, kept = settings_of(message), record_of(context.state, CONTEXT, ConfigRecord)
+        text = asked.get("configuration")
+        if text is None and kept is not None and CONTEXT in asked:
             text = kept["configuration"]
-        return context.run_config if text is None else dict(json.loads(str(text)))
+        return json.dumps(context.run_config, sort_keys=True) if text is None else str(text)
 
     def _client(
         self, config: RunConfig, given: Mapping[str, Any], context: Context, state: SiteState, rules: Rules
     ) -> SiteClient:
         """The client of the configured method, holding this node's data and state."""
         method: type[SiteClient] = client_class(config)
-        kept = context.state.config_records.get(CONTEXT) if given.get(CONTEXT) else None
+        kept = record_of(context.state, CONTEXT, ConfigRecord) if given.get(CONTEXT) else None
         preparation = None if kept is None else _preparation(kept)
         site = self._site(config, context, (state.run, preparation), rules)
-        sent = context.state.array_records.get(CONSTANTS, ArrayRecord()) if kept is not None else ArrayRecord()
-        constants = {name: array.numpy() for name, array in sent.items()}
+        constants = _constants(context) if kept is not None else {}
         numbers = int(given["round"]), int(given["communication"])
         bare = masking.bare(context, config)
         return method(Setting(config, site, state, preparation, *numbers, constants, rules, bare))
@@ -189,7 +186,7 @@ class SiteApp(ClientApp):
         run, preparation = of
 
         def checked(own: Rules) -> RawSite:
-            raw = load_site(config, context.node_config) if self.load is None else self.load(config, context)
+            raw = load_site(config, context.node_config, run) if self.load is None else self.load(config, context)
             require_same_rows(context, run, raw)
             return own.site(raw)
 
@@ -231,15 +228,20 @@ def make_client_app(
 
 def _lacks(message: Message, context: Context) -> bool:
     """Keep the context that a message brings; whether it names one that is not kept here."""
-    digest = message.content.config_records["config"].get(CONTEXT)
+    digest = settings_of(message).get(CONTEXT)
     if digest is None:
         return False
-    brought = message.content.config_records.get(CONTEXT)
+    brought = record_of(message.content, CONTEXT, ConfigRecord)
     if brought is not None:
         context.state[CONTEXT] = ConfigRecord({**brought, "digest": str(digest)})
-        context.state[CONSTANTS] = message.content.array_records.get(CONSTANTS, ArrayRecord())
-    kept = context.state.config_records.get(CONTEXT)
+        context.state[CONSTANTS] = record_of(message.content, CONSTANTS, ArrayRecord) or ArrayRecord()
+    kept = record_of(context.state, CONTEXT, ConfigRecord)
     return kept is None or kept["digest"] != digest
+
+
+def _constants(context: Context) -> NamedArrays:
+    """The arrays that this node was sent once."""
+    return numpy_arrays(record_of(context.state, CONSTANTS, ArrayRecord) or ArrayRecord())
 
 
 def _preparation(kept: ConfigRecord) -> Preparation:
@@ -263,7 +265,7 @@ def _parsed(flat: str) -> RunConfig:
 
 def _identity(message: Message, context: Context) -> dict[str, Any]:
     """Who answers, and which question: the server refuses an answer to another one."""
-    given = message.content.config_records["config"]
+    given = settings_of(message)
     asked = {name: given[name] for name in ECHOED if name in given}
     return {"schema-version": SCHEMA_VERSION, "site": site_id(context.node_config), **asked}
 
@@ -277,7 +279,7 @@ def _reply(
 ) -> Message:
     content = RecordDict(
         {
-            "arrays": ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()}),
+            "arrays": array_record(arrays),
             "metrics": MetricRecord(dict(metrics)),
             "config": ConfigRecord({**identity, **texts}),
         }

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.gp.kernels import WiredModel
-from fedgp_flower.gp.optimisers import ascend
+from fedgp_flower.lazy import Lazy
 from fedgp_flower.methods.messages import Step, Stepped, WeightedStep
+
+if TYPE_CHECKING:
+    from fedgp_flower.gp import optimisers
+else:
+    optimisers = Lazy("fedgp_flower.gp.optimisers")
 
 
 class AveragingClient(SiteClient):
@@ -32,5 +38,5 @@ class AveragingClient(SiteClient):
             value = float(objective().detach())
         else:
             rate, parameters = request.learning_rate, list(model.parameters())
-            value = ascend(objective, parameters, name=local.name, steps=local.steps, learning_rate=rate)
+            value = optimisers.ascend(objective, parameters, name=local.name, steps=local.steps, learning_rate=rate)
         return Stepped.of(request, model.to_arrays(), value)

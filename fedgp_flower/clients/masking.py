@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
@@ -42,6 +41,7 @@ from fedgp_flower.privacy.questions import (
     length,
     read_members,
 )
+from fedgp_flower.records import array_record, numpy_array, record_of, settings_of
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.files import write_arrays, write_bytes
 from fedgp_flower.typing import NamedArrays
@@ -152,7 +152,7 @@ class Journal:
     @property
     def history(self) -> History:
         """The later of what the Context and the disk hold: a kill can leave an older Context."""
-        texts = [str(self.context.state.config_records.get(self.name, ConfigRecord()).get("history", ""))]
+        texts = [str((record_of(self.context.state, self.name, ConfigRecord) or ConfigRecord()).get("history", ""))]
         if self.folder is not None and (self.folder / f"{self.name}.json").exists():
             texts.append((self.folder / f"{self.name}.json").read_text(encoding="utf-8"))
         found = [TypeAdapter(History).validate_json(text) for text in texts if text]
@@ -171,9 +171,9 @@ class Journal:
 
     def reply(self, digest: str) -> masks.Words | None:
         """The words that were sent in answer to the question with this hash, if they are still here."""
-        kept = self.context.state.array_records.get("masks.reply", ArrayRecord())
+        kept = record_of(self.context.state, "masks.reply", ArrayRecord) or ArrayRecord()
         if digest in kept:
-            return np.asarray(kept[digest].numpy())
+            return numpy_array(kept[digest])
         if self.folder is not None:
             try:
                 return load((self.folder / "masks.reply.safetensors").read_bytes()).get(digest)
@@ -189,7 +189,7 @@ class Journal:
             write_bytes(self.folder / f"{self.name}.json", text.encode())
             write_arrays(self.folder / "masks.reply.safetensors", {history.digest: words})
         self.context.state[self.name] = ConfigRecord({"history": text})
-        self.context.state["masks.reply"] = ArrayRecord({history.digest: Array(words)})
+        self.context.state["masks.reply"] = array_record({history.digest: words})
 
 
 def question_of(message: Message, context: Context, request: Any, digest: str) -> MaskedQuestion:
@@ -198,14 +198,14 @@ def question_of(message: Message, context: Context, request: Any, digest: str) -
     Raises:
         ProtocolError: the message is no question under masks.
     """
-    config = message.content.config_records["config"]
+    config = settings_of(message)
     try:
         said = json.loads(str(config[REQUEST]))
         sites, number = [str(site) for site in said["sites"]], int(said["number"])
         layout: Layout | None = TypeAdapter(Layout | None).validate_python(said["layout"])
     except (ValueError, KeyError, TypeError, ValidationError):
         raise ProtocolError("the message is no question under masks: other version of the app") from None
-    kept = context.state.config_records.get("context", ConfigRecord())
+    kept = record_of(context.state, "context", ConfigRecord) or ConfigRecord()
     members = {member.site: member for member in read_members(str(kept.get(MEMBERS, "[]")))}
     missing = sorted(set(sites) - set(members))
     if missing:

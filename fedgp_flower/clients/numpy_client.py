@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from flwr.common import NDArrays
 from flwr.common.typing import Scalar as FlowerScalar
 from numpy.typing import NDArray
 
-from fedgp_flower.clients import baselines
 from fedgp_flower.clients.counts import count_scores
 from fedgp_flower.clients.latent_scores import latent_scores
 from fedgp_flower.clients.state import SiteState
@@ -32,7 +31,7 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import build_kernel, wire_name
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.sums import input_shape
-from fedgp_flower.lazy import special
+from fedgp_flower.lazy import Lazy, special
 from fedgp_flower.messages import decode, encode, is_message, is_public, join, split
 from fedgp_flower.methods.linear import (
     Coefficients,
@@ -58,6 +57,11 @@ from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.metrics import Scores, bernoulli_scores, gaussian_scores, mixture_scores
 from fedgp_flower.transforms import TRANSFORMS, Transform
 from fedgp_flower.typing import NamedArrays
+
+if TYPE_CHECKING:
+    from fedgp_flower.clients import baselines
+else:
+    baselines = Lazy("fedgp_flower.clients.baselines")
 
 CERTAIN = 30.0
 """Log odds beyond which a linear predictor goes no further: a wrong certainty would have an infinite NLL."""
@@ -161,9 +165,8 @@ class SiteClient(NumPyClient):
 
     def answers_publicly(self, kind: str) -> bool:
         """Whether an answer of a kind says nothing of the rows."""
-        name = kind.partition(".")[2] or kind
-        answer = typing.get_type_hints(getattr(self, name)).get("return") if is_answered(type(self), name) else None
-        return is_message(answer) and is_public(typing.cast(type, answer))
+        answer = answer_class(type(self), kind.partition(".")[2] or kind)
+        return answer is not None and is_public(answer)
 
     def _request(self, handler: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
         request = request_class(type(self), handler)
@@ -193,7 +196,7 @@ class SiteClient(NumPyClient):
             raise ProtocolError("the message names no agreed columns and scales")
         return self.setting.preparation
 
-    @property
+    @cached_property
     def rows(self) -> SiteData:
         """The site's rows, standardised as the sites agreed."""
         return self.site.encode(self.preparation)
@@ -398,6 +401,15 @@ def request_class(client: type[SiteClient], handler: str) -> Any:
     hints = typing.get_type_hints(function) if callable(function) else {}
     hint = hints.get("request")
     return hint if is_message(hint) else None
+
+
+@cache
+def answer_class(client: type[SiteClient], handler: str) -> Any:
+    """The class of a handler's answer; None where that is no message, or the name no handler."""
+    if not is_answered(client, handler):
+        return None
+    answer = typing.get_type_hints(getattr(client, handler)).get("return")
+    return answer if is_message(answer) else None
 
 
 def scored(scores: Scores, **more: float) -> Said:

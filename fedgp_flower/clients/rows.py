@@ -16,6 +16,7 @@ from flwr.app import ConfigRecord, Context
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.lazy import pd
+from fedgp_flower.records import record_of
 from fedgp_flower.run.files import read_json, write_bytes
 
 RECORD, FILE = "site-rows", "site-rows.json"
@@ -50,7 +51,7 @@ def _fingerprint(site: RawSite, salt: str) -> str:
 
 
 def _kept(context: Context) -> dict[str, str]:
-    record = context.state.config_records.get(RECORD)
+    record = record_of(context.state, RECORD, ConfigRecord)
     if record is not None:
         return {name: str(value) for name, value in record.items()}
     try:

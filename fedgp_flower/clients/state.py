@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.records import array_record, numpy_arrays, record_of
 from fedgp_flower.typing import NamedArrays
 
 ARRAYS, FACTS = "site-state.arrays", "site-state.facts"
@@ -39,10 +40,10 @@ class SiteState:
 
 def load_state(context: Context, run: str) -> SiteState:
     """The state of this run: from the Context, else from the disk, else empty."""
-    facts = context.state.config_records.get(FACTS)
-    if facts is not None and facts["run"] == run:
-        record = context.state.array_records[ARRAYS]
-        return SiteState(run, int(str(facts["updates"])), {name: array.numpy() for name, array in record.items()})
+    facts = record_of(context.state, FACTS, ConfigRecord)
+    record = record_of(context.state, ARRAYS, ArrayRecord)
+    if facts is not None and record is not None and facts["run"] == run:
+        return SiteState(run, int(str(facts["updates"])), numpy_arrays(record))
     path = _file(context)
     return (_read(path, run) if path is not None else None) or SiteState(run)
 
@@ -62,7 +63,7 @@ def save_state(context: Context, state: SiteState) -> None:
         except (OSError, SafetensorError) as error:
             scratch.unlink(missing_ok=True)
             raise RunError(f"cannot write the site's state into {path.parent}: {error}") from None
-    context.state[ARRAYS] = ArrayRecord({name: Array(array) for name, array in state.arrays.items()})
+    context.state[ARRAYS] = array_record(state.arrays)
     context.state[FACTS] = ConfigRecord({"run": state.run, "updates": state.updates})
 
 

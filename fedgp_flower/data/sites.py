@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.data.cells import kind_of, refuse_identifiers, require_rows
 from fedgp_flower.data.datasets import Choice, Table, checked, load_table
-from fedgp_flower.data.partitioning import Deal, Indices, deal, row_labels
 from fedgp_flower.data.seeds import generator
 from fedgp_flower.data.standardisation import (
     Description,
@@ -27,10 +26,15 @@ from fedgp_flower.data.standardisation import (
 )
 from fedgp_flower.data.tables import read_table, table_stem
 from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.lazy import pd
+from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import Value
 from fedgp_flower.run.config import CoreConfig
 from fedgp_flower.typing import Array
+
+if TYPE_CHECKING:
+    from fedgp_flower.data import partitioning
+else:
+    partitioning = Lazy("fedgp_flower.data.partitioning")
 
 LEAST_ROWS = 2
 """Training rows below which a site has no spread to describe."""
@@ -124,13 +128,14 @@ def site_id(node_config: Mapping[str, Value]) -> str:
     return str(node_config.get("partition-id", ""))
 
 
-def load_site(config: CoreConfig, node_config: Mapping[str, Value]) -> RawSite:
+def load_site(config: CoreConfig, node_config: Mapping[str, Value], run: str = "") -> RawSite:
     """The rows of this node.
 
     Args:
         config: the run configuration.
         node_config: ``data-path`` (and ``test-path``, ``site``, ``label``) of a real site, else ``partition-id`` and
             ``num-partitions`` of a simulated one.
+        run: Whose messages are answered; simulated sites look once a run whether their table's file has changed.
 
     Raises:
         DataError: the node is neither, or its rows cannot be used.
@@ -138,7 +143,8 @@ def load_site(config: CoreConfig, node_config: Mapping[str, Value]) -> RawSite:
     if "data-path" in node_config:
         return _real_site(config, site_id(node_config), {key: str(value) for key, value in node_config.items()})
     if "partition-id" in node_config and "num-partitions" in node_config:
-        return _simulated_site(config, int(node_config["partition-id"]), int(node_config["num-partitions"]))
+        share = int(node_config["partition-id"]), int(node_config["num-partitions"])
+        return _site_of_run(run, config, *share) if run else _simulated_site(config, *share)
     raise DataError(
         "the node configuration names no data: it needs `data-path` (a real site),"
         " or `partition-id` and `num-partitions` (a simulated one)"
@@ -162,7 +168,7 @@ def natural_sites(config: CoreConfig) -> int:
         )
     table = load_table(config)
     train, _ = table.rows(config.split)
-    return int((row_labels(table.column).iloc[train].value_counts() >= config.partition.min_rows).sum())
+    return int((partitioning.row_labels(table.column).iloc[train].value_counts() >= config.partition.min_rows).sum())
 
 
 def simulated_nodes(count: int) -> list[dict[str, Value]]:
@@ -194,7 +200,7 @@ def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Pa
     return paths
 
 
-def _hold_out(rows: int, config: CoreConfig, site: str) -> tuple[Indices, Indices]:
+def _hold_out(rows: int, config: CoreConfig, site: str) -> tuple[partitioning.Indices, partitioning.Indices]:
     """Positions of a site's training rows and of its held-out rows, the same on every visit."""
     order = generator(config.seed, "held-out", site).permutation(rows)
     count = round(config.test_fraction * rows)
@@ -204,6 +210,12 @@ def _hold_out(rows: int, config: CoreConfig, site: str) -> tuple[Indices, Indice
 def _usable(site: RawSite, where: str) -> RawSite:
     require_rows(len(site.train), LEAST_ROWS, where)
     return site
+
+
+@lru_cache(maxsize=1024)
+def _site_of_run(run: str, config: CoreConfig, site: int, partitions: int) -> RawSite:
+    del run
+    return _simulated_site(config, site, partitions)
 
 
 def _simulated_site(config: CoreConfig, site: int, partitions: int) -> RawSite:
@@ -230,7 +242,9 @@ def _share_of(table: Table, config: CoreConfig, site: int, partitions: int) -> R
     return _usable(raw, where)
 
 
-def _share(config: CoreConfig, table: Table, test: NDArray[np.int64], dealt: Deal, site: int) -> NDArray[np.int64]:
+def _share(
+    config: CoreConfig, table: Table, test: NDArray[np.int64], dealt: partitioning.Deal, site: int
+) -> NDArray[np.int64]:
     """A site's part of the pooled test rows; the parts of all sites are the whole.
 
     Where sites are natural groups a test row belongs to its group; all other rows are dealt at random in equal shares.
@@ -238,7 +252,7 @@ def _share(config: CoreConfig, table: Table, test: NDArray[np.int64], dealt: Dea
     loose = test
     own = test[:0]
     if config.partitioner == "natural":
-        groups = row_labels(table.column).iloc[test]
+        groups = partitioning.row_labels(table.column).iloc[test]
         own = test[(groups == dealt.labels[site]).to_numpy()]
         loose = test[~groups.isin(dealt.labels).to_numpy()]
     order = generator(config.seed, "test-rows").permutation(loose.size)
@@ -246,12 +260,12 @@ def _share(config: CoreConfig, table: Table, test: NDArray[np.int64], dealt: Dea
 
 
 @lru_cache(maxsize=2)
-def _dealt(table: Table, config: CoreConfig, partitions: int) -> Deal:
+def _dealt(table: Table, config: CoreConfig, partitions: int) -> partitioning.Deal:
     """A process of a simulation serves many sites and deals once."""
     train, _ = table.rows(config.split)
     inputs = table.frame[list(table.features)].iloc[train].reset_index(drop=True)
     inputs = inputs.fillna(inputs.mean(numeric_only=True))  # for the partitioners that look at distances
-    return deal(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)
+    return partitioning.deal(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)
 
 
 def _real_site(config: CoreConfig, site: str, node: Mapping[str, str]) -> RawSite:

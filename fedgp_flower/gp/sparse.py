@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from gpytorch.kernels import Kernel, RBFKernel, ScaleKernel
 from torch import Tensor
@@ -24,6 +25,8 @@ from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
 CHUNK = 4096
 """Rows handled at once: no array grows with N beyond M × CHUNK."""
+KEPT = 2**23
+"""Numbers that a :class:`Whitener` keeps of projected rows, for the gradient that is mostly asked for next."""
 
 
 class SparseGP(WiredModel):
@@ -56,42 +59,29 @@ class SparseGP(WiredModel):
 
     def factor(self) -> Tensor:
         """L with L Lᵀ = K_zz + jitter, shape [M, M]."""
-        if self._closed():
+        if not torch.is_grad_enabled() and is_squared_exponential(self.kernel):  # its formula is known
             scale, variance = _of_squared_exponential(self.kernel)
             points = self.inducing_points / scale
             return kernel_cholesky(_covariance(points, points, variance), variance=variance, jitter=self.jitter)
         kzz, variance = self._inducing_covariance()
         return kernel_cholesky(kzz, variance=variance, jitter=self.jitter)
 
-    def _closed(self) -> bool:
-        """Whether the kernel is evaluated without GPyTorch: no graph is wanted and its formula is known."""
-        return not torch.is_grad_enabled() and is_squared_exponential(self.kernel)
-
-    def _cross(self, inputs: Rows) -> tuple[Tensor, Tensor]:
-        """K_zx and Σ k(x, x)."""
-        if self._closed():
-            scale, variance = _of_squared_exponential(self.kernel)
-            return _covariance(self.inducing_points / scale, inputs / scale, variance), len(inputs) * variance
-        return self.kernel(self.inducing_points, inputs).to_dense(), self.kernel(inputs, diag=True).sum()
-
     def _inducing_covariance(self) -> tuple[Tensor, Tensor]:
         return self.kernel(self.inducing_points).to_dense(), prior_variance(self.kernel, self.inducing_points)
+
+    def covariances(self, inputs: Rows) -> tuple[Tensor, Tensor]:
+        """K_zx [M, N] and k(x, x) [N]."""
+        return self.kernel(self.inducing_points, inputs).to_dense(), self.kernel(inputs, diag=True)
 
     def whitened_cross(self, inputs: Rows) -> Tensor:
         """W = L⁻¹ K_zx with L Lᵀ = K_zz + jitter, shape [M, N]."""
         return whitened_projection(self.kernel, self.inducing_points, inputs, jitter=self.jitter)
 
-    def sums(self, inputs: Rows, targets: Targets, factor: Tensor | None = None) -> SparseSums:
-        """The additive sums of some rows, differentiable by the parameters; ``factor`` is L where it is known."""
-        covariance, variance = self._cross(inputs)
-        cross = torch.linalg.solve_triangular(self.factor() if factor is None else factor, covariance, upper=False)
-        return SparseSums(
-            gram=cross @ cross.mT,
-            projection=cross @ targets,
-            target_squares=targets.square().sum(),
-            prior_variance=variance,
-            count=torch.tensor(float(len(targets)), dtype=targets.dtype, device=targets.device),
-        )
+    def sums(self, inputs: Rows, targets: Targets) -> SparseSums:
+        """The additive sums of some rows, differentiable by the parameters."""
+        covariance, variances = self.covariances(inputs)
+        cross = torch.linalg.solve_triangular(self.factor(), covariance, upper=False)
+        return _sums(cross, targets, variances.sum())
 
     def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
         """Mean and variance of a noisy observation, both [N], in standardised units.
@@ -117,12 +107,115 @@ class SparseGP(WiredModel):
         return cross.mT @ mean, prior - explained + self.noise
 
 
-def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, factor: Tensor | None = None) -> SparseSums:
-    """The sums of any number of rows, chunk by chunk, without a graph; ``factor`` is L where it is known."""
+def _chunks(rows: Tensor) -> Sequence[Tensor]:
+    return (rows,) if rows.shape[0] <= CHUNK else rows.split(CHUNK)
+
+
+def _sums(cross: Tensor, targets: Targets, variance: Tensor) -> SparseSums:
+    """From W [M, N], y [N] and Σ k(x, x)."""
+    return SparseSums(
+        gram=cross @ cross.mT,
+        projection=cross @ targets,
+        target_squares=targets.square().sum(),
+        prior_variance=variance,
+        count=torch.tensor(float(len(targets)), dtype=targets.dtype, device=targets.device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """The squared exponential at fixed parameters, inputs in units of ℓ; arrays of rows have a row for each."""
+
+    points: Tensor  # Z/ℓ  [M, D]
+    squares: Tensor  # (Z/ℓ)²  [M, D]
+    heights: Tensor  # log a² − ½ |z/ℓ|²  [M]
+    scale: Tensor  # ℓ  [1, D] or [1, 1]
+    variance: Tensor  # a²  []
+    most: float  # log a²
+
+    @staticmethod
+    def of(model: SparseGP) -> _Scaled:
+        """At the parameters of a model."""
+        scale, variance = _of_squared_exponential(model.kernel)
+        points, most = model.inducing_points / scale, variance.log()
+        squares = points.square()
+        return _Scaled(points, squares, most - squares.sum(1) / 2, scale, variance, float(most))
+
+    def covariance(self, rows: Tensor, squares: Tensor) -> Tensor:
+        """K_zx = a² exp(−½ |z − x|²) as [N, M]: triangular solves take its transpose as it stands."""
+        exponents = torch.addmm(squares.sum(1, keepdim=True), rows, self.points.mT, beta=-0.5)
+        return exponents.add_(self.heights).clamp_(max=self.most).exp_()
+
+    def pull_back(self, total: _Gradient, own: _Projected, incoming: Tensor, by_variance: Tensor) -> None:
+        """Add what comes through K_zx from K̄_zx [M, N], which is used up."""
+        assert own.scaled is not None
+        rows, squares, covariance = own.scaled
+        weights = incoming.mul_(covariance)
+        total.closed((self.points, self.squares), (rows, squares), weights, self.scale, by_variance)
+
+
+@dataclass(frozen=True, slots=True)
+class _Projected:
+    """Some rows as they stand to the inducing points, without their targets."""
+
+    inputs: Tensor  # [N, D]
+    cross: Tensor  # W = L⁻¹ K_zx  [M, N]
+    variance: Tensor  # Σ k(x, x)  []
+    scaled: tuple[Tensor, Tensor, Tensor] | None = None
+    """Of the squared exponential rows in units of ℓ [N, D], their squares, and K_zx [M, N]."""
+
+    def size(self) -> int:
+        """Numbers kept, but for the rows."""
+        return 2 * self.cross.numel()
+
+
+class Whitener:
+    """L Lᵀ = K_zz + jitter at parameters that stay, with which rows of any number of sites are projected: W = L⁻¹ K_zx.
+
+    What rows became is kept from the sums to the gradient, as far as there is room for.
+    """
+
+    def __init__(self, model: SparseGP) -> None:
+        with torch.no_grad():
+            self.model, self.parameters = model, list(model.wire_parameters())
+            self.factor = model.factor().contiguous()
+            self.scaled = _Scaled.of(model) if is_squared_exponential(model.kernel) else None
+        self._kept: dict[tuple[int, int], _Projected] = {}
+        self._room = KEPT
+
+    def projected(self, inputs: Rows, *, last: bool = False) -> Iterator[_Projected]:
+        """Rows chunk by chunk; the last time that they are asked for nothing of them is kept."""
+        for chunk in _chunks(inputs):
+            key = chunk.data_ptr(), chunk.shape[0]  # no other rows stand there for as long as these are kept
+            found = self._kept.pop(key, None)
+            self._room += found.size() if found else 0
+            found = found or self._project(chunk)
+            if not last and found.size() <= self._room:
+                self._kept[key] = found
+                self._room -= found.size()
+            yield found
+
+    @torch.no_grad()
+    def _project(self, inputs: Tensor) -> _Projected:
+        if self.scaled is None:
+            covariance, variances = self.model.covariances(inputs)
+            return _Projected(inputs, self._whitened(covariance), variances.sum())
+        rows = inputs / self.scaled.scale
+        squares = rows.square()
+        covariance = self.scaled.covariance(rows, squares).mT
+        variance = len(inputs) * self.scaled.variance
+        return _Projected(inputs, self._whitened(covariance), variance, (rows, squares, covariance))
+
+    def _whitened(self, covariance: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.factor, covariance, upper=False)
+
+
+def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whitener | None = None) -> SparseSums:
+    """The sums of any number of rows, chunk by chunk, without a graph; with the model's whitener where there is one."""
     with torch.no_grad():
-        factor = model.factor() if factor is None else factor
-        chunks = zip(inputs.split(CHUNK), targets.split(CHUNK), strict=True)
-        return functools.reduce(operator.add, (model.sums(x, y, factor) for x, y in chunks))
+        chunks = Whitener(model).projected(inputs, last=True) if whitener is None else whitener.projected(inputs)
+        pairs = zip(chunks, _chunks(targets), strict=True)
+        return functools.reduce(operator.add, (_sums(own.cross, y, own.variance) for own, y in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +233,12 @@ class Adjoints:
 
     def of_cross(self, cross: Tensor, products: Tensor) -> Tensor:
         """2 ∂F/∂A C + ∂F/∂b dᵀ: with C = W, d = y the adjoint of W, with C = A, d = b that of W times Wᵀ."""
-        return 2 * self.gram @ cross + torch.outer(self.projection, products)
+        transposed = torch.addmm(torch.outer(products, self.projection), cross.mT, self.gram, alpha=2)
+        return transposed.mT  # columns one after another, as triangular solves take them
 
 
 def rows_gradient(
-    model: SparseGP, inputs: Rows, targets: Targets, adjoints: Adjoints, factor: Tensor | None = None
+    model: SparseGP, inputs: Rows, targets: Targets, adjoints: Adjoints, whitener: Whitener | None = None
 ) -> NamedArrays:
     """The part of dF/dw that needs rows: ⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw, K̄_zx = L⁻ᵀ (2 ∂F/∂A W + ∂F/∂b yᵀ).
 
@@ -153,44 +247,22 @@ def rows_gradient(
     Returns:
         Under each parameter's wire name its share.
     """
-    with torch.no_grad():
-        factor = model.factor() if factor is None else factor
-    total = _Gradient(model)
-    pull_back = _squared_exponential if is_squared_exponential(model.kernel) else _by_autograd
-    for x, y in zip(inputs.split(CHUNK), targets.split(CHUNK), strict=True):
-        pull_back(model, x, y, factor, adjoints, total)
+    whitener = whitener or Whitener(model)
+    total = _Gradient(whitener.parameters)
+    for own, y in zip(whitener.projected(inputs, last=True), _chunks(targets), strict=True):
+        with torch.no_grad():
+            incoming = torch.linalg.solve_triangular(whitener.factor.mT, adjoints.of_cross(own.cross, y), upper=True)
+            if whitener.scaled is not None:
+                whitener.scaled.pull_back(total, own, incoming, adjoints.prior_variance * own.variance)
+                continue
+        cross, variances = model.covariances(own.inputs)
+        total.add([cross, variances], [incoming, adjoints.prior_variance.expand_as(variances)])
     return total.arrays()
-
-
-def _incoming(cross: Tensor, targets: Tensor, factor: Tensor, adjoints: Adjoints) -> Tensor:
-    """K̄_zx of some rows from their K_zx."""
-    whitened = torch.linalg.solve_triangular(factor, cross, upper=False)
-    return torch.linalg.solve_triangular(factor.mT, adjoints.of_cross(whitened, targets), upper=True)
-
-
-def _by_autograd(model: SparseGP, x: Tensor, y: Tensor, factor: Tensor, adjoints: Adjoints, total: _Gradient) -> None:
-    """Any kernel: autograd through k alone."""
-    cross, variances = model.kernel(model.inducing_points, x).to_dense(), model.kernel(x, diag=True)
-    with torch.no_grad():
-        incoming = _incoming(cross, y, factor, adjoints)
-    total.add([cross, variances], [incoming, adjoints.prior_variance.expand_as(variances)])
 
 
 def is_squared_exponential(kernel: Kernel) -> bool:
     """Whether a kernel is a² exp(−½ Σ_d (x_d − z_d)²/ℓ_d²), whose derivatives are closed."""
     return type(kernel) is ScaleKernel and type(kernel.base_kernel) is RBFKernel
-
-
-@torch.no_grad()
-def _squared_exponential(
-    model: SparseGP, x: Tensor, y: Tensor, factor: Tensor, adjoints: Adjoints, total: _Gradient
-) -> None:
-    """The squared exponential in closed form: see :meth:`_Gradient.closed`."""
-    scale, variance = _of_squared_exponential(model.kernel)
-    points, rows = model.inducing_points / scale, x / scale
-    cross = _covariance(points, rows, variance)
-    weights = _incoming(cross, y, factor, adjoints).mul_(cross)  # H [M, N]
-    total.closed((points, rows), weights, scale, len(x) * variance * adjoints.prior_variance)
 
 
 def _of_squared_exponential(kernel: Kernel) -> tuple[Tensor, Tensor]:
@@ -216,15 +288,15 @@ def inducing_gradient(model: SparseGP, gram: Tensor, projection: Tensor, adjoint
         projection: b = Σ W y over all rows [M].
         adjoints: Derivatives of the bound.
     """
-    total = _Gradient(model)
+    total = _Gradient(list(model.wire_parameters()))
     if is_squared_exponential(model.kernel):
         with torch.no_grad():
             scale, variance = _of_squared_exponential(model.kernel)
             points = model.inducing_points / scale
-            covariance = _covariance(points, points, variance)
+            covariance, squared = _covariance(points, points, variance), (points, points.square())
             incoming = _incoming_inducing(model, (covariance, variance), (gram, projection), adjoints)
             by_variance = model.jitter * incoming.diagonal().sum() * variance
-            total.closed((points, points), incoming.mul_(covariance), scale, by_variance, both=True)
+            total.closed(squared, squared, incoming.mul_(covariance), scale, by_variance)
     else:
         covariance, variance = model._inducing_covariance()
         with torch.no_grad():
@@ -248,9 +320,9 @@ def _incoming_inducing(
 class _Gradient:
     """A sum of pull-backs, by wire name; the noise and whatever does not move have zeros."""
 
-    def __init__(self, model: SparseGP) -> None:
-        named = list(model.wire_parameters())
-        self.total = {name: torch.zeros_like(parameter) for name, parameter in named}
+    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        self.total: dict[str, Tensor] = {}
+        self.all = dict(named)
         self.moving = {name: parameter for name, parameter in named if parameter.requires_grad}
 
     def add(self, outputs: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
@@ -258,31 +330,42 @@ class _Gradient:
         grads = torch.autograd.grad(outputs, list(self.moving.values()), incoming, allow_unused=True)
         for name, grad in zip(self.moving, grads, strict=True):
             if grad is not None:
-                self.total[name] += grad
+                self.take(name, grad)
 
     def closed(
-        self, where: tuple[Tensor, Tensor], weights: Tensor, scale: Tensor, by_variance: Tensor, both: bool = False
+        self, at: tuple[Tensor, Tensor], of: tuple[Tensor, Tensor], weights: Tensor, scale: Tensor, by_variance: Tensor
     ) -> None:
-        """Add what comes through k(Z, X), a squared exponential, from H = K̄ ⊙ K [M, N]; ``both`` where X is Z.
+        """Add what comes through k(Z, X), a squared exponential, from H = K̄ ⊙ K [M, N].
 
         With r = H 1, q = Hᵀ 1 and Z, X in units of ℓ: ∂F/∂log a² = Σ H + ``by_variance``, ∂F/∂Z = (H X − r ⊙ Z)/ℓ,
         twice that where X is Z, and ∂F/∂log ℓ_d = Σ_m r z² + Σ_n q x² − 2 Σ_m z ⊙ (H X).
+
+        Args:
+            at: Z and its squares [M, D].
+            of: X and its squares [N, D].
+            weights: H.
+            scale: ℓ.
+            by_variance: What comes through Σ k(x, x).
         """
-        points, rows = where
+        (points, point_squares), (rows, row_squares) = at, of
         row_sums, column_sums, moved = weights.sum(1), weights.sum(0), weights @ rows
-        by_input = row_sums @ points.square() + column_sums @ rows.square() - 2 * (points * moved).sum(0)
-        self.take("inducing.locations", (moved - row_sums[:, None] * points) * ((1 + both) / scale))
+        by_input = row_sums @ point_squares + column_sums @ row_squares - 2 * (points * moved).sum(0)
+        by_points = torch.addcmul(moved, row_sums[:, None], points, value=-1).div_(scale)
+        self.take("inducing.locations", 2 * by_points if rows is points else by_points)
         self.take("kernel.log_lengthscale", by_input if scale.shape[-1] > 1 else by_input.sum())
         self.take("kernel.log_outputscale", row_sums.sum() + by_variance)
 
     def take(self, name: str, grad: Tensor) -> None:
         """Add a derivative that is known."""
         if name in self.moving:
-            self.total[name] += grad.reshape(self.total[name].shape)
+            self.total[name] = self.total[name] + grad if name in self.total else grad
 
     def arrays(self) -> NamedArrays:
         """As float64 arrays on the CPU."""
-        return {name: to_array(grad) for name, grad in self.total.items()}
+        return {
+            name: to_array(self.total[name].reshape(own.shape)) if name in self.total else np.zeros(own.shape)
+            for name, own in self.all.items()
+        }
 
 
 class _ChunkedBound(torch.autograd.Function):
@@ -292,7 +375,8 @@ class _ChunkedBound(torch.autograd.Function):
     def forward(ctx: Any, model: SparseGP, inputs: Tensor, targets: Tensor, *parameters: Tensor) -> Tensor:
         """Sums of all chunks, then the bound."""
         del parameters
-        sums = SparseSums.from_arrays(pooled_sums(model, inputs, targets).to_arrays())
+        ctx.whitener = Whitener(model)
+        sums = SparseSums.from_arrays(pooled_sums(model, inputs, targets, ctx.whitener).to_arrays())
         bound = bound_gradient(sums, float(model.noise.detach().log()))
         ctx.model, ctx.inputs, ctx.targets, ctx.sums, ctx.bound = model, inputs, targets, sums, bound
         return torch.tensor(bound.value, dtype=torch.float64)
@@ -303,7 +387,7 @@ class _ChunkedBound(torch.autograd.Function):
         model, sums, bound = ctx.model, ctx.sums, ctx.bound
         adjoints = Adjoints.of(bound.gram, bound.projection, bound.prior_variance, ctx.inputs)
         with torch.enable_grad():
-            shares = rows_gradient(model, ctx.inputs, ctx.targets, adjoints)
+            shares = rows_gradient(model, ctx.inputs, ctx.targets, adjoints, ctx.whitener)
             through = inducing_gradient(model, sums.gram.to(ctx.inputs), sums.projection.to(ctx.inputs), adjoints)
         shares["likelihood.log_noise"] = shares["likelihood.log_noise"] + bound.log_noise
         scale = grad_outputs[0].item()

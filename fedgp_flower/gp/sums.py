@@ -38,7 +38,13 @@ class SparseSums:
     count: Scalar  # N
 
     def __add__(self, other: SparseSums) -> SparseSums:
-        return SparseSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return SparseSums(
+            self.gram + other.gram,
+            self.projection + other.projection,
+            self.target_squares + other.target_squares,
+            self.prior_variance + other.prior_variance,
+            self.count + other.count,
+        )
 
     def to_arrays(self) -> NamedArrays:
         """The sums under their wire names ``sums.gram``, ``sums.projection`` and so on."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import FlatConfig, MethodOptions, Value
-from fedgp_flower.run.config import RunConfig, defaults, parse
+from fedgp_flower.run.config import CoreConfig, RunConfig, defaults, parse
 
 GROUP = "fedgp_flower.methods"
 
@@ -231,7 +231,19 @@ def option_classes() -> dict[str, type[MethodOptions]]:
 
 def parse_config(flat: FlatConfig) -> RunConfig:
     """Validate a run configuration against the tables of all methods; see :func:`fedgp_flower.run.config.parse`."""
-    return parse(flat, option_classes())
+    return parse(flat, _own_options(flat) or option_classes())
+
+
+def _own_options(flat: FlatConfig) -> dict[str, type[MethodOptions]]:
+    """The options of the configured method, where it is built in and no key is another one's: what a site is sent.
+
+    Flower starts a process for each message of a real site, which does without the tables of all other methods.
+    """
+    name = str(flat.get("method", CoreConfig().method))
+    if name not in BUILT_IN or flat.get("extra"):
+        return {}
+    own = {name: load(BUILT_IN[name].options)}
+    return own if set(flat) <= set(defaults(own.values())) else {}
 
 
 def default_config() -> dict[str, Value]:

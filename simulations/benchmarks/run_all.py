@@ -23,7 +23,7 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy
 from torch import Tensor
 
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.sparse import SparseGP, Whitener, pooled_sums
 from fedgp_flower.gp.sums import WhitenedPosterior, exact_posterior
 
 NEW_ROWS = 1000
@@ -68,8 +68,8 @@ def prediction(rows: int, inducing: int) -> Case:
 
     @torch.no_grad()
     def ours() -> Arrays:
-        factor = model.factor()
-        sums = [pooled_sums(model, x, y, factor) for x, y in parts]
+        whitener = Whitener(model)
+        sums = [pooled_sums(model, x, y, whitener) for x, y in parts]
         total = sums[0]
         for own in sums[1:]:
             total = total + own

@@ -27,7 +27,7 @@ from common import RESULTS, least, make_table, table, training_alone, write_page
 from flwr.app import ArrayRecord
 
 from fedgp_flower import client_app
-from fedgp_flower.gp.sparse import Adjoints, SparseGP, inducing_gradient, pooled_sums, rows_gradient
+from fedgp_flower.gp.sparse import Adjoints, SparseGP, Whitener, inducing_gradient, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, bound_gradient
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import Snapshot
@@ -58,8 +58,7 @@ def rows(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """One value and gradient of the pooled bound: each site's sums, the server, each site's share."""
     count = chosen.rows // SITES
     model = SparseGP(ModelSection(), site_rows(SITES, INDUCING)[0])
-    with torch.no_grad():
-        factor = model.factor()
+    sums_at, shares_at = Whitener(model), Whitener(model)  # a site computes each in a process of its own
     spent = {"sums": 0.0, "server": 0.0, "shares": 0.0}
 
     def timed(part: str, action: Callable[[], Any]) -> Any:
@@ -71,16 +70,16 @@ def rows(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     total: SparseSums | None = None
     for number in range(SITES):
         x, y = site_rows(number, count)
-        own = timed("sums", lambda x=x, y=y: pooled_sums(model, x, y, factor))
+        own = timed("sums", lambda x=x, y=y: pooled_sums(model, x, y, sums_at))
         total = own if total is None else total + own
     assert total is not None
     gathered = total
     bound = timed("server", lambda: bound_gradient(gathered, float(model.noise.detach().log())))
-    adjoints = Adjoints.of(bound.gram, bound.projection, bound.prior_variance, factor)
+    adjoints = Adjoints.of(bound.gram, bound.projection, bound.prior_variance, sums_at.factor)
     timed("server", lambda: inducing_gradient(model, gathered.gram, gathered.projection, adjoints))
     for number in range(SITES):
         x, y = site_rows(number, count)
-        timed("shares", lambda x=x, y=y: rows_gradient(model, x, y, adjoints, factor))
+        timed("shares", lambda x=x, y=y: rows_gradient(model, x, y, adjoints, shares_at))
     rate, size = rates(), chosen.rows * INDUCING**2
     counted = {"sums": (2 * size, size), "shares": (2 * size, 2 * size), "server": (0, 0)}
     found = []

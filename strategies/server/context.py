@@ -16,7 +16,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.questions import context_digest
-from strategies.server.wire import again, array_record
+from fedgp_flower.records import array_record, record_of, settings_of
+from strategies.server.wire import again
 
 DIGEST, RECORD, LACKS = "context", "context", "lacks-context"
 """Config key with the digest, name of the record, config key of a reply by a site that has it not."""
@@ -50,7 +51,7 @@ class SharedContext:
 
     def attach(self, message: Message) -> None:
         """Name the context in a message, and put it in for a node that does not keep it."""
-        message.content.config_records["config"][DIGEST] = self.digest
+        settings_of(message)[DIGEST] = self.digest
         if message.metadata.dst_node_id not in self.nodes:
             self._put_in(message)
 
@@ -85,7 +86,7 @@ def lacks(reply: Message | None) -> TypeGuard[Message]:
     """Whether a site says that it does not keep the context a message names."""
     if reply is None or reply.has_error():
         return False
-    return bool(reply.content.config_records.get("config", ConfigRecord()).get(LACKS, False))
+    return bool((record_of(reply.content, "config", ConfigRecord) or ConfigRecord()).get(LACKS, False))
 
 
 def settings_text(flat: Mapping[str, Value], defaults: Mapping[str, Value]) -> str:

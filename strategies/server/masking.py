@@ -21,9 +21,10 @@ from fedgp_flower.messages import Layout, decode, encode, kind_of, layout, verdi
 from fedgp_flower.privacy import masks
 from fedgp_flower.privacy.keys import Member
 from fedgp_flower.privacy.questions import MaskedQuestion, content_digest, length, unflat, written_members
+from fedgp_flower.records import numpy_arrays
 from strategies.server.network import Network
 from strategies.server.questions import Summed, Total
-from strategies.server.wire import ArraySpec, numpy_arrays
+from strategies.server.wire import ArraySpec
 
 logger = logging.getLogger("fedgp")
 

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
+from fedgp_flower.records import array_record, record_of, settings_of
 from strategies.server.context import SharedContext, lacks
 from strategies.server.evaluation import natural_order
 from strategies.server.wire import (
@@ -28,7 +29,6 @@ from strategies.server.wire import (
     again,
     answer,
     answers,
-    array_record,
     arrays_refusal,
     claimed_site,
     content_bytes,
@@ -184,7 +184,7 @@ class Network:
 
     def site_of(self, message: Message) -> str:
         """The site that sent a reply."""
-        return str(message.content.config_records["config"]["site"])
+        return str(settings_of(message)["site"])
 
     def ask(
         self,
@@ -246,14 +246,13 @@ class Network:
         begun = time.monotonic()
         ids = list(self.grid.push_messages(messages))
         replies: dict[str, Message] = {}
-        deadline, pause = time.monotonic() + self.timeout, 0.01
+        deadline = begun + self.timeout
         while len(replies) < len(ids) and time.monotonic() < deadline:
             waiting = [i for i in ids if i not in replies]
             arrived = [reply for reply in self.grid.pull_messages(waiting) if _answers(reply, waiting)]
             replies |= {reply.metadata.reply_to_message_id: reply for reply in arrived}
             if not arrived:
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.5)
+                time.sleep(pause_after(time.monotonic() - begun))
         self.trips.append(time.monotonic() - begun)
         self.traffic.bytes_up += sum(content_bytes(reply) for reply in replies.values())
         return [replies.get(i) for i in ids]
@@ -300,7 +299,7 @@ class Network:
             return f"no reply within {self.timeout:g} s"
         if reply.has_error():
             return f"the site's process failed: {last_line(reply.error.reason)}"
-        config = reply.content.config_records.get("config", ConfigRecord())
+        config = record_of(reply.content, "config", ConfigRecord) or ConfigRecord()
         if "error" in config:
             return str(config["error"])
         return (
@@ -312,7 +311,7 @@ class Network:
 
     @staticmethod
     def _content_refusal(reply: Message, config: ConfigRecord, site: str | None) -> str | None:
-        if not config.get("site") or "arrays" not in reply.content.array_records:
+        if not config.get("site") or record_of(reply.content, "arrays", ArrayRecord) is None:
             return "the reply lacks the records `arrays`, `metrics`, `config`"
         if lacks(reply):
             return "it lacks what it was sent once, and was sent again"
@@ -353,11 +352,11 @@ class Network:
 
     def _note(self, reply: Message) -> None:
         """What a valid reply says besides its answer: seconds and repairs, single numbers and finite; a warning."""
-        warning = reply.content.config_records["config"].get("warning")
+        warning = settings_of(reply).get("warning")
         if warning is not None and self.site_of(reply) not in self.warned.setdefault(str(warning)[:300], set()):
             self.warned[str(warning)[:300]].add(self.site_of(reply))
             logger.warning("site %s: %s", self.site_of(reply), str(warning)[:300])
-        for name, value in reply.content.metric_records["metrics"].items():
+        for name, value in reply.content["metrics"].items():
             if name == "seconds":
                 self.site_seconds += float(value)  # type: ignore[arg-type]
             elif name.startswith("repairs."):
@@ -365,9 +364,14 @@ class Network:
                 self.repairs[key] = self.repairs.get(key, 0) + int(value)  # type: ignore[arg-type]
 
 
+def pause_after(seconds: float) -> float:
+    """Seconds until the next look for replies that have not come for so long: a reply is late by a twentieth."""
+    return min(max(seconds / 20, 0.01), 0.5)
+
+
 def echo_of(message: Message) -> Texts:
     """What the reply to a message must repeat."""
-    config = message.content.config_records["config"]
+    config = settings_of(message)
     return {name: config[name] for name in ECHOED}  # type: ignore[misc]
 
 

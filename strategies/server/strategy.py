@@ -27,6 +27,7 @@ from fedgp_flower.messages import add, decode, encode, is_public, is_summand, jo
 from fedgp_flower.methods.linear import LinearScoreSums
 from fedgp_flower.methods.messages import Described, LocalScoreSums, Nothing, ScoreSums
 from fedgp_flower.options import MethodOptions
+from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig, defaults
 from fedgp_flower.transforms import TRANSFORMS
@@ -40,9 +41,9 @@ from strategies.server.evaluation import Evaluation, of_all
 from strategies.server.finalise import Posterior
 from strategies.server.keywords import configured, documented, signature
 from strategies.server.masking import MEMBERS, TRUST, MaskedContract, Masking
-from strategies.server.network import Expected, Network, echo_of
+from strategies.server.network import Expected, Network, echo_of, pause_after
 from strategies.server.questions import Asking, Each, Figures, First, Question, Refuse, Roster, Summed, Total
-from strategies.server.wire import Answer, Specs, Texts, answers, array_record, claimed_site, numpy_arrays
+from strategies.server.wire import Answer, Specs, Texts, answers, claimed_site
 
 logger = logging.getLogger("fedgp")
 
@@ -105,8 +106,8 @@ class Contract:
         """The answer in a reply; read once."""
         if id(reply) not in self.seen:
             try:
-                arrays = numpy_arrays(reply.content.array_records["arrays"])
-                arrays = join(self.answer, arrays, reply.content.metric_records["metrics"])
+                arrays = numpy_arrays(reply.content["arrays"])  # type: ignore[arg-type]
+                arrays = join(self.answer, arrays, reply.content["metrics"])
             except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
                 raise ProtocolError(f"arrays cannot be decoded ({type(error).__name__})") from error
             self.seen[id(reply)] = reply, decode(self.answer, arrays, self.sizes)
@@ -642,7 +643,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         self._require_clear(question.answer)
         for site, request in question.requests.items():
             self._push(site, question.answer, request)
-        pause = 0.01
+        begun = time.monotonic()
         while True:
             self.arrived = self.arrived or self.network.pull(self.outstanding)
             if self.arrived:
@@ -660,8 +661,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
             lost = self._lost()
             if lost is not None:
                 return lost, None
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.5)
+            time.sleep(pause_after(time.monotonic() - begun))
 
     def _push(self, site: str, answer: type, request: Any) -> None:
         message = self._message(site, kind_of(answer), request)

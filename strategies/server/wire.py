@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 
+from fedgp_flower.records import numpy_arrays, record_of, settings_of
 from fedgp_flower.typing import NamedArrays
 from strategies.server.evaluation import HISTOGRAMS
 
@@ -64,7 +66,7 @@ def arrays_refusal(reply: Message, specs: Specs | None) -> str | None:
 
     Without ``specs`` any names, shapes and types will do, as long as all numbers are finite.
     """
-    record = reply.content.array_records["arrays"]
+    record = record_of(reply.content, "arrays", ArrayRecord) or ArrayRecord()
     if specs is not None and set(record) != set(specs):
         missing, extra = sorted(set(specs) - set(record)), sorted(set(record) - set(specs))
         return f"arrays missing: {missing or 'none'}, unexpected: {extra or 'none'}"
@@ -82,25 +84,19 @@ def arrays_refusal(reply: Message, specs: Specs | None) -> str | None:
 
 def numbers_refusal(reply: Message) -> str | None:
     """Why the metrics of a reply cannot be used, or None."""
-    metrics = reply.content.metric_records.get("metrics", MetricRecord())
+    metrics = record_of(reply.content, "metrics", MetricRecord) or MetricRecord()
     rows = metrics.get("num-examples")
     if not isinstance(rows, int) or rows < 0:
         return "the reply does not say its `num-examples`, a count of rows"
-    odd = sorted(name for name, value in metrics.items() if not np.isfinite(value).all())
+    odd = sorted(name for name, value in metrics.items() if not _is_finite(value))
     if odd:
         return f"metrics that are not finite: {', '.join(odd)}"
     lists = sorted(name for name, value in metrics.items() if isinstance(value, list) and name not in HISTOGRAMS)
     return f"lists where single numbers belong: {', '.join(lists)}" if lists else None
 
 
-def array_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Named numpy arrays as a Flower record."""
-    return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
-
-
-def numpy_arrays(record: ArrayRecord) -> NamedArrays:
-    """A Flower record as named numpy arrays."""
-    return {name: array.numpy() for name, array in record.items()}
+def _is_finite(value: float | Sequence[float]) -> bool:
+    return all(map(math.isfinite, value)) if isinstance(value, list) else math.isfinite(value)  # type: ignore[arg-type]
 
 
 def again(message: Message) -> Message:
@@ -120,18 +116,18 @@ def answer(reply: Message) -> Answer:
     """The content of a valid reply."""
     content = reply.content
     metrics: dict[str, float | list[float]] = {}
-    for name, value in content.metric_records.get("metrics", MetricRecord()).items():
+    for name, value in (record_of(content, "metrics", MetricRecord) or MetricRecord()).items():
         metrics[name] = [float(v) for v in value] if isinstance(value, list) else float(value)
-    config = content.config_records["config"]
+    config, arrays = settings_of(reply), record_of(content, "arrays", ArrayRecord)
     texts = {k: v for k, v in config.items() if isinstance(v, str)}
-    return Answer(str(config["site"]), numpy_arrays(content.array_records["arrays"]), metrics, texts)
+    return Answer(str(config["site"]), numpy_arrays(arrays or ArrayRecord()), metrics, texts)
 
 
 def claimed_site(reply: Message | None) -> str | None:
     """The site id in a reply, also in one that reports an error."""
     if reply is None or reply.has_error():
         return None
-    site = reply.content.config_records.get("config", ConfigRecord()).get("site")
+    site = (record_of(reply.content, "config", ConfigRecord) or ConfigRecord()).get("site")
     return None if site is None else str(site)
 
 

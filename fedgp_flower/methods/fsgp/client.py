@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,10 +14,10 @@ from fedgp_flower.gp import sparse
 from fedgp_flower.gp.cells import LEAST_ROWS, cells
 from fedgp_flower.gp.latent import sparse_gp
 from fedgp_flower.gp.placement import to_array
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.sparse import SparseGP, Whitener, pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound
+from fedgp_flower.lazy import Lazy
 from fedgp_flower.methods.fsgp.dual_client import DualClient
-from fedgp_flower.methods.fsgp.learner import local_mode
 from fedgp_flower.methods.fsgp.messages import (
     Adjoints,
     Anchors,
@@ -34,8 +35,15 @@ from fedgp_flower.methods.fsgp.messages import (
 from fedgp_flower.methods.messages import Parameters, Step, Stepped
 from fedgp_flower.typing import Array
 
-_factorised: dict[Hashable, tuple[SparseGP, torch.Tensor]] = {}
+if TYPE_CHECKING:
+    from fedgp_flower.methods.fsgp import learner
+else:
+    learner = Lazy("fedgp_flower.methods.fsgp.learner")
+
+_whiteners: dict[Hashable, Whitener] = {}
 """The latest parameters of this process, with what every site computes from them alone."""
+LATEST = 4
+"""How many: a message may ask for the sums at several parameters."""
 
 
 class FSGPClient(DualClient):
@@ -46,15 +54,18 @@ class FSGPClient(DualClient):
         return self.placement.module(sparse_gp(self.config.model, values))
 
     def factorised(self, values: Mapping[str, ndarray]) -> tuple[SparseGP, torch.Tensor]:
-        """The model and its factor L; kept for the next message, which mostly comes with the same parameters."""
+        """The model and its factor L."""
+        whitener = self.whitener(values)
+        return whitener.model, whitener.factor
+
+    def whitener(self, values: Mapping[str, ndarray]) -> Whitener:
+        """What projects rows at given parameters; kept for the next message, which mostly comes with the same ones."""
         key = (self.config.model, self.placement, *((name, own.tobytes()) for name, own in values.items()))
-        if key not in _factorised:
-            model = self.model(values)
-            with torch.no_grad():
-                found = model, model.factor()
-            _factorised.clear()
-            _factorised[key] = found
-        return _factorised[key]
+        if key not in _whiteners:
+            while len(_whiteners) >= LATEST:
+                del _whiteners[next(iter(_whiteners))]
+            _whiteners[key] = Whitener(self.model(values))
+        return _whiteners[key]
 
     def train(self, request: Step) -> Stepped:
         """P local steps on the collapsed bound per row F_k (Guo et al. 2022, Eq. 9 and Algorithm 1)."""
@@ -67,20 +78,22 @@ class FSGPClient(DualClient):
 
     def statistics(self, request: Parameters) -> Statistics:
         """The additive sums of this site's rows (Guo et al. 2022, Eqs. 14-15)."""
-        model, factor = self.factorised(request.values)
-        return Statistics.of(pooled_sums(model, *self.tensors, factor))
+        whitener = self.whitener(request.values)
+        return Statistics.of(pooled_sums(whitener.model, *self.tensors, whitener))
 
     def gradient(self, request: Adjoints) -> GradientShare:
         """The part of the pooled bound's gradient that needs this site's rows."""
-        (model, factor), (inputs, targets) = self.factorised(request.values), self.tensors
+        whitener, (inputs, targets) = self.whitener(request.values), self.tensors
         adjoints = sparse.Adjoints.of(request.gram, request.projection, request.prior_variance, inputs)
-        return GradientShare(sparse.rows_gradient(model, inputs, targets, adjoints, factor))
+        return GradientShare(sparse.rows_gradient(whitener.model, inputs, targets, adjoints, whitener))
 
     def sketch(self, request: Anchors) -> Sketch:
         """Cells of this site's rows, and the mode of a GP of them alone with its curvature."""
         inputs, targets = self.tensors
         found = cells(self.rows.x, request.points, max(LEAST_ROWS, self.least_cell))
-        mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
+        mode = learner.local_mode(
+            self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"])
+        )
         return Sketch(*found, *mode)
 
     def trials(self, request: Trials) -> TrialSums:

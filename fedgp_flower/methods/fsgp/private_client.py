@@ -44,11 +44,11 @@ class PrivateClient(FSGPClient):
             raise ProtocolError(f"the budget of {budget.releases} release(s) is spent; see `fsgp.trials`")
         if request.sharing < 1:
             raise ProtocolError("`sharing` is a number of sites")
-        model, factor = self.factorised(request.values)
+        whitener = self.whitener(request.values)
         inputs, targets = self.tensors
         with torch.no_grad():
-            amplitude = float(prior_variance(model.kernel, inputs[:1]))
-        sums = pooled_sums(model, inputs, targets.clamp(-EDGE, EDGE), factor)
+            amplitude = float(prior_variance(whitener.model.kernel, inputs[:1]))
+        sums = pooled_sums(whitener.model, inputs, targets.clamp(-EDGE, EDGE), whitener)
         self.state.replace({RELEASES: np.array(done + 1)})
         return disturbed(sums, amplitude, budget.noise / request.sharing**0.5, self._rng())
 
