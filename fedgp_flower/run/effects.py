@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ class Effect:
 
     name: str
     levels: tuple[str, ...]
-    """Of text; empty for numbers."""
+    """Of text, or of zeros and ones; empty for other numbers."""
     values: Array  # [n], of numbers; 0, 1, … for levels
     median: Array  # [n]
     low: Array  # [n]
@@ -64,7 +65,11 @@ def _along(posterior: Predictor) -> Iterator[Effect]:
     for column in agreed.columns:
         inputs = slice(start, start + max(1, len(column.shown)))
         mean, scale = agreed.input_mean[inputs], agreed.input_scale[inputs]
-        if column.kind == "numeric":
+        levels = column.levels
+        if column.kind == "numeric" and _yes_or_no(float(mean[0]), float(scale[0])):
+            levels, shown = ("0", "1"), np.array([0.0, 1.0])
+            moved = (shown[:, None] - mean) / scale
+        elif column.kind == "numeric":
             values = np.linspace(lowest[start], highest[start], STEPS)
             moved, shown = values[:, None], values * scale + mean
         else:
@@ -75,8 +80,13 @@ def _along(posterior: Predictor) -> Iterator[Effect]:
         with torch.no_grad():
             f = model(torch.from_numpy(x))
         ends = f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy()
-        yield Effect(column.name, column.levels, shown, *_outcome(posterior, ends))
+        yield Effect(column.name, levels, shown, *_outcome(posterior, ends))
         start += len(column.names)
+
+
+def _yes_or_no(mean: float, sd: float) -> bool:
+    """Whether a column is of zeros and ones, as its mean and standard deviation tell: s² = m(1 − m)."""
+    return 0 < mean < 1 and math.isclose(sd**2, mean * (1 - mean), rel_tol=1e-6)
 
 
 def _outcome(posterior: Predictor, f: Array) -> Array:
