@@ -179,6 +179,15 @@ def test_effects_are_the_posterior_of_f_along_one_column(finished):
         assert (admissions()["age"].min() <= age.values).all()
 
 
+def test_runs_show_themselves_in_a_line_and_arrays_are_refused_with_the_columns(finished):
+    assert len(repr(finished)) < 500
+    assert str(finished.path) in repr(finished)
+    posterior = finished.posterior
+    assert f"from age, clinic, dose; {finished.path}" in repr(posterior)
+    with pytest.raises(DataError, match="DataFrame with the columns age, clinic, dose; got ndarray"):
+        posterior.distribution(np.zeros((2, 3)))
+
+
 def test_the_joint_distribution_is_in_original_units(finished):
     posterior, new = finished.posterior, admissions(12)
     table, latent = posterior.predict(new), posterior.distribution(new)
