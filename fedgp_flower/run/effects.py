@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,6 +33,9 @@ class Effect:
     median: Array  # [n]
     low: Array  # [n]
     high: Array  # [n]
+
+    dates: bool = False
+    """Whether values are days since 1 January 2000."""
 
     @property
     def spread(self) -> float:
@@ -63,6 +67,7 @@ def _along(posterior: Predictor) -> Iterator[Effect]:
     points = model.variational_strategy.inducing_points.detach().numpy()
     lowest, highest = points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)
     for column in agreed.columns:
+        days = re.fullmatch(r"days\((.+)\)", column.name)
         inputs = slice(start, start + max(1, len(column.shown)))
         mean, scale = agreed.input_mean[inputs], agreed.input_scale[inputs]
         levels = column.levels
@@ -80,7 +85,8 @@ def _along(posterior: Predictor) -> Iterator[Effect]:
         with torch.no_grad():
             f = model(torch.from_numpy(x))
         ends = f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy()
-        yield Effect(column.name, levels, shown, *_outcome(posterior, ends))
+        median, low, high = _outcome(posterior, ends)
+        yield Effect(days[1] if days else column.name, levels, shown, median, low, high, dates=bool(days))
         start += len(column.names)
 
 

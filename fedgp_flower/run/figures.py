@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import binom
@@ -74,7 +75,9 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> 
         ax.ticklabel_format(axis="y", useOffset=False)
         ax.set(xlabel=label, ylabel=names.get(name, f"training {name}"))
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes[-1].legend(fontsize=8, frameon=False)
+    handles, labels = axes[-1].get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
     return figure
 
 
@@ -248,8 +251,12 @@ def effects(found: Sequence[Effect], target: str) -> Figure:
             ax.tick_params(axis="x", rotation=60 if len(own.levels) > 3 else 0)
             ax.set_xlim(-0.6, len(own.levels) - 0.4)
         else:
-            ax.fill_between(own.values, own.low, own.high, color=BAND, alpha=0.7, lw=0)
-            ax.plot(own.values, own.median, color=FEDERATED, lw=1.8)
+            x = np.datetime64("2000-01-01") + own.values.round().astype("timedelta64[D]") if own.dates else own.values
+            ax.fill_between(x, own.low, own.high, color=BAND, alpha=0.7, lw=0)
+            ax.plot(x, own.median, color=FEDERATED, lw=1.8)
+            if own.dates:
+                ax.xaxis.set_major_locator(AutoDateLocator(maxticks=4))
+                ax.xaxis.set_major_formatter(ConciseDateFormatter(ax.xaxis.get_major_locator()))
         ax.set(xlabel=label_text(own.name), ylim=(min(e.low.min() for e in found), max(e.high.max() for e in found)))
     for ax in axes[::columns]:
         ax.set_ylabel(label_text(target))
@@ -284,6 +291,7 @@ def cost(history: pd.DataFrame) -> Figure | None:
     for ax, label in zip(axes, ("megabytes so far", "seconds so far"), strict=True):
         ax.set(xlabel="round", ylabel=label)
         ax.set_ylim(bottom=0)
+        ax.margins(y=0.08)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return figure
 

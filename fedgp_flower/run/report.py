@@ -92,7 +92,11 @@ def _dependence(run: RunData, predictor: SavedPredictor | None) -> list[Panel]:
         f" {MOST}. From the posterior alone: median and 95 % interval of the outcome without noise. It is what the"
         " model has learned, not what causes what."
     )
-    return [Panel("What predictions depend on", figures.effects(found, _target(run)), caption)] if found else []
+    if not found or predictor is None:
+        return []
+    levels, kind = predictor.preparation.target.levels, predictor.saved.likelihood
+    outcome = f"probability of {levels[-1]}" if levels else f"rate of {_target(run)}" if kind == "poisson" else ""
+    return [Panel("What predictions depend on", figures.effects(found, outcome or _target(run)), caption)]
 
 
 def _attacked(folder: Path) -> list[Panel]:

@@ -33,7 +33,7 @@ details { margin: .5rem 0; } summary { cursor: pointer; color: var(--accent); }
 code, .mono td { font-size: .86rem;
   font-family: ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; }
 .mono td { text-align: left; padding-top: .12rem; padding-bottom: .12rem; overflow-wrap: anywhere; }
-@media screen and (max-width: 30rem) { main { padding: 1.4rem .9rem 3rem; } td { font-size: .9rem; }
+@media screen and (max-width: 34rem) { main { padding: 1.4rem .9rem 3rem; } td { font-size: .9rem; }
   th, td { padding-right: .7rem; } .wide td:last-child { white-space: normal !important; } }
 @media print { main { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } h2 { break-after: avoid; }
   body { font-size: 11pt; } nav { display: none; } .broad img, .broad svg { max-width: 100%; } }
