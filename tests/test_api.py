@@ -167,6 +167,7 @@ def test_effects_are_the_posterior_of_f_along_one_column(finished):
         return
     means = dict(zip(posterior.preparation.names, posterior.preparation.input_mean, strict=True))
     [clinic] = [own for own in found if own.levels]
+    assert not any(own.dates for own in found)
     f = posterior.distribution(pd.DataFrame({"age": means["age"], "dose": means["dose"], "clinic": clinic.levels}))
     np.testing.assert_allclose(clinic.median, f.mean, **SAME)
     np.testing.assert_allclose(clinic.high - clinic.median, 1.959963984540054 * f.stddev, **SAME)
