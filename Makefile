@@ -68,5 +68,5 @@ docs: setup
 	OMP_NUM_THREADS=1 $(bin)/sphinx-build -W --keep-going -q docs docs/_build
 
 clean:
-	rm -rf docs/_build docs/gallery .flwr .deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info *.fab
+	rm -rf docs/_build docs/gallery docs/jupyter_execute .flwr .deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info *.fab
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -14,8 +14,9 @@ version = release = metadata.version("fedgp-flower")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"{project} {release}"
+html_show_copyright = False
 templates_path: list[str] = []
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "jupyter_execute"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
@@ -26,6 +27,7 @@ nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 240
 nb_merge_streams = True
+nb_output_stderr = "remove"  # warnings of libraries, with paths of the machine that built the page
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"

@@ -32,6 +32,8 @@ LOW, HIGH = PROCESS.bounds.numpy()
 CORNERS = np.array([[0.0, 0.0], [0.5, 0.0], [0.25, 0.5]])
 """Of the half-sized box, in shares of the domain, that each laboratory has measured so far."""
 NOISE = 1.0
+FLOOR = 0.02
+"""Of the picture: what the grid of recommendations leaves of the regret."""
 GRID = torch.cartesian_prod(*(torch.linspace(a, b, 60) for a, b in PROCESS.bounds.T.double())).double()
 Figures: TypeAlias = dict[str, tuple[np.ndarray, np.ndarray]]
 """Mean and standard deviation over seeds, by round."""
@@ -111,8 +113,8 @@ def draw(figures: Figures, seeds: int, path: Path) -> None:
     for way, (mean, sd) in figures.items():
         (colour, style), error = STYLES[way], sd / np.sqrt(seeds)
         ax.plot(mean, style, color=colour, ms=4, label=way)
-        ax.fill_between(range(len(mean)), mean - error, mean + error, color=colour, alpha=0.15, lw=0)
-    ax.set(xlabel="rounds, an experiment at each laboratory", ylabel="regret of the recommendation", ylim=(0, None))
+        ax.fill_between(range(len(mean)), (mean - error).clip(FLOOR), mean + error, color=colour, alpha=0.15, lw=0)
+    ax.set(xlabel="rounds, an experiment at each laboratory", ylabel="regret of the recommendation", yscale="log")
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, fontsize=9)
     figure.savefig(path)

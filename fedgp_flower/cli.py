@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -81,8 +81,9 @@ def _keys(
     from fedgp_flower.data.tables import SUFFIXES, read_table, table_stem
     from fedgp_flower.run.user_config import parse_assignments, read_config
 
-    paths = [Path(word) for word in words if word.endswith(SUFFIXES) and "=" not in word]
-    keys = parse_assignments([word for word in words if Path(word) not in paths])
+    files = [word for word in words if word.endswith(SUFFIXES) and "=" not in word]
+    keys = parse_assignments([word for word in words if word not in files])
+    paths = _sites_of(map(Path, files))
     flat = (read_config(file) if file else {}) | keys | dict(given)
     if len(paths) < 2:
         return flat | ({"dataset": str(paths[0])} if paths else {}), sites
@@ -91,6 +92,16 @@ def _keys(
     if len({table_stem(path) for path in paths}) < len(paths):
         raise ConfigError("every table is a site with the name of its file: two files have the same name")
     return flat | together({table_stem(path): read_table(path) for path in paths}, flat), 0
+
+
+def _sites_of(files: Iterable[Path]) -> list[Path]:
+    """The files that are a site; what is left out is told."""
+    from fedgp_flower.data.tables import sites_of
+
+    paths, left_out = sites_of(list(files))
+    for line in left_out:
+        print(line, file=sys.stderr)
+    return paths
 
 
 def _show_plan(completed: FlatConfig, sites: int) -> None:
@@ -206,7 +217,7 @@ def deploy_demo(
     files = [*data, *(Path(word) for word in words or [] if "=" not in word)] if data else []
     keys = parse_assignments([word for word in words or [] if not data or "=" in word])
     with interruptible():
-        run_demo(keys, files, num_sites, folder.resolve(), keep=keep)
+        run_demo(keys, _sites_of(files), num_sites, folder.resolve(), keep=keep)
 
 
 @app.command()
@@ -222,7 +233,7 @@ def check(
     from fedgp_flower.run.user_config import parse_assignments
 
     config = parse_config({"test-fraction": 0.0} | parse_assignments([word for word in words if "=" in word]))
-    _show_checked(look([Path(word) for word in words if "=" not in word], config))
+    _show_checked(look(_sites_of(Path(word) for word in words if "=" not in word), config))
 
 
 def _show_checked(found: Checked) -> None:
@@ -233,7 +244,7 @@ def _show_checked(found: Checked) -> None:
     console = _console()
     if found.data:
         console.print(table(TITLES, rows(found.data), numbers=True))
-    for line in [*(described(found.data) if found.data else []), *found.problems]:
+    for line in [*(described(found.data) if found.data else []), *found.suspected, *found.problems]:
         console.print(line, markup=False, soft_wrap=True)
     if found.problems:
         raise typer.Exit(2)

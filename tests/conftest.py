@@ -75,7 +75,7 @@ def _pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     def print_figure(self: FigureCanvasBase, target: Any, *rest: Any, **keywords: Any) -> None:
         """Files are drawn; what is kept in memory for a page is not."""
         if isinstance(target, io.BytesIO):
-            target.write(PIXEL)
+            target.write(b"<svg></svg>" if keywords.get("format") == "svg" else PIXEL)
         else:
             draw(self, target, *rest, **keywords)
 

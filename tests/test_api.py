@@ -167,6 +167,7 @@ def test_effects_are_the_posterior_of_f_along_one_column(finished):
         return
     means = dict(zip(posterior.preparation.names, posterior.preparation.input_mean, strict=True))
     [clinic] = [own for own in found if own.levels]
+    assert not any(own.dates for own in found)
     f = posterior.distribution(pd.DataFrame({"age": means["age"], "dose": means["dose"], "clinic": clinic.levels}))
     np.testing.assert_allclose(clinic.median, f.mean, **SAME)
     np.testing.assert_allclose(clinic.high - clinic.median, 1.959963984540054 * f.stddev, **SAME)
@@ -177,6 +178,15 @@ def test_effects_are_the_posterior_of_f_along_one_column(finished):
     assert age.values[0] < means["age"] < age.values[-1]
     if finished.config["method"] == "fsgp":
         assert (admissions()["age"].min() <= age.values).all()
+
+
+def test_runs_show_themselves_in_a_line_and_arrays_are_refused_with_the_columns(finished):
+    assert len(repr(finished)) < 500
+    assert str(finished.path) in repr(finished)
+    posterior = finished.posterior
+    assert f"from age, clinic, dose; {finished.path}" in repr(posterior)
+    with pytest.raises(DataError, match="DataFrame with the columns age, clinic, dose; got ndarray"):
+        posterior.distribution(np.zeros((2, 3)))
 
 
 def test_the_joint_distribution_is_in_original_units(finished):

@@ -12,7 +12,7 @@ import pytest
 from fedgp_flower.data.cells import number_labels, typed
 from fedgp_flower.data.datasets import Choice, checked
 from fedgp_flower.data.sites import RawSite, load_site
-from fedgp_flower.data.tables import read_table, table_stem
+from fedgp_flower.data.tables import read_table, sites_of, table_stem
 from fedgp_flower.errors import DataError
 from fedgp_flower.run.config import CoreConfig
 
@@ -221,3 +221,10 @@ def test_numbers_as_levels():
     labels = number_labels(pd.Series([1.0, -3.0, 0.5, np.nan, 1e300]))
     assert labels[:3].tolist() == ["1", "-3", "0.5"]
     assert labels.isna().tolist() == [False, False, False, True, False]
+
+
+def test_held_out_rows_beside_a_table_are_no_site():
+    paths = [Path("a/west.csv"), Path("a/west.test.csv"), Path("b/east.test.csv"), Path("b/north.csv")]
+    kept, [said] = sites_of(paths)
+    assert kept == [paths[0], paths[2], paths[3]]
+    assert said == "west.test.csv: held-out rows of west.csv, not a site; left out"

@@ -14,12 +14,13 @@ import pytest
 from faults import FaultyGrid, blamed, configured, csv_nodes, no_waiting, run
 
 from fedgp_flower import server_app
-from fedgp_flower.data.cells import typed
+from fedgp_flower.data.cells import codes_in, typed
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.dates import readings
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site
 from fedgp_flower.data.standardisation import Preparation, encode_inputs, typed_inputs
 from fedgp_flower.errors import DataError
+from fedgp_flower.run.check import check
 from fedgp_flower.run.config import CoreConfig
 from fedgp_flower.run.files import read_arrays
 from fedgp_flower.run.predict import Predictor, predict_file
@@ -285,3 +286,24 @@ def test_new_rows_are_read_like_the_rows_of_training() -> None:
     points = pd.DataFrame({"age": [60.5], "ward": ["a"]})
     one, two = (encode_inputs(typed_inputs(own, preparation, "t"), preparation) for own in (commas, points))
     np.testing.assert_array_equal(one, two)
+
+
+def test_a_number_that_repeats_far_from_all_others_is_suspected_as_a_code() -> None:
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame({"crp": draw.gamma(2, 20, 60), "age": draw.normal(60, 9, 60), "ward": ["a", "b"] * 30})
+    frame = frame.assign(outlier=frame["age"], dose=frame["age"], yes=[0.0, 1.0] * 30)
+    frame.loc[[3, 9, 20], "crp"] = -999.0
+    frame.loc[[3, 7], "age"], frame.loc[[4, 8], "age"] = -9999.0, 9999.0
+    frame.loc[5, "outlier"] = 1e6  # once: it may be true
+    frame.loc[frame.index < 30, "dose"] = 0.0
+    found = {name: list(np.flatnonzero(mask)) for name, mask in codes_in(frame).items()}
+    assert found == {"crp": [3, 9, 20], "age": [3, 4, 7, 8]}
+
+
+def test_a_suspected_code_is_told_before_training_and_never_itself(tmp_path: Path) -> None:
+    frames = {"north": patients(seed=1), "south": patients(seed=2)}
+    frames["north"].loc[[2, 5, 6], "weight"] = -987.0
+    files = [Path(str(node["data-path"])) for node in csv_nodes(tmp_path, frames)]
+    [said] = check(files, settings("impute")).suspected
+    assert said.startswith("north: `weight` (3 cells)")
+    assert "987" not in said

@@ -101,6 +101,18 @@ def test_the_page_shows_the_figures_of_the_run(line_run, line_page):
     assert "local-only NLL" in line_page
 
 
+def test_figures_are_drawings_with_text_and_titles_on_points(line_page):
+    drawings = re.findall(r"<svg .*?</svg>", line_page, re.DOTALL)
+    assert len(drawings) == line_page.count("<figure") - 1  # a method may bring an image
+    assert all('role="img" aria-label="' in own for own in drawings)
+    [sites] = [own for own in drawings if 'aria-label="Sites"' in own]
+    assert len(re.findall(r"<title>[^<]*local-only [^<]*</title>", sites)) == 6
+    assert "cost $a$ &amp; $b" in sites.replace("\\$", "$")
+    ids = re.findall(r'\bid="([^"]+)"', "".join(drawings))
+    assert len(ids) == len(set(ids))
+    assert {own.strip("#") for own in re.findall(r'href="(#[^"]+)"', "".join(drawings))} <= set(ids)
+
+
 def test_contents_lead_to_every_chapter(line_page):
     links = dict(re.findall(r'<a href="#([^"]+)">([^<]+)</a>', line_page))
     assert links == dict(re.findall(r'<h2 id="([^"]+)">(.*?)</h2>', line_page))
@@ -261,9 +273,9 @@ def test_the_verdict_on_probabilities_follows_the_slope(line_run, slope, words):
     [
         (True, {}, "had converged after 20"),
         (False, {}, "before it had converged."),
-        (False, {"rise_per_round": 0.25}, "stopped after 20 rounds, still rising by 0.2500 nats a row in a round."),
+        (False, {"rise_per_round": 0.25}, "stopped after 20 rounds, still rising by 0.25 nats a row in a round."),
         (False, {"latest_gain_per_row": 0.01}, "the latest gained 0.01"),
-        (False, {"promised_rise": 12.5}, "the next step promised 12.5"),
+        (False, {"promised_rise": 12.5}, "the next step promised 12 nats"),
         (False, {"forecast_rise": 3.0, "forecast_exchanges": 20}, "20 more exchanges would raise the bound by about 3"),
         (None, {}, "chance"),
     ],

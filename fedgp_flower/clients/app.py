@@ -40,7 +40,7 @@ SCHEMA_VERSION = 1
 CONTEXT, CONSTANTS, LACKS = "context", "constants", "lacks-context"
 """Records, config key and state of what travels to a site once; config key of a reply by a site that has it not."""
 WARNING = "warning"
-"""Config key of a reply: what the site's policy warns of."""
+"""Config key of a reply: what the site's policy warns of, and what it suspects of its rows."""
 
 LoadSite: TypeAlias = Callable[[RunConfig, Context], RawSite]
 
@@ -144,7 +144,8 @@ class SiteApp(ClientApp):
         answered = said.split("\n") if said else []
         texts = {name: value for name, value in mixed.items() if isinstance(value, str)}
         numbers = {name: value for name, value in mixed.items() if name not in texts}
-        texts |= {WARNING: rules.warning} if rules.warning else {}
+        warned = [words for words in (texts.get(WARNING), rules.warning) if words]
+        texts |= {WARNING: ". ".join(warned)} if warned else {}
         numbers |= masking.stance(context, kind)
         return dict(zip(answered, outputs, strict=True)), {"num-examples": count, **numbers}, texts
 

@@ -256,9 +256,11 @@ class SiteClient(NumPyClient):
         """Counts, sums and sums of squares of the training rows, and the schema of the site's table."""
         del request
         description = self.site.describe(self.config.privacy.bounds)
-        counted = {"partitions": self.site.partitions, "dropped": self.site.dropped}
+        counted: dict[str, int | str] = {"partitions": self.site.partitions, "dropped": self.site.dropped}
         if self.setting.bare:
             description, counted = bare(description), {**counted, "dropped": 0, "bare": 1}
+        elif self.site.suspected and not self.config.privacy.bounds:
+            counted["warning"] = self.site.suspected
         said = {**counted, "schema": description.schema, "label": self.site.label}
         return Said(dict(description.arrays), said)
 

@@ -27,6 +27,8 @@ AMOUNT = r"\W?\s*[+-]?\d[\d.,]*\s*\D{0,10}"
 """A number with a sign or a unit, such as ``€ 3.50`` or ``7 mg``."""
 LARGEST = 1e100
 """Its square is still a number, as a sum of squares needs."""
+OTHERS = 5
+"""Fewer other numbers than this do not tell that one is far from them."""
 Mask: TypeAlias = NDArray[np.bool_]
 
 EMPTY = "empty or NaN cell"
@@ -137,6 +139,31 @@ def number_labels(numbers: pd.Series) -> pd.Series:
     small = whole & (numbers.abs() < 2**53)
     labels = numbers.astype("str")
     return labels.where(~small, numbers.where(small, 0.0).astype(np.int64).astype("str")).where(numbers.notna())
+
+
+def codes_in(frame: pd.DataFrame) -> dict[str, Mask]:
+    """Cells of typed numbers that may be a code for a missing cell, such as −999, by column.
+
+    A number other than zero is suspected where it repeats and lies outside of all others, farther from the nearest than
+    they are from each other.
+    """
+    numeric = [name for name in frame if kind_of(frame[name]) == "numeric"]
+    found = {name: _codes(frame[name].to_numpy(dtype=np.float64)) for name in numeric}
+    return {str(name): mask for name, mask in found.items() if mask.any()}
+
+
+def _codes(values: NDArray[np.float64]) -> Mask:
+    levels, counts = np.unique(values[~np.isnan(values)], return_counts=True)
+    repeated = (counts > 1) & (levels != 0)
+    for low, high in ((1, 1), (1, 0), (0, 1)):
+        others = levels[low : len(levels) - high]
+        ends = np.r_[levels[:low], levels[len(levels) - high :]]
+        if len(others) < OTHERS or not (repeated[:low].all() and repeated[len(levels) - high :].all()):
+            continue
+        gaps = np.maximum(others[0] - ends, ends - others[-1])
+        if (gaps > np.ptp(others)).all():
+            return np.isin(values, ends)
+    return np.zeros(values.shape, dtype=bool)
 
 
 def check_target(target: pd.Series, likelihood: str, file: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgp_flower.data.cells import kind_of, refuse_identifiers, require_rows
+from fedgp_flower.data.cells import codes_in, kind_of, refuse_identifiers, require_rows
 from fedgp_flower.data.datasets import Choice, Table, checked, load_table
 from fedgp_flower.data.seeds import generator
 from fedgp_flower.data.standardisation import (
@@ -79,6 +79,8 @@ class RawSite:
     target: str
     dropped: int = 0
     """Rows of the table left out for a missing cell; of a shared table they count at its first site."""
+    suspected: str = ""
+    """In words, columns that may hold a code for a missing cell; of a shared table, as the whole of it tells."""
     _encoded: dict[bytes, SiteData] = field(default_factory=dict, repr=False, compare=False)
     """The latest encoding: a process of a simulation answers many messages of a run."""
 
@@ -238,8 +240,23 @@ def _share_of(table: Table, config: CoreConfig, site: int, partitions: int) -> R
         rows, held_out = rows[keep], rows[drop]
     own, others = (table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out))
     names, dropped = (table.features, table.target), table.dropped if site == 0 else 0
-    raw = RawSite(str(site), dealt.labels[site], partitions, own, others, *names, dropped)
+    codes = {name: mask.sum() for name, mask in _codes_of(table).items() if mask[rows].any() or mask[held_out].any()}
+    raw = RawSite(str(site), dealt.labels[site], partitions, own, others, *names, dropped, _suspicion(codes))
     return _usable(raw, where)
+
+
+@lru_cache(maxsize=2)
+def _codes_of(table: Table) -> dict[str, NDArray[np.bool_]]:
+    return codes_in(table.frame)
+
+
+def _suspicion(codes: Mapping[str, int]) -> str:
+    """What is said of columns with so many cells that may be codes; the number itself is a cell, and stays."""
+    if not codes:
+        return ""
+    where = ", ".join(f"`{name}` ({count} cells)" for name, count in list(codes.items())[:5])
+    words = "a number repeats far from all others and is taken as it is; if it is a code for a missing cell"
+    return f"{where}{', …' * (len(codes) > 5)}: {words} (−999, 9999), empty those cells and set `missing`"
 
 
 def _share(
@@ -346,5 +363,6 @@ def _of_tables(
     else:
         keep, drop = _hold_out(len(frame), config, site)
         train, test = (frame.iloc[part].reset_index(drop=True) for part in (keep, drop))
+    suspected = _suspicion({name: int(mask.sum()) for name, mask in codes_in(pd.concat([train, test])).items()})
     refuse_identifiers(train, inputs, file, choice.max_levels)
-    return _usable(RawSite(site, label, 0, train, test, tuple(inputs), target, dropped), file)
+    return _usable(RawSite(site, label, 0, train, test, tuple(inputs), target, dropped, suspected), file)

@@ -21,6 +21,8 @@ from fedgp_flower.lazy import pd
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "<NA>")
 """Spellings of a missing cell. A question mark is an ordinary level of a text column."""
+HELD_OUT = ".test"
+"""How the stem of a file ends that holds the held-out rows of the file beside it."""
 SEPARATORS = (",", ";", "\t", "|")
 """What may stand between cells: the one that cuts the header into most names, the first of equals."""
 
@@ -31,6 +33,15 @@ def table_stem(path: Path) -> str:
         if path.name.endswith(suffix) and path.name != suffix:
             return path.name.removesuffix(suffix)
     return path.stem
+
+
+def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """The tables that are a site each, and in words which are held-out rows, ``NAME.test.csv`` beside ``NAME.csv``."""
+    stems = {(path.parent, table_stem(path)): path.name for path in paths}
+    owners = {path: stems.get((path.parent, table_stem(path).removesuffix(HELD_OUT))) for path in paths}
+    held_out = {path: name for path, name in owners.items() if name and name != path.name}
+    said = [f"{path.name}: held-out rows of {name}, not a site; left out" for path, name in held_out.items()]
+    return [path for path in paths if path not in held_out], said
 
 
 def read_table(path: Path) -> pd.DataFrame:

@@ -21,6 +21,7 @@ from fedgp_flower.run.files import write_bytes
 from fedgp_flower.run.in_process import run_in_process, silent
 from fedgp_flower.run.predict import Predictor, why_no_posterior
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.run.summary import verdict
 from fedgp_flower.run.user_config import complete_config
 from fedgp_flower.server_app import Progress, figures_of
 
@@ -33,6 +34,10 @@ class Run:
     """A finished run and what it left behind."""
 
     files: RunData
+
+    def __repr__(self) -> str:
+        """The folder, and the verdict that its report begins with; its files hold rows, which a notebook would show."""
+        return f"<Run {self.path}: {verdict(self.metrics) or self.metrics.method}>"
 
     @property
     def path(self) -> Path:

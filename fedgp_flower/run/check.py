@@ -25,6 +25,8 @@ class Checked:
     """As in ``metrics.json``; empty where no table can be used."""
     problems: tuple[str, ...]
     """Why tables cannot be used, and what to do."""
+    suspected: tuple[str, ...] = ()
+    """What may be wrong with tables that can be used."""
 
 
 def check(files: Sequence[Path], config: CoreConfig) -> Checked:
@@ -50,7 +52,7 @@ def plan(config: CoreConfig, sites: int) -> Checked:
 
 def _agreed(sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig) -> Checked:
     """What these sites agree on."""
-    described, dropped, problems = {}, 0, []
+    described, dropped, problems, suspected = {}, 0, [], []
     for name, load in sites.items():
         try:
             site = load()
@@ -60,6 +62,7 @@ def _agreed(sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig) -> C
         own = site.describe()
         described[name] = SiteDescription(own.arrays, own.schema, own.num_examples)
         dropped += site.dropped
+        suspected += [f"{name}: {site.suspected}"] if site.suspected else []
     try:
         agreement = agree(
             described,
@@ -73,4 +76,4 @@ def _agreed(sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig) -> C
     problems += [f"{site}: {reason}" for site, reason in agreement.refused.items()]
     problems += [f"`{name}` is constant at every site, of no use to a model" for name in agreement.constant]
     counted = {"sites": len(agreement.num_examples), "rows": agreement.total, "inputs": len(agreement.names)}
-    return Checked({**counted, "dropped": dropped, "columns": agreement.columns}, tuple(problems))
+    return Checked({**counted, "dropped": dropped, "columns": agreement.columns}, tuple(problems), tuple(suspected))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import axes_of, label_text, series_style
@@ -84,6 +85,7 @@ def cost_figure(runs: Sequence[RunData]) -> Figure:
     for ax, label in zip(axes, titles.values(), strict=True):
         ax.set(xlabel=label, xlim=(0, 1.04 * max(ax.get_xlim()[1], 1e-9)))
         ax.margins(y=0.15)
+    axes[0].xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes[0].set_ylabel("held-out NLL (nats per row)")
     axes[0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, 1.02))
     return figure

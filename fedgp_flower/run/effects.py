@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,6 +11,7 @@ import numpy as np
 import torch
 from scipy.special import ndtr, ndtri
 
+from fedgp_flower.data.standardisation import Column, Preparation
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.to_gpytorch import MixturePosterior, mixture
 from fedgp_flower.run.predict import Exportable, Predictor
@@ -26,11 +29,14 @@ class Effect:
 
     name: str
     levels: tuple[str, ...]
-    """Of text; empty for numbers."""
+    """Of text, or of zeros and ones; empty for other numbers."""
     values: Array  # [n], of numbers; 0, 1, … for levels
     median: Array  # [n]
     low: Array  # [n]
     high: Array  # [n]
+
+    dates: bool = False
+    """Whether values are days since 1 January 2000."""
 
     @property
     def spread(self) -> float:
@@ -58,14 +64,21 @@ def _along(posterior: Predictor) -> Iterator[Effect]:
         return
     if isinstance(model, MixturePosterior):
         return
-    agreed, start = posterior.preparation, 0
+    agreed = posterior.preparation
     points = model.variational_strategy.inducing_points.detach().numpy()
     lowest, highest = points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)
-    for column in agreed.columns:
-        inputs = slice(start, start + max(1, len(column.shown)))
+    for name, inputs, column in _moved(agreed):
         mean, scale = agreed.input_mean[inputs], agreed.input_scale[inputs]
-        if column.kind == "numeric":
-            values = np.linspace(lowest[start], highest[start], STEPS)
+        levels, days = column.levels, re.fullmatch(r"days\((.+)\)", name)
+        if len(inputs) == 2 and column.kind == "numeric":
+            shown = np.linspace(1, 13, STEPS)
+            turn = (shown - 1) * math.pi / 6
+            moved = (np.stack([np.sin(turn), np.cos(turn)], axis=1) - mean) / scale
+        elif column.kind == "numeric" and _yes_or_no(float(mean[0]), float(scale[0])):
+            levels, shown = ("0", "1"), np.array([0.0, 1.0])
+            moved = (shown[:, None] - mean) / scale
+        elif column.kind == "numeric":
+            values = np.linspace(lowest[inputs[0]], highest[inputs[0]], STEPS)
             moved, shown = values[:, None], values * scale + mean
         else:
             shown = np.arange(len(column.levels), dtype=np.float64)
@@ -75,8 +88,29 @@ def _along(posterior: Predictor) -> Iterator[Effect]:
         with torch.no_grad():
             f = model(torch.from_numpy(x))
         ends = f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy()
-        yield Effect(column.name, column.levels, shown, *_outcome(posterior, ends))
+        median, low, high = _outcome(posterior, ends)
+        yield Effect(days[1] if days else name, levels, shown, median, low, high, dates=bool(days))
+
+
+def _moved(agreed: Preparation) -> Iterator[tuple[str, list[int], Column]]:
+    """What is moved at a time: a column with its inputs; sine and cosine of a date together, as the month."""
+    starts, start = {}, 0
+    for column in agreed.columns:
+        starts[column.name] = start
         start += len(column.names)
+    for column in agreed.columns:
+        part = re.fullmatch(r"(sine|cosine)\((.+)\)", column.name)
+        own = [f"{way}({part[2]})" for way in ("sine", "cosine")] if part else []
+        if not own or not set(own) <= set(starts):
+            first = starts[column.name]
+            yield column.name, list(range(first, first + max(1, len(column.shown)))), column
+        elif column.name == own[0] and part:
+            yield f"{part[2]} (month)", [starts[name] for name in own], column
+
+
+def _yes_or_no(mean: float, sd: float) -> bool:
+    """Whether a column is of zeros and ones, as its mean and standard deviation tell: s² = m(1 − m)."""
+    return 0 < mean < 1 and math.isclose(sd**2, mean * (1 - mean), rel_tol=1e-6)
 
 
 def _outcome(posterior: Predictor, f: Array) -> Array:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import binom
 
 from fedgp_flower.clients.counts import central
 from fedgp_flower.run.summary import Arm, number
+from fedgp_flower.run.svg import hover
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
@@ -47,7 +49,14 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> 
     series = {name: column for name in wanted if (column := _column(history, name))}
     if not series or len(history) < 2:
         return None
-    names = {"nll": "held-out NLL (nats per row)", "rmse": f"held-out RMSE ({units})", "accuracy": "held-out accuracy"}
+    if "objective" in series:  # the bound is the same, of all rows
+        series.pop("bound", None)
+    names = {
+        "objective": "training objective (nats per row)",
+        "nll": "held-out NLL (nats per row)",
+        "rmse": f"held-out RMSE ({units})",
+        "accuracy": "held-out accuracy",
+    }
     unit, label = ("visits", "communications (visits of a site)") if "visits" in history else ("round", "round")
     history = history.assign(abscissa=history[unit].ffill().fillna(0.0))
     figure, axes = axes_of(len(series), height=2.9)
@@ -66,7 +75,9 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> 
         ax.ticklabel_format(axis="y", useOffset=False)
         ax.set(xlabel=label, ylabel=names.get(name, f"training {name}"))
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes[-1].legend(fontsize=8, frameon=False)
+    handles, labels = axes[-1].get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
     return figure
 
 
@@ -212,7 +223,12 @@ def sites(federated: Sequence[Mapping[str, Any]], local: Sequence[Mapping[str, A
     figure, (ax,) = axes_of(1, width=6.2, height=1.1 + 0.26 * len(frame))
     y = np.arange(len(frame))
     ax.hlines(y, frame["federated"], frame["local-only"].fillna(frame["federated"]), color="#c9c9c9", lw=1.6, zorder=1)
-    ax.plot(frame["federated"], y, "o", color=FEDERATED, ms=6, label="federated")
+    (dots,) = ax.plot(frame["federated"], y, "o", color=FEDERATED, ms=6, label="federated")
+    beside = frame["local-only"].map(lambda nll: "" if np.isnan(nll) else f", local-only {nll:.3f}")
+    hover(
+        dots,
+        [f"{site}: {nll:.3f}{own}" for site, nll, own in zip(frame.index, frame["federated"], beside, strict=True)],
+    )
     if frame["local-only"].notna().any():
         ax.plot(frame["local-only"], y, "o", color=LOCAL, ms=6, mfc="white", mew=1.5, label="local-only", zorder=1.5)
         ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -235,8 +251,12 @@ def effects(found: Sequence[Effect], target: str) -> Figure:
             ax.tick_params(axis="x", rotation=60 if len(own.levels) > 3 else 0)
             ax.set_xlim(-0.6, len(own.levels) - 0.4)
         else:
-            ax.fill_between(own.values, own.low, own.high, color=BAND, alpha=0.7, lw=0)
-            ax.plot(own.values, own.median, color=FEDERATED, lw=1.8)
+            x = np.datetime64("2000-01-01") + own.values.round().astype("timedelta64[D]") if own.dates else own.values
+            ax.fill_between(x, own.low, own.high, color=BAND, alpha=0.7, lw=0)
+            ax.plot(x, own.median, color=FEDERATED, lw=1.8)
+            if own.dates:
+                ax.xaxis.set_major_locator(AutoDateLocator(maxticks=4))
+                ax.xaxis.set_major_formatter(ConciseDateFormatter(ax.xaxis.get_major_locator()))
         ax.set(xlabel=label_text(own.name), ylim=(min(e.low.min() for e in found), max(e.high.max() for e in found)))
     for ax in axes[::columns]:
         ax.set_ylabel(label_text(target))
@@ -271,6 +291,7 @@ def cost(history: pd.DataFrame) -> Figure | None:
     for ax, label in zip(axes, ("megabytes so far", "seconds so far"), strict=True):
         ax.set(xlabel="round", ylabel=label)
         ax.set_ylim(bottom=0)
+        ax.margins(y=0.08)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return figure
 
@@ -291,8 +312,13 @@ def _draw_intervals(ax: Axes, rows: pd.DataFrame, x: pd.Series[float], counts: b
     low, high = (first, second) if kept else central(first, second, counts)
     inside = (rows["target"] >= low) & (rows["target"] <= high)
     ax.vlines(x, low, high, color=BAND, lw=1.6, zorder=0.5, label="95 % interval")
-    ax.plot(x[inside], rows["target"][inside], "o", color=FEDERATED, ms=3.2, label="inside")
-    ax.plot(x[~inside], rows["target"][~inside], "^", color=MISS, ms=4.2, label="outside")
+    for some, mark, colour, size, label in (
+        (inside, "o", FEDERATED, 3.2, "inside"),
+        (~inside, "^", MISS, 4.2, "outside"),
+    ):
+        (points,) = ax.plot(x[some], rows["target"][some], mark, color=colour, ms=size, label=label)
+        shown = zip(rows["target"][some], rows["mean"][some], low[some], high[some], strict=True)
+        hover(points, [f"observed {y:.4g}, predicted {m:.4g} ({a:.4g} to {b:.4g})" for y, m, a, b in shown])
     ax.legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper left")
 
 
@@ -301,7 +327,8 @@ def _sites_scatter(frame: pd.DataFrame) -> Figure:
     low, high = float(frame.to_numpy().min()), float(frame.to_numpy().max())
     limits = (low - 0.05 * (high - low) - 0.01, high + 0.05 * (high - low) + 0.01)
     ax.plot(limits, limits, color=POOLED, lw=0.9)
-    ax.plot(frame["local-only"], frame["federated"], "o", color=FEDERATED, ms=3.4, alpha=0.6)
+    (dots,) = ax.plot(frame["local-only"], frame["federated"], "o", color=FEDERATED, ms=3.4, alpha=0.6)
+    hover(dots, [f"{site}: {own:.3f}, local-only {alone:.3f}" for site, own, alone in frame.itertuples()])
     ax.set(xlabel="local-only NLL (nats per row)", ylabel="federated NLL (nats per row)", xlim=limits, ylim=limits)
     ax.set_title("a dot is a site; below the line federated is better", fontsize=8, color="#666666", loc="left")
     return figure

@@ -30,7 +30,8 @@ SIMULATED = "simulation only: "
 WORDS: Mapping[str, str] = {
     "query.keys": "under masks: the site's key of the run, signed; number of the latest question answered",
     "query.describe": "id and label of the site; names and kinds of columns; **levels of text with their counts**;"
-    " rows; of each numeric column the sum, its rounding residual and the sum of squares about the mean; under masks"
+    " rows; of each numeric column the sum, its rounding residual and the sum of squares about the mean; which columns"
+    " may hold a code for missing cells, and in how many; under masks"
     " names, kinds and levels of columns and the number of rows alone",
     "evaluate": SCORES,
     "query.local_only": "the same scores of a GP of the site's rows alone; evaluations used",

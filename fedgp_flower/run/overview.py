@@ -13,7 +13,8 @@ def described(data: Mapping[str, Any]) -> list[str]:
     columns: Sequence[Mapping[str, Any]] = data["columns"]
     left_out = f", {data['dropped']:,} rows left out for a missing cell" if data["dropped"] else ""
     counts = f"{data['rows']:,} training rows at {data['sites']} sites{left_out}"
-    lines = [f"{counts}; {data['inputs']} inputs of {len(columns)} columns"]
+    inputs, of = data["inputs"], len(columns)
+    lines = [f"{counts}; {inputs} input{'s' * (inputs != 1)} of {of} column{'s' * (of != 1)}"]
     for column in columns:
         missing = [f"{column['missing']:,} missing cells"] if column["missing"] else []
         far = f"mean far from that of the other sites at {', '.join(column.get('differs', ())[:5])}"

@@ -22,6 +22,7 @@ from scipy.special import ndtri
 
 from fedgp_flower.clients.counts import count_quantiles
 from fedgp_flower.clients.transformed import transformed_moments, transformed_quantiles
+from fedgp_flower.data.dates import source
 from fedgp_flower.data.sites import RawSite, load_site
 from fedgp_flower.data.standardisation import (
     Preparation,
@@ -81,6 +82,12 @@ class Predictor:
     standardised: Standardised
     site: RawSite | None = None
     """The site that predicts, where one does."""
+
+    def __repr__(self) -> str:
+        """One line; what it is made of fills pages."""
+        columns = ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
+        where = f" at {self.site.label}" if self.site else ""
+        return f"<Predictor of {self.preparation.target.name}{where} from {columns}; {self.run.path}>"
 
     @staticmethod
     def of_run(run: Path) -> Predictor:
@@ -337,6 +344,9 @@ class Predictor:
         return self.standardised.export()
 
     def _encoded(self, frame: pd.DataFrame, *, whole: bool = True) -> Array:
+        if not isinstance(frame, pd.DataFrame):
+            columns = ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
+            raise DataError(f"expected a DataFrame with the columns {columns}; got {type(frame).__name__}")
         encoded = encode_inputs(typed_inputs(frame, self.preparation, "the table"), self.preparation)
         if whole and np.isnan(encoded).any():
             raise DataError("the table has missing cells, and with `missing` = 'drop' nothing stands for them")

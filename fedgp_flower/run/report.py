@@ -45,6 +45,7 @@ from fedgp_flower.run.summary import (
     text_rows,
     title_of,
 )
+from fedgp_flower.run.svg import inline
 from fedgp_flower.typing import Array
 
 FAILURE_LIMIT = 100
@@ -64,6 +65,7 @@ class _Drawn:
     title: str
     caption: str
     png: str = ""
+    svg: str = ""
     width: int = 0
     html: str = ""
 
@@ -90,7 +92,11 @@ def _dependence(run: RunData, predictor: SavedPredictor | None) -> list[Panel]:
         f" {MOST}. From the posterior alone: median and 95 % interval of the outcome without noise. It is what the"
         " model has learned, not what causes what."
     )
-    return [Panel("What predictions depend on", figures.effects(found, _target(run)), caption)] if found else []
+    if not found or predictor is None:
+        return []
+    levels, kind = predictor.preparation.target.levels, predictor.saved.likelihood
+    outcome = f"probability of {levels[-1]}" if levels else f"rate of {_target(run)}" if kind == "poisson" else ""
+    return [Panel("What predictions depend on", figures.effects(found, outcome or _target(run)), caption)]
 
 
 def _attacked(folder: Path) -> list[Panel]:
@@ -151,7 +157,7 @@ def _content(run: RunData, predictor: Predictor | None, extra: Iterable[Panel]) 
         "metrics": metrics,
         "title": f"{data_name(metrics.dataset)}: {_target(run)} by {metrics.method}",
         "facts": _facts(run),
-        "verdicts": sentences(metrics),
+        "verdicts": [_said(sentence) for sentence in sentences(metrics)],
         "failed": _failed(metrics),
         "headline": _headline(metrics, units),
         "predictions": [_draw(plots, *drawing) for drawing in _predictions(run, predictor)],
@@ -175,6 +181,12 @@ def _content(run: RunData, predictor: Predictor | None, extra: Iterable[Panel]) 
         "posterior": run.posterior,
         "config": run.config,
     }
+
+
+def _said(sentence: str) -> Markup:
+    """A sentence with its keys in the letters of code."""
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(sentence[:1].upper() + sentence[1:])))
+    return Markup(text)  # noqa: S704
 
 
 def _target(run: RunData) -> str:
@@ -329,7 +341,7 @@ def _extra(plots: Path, panel: Panel) -> _Drawn:
     if isinstance(panel.body, Figure):
         return _draw(plots, name, panel.title, panel.body, panel.caption)
     write_bytes(plots / f"{name}.png", panel.body)
-    return _Drawn(panel.title, panel.caption, base64.b64encode(panel.body).decode(), 800)
+    return _Drawn(panel.title, panel.caption, png=base64.b64encode(panel.body).decode(), width=800)
 
 
 def _draw(plots: Path, name: str, title: str, figure: Figure, caption: str) -> _Drawn:
@@ -337,4 +349,4 @@ def _draw(plots: Path, name: str, title: str, figure: Figure, caption: str) -> _
     figure.savefig(image, format="png", metadata={"Software": None})
     write_bytes(plots / f"{name}.png", image.getvalue())
     width = math.ceil(figure.get_figwidth() * 100)
-    return _Drawn(title, caption, base64.b64encode(image.getvalue()).decode(), width)
+    return _Drawn(title, caption, svg=Markup(inline(figure, name, title)), width=width)  # noqa: S704

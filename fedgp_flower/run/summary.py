@@ -246,13 +246,15 @@ def convergence_verdict(metrics: RunMetrics) -> str:
         return f"Training had converged after {metrics.rounds} rounds."
     names = ("latest_gain_per_row", "promised_rise", "forecast_rise", "forecast_exchanges")
     gained, promised, rise, exchanges = (number(metrics.method_details.get(name)) for name in names)
-    more = f"; the latest gained {show(gained)} nats a row" if math.isfinite(gained) else ""
-    more = f"; the next step promised {show(promised)} nats of the bound" if math.isfinite(promised) else more
+    more = f"; the latest gained {_short(gained)} nats a row" if math.isfinite(gained) else ""
+    more = f"; the next step promised {_short(promised)} nats of the bound" if math.isfinite(promised) else more
     if math.isfinite(rise):
-        more += f", and {exchanges:.0f} more exchanges would raise the bound by about {show(rise)} nats"
+        more += f", and {exchanges:.0f} more exchanges would raise the bound by about {_short(rise)} nats"
     rising = number(metrics.method_details.get("rise_per_round"))
     if math.isfinite(rising):
-        return f"Training stopped after {metrics.rounds} rounds, still rising by {show(rising)} nats a row in a round."
+        return (
+            f"Training stopped after {metrics.rounds} rounds, still rising by {_short(rising)} nats a row in a round."
+        )
     return f"Training ended after {metrics.rounds} rounds, before it had converged{more}."
 
 
@@ -306,6 +308,11 @@ def show(value: float) -> str:
         return "–"
     text = f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:#.4g}".removesuffix(".")
     return text.replace("-", "−")
+
+
+def _short(value: float) -> str:
+    """Two significant digits, for a sentence."""
+    return np.format_float_positional(float(f"{value:.2g}"), trim="-").replace("-", "−")
 
 
 def percent(share: float) -> str:

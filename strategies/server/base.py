@@ -128,7 +128,11 @@ class BaseStrategy(Strategy):
 
     def warnings(self) -> list[str]:
         """What a reader of the results should know."""
-        said = [f"{warning} (sites {', '.join(sorted(own))})" for warning, own in self.network.warned.items()]
+        labels = self.preparation.labels
+        said = [
+            f"{warning} (sites {', '.join(sorted(labels.get(site, site) for site in own))})"
+            for warning, own in self.network.warned.items()
+        ]
         return self.preparation.warnings + said
 
     def details(self) -> dict[str, Any]:

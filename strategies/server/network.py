@@ -216,6 +216,7 @@ class Network:
                 self.nodes[site] = node
                 self.streak.pop(site, None)
                 found[site] = answer(reply)
+                self._heed(reply)
             else:
                 self._record(site or f"node {len(self.heard)}", reason or "no reply")
         return dict(sorted(found.items(), key=lambda item: natural_order(item[0])))
@@ -352,16 +353,20 @@ class Network:
 
     def _note(self, reply: Message) -> None:
         """What a valid reply says besides its answer: seconds and repairs, single numbers and finite; a warning."""
-        warning = settings_of(reply).get("warning")
-        if warning is not None and self.site_of(reply) not in self.warned.setdefault(str(warning)[:300], set()):
-            self.warned[str(warning)[:300]].add(self.site_of(reply))
-            logger.warning("site %s: %s", self.site_of(reply), str(warning)[:300])
+        self._heed(reply)
         for name, value in reply.content["metrics"].items():
             if name == "seconds":
                 self.site_seconds += float(value)  # type: ignore[arg-type]
             elif name.startswith("repairs."):
                 key = name.removeprefix("repairs.")
                 self.repairs[key] = self.repairs.get(key, 0) + int(value)  # type: ignore[arg-type]
+
+    def _heed(self, reply: Message) -> None:
+        """The warning of a valid reply, once for each site."""
+        warning = settings_of(reply).get("warning")
+        if warning is not None and self.site_of(reply) not in self.warned.setdefault(str(warning)[:300], set()):
+            self.warned[str(warning)[:300]].add(self.site_of(reply))
+            logger.warning("site %s: %s", self.site_of(reply), str(warning)[:300])
 
 
 def pause_after(seconds: float) -> float:

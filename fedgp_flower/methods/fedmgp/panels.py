@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedgp_flower.run.artefacts import RunData
-from fedgp_flower.run.figures import BAND, DPI, FEDERATED, LOCAL, MISS, POOLED, Z95
+from fedgp_flower.run.figures import BAND, DPI, FEDERATED, LOCAL, MISS, POOLED, Z95, label_text
 from fedgp_flower.run.report import Panel
 from fedgp_flower.typing import Array
 
@@ -27,15 +27,25 @@ def panels(run: RunData) -> list[Panel]:
             "Solid with band: federated mean and 95 % interval of an observation. Dashed: a GP of the unit's own rows. "
             "Grey dots: rows the unit trained on; red circles: held-out rows."
         )
-        sections.append(Panel("Units", units(details["units"], _held_out(run)), caption))
+        sections.append(Panel("Units", units(details["units"], _held_out(run), _names(run)), caption))
     if details.get("latents"):
         caption = "Mean and 95 % interval at the pseudo-inputs, all that the units share."
-        sections.append(Panel("Shared latent functions", latents(details["latents"]), caption))
+        sections.append(Panel("Shared latent functions", latents(details["latents"], _names(run)[0]), caption))
     weights = details.get("weights") or ()
-    if 2 <= len({site for row in weights for site in row}) <= MOST_SITES_OF_WEIGHTS:
+    sites, levels = {site for row in weights for site in row}, {own for row in weights for own in row.values()}
+    told = len(levels) > 1 or any(len(row) < len(sites) for row in weights)
+    if told and 2 <= len(sites) <= MOST_SITES_OF_WEIGHTS:
         caption = "Weight the aggregation gave each unit in each round; white: the unit had no part in it."
         sections.append(Panel("Weights by round", weights_map(weights), caption))
     return sections
+
+
+def _names(run: RunData) -> tuple[str, str]:
+    """Of the input and of the target, where they are saved."""
+    if run.posterior is None:
+        return "input", "target"
+    schema = run.posterior.schema
+    return label_text(str(schema["features"][0]["name"])), label_text(str(schema["target"]["name"]))
 
 
 def _held_out(run: RunData) -> dict[str, tuple[Array, Array]]:
@@ -48,7 +58,11 @@ def _held_out(run: RunData) -> dict[str, tuple[Array, Array]]:
     return {labels[str(site)]: (rows[column].to_numpy(), rows["target"].to_numpy()) for site, rows in groups.items()}
 
 
-def units(curves: Mapping[str, Mapping[str, Sequence[float]]], held_out: Mapping[str, tuple[Array, Array]]) -> Figure:
+def units(
+    curves: Mapping[str, Mapping[str, Sequence[float]]],
+    held_out: Mapping[str, tuple[Array, Array]],
+    names: tuple[str, str] = ("input", "target"),
+) -> Figure:
     """A panel per unit: rows, federated mean and 95 % band, independent GP, held-out rows."""
     count = len(curves)
     rows = -(-count // COLUMNS)
@@ -62,14 +76,19 @@ def units(curves: Mapping[str, Mapping[str, Sequence[float]]], held_out: Mapping
         ax.plot(own["x"], own["y"], ".", color="#888888", ms=2.5)
         if label in held_out:
             ax.plot(*held_out[label], "o", mfc="none", mec=MISS, ms=3, mew=0.6)
-        ax.set_title(label, fontsize=8)
+        seen = np.concatenate([own["y"], *(held_out[label][1:] if label in held_out else ())])
+        if seen.size:  # beyond the rows a curve may go far
+            ax.set_ylim(seen.min() - 0.3 * np.ptp(seen) - 1e-9, seen.max() + 0.3 * np.ptp(seen) + 1e-9)
+        ax.set_title(label_text(label), fontsize=8)
         ax.tick_params(labelsize=7)
     for ax in axes[count:]:
         ax.set_visible(False)
+    figure.supxlabel(names[0], fontsize=9)
+    figure.supylabel(names[1], fontsize=9)
     return figure
 
 
-def latents(functions: Sequence[Mapping[str, Sequence[float]]]) -> Figure:
+def latents(functions: Sequence[Mapping[str, Sequence[float]]], name: str = "input") -> Figure:
     """Mean and 95 % band of every latent function at the pseudo-inputs."""
     figure = Figure(figsize=(8.6, 2.4), dpi=DPI, layout="constrained")
     for index, (ax, own) in enumerate(
@@ -80,6 +99,8 @@ def latents(functions: Sequence[Mapping[str, Sequence[float]]]) -> Figure:
         ax.plot(w, mean, "o-", color=POOLED, ms=2.5, lw=1.2)
         ax.set_title(f"g{index + 1}", fontsize=8)
         ax.tick_params(labelsize=7)
+    figure.supxlabel(name, fontsize=9)
+    figure.supylabel("value (standardised)", fontsize=9)
     return figure
 
 
