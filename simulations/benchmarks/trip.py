@@ -2,8 +2,9 @@
 
     python simulations/benchmarks/trip.py [--sites 3] [--rounds 3] [--repeats 2]     (--sites 0: imports alone)
 
-A SuperLink and SuperNodes are started here. `fsgp` (objective `exact`, M = 50, 2000 rows a site) and an app that
-imports Flower, torch and GPyTorch and answers nothing run on them in turns. Written to ``simulations/results/trip.md``.
+A SuperLink and SuperNodes are started here. On them run in turns `fsgp` (objective `exact`, M = 50, 2000 rows a site)
+and an app that imports Flower, torch and GPyTorch, makes one kernel and answers nothing. The page is
+``simulations/results/trip.md``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.run.registry import parse_config
 
 LIBRARIES = "flwr.clientapp, torch, gpytorch"
+KERNEL = "gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())"
+"""The first kernel of a process makes PyTorch load SymPy, to find the shape of a batch."""
 OURS = "fedgp_flower.client_app, fedgp_flower.methods.fsgp.client, fedgp_flower.run.registry as r; r.parse_config({})"
 IMPORTS = {
     "flwr.clientapp": "flwr.clientapp",
@@ -60,6 +63,7 @@ num-server-rounds = 1
 CLIENT = f"""
 import {LIBRARIES}
 from flwr.app import Message, RecordDict
+{KERNEL}
 app = flwr.clientapp.ClientApp()
 
 @app.query()
@@ -187,7 +191,7 @@ def main() -> None:
     imports = [{"import": n, "processor s": s, f"over {LIBRARIES}": s / least[LIBRARIES]} for n, s in least.items()]
     command = f"python simulations/benchmarks/trip.py --sites {chosen.sites} --rounds {chosen.rounds}"
     page = [
-        "# An exchange with real SuperNodes, beside an empty app with the same imports",
+        "# An exchange with real SuperNodes, beside an empty app with the same imports and one kernel",
         f"`{command} --repeats {chosen.repeats}`. Imports, least of three new processes:",
         table(imports),
     ]
