@@ -282,11 +282,11 @@ def test_report_of_simulated_units_with_the_pooled_model_beside(tmp_path: Path) 
         server_app.execute(FaultyGrid(flat, 5), flat, lambda row, total: None)
     found = read_run(tmp_path / "run")
     assert 0.05 < found.metrics.pooled["rmse"] < found.metrics.test["rmse"] + 0.05
-    assert [panel.title for panel in unit_figures.panels(found)] == [
-        "Units",
-        "Shared latent functions",
-        "Weights by round",
-    ]
+    assert [panel.title for panel in unit_figures.panels(found)] == ["Units", "Shared latent functions"]
+    told = found.metrics.method_details["weights"]
+    uneven = [{**weights, "0": 0.5} for weights in told]
+    found.metrics.method_details["weights"] = uneven
+    assert unit_figures.panels(found)[-1].title == "Weights by round"
     details = found.metrics.method_details
     first, *others = details["units"].items()
     assert len(others) == 4
