@@ -261,7 +261,7 @@ def convergence_verdict(metrics: RunMetrics) -> str:
 def sentences(metrics: RunMetrics) -> list[str]:
     """What the figures say in words, the verdict first."""
     said = (verdict(metrics), *metrics.warnings, calibration_verdict(metrics), convergence_verdict(metrics))
-    return list(filter(None, said))
+    return [own if own.endswith(".") else f"{own}." for own in said if own]
 
 
 def data_name(dataset: str) -> str:
