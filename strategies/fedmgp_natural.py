@@ -81,7 +81,7 @@ class NaturalState(PseudoState):
         else:
             frame = Frame.of(self.parameters)
             seen, weights = aggregate(options.aggregation, [frame.seen(one) for one in updates.values()], signals)
-            own = frame.back(seen)
+            own = frame.back({**seen, PRECISION: within_averages(seen[PRECISION], 1 - moved)})
         whole = np.zeros(len(among))
         whole[among] = weights
         return own, whole
@@ -95,6 +95,16 @@ def possible(theta: Mapping[str, Array], update: Mapping[str, Array], moved: flo
     parts = zip(*(theta[name] - update[name] / moved for name in (PRECISION, SHIFT)), strict=True)
     said = [Statistics(own - np.eye(len(h)), h, 0.0, np.zeros(1)) for own, h in parts]
     return bool(np.isfinite(update[SCALES]).all()) and all(map(semidefinite, said))
+
+
+def within_averages(update: Array, least: float) -> Array:
+    """Δ with eigenvalues of I − Δ, which was λ in coordinates of q(u), raised to ``least``.
+
+    There every unit sends (1 − c) I and what its rows say, so that no average is below it. Medians of entries can be.
+    """
+    values, vectors = np.linalg.eigh(np.eye(update.shape[1]) - 0.5 * (update + update.transpose(0, 2, 1)))
+    raised = (vectors * np.maximum(values, least)[:, None]) @ vectors.transpose(0, 2, 1)
+    return np.asarray(np.eye(update.shape[1]) - raised, np.float64)
 
 
 def narrowed(signals: Signals, among: NDArray[np.bool_]) -> Signals:

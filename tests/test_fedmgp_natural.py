@@ -17,7 +17,7 @@ from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, from_n
 from fedgp_flower.methods.fedmgp.natural import natural_steps
 from fedgp_flower.methods.fedmgp.unit import statistics
 from fedgp_flower.run.registry import parse_config
-from strategies.fedmgp_natural import Frame, NaturalState, statistics_of
+from strategies.fedmgp_natural import Frame, NaturalState, statistics_of, within_averages
 from strategies.fedmgp_shared import Record
 from strategies.server.aggregators import Signals
 
@@ -150,6 +150,8 @@ def test_coordinates_of_q_change_no_mean() -> None:
     whole = frame.seen({**theta})
     np.testing.assert_allclose(whole[PRECISION], np.stack([np.eye(4)] * 2), atol=1e-12)
     np.testing.assert_allclose(whole[SHIFT], 0, atol=1e-12)
+    symmetric = np.diag([-1.0, 0.2, 0.7, 2.0])[None] + np.zeros((2, 4, 4))
+    np.testing.assert_allclose(within_averages(symmetric, 0.5), np.minimum(symmetric, 0.5 * np.eye(4)), atol=1e-12)
     other = {name: draw.standard_normal(array.shape) for name, array in theta.items()}
     other[PRECISION] = other[PRECISION] + other[PRECISION].transpose(0, 2, 1)
     again = frame.back(frame.seen(other))
