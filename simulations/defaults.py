@@ -5,7 +5,7 @@
 Test NLL in nats per held-out row, beside the mean of the target, linear (for classes: logistic) regression, each site
 alone, and one analyst with all rows. One split; sets whose sites are natural groups take these, others ten sites dealt
 at random. Runs that are there already are not made again: remove ``results/defaults`` first. The page is
-``simulations/results/defaults.md``.
+``simulations/results/defaults.md``; its rows that a call does not ask for stay as they are.
 """
 
 from __future__ import annotations
@@ -78,6 +78,18 @@ def line(method: str, name: str, run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def merged(found: pd.DataFrame, page: Path) -> pd.DataFrame:
+    """The rows found and those that the page has of other sets and methods, in the order of sets and methods."""
+    lines = [row for row in page.read_text().splitlines() if row.startswith("| ")] if page.exists() else []
+    head, *rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in lines] or [["set", "method"]]
+    earlier = pd.DataFrame([row for row in rows if row[0] != "---"], columns=head)
+    again = set(zip(found["set"], found["method"], strict=True))
+    stays = [key not in again for key in zip(earlier["set"], earlier["method"], strict=True)]
+    both = pd.concat([found, earlier[stays]], ignore_index=True)
+    place = [list(SETS).index(row["set"]) * len(METHODS) + METHODS.index(row["method"]) for _, row in both.iterrows()]
+    return both.iloc[pd.Series(place).argsort()]
+
+
 def main() -> None:
     """Run what is missing and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -95,14 +107,14 @@ def main() -> None:
             lines.append(line(method, name, finished(method, name, keys)))
             print(lines[-1], flush=True)
     words = [
-        f"Made by `python simulations/defaults.py --data-dir DIR --sets {' '.join(map(repr, chosen.sets))}",
-        f"--methods {' '.join(chosen.methods)}`: no key but `method`, `dataset`, `split`, the likelihood of",
-        "classes, and the partition. NLL in nats per held-out row in units of the target; mean, linear, alone and",
-        "pooled are the yardsticks that the same run reports; “above” names those that the method does not reach. One",
-        "split each:",
-        "differences of a few hundredths are chance.",
+        "Made by `python simulations/defaults.py --data-dir DIR`, some sets and methods at a time, not all with one",
+        "version: no key but `method`, `dataset`, `split`, the likelihood of classes, and the partition. NLL in nats",
+        "per held-out row in units of the target; mean, linear, alone and pooled are the baselines that the same run",
+        "reports; “above” names those that the method does not reach. One split each: differences of a few hundredths",
+        "are chance.",
     ]
-    write_table(RESULTS / "defaults.md", "Methods at their defaults", words, pd.DataFrame(lines))
+    page = RESULTS / "defaults.md"
+    write_table(page, "Methods at their defaults", words, merged(pd.DataFrame(lines), page))
 
 
 if __name__ == "__main__":

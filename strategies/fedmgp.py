@@ -31,6 +31,7 @@ from fedgp_flower.methods.fedmgp.latents import (
     product_factors,
 )
 from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradient, PseudoGradientSum
+from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.fedmgp_shared import (
@@ -98,6 +99,12 @@ class PseudoState:
     def bounds(self) -> tuple[float | None, list[float | None]]:
         """None: pseudo-gradients have no pooled bound."""
         return None, []
+
+    def merged(
+        self, updates: Mapping[str, NamedArrays], signals: Signals, options: FedMGPOptions
+    ) -> tuple[NamedArrays, Array]:
+        """Δ and the weight of every unit, by the rule of the configuration."""
+        return aggregate(options.aggregation, list(updates.values()), signals)
 
     def known(self, site: str) -> Known:
         """When the unit last answered; its parameters stay as they are. The units of a sum are all sent the same."""
@@ -249,7 +256,7 @@ def merge(
     """
     options = plan.options
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        merged, weights = aggregate(options.aggregation, list(updates.values()), signals)
+        merged, weights = state.merged(updates, signals, options)
         if options.server_optimizer == "fedadam":
             moved = adam(state, merged, size=options.server_step)
         else:

@@ -31,7 +31,7 @@ from fedgp_flower.methods.fedmgp.messages import (
     Towards,
     View,
 )
-from fedgp_flower.methods.fedmgp.options import FedMGPOptions
+from fedgp_flower.methods.fedmgp.options import AGREEMENT, FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.methods.messages import Shape
 from fedgp_flower.run.artefacts import Snapshot
@@ -294,8 +294,9 @@ class SharedLatents(FederatedStrategy[S]):
 
     def _set(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None) -> None:
         super()._set(config, observer, snapshot)
-        if not self.options.exact(config) and self.options.aggregation not in RULES:
-            raise ConfigError(f"`fedmgp.aggregation` = {self.options.aggregation!r}; allowed: {', '.join(RULES)}")
+        rules = (*RULES, AGREEMENT)
+        if not self.options.exact(config) and self.options.aggregation not in rules:
+            raise ConfigError(f"`fedmgp.aggregation` = {self.options.aggregation!r}; allowed: {', '.join(rules)}")
 
     @property
     def plan(self) -> Plan:

@@ -17,8 +17,12 @@ from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, from_n
 from fedgp_flower.methods.fedmgp.natural import natural_steps
 from fedgp_flower.methods.fedmgp.unit import statistics
 from fedgp_flower.run.registry import parse_config
+from strategies.fedmgp_natural import Frame, NaturalState, statistics_of, within_averages
+from strategies.fedmgp_shared import Record
+from strategies.server.aggregators import Signals
 
 NATURAL = {"fedmgp__update": "pseudo-gradient", "fedmgp__parametrisation": "natural", "optimizer__learning_rate": 0.1}
+AGREEING = {"fedmgp__aggregation": "agreement", "fedmgp__natural_step": 0.2, "fedmgp__local_steps": 4}
 
 
 def test_natural_parameters_are_those_of_the_gaussian() -> None:
@@ -101,6 +105,58 @@ def test_a_run_learns_and_ends_where_exact_rounds_do(tmp_path: Path) -> None:
     assert set(theta(natural)) == {SCALES, PRECISION, SHIFT}
     error = natural.evaluation["test_standardised"]["rmse"] / exact.evaluation["test_standardised"]["rmse"]
     assert error < 1.25
+
+
+def test_agreement_reads_what_rows_say_and_counts_out_another_process() -> None:
+    """Δ_m of still hyperparameters is G_m and b_m; with a unit of another g the mean is as if it had no rows."""
+    latents, _, data, phi, x = random_unit(1, 1)
+    g, J, weight = np.sin(3 * x[:, 0]), len(latents.inducing), 0.2
+    units = [(x, gain * own, latents, phi) for own, gain in ((g, 1.0), (g, 0.9), (g, 1.1), (g, 1.2), (-g, 1.0))]
+    zeros = {SCALES: np.log(latents.scales), PRECISION: np.eye(J)[None], SHIFT: np.zeros((1, J))}
+    state = NaturalState(zeros, zeros, {}, 0, {}, latents.inducing, latents.jitter, {}, Record((), {}))
+    options = parse_config(keys(**NATURAL, **AGREEING)).options
+    ends = [natural_steps(zeros, unit, lambda: None, (4, 0.0, 0.2), weight=weight)[0] for unit in units]
+    updates = {str(m): {name: zeros[name] - end[name] for name in zeros} for m, end in enumerate(ends)}
+    parts = [statistics(replace(data, y=y), latents, own) for _, y, _, own in units]
+    moved = 1 - 0.8**4
+    for part, own in zip(parts, updates.values(), strict=True):
+        said = statistics_of(zeros, own, moved, weight)
+        np.testing.assert_allclose(said.precision, part.precision, rtol=1e-7, atol=1e-7)
+        np.testing.assert_allclose(said.shift, part.shift, rtol=1e-7, atol=1e-7)
+    merged, weights = state.merged(updates, Signals(np.full(5, weight)), options)
+    np.testing.assert_allclose(weights, [weight] * 4 + [0.0])
+    expected = np.eye(J) + moved * sum(part.precision for part in parts[:4])
+    np.testing.assert_allclose((zeros[PRECISION] - merged[PRECISION])[0], expected, rtol=1e-7, atol=1e-7)
+    flipped = {site: {name: -array for name, array in own.items()} for site, own in updates.items()}
+    with pytest.raises(NumericsError, match="no unit sent what rows can produce"):
+        state.merged(flipped, Signals(np.full(5, weight)), options)
+    spoilt = {**updates, "0": flipped["0"]}  # the same without unit 0, under any rule
+    for rule in ("mean", "median", "agreement"):
+        new = options.model_copy(update={"aggregation": rule})
+        rest = {site: own for site, own in updates.items() if site != "0"}
+        found, counted = state.merged(spoilt, Signals(np.full(5, weight)), new)
+        wanted, _ = state.merged(rest, Signals(np.full(4, weight)), new)
+        assert counted[0] == 0
+        np.testing.assert_allclose(found[PRECISION], wanted[PRECISION], rtol=1e-9)
+
+
+def test_coordinates_of_q_change_no_mean() -> None:
+    """What a mean makes of updates is the same in them; and in them q(u) is N(0, I)."""
+    draw = np.random.default_rng(0)
+    factors = np.tril(draw.standard_normal((2, 4, 4))) + 3 * np.eye(4)
+    precision, shift = to_natural(factors, draw.standard_normal((2, 4)))
+    theta = {SCALES: np.zeros((2, 1)), PRECISION: precision, SHIFT: shift}
+    frame = Frame.of(theta)
+    whole = frame.seen({**theta})
+    np.testing.assert_allclose(whole[PRECISION], np.stack([np.eye(4)] * 2), atol=1e-12)
+    np.testing.assert_allclose(whole[SHIFT], 0, atol=1e-12)
+    symmetric = np.diag([-1.0, 0.2, 0.7, 2.0])[None] + np.zeros((2, 4, 4))
+    np.testing.assert_allclose(within_averages(symmetric, 0.5), np.minimum(symmetric, 0.5 * np.eye(4)), atol=1e-12)
+    other = {name: draw.standard_normal(array.shape) for name, array in theta.items()}
+    other[PRECISION] = other[PRECISION] + other[PRECISION].transpose(0, 2, 1)
+    again = frame.back(frame.seen(other))
+    np.testing.assert_allclose(again[SHIFT], other[SHIFT], atol=1e-10)
+    np.testing.assert_allclose(again[PRECISION], other[PRECISION], atol=1e-10)
 
 
 @pytest.mark.parametrize(

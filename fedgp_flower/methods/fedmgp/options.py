@@ -10,7 +10,8 @@ from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import Count, Fraction, MethodOptions, NonNegative, Positive, PositiveInt
 from fedgp_flower.run.config import CoreConfig
 
-OF_EXACT = ("mean", "agreement", "sum")
+AGREEMENT = "agreement"
+OF_EXACT = ("mean", AGREEMENT, "sum")
 """Rules of exact rounds; those of Algorithm 2 are the table of ``strategies.server.aggregators``."""
 
 
@@ -54,7 +55,7 @@ class FedMGPOptions(MethodOptions):
     """Exact rounds: ``mean``, ``agreement`` (units that share g with most others), or ``sum``, which asks for the sum
     over units alone, so that a unit counts only in rounds it answers; under masks ``mean`` is that too.
     Pseudo-gradients: ``mean``, ``loss-weighted``, ``norm-clipped``, ``median``, ``trimmed-mean``, ``krum``,
-    ``multi-krum``, ``staleness-weighted``."""
+    ``multi-krum``, ``staleness-weighted``, and with ``natural`` parameters of one latent function ``agreement``."""
     fraction: Fraction = 1.0
     """Share ρ of the units that take part in a round; at least one does."""
     pseudo_inputs: Literal["auto", "grid", "scattered"] = "auto"
@@ -178,8 +179,12 @@ class FedMGPOptions(MethodOptions):
                 f"`fedmgp.aggregation` = {self.aggregation!r} needs `fedmgp.update` = 'pseudo-gradient': statistics of "
                 f"units differ in scale and coverage, so exact rounds know only {', '.join(map(repr, OF_EXACT))}"
             )
-        if not exact and self.aggregation in OF_EXACT[1:]:
-            raise ConfigError(f"`fedmgp.aggregation` = {self.aggregation!r} needs exact rounds: it is about statistics")
+        readable = self.parametrisation == "natural" and self.latents == 1
+        if not exact and self.aggregation in OF_EXACT[1:] and not (readable and self.aggregation == AGREEMENT):
+            raise ConfigError(
+                f"`fedmgp.aggregation` = {self.aggregation!r} needs exact rounds: it is about statistics. 'agreement' "
+                "also takes `fedmgp.parametrisation` = 'natural' with one latent function"
+            )
         if exact and self.learn_inducing:
             raise ConfigError("`fedmgp.learn-inducing` needs `fedmgp.update` = 'pseudo-gradient'")
         if not exact and core.optimizer.name == "lbfgs":

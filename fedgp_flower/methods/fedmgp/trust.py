@@ -69,10 +69,18 @@ def agreeing(
     """
     usable = {site: own for site, own in statistics.items() if possible(own, asked, counts[site])}
     usable |= absent or {}
+    return sharing(usable) if len(usable) > 1 or len(counts) == 1 else ()
+
+
+def sharing(usable: Mapping[str, Statistics]) -> tuple[str, ...]:
+    """Units that share g with most others, for which the median over k of log p(m, k share g) − log p(they do not) > 0.
+
+    A single one stays; one that can be compared with nobody does not.
+    """
     alone = _finite_evidence(usable)
     valid = list(alone)
     if len(valid) < 2:
-        return tuple(valid) if len(counts) == 1 else ()
+        return tuple(valid) if len(usable) == 1 else ()
     gain = np.full((len(valid), len(valid)), np.nan)
     for i, m in enumerate(valid):
         for j, k in enumerate(valid[:i]):
