@@ -166,6 +166,13 @@ def test_the_three_formats_give_the_same_rows(suffix, tmp_path):
     assert len(site.test) == round(0.2 * 12)
 
 
+@pytest.mark.parametrize("above", ["\n", "  \n\n"])
+def test_blank_lines_above_the_header_are_none(tmp_path, above):
+    (tmp_path / "site.csv").write_text(above + lines())
+    (tmp_path / "plain.csv").write_text(lines())
+    pd.testing.assert_frame_equal(read_table(tmp_path / "site.csv"), read_table(tmp_path / "plain.csv"))
+
+
 def test_byte_order_mark_blanks_and_question_marks(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b"\xef\xbb\xbf" + b" x , job ,y\n1, ? ,2\n2,a,3\n\n3,a,5\n")

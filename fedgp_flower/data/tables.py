@@ -111,7 +111,7 @@ def _header(path: Path, separator: str) -> list[str]:
     with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(cast(Iterable[str], file), delimiter=separator)
         try:
-            return next(cells for cells in lines if cells)
+            return next(cells for cells in lines if len(cells) > 1 or "".join(cells).strip())
         except StopIteration:
             raise pd.errors.EmptyDataError from None
         except csv.Error as error:
