@@ -18,6 +18,7 @@ from fedgp_flower.errors import ConfigError, ProtocolError
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.fsgp.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
 from fedgp_flower.privacy.accounting import composed, delta_of, epsilon_of, mu_of
+from fedgp_flower.privacy.discrete import discrete_normal
 from fedgp_flower.run.registry import client_class, parse_config
 
 BARE = {f"baselines__{name}": False for name in ("linear", "local_only", "pooled")}
@@ -68,6 +69,47 @@ def test_noise_has_the_scale_that_is_paid_for():
     assert np.allclose(steps, np.rint(steps))
 
 
+@pytest.mark.parametrize("deviation", [0.7, 3.0, 2.0**20 / 7])
+def test_discrete_noise_is_of_the_discrete_normal(deviation):
+    """Its frequencies by the formula, or, where it is wide, its moments; always integers."""
+    draws = discrete_normal(deviation, 40_000, np.random.default_rng(4))
+    assert draws.dtype == np.int64
+    assert len(draws) == 40_000
+    values = np.arange(-40, 41)
+    mass = np.exp(-(values**2) / (2 * deviation**2))
+    mass /= mass.sum()
+    if deviation < 10:
+        seen = np.array([(draws == value).mean() for value in values])
+        assert np.abs(seen - mass).max() < 5 * math.sqrt(0.25 / len(draws))
+    else:
+        assert np.std(draws) == pytest.approx(deviation, rel=0.02)
+        assert abs(np.mean(draws)) < 5 * deviation / math.sqrt(len(draws))
+        assert (draws % 2).mean() == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 4.0])
+def test_discrete_noise_is_worth_what_the_normal_is(epsilon):
+    """δ(ε) = Σ (P(k) − e^ε P(k − Δ))₊, summed over all integers."""
+    deviation = 2.0**14
+    apart = round(mu_of(epsilon, 1e-5) * deviation)
+    values = np.arange(-10 * int(deviation), 10 * int(deviation))
+    mass = np.exp(-(values**2) / (2 * deviation**2))
+    moved = np.exp(-((values - apart) ** 2) / (2 * deviation**2))
+    delta = np.maximum(0, mass - math.exp(epsilon) * moved).sum() / mass.sum()
+    assert delta == pytest.approx(delta_of(epsilon, apart / deviation), rel=1e-8)
+
+
+def test_rounding_before_the_noise_is_paid_for():
+    """Neighbours' rounded sums are no farther apart than Δ and what the budget adds for a step in each coordinate."""
+    rng, budget = np.random.default_rng(5), Budget(1.0, 1e-5, 1, SIZE)
+    assert SENSITIVITY / budget.noise + GRID * math.sqrt(SIZE**2 + SIZE + 1) == pytest.approx(budget.mu, rel=1e-12)
+    step = GRID * budget.noise
+    for _ in range(50):
+        one, two = (rng.uniform(-9, 9, (SIZE, SIZE)) for _ in range(2))
+        moved = np.rint(one / step) - np.rint(two / step) - (one - two) / step
+        assert np.abs(moved).max() <= 1
+
+
 def test_the_accountant_against_quadrature_and_itself():
     """δ(ε) = E (1 − e^(ε − L))₊ over the privacy loss L ~ N(μ²/2, μ²), integrated; composition adds squares."""
     for epsilon, mu in ((0.1, 0.3), (1.0, 0.3), (1.0, 2.0), (5.0, 1.5)):
@@ -75,7 +117,7 @@ def test_the_accountant_against_quadrature_and_itself():
         integral = simpson(norm.pdf(x, mu**2 / 2, mu) * -np.expm1(epsilon - x), x=x)
         assert delta_of(epsilon, mu) == pytest.approx(integral, rel=1e-6)
         assert epsilon_of(mu_of(epsilon, 1e-5), 1e-5) == pytest.approx(epsilon, rel=1e-9)
-    budget = Budget(2.0, 1e-6, 5)
+    budget = Budget(2.0, 1e-6, 5, SIZE)
     assert composed([budget.mu] * 5) == pytest.approx(mu_of(2.0, 1e-6))
     assert budget.spent(5) == pytest.approx(2.0)
     assert budget.spent(2) < 2.0
@@ -102,7 +144,7 @@ def test_flowers_accountant_says_no_less():
 
     kinds = NeighboringRelation.ADD_OR_REMOVE_ONE, SamplingMethod.NO_AMPLIFICATION
     accountant = RdpAccountant(PrivacyConfig(1e-5, 1000, *kinds))
-    budget = Budget(1.0, 1e-5, 3)
+    budget = Budget(1.0, 1e-5, 3, SIZE)
     accountant.compose(GaussianPrivacyEvent(1 / budget.mu, 1000, 1000), 3)
     assert 1.0 <= accountant.get_epsilon(1e-5) < 1.15
 

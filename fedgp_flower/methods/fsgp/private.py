@@ -17,6 +17,12 @@ by w, w + τ/√w, is never negative, hence w = 1; 4 + 2τ − 2τ² is largest 
 and noise of standard deviation Δ/μ in these units, in coordinates of the symmetric matrix that keep lengths (an
 off-diagonal entry stands for two), makes a release that :mod:`fedgp_flower.privacy.accounting` knows the worth of.
 What noise a sum of K sites needs, each adds by 1/√K of its standard deviation where only the total is seen.
+
+Noise is discrete (:mod:`fedgp_flower.privacy.discrete`): sums are rounded to a grid whose step is the share
+:data:`GRID` of the noise, and integers are added. Rounding moves each of the M² + M + 1 coordinates of neighbours apart
+by a step at most, which counts:
+
+    μ = Δ / ν + GRID √(M² + M + 1).
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.methods.fsgp.private_messages import PrivateSums
 from fedgp_flower.privacy import accounting
+from fedgp_flower.privacy.discrete import discrete_normal
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array
 
@@ -39,7 +46,7 @@ SENSITIVITY = math.sqrt(4.5)
 """Δ: how far the sums move, in their units, when one row is replaced."""
 EDGE = math.sqrt(3)
 """A column's range ends so many standard deviations from its middle, those of the uniform distribution over it."""
-GRID = 2.0**-20
+GRID = 2.0**-24
 """Sums are rounded to this share of their noise's standard deviation: the last bits of a float tell of its parts."""
 
 
@@ -50,11 +57,14 @@ class Budget:
     epsilon: float
     delta: float
     releases: int
+    inducing: int
+    """M."""
 
     @staticmethod
     def of(config: RunConfig) -> Budget:
         """That of a run: as many sums as there are trials."""
-        return Budget(config.privacy.epsilon, config.privacy.delta, cast(FSGPOptions, config.options).trials)
+        privacy, trials = config.privacy, cast(FSGPOptions, config.options).trials
+        return Budget(privacy.epsilon, privacy.delta, trials, config.model.num_inducing)
 
     @property
     def mu(self) -> float:
@@ -63,8 +73,8 @@ class Budget:
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the noise in a total, in its units."""
-        return SENSITIVITY / self.mu
+        """ν: standard deviation of the noise in a total, in its units."""
+        return SENSITIVITY / (self.mu - GRID * math.sqrt(self.inducing**2 + self.inducing + 1))
 
     def spent(self, releases: int) -> float:
         """ε at δ after so many of them."""
@@ -77,18 +87,16 @@ def units_of(amplitude: float) -> tuple[float, float, float]:
 
 
 def disturbed(sums: SparseSums, amplitude: float, noise: float, rng: np.random.Generator) -> PrivateSums:
-    """The sums of clipped rows with noise of this standard deviation, in their units."""
+    """The sums of clipped rows with discrete noise of this standard deviation, in their units."""
     size = len(sums.projection)
-    triangle = np.tril(rng.standard_normal((size, size)), -1) / math.sqrt(2)
-    symmetric = triangle + triangle.T + np.diag(rng.standard_normal(size))
-    draws = symmetric, rng.standard_normal(size), np.array(rng.standard_normal())
+    lower = np.tril_indices(size, -1)
+    symmetric = np.diag(discrete_normal(1 / GRID, size, rng))
+    symmetric[lower] = symmetric.T[lower] = discrete_normal(1 / (GRID * math.sqrt(2)), len(lower[0]), rng)
+    draws = symmetric, discrete_normal(1 / GRID, size, rng), discrete_normal(1 / GRID, 1, rng)[0]
     exact = (own.cpu().double().numpy() for own in (sums.gram, sums.projection, sums.target_squares))
-    steps = [noise * unit for unit in units_of(amplitude)]
-    told = (
-        np.asarray(np.rint((own / step + draw) / GRID) * (GRID * step))
-        for own, draw, step in zip(exact, draws, steps, strict=True)
-    )
-    return PrivateSums(*told)
+    steps = [GRID * noise * unit for unit in units_of(amplitude)]
+    parts = zip(exact, draws, steps, strict=True)
+    return PrivateSums(*(np.asarray((np.rint(own / step) + draw) * step) for own, draw, step in parts))
 
 
 def cleaned(told: PrivateSums, rows: int, amplitude: float, noise: float) -> tuple[SparseSums, int]:
