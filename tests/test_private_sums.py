@@ -99,15 +99,23 @@ def test_discrete_noise_is_worth_what_the_normal_is(epsilon):
     assert delta == pytest.approx(delta_of(epsilon, apart / deviation), rel=1e-8)
 
 
-def test_rounding_before_the_noise_is_paid_for():
-    """Neighbours' rounded sums are no farther apart than Δ and what the budget adds for a step in each coordinate."""
+def test_neighbours_with_the_same_noise_are_as_far_apart_as_the_budget_says():
+    """The worst pair, a·a' = ½ and opposite targets, is at μ, rounding included; no other pair is farther."""
     rng, budget = np.random.default_rng(5), Budget(1.0, 1e-5, 1, SIZE)
-    assert SENSITIVITY / budget.noise + GRID * math.sqrt(SIZE**2 + SIZE + 1) == pytest.approx(budget.mu, rel=1e-12)
-    step = GRID * budget.noise
+    one, two = np.eye(SIZE)[:2]
+    pairs = [(one, EDGE, 0.5 * one + math.sqrt(0.75) * two, -EDGE)]
     for _ in range(50):
-        one, two = (rng.uniform(-9, 9, (SIZE, SIZE)) for _ in range(2))
-        moved = np.rint(one / step) - np.rint(two / step) - (one - two) / step
-        assert np.abs(moved).max() <= 1
+        a, b = (own / np.linalg.norm(own) for own in rng.standard_normal((2, SIZE)))
+        pairs.append((a, rng.uniform(-EDGE, EDGE), b, rng.uniform(-EDGE, EDGE)))
+    far = []
+    for a, y, b, z in pairs:
+        told = [disturbed(sums_of(x[None], np.array([v])), 1.0, budget.noise, np.random.default_rng(7))
+                for x, v in ((a, y), (b, z))]  # fmt: skip
+        parts = zip(("gram", "projection", "target_squares"), units_of(1.0), strict=True)
+        squares = [np.square((getattr(told[0], n) - getattr(told[1], n)) / (budget.noise * u)).sum() for n, u in parts]
+        far.append(math.sqrt(sum(squares)))
+    assert far[0] == pytest.approx(budget.mu, rel=1e-5)
+    assert max(far) <= budget.mu
 
 
 def test_the_accountant_against_quadrature_and_itself():
