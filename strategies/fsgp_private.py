@@ -26,7 +26,8 @@ from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.fsgp import LOG_NOISE, noise_of, posterior_at, saved
-from strategies.fsgp_profiled import LOCATIONS, empty_model
+from strategies.fsgp_profiled import empty_model
+from strategies.profiled_bound import LOCATIONS
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy

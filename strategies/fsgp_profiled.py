@@ -25,14 +25,11 @@ from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.ascent import Memory, direction, forgotten, outlook
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.profiled import PENALTY, profiled, scaled
-from fedgp_flower.gp.selection import explaining, products_of, restricted
+from fedgp_flower.gp.profiled import PENALTY
 from fedgp_flower.gp.sparse import SparseGP
-from fedgp_flower.gp.sums import bound_gradient
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.fsgp.mathematics import prior
 from fedgp_flower.methods.fsgp.messages import (
-    Adjoints,
     Anchors,
     PooledPosterior,
     Sketch,
@@ -50,14 +47,22 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.fsgp import LOG_NOISE, facts, noise_of, pooled, posterior_at, saved
 from strategies.fsgp_exact import pack, through_inducing_points, unpack
-from strategies.server.finalise import Posterior
+from strategies.profiled_bound import (
+    CURVATURE,
+    LOCATIONS,
+    adjoints_at,
+    folded,
+    known_lengthscales,
+    objective,
+    thinned,
+)
+from strategies.server.finalise import Posterior, lengthscale_facts
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.server.shapes import points_like_inputs, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
 logger = logging.getLogger("fedgp")
 
-LOCATIONS = "inducing.locations"
 SLOTS = 2048
 """Anchors of the sketch."""
 CANDIDATES = 2
@@ -187,18 +192,6 @@ def lengthscales(values: Mapping[str, ndarray]) -> Array:
     shape = values[LOCATIONS].shape[1]
     found = [np.exp(values[name].ravel()) for name in sorted(values) if name.endswith("log_lengthscale")]
     return np.broadcast_to(found[0], shape).copy() if found else np.ones(shape)
-
-
-def objective(values: Mapping[str, ndarray], totals: Statistics) -> float:
-    """J, in nats."""
-    logs = [array for name, array in values.items() if name.endswith("log_lengthscale")]
-    return profiled(totals.sums()).value - PENALTY * sum(float(np.square(own - 1).sum()) for own in logs)
-
-
-def adjoints_at(values: Mapping[str, ndarray], totals: Statistics) -> Adjoints:
-    """Derivatives of the bound by the totals."""
-    found = bound_gradient(totals.sums(), float(values[LOG_NOISE][0]))
-    return Adjoints(values, found.gram, found.projection, found.prior_variance)
 
 
 def aim(chain: Chain) -> tuple[Chain, Array]:
@@ -386,17 +379,8 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
 
     def _thinned(self, values: Mapping[str, ndarray], totals: Statistics, count: int) -> Chain:
         """A chain at those candidates for inducing points that explain most."""
-        places = values[LOCATIONS]
-        if 0 < count < len(places):
-            section, sums = self.config.model, totals.sums()
-            with torch.no_grad():
-                model = SparseGP.from_arrays(section, values)
-                factor = model.factor()
-                taken = explaining((factor @ factor.mT).numpy(), products_of(sums, factor).numpy(), count)
-                values = {**values, LOCATIONS: places[taken]}
-                few = SparseGP.from_arrays(section, values).factor()
-            totals = Statistics.of(restricted(sums, factor, taken, few))
-        return replace(chain_at(values), totals=totals, height=objective(values, totals))
+        kept, totals = thinned(values, totals, count, self.config.model)
+        return replace(chain_at(kept), totals=totals, height=objective(kept, totals))
 
     def _differentiated(self, state: ProfiledState) -> Asking[ProfiledState]:
         """With the gradients of the chains that have moved."""
@@ -417,10 +401,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
     def _folded(self, chain: Chain) -> tuple[NamedArrays, Statistics]:
         """Parameters with the amplitude and noise that its totals are best at, and the totals there."""
         assert chain.totals is not None
-        best = profiled(chain.totals.sums())
-        louder = {name: np.asarray(chain.values[name] + math.log(best.amplitude)) for name in self.amplitudes}
-        values = {**chain.values, **louder, LOG_NOISE: np.full_like(chain.values[LOG_NOISE], math.log(best.noise))}
-        return values, Statistics.of(scaled(chain.totals.sums(), best.amplitude))
+        return folded(chain.values, chain.totals, self.config.model)
 
     def _searched(self, state: ProfiledState) -> Asking[ProfiledState]:
         """Every chain at the best of its candidates, if that is higher than where it is."""
@@ -491,6 +472,15 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         if np.array_equal(pack(given), pack(self._public(state))):
             return state
         return ProfiledState((chain_at(self._unit(given)),), (), state.exchanges)
+
+    def final(self, state: ProfiledState, roster: Roster) -> Asking[dict[str, Any]]:
+        """Lengthscales, and how well all rows know them."""
+        del state
+        if not self.options.intervals:
+            return {}
+        values = self.last[0].values
+        spread = yield from known_lengthscales(values, roster.everyone, self.config.model)
+        return {"lengthscales": lengthscale_facts(values, spread, CURVATURE)}
 
     def posterior_of(self, state: ProfiledState) -> Posterior:
         """Parameters in natural units, q of whitened inducing values."""

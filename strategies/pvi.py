@@ -37,10 +37,10 @@ from fedgp_flower.methods.pvi.messages import (
     Visit,
 )
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
-from fedgp_flower.methods.pvi.saved import EQUATION, names_of, saved_arrays
+from fedgp_flower.methods.pvi.saved import EQUATION, lengthscales_of, names_of, saved_arrays
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.typing import AnyShape, NamedArrays
-from strategies.server.finalise import Posterior
+from strategies.server.finalise import Posterior, lengthscale_facts
 from strategies.server.questions import Asking, Each, Figures, Refuse, Roster
 from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
 from strategies.server.strategy import STATE, FederatedStrategy
@@ -664,7 +664,10 @@ class PVI(FederatedStrategy[PVIState]):
 
     def details_of(self, state: PVIState) -> dict[str, Any]:
         """Counts, and what sites said of how near their pseudo-observations are to rows."""
-        facts = {"version": state.version, "damping": self.options.plan().damping}
+        facts: dict[str, Any] = {"version": state.version, "damping": self.options.plan().damping}
+        names = names_of(self.config.model, state.first["inducing"].shape[1])
+        known = lengthscales_of(predictive(state).q.hyper, names)
+        facts["lengthscales"] = lengthscale_facts(*known, "q(β), which all sites have refined")
         return asdict(state.record) | facts | {"factors": factor_strengths(state)}
 
     def final(self, state: PVIState, roster: Roster) -> Asking[dict[str, Any]]:

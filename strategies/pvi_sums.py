@@ -29,7 +29,8 @@ from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies import async_pvi, pvi
 from strategies.fsgp import noise_of, saved
-from strategies.fsgp_profiled import LOCATIONS, ROWS_PER_POINT, FSGPProfiled, ProfiledState
+from strategies.fsgp_profiled import ROWS_PER_POINT, FSGPProfiled, ProfiledState
+from strategies.profiled_bound import LOCATIONS
 from strategies.pvi import PVIState, Refinement, due, factor_strengths, posterior
 from strategies.server.base import Observer
 from strategies.server.finalise import Posterior

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from fedgp_flower.gp.kernels import prior_variance
-from fedgp_flower.gp.linalg import kernel_cholesky
+from fedgp_flower.gp.linalg import kernel_cholesky, laplace_deviations
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.closed_form import (
     Expansion,
@@ -35,8 +35,10 @@ from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.methods.sfvi.shaped import NOISE, WIDTHS, ShapedGP
-from fedgp_flower.typing import AnyShape, NamedArrays
+from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.fsgp_exact import pack, unpack
+from strategies.profiled_bound import CURVATURE
+from strategies.server.finalise import lengthscale_facts
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.sfvi_state import StructuredVI, initialise
 
@@ -216,6 +218,12 @@ def stepped(state: NewtonState, radius: float, factor_at: FactorAt) -> NewtonSta
     return replace(state, trial=trial, asked=asked, radius=radius, promised=promised, rise=rise)
 
 
+def deviations(state: NewtonState) -> Array:
+    """Standard deviations of θ at the best one, by Laplace's approximation [T]."""
+    assert state.hessian is not None
+    return np.asarray(state.scale * laplace_deviations(-state.hessian - np.eye(len(state.scale)), prior=1.0))
+
+
 @torch.no_grad()
 def inducing_factor(model: ShapedGP, theta: Mapping[str, ndarray]) -> torch.Tensor:
     """L with L Lᵀ = K_zz of the trend at a θ."""
@@ -275,6 +283,7 @@ class SFVIClosedForm(StructuredVI[NewtonState]):
         if state.bound is None:
             return facts
         widths = {name: np.exp(own).tolist() for name, own in state.widths.items()}
+        facts["lengthscales"] = lengthscale_facts(state.theta, unpack(deviations(state), state.theta), CURVATURE)
         return facts | {"bound": state.bound, "promised_rise": state.rise, "widths": widths}
 
     def converged(self, state: NewtonState) -> bool:

@@ -21,7 +21,7 @@ from fedgp_flower.methods.sfvi.options import LEARNED, SHARED, SFVIOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.server.finalise import Posterior
+from strategies.server.finalise import Posterior, lengthscale_facts
 from strategies.server.inducing import box_points
 from strategies.server.questions import Asking, Each, Roster, Summed
 from strategies.server.shapes import initial_locations, shapes_of_inputs, usual_answers
@@ -247,6 +247,7 @@ class SteppedVI(StructuredVI[SFVIState]):
     def details_of(self, state: SFVIState) -> dict[str, Any]:
         """The bound at the end, and how the latest average was reached."""
         facts: dict[str, Any] = {"shared_latents": len(state.prior.fixed)}
+        facts["lengthscales"] = lengthscale_facts(state.parameters, None)
         if state.bound is not None:
             facts["bound"] = state.bound
         if state.fresh:

@@ -19,14 +19,16 @@ from fedgp_flower.gp.profiled import LEAST_NOISE, profiled, scaled
 from fedgp_flower.gp.selection import explaining, restricted
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import SparseSums, collapsed_bound_value
+from fedgp_flower.messages import add
 from fedgp_flower.methods.fsgp.client import FSGPClient
 from fedgp_flower.methods.fsgp.learner import curvature, local_mode
 from fedgp_flower.methods.fsgp.mathematics import prior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies.fsgp import pooled
-from strategies.fsgp_profiled import LOCATIONS, FSGPProfiled, ProfiledState, chain_at, objective
-from strategies.server.questions import Roster, drive
+from strategies.fsgp_profiled import FSGPProfiled, ProfiledState, chain_at
+from strategies.profiled_bound import LOCATIONS, known_lengthscales, objective
+from strategies.server.questions import Roster, Summed, drive
 
 D, P = 2, 7
 
@@ -123,6 +125,13 @@ def differentiated(kernel: str, parts: list[int]) -> ProfiledState:
     return drive(own._differentiated(state), sites)
 
 
+def height(kernel: str, values: dict[str, np.ndarray]) -> float:
+    """J from the rows."""
+    sums = pooled_sums(SparseGP.from_arrays(ModelSection(kernel=kernel), values), *rows())
+    logs = np.concatenate([a.ravel() for n, a in values.items() if n.endswith("log_lengthscale")])
+    return profiled(sums).value - 0.05 * ((logs - 1) ** 2).sum()
+
+
 @pytest.mark.parametrize("kernel", ["rbf", "matern52 + linear"])
 def test_the_gradient_is_that_of_the_profiled_bound_whatever_the_partition(kernel):
     """Finite differences of max over (a, σ²) of the textbook bound of all rows, less the penalty of log ℓ."""
@@ -131,17 +140,10 @@ def test_the_gradient_is_that_of_the_profiled_bound_whatever_the_partition(kerne
         for chain, other in zip(whole.chains, differentiated(kernel, parts).chains, strict=True):
             assert other.gradient == pytest.approx(chain.gradient, abs=1e-9 * np.abs(chain.gradient).max())
             assert other.height == pytest.approx(chain.height, abs=1e-9)
-    section = ModelSection(kernel=kernel)
-
-    def height(values: dict[str, np.ndarray]) -> float:
-        sums = pooled_sums(SparseGP.from_arrays(section, values), *rows())
-        logs = np.concatenate([a.ravel() for n, a in values.items() if n.endswith("log_lengthscale")])
-        return profiled(sums).value - 0.05 * ((logs - 1) ** 2).sum()
-
     for chain in whole.chains:
         start, slopes, step = chain.coordinates, [], 1e-5
         for index in range(len(start)):
-            ends = [height(chain.at(start + sign * step * np.eye(len(start))[index])) for sign in (1, -1)]
+            ends = [height(kernel, chain.at(start + sign * step * np.eye(len(start))[index])) for sign in (1, -1)]
             slopes.append((ends[0] - ends[1]) / (2 * step))
         assert chain.gradient == pytest.approx(np.array(slopes), abs=2e-6 * np.abs(slopes).max())
 
@@ -171,6 +173,57 @@ def test_one_site_is_many_sites_for_whole_rounds():
     assert one.exchanges == many.exchanges == 2 + 1 + 4 * 2
     assert second["bound"] == pytest.approx(first["bound"], abs=1e-6)
     assert many.best.values[LOCATIONS] == pytest.approx(one.best.values[LOCATIONS], abs=1e-5)
+
+
+# ---- how well lengthscales are known --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "matern52 + linear"])
+def test_lengthscales_are_known_as_well_as_the_bound_is_curved(kernel):
+    """√ diag (−∂²J)⁻¹ by second differences of the textbook bound, amplitude and noise at their best everywhere."""
+    own, state = strategy(kernel=kernel), starting(kernel)
+    sites = federation(own, [60])
+    for _ in range(4):
+        state, _ = drive(own.one_round(state, roster(sites)), sites)
+    values = state.best.values
+    [name] = [own for own in values if own.endswith("log_lengthscale")]
+    step, eye = 1e-3, np.eye(D)
+
+    def at(move: np.ndarray) -> float:
+        return height(kernel, {**values, name: values[name] + step * move})
+
+    bends = [
+        [(at(i + j) - at(i - j) - at(j - i) + at(-i - j)) / (2 * step) ** 2 if (i != j).any() else
+         (at(i) - 2 * at(0 * i) + at(-i)) / step**2 for j in eye] for i in eye
+    ]  # fmt: skip
+    expected = np.sqrt(np.diag(np.linalg.inv(-np.array(bends))))
+    for parts in ([60], [9, 31, 20]):
+        sites = federation(own, parts)
+        found = drive(known_lengthscales(values, tuple(sites), own.config.model), sites)
+        assert found[name].ravel() == pytest.approx(expected, rel=0.03)
+
+
+def test_a_lengthscale_that_data_leave_open_is_known_as_its_prior():
+    """J = F − .05 Σ (log ℓ − 1)² is bent by .1 where F is flat: far beyond the data, of an input without effect."""
+    own, values, (x, y) = strategy(), unit_values(), rows()
+    values["kernel.log_lengthscale"][:, 1] = 9.0
+    values[LOCATIONS][:, 0] = np.linspace(-1.6, 1.6, P)
+    sites = {"one": Site(own, x, y - 0.5 * x[:, 1])}
+    found = drive(known_lengthscales(values, tuple(sites), own.config.model), sites)
+    assert found["kernel.log_lengthscale"][0, 1] == pytest.approx(np.sqrt(10), rel=1e-3)
+
+
+def test_without_the_same_sites_for_both_questions_nothing_is_said():
+    own = strategy()
+    sites = federation(own, [30, 30])
+    asking = known_lengthscales(unit_values(), tuple(sites), own.config.model)
+    question = next(asking)
+    answers = [site.trials(question.request) for site in sites.values()]
+    question = asking.send(Summed(add(answers), tuple(sites)))
+    left = sites["0"].gradients(question.request)
+    with pytest.raises(StopIteration) as done:
+        asking.send(Summed(left, ("0",)))
+    assert done.value.value is None
 
 
 # ---- L-BFGS ---------------------------------------------------------------------------------------------------------

@@ -26,8 +26,9 @@ from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
+from strategies.fsgp_exact import pack, unpack
 from strategies.server.questions import Roster, drive
-from strategies.sfvi_closed import USUAL_SITES, beginning, shaped_round, widened
+from strategies.sfvi_closed import USUAL_SITES, beginning, deviations, shaped_round, widened
 
 POINTS = torch.linspace(-2, 2, 5, dtype=torch.float64)[:, None]
 
@@ -104,6 +105,16 @@ def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum() -> None:
     prior = (np.concatenate([own.detach().numpy().ravel() for own in leaves]) - state.mode) / state.scale**2
     assert slopes == pytest.approx(prior, abs=1e-5)  # of F and of the log prior, which are equal at the optimum
     assert state.rise < 1e-6
+    curved, h = [], 1e-4
+    for step in h * np.eye(len(slopes)):
+        ends = []
+        for sign in (1, -1):
+            load(model, unpack(pack(state.theta) + sign * step, state.theta))
+            found = torch.autograd.grad(dense_bound(model, units, torch.zeros(4, 0)), leaves)
+            ends.append(torch.cat([own.flatten() for own in found]).numpy())
+        curved.append((ends[0] - ends[1]) / (2 * h))
+    known = np.sqrt(np.diag(np.linalg.inv(np.diag(state.scale**-2.0) - np.array(curved))))
+    assert deviations(state) == pytest.approx(known, rel=1e-4)
 
 
 def test_widths_rest_where_those_of_em_do() -> None:
@@ -129,7 +140,9 @@ def test_a_run_converges_and_says_so(three: list[dict[str, Any]]) -> None:
     strategy = run(FaultyGrid(tiny(), three), recorder)
     assert strategy.round < 15
     assert strategy.outcome.metrics["converged"]
-    assert strategy.outcome.metrics["method_details"]["promised_rise"] < 0.1
+    details = strategy.outcome.metrics["method_details"]
+    assert details["promised_rise"] < 0.1
+    assert set(details["lengthscales"]) == {"trend", "deviation"}
     values = [row["objective"] for row in recorder.rows]
     assert values[-1] > values[0] + 0.3
     short = run(FaultyGrid(tiny(num_server_rounds=2), three))

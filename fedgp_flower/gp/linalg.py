@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import numpy as np
 import torch
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from linear_operator.utils.errors import NanError, NotPSDError
@@ -21,6 +22,7 @@ from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
+from fedgp_flower.typing import Array
 
 LOG_RANGE = 14.0
 """Optimisers keep logarithms of hyperparameters within ± this, where kernel matrices have a factor in float64."""
@@ -92,3 +94,15 @@ def _indefinite(matrix: Tensor, of: str, hint: str) -> str:
 def symmetric(matrix: Tensor) -> Tensor:
     """½ (A + Aᵀ): removes the rounding that makes a product of factors slightly unsymmetric."""
     return (matrix + matrix.mT) / 2
+
+
+def laplace_deviations(curvature: Array, *, prior: float) -> Array:
+    """√ diag (H + ρI)⁻¹ [P]: standard deviations around a maximum, with a prior of precision ρ for each parameter.
+
+    Along a direction in which H [P, P] is negative, where no maximum was reached, only the prior counts.
+
+    >>> laplace_deviations(np.diag([3.0, -5.0]), prior=1.0)
+    array([0.5, 1. ])
+    """
+    values, vectors = np.linalg.eigh(curvature)
+    return np.asarray(np.sqrt((vectors**2 / (np.maximum(values, 0.0) + prior)).sum(1)))

@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from scipy.stats import binom
 
 from fedgp_flower.clients.counts import central
@@ -22,6 +22,7 @@ from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
     from fedgp_flower.run.effects import Effect
+    from fedgp_flower.run.relevance import Relevance
 
 Predictor = Callable[[Array], tuple[Array, Array]]
 """Inputs in original units [n, D] → mean and sd of a noisy observation, in the units of the target [n], [n]."""
@@ -37,6 +38,8 @@ STYLES = {
 """Baselines that are drawn beside the rounds of a run."""
 Z95 = 1.959963984540054
 MAX_POINTS = 400
+MOST_INPUTS, MOST_LENGTHSCALE = 15, 300.0
+"""What the figure of lengthscales shows."""
 DPI = 180
 
 
@@ -260,6 +263,28 @@ def effects(found: Sequence[Effect], target: str) -> Figure:
         ax.set(xlabel=label_text(own.name), ylim=(min(e.low.min() for e in found), max(e.high.max() for e in found)))
     for ax in axes[::columns]:
         ax.set_ylabel(label_text(target))
+    return figure
+
+
+def relevance(found: Sequence[Relevance]) -> Figure:
+    """Lengthscales of the most relevant inputs, a panel for each part of the model, with 95 % bars where known."""
+    rows = min(MOST_INPUTS, max(len(own.names) for own in found))
+    figure, axes = axes_of(len(found), width=8.6 if len(found) > 1 else 6.4, height=0.9 + 0.24 * rows)
+    for ax, own in zip(axes, found, strict=True):
+        y, shown = np.arange(rows), slice(rows)
+        ax.hlines(y, own.low[shown], own.high[shown], color=BAND, lw=6)
+        (dots,) = ax.plot(own.value[shown], y, "o", color=FEDERATED, ms=4)
+        told = zip(own.names, own.value, own.low, own.high, strict=True)
+        hover(dots, [f"{n}: {v:.3g}" + f" ({a:.3g} to {b:.3g})" * math.isfinite(a) for n, v, a, b in list(told)[shown]])
+        ax.set_yticks(y, [label_text(name) for name in own.names[shown]])
+        ends = np.concatenate([own.value[shown], own.low[shown], own.high[shown].clip(max=MOST_LENGTHSCALE)])
+        ax.set(xscale="log", xlim=(0.8 * np.nanmin(ends), 1.25 * np.nanmax(ends)), ylim=(rows - 0.4, -0.6))
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.set_xlabel("lengthscale (standard deviations of the input)")
+        if len(found) > 1:
+            ax.set_title(own.part, fontsize=9, loc="left")
     return figure
 
 

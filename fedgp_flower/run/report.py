@@ -27,6 +27,7 @@ from fedgp_flower.run.metrics import RANK_BINS, RANK_REACH
 from fedgp_flower.run.predict import Predictor as SavedPredictor
 from fedgp_flower.run.predict import row_of, why_no_posterior
 from fedgp_flower.run.registry import load
+from fedgp_flower.run.relevance import relevances
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
     against,
@@ -80,7 +81,8 @@ def write_report(run_folder: Path) -> Path:
     predictor = None if why_no_posterior(run) else SavedPredictor.of(run)
     panels = row_of(run).panels
     own = load(panels)(run) if panels else ()
-    return write_page(run, predictor, [*_dependence(run, predictor), *own, *_attacked(run_folder)])
+    general = [*_dependence(run, predictor), *_relevance(run)]
+    return write_page(run, predictor, [*general, *own, *_attacked(run_folder)])
 
 
 def _dependence(run: RunData, predictor: SavedPredictor | None) -> list[Panel]:
@@ -97,6 +99,22 @@ def _dependence(run: RunData, predictor: SavedPredictor | None) -> list[Panel]:
     levels, kind = predictor.preparation.target.levels, predictor.saved.likelihood
     outcome = f"probability of {levels[-1]}" if levels else f"rate of {_target(run)}" if kind == "poisson" else ""
     return [Panel("What predictions depend on", figures.effects(found, outcome or _target(run)), caption)]
+
+
+def _relevance(run: RunData) -> list[Panel]:
+    """Lengthscales with intervals, where a posterior has several inputs."""
+    found = relevances(run)
+    if not found:
+        return []
+    hidden = max(len(own.names) for own in found) - figures.MOST_INPUTS
+    how = found[0].how
+    caption = (
+        "How far one has to go along an input, in its standard deviations, before the outcome may be quite another one:"
+        " the shorter, the more relevant. Data are about 4 wide, so that far longer ones hardly matter."
+        f"{f' The {hidden} longest are not shown.' if hidden > 0 else ''}"
+        f" {f'Bars: 95 % intervals, by {how}.' if how else 'Without intervals: as it ran, the method knows none.'}"
+    )
+    return [Panel("Relevance of inputs", figures.relevance(found), caption)]
 
 
 def _attacked(folder: Path) -> list[Panel]:

@@ -241,9 +241,10 @@ class BaseStrategy(Strategy):
         pooled = self._baseline("query.pooled", network.healthy()[:1]) if wants_pooled else None
         mean, line = self._simple() if config.baselines.linear else (None, None)
         posterior = self.posterior()
-        self.clock.switch("evaluation")
         if self.evaluated_sites == 0:
             raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")
+        details = self.details()
+        self.clock.switch("evaluation")
         evaluation = self.evaluation or Evaluation(test={}, test_standardised={}, per_site=[])
         labels, rows, seconds = preparation.labels, preparation.rows, self.clock.seconds
         metrics = {
@@ -273,7 +274,7 @@ class BaseStrategy(Strategy):
             "calibration": combine_histograms(self.calibrated),
             "failures": [asdict(failure) for failure in network.failures],
             "repairs": network.repairs,
-            "method_details": self.details(),
+            "method_details": details,
         }
         return Summary(metrics, posterior, predictions, preparation.schema, preparation.arrays, preparation.names)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, REGRESSION_SUMS
 from fedgp_flower.typing import NamedArrays
 from strategies.server.network import Network
 from strategies.server.wire import Answer
+
+PART = re.compile(r"theta\.|kernels\.|\.log_lengthscale$")
+"""What of a parameter's name does not say which part of the model it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,25 @@ class Summary:
     schema: str
     preparation: NamedArrays
     input_names: tuple[str, ...]
+
+
+def lengthscale_facts(logs: Mapping[str, Any], spread: Mapping[str, Any] | None, how: str = "") -> dict[str, Any]:
+    """By part of the model, lengthscales and the standard deviations of their logarithms: the report's relevance.
+
+    Args:
+        logs: Parameters by name; those that end in ``lengthscale`` are logarithms.
+        spread: Standard deviations under the same names; None where the method knows none.
+        how: Where they come from, as the end of a sentence.
+    """
+    kept = {name: own for name, own in logs.items() if name.endswith("lengthscale")}
+    return {
+        PART.sub("", name): {
+            "value": np.exp(own).ravel().tolist(),
+            "log_sd": None if spread is None else np.ravel(spread[name]).tolist(),
+            "how": "" if spread is None else how,
+        }
+        for name, own in kept.items()
+    }
 
 
 def _names_of(own: Answer) -> tuple[str, ...]:

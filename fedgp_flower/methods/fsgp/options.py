@@ -38,6 +38,9 @@ class FSGPOptions(MethodOptions):
     """``profiled``: most exchanges with every site in which it trains, the three before the first round among them;
     a round is two, the first one three. More go on improving the bound, also when a run is resumed. Under masks keys,
     means and spreads take three more, which do not count here, so that the rounds are the same."""
+    intervals: bool = True
+    """``profiled``: intervals of lengthscales for the report, by the curvature of the bound at the end: two exchanges
+    after training, which do not count above, of sums at D + 1 parameters."""
     small_sites: Literal["warn", "cap", "masks"] = "warn"
     """``profiled``: sums of a site with fewer than three rows for each inducing point are nearly its rows. ``warn``
     names such sites; ``cap`` lowers M to a third of the smallest site's rows; ``masks`` refuses them in the clear.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.methods.pvi.factors import Factor
 from fedgp_flower.methods.pvi.hierarchical import Latent, Latents, Point, location_scale, sparse_model
-from fedgp_flower.methods.pvi.messages import Factors, NaturalParameters, Predictive, PseudoPoints
+from fedgp_flower.methods.pvi.messages import Factors, Marginal, NaturalParameters, Predictive, PseudoPoints
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays
 
@@ -39,6 +39,22 @@ def names_of(section: ModelSection, num_inputs: int) -> list[str]:
     """What the entries of β are the logarithms of, in their order."""
     own = {"gaussian": ["noise sd"], "student-t": ["scale", "degrees of freedom − 2"]}
     return [*sparse_model(section, num_inputs).kernel.names, *own.get(section.likelihood, [])]
+
+
+def lengthscales_of(hyper: Marginal, names: Sequence[str]) -> tuple[NamedArrays, NamedArrays | None]:
+    """By part of the kernel, means of the logarithms of lengthscales under q(β), and standard deviations if it has any.
+
+    Args:
+        hyper: q(β).
+        names: Of its entries, by :func:`names_of`.
+    """
+    parts: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        part, found, _ = name.partition("lengthscale")
+        if found:
+            parts.setdefault(f"kernel.{part.replace(' ', '.')}log_lengthscale", []).append(index)
+    mean, scale = ({part: own.numpy()[at] for part, at in parts.items()} for own in location_scale(hyper.latent()))
+    return mean, None if hyper.is_point else scale
 
 
 def saved_arrays(
