@@ -24,6 +24,7 @@ from fedgp_flower.gp.to_gpytorch import MixturePosterior, mixture
 from fedgp_flower.run import api
 from fedgp_flower.run.effects import effects
 from fedgp_flower.run.registry import parse_config
+from strategies.server.shapes import middle
 
 FEW = {"model.num-inducing": 6, "baselines.local-only": False, "baselines.pooled": False, "evaluate-every": 0}
 
@@ -178,6 +179,34 @@ def test_effects_are_the_posterior_of_f_along_one_column(finished):
     assert age.values[0] < means["age"] < age.values[-1]
     if finished.config["method"] == "fsgp":
         assert (admissions()["age"].min() <= age.values).all()
+
+
+def test_no_column_is_moved_beyond_its_rows(tmp_path):
+    """Skewed, of counts, of zeros and ones, and nearly always zero: mean ± 2 sd would leave the data."""
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame({
+        "crp": draw.lognormal(3, 1, 300), "visits": draw.poisson(0.8, 300), "diabetes": draw.integers(0, 2, 300),
+        "dialyses": np.where(draw.random(300) < 0.02, 40 + draw.random(300), 0.0), "age": draw.normal(60, 15, 300),
+        "site": np.arange(300) % 3,
+    })  # fmt: skip
+    frame["days"] = np.log(frame["crp"]) + 0.5 * frame["visits"] + frame["diabetes"] + 0.1 * draw.standard_normal(300)
+    options = FEW | {"output-dir": str(tmp_path), "fsgp.exchanges": 6}
+    run = fg.run(frame.astype({"site": str}), target="days", site="site", options=options)
+    found = {own.name: own for own in effects(run.posterior)}
+    assert found["diabetes"].levels == ("0", "1")
+    for name in ("crp", "visits", "age"):
+        shown, seen = found[name].values, frame[name].to_numpy()
+        bin_width = 0.3 * seen.std()
+        assert seen.min() <= shown[0] <= np.quantile(seen, 0.1) + bin_width, name
+        assert np.quantile(seen, 0.9) - bin_width <= shown[-1] <= seen.max(), name
+    assert "dialyses" not in found  # of 98 % of the rows it says nothing
+
+
+def test_the_middle_of_a_histogram_has_rows_at_both_ends():
+    counts = np.zeros(40, dtype=int)
+    counts[[10, 20, 30, 39]] = [2, 95, 2, 1]  # the bins from -3, 0, 3 and 5.7 on, each .3 wide
+    assert middle(counts) == pytest.approx([0.3, 3.0])
+    assert middle(np.eye(40, dtype=int)[20]) == pytest.approx([0.3, 0.0])  # all in one bin: nothing to move
 
 
 def test_runs_show_themselves_in_a_line_and_arrays_are_refused_with_the_columns(finished):

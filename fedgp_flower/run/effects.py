@@ -18,7 +18,8 @@ from fedgp_flower.run.predict import Exportable, Predictor
 from fedgp_flower.typing import Array
 
 REACH = 2.0
-"""How many standard deviations to both sides of its mean a number is moved, but not beyond the inducing points."""
+"""Standard deviations to both sides of its mean that a number is moved, but not beyond the inducing points, where no
+histogram told between which values rows lie."""
 STEPS = 41
 MOST = 6
 
@@ -66,6 +67,8 @@ def _along(posterior: Predictor) -> Iterator[Effect]:
         return
     agreed = posterior.preparation
     points = model.variational_strategy.inducing_points.detach().numpy()
+    told = posterior.run.metrics.data.get("columns", ())
+    ranges = {own["name"]: own["range"] for own in told if "range" in own}
     lowest, highest = points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)
     for name, inputs, column in _moved(agreed):
         mean, scale = agreed.input_mean[inputs], agreed.input_scale[inputs]
@@ -78,7 +81,10 @@ def _along(posterior: Predictor) -> Iterator[Effect]:
             levels, shown = ("0", "1"), np.array([0.0, 1.0])
             moved = (shown[:, None] - mean) / scale
         elif column.kind == "numeric":
-            values = np.linspace(lowest[inputs[0]], highest[inputs[0]], STEPS)
+            ends = ranges.get(name, (lowest[inputs[0]], highest[inputs[0]]))
+            if ends[0] >= ends[1]:  # nearly all rows have about one value
+                continue
+            values = np.linspace(ends[0], ends[1], STEPS)
             moved, shown = values[:, None], values * scale + mean
         else:
             shown = np.arange(len(column.levels), dtype=np.float64)

@@ -89,8 +89,8 @@ def _dependence(run: RunData, predictor: SavedPredictor | None) -> list[Panel]:
     """Along the columns that matter most, where the posterior tells."""
     found = [] if predictor is None else effects(predictor)
     caption = (
-        "One column is moved (numbers by two standard deviations to both sides, but not beyond the inducing points),"
-        " all others stay at their means; those that move the outcome most come first, at most"
+        "One column is moved (numbers between values that about 95 % of all rows lie between), all others stay at their"
+        " means; those that move the outcome most come first, at most"
         f" {MOST}. From the posterior alone: median and 95 % interval of the outcome without noise. It is what the"
         " model has learned, not what causes what."
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import add, encode
 from fedgp_flower.methods.messages import Nothing, Shape
 from fedgp_flower.options import ModelSection
@@ -18,6 +19,7 @@ from strategies.server.inducing import initial_inducing_points
 from strategies.server.questions import Asking, Each, Refuse, Roster, Summed, Total
 
 A = TypeVar("A")
+S = TypeVar("S")
 
 
 def shapes_of_inputs(roster: Roster) -> Asking[Mapping[str, Shape]]:
@@ -35,6 +37,38 @@ def shapes_of_inputs(roster: Roster) -> Asking[Mapping[str, Shape]]:
     if not answers:
         raise RunError("no site answered where its inputs lie; see the failures above")
     return answers
+
+
+def noting_ranges(asking: Asking[S], columns: Sequence[dict[str, Any]]) -> Asking[S]:
+    """A computation as it is; where it asks for shapes, ``range`` of each column of numbers is noted, standardised."""
+    reply: Any = None
+    while True:
+        try:
+            question = asking.send(reply)
+        except StopIteration as done:
+            return done.value
+        reply = yield question
+        if isinstance(question, Each | Total) and question.answer is Shape:
+            shapes = [reply.total] if isinstance(reply, Summed) else reply.values()
+            counts = [own.histogram for own in shapes if own and own.histogram.shape[1] == len(INPUT_EDGES) - 1]
+            _note(columns, np.sum(counts, axis=0) if counts else np.empty((0, 0)))
+
+
+def _note(columns: Sequence[dict[str, Any]], counts: Array) -> None:
+    starts = np.cumsum([0, *(column["inputs"] for column in columns)])
+    for start, column in zip(starts, columns, strict=False):
+        if column["kind"] == "number" and start < len(counts):
+            column["range"] = middle(counts[start])
+
+
+def middle(counts: Array) -> list[float]:
+    """Where about 95 % of rows lie by their counts in bins [B], with rows at both ends or beyond them.
+
+    From the upper edge of the bin with the 2.5 % quantile to the lower edge of that with the 97.5 % quantile.
+    """
+    reached = np.cumsum(counts) / counts.sum()
+    low, high = (int((reached >= level).argmax()) for level in (0.025, 0.975))
+    return [float(INPUT_EDGES[low + 1]), float(INPUT_EDGES[high])]
 
 
 def usual_answers(answers: Mapping[str, A], reason: str) -> Asking[dict[str, A]]:

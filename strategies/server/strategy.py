@@ -43,6 +43,7 @@ from strategies.server.keywords import configured, documented, signature
 from strategies.server.masking import MEMBERS, TRUST, MaskedContract, Masking
 from strategies.server.network import Expected, Network, echo_of, pause_after
 from strategies.server.questions import Asking, Each, Figures, First, Question, Refuse, Roster, Summed, Total
+from strategies.server.shapes import noting_ranges
 from strategies.server.wire import Answer, Specs, Texts, answers, claimed_site
 
 logger = logging.getLogger("fedgp")
@@ -385,7 +386,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         while True:
             try:
                 self._agreed(self.adjusted(self._transformed(preparation)))
-                self.current = self.ask_through(self.initialise(self.roster()))
+                self.current = self.ask_through(noting_ranges(self.initialise(self.roster()), self.preparation.columns))
             except ContradictionError as contradiction:
                 self.agree_without(contradiction.sites)
                 preparation = self.enrolment.preparation
