@@ -72,10 +72,14 @@ def test_a_kernel_whose_package_is_missing_is_named(line):
 def test_a_file_of_new_rows_is_predicted_row_by_row(line, tmp_path):
     told = pd.read_csv(line / "predictions.csv")
     shuffled = told.sample(frac=1, random_state=0)
-    new = pd.DataFrame({"extra": "text", "x": shuffled["input.x"]})
+    ids = [f"00{number}" for number in range(len(told))]
+    new = pd.DataFrame({"sd": "own", "x": shuffled["input.x"], "id": ids, "note": None})
     new.to_csv(tmp_path / "new.csv", index=False)
     assert predict_file({"": Predictor.of_run(line)}, tmp_path / "new.csv", tmp_path / "out.csv") == (len(told), 0)
-    found = pd.read_csv(tmp_path / "out.csv")
+    found = pd.read_csv(tmp_path / "out.csv", dtype={"id": str})
+    assert list(found)[:5] == ["input.sd", "id", "note", "mean", "sd"]
+    assert list(found["id"]) == ids
+    assert found["note"].isna().all()
     np.testing.assert_allclose(found["mean"], shuffled["mean"], rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(found["sd"], shuffled["sd"], rtol=1e-10)
     for level in QUANTILES:

@@ -251,6 +251,12 @@ def read_inputs(path: Path, preparation: Preparation) -> pd.DataFrame:
     return typed_inputs(read_table(path), preparation, path.name)
 
 
+def no_inputs(path: Path, preparation: Preparation) -> pd.DataFrame:
+    """Columns of a file that no input is made of, such as ids, as they are written."""
+    frame = read_table(path, as_written=True)
+    return frame.drop(columns=[source(feature, frame.columns) for feature in preparation.features])
+
+
 def typed_inputs(frame: pd.DataFrame, preparation: Preparation, name: str) -> pd.DataFrame:
     """Feature columns of new rows, typed as the sites agreed; other columns are not looked at.
 

@@ -44,8 +44,12 @@ def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     return [path for path in paths if path not in held_out], said
 
 
-def read_table(path: Path) -> pd.DataFrame:
+def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
     """The file's columns, by name, with the types the file suggests; missing cells are NaN.
+
+    Args:
+        path: CSV, gzipped or not, or Parquet.
+        as_written: Cells of a CSV as text, letter by letter: ids keep their zeros.
 
     Raises:
         DataError: the file is missing, unreadable, empty or of another kind, or its header or a row is wrong.
@@ -55,7 +59,7 @@ def read_table(path: Path) -> pd.DataFrame:
     if not path.name.endswith(SUFFIXES):
         raise DataError(f"{path.name}: not a table this program reads; expected one of {', '.join(SUFFIXES)}")
     try:
-        frame = _read_parquet(path) if path.name.endswith(".parquet") else _read_csv(path)
+        frame = _read_parquet(path) if path.name.endswith(".parquet") else _read_csv(path, as_written)
     except DataError:
         raise
     except UnicodeDecodeError:
@@ -73,7 +77,7 @@ def _read_parquet(path: Path) -> pd.DataFrame:
     return frame.reset_index(drop=True)
 
 
-def _read_csv(path: Path) -> pd.DataFrame:
+def _read_csv(path: Path, as_written: bool) -> pd.DataFrame:
     try:
         headers = {mark: _header(path, mark) for mark in SEPARATORS}
         separator = max(headers, key=lambda mark: len(headers[mark]))
@@ -87,7 +91,8 @@ def _read_csv(path: Path) -> pd.DataFrame:
                 names=names,
                 index_col=False,
                 keep_default_na=False,
-                na_values=list(MISSING),
+                na_values=[] if as_written else list(MISSING),
+                dtype=str if as_written else None,
                 low_memory=False,
                 encoding="utf-8-sig",
             )

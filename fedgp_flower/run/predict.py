@@ -28,6 +28,7 @@ from fedgp_flower.data.standardisation import (
     Preparation,
     count_unknown_levels,
     encode_inputs,
+    no_inputs,
     read_inputs,
     typed_inputs,
 )
@@ -376,7 +377,8 @@ def why_no_posterior(run: RunData) -> str:
 def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path) -> tuple[int, int]:
     """Predict every row of a table into a CSV; returns the rows and the cells with a level no site had.
 
-    Several sites, by name, follow each other in the CSV, whose first column is then the site.
+    Columns that are no inputs, such as ids, come first, as they are written. Several sites, by name, follow each other
+    in the CSV, whose first column is then the site. Of columns with one name the table's is called ``input.NAME``.
 
     Raises:
         RunError: if the CSV cannot be written.
@@ -384,8 +386,12 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
     """
     preparation = next(iter(predictors.values())).preparation
     frame = read_inputs(source, preparation)
+    others = no_inputs(source, preparation)
     tables = {site: predictor.predict(frame) for site, predictor in predictors.items()}
-    together = pd.concat(tables, names=["site"]).reset_index(level="site")
+    taken = {"site", *next(iter(tables.values()))}
+    named = others.rename(columns={name: f"input.{name}" for name in taken.intersection(others)})
+    beside = {site: pd.concat([named, own], axis=1) for site, own in tables.items()}
+    together = pd.concat(beside, names=["site"]).reset_index(level="site")
     if len(tables) == 1:
         del together["site"]
     try:
