@@ -480,7 +480,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
             return {}
         values = self.last[0].values
         spread = yield from known_lengthscales(values, roster.everyone, self.config.model)
-        return {"lengthscales": lengthscale_facts(values, spread, CURVATURE)}
+        return {"relevance": lengthscale_facts(values, spread, CURVATURE)}
 
     def posterior_of(self, state: ProfiledState) -> Posterior:
         """Parameters in natural units, q of whitened inducing values."""

@@ -667,7 +667,7 @@ class PVI(FederatedStrategy[PVIState]):
         facts: dict[str, Any] = {"version": state.version, "damping": self.options.plan().damping}
         names = names_of(self.config.model, state.first["inducing"].shape[1])
         known = lengthscales_of(predictive(state).q.hyper, names)
-        facts["lengthscales"] = lengthscale_facts(*known, "q(β), which all sites have refined")
+        facts["relevance"] = lengthscale_facts(*known, "q(β), which all sites have refined")
         return asdict(state.record) | facts | {"factors": factor_strengths(state)}
 
     def final(self, state: PVIState, roster: Roster) -> Asking[dict[str, Any]]:

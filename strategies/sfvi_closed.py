@@ -283,7 +283,7 @@ class SFVIClosedForm(StructuredVI[NewtonState]):
         if state.bound is None:
             return facts
         widths = {name: np.exp(own).tolist() for name, own in state.widths.items()}
-        facts["lengthscales"] = lengthscale_facts(state.theta, unpack(deviations(state), state.theta), CURVATURE)
+        facts["relevance"] = lengthscale_facts(state.theta, unpack(deviations(state), state.theta), CURVATURE)
         return facts | {"bound": state.bound, "promised_rise": state.rise, "widths": widths}
 
     def converged(self, state: NewtonState) -> bool:

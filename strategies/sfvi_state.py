@@ -247,7 +247,7 @@ class SteppedVI(StructuredVI[SFVIState]):
     def details_of(self, state: SFVIState) -> dict[str, Any]:
         """The bound at the end, and how the latest average was reached."""
         facts: dict[str, Any] = {"shared_latents": len(state.prior.fixed)}
-        facts["lengthscales"] = lengthscale_facts(state.parameters, None)
+        facts["relevance"] = lengthscale_facts(state.parameters, None)
         if state.bound is not None:
             facts["bound"] = state.bound
         if state.fresh:

@@ -170,7 +170,7 @@ def test_other_likelihoods_predict_from_what_was_saved(tmp_path: Path, likelihoo
     metrics = json.loads((folder / "metrics.json").read_text())
     assert np.isfinite(metrics["test"]["nll"])
     assert metrics["method_details"]["free_energy"]["fit"] < 0
-    arrays, kernel = Predictor.of_run(folder).saved.arrays, metrics["method_details"]["lengthscales"]["kernel"]
+    arrays, kernel = Predictor.of_run(folder).saved.arrays, metrics["method_details"]["relevance"]["kernel"]
     assert kernel["log_sd"] == pytest.approx(arrays["hyper.scale"][1:3], rel=1e-12)  # after the amplitude
     assert kernel["value"] == pytest.approx(np.exp(arrays["hyper.mean"][1:3]), rel=1e-12)
     table = Predictor.of_run(folder).predict(frames["a"][["x1", "x2"]])

@@ -25,7 +25,7 @@ def run(tmp_path_factory):
 
 
 def telling(run, facts):
-    return replace(run, metrics=replace(run.metrics, method_details={"lengthscales": facts}))
+    return replace(run, metrics=replace(run.metrics, method_details={"relevance": facts}))
 
 
 def test_the_shortest_comes_first_with_a_log_normal_interval(run):

@@ -142,7 +142,7 @@ def test_a_run_converges_and_says_so(three: list[dict[str, Any]]) -> None:
     assert strategy.outcome.metrics["converged"]
     details = strategy.outcome.metrics["method_details"]
     assert details["promised_rise"] < 0.1
-    assert set(details["lengthscales"]) == {"trend", "deviation"}
+    assert set(details["relevance"]) == {"trend", "deviation"}
     values = [row["objective"] for row in recorder.rows]
     assert values[-1] > values[0] + 0.3
     short = run(FaultyGrid(tiny(num_server_rounds=2), three))

@@ -29,7 +29,7 @@ def relevances(run: RunData) -> list[Relevance]:
     if run.posterior is None:
         return []
     names = list(run.posterior.inputs)
-    said = run.metrics.method_details.get("lengthscales") or {
+    said = run.metrics.method_details.get("relevance") or {
         name.removesuffix(".lengthscale"): {"value": np.ravel(own).tolist()}
         for name, own in run.posterior.arrays.items()
         if name.startswith("kernel.") and name.endswith(".lengthscale")
