@@ -15,6 +15,7 @@ from numpy import ndarray
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import encode, message
+from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.messages import Nothing, Parameters, Shape
 from fedgp_flower.methods.sfvi.messages import Beginning, GradientShare, LocalEndSum, ModelStart
 from fedgp_flower.methods.sfvi.options import LEARNED, SHARED, SFVIOptions
@@ -23,7 +24,7 @@ from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.finalise import Posterior, lengthscale_facts
 from strategies.server.inducing import box_points
-from strategies.server.questions import Asking, Each, Roster, Summed
+from strategies.server.questions import Asking, Each, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs, usual_answers
 from strategies.server.strategy import FederatedStrategy
 
@@ -172,7 +173,7 @@ class StructuredVI(FederatedStrategy[S]):
 
     def _set(self, config: RunConfig, *kept: Any) -> None:
         super()._set(config, *kept)
-        self.predicts = self.options.model != "multinomial"
+        self.predicts = not self.options.numbers_classes(self.config.model)
 
     def predictive(self, state: S, roster: Roster) -> Asking[Parameters]:
         """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
@@ -239,6 +240,13 @@ class SteppedVI(StructuredVI[SFVIState]):
     def finished(self, state: SFVIState) -> bool:
         """Whether the bound was flat and the learning rate has come down since."""
         return self.course.flat_from is not None and self.round >= self.horizon()
+
+    def final(self, state: SFVIState, roster: Roster) -> Asking[dict[str, Any]]:
+        """Which class was taken for which, where the target holds classes."""
+        if not self.options.numbers_classes(self.config.model):
+            return {}
+        summed = yield Total(Confusion, (yield from self.predictive(state, roster)))
+        return {} if summed.total is None else {"confusion": summed.total.counts.tolist()}
 
     def adopt(self, state: SFVIState, arrays: NamedArrays) -> SFVIState:
         """Other parameters, the same moments."""

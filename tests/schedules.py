@@ -15,6 +15,8 @@ from flwr.app import Message, RecordDict
 from fedgp_flower.errors import FedGPError
 from fedgp_flower.run.registry import BUILT_IN
 
+_CLASSES = {"dataset": "breast-cancer", "model__likelihood": "bernoulli", "features": "mean radius,mean texture"}
+_CLASSES |= {"sfvi__classes": 2, "sfvi__hidden": 3, "sfvi__prediction_draws": 5}
 METHODS: dict[str, dict[str, Any]] = {
     "fsgp profiled": {"method": "fsgp", "fsgp__objective": "profiled", "fsgp__exchanges": 6},
     "fsgp exact": {"method": "fsgp", "fsgp__objective": "exact"},
@@ -32,6 +34,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
     "sfvi closed": {"method": "sfvi", "test_fraction": 0.8},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 3},
+    "sfvi networks": {"method": "sfvi", "sfvi__model": "hierarchical-bnn", **_CLASSES},
+    "sfvi-avg networks": {"method": "sfvi-avg", "sfvi__model": "fedpop", "sfvi__local_steps": 3, **_CLASSES},
     "pvi-glm": {"method": "pvi-glm"},
     "pvi-bnn": {"method": "pvi-bnn", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture", "bnn__classes": 2, "bnn__hidden": 4, "bnn__steps": 5}

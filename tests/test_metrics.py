@@ -147,12 +147,18 @@ def test_unusable_mixtures_probabilities_and_sums_are_errors():
 
 def test_class_scores_by_hand():
     """Three rows of three classes; the second one is wrong."""
-    p = np.array([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.0, 1.0, 0.0]])
+    p = np.array([[0.5, 0.3, 0.2], [0.1, 0.15, 0.75], [0.0, 1.0, 0.0]])
     scores = class_scores(p, [0, 1, 1])
     assert scores.sums["count"] == 3
     assert scores.sums["correct"] == 2
-    assert scores.sums["nll"] == pytest.approx(-math.log(0.5) - math.log(0.2))
-    assert scores.sums["brier"] == pytest.approx(0.25 + 0.09 + 0.04 + 0.01 + 0.64 + 0.49)
+    assert scores.sums["nll"] == pytest.approx(-math.log(0.5) - math.log(0.15))
+    assert scores.sums["brier"] == pytest.approx(0.25 + 0.09 + 0.04 + 0.01 + 0.7225 + 0.5625)
+    reliability = scores.arrays["evaluation.reliability"]
+    assert {i: tuple(row) for i, row in enumerate(reliability) if row.any()} == {
+        5: (1, 0.5, 1),  # [0.5, 0.6)
+        7: (1, 0.75, 0),
+        9: (1, 1.0, 1),
+    }
 
 
 @pytest.mark.parametrize(

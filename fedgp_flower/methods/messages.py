@@ -275,8 +275,8 @@ class ScoreSums:
         """The scores that a total is of."""
         if self.classification[0] > 0:
             arrays = {"evaluation.reliability": self.reliability, "evaluation.ranks": self.ranks}
-            arrays = arrays if self.reliability.any() else {}
-            return Scores(dict(zip(CLASSIFICATION_SUMS, self.classification.tolist(), strict=True)), arrays)
+            known = {name: array for name, array in arrays.items() if array.any()}
+            return Scores(dict(zip(CLASSIFICATION_SUMS, self.classification.tolist(), strict=True)), known)
         counts = {"evaluation.pit": np.rint(self.pit).astype(np.int64)}
         return Scores(dict(zip(REGRESSION_SUMS, self.regression.tolist(), strict=True)), counts)
 

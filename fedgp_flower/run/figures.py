@@ -201,6 +201,23 @@ def reliability(table: Sequence[Sequence[float]]) -> Figure:
     return figure
 
 
+def confusion(counts: Array) -> Figure:
+    """Held-out rows by class [C, C], observed downwards and predicted across, as shares of each observed class."""
+    size = len(counts)
+    figure = Figure(figsize=(1.9 + 0.4 * size, 1.3 + 0.4 * size), dpi=DPI, layout="constrained")
+    ax = figure.subplots()
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0)
+    image = ax.imshow(100 * shares, cmap="Blues", vmin=0, vmax=100)
+    for observed, predicted in zip(*np.nonzero(counts), strict=True):
+        dark = shares[observed, predicted] > 0.5
+        words = f"{counts[observed, predicted]:,.0f}"
+        ax.text(predicted, observed, words, ha="center", va="center", fontsize=6, color="white" if dark else "black")
+    ax.set(xlabel="likeliest class", ylabel="observed class", xticks=range(size), yticks=range(size))
+    ax.grid(visible=False)
+    figure.colorbar(image, ax=ax, label="share of the observed class (%)", shrink=0.8)
+    return figure
+
+
 def probabilities(rows: pd.DataFrame, levels: Sequence[str]) -> Figure:
     """How often each probability of the second of two classes was predicted, by the class observed."""
     figure, (ax,) = axes_of(1, width=6.2, height=3.2)

@@ -119,6 +119,8 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
 def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
     """Scores of probabilities [n, C] of C classes: NLL, Brier Σ_c (p_c − 1[label = c])², correct where p is largest.
 
+    Reliability is that of the likeliest class: its probability, and whether it came true (Guo et al. 2017).
+
     Raises:
         NumericsError: for unequal lengths, rows that are no probabilities, or labels that are no classes.
     """
@@ -136,7 +138,10 @@ def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
         "nll": float(-np.sum(special.xlogy(observed, p))),
         "brier": float(np.sum((p - observed) ** 2)),
     }
-    return Scores(sums, {})
+    largest, hit = p.max(axis=1), p.argmax(axis=1) == y
+    weights = (np.ones_like(largest), largest, hit.astype(float))
+    bins = [np.histogram(largest, RELIABILITY_BINS, (0, 1), weights=weight)[0] for weight in weights]
+    return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1)})
 
 
 def regression_scores(error: Array, nll: Array, crps: Array, pit: Array) -> Scores:

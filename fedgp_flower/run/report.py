@@ -312,6 +312,7 @@ def _inputs(run: RunData) -> tuple[list[str], Array]:
 def _calibration(metrics: RunMetrics, plots: Path) -> _Drawn | None:
     if table := metrics.calibration.get("reliability"):
         caption = "On the diagonal, predicted probabilities come true as often as they say."
+        caption += "" if metrics.calibration.get("ranks") else " Shown is that of the likeliest class."
         return _draw(plots, "calibration", "Reliability of class probabilities", figures.reliability(table), caption)
     pit = metrics.calibration.get("pit") or ()
     if not sum(pit):

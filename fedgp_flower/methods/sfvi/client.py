@@ -18,6 +18,7 @@ from fedgp_flower.data.sites import SiteData as Encoded
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode, encode
+from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.family import GlobalPosterior, LocalFamily, initial_global, named, on_the_wire
 from fedgp_flower.methods.messages import Nothing, Parameters
 from fedgp_flower.methods.sfvi.estimators import UNSCALED, likelihood_only, whole_term
@@ -120,6 +121,10 @@ class SFVIClient(StructuredClient):
     def score(self, request: Parameters) -> Scores:
         """Scores by the kind of the target."""
         return self.scores(*self.posterior(request.values), self.rows)
+
+    def confusion(self, request: Parameters) -> Confusion:
+        """Which class was taken for which; only models of classes are asked."""
+        return Confusion.of(self.predict(request, self.rows.x_test).mean, self.rows.y_test)
 
     def shown(self, request: Parameters) -> NamedArrays:
         """Held-out rows with their predictions, and how they add up; for classes the probability of the second one."""
@@ -237,4 +242,4 @@ class SFVIClient(StructuredClient):
     def learner_of(self, model: StructuredModel, site: SiteData, seed: int) -> Learner:
         """A learner of a model and rows."""
         own = self.options
-        return Learner(model, site, seed, site_number(self.site.site), own.samples, own.importance_samples)
+        return Learner(model, site, seed, site_number(self.site.site), own.samples, own.weighted_draws)

@@ -141,8 +141,8 @@ def initial_local(model: StructuredModel, site: SiteData, options: SFVIOptions, 
             coupled=options.coupling,
             generator=torch.Generator().manual_seed(seed % 2**63),
         )
-    triangular = options.local_structure == "full"
-    return model.initial_local(site, scale=options.initial_local_scale, coupled=options.coupling, triangular=triangular)
+    scale, coupled, triangular = options.initial_local_scale, options.coupled, options.triangular
+    return model.initial_local(site, scale=scale, coupled=coupled, triangular=triangular)
 
 
 def step_local(

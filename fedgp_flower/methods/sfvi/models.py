@@ -1,4 +1,4 @@
-"""The table of models, built the same way at every site and from a saved posterior, and rows as a model reads them."""
+"""The model of a configuration, the same at every site and from a saved posterior, and rows as a model reads them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,20 @@ from torch import Tensor
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
-from fedgp_flower.methods.sfvi.gp import HierarchicalGP
-from fedgp_flower.methods.sfvi.mixed import MixedModel
-from fedgp_flower.methods.sfvi.multinomial import Multinomial
 from fedgp_flower.methods.sfvi.options import LEARNED, SHARED, SFVIOptions
 from fedgp_flower.methods.sfvi.shaped import ShapedGP
 from fedgp_flower.methods.sfvi.structured import SiteData, StructuredModel
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.config import RunConfig
+from fedgp_flower.run.registry import load
 from fedgp_flower.typing import Array
-
-MODELS: Mapping[str, type[StructuredModel]] = {
-    "gp": HierarchicalGP,
-    "logistic-mixed": MixedModel,
-    "glmm": MixedModel,
-    "multinomial": Multinomial,
-}
-"""By the name in ``sfvi.model``."""
 
 
 def configured(
     options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Tensor | None = None
 ) -> StructuredModel:
     """The model at its initial θ; in closed form sites of ``gp`` differ in shape."""
-    model = ShapedGP if options.in_closed_form(section) else MODELS[options.model]
+    model: type[StructuredModel] = ShapedGP if options.in_closed_form(section) else load(options.row.model)
     return model.configured(options, section, num_inputs, inputs)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.options import Count, Fraction, MethodOptions, ModelSection, NonNegative, Positive, PositiveInt
@@ -13,14 +14,35 @@ from fedgp_flower.run.config import CoreConfig
 
 SHARED, LEARNED = "inducing.locations", "theta.inputs"
 """Names of the shared inducing inputs of ``gp``: constant, or part of θ."""
-LIKELIHOODS = {
-    "gp": ("gaussian", "bernoulli", "poisson"),
-    "logistic-mixed": ("bernoulli",),
-    "glmm": ("gaussian", "bernoulli", "poisson"),
-    "multinomial": ("gaussian",),
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """What a model asks of a configuration, and where it is, imported only when it is used."""
+
+    model: str
+    """``module:attribute`` of a :class:`~fedgp_flower.methods.sfvi.structured.StructuredModel`."""
+    likelihoods: tuple[str, ...] = ("gaussian",)
+    units: bool = False
+    """Whether ``sfvi.unit-column`` names units that share random effects."""
+    classes: bool = False
+    """Whether the target holds classes: their numbers, or two by name where ``model.likelihood`` is ``bernoulli``."""
+    mean_field: bool = False
+    """Whether a site has too many latents for anything but a diagonal q(Z_Lk | Z_G) without C_k, and R = 1."""
+
+
+_CLASSES = ("gaussian", "bernoulli")
+_MIXED = "fedgp_flower.methods.sfvi.mixed:MixedModel"
+_NETWORKS = "fedgp_flower.methods.sfvi.networks"
+MODELS: Mapping[str, ModelRow] = {
+    "gp": ModelRow("fedgp_flower.methods.sfvi.gp:HierarchicalGP", ("gaussian", "bernoulli", "poisson")),
+    "logistic-mixed": ModelRow(_MIXED, ("bernoulli",), units=True),
+    "glmm": ModelRow(_MIXED, ("gaussian", "bernoulli", "poisson"), units=True),
+    "multinomial": ModelRow("fedgp_flower.methods.sfvi.multinomial:Multinomial", _CLASSES, classes=True),
+    "hierarchical-bnn": ModelRow(f"{_NETWORKS}:HierarchicalNetwork", _CLASSES, classes=True, mean_field=True),
+    "fedpop": ModelRow(f"{_NETWORKS}:FedPop", _CLASSES, classes=True, mean_field=True),
 }
-MIXED = ("logistic-mixed", "glmm")
-"""Models with units that share random effects."""
+"""By the name in ``sfvi.model``."""
 CLOSED_FORM = {"objective", "tolerance", "model", "shared_inputs"}
 CLOSED_FORM |= {"deviation", "site_inducing", "site_noise", "site_amplitude", "site_lengthscale", "site_slope"}
 """Fields that SFVI in closed form reads."""
@@ -34,9 +56,10 @@ class SFVIOptions(MethodOptions):
     averages: ClassVar[bool] = False
     """Whether all rounds are averages of local steps."""
 
-    model: Literal["gp", "logistic-mixed", "glmm", "multinomial"] = "gp"
+    model: str = "gp"
     """``gp``: shared trend + site deviation + site noise; ``logistic-mixed`` and ``multinomial`` as in the paper,
-    Sections S3.1 and S3.2; ``glmm``: generalised linear mixed models, Gaussian, logistic or Poisson."""
+    Sections S3.1 and S3.2; ``glmm``: generalised linear mixed models, Gaussian, logistic or Poisson;
+    ``hierarchical-bnn``, ``fedpop``: Bayesian neural networks with a personal part at every site, Section 4.1."""
     objective: Literal["auto", "closed-form", "stochastic"] = "auto"
     """``sfvi``: ``closed-form``, for ``gp`` with Gaussian noise, has both q at their optimum, keeps deviations exact
     and takes Newton steps on θ until they promise no more; ``stochastic`` is the paper's gradient of θ and q(Z_G);
@@ -47,9 +70,9 @@ class SFVIOptions(MethodOptions):
     structure: Literal["diagonal", "full"] = "diagonal"
     """L_G of q(Z_G). ``full`` sends M²/2 numbers more; ``gp`` gains from it where sites do not deviate."""
     local_structure: Literal["diagonal", "full"] = "full"
-    """L_k of q(Z_Lk | Z_G)."""
+    """L_k of q(Z_Lk | Z_G); networks have ``diagonal`` whatever is said here."""
     coupling: bool = True
-    """C_k: whether q(Z_Lk | Z_G) depends on Z_G."""
+    """C_k: whether q(Z_Lk | Z_G) depends on Z_G; that of networks never does."""
     initial_scale: Positive = 0.3
     """Initial standard deviation of Z_G under q."""
     initial_local_scale: Positive = 0.3
@@ -57,7 +80,8 @@ class SFVIOptions(MethodOptions):
     samples: PositiveInt = 4
     """S, draws of Z_G in a gradient; the expectations of ``gp`` are known and need none."""
     importance_samples: PositiveInt = 20
-    """R, draws of the latents of each unit, weighted; 1 is the paper's bound. No matter for ``gp``."""
+    """R, draws of the latents of each unit, weighted; 1 is the paper's bound, and that of networks. None for ``gp``.
+    """
     amortised_units: Count = 0
     """``logistic-mixed``, ``glmm``: hidden units of a network that reads q of a unit's latents off its rows; 0: no
     network."""
@@ -116,10 +140,19 @@ class SFVIOptions(MethodOptions):
     """``logistic-mixed``, ``glmm``: prior standard deviation of the coefficients and of ω."""
     centred: bool = False
     """``logistic-mixed``, ``glmm``: whether the latents are the effects themselves, or standard normal a priori."""
+    hidden: PositiveInt = 50
+    """``hierarchical-bnn``, ``fedpop``: units of the one hidden layer, rectified."""
     classes: Annotated[int, Field(ge=2)] = 10
-    """``multinomial``: the target holds the numbers 0 to ``classes`` − 1."""
+    """``multinomial``, ``hierarchical-bnn``, ``fedpop``: the target holds the numbers 0 to ``classes`` − 1."""
     prediction_draws: PositiveInt = 200
     """Draws in a prediction; ``gp`` needs none."""
+
+    @field_validator("model")
+    @classmethod
+    def _known_model(cls, name: str) -> str:
+        if name not in MODELS:
+            raise ValueError(f"expected one of {', '.join(MODELS)}")
+        return name
 
     def in_closed_form(self, section: ModelSection) -> bool:
         """Whether a run takes Newton steps."""
@@ -136,7 +169,7 @@ class SFVIOptions(MethodOptions):
 
     def check(self, core: CoreConfig) -> None:
         """A likelihood the model has, whole batches, and the keys a model cannot do without."""
-        allowed = LIKELIHOODS[self.model]
+        allowed = self.row.likelihoods
         if core.model.likelihood not in allowed:
             raise ConfigError(
                 f"`model.likelihood` = {core.model.likelihood!r}: `sfvi.model` = {self.model!r} needs "
@@ -152,21 +185,24 @@ class SFVIOptions(MethodOptions):
         if core.device == "cuda" or core.precision != "float64":
             raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
         self._check_units()
-        if self.model == "multinomial" and core.standardise:
+        if self.numbers_classes(core.model) and core.standardise:
             raise ConfigError(
-                "`sfvi.model` = 'multinomial' reads class numbers off the target: set `standardise` false"
+                f"`sfvi.model` = {self.model!r} reads class numbers off the target: set `standardise` false"
             )
+        if self.row.classes and core.model.likelihood == "bernoulli" and self.classes != 2:
+            raise ConfigError("`model.likelihood` = 'bernoulli' is two classes: set `sfvi.classes` to 2")
         self._check_totals(core)
         if self.in_closed_form(core.model):
             self._check_closed_form(core)
 
     def _check_units(self) -> None:
-        if self.model in MIXED and not self.unit_column:
+        if self.row.units and not self.unit_column:
             raise ConfigError(f"`sfvi.model` = {self.model!r} needs `sfvi.unit-column`, which names the units")
         if self.random_slopes and self.model != "glmm":
             raise ConfigError("`sfvi.random-slopes`: only `sfvi.model` = 'glmm' has any")
-        if self.amortised_units and self.model not in MIXED:
-            raise ConfigError(f"`sfvi.amortised-units`: only {' and '.join(MIXED)} have units to read off rows")
+        if self.amortised_units and not self.row.units:
+            names = " and ".join(name for name, row in MODELS.items() if row.units)
+            raise ConfigError(f"`sfvi.amortised-units`: only {names} have units to read off rows")
 
     def _check_totals(self, core: CoreConfig) -> None:
         core.require_whole_rosters("sfvi.fraction", self.fraction)
@@ -190,6 +226,30 @@ class SFVIOptions(MethodOptions):
             raise ConfigError(f"{keys}: not read in closed form; set `sfvi.objective` to 'stochastic'")
 
     @property
+    def row(self) -> ModelRow:
+        """The model."""
+        return MODELS[self.model]
+
+    def numbers_classes(self, section: ModelSection) -> bool:
+        """Whether the target holds the numbers of several classes."""
+        return self.row.classes and section.likelihood != "bernoulli"
+
+    @property
+    def coupled(self) -> bool:
+        """Whether q(Z_Lk | Z_G) has C_k."""
+        return self.coupling and not self.row.mean_field
+
+    @property
+    def triangular(self) -> bool:
+        """Whether q(Z_Lk | Z_G) has L_k."""
+        return self.local_structure == "full" and not self.row.mean_field
+
+    @property
+    def weighted_draws(self) -> int:
+        """R."""
+        return 1 if self.row.mean_field else self.importance_samples
+
+    @property
     def known_expectations(self) -> bool:
         """Whether the model's expectations are known, so that no draws travel."""
         return self.model == "gp"
@@ -197,7 +257,7 @@ class SFVIOptions(MethodOptions):
     @property
     def groups_by(self) -> str:
         """The column whose values name units; empty for a model without units."""
-        return self.unit_column if self.model in MIXED else ""
+        return self.unit_column if self.row.units else ""
 
     @property
     def slopes(self) -> tuple[str, ...]:

@@ -12,9 +12,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedgp_flower.data.standardisation import Column
+from fedgp_flower.methods.sfvi.options import MODELS
 from fedgp_flower.methods.sfvi.posterior import saved_model
 from fedgp_flower.run.artefacts import Posterior, RunData
-from fedgp_flower.run.figures import BAND, DPI, FEDERATED, LOCAL, Z95, Predictor
+from fedgp_flower.run.figures import BAND, DPI, FEDERATED, LOCAL, Z95, Predictor, confusion
 from fedgp_flower.run.predict import Predictor as SavedPredictor
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import number, show
@@ -46,6 +47,9 @@ def panels(run: RunData) -> list[Panel]:
             "deviation from the trend. A real site shows it to nobody."
         )
         sections.append(Panel("Deviations", deviations(rows, columns, scale_of(run.posterior)), caption))
+    if counts := run.metrics.method_details.get("confusion"):
+        caption = "Held-out rows of all sites; cells of a site that are too small to leave it are not in it."
+        sections.append(Panel("Confusion of classes", confusion(np.array(counts)), caption))
     if "site_estimate" in run.history:
         caption = (
             "Dashed: rounds of SFVI-Avg, in which nobody knows the bound. Shown is the mean over sites and local steps "
@@ -79,7 +83,10 @@ def effects(posterior: Posterior) -> str:
 
 def trend_predictor(run: RunData) -> Predictor | None:
     """Prediction for a new site at encoded inputs in original units, on the scale of :func:`scale_of`, or None."""
-    if run.posterior is None or run.posterior.model["structure"]["model"] == "multinomial":
+    if run.posterior is None:
+        return None
+    row = MODELS[run.posterior.model["structure"]["model"]]
+    if row.classes and run.posterior.likelihood != "bernoulli":
         return None
     predictor = SavedPredictor.of(run)
     if run.posterior.likelihood == "gaussian":

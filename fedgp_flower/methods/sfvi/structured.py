@@ -1,6 +1,6 @@
 """What a model is to SFVI: log p_θ(Z_G), log p_θ(y_k, Z_Lk | Z_G), their shapes and a prediction.
 
-A model is one file with one subclass, and a row in :data:`fedgp_flower.methods.sfvi.models.MODELS`. Its parameters
+A model is one file with one subclass, and a row in :data:`fedgp_flower.methods.sfvi.options.MODELS`. Its parameters
 (``nn.Parameter``) are θ and are shared; everything that belongs to a site is in :class:`SiteData` and stays there.
 """
 
