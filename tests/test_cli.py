@@ -184,7 +184,8 @@ def test_predictions_have_a_row_per_row(fedgp, shared, tmp_path):
     with (tmp_path / "out.csv").open() as lines:
         rows = list(csv.DictReader(lines))
     assert len(rows) == 3
-    assert list(rows[0]) == ["mean", "sd", "q2.5", "q25", "q50", "q75", "q97.5"]
+    assert list(rows[0]) == ["note", "mean", "sd", "q2.5", "q25", "q50", "q75", "q97.5"]
+    assert [row["note"] for row in rows] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -249,13 +250,15 @@ def test_a_comparison_says_what_differs_and_draws_what_was_spent(fedgp, shared, 
     shutil.copytree(shared, other)
     metrics = json.loads((other / "metrics.json").read_text())
     metrics["training_target"]["sd"] *= 7
+    metrics["data"]["columns"][0]["mean"] += 1
     (other / "metrics.json").write_text(json.dumps(metrics))
     predictions = (other / "predictions.csv").read_text().splitlines(keepends=True)
     (other / "predictions.csv").write_text("".join(predictions[:-1]))
     (other / "files.json").unlink()  # the hashes of what the run wrote
     code, out, _ = fedgp("compare", shared, other, "--figure", tmp_path / "cost.png")
     assert code == 0
-    assert "careful: the target's standard deviation over training rows differs, by its units or its rows" in out
+    assert "careful: their training tables differ, by rows or units: sd of the target" in out
+    assert "rows 1" not in out
     assert "careful: their held-out rows differ" in out
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
     schema = json.loads((other / "posterior.json").read_text())

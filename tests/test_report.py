@@ -344,10 +344,13 @@ def test_the_curve_draws_mean_and_the_95_percent_band():
 
 def test_the_parity_plot_tells_hits_from_misses():
     rows = pd.DataFrame({"mean": [0.0, 0.0, 0.0, 1.0], "sd": 1.0, "target": [1.9, 2.0, -2.0, 1.0]})
-    (ax,) = figures.parity(rows, "$y").axes
+    ax, residuals = figures.parity(rows, "$y").axes
     found = {line.get_label(): len(line.get_xdata()) for line in ax.lines}
     assert (found["inside"], found["outside"]) == (2, 2)
     assert ax.get_ylabel() == r"observed \$y"
+    [missed] = [line for line in residuals.lines if line.get_label() == "outside"]
+    assert missed.get_ydata() == pytest.approx([2.0, -2.0])
+    assert {tuple(np.round(bar[:, 1], 6)) for bar in residuals.collections[0].get_segments()} == {(-1.959964, 1.959964)}
 
 
 def test_the_calibration_curve_counts_central_bins():

@@ -15,7 +15,9 @@ from fedgp_flower.run.figures import axes_of, label_text, series_style
 from fedgp_flower.run.summary import arms, data_name, is_classification, number
 
 SAME = 1e-6
-"""Relative difference of two standard deviations of one target that is no more than rounding."""
+"""Relative difference of two means or standard deviations that is no more than rounding."""
+MOST = 5
+"""Differences that are named."""
 
 
 def target_of(run: RunData) -> str:
@@ -33,19 +35,32 @@ def unlike(runs: Sequence[RunData]) -> list[str]:
 
 
 def doubtful(runs: Sequence[RunData]) -> list[str]:
-    """What makes a comparison doubtful: other data, other units of the target, other held-out rows."""
+    """What makes a comparison doubtful: other data, other training rows or units, other held-out rows."""
     said = []
     if len(names := sorted({data_name(run.metrics.dataset) for run in runs})) > 1:
         said.append(f"their data sets differ: {', '.join(names)}")
-    spread = [run.metrics.training_target.get("sd", math.nan) for run in runs]
-    known = [sd for sd in spread if math.isfinite(sd)]
-    if known and max(known) - min(known) > SAME * max(known):
-        found = ", ".join(f"{sd:.4g}" for sd in spread)
-        said.append(f"the target's standard deviation over training rows differs, by its units or its rows: {found}")
+    trained = [_trained_on(run) for run in runs]
+    differ = [
+        f"{fact} {', '.join(f'{own[fact][0]:.6g}' for own in trained)}"
+        for fact, (_, unit) in trained[0].items()
+        if all(fact in own for own in trained) and np.ptp([own[fact][0] for own in trained]) > SAME * unit
+    ]
+    if differ:
+        more = f" and {len(differ) - MOST} more" if len(differ) > MOST else ""
+        said.append(f"their training tables differ, by rows or units: {'; '.join(differ[:MOST])}{more}")
     if len({_held_out(run) for run in runs}) > 1:
         rows = ", ".join(f"{arms(run.metrics)[0].rows:,}" for run in runs)
         said.append(f"their held-out rows differ ({rows} rows): the same `split`, `seed`, sites and data give the same")
     return said
+
+
+def _trained_on(run: RunData) -> dict[str, tuple[float, float]]:
+    """What is known of a run's training rows, and in what unit a difference of it is judged."""
+    target, data = run.metrics.training_target, run.metrics.data
+    facts = {f"{name} of the target": (value, target.get("sd", 1.0)) for name, value in target.items()}
+    rows = {"rows": (data["rows"], 1.0)} if data else {}
+    columns = (own for own in data.get("columns", ()) if "mean" in own)
+    return {**rows, **facts, **{f"mean of `{own['name']}`": (own["mean"], own["sd"]) for own in columns}}
 
 
 def _held_out(run: RunData) -> tuple[object, ...]:

@@ -112,17 +112,22 @@ def intervals(rows: pd.DataFrame, names: tuple[str, str], counts: bool = False) 
     figure, (ax,) = axes_of(1, width=7.6, height=3.6)
     some = subsample(rows)
     _draw_intervals(ax, some, some[f"input.{names[0]}"], counts)
+    ax.legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper left")
     ax.set(xlabel=label_text(names[0]), ylabel=label_text(names[1]))
     return figure
 
 
 def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
-    """Observed against predicted with 95 % intervals around the diagonal: a dot off its bar is a miss."""
-    figure, (ax,) = axes_of(1, width=4.8, height=4.4)
+    """Observed against predicted, and residuals, with 95 % intervals: a dot off its bar is a miss."""
+    figure, (ax, residuals) = axes_of(2, width=8.6, height=4.0)
     some = subsample(rows)
     _draw_intervals(ax, some, some["mean"], counts)
+    ax.legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper left")
     ax.axline((float(some["mean"].mean()),) * 2, slope=1, color=POOLED, lw=0.9, zorder=1)
     ax.set(xlabel=f"predicted {label_text(target)}", ylabel=f"observed {label_text(target)}")
+    _draw_intervals(residuals, some, some["mean"], counts, some["mean"])
+    residuals.axhline(0, color=POOLED, lw=0.9, zorder=1)
+    residuals.set(xlabel=f"predicted {label_text(target)}", ylabel="residual: observed − predicted")
     return figure
 
 
@@ -348,20 +353,23 @@ def _chance(n: int | Array, p: Array) -> tuple[Array, Array]:
     return np.asarray(binom.ppf(0.025, n, p)), np.asarray(binom.ppf(0.975, n, p))
 
 
-def _draw_intervals(ax: Axes, rows: pd.DataFrame, x: pd.Series[float], counts: bool) -> None:
+def _draw_intervals(
+    ax: Axes, rows: pd.DataFrame, x: pd.Series[float], counts: bool, less: pd.Series[float] | float = 0.0
+) -> None:
+    """Rows with their intervals, all ``less`` something."""
     kept = "low" in rows  # ends are kept where the moments do not tell them
     first, second = (rows[name].to_numpy(dtype=float) for name in (("low", "high") if kept else ("mean", "sd")))
     low, high = (first, second) if kept else central(first, second, counts)
     inside = (rows["target"] >= low) & (rows["target"] <= high)
-    ax.vlines(x, low, high, color=BAND, lw=1.6, zorder=0.5, label="95 % interval")
+    y = rows["target"] - less
+    ax.vlines(x, low - less, high - less, color=BAND, lw=1.6, zorder=0.5, label="95 % interval")
     for some, mark, colour, size, label in (
         (inside, "o", FEDERATED, 3.2, "inside"),
         (~inside, "^", MISS, 4.2, "outside"),
     ):
-        (points,) = ax.plot(x[some], rows["target"][some], mark, color=colour, ms=size, label=label)
+        (points,) = ax.plot(x[some], y[some], mark, color=colour, ms=size, label=label)
         shown = zip(rows["target"][some], rows["mean"][some], low[some], high[some], strict=True)
         hover(points, [f"observed {y:.4g}, predicted {m:.4g} ({a:.4g} to {b:.4g})" for y, m, a, b in shown])
-    ax.legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper left")
 
 
 def _sites_scatter(frame: pd.DataFrame) -> Figure:

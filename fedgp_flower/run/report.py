@@ -110,7 +110,7 @@ def _relevance(run: RunData) -> list[Panel]:
     how = found[0].how
     caption = (
         "How far one has to go along an input, in its standard deviations, before the outcome may be quite another one:"
-        " the shorter, the more relevant. Data are about 4 wide, so that far longer ones hardly matter."
+        " the shorter, the more relevant. Data span about 4, so that inputs with far longer ones hardly matter."
         f"{f' The {hidden} longest are not shown.' if hidden > 0 else ''}"
         f" {f'Bars: 95 % intervals, by {how}.' if how else 'Without intervals: as it ran, the method knows none.'}"
     )
@@ -274,7 +274,9 @@ def _predictions(run: RunData, predictor: Predictor | None) -> list[tuple[str, s
         drawn.append(("map", "Maps of predictive mean and sd", figure, f"For a noisy observation.{dots}{shown}"))
     if rows is not None and len(names) != 1:
         caption = f"Bars: 95 % intervals around the prediction; dots: what was observed.{shown}"
-        drawn.append(("parity", "Observed against predicted", figures.parity(rows, target, counts), caption))
+        drawn.append(
+            ("parity", "Observed against predicted, and residuals", figures.parity(rows, target, counts), caption)
+        )
     return drawn
 
 
@@ -346,7 +348,9 @@ def _totals(metrics: RunMetrics) -> list[tuple[str, str]]:
         (names.get(way, way), f"{show(count / 1e6)} MB ({show(count / exchanges / 1e3)} kB per site and round)")
         for way, count in metrics.bytes.items()
     ]
-    return [*sent, *((f"time, {name}", f"{show(number(value))} s") for name, value in metrics.seconds.items())]
+    parts = {"total": "time, total", "sites": "computing at the sites, added up"}
+    times = ((parts.get(name, f"time, {name}"), value) for name, value in metrics.seconds.items())
+    return [*sent, *((name, f"{show(number(value))} s") for name, value in times)]
 
 
 def _optional(plots: Path, name: str, figure: Figure | None, caption: str) -> _Drawn | None:

@@ -46,7 +46,7 @@ TEMPLATE = """<!DOCTYPE html>
  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{{ title }}</title><style>{{ style }}</style></head><body><main>
 {%- macro picture(panel) %}
-<figure{% if panel.width > 700 %} class="broad"{% endif %}>
+<figure{% if panel.width > 500 %} class="broad"{% endif %}>
 {% if panel.svg %}{{ panel.svg }}{% else %}
 <img src="data:image/png;base64,{{ panel.png }}" width="{{ panel.width }}" alt="{{ panel.title }}">
 {% endif %}
