@@ -92,6 +92,9 @@ class ModelSection(Section):
     """Initial noise variance, in units of the standardised target."""
     jitter: NonNegative = 1e-8
     """Added to the diagonal of K_zz, relative to the prior variance."""
+    hyperparameters: Literal["point", "laplace"] = "point"
+    """``laplace``: predictions mix over eleven values of kernel and noise, the best one and draws around it; three
+    exchanges more. For ``fsgp.objective`` = ``profiled`` with Gaussian noise."""
 
     @field_validator("kernel")
     @classmethod
@@ -131,6 +134,8 @@ class MethodOptions(Section):
 
     accounted: ClassVar[bool] = False
     """Whether the method can add the noise that ``privacy.epsilon`` asks for."""
+    mixes: ClassVar[bool] = False
+    """Whether the method can do what ``model.hyperparameters`` = ``laplace`` asks for."""
 
     def strategy_for(self, core: CoreConfig) -> str:
         """``module:attribute`` of the Strategy, where the table chooses among several; else empty."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from strategies.fsgp import FSGPAveraging as FSGPAveraging
     from strategies.fsgp_duals import FSGPDuals as FSGPDuals
     from strategies.fsgp_exact import FSGPExact as FSGPExact
+    from strategies.fsgp_laplace import FSGPLaplace as FSGPLaplace
     from strategies.fsgp_private import FSGPPrivate as FSGPPrivate
     from strategies.fsgp_profiled import FSGPProfiled as FSGPProfiled
     from strategies.multi_output_references import FedPoly as FedPoly
@@ -43,6 +44,7 @@ _MODULES = {
     "FSGPAveraging": "fsgp",
     "FSGPDuals": "fsgp_duals",
     "FSGPExact": "fsgp_exact",
+    "FSGPLaplace": "fsgp_laplace",
     "FSGPPrivate": "fsgp_private",
     "FSGPProfiled": "fsgp_profiled",
     "FedMGP": "fedmgp",

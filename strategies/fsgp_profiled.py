@@ -169,6 +169,8 @@ class ProfiledState:
     gains: Float[ndarray, " R"] = field(default_factory=lambda: np.empty(0))
     """Of J in the latest rounds, nats per row, the last one last."""
     converged: bool = False
+    mixture: tuple[PooledPosterior, ...] = ()
+    """Of :mod:`strategies.fsgp_laplace`: the better chain's posterior and those of draws around it."""
 
     @property
     def evaluated(self) -> bool:
@@ -266,6 +268,8 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
     state_class = ProfiledState
     options: FSGPOptions
     implied: ClassVar[Mapping[str, Any]] = {"objective": "profiled"}
+    afterwards: ClassVar[int] = 0
+    """Exchanges that come after the ascent and count with it."""
 
     # The start.
 
@@ -309,8 +313,8 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         )
 
     def candidates(self, roster: Roster, count: int) -> int:
-        """Among how many points P are chosen by the first sums: no more than the smallest site bears, by the policy."""
-        most = CANDIDATES * count
+        """Among how many points P are chosen by the first sums, at most rows, and what the smallest site bears."""
+        most = min(CANDIDATES * count, sum(roster.rows.values()))
         if roster.totals_only or self.options.small_sites == "warn":
             return most
         return max(count, min(most, min(roster.rows.values()) // ROWS_PER_POINT))
@@ -442,7 +446,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
 
     def finished(self, state: ProfiledState) -> bool:
         """Whether the chains rest, or another round would take more exchanges than there are to be."""
-        return state.converged or state.exchanges + A_ROUND > self.options.exchanges
+        return state.converged or state.exchanges + A_ROUND + self.afterwards > self.options.exchanges
 
     def exchanges_to_come(self, state: ProfiledState) -> int:
         """As many as are left, if it does not converge before."""

@@ -164,7 +164,15 @@ def layer_of(module: str) -> str:
     return parts[1] if len(parts) > 2 else "top"
 
 
-SITE_HALF = {"learner", "client", "closed_client", "private_client", "deviating_client", "either_client"}
+SITE_HALF = {
+    "learner",
+    "client",
+    "closed_client",
+    "private_client",
+    "mixture_client",
+    "deviating_client",
+    "either_client",
+}
 SITE_HALF |= {"posterior", "panels", "attacks", "forgetting", "references", "prediction"}
 """Modules of a method that only a site, or a reader of finished runs, imports."""
 FORBIDDEN = {

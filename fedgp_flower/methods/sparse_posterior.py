@@ -52,14 +52,41 @@ class SavedLatentGP(SavedSparseGP):
         return [(model, self.model.likelihood_of_gpytorch())]
 
 
-def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
+@dataclass(frozen=True, slots=True)
+class SavedMixture:
+    """Several hyperparameters, each with its q(v), that predict together, evenly."""
+
+    components: tuple[SavedSparseGP, ...]
+
+    def __call__(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and sd of a noisy observation [N] at standardised inputs [N, D]."""
+        means, sds = (np.stack(part) for part in zip(*(own(inputs) for own in self.components), strict=True))
+        return means.mean(0), np.sqrt(np.square(sds).mean(0) + means.var(0))
+
+    def export(self) -> list[tuple[SparsePosterior, Likelihood]]:
+        """A model and likelihood of GPyTorch for every component."""
+        return [pair for own in self.components for pair in own.export()]
+
+
+def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP | SavedMixture:
     """The posterior of a finished run; positive parameters are saved as they are."""
     del names
-    arrays: NamedArrays = dict(saved.arrays)
-    for name, array in saved.arrays.items():
+    settings = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood") if key in saved.model}
+    section, shared = ModelSection.model_validate(settings), "inducing.locations"
+    if "components" not in saved.model:
+        return _component(section, dict(saved.arrays))
+    each: list[NamedArrays] = [
+        {name: array if name == shared else array[number] for name, array in saved.arrays.items()}
+        for number in range(saved.model["components"])
+    ]
+    return SavedMixture(tuple(_component(section, own) for own in each))
+
+
+def _component(section: ModelSection, saved: NamedArrays) -> SavedSparseGP:
+    arrays = dict(saved)
+    for name, array in saved.items():
         if name.startswith(("kernel.", "likelihood.")):
             *path, leaf = name.split(".")
             arrays[".".join([*path, f"log_{leaf}"])] = np.log(array)
-    settings = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood") if key in saved.model}
-    model, whitened = sparse_gp(ModelSection.model_validate(settings), arrays), WhitenedPosterior.from_arrays(arrays)
+    model, whitened = sparse_gp(section, arrays), WhitenedPosterior.from_arrays(arrays)
     return SavedLatentGP(model, whitened) if isinstance(model, LatentGP) else SavedSparseGP(model, whitened)

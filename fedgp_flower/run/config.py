@@ -199,6 +199,18 @@ class CoreConfig(Section):
                 " masks is what a few sites added; set it to 1, or `privacy.secure-aggregation` to false"
             )
 
+    def require_mixing(self, options: MethodOptions) -> None:
+        """Refuse draws of hyperparameters where the method makes none.
+
+        Raises:
+            ConfigError: naming what does.
+        """
+        if self.model.hyperparameters != "point" and not options.mixes:
+            raise ConfigError(
+                f"`model.hyperparameters` = {self.model.hyperparameters!r}: `method` = {self.method!r} has none; take"
+                " 'fsgp' with `fsgp.objective` = 'profiled', or set it to 'point'"
+            )
+
     def require_accounted(self, options: MethodOptions) -> None:
         """Refuse a budget where anything is told that is not paid for from it.
 
@@ -301,6 +313,7 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
         core = core.model_copy(update={"model": model})
     chosen.check(core)
     core.require_accounted(chosen)
+    core.require_mixing(chosen)
     return RunConfig.model_construct(**{name: getattr(core, name) for name in CoreConfig.model_fields}, options=chosen)
 
 

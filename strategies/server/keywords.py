@@ -91,9 +91,9 @@ def configured(
         TypeError: naming a keyword that does not exist, and those it may have meant.
         ConfigError: naming a value that is not allowed, and what is.
     """
-    known = keys(options, implied)
+    known, every = keys(options, implied), keys(options, {})
     flat: dict[str, Value] = {"method": method, **IN_A_PROGRAM}
-    flat |= {f"{options.table}.{name.replace('_', '-')}": value for name, value in implied.items()}
+    flat |= {every[name].key: value for name, value in implied.items()}
     for name, value in given.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)

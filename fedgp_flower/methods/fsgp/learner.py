@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedgp_flower.gp.exact import ExactGP
+from fedgp_flower.gp.laplace import bounded
 from fedgp_flower.gp.optimisers import LOGARITHM, maximise
 from fedgp_flower.methods.fsgp.mathematics import prior
 from fedgp_flower.options import ModelSection
@@ -19,8 +20,6 @@ ROWS = 250
 EVALUATIONS = 60
 DIFFERENCE = 1e-3
 """Step of a central difference, in logarithms."""
-LEAST_CURVATURE = 0.25
-"""Of the log posterior along any direction, that of the widest prior."""
 
 
 def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.random.Generator) -> tuple[Array, Array]:
@@ -50,7 +49,7 @@ def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.ra
 
 
 def curvature(objective: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Array:
-    """−∂²/∂θ² of an objective [H, H], its eigenvalues at least :data:`LEAST_CURVATURE`."""
+    """−∂²/∂θ² of an objective [H, H], its eigenvalues bounded below."""
 
     def slopes() -> Array:
         found = torch.autograd.grad(objective(), parameters)
@@ -66,5 +65,4 @@ def curvature(objective: Callable[[], Tensor], parameters: Sequence[Tensor]) -> 
             columns.append((slopes() - above) / (2 * DIFFERENCE))
             flat[index] += DIFFERENCE
     whole = np.stack(columns)
-    values, vectors = np.linalg.eigh(whole / 2 + whole.T / 2)
-    return np.asarray((vectors * np.maximum(values, LEAST_CURVATURE)) @ vectors.T)
+    return bounded(whole / 2 + whole.T / 2)

@@ -263,3 +263,24 @@ class PooledPosterior:
     def whitened(self) -> WhitenedPosterior:
         """As tensors."""
         return WhitenedPosterior.from_arrays({"inducing.mean": self.mean, "inducing.covariance": self.covariance})
+
+
+@message()
+class MixedPosterior:
+    """:class:`PooledPosterior` at each of several hyperparameters, which predict together, evenly."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates, under `number.name`")
+    means: Float[ndarray, "S M"] = leaves("m at each parameters")
+    covariances: Float[ndarray, "S Q"] = leaves("lower triangle of S at each parameters")
+
+    @staticmethod
+    def of(each: Sequence[PooledPosterior]) -> MixedPosterior:
+        """From its components."""
+        lower = np.tril_indices(len(each[0].mean))
+        packed = np.stack([own.covariance[lower] for own in each])
+        return MixedPosterior(numbered([own.values for own in each]), np.stack([own.mean for own in each]), packed)
+
+    def each(self) -> list[PooledPosterior]:
+        """Its components."""
+        parts = zip(apart(self.values), self.means, self.covariances, strict=True)
+        return [PooledPosterior(values, mean, unpacked(packed)) for values, mean, packed in parts]

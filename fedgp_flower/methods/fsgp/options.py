@@ -19,8 +19,12 @@ class FSGPOptions(MethodOptions):
 
     table: ClassVar[str] = "fsgp"
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
-    other_clients: ClassVar[tuple[str, ...]] = ("fedgp_flower.methods.fsgp.private_client:PrivateClient",)
+    other_clients: ClassVar[tuple[str, ...]] = (
+        "fedgp_flower.methods.fsgp.private_client:PrivateClient",
+        "fedgp_flower.methods.fsgp.mixture_client:MixtureClient",
+    )
     accounted: ClassVar[bool] = True
+    mixes: ClassVar[bool] = True
 
     objective: Literal["profiled", "exact", "average"] = "profiled"
     """``profiled``: the bound of all rows in about twenty exchanges, from where the sites' own fits and their priors
@@ -53,8 +57,10 @@ class FSGPOptions(MethodOptions):
     share the budget."""
 
     def client_for(self, core: CoreConfig) -> str:
-        """The site's half that adds noise, where there is a budget."""
-        return self.other_clients[0] if core.privacy.epsilon else ""
+        """The site's half that adds noise, where there is a budget, or that predicts with several hyperparameters."""
+        if core.privacy.epsilon:
+            return self.other_clients[0]
+        return self.other_clients[1] if core.model.hyperparameters == "laplace" else ""
 
     def strategy_for(self, core: CoreConfig) -> str:
         """The Strategy of ``fsgp.objective``; of the dual form where the likelihood is not Gaussian."""
@@ -62,6 +68,8 @@ class FSGPOptions(MethodOptions):
             return "strategies.fsgp_private:FSGPPrivate"
         if core.model.likelihood != "gaussian":
             return "strategies.fsgp_duals:FSGPDuals"
+        if core.model.hyperparameters == "laplace":
+            return "strategies.fsgp_laplace:FSGPLaplace"
         strategies = {
             "exact": "strategies.fsgp_exact:FSGPExact",
             "profiled": "strategies.fsgp_profiled:FSGPProfiled",
@@ -93,6 +101,12 @@ class FSGPOptions(MethodOptions):
             raise ConfigError(
                 f"`fsgp.exact-optimizer` = {self.exact_optimizer!r} is read where `fsgp.objective` is 'exact'; here it"
                 " is 'profiled', which has an optimiser of its own"
+            )
+        profiled = self.objective == "profiled" and core.model.likelihood == "gaussian" and not core.privacy.epsilon
+        if core.model.hyperparameters == "laplace" and not profiled:
+            raise ConfigError(
+                "`model.hyperparameters` = 'laplace' needs `fsgp.objective` = 'profiled', `model.likelihood` ="
+                " 'gaussian' and no `privacy.epsilon`; otherwise set it to 'point'"
             )
         core.require_whole_rosters("fsgp.fraction", self.fraction)
         if core.privacy.epsilon and (core.model.likelihood != "gaussian" or core.model.kernel not in STATIONARY):
