@@ -46,10 +46,10 @@ LINES = (
     "(`tests/test_secure_totals.py`) and bytes double. Laplace: `model.hyperparameters=laplace`, its draws within the",
     "same 20 exchanges. Capped: `fsgp.small-sites=cap`, at most a third of the smallest site's rows as points. Pooled:",
     "all rows in one place, the best of several L-BFGS fits with M = 100 by its bound. Gaps are NLL of the held-out",
-    "rows less the pooled fit's, nats per row: mean over the splits / the worst split. Settings were chosen on splits 0",
-    "and 1 (where cells of rows are added up, by the bound there, after naval's split 2 had shown that the first way was",
-    "wrong). MB up: what a site sends in the whole run. s: by the clock, all ten sites in turn on one thread of a busy",
-    "machine, evaluation left out.",
+    "rows less the pooled fit's, nats per row: mean over the splits / the worst split. Settings were chosen on splits",
+    "0 and 1 (where cells of rows are added up, by the bound there, after naval's split 2 had shown that the first way",
+    "was wrong). MB up: what a site sends in the whole run. s: by the clock, all ten sites in turn on one thread of a",
+    "busy machine, evaluation left out.",
 )
 
 
