@@ -20,6 +20,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.special import ndtri
 
+from fedgp_flower.gp.ascent import outlook
 from fedgp_flower.gp.latent import CONSTANT, LatentGP
 from fedgp_flower.gp.placement import FLOAT32_JITTER
 from fedgp_flower.messages import encode, message
@@ -46,6 +47,10 @@ FIRST, LARGEST = 0.1, 1.0
 UNIT = 0.3
 LEAST = 0.3
 """A step in (B, b) leaves the least eigenvalue of I + B at this share of what it was, or of one."""
+BEFORE = 2
+"""Exchanges before training: descriptions, where inputs lie."""
+SMOOTHED, MORE = 5, 20
+"""Evaluations whose gains say what so many more exchanges would bring."""
 HALVINGS = 4
 """After so many in a row the memory is cleared, after twice as many the run has ended."""
 
@@ -75,6 +80,8 @@ class DualState:
     """The next trial takes 2^−halvings of each step."""
     sites: tuple[str, ...]
     """Whose rows the evaluation is of."""
+    exchanges: int
+    """With every site, those before training among them."""
 
     @property
     def duals(self) -> Duals:
@@ -87,11 +94,12 @@ def first_state(values: Mapping[str, ndarray]) -> DualState:
     size, inducing = pack(values).size, len(values["inducing.locations"])
     nothing = np.empty((0, size))
     zeros = np.zeros((inducing, inducing)), np.zeros(inducing)
-    return DualState(values, *zeros, None, nothing, nothing, np.empty(0), 0.0, 0, 0, ())
+    return DualState(values, *zeros, None, nothing, nothing, np.empty(0), 0.0, 0, 0, (), BEFORE)
 
 
 def one_round(state: DualState, roster: Roster, model: ModelSection) -> Asking[tuple[DualState, Figures]]:
     """One exchange: evaluate the trial that the state implies; take it, or take it back."""
+    state = replace(state, exchanges=state.exchanges + 1)
     old, duals, point = LatentGP.from_arrays(model, state.values), improved(state), trial(state, model)
     new = LatentGP.from_arrays(model, point)
     with torch.no_grad():
@@ -122,6 +130,7 @@ def one_round(state: DualState, roster: Roster, model: ModelSection) -> Asking[t
         state.evaluations + 1,
         max(state.halvings - 1, 0),
         summed.sites,
+        state.exchanges,
     )
     return state, {"objective": objective, "bound": bound}
 
@@ -197,6 +206,7 @@ class FSGPDuals(FederatedStrategy[DualState]):
     state_class = DualState
     options: FSGPOptions
     implied: ClassVar[Mapping[str, Any]] = {"objective": "exact"}
+    usual_exchanges: ClassVar[int] = 60
 
     @property
     def model(self) -> ModelSection:
@@ -223,6 +233,19 @@ class FSGPDuals(FederatedStrategy[DualState]):
         return (yield from one_round(state, roster, self.model))
 
     def finished(self, state: DualState) -> bool:
+        """Whether nothing is gained any more, or the exchanges are used up."""
+        return self.converged(state) or state.exchanges >= self.most_exchanges
+
+    @property
+    def most_exchanges(self) -> int:
+        """As configured, or the usual number."""
+        return self.options.exchanges or self.usual_exchanges
+
+    def exchanges_to_come(self, state: DualState) -> int:
+        """As many as are left, if it does not converge before."""
+        return max(0, self.most_exchanges - state.exchanges)
+
+    def converged(self, state: DualState) -> bool:
         """Whether nothing is gained any more."""
         gained = np.diff(state.objectives[-WARM - 1 :])
         flat = len(gained) == WARM and state.evaluations > 2 * WARM and gained.max() < self.options.tolerance
@@ -260,12 +283,17 @@ class FSGPDuals(FederatedStrategy[DualState]):
         )
 
     def details_of(self, state: DualState) -> dict[str, Any]:
-        """The pooled bound in nats, and evaluations taken."""
-        return {"bound": state.bound, "evaluations": state.evaluations}
-
-    def converged(self, state: DualState) -> bool:
-        """Whether the optimiser ended within the rounds."""
-        return self.finished(state)
+        """The pooled bound in nats, evaluations, exchanges with every site, and what more of them would bring."""
+        gains = np.diff(state.objectives[-SMOOTHED - 1 :])
+        more = outlook(gains, MORE)
+        return {
+            "bound": state.bound,
+            "evaluations": state.evaluations,
+            "exchanges": state.exchanges,
+            "latest_gain_per_row": float(gains[-1]) if gains.size else None,
+            "forecast_exchanges": MORE,
+            "forecast_rise": None if more is None else more * sum(self.preparation.rows.values()),
+        }
 
 
 EQUATION = (

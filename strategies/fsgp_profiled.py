@@ -268,6 +268,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
     state_class = ProfiledState
     options: FSGPOptions
     implied: ClassVar[Mapping[str, Any]] = {"objective": "profiled"}
+    usual_exchanges: ClassVar[int] = 20
     afterwards: ClassVar[int] = 0
     """Exchanges that come after the ascent and count with it."""
 
@@ -292,7 +293,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
             lengths = lengthscales({**start, LOCATIONS: draws})
             centres = centres_of(draws / lengths, candidates, np.random.default_rng([self.config.seed, *b"centres"]))
             chains.append(chain_at(self._unit({**start, LOCATIONS: centres * lengths})))
-        logger.info("%d inducing points, at most %d exchanges with every site", count, self.options.exchanges)
+        logger.info("%d inducing points, at most %d exchanges with every site", count, self.most_exchanges)
         return ProfiledState(tuple(chains), (), BEFORE, count)
 
     def points(self, roster: Roster) -> int:
@@ -446,11 +447,16 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
 
     def finished(self, state: ProfiledState) -> bool:
         """Whether the chains rest, or another round would take more exchanges than there are to be."""
-        return state.converged or state.exchanges + A_ROUND + self.afterwards > self.options.exchanges
+        return state.converged or state.exchanges + A_ROUND + self.afterwards > self.most_exchanges
+
+    @property
+    def most_exchanges(self) -> int:
+        """As configured, or the usual number."""
+        return self.options.exchanges or self.usual_exchanges
 
     def exchanges_to_come(self, state: ProfiledState) -> int:
         """As many as are left, if it does not converge before."""
-        return max(0, self.options.exchanges - state.exchanges)
+        return max(0, self.most_exchanges - state.exchanges)
 
     def predictive(self, state: ProfiledState, roster: Roster) -> Asking[PooledPosterior]:
         """The exact posterior of all rows at the better chain's point."""

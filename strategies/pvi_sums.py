@@ -29,6 +29,7 @@ from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies import async_pvi, pvi
 from strategies.fsgp import noise_of, saved
+from strategies.fsgp_duals import FSGPDuals
 from strategies.fsgp_profiled import ROWS_PER_POINT, FSGPProfiled, ProfiledState
 from strategies.profiled_bound import LOCATIONS
 from strategies.pvi import PVIState, Refinement, due, factor_strengths, posterior
@@ -134,9 +135,10 @@ class AgreedPVI(FederatedStrategy[S]):
         plan = self.options.plan(self.config.seed)
         return replace(plan, damping=plan.damping or 1.0)
 
-    def as_fsgp(self, of: type[FederatedStrategy[Any]]) -> Any:
+    def as_fsgp(self, of: type[FSGPProfiled] | type[FSGPDuals]) -> Any:
         """A Strategy of FSGP for these sites, to take its rounds."""
-        given = {"exchanges": max(self.options.exchanges - 1, 1), "small-sites": self.options.small_sites}
+        most = self.options.exchanges or of.usual_exchanges
+        given = {"exchanges": max(most - 1, 1), "small-sites": self.options.small_sites}
         options = FSGPOptions.model_validate(given)
         own = of.from_config(self.config.model_copy(update={"method": "fsgp", "options": options}), Observer())
         own.preparation, own.sizes = self.preparation, self.sizes

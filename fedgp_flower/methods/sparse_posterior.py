@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
+from numpy.typing import NDArray
 
 from fedgp_flower.gp.latent import LatentGP, sparse_gp
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import WhitenedPosterior
 from fedgp_flower.gp.to_gpytorch import SparsePosterior, export
 from fedgp_flower.options import ModelSection
-from fedgp_flower.typing import Array, NamedArrays
+from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
     from fedgp_flower.run.artefacts import Posterior
@@ -72,17 +74,19 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP | Sav
     """The posterior of a finished run; positive parameters are saved as they are."""
     del names
     settings = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood") if key in saved.model}
-    section, shared = ModelSection.model_validate(settings), "inducing.locations"
+    section = ModelSection.model_validate(settings)
     if "components" not in saved.model:
-        return _component(section, dict(saved.arrays))
-    each: list[NamedArrays] = [
-        {name: array if name == shared else array[number] for name, array in saved.arrays.items()}
+        return _component(section, saved.arrays)
+    own = [name for name in saved.arrays if name.startswith(("kernel.", "likelihood.", "inducing."))]
+    own.remove("inducing.locations")  # all have the same
+    each = (
+        {**saved.arrays, **{name: saved.arrays[name][number] for name in own}}
         for number in range(saved.model["components"])
-    ]
-    return SavedMixture(tuple(_component(section, own) for own in each))
+    )
+    return SavedMixture(tuple(_component(section, arrays) for arrays in each))
 
 
-def _component(section: ModelSection, saved: NamedArrays) -> SavedSparseGP:
+def _component(section: ModelSection, saved: Mapping[str, NDArray[Any]]) -> SavedSparseGP:
     arrays = dict(saved)
     for name, array in saved.items():
         if name.startswith(("kernel.", "likelihood.")):

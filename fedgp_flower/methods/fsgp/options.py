@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Fraction, MethodOptions, Positive, PositiveInt
+from fedgp_flower.options import Count, Fraction, MethodOptions, Positive, PositiveInt
 from fedgp_flower.run.config import CoreConfig
 
 STATIONARY = ("rbf", "matern32", "matern52")
@@ -38,10 +38,11 @@ class FSGPOptions(MethodOptions):
     """``exact``: what the server does with the exact gradient."""
     server_learning_rate: Positive = 0.1
     """Of ``fedadam``, ``fedyogi`` and ``adam``."""
-    exchanges: PositiveInt = 20
-    """``profiled``: most exchanges with every site in which it trains, the three before the first round among them;
-    a round is two, the first one three. More go on improving the bound, also when a run is resumed. Under masks keys,
-    means and spreads take three more, which do not count here, so that the rounds are the same."""
+    exchanges: Count = 0
+    """``profiled``, and other likelihoods than the Gaussian one: most exchanges with every site in which it trains,
+    those before the first round among them; 0 is 20 for the one, whose rounds are two, and 60 for the others, whose
+    rounds are one. More go on improving the bound, also when a run is resumed. Under masks keys, means and spreads take
+    three more, which do not count here, so that the rounds are the same."""
     intervals: bool = True
     """``profiled``: intervals of lengthscales for the report, by the curvature of the bound at the end: two exchanges
     after training, which do not count above, of sums at D + 1 parameters."""

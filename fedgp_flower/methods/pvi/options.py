@@ -102,8 +102,9 @@ class PVIOptions(VisitOptions):
     """``sums``: Z and β agreed from sums of all rows, as by ``fsgp``, then the site's factor of u at them: exact with
     Gaussian noise, else a natural gradient; no pseudo-observations. ``replay``: a refit to the others'
     pseudo-observations. The other ones improve a local bound; the last three at fixed Z and β."""
-    exchanges: PositiveInt = 20
-    """``sums`` with Gaussian noise: most exchanges with every site, its first visit among them."""
+    exchanges: Count = 0
+    """``sums``: most exchanges with every site, its first visit among them; 0 is 20 with Gaussian noise, otherwise 60.
+    """
     small_sites: Literal["warn", "cap"] = "warn"
     """``sums`` with Gaussian noise: a factor of fewer than three rows for each inducing point is nearly its rows.
     ``warn`` names such sites; ``cap`` lowers M to a third of the smallest site's rows."""
