@@ -203,11 +203,12 @@ def main() -> None:
     page, asked = RESULTS / "fsgp_classes.md", f"--rows {chosen.rows} --seeds {' '.join(map(str, chosen.seeds))}"
     words = [
         "Made by `python simulations/fsgp_classes.py --data-dir DIR`, some sets at a time (here last:",
-        f"`--only {' '.join(chosen.only)} {asked}`): {SITES} sites of iid rows, M = {INDUCING}, defaults of `fsgp`; test",
-        f"NLL in nats per row, mean over seeds. SVGP is GPyTorch's with all training rows, full batch, {STEPS} steps of",
-        "Adam; its NLL at 80 % of them shows how far it has settled. Gap: NLL at the end less SVGP's. Exchanges with",
-        "every site, two before training among them; when first within, and from when on, in the slowest seed: “within”",
-        "is .005 nats above SVGP or better, .01 for the generated sets. Larger sets are cut to so many rows.",
+        f"`--only {' '.join(chosen.only)} {asked}`).",
+        f"{SITES} sites of iid rows, M = {INDUCING}, defaults of `fsgp`; test NLL in nats per row, mean over seeds.",
+        f"SVGP is GPyTorch's with all training rows, full batch, {STEPS} steps of Adam; its NLL at 80 % of them shows",
+        "how far it has settled. Gap: NLL at the end less SVGP's. Exchanges with every site, two before training among",
+        "them; when first within, and from when on, in the slowest seed: “within” is .005 nats above SVGP or better,",
+        ".01 for the generated sets. Larger sets are cut to so many rows.",
     ]
     lines: list[dict[str, Any]] = []
     for name in chosen.only:

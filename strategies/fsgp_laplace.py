@@ -17,27 +17,18 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy import ndarray
 
-from fedgp_flower.gp.laplace import amplitude_and_noise, drawn, plausible, precision_of
+from fedgp_flower.gp.laplace import amplitude_and_noise, bounded, drawn, plausible
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.profiled import LEAST_NOISE, scaled
+from fedgp_flower.gp.profiled import LEAST_NOISE, PENALTY, scaled
 from fedgp_flower.methods.fsgp.messages import MixedPosterior, PooledPosterior, Statistics
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.fsgp import LOG_NOISE, posterior_at, saved
 from strategies.fsgp_exact import pack, unpack
-from strategies.fsgp_profiled import (
-    LOCATIONS,
-    Chain,
-    FSGPProfiled,
-    ProfiledState,
-    chain_at,
-    objective,
-    without_totals,
-)
+from strategies.fsgp_profiled import Chain, FSGPProfiled, ProfiledState, chain_at, without_totals
+from strategies.profiled_bound import LOCATIONS, bends, objective
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Figures, Roster
 
-STEP = 1e-3
-"""Of a forward difference, in logarithms."""
 DRAWS = 10
 EXCHANGES = 3
 """After the ascent."""
@@ -62,31 +53,28 @@ class FSGPLaplace(FSGPProfiled):
         """The draws around the better chain's point; without them, to be evaluated anew, where a site is lost."""
         best, rng = state.best, np.random.default_rng([self.config.seed, *b"hyperparameters"])
         if kernel := self.kernel_of(best.values):
-            mode = pack(kernel)
-            precision, exchanges = yield from self._precision(state, best, mode)
+            precision = yield from self._precision(state, kernel)
+            state = replace(state, exchanges=state.exchanges + 2)
             if precision is None:
-                return without_totals(replace(state, exchanges=exchanges))
-            places, expected = drawn(mode, precision, DRAWS, rng)
+                return without_totals(state)
+            places, expected = drawn(pack(kernel), precision, DRAWS, rng)
             found = yield from self._at(state, best, np.clip(places, -LOG_RANGE, LOG_RANGE))
             if found is None:
-                return without_totals(replace(state, exchanges=exchanges))
-            state = replace(state, exchanges=exchanges + 1)
+                return without_totals(state)
+            state = replace(state, exchanges=state.exchanges + 1)
         else:  # a kernel that is an amplitude and no more, such as the linear one
             found, expected = [best] * DRAWS, np.zeros(DRAWS)
         kept = plausible(np.array([own.height for own in found]) - best.height, expected)
         draws = [self._settled(own, rng) for own, good in zip(found, kept, strict=True) if good]
         return replace(state, mixture=(posterior_at(*self._folded(best)), *draws))
 
-    def _precision(self, state: ProfiledState, best: Chain, mode: Array) -> Asking[tuple[Array | None, int]]:
-        """H at the best chain's point, None where a site is lost, and the exchanges so far."""
-        around = yield from self._at(state, best, mode + STEP * np.eye(len(mode)))
-        if around is None:
-            return None, state.exchanges
-        probed = yield from self._differentiated(replace(state, chains=(best, *around), exchanges=state.exchanges + 1))
-        if not probed.evaluated:
-            return None, probed.exchanges
-        slopes = np.stack([pack(self.kernel_of(unpack(own.gradient, own.moving))) for own in probed.chains])
-        return precision_of(slopes, np.full(len(mode), STEP)), probed.exchanges
+    def _precision(self, state: ProfiledState, kernel: NamedArrays) -> Asking[Array | None]:
+        """H of J at the best chain's point [H, H], in two exchanges; None where a site is lost."""
+        found = yield from bends(state.best.values, kernel, state.sites, self.config.model)
+        if found is None:
+            return None
+        pulled = {n: np.full_like(own, 2 * PENALTY * n.endswith("log_lengthscale")) for n, own in kernel.items()}
+        return bounded(found + np.diag(pack(pulled)))
 
     def kernel_of(self, arrays: Mapping[str, ndarray]) -> NamedArrays:
         """Of named arrays those of the kernel but for its (first) amplitude, which the server finds by itself."""

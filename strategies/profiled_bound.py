@@ -25,15 +25,15 @@ from fedgp_flower.methods.fsgp.messages import (
     numbered,
 )
 from fedgp_flower.options import ModelSection
-from fedgp_flower.typing import NamedArrays
+from fedgp_flower.typing import Array, NamedArrays
 from strategies.fsgp import LOG_NOISE
 from strategies.fsgp_exact import pack, through_inducing_points, unpack
 from strategies.server.questions import Asking, Summed, Total
 
 LOCATIONS = "inducing.locations"
 CURVATURE = "the curvature of the bound at its end (Laplace's approximation at fixed inducing points)"
-STEP = 0.02
-"""Of log ℓ, for its curvature."""
+STEP = 1e-3
+"""Of logarithms, for their curvature."""
 
 
 def objective(values: Mapping[str, ndarray], totals: Statistics) -> float:
@@ -71,19 +71,16 @@ def thinned(
     return few, Statistics.of(restricted(sums, factor, taken, SparseGP.from_arrays(section, few).factor()))
 
 
-def known_lengthscales(
-    values: Mapping[str, ndarray], sites: tuple[str, ...], section: ModelSection
-) -> Asking[NamedArrays | None]:
-    """Standard deviations of log ℓ under Laplace's approximation at the maximum of J, in two exchanges.
+def bends(
+    values: Mapping[str, ndarray], logs: Mapping[str, ndarray], sites: tuple[str, ...], section: ModelSection
+) -> Asking[Array | None]:
+    """−∂²F by some logarithms among the parameters [H, H], in two exchanges; None where sites left in between.
 
-    The covariance is (−∂²J)⁻¹ at fixed inducing points, amplitude and noise at their best everywhere, so that
-    lengthscales, amplitude and noise may make up for each other. The slope at the maximum and at a small step along
-    each lengthscale give ∂²J. Of few inducing points the bound bends more than the evidence. None where sites left in
-    between.
+    At fixed inducing points, amplitude and noise at their best everywhere, so that all may make up for each other. The
+    slope at the parameters and at a small step along each logarithm give it.
     """
-    logs = {name: own for name, own in values.items() if name.endswith("log_lengthscale")}
-    centre, count = pack(logs), sum(own.size for own in logs.values())
-    tried = [{**values, **unpack(centre + step, logs)} for step in STEP * np.eye(count + 1, count, -1)]
+    centre = pack(logs)
+    tried = [{**values, **unpack(centre + step, logs)} for step in STEP * np.eye(centre.size + 1, centre.size, -1)]
     sums: Summed[TrialSums] = yield Total(TrialSums, Trials(numbered(tried)), sites)
     if sums.total is None:
         return None
@@ -96,5 +93,20 @@ def known_lengthscales(
     for share, own, adjoints in zip(apart(shares.total.values), best, asked, strict=True):
         through = through_inducing_points(*own, adjoints, section)
         slopes.append(pack({name: share[name] + through[name] for name in logs}))
-    bends = (slopes[0] - np.array(slopes[1:])) / STEP
-    return unpack(laplace_deviations(bends / 2 + bends.T / 2, prior=2 * PENALTY), logs)
+    found = (slopes[0] - np.array(slopes[1:])) / STEP
+    return found / 2 + found.T / 2
+
+
+def known_lengthscales(
+    values: Mapping[str, ndarray], sites: tuple[str, ...], section: ModelSection
+) -> Asking[NamedArrays | None]:
+    """Standard deviations of log ℓ under Laplace's approximation at the maximum of J, in two exchanges.
+
+    The covariance is (−∂²J)⁻¹, see :func:`bends`. Of few inducing points the bound bends more than the evidence. None
+    where sites left in between.
+    """
+    logs = {name: own for name, own in values.items() if name.endswith("log_lengthscale")}
+    if not logs:  # a linear kernel
+        return None
+    found = yield from bends(values, logs, sites, section)
+    return None if found is None else unpack(laplace_deviations(found, prior=2 * PENALTY), logs)

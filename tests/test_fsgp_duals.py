@@ -251,6 +251,21 @@ def test_a_likelihood_alone_chooses_the_algorithm() -> None:
             parse_config({"model.likelihood": "poisson", f"fsgp.{key}": value})
 
 
+def test_a_run_ends_with_its_exchanges_and_says_that_it_had_not_converged() -> None:
+    """Two before training; one a round, evaluations aside; sixty where nothing is said."""
+    keys = CLASSES | {"num_server_rounds": 100, "fsgp__exchanges": 6, "model__num_inducing": 10}
+    end = run(FaultyGrid(configured(**keys), 4))
+    details = end.details()
+    assert (end.round, details["exchanges"], details["expected_exchanges"]) == (4, 6, 4)
+    assert not end.converged_now()
+    assert details["forecast_rise"] > 0
+    assert end.network.traffic.exchanges >= 6
+    state = replace(end.current, exchanges=59)
+    usual = FSGPDuals(likelihood="bernoulli")
+    assert not usual.finished(state)
+    assert usual.finished(replace(state, exchanges=60))
+
+
 def test_a_resumed_run_is_the_unbroken_one_and_single_precision_comes_near() -> None:
     recorder = Recorder()
     plain = run(FaultyGrid(configured(**CLASSES), 4), recorder)

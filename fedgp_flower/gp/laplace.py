@@ -24,17 +24,6 @@ IMPLAUSIBLE = 10.0
 """Nats by which J at a draw may be below what the Gaussian says of it; beyond them the draw is left out."""
 
 
-def precision_of(slopes: Array, steps: Array) -> Array:
-    """H [H, H] from the gradient at the mode and at one step along each coordinate, its eigenvalues bounded below.
-
-    Args:
-        slopes: ∂J/∂θ at the mode, then at a step along each coordinate [H + 1, H].
-        steps: Their sizes [H].
-    """
-    changes = (slopes[0] - slopes[1:]) / steps[:, None]
-    return bounded((changes + changes.T) / 2)
-
-
 def bounded(precision: Array) -> Array:
     """With eigenvalues of :data:`LEAST_CURVATURE` at least: a point that is no maximum has a Gaussian, too."""
     values, vectors = np.linalg.eigh(precision)
