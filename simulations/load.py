@@ -2,8 +2,8 @@
 
     python simulations/load.py [rounds] [sites] [ray] [--seconds 1e9] [--ledger LEDGER.jsonl]
 
-``rounds``: 100 sites, 200 rounds in process. ``sites``: 1000 sites, two rounds of every method. ``ray``: 200 sites
-through Flower's SuperLink and Ray. What is done stands in the ledger, and is not done again.
+``rounds``: 100 sites, 200 rounds in process. ``sites``: 1000 sites, two rounds of every Strategy. ``ray``: 200 sites,
+two rounds through Flower's SuperLink and Ray. What is done stands in the ledger, and is not done again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import json
 import logging
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,16 @@ from ledger import command_line, done
 from schedules import METHODS, keys_of
 
 from fedgp_flower.deploy.launch import simulate
+from fedgp_flower.deploy.processes import ProcessEntry, belonging, snapshot
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.user_config import complete_config
 
 ROWS = 5
 """Of a site."""
+SYNCHRONOUS = {"pvi-glm": "glm.schedule", "pvi-bnn": "bnn.schedule", "pvi classes": "pvi.schedule"}
+"""Forms that visit one site a round, and the key by which they visit all; of ``pvi`` that is a form of its own."""
+RANGES = {"x1": [-2, 2], "x2": [-2, 2], "y": [-3, 3]}
+"""Public, for ``fsgp private``."""
 
 
 def main() -> None:
@@ -54,7 +61,7 @@ def tasks(parts: list[str], scratch: Path) -> Iterator[tuple[str, Callable[[], d
         for method in METHODS:
             yield f"sites | {method}", lambda m=method: watched(keys(m, 2, 1000, scratch), 1000)
     if "ray" in parts:
-        yield "ray | fsgp average", lambda: on_ray(keys("fsgp average", 1, 200, scratch), 200)
+        yield "ray | fsgp average", lambda: on_ray(keys("fsgp average", 2, 200, scratch), 200)
 
 
 def keys(method: str, rounds: int, sites: int, scratch: Path) -> dict[str, Any]:
@@ -66,7 +73,10 @@ def keys(method: str, rounds: int, sites: int, scratch: Path) -> dict[str, Any]:
     pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y, "positive": (y > 0).astype(int)}).to_csv(table, index=False)
     flat = {key: value for key, value in keys_of(method, num_server_rounds=rounds).items() if key != "round-timeout"}
     target = "positive" if flat.get("model.likelihood") == "bernoulli" else "y"
-    flat |= {"dataset": str(table), "target": target, "features": "x1,x2", "test-fraction": 0.2, "wait-seconds": 300.0}
+    inputs = "x1" if flat.get("fedmgp.covariance") == "deviations" else "x1,x2"
+    flat |= {"dataset": str(table), "target": target, "features": inputs, "test-fraction": 0.2, "wait-seconds": 300.0}
+    flat |= {SYNCHRONOUS[method]: "synchronous"} if method in SYNCHRONOUS else {}
+    flat |= {"privacy.ranges": json.dumps(RANGES)} if "privacy.ranges" in flat else {}
     return complete_config(flat | {"output-dir": str(scratch), "name": f"run-{time.monotonic_ns()}"}, Path.cwd())
 
 
@@ -81,10 +91,40 @@ def watched(flat: dict[str, Any], sites: int) -> dict[str, Any]:
 
 
 def on_ray(flat: dict[str, Any], sites: int) -> dict[str, Any]:
-    """A run through SuperLink and Ray."""
+    """A run through SuperLink and Ray, and the memory of all its processes, pages that they share counted once."""
     started = time.perf_counter()
-    simulate(flat, sites)
-    return told(Path(str(flat["output-dir"])) / str(flat["name"]), started)
+    with memory_of_all() as memory:
+        simulate(flat, sites)
+    return told(Path(str(flat["output-dir"])) / str(flat["name"]), started) | {"memory": memory}
+
+
+@contextmanager
+def memory_of_all() -> Iterator[list[float]]:
+    """MiB of this process and all that descend from it, every other second until the end."""
+    memory: list[float] = []
+    over = threading.Event()
+
+    def look() -> None:
+        own = {pid: entry for pid, entry in snapshot("").items() if pid == psutil.Process().pid}
+        seen: dict[int, ProcessEntry] = own
+        while not over.wait(2.0):
+            seen = belonging(snapshot(""), seen)
+            memory.append(sum(map(proportional, seen)) / 2**20)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield memory
+    finally:
+        over.set()
+        watcher.join()
+
+
+def proportional(pid: int) -> int:
+    """Bytes of a process, its share of those it shares; 0 where it has ended."""
+    with suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_full_info().pss)
+    return 0
 
 
 def told(folder: Path, started: float) -> dict[str, Any]:
@@ -128,7 +168,8 @@ def page(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield from (
         "# Many sites and many rounds",
         "",
-        f"Made by `python simulations/load.py`; {ROWS} rows a site. `pvi` in turn visits two sites in two rounds.",
+        f"Made by `python simulations/load.py`; {ROWS} rows a site. `pvi` and `pvi asynchronous` visit one site a",
+        f"round; {', '.join(f'`{own}`' for own in SYNCHRONOUS)} have a synchronous schedule here and visit all.",
         "",
         "## 100 sites, 200 rounds, one process",
         "",
@@ -146,9 +187,10 @@ def page(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield from lines(found, "sites", lambda own: (f"{own['nll']:.3f}", f"{own['memory'][-1]:.0f}"))
     for what, own in found.items():
         if what.startswith("ray"):
-            yield from ("", "## 200 sites through SuperLink and Ray, one round", "")
-            said = f"{own['sites']} sites, {own['failures']} failures, test NLL {own['nll']:.3f}, {own['wall']:.0f} s."
-            yield f"{what.split(' | ')[1]}: {said}"
+            yield from ("", "## 200 sites through SuperLink and Ray, two rounds", "")
+            said = f"{own['sites']} sites, {own['failures']} failures, test NLL {own['nll']:.3f}, {own['wall']:.0f} s"
+            said += f" of a machine with {psutil.cpu_count()} cores; the SuperLink, Ray and the sites took up to"
+            yield f"{what.split(' | ')[1]}: {said} {max(own['memory']):.0f} MiB together."
 
 
 if __name__ == "__main__":

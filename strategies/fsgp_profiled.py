@@ -97,9 +97,9 @@ class Chain:
     """At ``values``; None before they are asked for."""
     height: float
     """J, in nats; 0 before the totals are known."""
-    gradient: Float[ndarray, " S"]
-    """Of J by the coordinates at ``place``; empty before it is asked for."""
-    place: Float[ndarray, " S"]
+    gradient: Float[ndarray, " G"]
+    """Of J by the coordinates at ``place``; G = S, or 0 before it is asked for."""
+    place: Float[ndarray, " G"]
     steps: Float[ndarray, "_ S"]
     changes: Float[ndarray, "_ S"]
     scales: Float[ndarray, " 2"]
@@ -339,7 +339,8 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
             )
         return found
 
-    def _sized(self, count: int) -> None:
+    def sized(self, count: int) -> None:
+        """Answers are about so many inducing points."""
         self.sizes |= {"M": count, "Q": count * (count + 1) // 2}
 
     def _unit(self, values: Mapping[str, ndarray]) -> NamedArrays:
@@ -354,7 +355,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
 
     def resumed(self, state: ProfiledState, roster: Roster) -> Asking[ProfiledState]:
         """The state as it was; its number of inducing points is known again."""
-        self._sized(len(state.chains[0].values[LOCATIONS]))
+        self.sized(len(state.chains[0].values[LOCATIONS]))
         return (yield from super().resumed(state, roster))
 
     # A round.
@@ -428,7 +429,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
 
     def _totals(self, tried: list[list[NamedArrays]], sites: tuple[str, ...]) -> Asking[_Totals | None]:
         """Totals at the candidates of every chain, in one exchange; None where nobody answers."""
-        self._sized(len(tried[0][0][LOCATIONS]))
+        self.sized(len(tried[0][0][LOCATIONS]))
         request = Trials(numbered([values for own in tried for values in own]))
         summed: Summed[TrialSums] = yield Total(TrialSums, request, sites)
         if summed.total is None:
@@ -462,9 +463,9 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         """The exact posterior of all rows at the better chain's point."""
         chain = state.best
         if chain.totals is None or set(state.sites) != set(roster.everyone):
-            self._sized(len(chain.values[LOCATIONS]))
+            self.sized(len(chain.values[LOCATIONS]))
             chain = self._thinned(chain.values, (yield from pooled(chain.values, roster.everyone)), state.points)
-            self._sized(len(chain.values[LOCATIONS]))
+            self.sized(len(chain.values[LOCATIONS]))
         values, totals = self._folded(chain)
         self.last = (posterior_at(values, totals), totals)
         return self.last[0]

@@ -266,8 +266,11 @@ class SummedPVI(AgreedPVI[SummedState]):
         return state.agreement
 
     def resumed(self, state: SummedState, roster: Roster) -> Asking[SummedState]:
-        """The state as it was; its number of inducing points is known again."""
-        yield from self.ascent.resumed(self.agreement(state), roster)
+        """The state as it was; its number of inducing points is known again: that of the agreed Z, if there is one."""
+        ascent = self.ascent
+        yield from ascent.resumed(self.agreement(state), roster)
+        if state.visits is not None:
+            ascent.sized(len(state.values[LOCATIONS]))
         return state
 
     def refinement(self, state: SummedState, roster: Roster) -> Asking[Refinement]:

@@ -96,7 +96,7 @@ def test_a_site_that_cannot_write_its_log_does_not_answer(tmp_path):
     nodes[2]["audit"] = str(tmp_path)
     strategy = run(FaultyGrid(configured(sites=3, num_server_rounds=1), nodes))
     assert {own.reason for own in strategy.network.failures if own.site == "c"} == {
-        "the audit log of this site cannot be written (IsADirectoryError)"
+        "the audit log of this site cannot be written (Is a directory)"
     }
 
 

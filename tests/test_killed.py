@@ -20,8 +20,8 @@ from schedules import METHODS, keys_of
 from fedgp_flower.messages import encode
 
 REPEAT = {"round.incomplete": "repeat"}
-ASYNCHRONOUS = "pvi asynchronous"
-"""Its order of merges is that of arrival, which a kill changes."""
+ASYNCHRONOUS = ("pvi asynchronous", "pvi sums, asynchronous")
+"""Their order of merges is that of arrival, which a kill changes."""
 
 
 class Killed(BaseException):
@@ -108,13 +108,19 @@ def sweep(method: str, folder: Path, chosen: int, after: Callable[..., Any] = re
     expected, messages = calm(method, folder / "calm")
     for at, answered in boundaries(method, messages, chosen):
         found = after(method, folder / f"{at} {answered}", at, answered=answered)
-        if method != ASYNCHRONOUS:
+        if method not in ASYNCHRONOUS:
             require_same(found, expected)
 
 
 @pytest.mark.parametrize("method", ["fsgp exact", "pvi", "fedmgp", "sfvi", "sfvi networks"])
 def test_a_few_kills(method: str, tmp_path: Path) -> None:
     sweep(method, tmp_path, 3)
+
+
+def test_visits_that_began_before_anybody_asked_for_a_gradient_are_resumed(tmp_path: Path) -> None:
+    """Two rounds are too few for exchanges of sums: candidates of the first sums are thinned, and visits begin."""
+    expected, messages = calm("pvi sums", tmp_path / "calm")
+    require_same(resumed("pvi sums", tmp_path / "killed", messages - 4, answered=False), expected)
 
 
 @pytest.mark.long
@@ -124,11 +130,13 @@ def test_every_kill(method: str, after: Callable[..., Any], tmp_path: Path) -> N
     sweep(method, tmp_path, 10**6, after)
 
 
-@pytest.mark.parametrize("method", ["fedmgp", "sfvi", "pvi"])
-def test_a_round_that_a_site_missed_is_repeated_where_it_is_to_be(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "phase"),
+    [("fedmgp", "train"), ("fedmgp natural", "train.natural"), ("sfvi", "train.gradient"), ("pvi", "train")],
+)
+def test_a_round_that_a_site_missed_is_repeated_where_it_is_to_be(method: str, phase: str) -> None:
     """The site's first attempt is lost, and those of the others do not count either."""
     flat = keys(method) | REPEAT
-    phase = "train.gradient" if method == "sfvi" else "train"
     rough = run(FaultyGrid(flat, 2, Fault("1", lost, (phase,), range(2, 3), times=1)))
     assert len(rough.network.failures) == 1
     require_same(rough, run(FaultyGrid(keys(method), 2)))
@@ -139,3 +147,10 @@ def test_a_site_that_stays_away_ends_the_repetition() -> None:
     strategy = run(FaultyGrid(flat, 3, Fault("1", lost, ("train",), range(2, 9))))
     assert [failure.round for failure in strategy.network.failures] == [2, 2, 2, 3, 3, 3]  # an evaluation forgives
     assert strategy.round == 3
+
+
+def test_a_site_that_answers_a_part_of_every_attempt_ends_the_repetition() -> None:
+    """One question is always too much for it: it never fails three times in a row."""
+    strategy = run(FaultyGrid(keys("fsgp exact") | REPEAT, 3, Fault("1", lost, ("train.gradient",), range(1, 2))))
+    assert [failure.round for failure in strategy.network.failures] == [1, 1, 1]
+    assert strategy.round == 2

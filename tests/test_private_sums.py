@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from faults import FaultyGrid, configured, run
+from faults import Fault, FaultyGrid, configured, csv_nodes, lost, run, waves
 from scipy.integrate import simpson
 from scipy.optimize import minimize
 from scipy.stats import norm
@@ -213,14 +213,26 @@ def test_a_site_refuses_what_is_not_paid_for():
     for kind in ("query.statistics", "query.shape", "query.sketch", "query.moments", "query.local_only"):
         with pytest.raises(ProtocolError, match="more of rows than is accounted for"):
             client_class(strategy.config).handler(object.__new__(client_class(strategy.config)), kind)
-    again = strategy.network.ask(
-        "query.private",
-        {"0": {f"values.{name}": own for name, own in strategy.current.start.items()}},
-        {},
-        {"sharing": 1},
-    )
-    assert again == {}
-    assert "budget of 1 release(s) is spent" in strategy.network.failures[-1].reason
+    start = {f"values.{name}": own for name, own in strategy.current.start.items()}
+    for values, sharing in (({name: own + 1 for name, own in start.items()}, 1), (start, 3)):
+        assert strategy.network.ask("query.private", {"0": values}, None, {"sharing": sharing}) == {}
+        assert "budget of 1 release(s) is spent" in strategy.network.failures[-1].reason
+
+
+def test_a_release_that_got_lost_is_sent_again_and_no_other(tmp_path):
+    """Noise is drawn once: a second draw would halve it."""
+    nodes = csv_nodes(tmp_path, {site: waves(30, seed)[["x1", "y"]] for seed, site in enumerate("abc")})
+    for node in nodes:
+        node["state-dir"] = str(tmp_path / node["site"])
+    ranges = json.dumps({"x1": [-2.0, 2.0], "y": [-3.0, 3.0]})
+    keys = configured(**PRIVATE | {"privacy__ranges": ranges, "round__incomplete": "repeat"})
+    grid = Transcript(keys, nodes, Fault("b", lost, ("query.private",), times=1))
+    strategy = run(grid)
+    assert [failure.site for failure in strategy.network.failures] == ["b"]
+    for site in "ac":
+        first, again = (reply.content.array_records["arrays"] for reply in grid.of("query.private", site))
+        assert all(np.array_equal(first[name].numpy(), again[name].numpy()) for name in first)
+    assert strategy.outcome.metrics["sites"] == 3
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,20 +83,6 @@ def test_a_killed_run_ends_where_it_would_have_ended(
         assert row["test_nll"] == other["test_nll"]
     for name, array in read_posterior(path).arrays.items():
         assert np.array_equal(read_posterior(resumed).arrays[name], array), name
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"no tmpfs can be mounted: {made.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_ends_the_run_with_words_and_nothing_is_lost(disk: Path, calm: tuple[dict[str, Any], Path]) -> None:

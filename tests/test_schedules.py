@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from schedules import SPOILS, Schedule, drawn, ended
+from schedules import METHODS, SPOILS, Schedule, drawn, ended, keys_of
+
+import strategies
+from fedgp_flower.run.registry import parse_config, strategy_class
+
+REFERENCES = {"LocalOnly", "Pooled", "ModularGP", "FedPoly"}
+"""Comparisons: sites answer one question, and what is fitted is fitted where its rows are."""
+
+
+def test_there_is_a_form_of_every_strategy() -> None:
+    forms = {strategy_class(parse_config(keys_of(method))).__name__ for method in METHODS}
+    assert forms == set(dir(strategies)) - REFERENCES
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -102,10 +102,9 @@ class SiteApp(ClientApp):
         except Exception as error:
             logger.exception("site %s could not answer %s", identity["site"], message.metadata.message_type)
             place = traceback.extract_tb(error.__traceback__)[-1]
-            what = (
-                f"unexpected {type(error).__name__} in {Path(place.filename).name}:{place.lineno}; see the site's log"
-            )
-            return _refusal(message, identity, what)
+            what = f"unexpected {type(error).__name__} in {Path(place.filename).name}:{place.lineno}"
+            said = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
+            return _refusal(message, identity, f"{what}{said}; see the site's log")
         if masking.WORDS not in arrays:  # what a site spent may say how many rows it has
             metrics |= {f"repairs.{name}": count for name, count in repairs.items()}
             metrics["seconds"] = time.perf_counter() - started

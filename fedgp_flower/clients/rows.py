@@ -62,11 +62,11 @@ def _kept(context: Context) -> dict[str, str]:
 
 
 def _keep(context: Context, facts: dict[str, str]) -> None:
-    context.state[RECORD] = ConfigRecord(dict(facts))
     path = _file(context)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, json.dumps(facts).encode(), mode=0o600)
+    context.state[RECORD] = ConfigRecord(dict(facts))
 
 
 def _file(context: Context) -> Path | None:

@@ -13,14 +13,16 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 
-from fedgp_flower.errors import RunError
+from fedgp_flower.errors import FedGPError, RunError
 from fedgp_flower.privacy.policy import Decision
+from fedgp_flower.run.files import write_bytes
 
 BEGINNING = "0" * 64
 
@@ -60,11 +62,12 @@ def record(path: Path, message: Message, reply: Message, decisions: Sequence[Dec
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file:
+        with path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             _append(file, path, line)
-    except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"the audit log of this site cannot be written ({type(error).__name__})") from error
+    except (OSError, ValueError, KeyError, FedGPError) as error:
+        why = getattr(error, "strerror", None) or (error if isinstance(error, FedGPError) else type(error).__name__)
+        raise RunError(f"the audit log of this site cannot be written ({why})") from error
 
 
 def _shape_and_norm(array: np.ndarray) -> dict[str, Any]:
@@ -73,26 +76,35 @@ def _shape_and_norm(array: np.ndarray) -> dict[str, Any]:
     return {"shape": list(array.shape), "norm": norm if np.isfinite(norm) else None}
 
 
-def _append(file: IO[bytes], path: Path, line: Mapping[str, Any]) -> None:
+def _append(file: FileIO, path: Path, line: Mapping[str, Any]) -> None:
+    """Add a line as a whole or not at all; what a full disk or a kill left of one said nothing, since no reply left."""
     last = _last_line(file)
     before: dict[str, Any] = json.loads(last) if last else {"line": 0, "hash": BEGINNING}
     number = before["line"] + 1
     text = json.dumps({"line": number, **line, "before": before["hash"]})
     digest = hashlib.sha256(text.encode()).hexdigest()
-    file.write(f'{text[:-1]}, "hash": "{digest}"}}\n'.encode())
-    file.flush()
-    os.fsync(file.fileno())
-    _head(path).write_text(f"{number} {digest}\n", encoding="ascii")
+    end = file.seek(0, os.SEEK_END)
+    try:
+        rest = f'{text[:-1]}, "hash": "{digest}"}}\n'.encode()
+        while rest:
+            rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
+        write_bytes(_head(path), f"{number} {digest}\n".encode())
+    except BaseException:
+        file.truncate(end)
+        raise
 
 
-def _last_line(file: IO[bytes]) -> bytes:
+def _last_line(file: FileIO) -> bytes:
+    """The last whole line; what follows it is cut off."""
     end = file.seek(0, os.SEEK_END)
     size = 4096
     while True:
         file.seek(max(0, end - size))
-        lines = file.read().rstrip(b"\n").split(b"\n")
+        *lines, torn = file.read().split(b"\n")
         if len(lines) > 1 or size >= end:
-            return lines[-1]
+            file.truncate(end - len(torn))
+            return lines[-1] if lines else b""
         size *= 2
 
 

@@ -175,13 +175,19 @@ class Trust:
         Raises:
             ProtocolError: the site is not trusted, or the signature is not its.
         """
-        public = Identity.simulated(member.site).public if self.keys is None else self.keys.get(member.site)
+        public = simulated_public(member.site) if self.keys is None else self.keys.get(member.site)
         if public is None:
             raise ProtocolError(f"site {member.site!r} of the roster is not in this site's trust file")
         if not verified(public, signed_words(run, member.site, member.key), member.signature):
             raise ProtocolError(
                 f"the key of site {member.site!r} in the roster is not signed by that site for this run"
             )
+
+
+@lru_cache(maxsize=4096)
+def simulated_public(site: str) -> str:
+    """The public key of :meth:`Identity.simulated`."""
+    return Identity.simulated(site).public
 
 
 def _is_key(public: str) -> bool:

@@ -74,7 +74,7 @@ class RoundSection(Section):
 
     incomplete: Literal["accept", "repeat"] = "accept"
     """A round that a site failed in counts without it; or is repeated from where it started, by all sites, until that
-    site is back or has failed ``max-failures`` times in a row. Asynchronous schedules have no rounds to repeat."""
+    site is back or has missed the round ``max-failures`` times. Asynchronous schedules have no rounds to repeat."""
 
 
 class PrivacySection(Section):

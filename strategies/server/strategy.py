@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -313,13 +314,14 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
 
     def _train_one_round(self, grid: Grid) -> None:
         number, config = self.round + 1, ConfigRecord(dict(self.train_config))
+        missed = Counter[str]()
         while True:
             before, failed = self.current, len(self.network.failures)
             messages = list(self.configure_train(number, ArrayRecord(), config, grid))
             retries = self.question.retries if isinstance(self.question, Each | Total) else 0
             replies = self.network.exchange(messages, self.contract, retries=retries) if messages else []
             _, metrics = self.aggregate_train(number, replies)
-            if not self._is_to_be_repeated(failed):
+            if not self._is_to_be_repeated(failed, missed):
                 break
             self.current = before
             enrolment.greet(self.network, self.preparation)
@@ -330,13 +332,16 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         self.result.train_metrics_clientapp[number] = MetricRecord(dict(figures))
         self.complete_round(figures)
 
-    def _is_to_be_repeated(self, failed: int) -> bool:
-        """Whether a site that still takes part failed in a round that is to have them all."""
-        missed = {failure.site for failure in self.network.failures[failed:]} & set(self.network.healthy())
-        if not missed or self.config.round.incomplete == "accept" or self.outstanding:
+    def _is_to_be_repeated(self, failed: int, missed: Counter[str]) -> bool:
+        """Whether a site that still takes part failed in a round that is to have them all, and not too often in it."""
+        if self.config.round.incomplete == "accept" or self.outstanding:
             return False
-        logger.warning("round %d is repeated: %s missed it", self.round, ", ".join(sorted(missed)))
-        return True
+        now = {failure.site for failure in self.network.failures[failed:]} & set(self.network.healthy())
+        missed.update(now)
+        again = sorted(site for site in now if missed[site] < self.config.max_failures)
+        if again:
+            logger.warning("round %d is repeated: %s missed it", self.round, ", ".join(again))
+        return bool(again)
 
     def _evaluate_at_server(self, evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None) -> None:
         if evaluate_fn is not None:

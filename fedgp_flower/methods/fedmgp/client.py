@@ -177,15 +177,15 @@ class FedMGPClient(UnitClient):
         as_factors = {SCALES: given[SCALES], MEAN: mean, FACTOR: factors}
         latents, q = from_parameters(as_factors, request.inducing, self.config.model.jitter)
         memory, data, batch = self.memory(request.known), self.unit(latents), optimizer.batch_size
-        phi = fit_alone(data, latents, q, self.search) if memory is None else memory.unit.proposed
+        before = fit_alone(data, latents, q, self.search) if memory is None else memory.start(self.setting.round)
         rng = np.random.default_rng([self.config.seed, self.setting.round, *self.site.site.encode()])
 
         def draw() -> NDArray[np.int64] | None:
             return None if batch == 0 or batch >= len(rows.y) else rng.permutation(len(rows.y))[:batch]
 
         steps = self.options.local_steps, request.learning_rate, self.options.natural_step
-        after, phi = natural_steps(given, (rows.x, rows.y, latents, phi), draw, steps, weight=self.share(request))
-        self.remember(UnitState(phi, phi, np.exp(after[SCALES])), request.known)
+        after, phi = natural_steps(given, (rows.x, rows.y, latents, before), draw, steps, weight=self.share(request))
+        self.remember(UnitState(phi, phi, np.exp(after[SCALES])), request.known, before)
         mean, variance = predict(rows.x, latents, q, phi)
         misfit = float(np.mean((rows.y - mean) ** 2 + variance))
         fit = -0.5 * (np.log(2 * np.pi * phi.noise) + misfit / phi.noise)

@@ -11,17 +11,20 @@ import torch
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.sparse import pooled_sums
+from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.fsgp.client import FSGPClient
 from fedgp_flower.methods.fsgp.private import EDGE, Budget, disturbed
 from fedgp_flower.methods.fsgp.private_messages import PrivateRequest, PrivateSums
+from fedgp_flower.privacy.questions import content_digest
 
 ANSWERED = frozenset({"describe", "private", "score_sums", "predictions"})
 """What says nothing of training rows beyond their number, and what is paid for."""
-RELEASES = "releases"
+ASKED = "asked"
+"""Array of the site's state: the hash of the question that its latest release answered."""
 
 
 class PrivateClient(FSGPClient):
-    """Noise as the configuration says; the number of releases stands in the site's state."""
+    """Noise as the configuration says; the latest release, and how many there were, stand in the site's state."""
 
     def handler(self, kind: str) -> Callable[[Any], Any]:
         """As usual, of few kinds.
@@ -36,11 +39,17 @@ class PrivateClient(FSGPClient):
     def private(self, request: PrivateRequest) -> PrivateSums:
         """Sums of the clipped rows with this site's part of the noise.
 
+        Who did not get a release asks for it again and gets the same one, which tells nothing more: where it has all of
+        its noise. A part of it would tell more, since the total may have been of others.
+
         Raises:
             ProtocolError: the budget is spent.
         """
-        budget, done = Budget.of(self.config), self.state.updates
-        if done >= budget.releases:
+        budget, asked = Budget.of(self.config), np.frombuffer(bytes.fromhex(content_digest("", encode(request))), "u1")
+        kept = dict(self.state.arrays)
+        if request.sharing == 1 and np.array_equal(kept.pop(ASKED, ()), asked):
+            return decode(PrivateSums, kept)
+        if self.state.updates >= budget.releases:
             raise ProtocolError(f"the budget of {budget.releases} release(s) is spent; see `fsgp.trials`")
         if request.sharing < 1:
             raise ProtocolError("`sharing` is a number of sites")
@@ -49,8 +58,9 @@ class PrivateClient(FSGPClient):
         with torch.no_grad():
             amplitude = float(prior_variance(whitener.model.kernel, inputs[:1]))
         sums = pooled_sums(whitener.model, inputs, targets.clamp(-EDGE, EDGE), whitener)
-        self.state.replace({RELEASES: np.array(done + 1)})
-        return disturbed(sums, amplitude, budget.noise / request.sharing**0.5, self._rng())
+        released = disturbed(sums, amplitude, budget.noise / request.sharing**0.5, self._rng())
+        self.state.replace({**encode(released), ASKED: asked})
+        return released
 
     def _rng(self) -> np.random.Generator:
         """From the operating system; in a simulation from the seed, where nothing is secret anyway."""
