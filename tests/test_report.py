@@ -15,6 +15,7 @@ from synthetic_runs import make_run, predict
 from fedgp_flower.errors import RunError
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import read_run
+from fedgp_flower.run.effects import Effect
 from fedgp_flower.run.files import read_json, write_json
 from fedgp_flower.run.report import Panel, write_page, write_report
 from fedgp_flower.run.summary import (
@@ -351,6 +352,14 @@ def test_the_parity_plot_tells_hits_from_misses():
     [missed] = [line for line in residuals.lines if line.get_label() == "outside"]
     assert missed.get_ydata() == pytest.approx([2.0, -2.0])
     assert {tuple(np.round(bar[:, 1], 6)) for bar in residuals.collections[0].get_segments()} == {(-1.959964, 1.959964)}
+
+
+@pytest.mark.parametrize("days", [1, 20, 90, 240, 600, 650, 3000])
+def test_dates_of_any_span_have_ticks_without_a_warning(days):
+    values, flat = np.linspace(8000.0, 8000.0 + days, 41), np.ones(41)
+    effect = Effect("admitted", (), values, flat, flat - 1, flat + 1, dates=True)
+    (ax,) = figures.effects([effect], "days").axes
+    assert 2 <= len(ax.get_xticks()) <= 6  # a warning would be an error
 
 
 def test_the_calibration_curve_counts_central_bins():

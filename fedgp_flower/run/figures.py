@@ -199,7 +199,7 @@ def reliability(table: Sequence[Sequence[float]]) -> Figure:
     axes[0].plot([0, 100], [0, 100], color=POOLED, lw=0.9)
     axes[0].plot(100 * p, 100 * seen / count, "o-", color=FEDERATED, ms=4, lw=1.4, label="observed")
     axes[0].set(xlabel="predicted probability (%)", ylabel="observed frequency (%)", aspect="equal")
-    axes[0].legend(fontsize=8, frameon=False, loc="upper left")
+    axes[0].legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper left")
     edges = np.linspace(0, 100, len(bins) + 1)
     axes[1].bar(edges[:-1], bins[:, 0], np.diff(edges), align="edge", color=FEDERATED, alpha=0.75, ec="white", lw=0.6)
     axes[1].set(xlabel="predicted probability (%)", ylabel="held-out rows", xlim=(0, 100))
@@ -280,7 +280,7 @@ def effects(found: Sequence[Effect], target: str) -> Figure:
             ax.fill_between(x, own.low, own.high, color=BAND, alpha=0.7, lw=0)
             ax.plot(x, own.median, color=FEDERATED, lw=1.8)
             if own.dates:
-                ax.xaxis.set_major_locator(AutoDateLocator(maxticks=4))
+                ax.xaxis.set_major_locator(AutoDateLocator(minticks=2, maxticks=5))
                 ax.xaxis.set_major_formatter(ConciseDateFormatter(ax.xaxis.get_major_locator()))
         ax.set(xlabel=label_text(own.name), ylim=(min(e.low.min() for e in found), max(e.high.max() for e in found)))
     for ax in axes[::columns]:
@@ -301,7 +301,7 @@ def relevance(found: Sequence[Relevance]) -> Figure:
         ax.set_yticks(y, [label_text(name) for name in own.names[shown]])
         ends = np.concatenate([own.value[shown], own.low[shown], own.high[shown].clip(max=MOST_LENGTHSCALE)])
         ax.set(xscale="log", xlim=(0.8 * np.nanmin(ends), 1.25 * np.nanmax(ends)), ylim=(rows - 0.4, -0.6))
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_locator(NullLocator())
         ax.set_xlabel("lengthscale (standard deviations of the input)")

@@ -111,7 +111,7 @@ def _relevance(run: RunData) -> list[Panel]:
     caption = (
         "How far one has to go along an input, in its standard deviations, before the outcome may be quite another one:"
         " the shorter, the more relevant. Data span about 4, so that inputs with far longer ones hardly matter."
-        f"{f' The {hidden} longest are not shown.' if hidden > 0 else ''}"
+        f"{f' {hidden} more, the longest, are left out.' if hidden > 0 else ''}"
         f" {f'Bars: 95 % intervals, by {how}.' if how else 'Without intervals: as it ran, the method knows none.'}"
     )
     return [Panel("Relevance of inputs", figures.relevance(found), caption)]
@@ -204,7 +204,7 @@ def _content(run: RunData, predictor: Predictor | None, extra: Iterable[Panel]) 
 def _said(sentence: str) -> Markup:
     """A sentence with its keys in the letters of code."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(sentence[:1].upper() + sentence[1:])))
-    return Markup(text)  # noqa: S704
+    return Markup(re.sub(r"(?<=\d) %", "\u00a0%", text))  # noqa: S704
 
 
 def _target(run: RunData) -> str:
