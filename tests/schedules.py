@@ -41,6 +41,8 @@ METHODS: dict[str, dict[str, Any]] = {
     | {"bnn__batch_size": 0, "bnn__prediction_draws": 5},
     "fsgp exact, masked": {"method": "fsgp", "fsgp__objective": "exact", "privacy__secure_aggregation": True},
     "fsgp private": {"method": "fsgp", "privacy__epsilon": 1.0, "privacy__ranges": '{"x": [-1, 7], "y": [-2, 2]}'},
+    "fsgp laplace": {"method": "fsgp", "fsgp__objective": "profiled", "model__hyperparameters": "laplace"}
+    | {"fsgp__exchanges": 6},
     "pvi sums": {"method": "pvi", "pvi__exchanges": 6},
     "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"},
     "pvi classes": {"method": "pvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
