@@ -42,6 +42,24 @@ from fedgp_flower.options import KERNEL_GROUP, ModelSection, kernel_tree
 from fedgp_flower.typing import Array, NamedArrays
 
 
+class Scaled(ScaleKernel):
+    """GPyTorch's kernel times an amplitude, without what it asks PyTorch of batches that there are not.
+
+    ``torch.broadcast_shapes`` loads SymPy, half a second of each process that makes a kernel, and Flower answers every
+    message in a process of its own.
+    """
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Of kernels without a batch empty, as that of GPyTorch."""
+        plain = not self._batch_shape and not self.base_kernel.batch_shape
+        return torch.Size() if plain else super().batch_shape
+
+    @batch_shape.setter
+    def batch_shape(self, shape: torch.Size) -> None:
+        self._batch_shape = shape
+
+
 def log_positive() -> Positive:
     """The constraint θ = exp(raw): GPyTorch's raw parameter *is* log θ."""
     return Positive(transform=torch.exp, inv_transform=torch.log)
@@ -64,7 +82,7 @@ def _build(node: ast.expr, model: ModelSection, num_inputs: int) -> Kernel:
         return AdditiveKernel(*_joined(terms, AdditiveKernel))
     if isinstance(node, ast.Name) and node.id == "linear":
         return _atom("linear", model, num_inputs)  # its variance is its scale
-    return ScaleKernel(_unscaled(node, model, num_inputs), outputscale_constraint=log_positive())
+    return Scaled(_unscaled(node, model, num_inputs), outputscale_constraint=log_positive())
 
 
 def _unscaled(node: ast.expr, model: ModelSection, num_inputs: int) -> Kernel:

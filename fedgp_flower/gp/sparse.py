@@ -262,7 +262,7 @@ def rows_gradient(
 
 def is_squared_exponential(kernel: Kernel) -> bool:
     """Whether a kernel is a² exp(−½ Σ_d (x_d − z_d)²/ℓ_d²), whose derivatives are closed."""
-    return type(kernel) is ScaleKernel and type(kernel.base_kernel) is RBFKernel
+    return isinstance(kernel, ScaleKernel) and type(kernel.base_kernel) is RBFKernel
 
 
 def _of_squared_exponential(kernel: Kernel) -> tuple[Tensor, Tensor]:
