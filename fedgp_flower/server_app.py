@@ -22,7 +22,7 @@ app = ServerApp()
 logger = logging.getLogger("fedgp")
 
 Progress: TypeAlias = Callable[[Mapping[str, float], int], None]
-"""Called with every row of the history and the number of rounds."""
+"""Called with every row of the history and the number of rounds at most."""
 
 
 class FolderObserver(Observer):
@@ -102,7 +102,7 @@ def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> Non
 
 def log_progress(row: Mapping[str, Any], total: int) -> None:
     """A line per round, with the figures that are there."""
-    logger.info("round %d/%d  %s", row["round"], total, figures_of(row))
+    logger.info("round %d of at most %d  %s", row["round"], total, figures_of(row))
 
 
 def figures_of(row: Mapping[str, Any]) -> str:

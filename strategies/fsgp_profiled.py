@@ -268,6 +268,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
     state_class = ProfiledState
     options: FSGPOptions
     implied: ClassVar[Mapping[str, Any]] = {"objective": "profiled"}
+    exchanges_a_round = A_ROUND
     usual_exchanges: ClassVar[int] = 20
     afterwards: ClassVar[int] = 0
     """Exchanges that come after the ascent and count with it."""
@@ -293,7 +294,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
             lengths = lengthscales({**start, LOCATIONS: draws})
             centres = centres_of(draws / lengths, candidates, np.random.default_rng([self.config.seed, *b"centres"]))
             chains.append(chain_at(self._unit({**start, LOCATIONS: centres * lengths})))
-        logger.info("%d inducing points, at most %d exchanges with every site", count, self.most_exchanges)
+        logger.info("%d inducing points; at most %d exchanges for training", count, self.most_exchanges)
         return ProfiledState(tuple(chains), (), BEFORE, count)
 
     def points(self, roster: Roster) -> int:

@@ -221,12 +221,13 @@ class Recorder:
     """History and checkpoints of a run; ``at`` are things to do when a round is complete."""
 
     rows: list[dict[str, float]] = field(default_factory=list)
+    totals: list[int] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     at: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     def on_round(self, row: Mapping[str, float], total: int) -> None:
         """Keep the row."""
-        del total
+        self.totals.append(total)
         self.rows.append(dict(row))
 
     def on_checkpoint(self, snapshot: Snapshot) -> None:

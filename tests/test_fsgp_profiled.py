@@ -390,6 +390,14 @@ def test_a_site_whose_target_is_constant_is_a_full_member(tmp_path, objective):
         run(FaultyGrid(configured(**keys), csv_nodes(tmp_path, {n: f.assign(y=2.0) for n, f in frames.items()})))
 
 
+def test_a_run_says_with_how_many_rounds_it_ends(tmp_path):
+    """Ten exchanges: three before the first round, which takes three, and two for every other one."""
+    nodes, recorder = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("ab")}), Recorder()
+    run(FaultyGrid(configured(fsgp__objective="profiled", fsgp__exchanges=10), nodes), recorder)
+    assert [row["round"] for row in recorder.rows] == [1, 2, 3]
+    assert recorder.totals == [3, 3, 3]
+
+
 def test_twenty_exchanges_come_close_to_the_optimum_of_two_hundred():
     few = run(FaultyGrid(configured(**PROFILED, fsgp__tolerance=0.0, num_server_rounds=100), 5))
     many = run(FaultyGrid(configured(model__num_inducing=12, fsgp__objective="exact", num_server_rounds=100), 5))

@@ -186,7 +186,7 @@ def _called(name: str, metrics: RunMetrics) -> str:
     if name not in {"mean of the target", "class shares"}:
         return {"local-only": "each site alone"}.get(name, name)
     skill, words = ("r2", "R²") if "r2" in metrics.test else ("brier_skill", "Brier skill")
-    return f"the {name} ({words} {number(metrics.test.get(skill)):.2f})".replace("-", "−")
+    return f"the {name} ({words} {number(metrics.test.get(skill)):z.2f})".replace("-", "−")
 
 
 def _listed(names: Sequence[str]) -> str:

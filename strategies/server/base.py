@@ -167,8 +167,13 @@ class BaseStrategy(Strategy):
             "failures": len(self.network.failures),
             "repairs": sum(self.network.repairs.values()),
         }
-        self.observer.on_round(row, self.config.num_server_rounds)
+        self.observer.on_round(row, self.most_rounds)
         self.observer.on_checkpoint(self._checkpoint())
+
+    @property
+    def most_rounds(self) -> int:
+        """With how many rounds training ends at the latest."""
+        return self.config.num_server_rounds
 
     def since_last_round(self) -> dict[str, float]:
         """Seconds and bytes since the round before was complete."""

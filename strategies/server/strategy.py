@@ -141,6 +141,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
     state_class: ClassVar[type]
     implied: ClassVar[Mapping[str, Any]] = {}
     """Keywords that the class stands for."""
+    exchanges_a_round: ClassVar[int] = 1
+    """Where exchanges are limited."""
     watched: ClassVar[str] = ""
     """The figure whose course tells a stochastic method whether it has converged, in nats a row."""
     options: MethodOptions
@@ -303,6 +305,12 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         logger.info("%s", self.what_the_server_sees())
         self.result.arrays = array_record(self.public(self.current))
         return self.result
+
+    @property
+    def most_rounds(self) -> int:
+        """As configured, or as many as exchanges are left for."""
+        left, most = self.exchanges_to_come(self.current), self.config.num_server_rounds
+        return most if left is None else min(most, self.round + left // self.exchanges_a_round)
 
     def _announce(self) -> None:
         """Say how long training will take, by the trips made so far."""
