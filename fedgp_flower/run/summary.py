@@ -203,8 +203,9 @@ def against(metrics: RunMetrics) -> list[tuple[str, str]]:
         mean, low, high = (
             f"{round(v, digits) + 0.0:+.{digits}f}".replace("-", "−") for v in (found.mean, found.low, found.high)
         )
-        sites = f"; lower at {found.lower_at} of {found.sites} sites" if found.sites else ""
-        said.append((mean, f"{low} to {high}{sites}" if math.isfinite(found.low) else f"–{sites}"))
+        sites = f"; lower at {found.lower_at} of {found.sites} sites" if found.sites > 1 else ""
+        few = f"– ({found.sites} site{'s' * (found.sites != 1)})" if found.sites else "–"
+        said.append((mean, f"{low} to {high}{sites}" if math.isfinite(found.low) else few))
     return said
 
 

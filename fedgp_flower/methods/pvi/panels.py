@@ -98,14 +98,14 @@ def strength_table(details: Mapping[str, Any], labels: Mapping[str, str]) -> str
     """A row per site with the strength of its factors, as HTML; columns that no site has are left out."""
     strengths: Mapping[str, Mapping[str, float]] = details["factors"]
     shown = [name for name in STRENGTHS if any(name in own for own in strengths.values())]
-    whole = {"rows", "points"}
+    whole, place = {"rows", "points"}, {site: index for index, site in enumerate(labels)}
     rows = [
         (
             labels.get(site, site),
             str(details["visits"].get(site, 0)),
             *(f"{own[n]:,.0f}" if n in whole else show(number(own[n])) if n in own else "–" for n in shown),
         )
-        for site, own in strengths.items()
+        for site, own in sorted(strengths.items(), key=lambda each: place.get(each[0], len(place)))
     ]
     return html_table(("site", "visits", *(STRENGTHS[name] for name in shown)), rows)
 
