@@ -97,6 +97,16 @@ def _cell(value: object) -> str:
     return str(value)
 
 
+def kept(page: Path, titles: Sequence[str], rows: Sequence[Sequence[object]]) -> list[Sequence[object]]:
+    """These rows, and those of the page's table whose first two cells are of none of them; in order."""
+    lines = page.read_text().splitlines() if page.exists() else []
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    new = {(str(row[0]), str(row[1])) for row in rows}
+    earlier = [row for row in cells if len(row) == len(titles) and row[0] not in ("---", titles[0])]
+    merged = [*rows, *(row for row in earlier if (row[0], row[1]) not in new)]
+    return sorted(merged, key=lambda row: (str(row[0]), int(str(row[1]))))
+
+
 def spread(values: Sequence[float]) -> str:
     """Mean and standard deviation."""
     return f"{np.mean(values):.4f} ± {np.std(values):.4f}"

@@ -6,7 +6,8 @@ rows.
 
     python simulations/fedmgp_latents.py [--seeds 5] [--cases 2x2 1x2 3x3]
 
-A case is I x D. Runs that are complete are not repeated; the page goes to ``simulations/results/fedmgp_latents.md``.
+A case is I x D. Runs that are complete are not repeated; the page goes to ``simulations/results/fedmgp_latents.md``,
+where rows of other cases and seeds stay as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from fedmgp_common import RESULTS, RUNS, finished, mse, table
+from fedmgp_common import RESULTS, RUNS, finished, kept, mse, table
 from scipy.interpolate import RegularGridInterpolator
 from scipy.ndimage import gaussian_filter
 
@@ -108,18 +109,18 @@ def main() -> None:
         "bound",
         "seconds of training",
     ]
+    page = RESULTS / "fedmgp_latents.md"
     lines = [
         "# FedMGP: several latent functions of several inputs, at defaults",
         "",
-        f"Made by `python simulations/fedmgp_latents.py --seeds {chosen.seeds} --cases {' '.join(chosen.cases)}`. "
+        "Made by `python simulations/fedmgp_latents.py --seeds N --cases I x D …`, some cases and seeds at a time. "
         f"{UNITS} units of {ROWS} rows, {HELD_OUT} held out at each; noise variance {NOISE**2:g}. `pooled` is the same "
         "model, all rows in one place, from one start.",
         "",
-        table(titles, rows),
+        table(titles, kept(page, titles, rows)),
         "",
     ]
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "fedmgp_latents.md").write_text("\n".join(lines))
+    page.write_text("\n".join(lines))
 
 
 if __name__ == "__main__":
