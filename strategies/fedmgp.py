@@ -9,9 +9,10 @@ v ← β v + Δ, or by Flower's Adam (Reddi et al., *Adaptive federated optimiza
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 from flwr.serverapp.strategy import FedAdam
@@ -51,6 +52,9 @@ from strategies.server.fedavg import applied, sampled
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
 
 logger = logging.getLogger("fedgp")
+
+WATCHED = 0.1
+"""Share of the first learning rate below which a flat objective says nothing: short steps raise it little."""
 
 
 @message()
@@ -196,7 +200,7 @@ def require_enough(plan: Plan, asked: int) -> None:
 def local_rate(plan: Plan, server_round: int) -> float:
     """Learning rate of the local steps, from ``optimizer.learning-rate`` down to ``final-rate`` of it."""
     options, optimizer = plan.options, plan.config.optimizer
-    part = (server_round - 1) / max(plan.config.num_server_rounds - options.final_rounds - 1, 1)
+    part = (server_round - 1) / max(plan.pseudo_rounds - 1, 1)
     rate = optimizer.learning_rate * optimizer.decay ** (server_round - 1)
     return float(rate * options.final_rate ** min(part, 1.0))
 
@@ -306,7 +310,36 @@ def noted(
     return replace(state, reports=reports, record=state.record.after(weights, flat))
 
 
-class FedMGP(SharedLatents[PseudoState]):
+S = TypeVar("S")
+
+
+class PseudoGradients(SharedLatents[S]):
+    """The base of runs of pseudo-gradients: once the objective is flat, their learning rate soon comes to its end."""
+
+    @property
+    def watched_share(self) -> float:
+        """Share of the rounds after which the learning rate has fallen to :data:`WATCHED` of the first."""
+        return min(1.0, math.log(WATCHED) / min(math.log(self.options.final_rate), -1e-9))
+
+    @property
+    def plan(self) -> Plan:
+        """The same, shortened where the objective was flat early."""
+        plan, flat = super().plan, self.course.flat_from
+        if flat is None:
+            return plan
+        return replace(plan, shortened=min(plan.pseudo_rounds, math.ceil(flat / self.watched_share)))
+
+    def watching(self) -> bool:
+        """As long as steps are long enough to raise the objective."""
+        return self.round <= self.watched_share * super().plan.pseudo_rounds
+
+    def converged(self, state: S) -> bool:
+        """Whether the objective was flat before the learning rate had fallen."""
+        del state
+        return self.course.flat_from is not None
+
+
+class FedMGP(PseudoGradients[PseudoState]):
     """Algorithm 2 of the paper, for any likelihood and mini-batches."""
 
     state_class = PseudoState
@@ -323,6 +356,10 @@ class FedMGP(SharedLatents[PseudoState]):
     def one_round(self, state: PseudoState, roster: Roster) -> Asking[tuple[PseudoState, Figures]]:
         """Algorithm 2."""
         return (yield from one_round(state, roster, self.plan))
+
+    def finished(self, state: PseudoState) -> bool:
+        """Whether the objective was flat and the learning rate has come down since."""
+        return self.converged(state) and self.round >= self.plan.pseudo_rounds
 
     def public(self, state: PseudoState) -> NamedArrays:
         """θ."""

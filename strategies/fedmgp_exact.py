@@ -426,6 +426,12 @@ class FedMGPExact(SharedLatents[ExactRun]):
         first = yield from first_state(inducing, 0, roster, self.plan)
         return ExactRun((first,), 0, Record((), {}))
 
+    def watching(self) -> bool:
+        """Once the best start goes on, and units smooth."""
+        starts = self.options.num_starts(self.config)
+        tried = starts * self.options.start_rounds if starts > 1 else 0
+        return self.round > tried and not self.current.state.unsmoothed
+
     def one_round(self, state: ExactRun, roster: Roster) -> Asking[tuple[ExactRun, Figures]]:
         """An exact round."""
         self.sizes |= state.sizes

@@ -36,8 +36,7 @@ from fedgp_flower.methods.fedmgp.trust import semidefinite, sharing
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 from strategies import fedmgp
-from strategies.fedmgp import PseudoState
-from strategies.fedmgp_shared import SharedLatents
+from strategies.fedmgp import PseudoGradients, PseudoState
 from strategies.server.aggregators import Signals, aggregate
 from strategies.server.questions import Asking, Figures, Roster
 
@@ -197,7 +196,7 @@ def natural(state: PseudoState) -> NaturalState:
     return NaturalState(**{**vars(state), "parameters": parameters, "velocity": velocity})
 
 
-class FedMGPNatural(SharedLatents[NaturalState]):
+class FedMGPNatural(PseudoGradients[NaturalState]):
     """Algorithm 2 in natural parameters, for Gaussian noise and mini-batches."""
 
     state_class = NaturalState
@@ -216,6 +215,10 @@ class FedMGPNatural(SharedLatents[NaturalState]):
         after, figures = yield from fedmgp.one_round(state, roster, self.plan)
         assert isinstance(after, NaturalState)
         return after, figures
+
+    def finished(self, state: NaturalState) -> bool:
+        """Whether the objective was flat and the learning rate has come down since."""
+        return self.converged(state) and self.round >= self.plan.pseudo_rounds
 
     def public(self, state: NaturalState) -> NamedArrays:
         """θ."""

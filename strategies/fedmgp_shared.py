@@ -64,6 +64,13 @@ class Plan:
     config: RunConfig
     rows: Mapping[str, int]
     """Training rows of every unit that was ever known."""
+    shortened: int = 0
+    """Rounds of pseudo-gradients, where fewer than planned are enough; 0: as planned."""
+
+    @property
+    def pseudo_rounds(self) -> int:
+        """Rounds of pseudo-gradients, over which their learning rate falls."""
+        return self.shortened or self.config.num_server_rounds - self.options.final_rounds
 
     @property
     def options(self) -> FedMGPOptions:
@@ -290,6 +297,7 @@ class SharedLatents(FederatedStrategy[S]):
 
     method = "fedmgp"
     options_class = FedMGPOptions
+    watched = "objective"
     options: FedMGPOptions
 
     def _set(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None) -> None:

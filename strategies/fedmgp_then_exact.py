@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from fedgp_flower.messages import message
 from strategies import fedmgp
-from strategies.fedmgp import PseudoState
+from strategies.fedmgp import PseudoGradients, PseudoState
 from strategies.fedmgp_exact import ExactRun, round_with, start_state
-from strategies.fedmgp_shared import Plan, SharedLatents
+from strategies.fedmgp_shared import Plan
 from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Figures, Roster
 
@@ -33,8 +33,7 @@ def one_round(state: TwoPhases, roster: Roster, plan: Plan) -> Asking[tuple[TwoP
 
     An exact round also asks every unit that is not in q(u) yet: they are too few to wait.
     """
-    left = plan.config.num_server_rounds - roster.round + 1
-    if state.exact is None and left > plan.options.final_rounds:
+    if state.exact is None and roster.round <= plan.pseudo_rounds:
         pseudo, figures = yield from fedmgp.one_round(state.pseudo, roster, plan)
         return replace(state, pseudo=pseudo), figures
     run = state.exact or exact_from(state.pseudo)
@@ -50,7 +49,7 @@ def exact_from(pseudo: PseudoState) -> ExactRun:
     return ExactRun((replace(first, reported=pseudo.reports),), 0, pseudo.record)
 
 
-class FedMGPThenExact(SharedLatents[TwoPhases]):
+class FedMGPThenExact(PseudoGradients[TwoPhases]):
     """Pseudo-gradients, then exact rounds."""
 
     state_class = TwoPhases
@@ -68,3 +67,7 @@ class FedMGPThenExact(SharedLatents[TwoPhases]):
         """Whichever phase it is."""
         self.sizes |= (state.exact or exact_from(state.pseudo)).sizes
         return (yield from one_round(state, roster, self.plan))
+
+    def finished(self, state: TwoPhases) -> bool:
+        """Whether pseudo-gradients have ended early, and the exact rounds after them as well."""
+        return self.converged(state) and self.round >= self.plan.pseudo_rounds + self.options.final_rounds

@@ -22,6 +22,7 @@ class FGPR(FederatedStrategy[AveragingState]):
     method = "fgpr"
     options_class = FGPROptions
     state_class = AveragingState
+    watched = "objective"
     options: FGPROptions
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:

@@ -66,6 +66,7 @@ class FSGPAveraging(FederatedStrategy[AveragingState]):
     method = "fsgp"
     options_class = FSGPOptions
     state_class = AveragingState
+    watched = "objective"
     options: FSGPOptions
     implied: ClassVar[Mapping[str, Any]] = {"objective": "average"}
 

@@ -248,6 +248,11 @@ class SteppedVI(StructuredVI[SFVIState]):
         summed = yield Total(Confusion, (yield from self.predictive(state, roster)))
         return {} if summed.total is None else {"confusion": summed.total.counts.tolist()}
 
+    def converged(self, state: SFVIState) -> bool:
+        """Whether the bound was flat while the learning rate was constant."""
+        del state
+        return self.course.flat_from is not None
+
     def adopt(self, state: SFVIState, arrays: NamedArrays) -> SFVIState:
         """Other parameters, the same moments."""
         return replace(state, parameters={name.removeprefix("values."): array for name, array in arrays.items()})

@@ -11,6 +11,8 @@ from faults import Fault, FaultyGrid, Recorder, arrays, blamed, each, lost, numb
 from test_fedmgp import UNITS, consistent, exact, keys, nodes, shared, theta, weights
 
 from fedgp_flower.errors import RunError
+from strategies.fedmgp import WATCHED, local_rate
+from strategies.server.course import Course
 
 RULES = ("loss-weighted", "norm-clipped", "median", "trimmed-mean", "krum", "multi-krum", "staleness-weighted")
 
@@ -131,3 +133,20 @@ def test_exact_rounds_after_a_robust_rule_use_agreement(tmp_path: Path, rule: st
     flat = keys(**{f"fedmgp__{name}": value for name, value in changes.items()}, num_server_rounds=4)
     strategy = run(FaultyGrid(flat, nodes(tmp_path)))
     assert bool(exact(strategy).trusted) is trusted
+
+
+@pytest.mark.parametrize("mode", ["natural", "cholesky"])
+def test_a_flat_objective_shortens_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Flat after round 4 of 40: the learning rate falls to the same end by round 8, and exact rounds come then."""
+    exact = {"cholesky": 2, "natural": 0}[mode]
+    own = {"parametrisation": mode, "local_steps": 1, "final_rate": WATCHED**2, "final_rounds": exact}
+    own = {"fedmgp__update": "pseudo-gradient"} | {f"fedmgp__{name}": value for name, value in own.items()}
+    monkeypatch.setattr(Course, "flat", property(lambda own: len(own.values) >= 4))
+    strategy = run(FaultyGrid(keys(**own, num_server_rounds=40 + exact), nodes(tmp_path)))
+    assert strategy.course.flat_from == 4
+    assert (strategy.round, strategy.converged_now()) == (8 + exact, True)
+    first, last = (local_rate(strategy.plan, number) for number in (1, 8))
+    assert last == pytest.approx(WATCHED**2 * first)
+    monkeypatch.setattr(Course, "flat", property(lambda own: False))
+    other = run(FaultyGrid(keys(**own, num_server_rounds=6 + exact), nodes(tmp_path)))
+    assert (other.round, other.converged_now(), len(other.course.values)) == (6 + exact, False, 3)

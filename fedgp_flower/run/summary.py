@@ -252,7 +252,7 @@ def convergence_verdict(metrics: RunMetrics) -> str:
     if math.isfinite(rise):
         more += f", and {exchanges:.0f} more exchanges would raise the bound by about {_short(rise)} nats"
     rising = number(metrics.method_details.get("rise_per_round"))
-    if math.isfinite(rising):
+    if rising > 0:
         return (
             f"Training stopped after {metrics.rounds} rounds, still rising by {_short(rising)} nats a row in a round."
         )

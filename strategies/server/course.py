@@ -64,9 +64,14 @@ class Course:
     values: list[float] = field(default_factory=list)
     flat_from: int | None = None
 
+    @property
+    def flat(self) -> bool:
+        """Whether the latest values are."""
+        line = rise(self.values)
+        return line is not None and line.flat
+
     def add(self, value: float, after: int) -> None:
         """The value after a round."""
         self.values.append(value)
-        line = rise(self.values)
-        if self.flat_from is None and line is not None and line.flat:
+        if self.flat_from is None and self.flat:
             self.flat_from = after

@@ -778,7 +778,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
     def converged(self, state: S) -> bool | None:
         """Whether training had come to its end by itself; None where the method cannot tell."""
         del state
-        return self.course.flat_from is not None if self.watched else None
+        return self.course.flat if self.watched else None
 
     def converged_now(self) -> bool | None:
         """Whether the state at the end is where training ends by itself."""
