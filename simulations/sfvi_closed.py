@@ -30,7 +30,7 @@ from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
-from strategies.sfvi_closed import VARIANCES
+from strategies.sfvi_closed import SHRINKAGE, prior_of
 
 NAME = "sfvi_closed"
 EVALUATIONS = 15
@@ -53,6 +53,12 @@ DIABETES: dict[str, Any] = {
 }
 
 
+def penalty(name: str, away: torch.Tensor) -> torch.Tensor:
+    """−log p of an entry of θ, up to a constant."""
+    scale, power = prior_of(name)
+    return 0.5 * (away / scale).square().sum() + SHRINKAGE * (power > 0) * (power * away).exp().sum()
+
+
 def pooled(folder: Path, sites: int) -> dict[str, float]:
     """Rise of the bound, NLL and RMSE (standardised) where L-BFGS takes all rows from where a run ended."""
     torch.set_num_threads(1)
@@ -62,7 +68,6 @@ def pooled(folder: Path, sites: int) -> dict[str, float]:
     modes = {n: at + 0.5 * math.log(own.width) * n.endswith("lengthscale") for n, at in start.items()}
     model.load_theta({name: torch.tensor(own.arrays[f"theta.{name}"]) for name in model.theta()})
     theta = {name: parameter for name, parameter in model.theta().items() if name != WIDTHS}
-    scales = {name: 2.0 if any(kind in name for kind in VARIANCES) else 1.0 for name in theta}
     units = [ExactDeviation(model, torch.from_numpy(data.x), torch.from_numpy(data.y)) for data in own.encoded]
     q_global = GlobalPosterior.of(own.arrays)
     offsets = torch.stack([unit.mode(q_global)[0] for unit in units]).requires_grad_()
@@ -75,8 +80,8 @@ def pooled(folder: Path, sites: int) -> dict[str, float]:
         sums = summed()
         factor = torch.linalg.cholesky(torch.eye(len(sums.shift)).double() + sums.precision)
         fit = torch.linalg.solve_triangular(factor, sums.shift[:, None], upper=False).square().sum()
-        prior = [((p - modes[n]) / scales[n]).square().sum() for n, p in theta.items()]
-        return sums.constant - factor.diagonal().log().sum() + 0.5 * fit - 0.5 * torch.stack(prior).sum()
+        prior = [penalty(n, p - modes[n]) for n, p in theta.items()]
+        return sums.constant - factor.diagonal().log().sum() + 0.5 * fit - torch.stack(prior).sum()
 
     before = float(bound().detach())
     end = maximise(bound, [*theta.values(), offsets], max_evaluations=EVALUATIONS, tolerance=1e-10)

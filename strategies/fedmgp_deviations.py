@@ -73,7 +73,8 @@ def start_state(inducing: Array) -> DeviationState:
     theta = {f"theta.{name}": own.numpy() for name, own in beginning().items()}
     mode, eta = pack(theta), on_the_wire({}, named(initial_global(len(inducing), scale=1.0, triangular=True)))
     shared = {PSEUDO_INPUTS: inducing}
-    newton = NewtonState({**theta, **eta}, shared, mode, np.full_like(mode, PRIOR_SD), mode, eta)
+    sds, none = np.full_like(mode, PRIOR_SD), np.zeros_like(mode)
+    newton = NewtonState({**theta, **eta}, shared, mode, sds, none, mode, eta)
     return DeviationState(newton, np.ones(len(CUTS)))
 
 

@@ -3,7 +3,10 @@
 At fixed θ the structured posterior of Hassan, Salomone and Mengersen (2023) is known. A site integrates its deviation
 out and sends sums; from their total the server has the bound F, its exact gradient and its Hessian
 (:mod:`fedgp_flower.methods.closed_form`). The server needs totals and no site's summand. Every logarithm of θ has
-a weak normal prior, whose mode is where a run starts and whose standard deviations are the units of a step.
+a weak normal prior, whose mode is where a run starts and whose standard deviations are the units of a step. What sites
+deviate by, the amplitude of k_L and the sds τ of intercepts and slopes, has an exponential prior besides, which
+penalises leaving the model without deviations (Simpson et al., *Penalising model component complexity*, 2017): it
+exceeds its first value with probability .05.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ SETTLING, WIDER = 1.0, 0.05
 USUAL_SITES = 4.0
 """Sites of the initial widths that those of the run are averaged with."""
 VARIANCES = ("outputscale", "variance", "noise")
+SHRINKAGE = math.log(20)
+"""Rate of the prior of a standard deviation of what sites deviate by, over its first value."""
 
 
 @message()
@@ -66,6 +71,8 @@ class NewtonState:
     """Of the prior of θ."""
     scale: Float[ndarray, " T"]
     """Its standard deviations."""
+    powers: Float[ndarray, " T"]
+    """κ of the amplitudes e^(κ(θ − mode)) that have an exponential prior; 0 of what has none."""
     trial: Float[ndarray, " T"]
     asked: Mapping[str, AnyShape]
     """A guess of q(Z_G) there, around which sites find their shapes."""
@@ -134,7 +141,7 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
             sites=summed.sites,
             count=count,
             value=found.value,
-            bound=found.value + half_square(state),
+            bound=found.value - log_prior(state)[0],
             gradient=found.gradient.numpy(),
             hessian=found.hessian.numpy(),
         )
@@ -167,9 +174,20 @@ def widened(state: NewtonState, learned: Bool[ndarray, " W"]) -> NewtonState:
     return replace(state, widths={name: moved}, value=None, promised=math.inf)
 
 
-def half_square(state: NewtonState) -> float:
-    """−log p(θ) at the trial point, up to a constant."""
-    return 0.5 * float((((state.trial - state.mode) / state.scale) ** 2).sum())
+def prior_of(name: str) -> tuple[float, float]:
+    """Standard deviation of a logarithm of θ under its normal prior, and κ of its exponential one."""
+    variance = any(kind in name for kind in VARIANCES)
+    if "site_slope" in name or ("deviation." in name and variance):
+        return 4.0, 0.5 if variance else 1.0
+    return 2.0 if variance else 1.0, 0.0
+
+
+def log_prior(state: NewtonState) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """Log p(θ) at the trial point up to a constant, its first and second derivatives in prior standard deviations."""
+    away, rate = (state.trial - state.mode) / state.scale, state.scale * state.powers
+    shrunk = SHRINKAGE * np.exp(rate * away) * (rate > 0)
+    slope, curvature = -away - rate * shrunk, -1 - rate**2 * shrunk
+    return float(-0.5 * away @ away - shrunk.sum()), torch.from_numpy(slope), torch.from_numpy(curvature)
 
 
 def with_prior(state: NewtonState, total: ExpansionShare) -> Expansion:
@@ -179,12 +197,12 @@ def with_prior(state: NewtonState, total: ExpansionShare) -> Expansion:
         for own in (total.precision, total.shift, total.constant, total.slopes, total.curvature)
     )
     found = expansion(Sums(precision, shift, constant), Slopes.of(flat, len(shift)), curvature)
-    scale, whitened = torch.from_numpy(state.scale), torch.from_numpy((state.trial - state.mode) / state.scale)
+    scale, (value, slope, bend) = torch.from_numpy(state.scale), log_prior(state)
     return replace(
         found,
-        value=found.value - half_square(state),
-        gradient=scale * found.gradient - whitened,
-        hessian=scale[:, None] * found.hessian * scale - torch.eye(len(scale)).to(scale),
+        value=found.value + value,
+        gradient=scale * found.gradient + slope,
+        hessian=scale[:, None] * found.hessian * scale + torch.diag(bend),
     )
 
 
@@ -237,11 +255,19 @@ def beginning(parameters: Mapping[str, ndarray], shared: Mapping[str, ndarray], 
     theta = {name: array for name, array in parameters.items() if name.startswith("theta.")}
     widths = {name: theta.pop(name) for name in [f"theta.{WIDTHS}"] if name in theta}
     theta = {n: own + 0.5 * math.log(num_inputs) * n.endswith("lengthscale") for n, own in theta.items()}
-    scales = {n: np.full(own.shape, 2.0 if any(v in n for v in VARIANCES) else 1.0) for n, own in theta.items()}
+    scales, powers = ({n: np.full(own.shape, prior_of(n)[k]) for n, own in theta.items()} for k in (0, 1))
     prior = initial_global(len(parameters["q.mean"]), scale=1.0, triangular=True)
     mode, eta = pack(theta), on_the_wire({}, named(prior))
     return NewtonState(
-        {**theta, **widths, **eta}, shared, mode, pack(scales), mode, eta, widths, next(iter(widths.values()), None)
+        {**theta, **widths, **eta},
+        shared,
+        mode,
+        pack(scales),
+        pack(powers),
+        mode,
+        eta,
+        widths,
+        next(iter(widths.values()), None),
     )
 
 

@@ -102,7 +102,10 @@ def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum() -> None:
     assert state.bound == pytest.approx(float(value.detach()), abs=1e-8)
     leaves = [own for _, own in sorted(model.theta().items())]
     slopes = torch.cat([own.flatten() for own in torch.autograd.grad(value, leaves)]).numpy()
-    prior = (np.concatenate([own.detach().numpy().ravel() for own in leaves]) - state.mode) / state.scale**2
+    away = np.concatenate([own.detach().numpy().ravel() for own in leaves]) - state.mode
+    size = {"deviation.log_outputscale": 0.5, "log_site_slope": 1.0}  # of e^(θ/2) and e^θ: P(sd > its first) = .05
+    power = np.concatenate([np.full(own.numel(), size.get(n, 0.0)) for n, own in sorted(model.theta().items())])
+    prior = away / state.scale**2 + np.log(20) * power * np.exp(power * away)
     assert slopes == pytest.approx(prior, abs=1e-5)  # of F and of the log prior, which are equal at the optimum
     assert state.rise < 1e-6
     curved, h = [], 1e-4
@@ -138,7 +141,7 @@ def test_widths_rest_where_those_of_em_do() -> None:
 def test_a_run_converges_and_says_so(three: list[dict[str, Any]]) -> None:
     recorder = Recorder()
     strategy = run(FaultyGrid(tiny(), three), recorder)
-    assert strategy.round < 15
+    assert strategy.round < 20
     assert strategy.outcome.metrics["converged"]
     details = strategy.outcome.metrics["method_details"]
     assert details["promised_rise"] < 0.1
@@ -175,9 +178,9 @@ def test_a_site_that_never_answers_is_left_out(three: list[dict[str, Any]]) -> N
     assert strategy.converged_now()
 
 
-@pytest.mark.parametrize(("width", "moved"), [(0.0, 0.1), (0.5, 0.3)], ids=["one shape", "own shapes"])
+@pytest.mark.parametrize(("width", "moved"), [(0.0, 1.0), (0.5, 0.35)], ids=["one shape", "own shapes"])
 def test_a_site_whose_target_is_constant_does_not_break_the_others(tmp_path: Path, width: float, moved: float) -> None:
-    """They score nearly as they would without it; a third site of such a shape widens what shapes may be."""
+    """They lose a third of a nat at most, or one where all sites have one shape: it changes the scale of deviations."""
     shapes = {"sfvi__site_amplitude": width, "sfvi__site_lengthscale": 0.6 * width}
     tables = {site: waves(30, seed) for seed, site in enumerate("abc")}
     flat = tables["c"].assign(y=tables["c"]["y"].mean() + 1e-6 * tables["c"]["y"])

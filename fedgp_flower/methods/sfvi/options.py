@@ -128,9 +128,10 @@ class SFVIOptions(MethodOptions):
     site_lengthscale: NonNegative = 0.3
     """``closed-form``: the same of the log lengthscale of its deviation."""
     site_slope: Positive = 0.3
-    """``gp``: initial standard deviation of a site's intercept and slopes."""
+    """``gp``: initial standard deviation of a site's intercept and slopes; ``closed-form`` exceeds it with prior
+    probability .05."""
     deviation: Positive = 0.3
-    """``gp``: initial prior variance of a site's deviation, relative to ``model.outputscale``."""
+    """``gp``: initial prior variance of a site's deviation, relative to ``model.outputscale``; likewise."""
 
     unit_column: str = ""
     """``logistic-mixed``, ``glmm``: numeric feature whose value names the unit that shares random effects."""
