@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -14,6 +16,7 @@ import pytest
 from fedgp_flower import cli
 from fedgp_flower.data.catalogue import BUILTINS
 from fedgp_flower.errors import RunError
+from fedgp_flower.run.artefacts import Held
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.run.user_config import parse_assignments
@@ -153,6 +156,20 @@ def test_a_run_never_overwrites_another(fedgp, shared):
     assert code == 1
     assert "exists; choose another `name`, or set `resume`" in one_line(err)
     assert (shared / "metrics.json").read_bytes() == before
+
+
+def test_a_second_process_is_told_who_writes_until_that_one_dies(fedgp, tmp_path):
+    words = ["run", "--sites", "2", *TINY, f"output-dir={tmp_path}", "name=long", "num-server-rounds=100000"]
+    command = [sys.executable, "-m", "fedgp_flower.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+        while not (tmp_path / "long" / "checkpoint").exists():
+            assert first.poll() is None
+            time.sleep(0.05)
+        code, _, err = fedgp(*words, "resume=true")
+        first.kill()
+    assert code == 1
+    assert f"is being written by process {first.pid} on " in err
+    Held(tmp_path / "long")
 
 
 def test_a_run_goes_on_from_its_last_round(fedgp, tmp_path):
