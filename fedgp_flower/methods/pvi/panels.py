@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from fedgp_flower.methods.pvi.saved import names_of
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import RunData
-from fedgp_flower.run.figures import DPI, FEDERATED, Z95
+from fedgp_flower.run.figures import DPI, FEDERATED, Z95, label_text
 from fedgp_flower.run.files import read_json
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import cell, number, show, title_of
@@ -37,7 +39,7 @@ def panels(run: RunData) -> list[Panel]:
     sections: list[Panel] = []
     if "hyper.mean" in arrays:  # else Z and β are those that sums agreed on
         section = ModelSection.model_validate({n: run.posterior.model[n] for n in ("kernel", "ard", "likelihood")})
-        figure = hyperparameters(arrays, names_of(section, arrays["inducing.first"].shape[1]))
+        figure = hyperparameters(arrays, called(names_of(section, len(run.posterior.inputs)), run.posterior.inputs))
         sections.append(Panel("Posterior of the hyperparameters", figure, _hyper_caption(details)))
     if "inducing.first" in arrays and arrays["inducing.first"].shape[1] <= 2:
         names = [str(column["name"]) for column in run.posterior.schema["features"]]
@@ -62,6 +64,12 @@ def panels(run: RunData) -> list[Panel]:
     return sections
 
 
+def called(names: Sequence[str], inputs: Sequence[str]) -> list[str]:
+    """Names of the entries of β, lengthscales by the name of their input instead of its number."""
+    parts = [re.fullmatch(r"(.*lengthscale) (\d+)", name) for name in names]
+    return [f"{p[1]} of {inputs[int(p[2]) - 1]}" if p else name for name, p in zip(names, parts, strict=True)]
+
+
 def hyperparameters(arrays: NamedArrays, names: Sequence[str]) -> Figure:
     """Log-normal 95 % intervals of every hyperparameter."""
     mean = np.asarray(arrays["hyper.mean"])
@@ -71,7 +79,11 @@ def hyperparameters(arrays: NamedArrays, names: Sequence[str]) -> Figure:
     rows = np.arange(len(mean))[::-1]
     axes.hlines(rows, np.exp(mean - Z95 * scale), np.exp(mean + Z95 * scale), color=FEDERATED, linewidth=2)
     axes.plot(np.exp(mean), rows, "o", color=FEDERATED, markersize=4)
-    axes.set(xscale="log", xlabel="value in standardised units", yticks=rows, yticklabels=names)
+    labels = [label_text(name) for name in names]
+    axes.set(xscale="log", xlabel="value in standardised units", yticks=rows, yticklabels=labels)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
     return figure
 
 
