@@ -44,7 +44,7 @@ LINES = (
     "the paper does not say how many local steps its 20 rounds of SFVI-Avg have, here 25. 90 % of the images of a",
     "site, held-out ones too, are of one digit, so that a site which always says that digit is right for 90 %. q is",
     "diagonal, one draw a gradient, Adam at 0.01 (SFVI 0.02), initial standard deviations 0.1, chosen on training",
-    "images alone (a third of them held out, seed 0), as were rate and batches of FedAvg. Local-only: the same model",
+    "images alone, some of them held out, as were rate and batches of FedAvg. Local-only: the same model",
     "of a site's rows alone, as many steps as SFVI; pooled: the same model with one site that has all rows, and so",
     "without a personal part. FedAvg: Flower's own, of a plain network with the same layers, and with heads that stay",
     "at their sites (FedPer). Accuracy is the mean over sites of held-out images, in brackets its standard deviation",
@@ -201,7 +201,8 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--sites", nargs="+", type=int, default=[10, 50])
     asked = parser.parse_args()
-    command, rows = f"python simulations/{NAME}.py --seeds {' '.join(map(str, asked.seeds))}", []
+    words = f"--seeds {' '.join(map(str, asked.seeds))} --sites {' '.join(map(str, asked.sites))}"
+    command, rows = f"python simulations/{NAME}.py {words}", []
     for seed in asked.seeds:
         for sites in asked.sites:
             path = table_of(asked.data_dir, sites, seed)
