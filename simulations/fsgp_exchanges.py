@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument("--splits", type=int, nargs="*", default=[2, 3, 4])
     parser.add_argument("--few", type=int, default=1, help="splits of the large sets; protein has one")
     parser.add_argument("--capped", type=int, default=2, help="splits of the small sets on which capped runs are made")
+    parser.add_argument("--page", default=NAME, help="name of the page")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -172,10 +173,10 @@ def main() -> None:
         frame = pd.DataFrame(rows)
         frame["order"] = frame["data"].map([*SMALL, *LARGE].index)
         how = f"--splits {' '.join(map(str, chosen.splits))} --few {chosen.few} --capped {chosen.capped}"
-        how += f" --sets {' '.join(chosen.sets)}"
+        how += f" --sets {' '.join(chosen.sets)} --page {chosen.page}"
         made = f"Made by `python simulations/fsgp_exchanges.py --data-dir DIR {how}`."
         write_table(
-            RESULTS / f"{NAME}.md", "FSGP in twenty exchanges", [made, *LINES], table(frame.sort_values("order"))
+            RESULTS / f"{chosen.page}.md", "FSGP in twenty exchanges", [made, *LINES], table(frame.sort_values("order"))
         )
 
 

@@ -3,7 +3,7 @@
     python simulations/pvi_sums.py --data-dir DIR [--sets energy yacht] [--splits 0 1 2] [--variants sums capped]
 
 Pooled fits are those of ``fsgp_exchanges.py``. Runs that are complete are not repeated. The page goes to
-``simulations/results/``, written anew after every case.
+``simulations/results/``, written anew after every case; its rows of other sets stay.
 """
 
 from __future__ import annotations
@@ -150,13 +150,24 @@ def main() -> None:
         for data in chosen.sets:
             rows.append(case(data, split, chosen))
             print(json.dumps(rows[-1]), flush=True)
-            frame = pd.DataFrame(rows)
-            frame["order"] = frame["data"].map([*SMALL, *LARGE].index)
-            how = f"--sets {' '.join(chosen.sets)} --splits {' '.join(map(str, chosen.splits))}"
-            how += f" --variants {' '.join(chosen.variants)}"
-            lines = [f"Made by `python simulations/pvi_sums.py --data-dir DIR {how}`.", *LINES]
-            found = table(frame.sort_values("order"), chosen.variants)
-            write_table(RESULTS / f"{NAME}.md", "PVI with Z and β from sums", lines, found)
+            write(rows, chosen)
+
+
+def write(rows: list[dict[str, Any]], chosen: argparse.Namespace) -> None:
+    """The page; its rows of sets that are not asked for stay."""
+    page, how = RESULTS / f"{NAME}.md", f"--sets {' '.join(chosen.sets)} --splits {' '.join(map(str, chosen.splits))}"
+    how += f" --variants {' '.join(chosen.variants)}"
+    lines = [
+        f"Made by `python simulations/pvi_sums.py --data-dir DIR`, some sets at a time (here last `{how}`).",
+        *LINES,
+    ]
+    found = table(pd.DataFrame(rows), chosen.variants)
+    cells = [line for line in page.read_text().splitlines() if line.startswith("| ")] if page.exists() else []
+    head, *earlier = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in cells] or [list(found)]
+    kept = [row for row in earlier if head == list(found) and row[0] not in {"---", *found["set"]}]
+    both = pd.concat([found, pd.DataFrame(kept, columns=list(found))], ignore_index=True)
+    order = both["set"].map([*SMALL, *LARGE].index).argsort()
+    write_table(page, "PVI with Z and β from sums", [made, *LINES], both.iloc[order])
 
 
 if __name__ == "__main__":

@@ -136,9 +136,11 @@ def complete(flower: Flower, project: Path, config: Mapping[str, Any]) -> None:
 def trips_of_ours(flower: Flower, project: Path, config: Mapping[str, Any]) -> tuple[float, int]:
     """Seconds of an exchange after the first round, and exchanges of the whole run."""
     complete(flower, project, config)
-    history = pd.read_csv(Path(str(config["output-dir"])) / str(config["name"]) / "history.csv")
+    run = Path(str(config["output-dir"])) / str(config["name"])
+    history = pd.read_csv(run / "history.csv")
     exchanges = history["exchanges"].diff().iloc[1:]
-    return float((history["seconds"].iloc[1:] / exchanges).median()), int(history["exchanges"].iloc[-1])
+    whole = json.loads((run / "metrics.json").read_text())["exchanges"]  # one more: scores after the last round
+    return float((history["seconds"].iloc[1:] / exchanges).median()), int(whole)
 
 
 def trips_of_empty(flower: Flower, project: Path, scratch: Path, count: int) -> tuple[float, int]:
@@ -172,7 +174,7 @@ def measured(folder: Path, sites: int, rounds: int, repeats: int) -> list[dict[s
                 if name == "ours":
                     seconds, trips = trips_of_ours(flower, app, flat | {"name": f"run-{repeat}"})
                 else:
-                    seconds, trips = trips_of_empty(flower, empty, folder / "seconds.json", 2 * rounds + 1)
+                    seconds, trips = trips_of_empty(flower, empty, folder / "seconds.json", 2 * rounds + 3)
                 spent = (node_seconds(processes) - before) / (trips * sites)
                 found.append({"app": name, "s a trip": seconds, "processor s a message": spent, "trips": str(trips)})
                 print(found[-1], flush=True)
