@@ -157,10 +157,7 @@ def write(rows: list[dict[str, Any]], chosen: argparse.Namespace) -> None:
     """The page; its rows of sets that are not asked for stay."""
     page, how = RESULTS / f"{NAME}.md", f"--sets {' '.join(chosen.sets)} --splits {' '.join(map(str, chosen.splits))}"
     how += f" --variants {' '.join(chosen.variants)}"
-    lines = [
-        f"Made by `python simulations/pvi_sums.py --data-dir DIR`, some sets at a time (here last `{how}`).",
-        *LINES,
-    ]
+    made = f"Made by `python simulations/pvi_sums.py --data-dir DIR`, some sets at a time, here last `{how}`."
     found = table(pd.DataFrame(rows), chosen.variants)
     cells = [line for line in page.read_text().splitlines() if line.startswith("| ")] if page.exists() else []
     head, *earlier = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in cells] or [list(found)]
