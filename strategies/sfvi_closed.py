@@ -55,6 +55,7 @@ SETTLING, WIDER = 1.0, 0.05
 """Widths of shapes are learned where a step promises less than so many nats, and if some logarithm moves by so much."""
 USUAL_SITES = 4.0
 """Sites of the initial widths that those of the run are averaged with."""
+HOW = f"{CURVATURE}; straight lines have terms of their own and do not count here"
 VARIANCES = ("outputscale", "variance", "noise")
 SHRINKAGE = math.log(20)
 """Rate of the prior of a standard deviation of what sites deviate by, over its first value."""
@@ -309,7 +310,7 @@ class SFVIClosedForm(StructuredVI[NewtonState]):
         if state.bound is None:
             return facts
         widths = {name: np.exp(own).tolist() for name, own in state.widths.items()}
-        facts["relevance"] = lengthscale_facts(state.theta, unpack(deviations(state), state.theta), CURVATURE)
+        facts["relevance"] = lengthscale_facts(state.theta, unpack(deviations(state), state.theta), HOW)
         return facts | {"bound": state.bound, "promised_rise": state.rise, "widths": widths}
 
     def converged(self, state: NewtonState) -> bool:

@@ -14,6 +14,7 @@ from scipy.special import ndtr, ndtri
 from fedgp_flower.data.standardisation import Column, Preparation
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.to_gpytorch import MixturePosterior, mixture
+from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.predict import Exportable, Predictor
 from fedgp_flower.typing import Array
 
@@ -58,6 +59,12 @@ def effects(posterior: Predictor) -> list[Effect]:
     return found[:MOST]
 
 
+def ranges_of(run: RunData) -> dict[str, tuple[float, float]]:
+    """By column of numbers, between which standardised values about 95 % of the rows lie, where it is known."""
+    told = run.metrics.data.get("columns", ())
+    return {own["name"]: (own["range"][0], own["range"][1]) for own in told if "range" in own}
+
+
 def _along(posterior: Predictor) -> Iterator[Effect]:
     try:
         model = mixture(posterior.draws())
@@ -67,8 +74,7 @@ def _along(posterior: Predictor) -> Iterator[Effect]:
         return
     agreed = posterior.preparation
     points = model.variational_strategy.inducing_points.detach().numpy()
-    told = posterior.run.metrics.data.get("columns", ())
-    ranges = {own["name"]: own["range"] for own in told if "range" in own}
+    ranges = ranges_of(posterior.run)
     lowest, highest = points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)
     for name, inputs, column in _moved(agreed):
         mean, scale = agreed.input_mean[inputs], agreed.input_scale[inputs]

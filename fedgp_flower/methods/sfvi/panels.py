@@ -15,6 +15,7 @@ from fedgp_flower.data.standardisation import Column
 from fedgp_flower.methods.sfvi.options import MODELS
 from fedgp_flower.methods.sfvi.posterior import saved_model
 from fedgp_flower.run.artefacts import Posterior, RunData
+from fedgp_flower.run.effects import ranges_of
 from fedgp_flower.run.figures import BAND, DPI, FEDERATED, LOCAL, Z95, Predictor, confusion
 from fedgp_flower.run.predict import Predictor as SavedPredictor
 from fedgp_flower.run.report import Panel, html_table
@@ -25,7 +26,7 @@ MOST_INPUTS = 6
 MOST_SITES = 60
 MOST_NAMES = 8
 REACH = 2.5
-"""How far along an input, in its standard deviations."""
+"""How far along an input, in its standard deviations, where no histogram told between which values rows lie."""
 
 
 def panels(run: RunData) -> list[Panel]:
@@ -33,7 +34,7 @@ def panels(run: RunData) -> list[Panel]:
     if run.posterior is None:
         return []
     predictor = trend_predictor(run)
-    sections = [] if predictor is None else _trend_panels(run.posterior, predictor)
+    sections = [] if predictor is None else _trend_panels(run.posterior, predictor, ranges_of(run))
     if body := effects(run.posterior):
         caption = (
             "Median and 95 % interval under q, for standardised inputs and target, on the scale where effects add."
@@ -106,15 +107,18 @@ def scale_of(posterior: Posterior) -> str:
     return f"{'probit' if posterior.model['structure']['model'] == 'gp' else 'logit'} of {target}"
 
 
-def _trend_panels(posterior: Posterior, predictor: Predictor) -> list[Panel]:
+def _trend_panels(posterior: Posterior, predictor: Predictor, ranges: Mapping[str, tuple[float, float]]) -> list[Panel]:
     names = [(c.kind, name) for c in map(Column.from_json, posterior.schema["features"]) for name in c.names]
     aside = posterior.model["structure"]["unit-column"]
     numeric = [i for i, (kind, name) in enumerate(names) if kind == "numeric" and name != aside]
     if not numeric:
         return []
     mean, scale = (np.asarray(posterior.arrays[f"input.{name}"], dtype=float) for name in ("mean", "scale"))
-    lines = {i: along(predictor, mean, scale, i) for i in numeric}
-    chosen = sorted(sorted(numeric, key=lambda i: -float(np.ptp(lines[i]["centre"])))[:MOST_INPUTS])
+    moved = {i: ranges.get(names[i][1], (-REACH, REACH)) for i in numeric}
+    lines = {i: along(predictor, mean, scale, i, ends) for i, ends in moved.items() if ends[0] < ends[1]}
+    if not lines:
+        return []
+    chosen = sorted(sorted(lines, key=lambda i: -float(np.ptp(lines[i]["centre"])))[:MOST_INPUTS])
     which = "" if len(chosen) == len(numeric) else f" Shown are the {len(chosen)} inputs along which it changes most."
     of = "an observation" if posterior.likelihood == "gaussian" else "what an observation depends on"
     caption = (
@@ -125,9 +129,11 @@ def _trend_panels(posterior: Posterior, predictor: Predictor) -> list[Panel]:
     return [Panel("A new site", trend({names[i][1]: lines[i] for i in chosen}, scale_of(posterior)), caption)]
 
 
-def along(predictor: Predictor, mean: Array, scale: Array, index: int) -> pd.DataFrame:
-    """Prediction along one input, the others at their mean: ``x``, ``centre``, ``sd``."""
-    steps = np.linspace(-REACH, REACH, 120)
+def along(
+    predictor: Predictor, mean: Array, scale: Array, index: int, ends: tuple[float, float] = (-REACH, REACH)
+) -> pd.DataFrame:
+    """Prediction along one input between two standardised values, others at their mean: ``x``, ``centre``, ``sd``."""
+    steps = np.linspace(*ends, 120)
     x = np.tile(mean, (len(steps), 1))
     x[:, index] += steps * scale[index]
     centre, sd = predictor(x)
