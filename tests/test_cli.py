@@ -158,6 +158,13 @@ def test_a_run_never_overwrites_another(fedgp, shared):
     assert (shared / "metrics.json").read_bytes() == before
 
 
+def test_a_run_of_no_rounds_predicts_from_the_start(fedgp, tmp_path):
+    code, _, err = fedgp("run", "--sites", 2, *TINY, f"output-dir={tmp_path}", "name=none", "num-server-rounds=0")
+    assert (code, err.count("error")) == (0, 0)
+    assert pd.read_csv(tmp_path / "none" / "history.csv").empty
+    assert (tmp_path / "none" / "report.html").exists()
+
+
 def test_a_second_process_is_told_who_writes_until_that_one_dies(fedgp, tmp_path):
     words = ["run", "--sites", "2", *TINY, f"output-dir={tmp_path}", "name=long", "num-server-rounds=100000"]
     command = [sys.executable, "-m", "fedgp_flower.cli", *words]

@@ -170,6 +170,8 @@ def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie:
     [
         (numbers(num_examples=10**6), "claims 1000000 rows"),
         (each(lambda array: array * np.nan), "not finite"),
+        (each(lambda array: array * 1e3), "local steps move nothing by more than"),
+        (each(lambda array: array * 0 + 1e300), "local steps move nothing by more than"),
         (lost, "no reply"),
         (texts(site="2"), "from another"),
     ],

@@ -249,7 +249,9 @@ class RunFolder:
         self._write_history()
 
     def write_metrics(self, metrics: RunMetrics) -> None:
-        """Write ``metrics.json``, the mark of a finished run."""
+        """Write ``metrics.json``, the mark of a finished run; the history of a run without a round has none."""
+        if not self._history:
+            self._write_history()
         write_json(self.path / "metrics.json", asdict(metrics))
 
     def write_posterior(self, posterior: Posterior) -> None:
