@@ -491,7 +491,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         if not self.options.intervals:
             return {}
         values = self.last[0].values
-        spread = yield from known_lengthscales(values, roster.everyone, self.config.model)
+        spread = yield from known_lengthscales(values, roster.sites, self.config.model)
         return {"relevance": lengthscale_facts(values, spread, CURVATURE)}
 
     def posterior_of(self, state: ProfiledState) -> Posterior:
