@@ -17,7 +17,7 @@ Theory of operation::
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -100,6 +100,17 @@ class Roster:
         return tuple(self.rows)
 
 
+def answered_by(asking: Asking[S], answer: Callable[[Question], Any]) -> S:
+    """Run a computation to its end, with a function that answers what it asks."""
+    reply: Any = None
+    while True:
+        try:
+            question = asking.send(reply)
+        except StopIteration as done:
+            return done.value
+        reply = answer(question)
+
+
 def drive(asking: Asking[S], sites: Mapping[str, Any]) -> S:
     """Run a computation against sites that are plain objects: for tests, notebooks and proofs.
 
@@ -107,15 +118,13 @@ def drive(asking: Asking[S], sites: Mapping[str, Any]) -> S:
     and returns the answer.
     """
     outstanding: list[tuple[str, Any]] = []
-    reply: Any = None
-    while True:
-        try:
-            question = asking.send(reply)
-        except StopIteration as done:
-            return done.value
+
+    def answer(question: Question) -> Any:
         if isinstance(question, Refuse):
             raise AssertionError(f"site {question.site} was refused: {question.reason}")
-        reply = _answered(question, sites, outstanding)
+        return _answered(question, sites, outstanding)
+
+    return answered_by(asking, answer)
 
 
 def _answered(question: Question, sites: Mapping[str, Any], outstanding: list[tuple[str, Any]]) -> Any:

@@ -16,10 +16,9 @@ from fedgp_flower.methods.messages import Nothing, Shape
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.inducing import initial_inducing_points
-from strategies.server.questions import Asking, Each, Refuse, Roster, Summed, Total
+from strategies.server.questions import Asking, Each, Question, Refuse, Roster, Summed, Total
 
 A = TypeVar("A")
-S = TypeVar("S")
 
 
 def shapes_of_inputs(roster: Roster) -> Asking[Mapping[str, Shape]]:
@@ -39,22 +38,13 @@ def shapes_of_inputs(roster: Roster) -> Asking[Mapping[str, Shape]]:
     return answers
 
 
-def noting_ranges(asking: Asking[S], columns: Sequence[dict[str, Any]]) -> Asking[S]:
-    """A computation as it is; where it asks for shapes, ``range`` of each column of numbers is noted, standardised."""
-    reply: Any = None
-    while True:
-        try:
-            question = asking.send(reply)
-        except StopIteration as done:
-            return done.value
-        reply = yield question
-        if isinstance(question, Each | Total) and question.answer is Shape:
-            shapes = [reply.total] if isinstance(reply, Summed) else reply.values()
-            counts = [own.histogram for own in shapes if own and own.histogram.shape[1] == len(INPUT_EDGES) - 1]
-            _note(columns, np.sum(counts, axis=0) if counts else np.empty((0, 0)))
-
-
-def _note(columns: Sequence[dict[str, Any]], counts: Array) -> None:
+def note_ranges(question: Question, reply: Any, columns: Sequence[dict[str, Any]]) -> None:
+    """Where a question was for shapes, note ``range`` of each column of numbers, standardised, from its answer."""
+    if not isinstance(question, Each | Total) or question.answer is not Shape:
+        return
+    shapes = [reply.total] if isinstance(reply, Summed) else reply.values()
+    sent = [own.histogram for own in shapes if own and own.histogram.shape[1] == len(INPUT_EDGES) - 1]
+    counts = np.sum(sent, axis=0) if sent else np.empty((0, 0))
     starts = np.cumsum([0, *(column["inputs"] for column in columns)])
     for start, column in zip(starts, columns, strict=False):
         if column["kind"] == "number" and start < len(counts):

@@ -43,8 +43,19 @@ from strategies.server.finalise import Posterior
 from strategies.server.keywords import configured, documented, signature
 from strategies.server.masking import MEMBERS, TRUST, MaskedContract, Masking
 from strategies.server.network import Expected, Network, echo_of, pause_after
-from strategies.server.questions import Asking, Each, Figures, First, Question, Refuse, Roster, Summed, Total
-from strategies.server.shapes import noting_ranges
+from strategies.server.questions import (
+    Asking,
+    Each,
+    Figures,
+    First,
+    Question,
+    Refuse,
+    Roster,
+    Summed,
+    Total,
+    answered_by,
+)
+from strategies.server.shapes import note_ranges
 from strategies.server.wire import Answer, Specs, Texts, answers, claimed_site
 
 logger = logging.getLogger("fedgp")
@@ -399,7 +410,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         while True:
             try:
                 self._agreed(self.adjusted(self._transformed(preparation)))
-                self.current = self.ask_through(noting_ranges(self.initialise(self.roster()), self.preparation.columns))
+                self.current = answered_by(self.initialise(self.roster()), self._ask_noting_ranges)
             except ContradictionError as contradiction:
                 self.agree_without(contradiction.sites)
                 preparation = self.enrolment.preparation
@@ -520,13 +531,12 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
 
     def ask_through(self, asking: Asking[Any]) -> Any:
         """Run a computation outside of a round, such as the first state or what a site needs to predict."""
-        reply: Any = None
-        while True:
-            try:
-                question = asking.send(reply)
-            except StopIteration as done:
-                return done.value
-            reply = self._ask(question)
+        return answered_by(asking, self._ask)
+
+    def _ask_noting_ranges(self, question: Question) -> Any:
+        reply = self._ask(question)
+        note_ranges(question, reply, self.preparation.columns)
+        return reply
 
     def _ask(self, question: Question) -> Any:
         if isinstance(question, Refuse):
