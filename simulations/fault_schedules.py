@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from ledger import command_line, done
+from ledger import command_line, done, versions
 from schedules import METHODS, Schedule, drawn, ended
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -137,7 +137,7 @@ def page(found: dict[str, dict[str, Any]]) -> Iterator[str]:
         "",
     )
     yield from schedules_of([own for own in found.values() if "words" in own])
-    yield f"{sum(own['seconds'] for own in found.values()):.0f} s of one core."
+    yield f"{sum(own['seconds'] for own in found.values()):.0f} s of one core. {versions(found.values())}"
 
 
 def schedules_of(runs: list[dict[str, Any]]) -> Iterator[str]:

@@ -26,7 +26,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from ledger import command_line, done
+from ledger import command_line, done, versions
 from schedules import METHODS, keys_of
 
 from fedgp_flower.deploy.launch import simulate
@@ -193,6 +193,7 @@ def page(found: dict[str, dict[str, Any]]) -> Iterator[str]:
             said = f"{own['sites']} sites, {own['failures']} failures, test NLL {own['nll']:.3f}, {own['wall']:.0f} s"
             said += f" of a machine with {psutil.cpu_count()} cores; the SuperLink, Ray and the sites took up to"
             yield f"{what.split(' | ')[1]}: {said} {max(own['memory']):.0f} MiB together."
+    yield from ("", versions(found.values()))
 
 
 if __name__ == "__main__":
