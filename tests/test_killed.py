@@ -7,17 +7,18 @@ test-long` all of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from faults import Fault, FaultyGrid, Recorder, lost, run
+from faults import Fault, FaultyGrid, Recorder, crashed, lost, run
 from flwr.app import Message, RecordDict
 from schedules import METHODS, keys_of
 
 from fedgp_flower.messages import encode
+from strategies.server import enrolment
 
 REPEAT = {"round.incomplete": "repeat"}
 ASYNCHRONOUS = ("pvi asynchronous", "pvi sums, asynchronous")
@@ -139,6 +140,36 @@ def test_a_round_that_a_site_missed_is_repeated_where_it_is_to_be(method: str, p
     flat = keys(method) | REPEAT
     rough = run(FaultyGrid(flat, 2, Fault("1", lost, (phase,), range(2, 3), times=1)))
     assert len(rough.network.failures) == 1
+    require_same(rough, run(FaultyGrid(keys(method), 2)))
+
+
+class OutageGrid(FaultyGrid):
+    """The way to a site is cut for ``seconds``: it is not listed, and what it is asked fails at once."""
+
+    def __init__(self, flat: Mapping[str, Any], seconds: float) -> None:
+        super().__init__(flat, 2)
+        self.cut, self.seconds, self.over = self.node_of("1"), seconds, -1.0
+
+    def away(self) -> bool:
+        return enrolment.time.monotonic() < self.over
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node for node in super().get_node_ids() if node != self.cut or not self.away()]
+
+    def arrival(self, message: Message) -> Message | None:
+        reply = super().arrival(message)
+        visit = self.visits[-1]
+        if self.over < 0 and (visit.site, visit.round) == ("1", 2):
+            self.over = enrolment.time.monotonic() + self.seconds
+        return crashed(reply) if reply is not None and visit.site == "1" and self.away() else reply
+
+
+@pytest.mark.parametrize("method", ["fsgp exact", "pvi", "fedmgp natural"])
+def test_a_round_is_repeated_when_the_site_is_there_again(method: str) -> None:
+    """Questions to a site that is away fail at once: three of them would leave it out for good."""
+    grid = OutageGrid(keys(method) | REPEAT, seconds=4.0)
+    rough = run(grid)
+    assert [failure.site for failure in rough.network.failures] == ["1"]
     require_same(rough, run(FaultyGrid(keys(method), 2)))
 
 

@@ -17,7 +17,7 @@ from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.overview import described
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.network import Failure, Network
+from strategies.server.network import Failure, Network, pause_after
 from strategies.server.questions import Asking, Summed, Total
 from strategies.server.standardisation import SiteDescription, agree, encoded_sums, squares_about, summed_arrays
 from strategies.server.wire import Answer
@@ -344,6 +344,22 @@ def greet(network: Network, preparation: Preparation) -> None:
     """Hear nodes that are new since the last round: a site that restarted, or one that joins late."""
     if set(network.grid.get_node_ids()) - network.heard:
         _welcome(network, preparation, _introduced(network))
+
+
+def reunite(network: Network, preparation: Preparation, sites: Iterable[str]) -> None:
+    """Wait until sites that missed a round are there again, at most the timeout.
+
+    A question to a node that is offline fails at once. A site that restarted may have another node: it is heard here.
+    """
+    begun, missing = time.monotonic(), set(sites)
+    while True:
+        greet(network, preparation)
+        online = set(network.grid.get_node_ids())
+        missing -= {site for site in missing if network.nodes.get(site) in online}
+        waited = time.monotonic() - begun
+        if not missing or waited > network.timeout:
+            return
+        time.sleep(pause_after(waited))
 
 
 def _welcome(network: Network, preparation: Preparation, described: Mapping[str, Answer]) -> None:

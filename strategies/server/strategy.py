@@ -340,10 +340,11 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
             retries = self.question.retries if isinstance(self.question, Each | Total) else 0
             replies = self.network.exchange(messages, self.contract, retries=retries) if messages else []
             _, metrics = self.aggregate_train(number, replies)
-            if not self._is_to_be_repeated(failed, missed):
+            again = self._to_be_awaited(failed, missed)
+            if not again:
                 break
             self.current = before
-            enrolment.greet(self.network, self.preparation)
+            enrolment.reunite(self.network, self.preparation, again)
         figures = {} if metrics is None else {name: float(np.mean(value)) for name, value in metrics.items()}
         self.merged |= bool(figures)
         if self.watched in figures and self.watching():
@@ -351,16 +352,16 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         self.result.train_metrics_clientapp[number] = MetricRecord(dict(figures))
         self.complete_round(figures)
 
-    def _is_to_be_repeated(self, failed: int, missed: Counter[str]) -> bool:
-        """Whether a site that still takes part failed in a round that is to have them all, and not too often in it."""
+    def _to_be_awaited(self, failed: int, missed: Counter[str]) -> list[str]:
+        """Sites that still take part and failed in a round that is to have them all, and not too often in it."""
         if self.config.round.incomplete == "accept" or self.outstanding:
-            return False
+            return []
         now = {failure.site for failure in self.network.failures[failed:]} & set(self.network.healthy())
         missed.update(now)
         again = sorted(site for site in now if missed[site] < self.config.max_failures)
         if again:
             logger.warning("round %d is repeated: %s missed it", self.round, ", ".join(again))
-        return bool(again)
+        return again
 
     def _evaluate_at_server(self, evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None) -> None:
         if evaluate_fn is not None:
