@@ -11,6 +11,7 @@ import argparse
 import gzip
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,21 +147,30 @@ def loss(module: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
     return nn.functional.cross_entropy(module(rows[0]), rows[1])
 
 
-def averaged(path: Path, sites: int, seed: int) -> list[dict[str, Any]]:
-    """Flower's FedAvg of the whole network, and of all but the last layer."""
-    kept = RUNS / NAME / f"fedavg-{sites}-{seed}.json"
+WAYS: dict[str, Callable[[str], bool]] = {
+    "FedAvg": lambda name: True,
+    "FedAvg, heads stay": lambda name: not name.startswith("head."),
+}
+"""What Flower's FedAvg averages, by the name of a parameter."""
+
+
+def averaged(
+    path: Path, kept: Path, make: Callable[[], nn.Module], seed: int, plan: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Flower's FedAvg of the whole network, and of all but the last layer, on a table with held-out rows at its end."""
     if kept.exists():
-        return json.loads(kept.read_text())
+        return list(json.loads(kept.read_text()))
     frame = pd.read_parquet(path)
     x = torch.from_numpy(frame[[f"p{i}" for i in range(SIDE**2)]].to_numpy(copy=True))
     y, silo = torch.from_numpy(frame["digit"].to_numpy(int, copy=True)), frame["silo"].to_numpy()
-    training = np.arange(len(frame)) < ROWS
+    with gzip.open(path.with_suffix(".splits.json.gz")) as file:
+        training = np.arange(len(frame)) < json.load(file)["test"][0][0]
     names = sorted(set(silo))
     own, new = ({s: np.flatnonzero((silo == s) & part) for s in names} for part in (training, ~training))
     found = []
-    for words, shared in (("FedAvg", lambda name: True), ("FedAvg, heads stay", lambda name: name != "head.weight")):
+    for words, shared in WAYS.items():
         data = {s: (x[rows], y[rows]) for s, rows in own.items()}
-        modules = fedavg(Network, data, loss, shared=shared, seed=seed, **AVERAGING)
+        modules = fedavg(make, data, loss, shared=shared, seed=seed, **plan)
         right, nll = [], 0.0
         for s, rows in new.items():
             with torch.no_grad():
@@ -168,8 +178,8 @@ def averaged(path: Path, sites: int, seed: int) -> list[dict[str, Any]]:
             right.append(100 * float((log_class.argmax(1) == y[rows]).double().mean()))
             nll -= float(log_class.gather(1, y[rows][:, None]).sum())
         scores = {"accuracy": float(np.mean(right)), "spread": float(np.std(right)), "nll": nll / (~training).sum()}
-        common = {"sites": sites, "seed": seed, "model": "plain network", "inference": words}
-        found.append({**common, **scores, "rounds": AVERAGING["rounds"]})
+        common = {"sites": len(names), "seed": seed, "model": "plain network", "inference": words}
+        found.append({**common, **scores, "rounds": plan["rounds"]})
     kept.write_text(json.dumps(found))
     return found
 
@@ -206,7 +216,7 @@ def main() -> None:
     for seed in asked.seeds:
         for sites in asked.sites:
             path = table_of(asked.data_dir, sites, seed)
-            rows += averaged(path, sites, seed)
+            rows += averaged(path, RUNS / NAME / f"fedavg-{sites}-{seed}.json", Network, seed, AVERAGING)
             for method in METHODS:
                 for model in MODELS:
                     rows += of_a_run(path, sites, seed, model, method)

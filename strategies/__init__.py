@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from strategies.async_pvi import AsynchronousPVI as AsynchronousPVI
+    from strategies.deep_kernel import DeepKernelGP as DeepKernelGP
     from strategies.fedmgp import FedMGP as FedMGP
     from strategies.fedmgp_deviations import FedMGPDeviations as FedMGPDeviations
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
@@ -40,6 +41,7 @@ _MODULES = {
     "AsynchronousPVI": "async_pvi",
     "AsynchronousSummedPVI": "pvi_sums",
     "DualPVI": "pvi_duals",
+    "DeepKernelGP": "deep_kernel",
     "FGPR": "fgpr",
     "FSGPAveraging": "fsgp",
     "FSGPDuals": "fsgp_duals",

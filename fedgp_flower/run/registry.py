@@ -137,6 +137,16 @@ BUILT_IN: Mapping[str, Method] = {
         client="fedgp_flower.methods.fgpr.client:FGPRClient",
         why_no_posterior=_FROM_ITS_ROWS,
     ),
+    "deep-kernel": Method(
+        summary="A GP on features that a network learns by federated averaging: heads by exact sums, personal at sites",
+        paper="Achituve et al., Personalized federated learning with Gaussian processes (2021); heads after Guo et al.",
+        options="fedgp_flower.methods.deep_kernel.options:DeepKernelOptions",
+        strategy="strategies.deep_kernel:DeepKernelGP",
+        client="fedgp_flower.methods.deep_kernel.client:DeepKernelClient",
+        posterior="fedgp_flower.methods.deep_kernel.posterior:saved_model",
+        panels="fedgp_flower.methods.deep_kernel.panels:panels",
+        at_site="fedgp_flower.methods.deep_kernel.posterior:site_model",
+    ),
     "sfvi": _SFVI,
     "sfvi-avg": replace(
         _SFVI,

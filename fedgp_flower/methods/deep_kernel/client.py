@@ -1,0 +1,111 @@
+"""The site's half of a deep-kernel Gaussian process: steps on the evidence of its rows, sums, personal prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+import torch
+from numpy import ndarray
+
+from fedgp_flower.clients.averaging import AveragingClient
+from fedgp_flower.clients.baselines import Baseline, all_rows
+from fedgp_flower.clients.numpy_client import Prediction, Said
+from fedgp_flower.gp.optimisers import ascend
+from fedgp_flower.methods.classes import Confusion
+from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
+from fedgp_flower.methods.deep_kernel.model import DeepKernel
+from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
+from fedgp_flower.methods.deep_kernel.posterior import DeepPosterior
+from fedgp_flower.methods.messages import Nothing, Step, Stepped
+from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
+from fedgp_flower.typing import Array, NamedArrays
+
+
+class DeepKernelClient(AveragingClient):
+    """A personal head needs the shared one and this site's rows: the site keeps nothing."""
+
+    @property
+    def options(self) -> DeepKernelOptions:
+        """The table ``deep.*``."""
+        return cast(DeepKernelOptions, self.config.options)
+
+    def model(self, values: Mapping[str, ndarray] | None = None) -> DeepKernel:
+        """The network at given weights, or as it starts."""
+        start = DeepKernel(self.options, self.config.model, self.rows.x.shape[1], self.config.seed)
+        return start if values is None else start.load(values)
+
+    def train(self, request: Step) -> Stepped:
+        """Local steps on the log evidence of this site's rows, by row."""
+        model, steps = self.model(request.values), self.options.local_steps
+        value = climbed(model, self.rows.x, self.rows.y, steps=steps, learning_rate=request.learning_rate)
+        return Stepped.of(request, model.to_arrays(), value)
+
+    def heads(self, request: HeadRequest) -> Heads:
+        """What this site's rows say of the shared head."""
+        with torch.no_grad():
+            sums = self.model(request.values).sums(*self.tensors)
+            return Heads.of([sums.without_personal(float(share)) for share in request.shares])
+
+    def predict(self, request: HeadPosterior, inputs: Array) -> Prediction:
+        """Personal prediction."""
+        shared = DeepPosterior.of(self.model(request.values), request)
+        return Prediction(*shared.personal(*self.tensors).moments(inputs))
+
+    def score(self, request: HeadPosterior) -> Scores:
+        """Scores by the kind of the target."""
+        found = self.predict(request, self.rows.x_test)
+        return self._scored(Baseline(found.mean, found.variance, self.rows.y_test, 0))
+
+    def confusion(self, request: HeadPosterior) -> Confusion:
+        """Which class was taken for which; only where there are several."""
+        return Confusion.of(self.predict(request, self.rows.x_test).mean, self.rows.y_test)
+
+    def shown(self, request: HeadPosterior) -> NamedArrays:
+        """Held-out rows with predictions, of two classes the second one's; nothing where there are more."""
+        if self.config.model.likelihood != "bernoulli":
+            return {} if self.options.classes else super().shown(request)
+        arrays = super().shown(request)
+        del arrays["prediction.sd"]
+        return {"prediction.probability": arrays.pop("prediction.mean"), **arrays}
+
+    def local_fit(self) -> Baseline:
+        """The same model of this site's rows alone."""
+        return self._alone((self.rows.x, self.rows.y, self.rows.x_test, self.rows.y_test))
+
+    def pooled(self, request: Nothing) -> Said:
+        """Simulation only: the same model of the rows of all sites in one place, with one head."""
+        del request
+        self._require_simulated("does not see the rows of other sites")
+        return self.compared(self._alone(all_rows(self.config, self.site.partitions, self.preparation)))
+
+    def _alone(self, data: tuple[Array, Array, Array, Array]) -> Baseline:
+        x, y, x_test, y_test = data
+        model, steps = self.model(), self.options.local_steps * self.config.num_server_rounds
+        climbed(model, x, y, steps=steps, learning_rate=self.options.learning_rate)
+        with torch.no_grad():
+            head = model.sums(torch.from_numpy(x), torch.from_numpy(y)).without_personal(0.0).posterior(0.0)
+        return Baseline(*DeepPosterior(model, *head, 0.0).moments(x_test), y_test, steps)
+
+    def _scored(self, result: Baseline) -> Scores:
+        if result.mean.ndim == 2:
+            return class_scores(result.mean, result.target)
+        if self.config.model.likelihood == "bernoulli":
+            return bernoulli_scores(result.mean, result.target)
+        return super()._scored(result)
+
+
+def climbed(model: DeepKernel, x: Array, y: Array, *, steps: int, learning_rate: float) -> float:
+    """Steps of Adam, in place, on the evidence per row, whose value before the last one is returned.
+
+    None where all targets are one number: such rows tell no features apart.
+    """
+    inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
+
+    def objective() -> torch.Tensor:
+        return model.sums(inputs, targets).log_evidence() / len(targets)
+
+    if np.ptp(y) == 0:
+        return float(objective().detach())
+    return ascend(objective, list(model.parameters()), name="adam", steps=steps, learning_rate=learning_rate)

@@ -1,0 +1,134 @@
+"""A Gaussian process on learned features: the network by federated averaging, the heads by exact sums.
+
+As FSGP (Guo et al. 2022, Algorithms 1-2) with a network for the kernel: sites take steps on the evidence of their own
+rows and the server averages weights, as pFedGP does (Achituve et al., *Personalized federated learning with Gaussian
+processes*, 2021). Then one exchange of sums gives the shared head of all rows and how far heads of sites deviate from
+it; see :mod:`fedgp_flower.methods.deep_kernel.mathematics`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.messages import encode
+from fedgp_flower.methods.classes import Confusion
+from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
+from fedgp_flower.methods.deep_kernel.model import DeepKernel
+from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
+from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.typing import NamedArrays
+from strategies.server.fedavg import ADAM, AveragingPlan, AveragingState, averaging_round, first_state
+from strategies.server.finalise import Posterior
+from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from strategies.server.strategy import FederatedStrategy
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The head at the ρ of the largest evidence, and the evidence at each."""
+
+    head: HeadPosterior
+    evidence: tuple[float, ...]
+
+
+def chosen(values: NamedArrays, shares: tuple[float, ...], totals: Heads) -> Chosen:
+    """From the sums of all rows."""
+    each = totals.evidence()
+    values_of = tuple(float(own.log_evidence(share)) for own, share in zip(each, shares, strict=True))
+    best = int(np.argmax(values_of))
+    mean, covariance = each[best].posterior(shares[best])
+    return Chosen(HeadPosterior(values, mean.numpy(), covariance.numpy(), shares[best]), values_of)
+
+
+class DeepKernelGP(FederatedStrategy[AveragingState]):
+    """Federated averaging of the network, then the exact heads on its features."""
+
+    method = "deep-kernel"
+    options_class = DeepKernelOptions
+    state_class = AveragingState
+    watched = "objective"
+    options: DeepKernelOptions
+    last: Chosen
+
+    def _set(self, config: RunConfig, *kept: Any) -> None:
+        super()._set(config, *kept)
+        self.predicts = not self.numbers_classes
+
+    @property
+    def numbers_classes(self) -> bool:
+        """Whether the target holds the numbers of several classes."""
+        return self.options.classes > 0 and self.config.model.likelihood != "bernoulli"
+
+    def initialise(self, roster: Roster) -> Asking[AveragingState]:
+        """A network drawn from the seed."""
+        del roster
+        yield from ()
+        start = DeepKernel(self.options, self.config.model, self.preparation.num_inputs, self.config.seed)
+        return first_state(start.to_arrays())
+
+    def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
+        """Local steps on the evidence of each site's rows; the server averages."""
+        own, rule = self.options, (self.options.server_optimizer, self.options.server_learning_rate)
+        steps = ADAM * own.local_steps
+        plan = AveragingPlan(own.fraction, *rule, own.learning_rate, 1.0, self.config.seed, steps)
+        return (yield from averaging_round(state, roster, plan))
+
+    def predictive(self, state: AveragingState, roster: Roster) -> Asking[HeadPosterior]:
+        """The heads of all rows, from one exchange of sums.
+
+        Raises:
+            RunError: nobody answered.
+        """
+        values, shares = dict(state.parameters), self.options.shares
+        summed: Summed[Heads] = yield Total(Heads, HeadRequest(values, np.array(shares)), roster.everyone)
+        if summed.total is None:
+            raise RunError("no site sent usable sums; see the failures above")
+        self.last = chosen(values, shares, summed.total)
+        return self.last.head
+
+    def public(self, state: AveragingState) -> NamedArrays:
+        """The network."""
+        return encode(Parameters(state.parameters))
+
+    def adopt(self, state: AveragingState, arrays: NamedArrays) -> AveragingState:
+        """Another network, the same moments."""
+        return AveragingState({name.removeprefix("values."): array for name, array in arrays.items()}, state.moments)
+
+    def final(self, state: AveragingState, roster: Roster) -> Asking[dict[str, Any]]:
+        """Which class was taken for which, where the target holds classes."""
+        del state, roster
+        if not self.numbers_classes:
+            return {}
+        summed: Summed[Confusion] = yield Total(Confusion, self.last.head)
+        return {} if summed.total is None else {"confusion": summed.total.counts.tolist()}
+
+    def details_of(self, state: AveragingState) -> dict[str, Any]:
+        """What was chosen, and the evidence of all rows in nats for each choice."""
+        del state
+        return {
+            "share": self.last.head.share,
+            "shares": list(self.options.shares),
+            "evidence": list(self.last.evidence),
+        }
+
+    def posterior_of(self, state: AveragingState) -> Posterior:
+        """What predicts for a site that nobody has seen: the network and the shared head."""
+        head = self.last.head
+        arrays = {**state.parameters, "heads.mean": head.mean, "heads.covariance": head.covariance}
+        meanings = dict.fromkeys(arrays, "weights of the network, or log noise variance")
+        meanings |= {"heads.mean": "E w_c, by output", "heads.covariance": "Cov w_c, by output"}
+        model = {"family": "deep-kernel", "deep": self.options.model_dump(by_alias=True), "share": head.share}
+        model["likelihood"] = self.config.model.likelihood
+        return Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
+
+
+EQUATION = (
+    "φ(x) = (1, network(x)), x standardised by input.mean and input.scale; f_c(x) = φ(x)ᵀ (w_c + v_c) with w_c ~"
+    " N(heads.mean[c], heads.covariance[c]) and, at a site that nobody has seen, v_c ~ N(0, ρ I). Classes: P(y = c) ="
+    " E softmax(f)_c. Numbers: y ~ N(f, exp(observed.log_noise)), standardised by target.mean and target.scale."
+)

@@ -1,0 +1,205 @@
+"""A Gaussian process on learned features: heads are those of the pooled process, whatever the partition; runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from faults import configured
+from torch.distributions import MultivariateNormal
+
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.messages import add
+from fedgp_flower.methods.deep_kernel.mathematics import SiteSums
+from fedgp_flower.methods.deep_kernel.messages import Heads
+from fedgp_flower.methods.deep_kernel.model import Classes, DeepKernel
+from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
+from fedgp_flower.options import ModelSection
+from fedgp_flower.run.api import load_run
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.predict import Predictor
+from fedgp_flower.run.registry import parse_config
+from strategies.deep_kernel import chosen
+
+C, D, N = 3, 4, 24
+SHARES = (0.0, 0.3, 0.8)
+
+
+@pytest.fixture(scope="module")
+def problem() -> tuple[DeepKernel, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A network, rows of classes, and new rows."""
+    generator = torch.Generator().manual_seed(1)
+    options = DeepKernelOptions.model_validate({"classes": C, "hidden": 6, "features": 5, "prediction-draws": 4000})
+    x, new = (torch.randn(n, D, generator=generator, dtype=torch.float64) for n in (N, 7))
+    y = torch.randint(C, (N,), generator=generator).double()
+    return DeepKernel(options, ModelSection(), D), x, y, new
+
+
+def summed(model: DeepKernel, x: torch.Tensor, y: torch.Tensor, sites: list[torch.Tensor]) -> Heads:
+    """Over sites."""
+    with torch.no_grad():
+        parts = [Heads.of([model.sums(x[i], y[i]).without_personal(share) for share in SHARES]) for i in sites]
+    return add(parts)
+
+
+def dense(
+    model: DeepKernel, x: torch.Tensor, y: torch.Tensor, new: torch.Tensor, site: torch.Tensor, share: float, at: int
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """Log evidence, mean and variance [C, N'] at new rows of a site, from N × N matrices of the process itself."""
+    with torch.no_grad():
+        phi, phi_new = model.features(x), model.features(new)
+        t, s2 = model.observed.values(y)
+    same = (site[:, None] == site).double()
+    prior = (phi @ phi.T) * (1 - share + share * same)
+    cross = (phi_new @ phi.T) * (1 - share + share * (site == at).double())
+    evidence, means, variances = 0.0, [], []
+    for c in range(len(t)):
+        noisy = prior + torch.diag(s2[c])
+        evidence += float(MultivariateNormal(torch.zeros(len(y)).double(), noisy).log_prob(t[c]))
+        means.append(cross @ torch.linalg.solve(noisy, t[c]))
+        variances.append(phi_new.square().sum(1) - (cross * torch.linalg.solve(noisy, cross.T).T).sum(1))
+    return evidence, torch.stack(means), torch.stack(variances)
+
+
+@pytest.mark.parametrize("which", range(len(SHARES)))
+def test_heads_are_those_of_the_pooled_process(problem, which):
+    """Evidence of all rows, and the personal predictions of a site and of a new one, by linear algebra in N rows."""
+    (model, x, y, new), share = problem, SHARES[which]
+    site = torch.arange(N) % 3
+    totals = summed(model, x, y, [torch.nonzero(site == k)[:, 0] for k in range(3)]).evidence()[which]
+    mean, covariance = totals.posterior(share)
+    features = model.features(new).detach()
+    for at in (1, 9):
+        evidence, centre, spread = dense(model, x, y, new, site, share, at)
+        own, wide = mean, covariance + share * torch.eye(len(mean[0]))
+        if at == 1:
+            with torch.no_grad():
+                own, wide = model.sums(x[site == at], y[site == at]).personal(mean, covariance, share)
+        assert float(totals.log_evidence(share)) == pytest.approx(evidence, rel=1e-10)
+        torch.testing.assert_close(own @ features.T, centre, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(
+            torch.einsum("nf,cfg,ng->cn", features, wide, features), spread, rtol=1e-8, atol=1e-8
+        )
+
+
+def test_one_head_for_all_does_not_depend_on_the_partition(problem):
+    model, x, y, _ = problem
+    whole, parts = (summed(model, x, y, list(torch.arange(N).chunk(k))) for k in (1, 4))
+    for name in ("precision", "shift", "constant"):
+        np.testing.assert_allclose(getattr(whole, name)[0], getattr(parts, name)[0], rtol=1e-11, atol=1e-11)
+    assert not np.allclose(whole.precision[1], parts.precision[1])
+
+
+def test_the_evidence_of_one_site_is_the_same_for_all_shares_and_so_is_what_it_trains_on(problem):
+    model, x, y, _ = problem
+    values = [
+        float(e.log_evidence(s)) for s, e in zip(SHARES, summed(model, x, y, [torch.arange(N)]).evidence(), strict=True)
+    ]
+    assert values == pytest.approx([float(model.sums(x, y).log_evidence().detach())] * 3, rel=1e-11)
+
+
+def test_the_largest_evidence_is_taken(problem):
+    """Sites with opposite classes have nothing in common; those of one rule have no use for heads of their own."""
+    model, x, _, _ = problem
+    x = 10 * x
+    label, site = (x[:, 0] > 0).double(), torch.arange(N) % 2
+    found = {}
+    for name, y in (("same", label), ("opposite", (label - site).abs())):
+        totals = summed(model, x, y, [torch.nonzero(site == k)[:, 0] for k in range(2)])
+        best = chosen({}, SHARES, totals)
+        found[name] = best.head.share
+        assert max(best.evidence) == best.evidence[SHARES.index(best.head.share)]
+    assert found["same"] == 0.0
+    assert found["opposite"] > 0.0
+
+
+def test_classes_are_observed_as_their_paper_says(problem):
+    """log α − s²/2 and s² are the moments of the logarithm of the log-normal that matches Gamma(α, 1)."""
+    model, _, _, _ = problem
+    values, variances = model.observed.values(torch.tensor([2.0, 0.0]).double())
+    for (c, n), alpha in {(2, 0): 1.01, (0, 0): 0.01, (0, 1): 1.01}.items():
+        t, s2 = float(values[c, n]), float(variances[c, n])
+        assert np.exp(t + s2 / 2) == pytest.approx(alpha)  # mean of Gamma(α, 1)
+        assert np.expm1(s2) * np.exp(2 * t + s2) == pytest.approx(alpha)  # and its variance
+
+
+def test_probabilities_are_those_of_a_softmax_of_draws(problem):
+    model, _, _, _ = problem
+    assert isinstance(model.observed, Classes)
+    mean, variance = torch.tensor([[0.3], [-1.0], [0.5]]).double(), torch.tensor([[0.5], [2.0], [0.1]]).double()
+    drawn = (
+        mean[:, 0] + variance[:, 0].sqrt() * torch.randn(200000, 3, generator=torch.Generator().manual_seed(0)).double()
+    )
+    found, _ = model.observed.predict(mean, variance)
+    torch.testing.assert_close(found[0], drawn.softmax(1).mean(0), atol=0.02, rtol=0)
+
+
+def test_precision_of_no_rows_is_refused(problem):
+    model, x, y, _ = problem
+    own = summed(model, x, y, [torch.arange(N)])
+    assert own.refusal(N) is None
+    assert "positive semi-definite" in str(Heads(-own.precision, own.shift, own.constant).refusal(N))
+
+
+def opposite_sites(rows: int = 60) -> pd.DataFrame:
+    """Points around three centres, whose classes have other numbers at every site."""
+    rng = np.random.default_rng(0)
+    site, centre = np.repeat(np.arange(3), rows), np.arange(3 * rows) % 3
+    x = np.array([[1.5, 0.0], [-1.0, 1.2], [-1.0, -1.2]])[centre] + 0.4 * rng.standard_normal((len(site), 2))
+    label = (centre + site) % 3
+    return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "label": label.astype(float), "silo": site})
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers"])
+def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, kind: str):
+    path, classes = tmp_path / "table.csv", kind == "classes"
+    table = opposite_sites()
+    table["label"] += 0.0 if classes else 0.1 * np.sin(np.arange(len(table)))
+    table.to_csv(path, index=False)
+    keys: dict[str, Any] = {"method": "deep-kernel", "target": "label", "standardise": not classes, "features": "a,b"}
+    keys |= {"partitioner": "natural", "partition__column": "silo", "deep__classes": 3 if classes else 0}
+    keys |= {"deep__hidden": 8, "deep__features": 6, "num_server_rounds": 8, "deep__learning_rate": 0.02}
+    keys |= {"dataset": str(path), "name": "run", "output_dir": str(tmp_path)}
+    folder = run_in_process(configured(**keys), 3)
+    read = load_run(folder)
+    assert "Personal heads" in (folder / "report.html").read_text()
+    own = table[table["silo"] == 1]
+    found = Predictor.at_site(folder, "1").predict(own).to_numpy()
+    if classes:
+        assert read.metrics.test["accuracy"] > 0.9
+        confusion = np.array(read.metrics.method_details["confusion"])
+        assert np.trace(confusion) == pytest.approx(confusion.sum() * read.metrics.test["accuracy"])
+        assert (found.argmax(1) == own["label"]).mean() > 0.9
+        new = Predictor.of_run(folder).predict(own).to_numpy()
+        np.testing.assert_allclose(new.sum(1), 1.0)
+        assert (new.argmax(1) == own["label"]).mean() < 0.7  # a new site may have any numbers
+    else:
+        assert read.metrics.test["rmse"] < 0.5
+        assert np.abs(found[:, 0] - own["label"]).mean() < 0.4
+
+
+def test_images_are_square():
+    options = DeepKernelOptions.model_validate({"network": "convolutional", "features": 5, "classes": 2})
+    model = DeepKernel(options, ModelSection(), 64)
+    assert model.features(torch.zeros(3, 64).double()).shape == (3, 6)
+    with pytest.raises(Exception, match="a row has 60 inputs"):
+        DeepKernel(options, ModelSection(), 60)
+
+
+def test_classes_are_not_standardised():
+    with pytest.raises(ConfigError, match="set `standardise` false"):
+        parse_config({"method": "deep-kernel", "deep.classes": 3})
+    with pytest.raises(ConfigError, match="learning-rate"):
+        parse_config({"method": "deep-kernel", "optimizer.learning-rate": 0.3})
+
+
+def test_rows_without_noise_of_their_own_are_a_linear_model():
+    """One output, features given: G and g of ridge regression."""
+    phi, t = torch.tensor([[1.0, 2.0], [1.0, -1.0], [1.0, 0.5]]).double(), torch.tensor([[1.0, 0.0, 2.0]]).double()
+    mean, _ = SiteSums.of(phi, t, torch.full((1, 3), 0.5).double()).without_personal(0.0).posterior(0.0)
+    expected = torch.linalg.solve(phi.T @ phi + 0.5 * torch.eye(2), phi.T @ t[0])
+    torch.testing.assert_close(mean[0], expected)
