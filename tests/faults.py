@@ -42,6 +42,7 @@ TINY: dict[str, Any] = {
     "baselines.linear": False,
     "baselines.local-only": False,
     "baselines.pooled": False,
+    "baselines.max-evaluations": 20,
     "round-timeout": 5.0,
     "wait-seconds": 5.0,
 }

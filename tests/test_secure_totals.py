@@ -55,7 +55,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "features": "mean radius,mean texture",
     },
     "local-only": {"method": "local-only"},
-    "fedmgp": {"method": "fedmgp"},
+    "fedmgp": {"method": "fedmgp", "fedmgp__covariance": "convolved"},  # both of them: test_fedmgp_judged
     "fedmgp by pseudo-gradients": {
         "method": "fedmgp",
         "fedmgp__update": "pseudo-gradient",

@@ -307,9 +307,9 @@ def test_a_run_predicts_at_a_site_for_a_new_one_and_as_a_model_of_gpytorch(tmp_p
 
 
 def test_large_sites_and_sites_without_deviation(monkeypatch: pytest.MonkeyPatch, three: list[dict[str, Any]]) -> None:
-    dense = run(FaultyGrid(tiny(num_server_rounds=6), three)).details()["bound"]
+    dense = run(FaultyGrid(tiny(num_server_rounds=3), three)).details()["bound"]
     monkeypatch.setattr("fedgp_flower.methods.sfvi.exact_deviation.DENSE_ROWS", 12)
-    large = run(FaultyGrid(tiny(num_server_rounds=6), three))
+    large = run(FaultyGrid(tiny(num_server_rounds=3), three))
     assert not blamed(large)
     assert dense - 3 < large.details()["bound"] < dense + 1e-6
     trend = run(FaultyGrid(tiny(sfvi__site_inducing=0), three))

@@ -37,10 +37,10 @@ def test_a_site_that_loses_its_state_in_the_last_round_gets_its_deviation_back(t
     """Its rate is that of a run from its beginning, however late it is; its offset is many steps away."""
     nodes = offset_sites(tmp_path)
     keys = {"sfvi__learning_rate": 0.1, "sfvi__local_steps": 4, "sfvi__coupling": False, "sfvi__catch_up_steps": 150}
-    flat = tiny(method=method, num_server_rounds=20, **keys)
+    flat = tiny(method=method, num_server_rounds=12, **keys)
     calm = run(FaultyGrid(flat, nodes))
     grid, recorder = FaultyGrid(flat, nodes), Recorder()
-    recorder.at[19] = lambda: grid.restart("a")
+    recorder.at[11] = lambda: grid.restart("a")
     strategy = run(grid, recorder)
     assert strategy.details()["fresh_starts"] == {"a": 1}
 
@@ -157,7 +157,7 @@ def test_new_rows_are_predicted_at_a_simulated_site_as_its_held_out_rows_were(tm
 
 def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path: Path) -> None:
     nodes = [{**node, "state-dir": str(tmp_path / "state" / node["site"])} for node in offset_sites(tmp_path)]
-    flat = tiny(num_server_rounds=25, sfvi__learning_rate=0.1, output_dir=str(tmp_path), name="run")
+    flat = tiny(num_server_rounds=6, sfvi__learning_rate=0.1, output_dir=str(tmp_path), name="run")
     folder = server_app.execute(FaultyGrid(flat, nodes), flat, lambda row, total: None)
     rows = pd.read_json(folder / "metrics.json", typ="series")["per_site"]
     site = load_site(parse_config(flat), nodes[0])
