@@ -427,7 +427,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "pvi": {"method": "pvi", "pvi__local_update": "replay"},
     "pvi synchronous": {"method": "pvi", "pvi__local_update": "replay", "pvi__schedule": "synchronous"},
     "pvi asynchronous": {"method": "pvi", "pvi__schedule": "asynchronous", "pvi__local_update": "adam"},
-    "fedmgp exact": {"method": "fedmgp"},
+    "fedmgp exact": {"method": "fedmgp", "fedmgp__covariance": "convolved"},
     "fedmgp pseudo-gradients": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__final_rounds": 0},
     "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
     "sfvi in closed form": {"method": "sfvi", "test_fraction": 0.9},

@@ -58,6 +58,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedmgp": {"method": "fedmgp", "fedmgp__covariance": "convolved"},  # both of them: test_fedmgp_judged
     "fedmgp by pseudo-gradients": {
         "method": "fedmgp",
+        "fedmgp__covariance": "convolved",
         "fedmgp__update": "pseudo-gradient",
         "fedmgp__final_rounds": 1,
         **{"optimizer__name": "sgd", "optimizer__learning_rate": 0.001},  # the signs of Adam's first steps are rounding
