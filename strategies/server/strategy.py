@@ -15,7 +15,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
@@ -23,10 +23,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from fedgp_flower.errors import ConfigError, FedGPError, ProtocolError
-from fedgp_flower.messages import add, decode, encode, is_public, is_summand, join, kind_of, misfit, split, verdict
+from fedgp_flower.errors import ConfigError, ProtocolError
+from fedgp_flower.messages import add, decode, encode, is_public, is_summand, kind_of, split
 from fedgp_flower.methods.linear import LinearScoreSums
-from fedgp_flower.methods.messages import Described, LocalScoreSums, Nothing, ScoreSums
+from fedgp_flower.methods.messages import LocalScoreSums, Nothing, ScoreSums
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.run.artefacts import Snapshot
@@ -37,6 +37,7 @@ from strategies import linear
 from strategies.server import enrolment, target
 from strategies.server.base import BaseStrategy, Observer
 from strategies.server.context import SharedContext, settings_text
+from strategies.server.contract import Contract, ContradictionError
 from strategies.server.course import Course, rise
 from strategies.server.evaluation import Evaluation, of_all
 from strategies.server.finalise import Posterior
@@ -56,75 +57,12 @@ from strategies.server.questions import (
     answered_by,
 )
 from strategies.server.shapes import note_ranges
-from strategies.server.wire import Answer, Specs, Texts, answers, claimed_site
+from strategies.server.wire import Answer, Specs, Texts, answers
 
 logger = logging.getLogger("fedgp")
 
 S = TypeVar("S")
 STATE = "state."
-
-
-class ContradictionError(FedGPError):
-    """Sites whose first answers contradict how they described their rows, and what shows it."""
-
-    def __init__(self, sites: Mapping[str, str]) -> None:
-        super().__init__("; ".join(f"{site}: {reason}" for site, reason in sites.items()))
-        self.sites = sites
-
-
-@dataclass(frozen=True, slots=True)
-class Contract:
-    """What an answer must be: as its class declares, of the lengths that are known, from as many rows as the site has.
-
-    A class of answers may have a method ``refusal(rows)``, conditions that every honest answer from so many rows meets,
-    a method ``contradiction(rows)``, what shows that the site has other rows than it described, and a static method
-    ``outliers(answers, rows)``, which of several answers no honest site gives beside the others.
-    """
-
-    answer: type
-    sizes: Mapping[str, int]
-    rows: Mapping[str, int]
-    requests: Mapping[str, Any]
-    """What each site was asked."""
-    described: Mapping[str, Described] = field(default_factory=dict)
-    """What follows of each site's rows from its description."""
-    enrolling: bool = False
-    """Before the first round a contradiction is no failure yet: the sites agree again without the one that lied."""
-    seen: dict[int, tuple[Message, Any]] = field(default_factory=dict)
-    """Replies read so far with their answers, by identity."""
-    contradicted: dict[str, str] = field(default_factory=dict)
-    """Sites that have other rows than they described, and what shows it."""
-
-    def refusal(self, reply: Message) -> str | None:
-        """Why a reply cannot be used, or None."""
-        site, rows = str(claimed_site(reply)), int(reply.content["metrics"]["num-examples"])  # type: ignore[arg-type]
-        described = self.rows.get(site, rows)
-        if rows != described:
-            return self._contradicted(site, f"claims {rows} rows, introduced itself with {described}")
-        try:
-            own = self.read(reply)
-        except ProtocolError as error:
-            return str(error)
-        said = self.described.get(site)
-        if reason := verdict(own, "contradiction", rows) or (said and verdict(own, "disagreement", said)):
-            return self._contradicted(site, reason)
-        reason = misfit(self.requests[site], own) if site in self.requests else None
-        return reason or verdict(own, "refusal", rows)
-
-    def _contradicted(self, site: str, reason: str) -> str | None:
-        self.contradicted[site] = reason
-        return None if self.enrolling else reason
-
-    def read(self, reply: Message) -> Any:
-        """The answer in a reply; read once."""
-        if id(reply) not in self.seen:
-            try:
-                arrays = numpy_arrays(reply.content["arrays"])  # type: ignore[arg-type]
-                arrays = join(self.answer, arrays, reply.content["metrics"])
-            except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
-                raise ProtocolError(f"arrays cannot be decoded ({type(error).__name__})") from error
-            self.seen[id(reply)] = reply, decode(self.answer, arrays, self.sizes)
-        return self.seen[id(reply)][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +127,9 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         self.timeout = config.round_timeout
         self.planned_rounds = config.num_server_rounds
         self.masking: Masking | None = None
+        """Whether and how totals are masked."""
         self.packed: tuple[Any, ArrayRecord, Mapping[str, Any]] | None = None
         """The latest request with its arrays and numbers, which the messages to all sites share."""
-        """Whether and how totals are masked."""
         self.course = Course()
         """What a noisy bound did so far."""
         self.begun = 0
