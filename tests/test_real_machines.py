@@ -1,7 +1,8 @@
-"""The page docs/deploy.md to the letter, over loopback and between network namespaces; and one kill of each kind."""
+"""The page docs/deploy.md to the letter, over loopback and between namespaces; one kill of each kind; a slow wire."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,15 +68,20 @@ class Federation:
         self.background.append(process)
         return process
 
-    def set_up(self, serve: Mapping[str, str]) -> None:
-        """All that comes before a run; ``serve``: another line for a machine's server than that of the page."""
+    def set_up(self, serve: Mapping[str, str], ports: Mapping[str, int] | None = None) -> None:
+        """All that comes before a run; ``serve``: another line for a machine's server than that of the page.
+
+        ``ports``: through which a site reaches the SuperLink, where that is not the SuperLink's own.
+        """
         more = "" if self.port == 8000 else f" --port {self.port}"
         self.typed("coordinator", COORDINATOR[0] + more)
         self.begun("coordinator", serve.get("coordinator", COORDINATOR[1]))
         for site in SITES:
             folder = self.root / site
             waves(40, len(site)).to_csv(folder / f"{site}.csv", index=False)
-            shutil.copy(self.root / "coordinator" / "coordinator" / "invitations" / f"{site}.toml", folder)
+            invitation = (self.root / "coordinator" / "coordinator" / "invitations" / f"{site}.toml").read_text()
+            port = (ports or {}).get(site, self.port)
+            (folder / f"{site}.toml").write_text(invitation.replace(f":{self.port}", f":{port}"))
             self.typed(site, SITE[0])
             shutil.copy(folder / site / f"{site}.pub", self.root / "coordinator")
         awaited(lambda: "PROBLEM" not in self.asked("coordinator", "fedgp deploy doctor"))
@@ -226,6 +233,64 @@ words, *rest = machines.SiteFolder.read(Path("south")).command()
 machines.become(([words[0], str(Path("dying.py").resolve()), *words[4:]], *rest))
 """
 AGAIN = "while true; do {}; sleep 2; done"
+
+
+class SlowWire:
+    """Carries the bytes between a site and a SuperLink: few a second each way, none while it is ``held``."""
+
+    BYTES = 50_000
+    """A second."""
+
+    def __init__(self, port: int) -> None:
+        """``port``: the SuperLink's."""
+        self.superlink = port
+        self.open = threading.Event()
+        self.open.set()
+        self.server = socket.socket()
+        self.server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.server.bind(("0.0.0.0", 0))
+        self.server.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.server.accept()
+                far = socket.create_connection(("127.0.0.1", self.superlink))
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError), source, sink:
+            while piece := source.recv(4096):
+                time.sleep(len(piece) / self.BYTES)
+                self.open.wait()
+                sink.sendall(piece)
+
+
+@pytest.mark.parametrize("federation", [loopback], indirect=True)
+def test_a_slow_wire_that_is_held_for_a_while_loses_nothing(federation: Federation) -> None:
+    """A site reads and writes 50 kB a second; then nothing passes until it is missed: a late reply is not counted."""
+    wire = SlowWire(federation.port)
+    federation.set_up({}, {"south": wire.server.getsockname()[1]})
+    keys = ["num-server-rounds=5", "fsgp.objective=average", "evaluate-every=0", *TINY, "name=slow"]
+    folder = federation.root / "coordinator" / "coordinator" / "results" / "slow"
+    log = federation.root / "coordinator" / f"{len(federation.background)}.log"
+    launcher = federation.begun("coordinator", " ".join([RUN[1], *keys, "round.incomplete=repeat"]))
+    history = folder / "history.csv"
+    print(
+        f"{awaited(lambda: history.exists() and len(history.read_text().splitlines()) > 1):5.0f} s to the first round"
+    )
+    wire.open.clear()
+    missed = awaited(lambda: "is repeated: south missed it" in log.read_text())
+    wire.open.set()
+    print(f"{missed:5.0f} s from the wire's being held to the site's being missed")
+    print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s more to the end")
+    assert launcher.returncode == 0, log.read_text()
+    assert_undisturbed(federation.root, keys, folder)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["sites"] == len(SITES)
+    assert {failure["site"] for failure in metrics["failures"]} == {"south"}
 
 
 def assert_undisturbed(root: Path, keys: Sequence[str], folder: Path) -> None:
