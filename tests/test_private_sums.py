@@ -20,11 +20,14 @@ from fedgp_flower.methods.fsgp.private import EDGE, GRID, SENSITIVITY, Budget, c
 from fedgp_flower.privacy.accounting import composed, delta_of, epsilon_of, mu_of
 from fedgp_flower.privacy.discrete import discrete_normal
 from fedgp_flower.run.registry import client_class, parse_config
+from strategies.fsgp import LOG_NOISE, noise_of, posterior_at
+from strategies.fsgp_private import AMPLITUDE, evaluated
 
 BARE = {f"baselines__{name}": False for name in ("linear", "local_only", "pooled")}
 RANGES = json.dumps({"x": [-1.0, 7.0], "y": [-2.0, 2.0]})
 PRIVATE = {"privacy__epsilon": 1.0, "privacy__ranges": RANGES, "num_server_rounds": 9, "evaluate_every": 1, **BARE}
 SIZE = 6
+VALUES = {AMPLITUDE: np.zeros(()), LOG_NOISE: np.zeros(1)}
 
 
 def sums_of(a: np.ndarray, y: np.ndarray) -> SparseSums:
@@ -169,6 +172,28 @@ def test_sums_without_noise_come_back_and_noise_alone_says_nothing():
     assert float(back.target_squares) == pytest.approx(float(y @ y), rel=1e-5)
     _, left_out = cleaned(disturbed(exact, 1.0, 1e4, rng), 400, 1.0, 1e4)
     assert left_out >= SIZE - 1
+
+
+def rows_of(count: int, rng: np.random.Generator) -> np.ndarray:
+    """Whitened projections of unit length [N, M]."""
+    a = rng.standard_normal((count, SIZE))
+    return a / np.linalg.norm(a, axis=1, keepdims=True)
+
+
+def test_what_is_predicted_from_a_noisy_release_is_as_far_off_as_it_says():
+    """Held-out rows in units of their sd, over draws: residuals that noise hides are not taken for zero."""
+    rng, rows = np.random.default_rng(7), 2000
+    for noise in (20.0, 60.0):
+        squares = []
+        for _ in range(30):
+            a, u = rows_of(rows, rng), 0.7 * rng.standard_normal(SIZE)
+            y = np.clip(a @ u + 0.3 * rng.standard_normal(rows), -EDGE, EDGE)
+            found = evaluated(VALUES, disturbed(sums_of(a, y), 1.0, noise, rng), rows, noise)
+            q = posterior_at(found.values, found.totals)
+            at = math.exp(found.values[AMPLITUDE] / 2) * rows_of(200, rng)
+            off = (at / np.linalg.norm(at, axis=1, keepdims=True)) @ u - at @ q.mean + 0.3 * rng.standard_normal(200)
+            squares.append(np.mean(off**2 / (np.einsum("nm,mk,nk->n", at, q.covariance, at) + noise_of(found.values))))
+        assert np.mean(squares) < 2
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "masked"])

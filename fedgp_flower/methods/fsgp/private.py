@@ -103,12 +103,17 @@ def cleaned(told: PrivateSums, rows: int, amplitude: float, noise: float) -> tup
     """Sums that rows can have, and how many directions were left out because noise alone would look like them.
 
     The largest eigenvalue of the noise in the gram matrix is about ν κ √(2M) (Wigner); what is not above it is set to
-    zero, with what the projection says there. This looks at nothing but the release.
+    zero, with what the projection says there. What residuals would be left, s − bᵀA⁻¹b, is at least its own standard
+    deviation under the noise, which for u = A⁻¹b has the variance ν² (2C⁴ + 4C²κ‖u‖² + κ²‖u‖⁴). This looks at nothing
+    but the release.
     """
     spectrum, vectors = np.linalg.eigh(told.gram)
     kept: Array = vectors[:, spectrum > noise * amplitude * math.sqrt(2 * len(spectrum))]
     values, weights = spectrum[len(spectrum) - kept.shape[1] :], kept.T @ told.projection
     gram, projection = (kept * values) @ kept.T, kept @ weights
-    squares = max(float(told.target_squares), float(np.square(weights) @ (1 / values)) * (1 + 1e-6), 1e-3 * rows)
+    least_squares = weights / values
+    size = amplitude * float(least_squares @ least_squares)
+    deviation = noise * math.sqrt(2 * EDGE**4 + 4 * EDGE**2 * size + size**2)
+    squares = max(float(told.target_squares), float(weights @ least_squares) + deviation)
     numbers = (gram, projection, squares, max(rows * amplitude, float(np.trace(gram))), float(rows))
     return SparseSums(*(torch.as_tensor(own, dtype=torch.float64) for own in numbers)), len(spectrum) - kept.shape[1]
