@@ -114,22 +114,21 @@ def _chunks(rows: Tensor) -> Sequence[Tensor]:
 def _sums(cross: Tensor, targets: Targets, variance: Tensor) -> SparseSums:
     """From W [M, N], y [N] and Σ k(x, x)."""
     return SparseSums(
-        gram=cross @ cross.mT,
-        projection=cross @ targets,
-        target_squares=targets.square().sum(),
+        gram=torch.mm(cross, cross.mT),
+        projection=torch.mv(cross, targets),
+        target_squares=torch.dot(targets, targets),
         prior_variance=variance,
-        count=torch.tensor(float(len(targets)), dtype=targets.dtype, device=targets.device),
+        count=targets.new_full((), targets.shape[0]),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Scaled:
-    """The squared exponential at fixed parameters, inputs in units of ℓ; arrays of rows have a row for each."""
+    """The squared exponential at fixed parameters: log k(z, x) = log a² − ½ |z/ℓ|² − ½ |x/ℓ|² + x·(z/ℓ²)."""
 
-    points: Tensor  # Z/ℓ  [M, D]
-    squares: Tensor  # (Z/ℓ)²  [M, D]
+    inverse: Tensor  # 1/ℓ²  [D]
+    slopes: Tensor  # z/ℓ²  [M, D]
     heights: Tensor  # log a² − ½ |z/ℓ|²  [M]
-    scale: Tensor  # ℓ  [1, D] or [1, 1]
     variance: Tensor  # a²  []
     most: float  # log a²
 
@@ -137,21 +136,16 @@ class _Scaled:
     def of(model: SparseGP) -> _Scaled:
         """At the parameters of a model."""
         scale, variance = _of_squared_exponential(model.kernel)
-        points, most = model.inducing_points / scale, variance.log()
-        squares = points.square()
-        return _Scaled(points, squares, most - squares.sum(1) / 2, scale, variance, float(most))
+        points, most = model.inducing_points, variance.log()
+        inverse = scale.square().reciprocal().expand(1, points.shape[1])[0]
+        slopes = points * inverse
+        return _Scaled(inverse, slopes, most - (points * slopes).sum(1) / 2, variance, float(most))
 
     def covariance(self, rows: Tensor, squares: Tensor) -> Tensor:
-        """K_zx = a² exp(−½ |z − x|²) as [N, M]: triangular solves take its transpose as it stands."""
-        exponents = torch.addmm(squares.sum(1, keepdim=True), rows, self.points.mT, beta=-0.5)
+        """K_zx of rows and their squares, both [N, D], as [N, M]: triangular solves take its transpose as it stands."""
+        own = torch.mv(squares, self.inverse).mul_(-0.5)
+        exponents = torch.addmm(own[:, None], rows, self.slopes.mT)
         return exponents.add_(self.heights).clamp_(max=self.most).exp_()
-
-    def pull_back(self, total: _Gradient, own: _Projected, incoming: Tensor, by_variance: Tensor) -> None:
-        """Add what comes through K_zx from K̄_zx [M, N], which is used up."""
-        assert own.scaled is not None
-        rows, squares, covariance = own.scaled
-        weights = incoming.mul_(covariance)
-        total.closed((self.points, self.squares), (rows, squares), weights, self.scale, by_variance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +155,8 @@ class _Projected:
     inputs: Tensor  # [N, D]
     cross: Tensor  # W = L⁻¹ K_zx  [M, N]
     variance: Tensor  # Σ k(x, x)  []
-    scaled: tuple[Tensor, Tensor, Tensor] | None = None
-    """Of the squared exponential rows in units of ℓ [N, D], their squares, and K_zx [M, N]."""
+    closed: tuple[Tensor, Tensor] | None = None
+    """Of the squared exponential x² [N, D] and K_zx [M, N]."""
 
     def size(self) -> int:
         """Numbers kept, but for the rows."""
@@ -195,16 +189,15 @@ class Whitener:
                 self._room -= found.size()
             yield found
 
-    @torch.no_grad()
     def _project(self, inputs: Tensor) -> _Projected:
         if self.scaled is None:
-            covariance, variances = self.model.covariances(inputs)
+            with torch.no_grad():
+                covariance, variances = self.model.covariances(inputs)
             return _Projected(inputs, self._whitened(covariance), variances.sum())
-        rows = inputs / self.scaled.scale
-        squares = rows.square()
-        covariance = self.scaled.covariance(rows, squares).mT
-        variance = len(inputs) * self.scaled.variance
-        return _Projected(inputs, self._whitened(covariance), variance, (rows, squares, covariance))
+        squares = inputs.square()
+        covariance = self.scaled.covariance(inputs, squares).mT
+        variance = self.scaled.variance * inputs.shape[0]
+        return _Projected(inputs, self._whitened(covariance), variance, (squares, covariance))
 
     def _whitened(self, covariance: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.factor, covariance, upper=False)
@@ -212,10 +205,9 @@ class Whitener:
 
 def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whitener | None = None) -> SparseSums:
     """The sums of any number of rows, chunk by chunk, without a graph; with the model's whitener where there is one."""
-    with torch.no_grad():
-        chunks = Whitener(model).projected(inputs, last=True) if whitener is None else whitener.projected(inputs)
-        pairs = zip(chunks, _chunks(targets), strict=True)
-        return functools.reduce(operator.add, (_sums(own.cross, y, own.variance) for own, y in pairs))
+    chunks = Whitener(model).projected(inputs, last=True) if whitener is None else whitener.projected(inputs)
+    pairs = zip(chunks, _chunks(targets), strict=True)
+    return functools.reduce(operator.add, (_sums(own.cross, y, own.variance) for own, y in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +242,12 @@ def rows_gradient(
     whitener = whitener or Whitener(model)
     total = _Gradient(whitener.parameters)
     for own, y in zip(whitener.projected(inputs, last=True), _chunks(targets), strict=True):
-        with torch.no_grad():
-            incoming = torch.linalg.solve_triangular(whitener.factor.mT, adjoints.of_cross(own.cross, y), upper=True)
-            if whitener.scaled is not None:
-                whitener.scaled.pull_back(total, own, incoming, adjoints.prior_variance * own.variance)
-                continue
+        incoming = torch.linalg.solve_triangular(whitener.factor.mT, adjoints.of_cross(own.cross, y), upper=True)
+        if own.closed is not None:
+            squares, covariance = own.closed
+            by_variance = adjoints.prior_variance * own.variance
+            total.closed(own.inputs, squares, incoming.mul_(covariance), by_variance)
+            continue
         cross, variances = model.covariances(own.inputs)
         total.add([cross, variances], [incoming, adjoints.prior_variance.expand_as(variances)])
     return total.arrays()
@@ -293,10 +286,11 @@ def inducing_gradient(model: SparseGP, gram: Tensor, projection: Tensor, adjoint
         with torch.no_grad():
             scale, variance = _of_squared_exponential(model.kernel)
             points = model.inducing_points / scale
-            covariance, squared = _covariance(points, points, variance), (points, points.square())
+            covariance = _covariance(points, points, variance)
             incoming = _incoming_inducing(model, (covariance, variance), (gram, projection), adjoints)
             by_variance = model.jitter * incoming.diagonal().sum() * variance
-            total.closed(squared, squared, incoming.mul_(covariance), scale, by_variance)
+            rows = model.inducing_points
+            total.closed(rows, rows.square(), incoming.mul_(covariance), by_variance)
     else:
         covariance, variance = model._inducing_covariance()
         with torch.no_grad():
@@ -321,7 +315,7 @@ class _Gradient:
     """A sum of pull-backs, by wire name; the noise and whatever does not move have zeros."""
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        self.total: dict[str, Tensor] = {}
+        self.total: NamedArrays = {}
         self.all = dict(named)
         self.moving = {name: parameter for name, parameter in named if parameter.requires_grad}
 
@@ -330,40 +324,40 @@ class _Gradient:
         grads = torch.autograd.grad(outputs, list(self.moving.values()), incoming, allow_unused=True)
         for name, grad in zip(self.moving, grads, strict=True):
             if grad is not None:
-                self.take(name, grad)
+                self.take(name, to_array(grad))
 
-    def closed(
-        self, at: tuple[Tensor, Tensor], of: tuple[Tensor, Tensor], weights: Tensor, scale: Tensor, by_variance: Tensor
-    ) -> None:
+    def closed(self, rows: Tensor, squares: Tensor, weights: Tensor, by_variance: Tensor) -> None:
         """Add what comes through k(Z, X), a squared exponential, from H = K̄ ⊙ K [M, N].
 
-        With r = H 1, q = Hᵀ 1 and Z, X in units of ℓ: ∂F/∂log a² = Σ H + ``by_variance``, ∂F/∂Z = (H X − r ⊙ Z)/ℓ,
-        twice that where X is Z, and ∂F/∂log ℓ_d = Σ_m r z² + Σ_n q x² − 2 Σ_m z ⊙ (H X).
+        With r = H 1, q = Hᵀ 1 and G = H X − r ⊙ Z: ∂F/∂log a² = Σ H + ``by_variance``, ∂F/∂Z = G/ℓ², twice that where
+        X is Z, and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ².
 
         Args:
-            at: Z and its squares [M, D].
-            of: X and its squares [N, D].
+            rows: X [N, D].
+            squares: x² [N, D].
             weights: H.
-            scale: ℓ.
             by_variance: What comes through Σ k(x, x).
         """
-        (points, point_squares), (rows, row_squares) = at, of
-        row_sums, column_sums, moved = weights.sum(1), weights.sum(0), weights @ rows
-        by_input = row_sums @ point_squares + column_sums @ row_squares - 2 * (points * moved).sum(0)
-        by_points = torch.addcmul(moved, row_sums[:, None], points, value=-1).div_(scale)
-        self.take("inducing.locations", 2 * by_points if rows is points else by_points)
-        self.take("kernel.log_lengthscale", by_input if scale.shape[-1] > 1 else by_input.sum())
-        self.take("kernel.log_outputscale", row_sums.sum() + by_variance)
+        points = to_array(self.all["inducing.locations"])
+        inverse = np.exp(-2 * to_array(self.all["kernel.log_lengthscale"]))
+        moved, row_sums = to_array(torch.mm(weights, rows)), to_array(weights.sum(1))
+        moved_squares = to_array(torch.mv(squares.mT, weights.sum(0)))
+        towards = moved - row_sums[:, None] * points
+        by_input = (moved_squares - (points * (moved + towards)).sum(0)) * inverse
+        by_points = towards * inverse
+        self.take("inducing.locations", 2 * by_points if rows is self.all["inducing.locations"] else by_points)
+        self.take("kernel.log_lengthscale", by_input if inverse.size > 1 else by_input.sum(keepdims=True))
+        self.take("kernel.log_outputscale", row_sums.sum(keepdims=True) + to_array(by_variance))
 
-    def take(self, name: str, grad: Tensor) -> None:
+    def take(self, name: str, grad: Array) -> None:
         """Add a derivative that is known."""
         if name in self.moving:
             self.total[name] = self.total[name] + grad if name in self.total else grad
 
     def arrays(self) -> NamedArrays:
-        """As float64 arrays on the CPU."""
+        """What was added, as float64 arrays."""
         return {
-            name: to_array(self.total[name].reshape(own.shape)) if name in self.total else np.zeros(own.shape)
+            name: np.reshape(self.total[name], own.shape) if name in self.total else np.zeros(own.shape)
             for name, own in self.all.items()
         }
 
