@@ -6,6 +6,7 @@ import hashlib
 import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from faults import waves
 from test_launch import handshake
 
 from fedgp_flower import cli
-from fedgp_flower.deploy import doctor, machines
+from fedgp_flower.deploy import doctor, machines, units
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
 from fedgp_flower.deploy.pinned import guarded
 from fedgp_flower.deploy.submission import Flower
@@ -96,6 +97,21 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
     for again in (["deploy", "init", "--host", HOST], ["site", "join", "north.toml", "--data", "north.csv"]):
         with pytest.raises(ConfigError, match="exists; choose another folder"):
             cli.app(again, standalone_mode=False)
+
+
+def test_service_files_are_valid_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    """By systemd's own check, where it is installed."""
+    folder = tmp_path / "my 100% lab"
+    folder.mkdir()
+    units.write(folder, "superlink", ["deploy", "serve", "--folder", str(folder)], 8000)
+    unit = folder / "fedgp-superlink.service"
+    [line] = re.findall(r"ExecStart=(.*)", unit.read_text())
+    assert shlex.split(line)[-1].replace("%%", "%") == str(folder)
+    assert yaml.safe_load((folder / "compose.yaml").read_text())["services"]["superlink"]["command"][-1] == str(folder)
+    if shutil.which("systemd-analyze"):
+        words = ["systemd-analyze", "verify", str(unit)]
+        found = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert (found.returncode, found.stdout + found.stderr) == (0, "")
 
 
 def test_a_new_certificate_is_trusted_through_the_old_invitation(both: tuple[Coordinator, SiteFolder]) -> None:

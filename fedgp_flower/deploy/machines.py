@@ -68,7 +68,7 @@ class Coordinator:
         _write(own.folder / "coordinator.toml", {"host": host, "port": port})
         profile = {"address": f"{host}:{port}", "root-certificates": str(own.folder / "ca.crt")}
         _write(own.folder / "flower" / "config.toml", {"superlink": {"default": CONNECTION, CONNECTION: profile}})
-        units.write(own.folder, "superlink", f"deploy serve --folder {own.folder}", port)
+        units.write(own.folder, "superlink", ["deploy", "serve", "--folder", str(own.folder)], port)
         return own
 
     @staticmethod
@@ -153,7 +153,7 @@ class SiteFolder:
         script.chmod(0o700)
         own = SiteFolder(place, {**content, **{key: str(path.resolve()) for key, path in given.items()}})
         _write(place / "site.toml", dict(own.facts))
-        units.write(place, f"site-{site}", f"site serve {place}", None)
+        units.write(place, f"site-{site}", ["site", "serve", str(place)], None)
         return own
 
     @staticmethod

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import getpass
+import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 UNIT = """[Unit]
@@ -45,7 +47,7 @@ HEALTHY = """    ports: ["{port}:{port}"]
 """
 
 
-def write(folder: Path, name: str, words: str, port: int | None) -> None:
+def write(folder: Path, name: str, words: Sequence[str], port: int | None) -> None:
     """Write a systemd unit, a compose file and a Dockerfile into the folder of a machine.
 
     Args:
@@ -55,9 +57,9 @@ def write(folder: Path, name: str, words: str, port: int | None) -> None:
         port: To publish; None where nobody dials in.
     """
     project = Path(__file__).resolve().parents[2]
-    command = f"{shlex.quote(sys.executable)} -m fedgp_flower.cli {words}"
+    command = shlex.join([sys.executable, "-m", "fedgp_flower.cli", *words]).replace("%", "%%")
     (folder / f"fedgp-{name}.service").write_text(UNIT.format(name=name, user=getpass.getuser(), command=command))
     more = "" if port is None else HEALTHY.format(port=port, folder=folder)
-    text = COMPOSE.format(name=name, project=project, command=words.split(), folder=folder, more=more)
+    text = COMPOSE.format(name=name, project=project, command=json.dumps(words), folder=folder, more=more)
     (folder / "compose.yaml").write_text(text)
     (folder / "Dockerfile").write_text(DOCKERFILE)
