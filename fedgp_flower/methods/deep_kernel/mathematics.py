@@ -78,12 +78,15 @@ class SiteSums:
         factor = self._factor(share)
         precision = torch.cholesky_solve(self.precision, factor)
         shift = torch.cholesky_solve(self.shift[..., None], factor)[..., 0]
-        constant = self.constant + 0.5 * share * (self.shift * shift).sum() - _half_log_determinant(factor)
-        return Evidence((precision + precision.mT) / 2, shift, constant)
+        return Evidence((precision + precision.mT) / 2, shift, self._log_density(factor, share))
 
     def log_evidence(self) -> Scalar:
         """The log density of these rows alone."""
-        return self.without_personal(1.0).constant
+        return self._log_density(self._factor(1.0), 1.0)
+
+    def _log_density(self, factor: Covariances, share: float) -> Scalar:
+        white = torch.linalg.solve_triangular(factor, self.shift[..., None], upper=False)
+        return self.constant + 0.5 * share * white.square().sum() - _half_log_determinant(factor)
 
     def personal(self, mean: Means, covariance: Covariances, share: float) -> tuple[Means, Covariances]:
         """Mean and covariance of w_c + v_kc, from those of w_c given all rows, these among them."""

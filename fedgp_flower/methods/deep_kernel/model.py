@@ -28,18 +28,19 @@ def dense(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
 
 
 def convolutional(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
-    """For square images row by row: twice 3 × 3 filters and the largest of every 2 × 2, then a rectified layer.
+    """For square images row by row: twice 3 × 3 filters at every second pixel, then a layer, all rectified.
 
     Raises:
         DataError: the inputs are no square.
     """
     side, channels = math.isqrt(inputs), (8, 16)
-    if side**2 != inputs or side < 4:
+    if side**2 != inputs or not inputs:
         raise DataError(f"`deep.network` = 'convolutional' needs square images; a row has {inputs} inputs")
     layers: list[nn.Module] = [nn.Unflatten(1, (1, side, side))]
     for before, after in zip((1, *channels[:-1]), channels, strict=True):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels[-1] * (side // 4) ** 2, options.features), nn.ReLU())
+        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.ReLU()]
+        side = (side + 1) // 2
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels[-1] * side**2, options.features), nn.ReLU())
 
 
 NETWORKS: Mapping[str, Callable[[int, DeepKernelOptions], nn.Sequential]] = {

@@ -34,6 +34,7 @@ class ModelRow:
 _CLASSES = ("gaussian", "bernoulli")
 _MIXED = "fedgp_flower.methods.sfvi.mixed:MixedModel"
 _NETWORKS = "fedgp_flower.methods.sfvi.networks"
+_AMORTISED = "fedgp_flower.methods.sfvi.amortised"
 MODELS: Mapping[str, ModelRow] = {
     "gp": ModelRow("fedgp_flower.methods.sfvi.gp:HierarchicalGP", ("gaussian", "bernoulli", "poisson")),
     "logistic-mixed": ModelRow(_MIXED, ("bernoulli",), units=True),
@@ -41,6 +42,8 @@ MODELS: Mapping[str, ModelRow] = {
     "multinomial": ModelRow("fedgp_flower.methods.sfvi.multinomial:Multinomial", _CLASSES, classes=True),
     "hierarchical-bnn": ModelRow(f"{_NETWORKS}:HierarchicalNetwork", _CLASSES, classes=True, mean_field=True),
     "fedpop": ModelRow(f"{_NETWORKS}:FedPop", _CLASSES, classes=True, mean_field=True),
+    "vae": ModelRow(f"{_AMORTISED}:Autoencoder", _CLASSES, classes=True, mean_field=True),
+    "prodlda": ModelRow(f"{_AMORTISED}:TopicModel", _CLASSES, classes=True, mean_field=True),
 }
 """By the name in ``sfvi.model``."""
 CLOSED_FORM = {"objective", "tolerance", "model", "shared_inputs"}
@@ -59,7 +62,8 @@ class SFVIOptions(MethodOptions):
     model: str = "gp"
     """``gp``: shared trend + site deviation + site noise; ``logistic-mixed`` and ``multinomial`` as in the paper,
     Sections S3.1 and S3.2; ``glmm``: generalised linear mixed models, Gaussian, logistic or Poisson;
-    ``hierarchical-bnn``, ``fedpop``: Bayesian neural networks with a personal part at every site, Section 4.1."""
+    ``hierarchical-bnn``, ``fedpop``: Bayesian neural networks with a personal part at every site, Section 4.1;
+    ``vae``, ``prodlda``: a latent or topics of every row, read off it by one encoder that sites share."""
     objective: Literal["auto", "closed-form", "stochastic"] = "auto"
     """``sfvi``: ``closed-form``, for ``gp`` with Gaussian noise, has both q at their optimum, keeps deviations exact
     and takes Newton steps on θ until they promise no more; ``stochastic`` is the paper's gradient of θ and q(Z_G);
@@ -142,9 +146,13 @@ class SFVIOptions(MethodOptions):
     centred: bool = False
     """``logistic-mixed``, ``glmm``: whether the latents are the effects themselves, or standard normal a priori."""
     hidden: PositiveInt = 50
-    """``hierarchical-bnn``, ``fedpop``: units of the one hidden layer, rectified."""
+    """``hierarchical-bnn``, ``fedpop``, ``vae``, ``prodlda``: units of a hidden layer."""
+    latents: PositiveInt = 2
+    """``vae``: latents of a row; ``prodlda``: topics."""
+    concentration: Positive = 1.0
+    """``prodlda``: α of the Dirichlet prior of a document's topics; smaller ones make documents purer."""
     classes: Annotated[int, Field(ge=2)] = 10
-    """``multinomial``, ``hierarchical-bnn``, ``fedpop``: the target holds the numbers 0 to ``classes`` − 1."""
+    """Of ``multinomial``, networks, ``vae``, ``prodlda``: the target holds the numbers 0 to ``classes`` − 1."""
     prediction_draws: PositiveInt = 200
     """Draws in a prediction; ``gp`` needs none."""
 

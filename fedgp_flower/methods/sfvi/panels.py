@@ -25,6 +25,7 @@ from fedgp_flower.typing import Array
 MOST_INPUTS = 6
 MOST_SITES = 60
 MOST_NAMES = 8
+MOST_WORDS = 10
 REACH = 2.5
 """How far along an input, in its standard deviations, where no histogram told between which values rows lie."""
 
@@ -40,6 +41,10 @@ def panels(run: RunData) -> list[Panel]:
             "Median and 95 % interval under q, for standardised inputs and target, on the scale where effects add."
         )
         sections.insert(0, Panel("Effects", body, caption))
+    if words := topics(run.posterior):
+        caption = f"The {MOST_WORDS} words that each topic makes likeliest, beyond what the background does."
+        body = html_table(("topic", "words"), [(str(k + 1), ", ".join(own)) for k, own in enumerate(words)])
+        sections.insert(0, Panel("Topics", body, caption))
     rows = run.predictions
     if rows is not None and "deviation" in rows:
         columns = [str(name) for name in rows.columns if str(name).startswith("input.")] or ["trend"]
@@ -80,6 +85,13 @@ def effects(posterior: Posterior) -> str:
         shown = np.sort(np.exp(-values))[[1, 0, 2]] if is_scale else values
         rows.append((words, *(show(number(float(value))) for value in shown)))
     return html_table(("effect", "median", "2.5 %", "97.5 %"), rows) if rows else ""
+
+
+def topics(posterior: Posterior) -> list[list[str]]:
+    """The first words of every topic; none where the model has no topics."""
+    own = saved_model(posterior, tuple(posterior.inputs))
+    names = [posterior.inputs[index] for index in own.columns]
+    return [words[:MOST_WORDS] for words in own.posterior.model.topics(own.posterior.q_global.mean, names)]
 
 
 def trend_predictor(run: RunData) -> Predictor | None:

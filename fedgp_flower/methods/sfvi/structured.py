@@ -124,6 +124,11 @@ class StructuredModel(nn.Module, ABC):
         del names
         return []
 
+    def topics(self, mean: Float[Tensor, " M"], names: Sequence[str]) -> list[list[str]]:
+        """Inputs that belong together, where Z_G of this mean groups them; nothing to say here."""
+        del mean, names
+        return []
+
     def theta(self) -> dict[str, nn.Parameter]:
         """The parameters that are learned, by the names they have in messages."""
         return {wire_name(name): value for name, value in self.named_parameters() if value.requires_grad}
