@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from structured_problems import (
 )
 
 from fedgp_flower.errors import ProtocolError
+from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.methods.family import (
     GlobalPosterior,
     initial_amortised,
@@ -28,8 +30,9 @@ from fedgp_flower.methods.family import (
     normal_log_density,
     with_named,
 )
-from fedgp_flower.methods.sfvi.estimators import gradients, sampled_site_term, unit_noise
+from fedgp_flower.methods.sfvi.estimators import gradients, sampled_site_term, unit_noise, whole_term
 from fedgp_flower.methods.sfvi.gp import farthest_points
+from fedgp_flower.methods.sfvi.learner import Learner
 from fedgp_flower.methods.sfvi.multinomial import Multinomial
 from fedgp_flower.methods.sfvi.structured import predict_by_draws
 
@@ -49,6 +52,8 @@ def test_family_density_is_that_of_the_transformed_draws(generator):
     torch.testing.assert_close(q.log_density(z), reference.log_prob(z))
     torch.testing.assert_close(q.entropy(), reference.entropy())
     torch.testing.assert_close(q.transform(z), q.mean + z @ q.factor().mT)
+    for given in (q, replace(q, lower=None)):  # weights on ε for weights on Z_G
+        torch.testing.assert_close(given.mixed(z) @ z.mT, z @ (given.transform(z) - q.mean).mT)
     local = randomised(initial_local(2, 3, 4, scale=0.5, coupled=True, triangular=True), generator)
     own = torch.randn(6, 2, 3, generator=generator, dtype=torch.float64)
     for unit in range(2):
@@ -346,3 +351,37 @@ def test_amortised_posterior_is_a_network_of_what_a_unit_has_seen(generator):
         direction = torch.randn(value.shape, generator=generator, dtype=torch.float64)
         ends = [float(term(q_global, with_named(q_local, {name: value + step * direction}))) for step in (1e-5, -1e-5)]
         assert float((slopes[name] * direction).sum()) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6, abs=1e-7)
+
+
+def test_local_steps_are_those_of_torchs_adam(generator):
+    """Three steps, and two more that go on with the moments, on θ, η_G and η_Lk at once."""
+    rates, ratio = (0.1, 0.05, 0.02, 0.04, 0.03), 3.0
+
+    def parts():
+        model = sparse_gp(inputs=torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None], noise_spread=0.5)
+        site = gp_sites(model, torch.Generator().manual_seed(1), sizes=(6,))[0]
+        q_global, [q_local] = start_posteriors(model, [site], torch.Generator().manual_seed(2), triangular=False)
+        return Learner(model, site, 0, 0, 1, 1), (q_global, q_local, AdamState())
+
+    learner, start = parts()
+    middle, _ = learner.local_steps(start, whole_term(ratio), first_step=0, rates=rates[:3])
+    end, value = learner.local_steps(middle, whole_term(ratio), first_step=3, rates=rates[3:])
+    other, (q_global, q_local, _) = parts()
+    eta, own = ({name: value.requires_grad_() for name, value in named(q).items()} for q in (q_global, q_local))
+    adam = torch.optim.Adam([*other.model.theta().values(), *eta.values(), *own.values()], maximize=True)
+    values = []
+    for rate in rates:
+        adam.param_groups[0]["lr"] = rate
+        adam.zero_grad()
+        site_term = other.site_term(q_global, q_local, None, 0, whole_term(ratio))
+        bound = other.global_term(q_global, None) + site_term
+        bound.backward()
+        adam.step()
+        values.append(bound.item())
+    assert value == pytest.approx(np.mean(values[3:]))
+    for found, wanted in ((end[0], q_global), (end[1], q_local)):
+        for name, moved in named(found).items():
+            torch.testing.assert_close(moved, named(wanted)[name].detach())
+    for name, moved in learner.model.theta().items():
+        torch.testing.assert_close(moved, other.model.theta()[name])
+    assert end[2].step == len(rates)

@@ -55,6 +55,10 @@ class GlobalPosterior:
         """diag(σ) L, lower triangular, with Σ = factor factorᵀ."""
         return _factor(self.log_scale, self.lower)
 
+    def mixed(self, weights: Float[Tensor, "*S M"]) -> Float[Tensor, "*S M"]:
+        """Weights on ε for given weights on Z_G, rows times :meth:`factor`."""
+        return weights * self.log_scale.exp() if self.lower is None else weights @ self.factor()
+
     def log_density(self, z: Float[Tensor, "*S M"]) -> Float[Tensor, "*S"]:
         """The log density log q(z)."""
         return normal_log_density(z - self.mean, self.log_scale, self.lower)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import Noise, build_point_likelihood
-from fedgp_flower.gp.projections import whitened_projection
+from fedgp_flower.gp.projections import whitened
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ClosedFormModel, IndexVector, Prediction, SiteData
@@ -117,7 +117,7 @@ class HierarchicalGP(ClosedFormModel):
         rows = self.likelihood.expected_with(site.targets, mean, variance, noise)
         second = q_local.mean.square().sum() + q_local.factor().square().sum()
         if q_local.coupling is not None:
-            second = second + (q_local.coupling @ q_global.factor()).square().sum()
+            second = second + q_global.mixed(q_local.coupling).square().sum()
         return rows.sum() - 0.5 * second - 0.5 * q_local.mean.numel() * math.log(2 * math.pi)
 
     def latent(
@@ -138,7 +138,7 @@ class HierarchicalGP(ClosedFormModel):
         with torch.no_grad():
             shared, left_over = self.project(self.trend, self.inputs, features)
             weights = torch.cat([shared, linear_terms(features)])
-            return q_global.mean @ weights, left_over + (weights.mT @ q_global.factor()).square().sum(-1)
+            return q_global.mean @ weights, left_over + q_global.mixed(weights.mT).square().sum(-1)
 
     def _moments(
         self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior | None
@@ -146,17 +146,18 @@ class HierarchicalGP(ClosedFormModel):
         """Moments of f and ζ under q, and their covariance, through the weights they have on ε_G and ε_L."""
         if q_local is None:
             return self._new_site(site, q_global)
-        basis, factor, own_factor = self._basis(site), q_global.factor(), q_local.factor()[0]
+        basis, own_factor = self._basis(site), q_local.factor()[0]
         mean = q_global.mean @ basis.shared + q_local.mean[0] @ basis.own
         weights = basis.shared.mT
         if q_local.coupling is not None:
             weights = weights + basis.own.mT @ q_local.coupling[0]
-        on_global, on_local = weights @ factor, basis.own.mT @ own_factor  # [N, M], [N, W]
+        on_global, on_local = q_global.mixed(weights), basis.own.mT @ own_factor  # [N, M], [N, W]
         variance = basis.left_over + on_global.square().sum(-1) + on_local.square().sum(-1)
         if not self.own_noise:
             zero = mean.new_zeros(())
             return mean, variance, self._noise(zero, zero, zero)
-        offset = factor.new_zeros(len(factor)) if q_local.coupling is None else q_local.coupling[0, -1] @ factor
+        coupled = torch.zeros_like(q_global.mean) if q_local.coupling is None else q_local.coupling[0, -1]
+        offset = q_global.mixed(coupled)
         spread = offset.square().sum() + own_factor[-1].square().sum()
         joint = on_global @ offset + on_local @ own_factor[-1]
         return mean, variance, self._noise(q_local.mean[0, -1], spread, joint)
@@ -188,8 +189,11 @@ class HierarchicalGP(ClosedFormModel):
 
     def project(self, kernel: Kernel, inputs: Float[Tensor, "M D"], features: Rows) -> tuple[Tensor, Tensor]:
         """L⁻¹K_zx [M, N] and the conditional variance k(x, x) − ‖L⁻¹K_zx‖² [N]."""
-        weights = whitened_projection(kernel, inputs, features, jitter=self.options.jitter)
-        return weights, kernel(features, diag=True) - weights.square().sum(0)
+        both, count = torch.cat([inputs, features]), len(inputs)
+        across, prior = kernel(inputs, both).to_dense(), kernel(both, diag=True)
+        variance, jitter = prior[:count].mean(), self.options.jitter
+        weights = whitened(across[:, :count], across[:, count:], variance=variance, jitter=jitter)
+        return weights, prior[count:] - weights.square().sum(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.gp.optimisers import AdamState
@@ -36,6 +37,8 @@ from fedgp_flower.typing import Scalar
 
 LocalState: TypeAlias = tuple[GlobalPosterior, LocalFamily, AdamState[Tensor]]
 """Where local steps start and end; θ is in the model."""
+WHOLE = "whole"
+"""The one name of a packed vector."""
 CATCHING_UP = 2**40
 """Steps of catching up are numbered from here, so that they share no draw with a round."""
 
@@ -111,7 +114,8 @@ class Learner:
             Where the steps led, and the scaled bound, averaged over the steps.
         """
         q_global, q_local, moments = start
-        value = 0.0
+        packing = Packing.of(_joined(self.model.theta(), named(q_global), named(q_local)))
+        point, adam, value = packing.point, packing.packed(moments), 0.0
         for step, rate in enumerate(rates, first_step):
             noise = None if self.closed_form else self.noise_global(step)
 
@@ -119,14 +123,46 @@ class Learner:
                 return self.global_term(eta, noise) + self.site_term(eta, own, noise, step, scaling)
 
             share = gradients(self.model, q_global, q_local, term)
-            moves, moments = moments.update(_joined(share.theta, share.eta, share.local), rate)
-            before = _joined(self.model.theta(), named(q_global), named(q_local))
-            moved = {name: before[name] + move for name, move in moves.items()}
+            moves, adam = adam.update({WHOLE: packing.flat(_joined(share.theta, share.eta, share.local))}, rate)
+            point = point + moves[WHOLE]
+            moved = packing.parts(point)
             self.model.load_theta(below(moved, "theta."))
             q_global = with_named(q_global, below(moved, "q."))
             q_local = with_named(q_local, below(moved, LOCAL))
             value += share.value / len(rates)
-        return (q_global, q_local, moments), value
+        return (q_global, q_local, packing.unpacked(adam)), value
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Parameters by name as one vector: a step of Adam on it costs a few operations, however many names there are."""
+
+    shapes: Mapping[str, torch.Size]
+    point: Float[Tensor, " P"]
+
+    @staticmethod
+    def of(values: Mapping[str, Tensor]) -> Packing:
+        """Where ``values`` are."""
+        shapes = {name: value.shape for name, value in values.items()}
+        return Packing(shapes, torch.cat([value.flatten() for value in values.values()]))
+
+    def flat(self, values: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
+        """In the order of names; zero where there is none."""
+        missing = self.point.new_zeros(())
+        return torch.cat([values.get(name, missing.expand(own)).flatten() for name, own in self.shapes.items()])
+
+    def parts(self, flat: Float[Tensor, " P"]) -> dict[str, Tensor]:
+        """By name."""
+        pieces = flat.split([own.numel() for own in self.shapes.values()])
+        return {n: piece.view(own) for (n, own), piece in zip(self.shapes.items(), pieces, strict=True)}
+
+    def packed(self, moments: AdamState[Tensor]) -> AdamState[Tensor]:
+        """Moments of the vector."""
+        return AdamState(moments.step, {WHOLE: self.flat(moments.first)}, {WHOLE: self.flat(moments.second)})
+
+    def unpacked(self, moments: AdamState[Tensor]) -> AdamState[Tensor]:
+        """Moments by name."""
+        return AdamState(moments.step, self.parts(moments.first[WHOLE]), self.parts(moments.second[WHOLE]))
 
 
 def initial_local(model: StructuredModel, site: SiteData, options: SFVIOptions, seed: int) -> LocalFamily:
