@@ -273,9 +273,9 @@ def write_natural(rules: tuple[str, ...], seeds: int) -> None:
         "",
         *lines,
         *verdicts(damages, 1.3),
-        "A unit whose rows are pure noise adds no information and is near every other that adds little: entries of the "
-        "median move towards knowing nothing, and Krum prefers such units. `agreement` leaves out who shares nothing. "
-        "Flipped updates are left out before the rule where no rows can produce them.",
+        "A unit whose rows are pure noise says next to nothing of g and is left out before rules that are no weighted "
+        "mean: entries of a median would move towards knowing nothing, and Krum prefers such units. `agreement` leaves "
+        "out who shares nothing. Flipped updates are left out before any rule where no rows can produce them.",
         "",
     ]
     RESULTS.mkdir(exist_ok=True)

@@ -4,8 +4,8 @@ Algorithm 2 of Chung and Al Kontar, Technometrics 66 (2024), but what units step
 its precision λ and shift h (:mod:`fedgp_flower.methods.fedmgp.natural`). Their average with weights p_m is a step on
 the pooled bound, whereas averages of means and Cholesky factors drift away from its optimum. Rules, server's step,
 sampling and stand-ins are those of :mod:`strategies.fedmgp`; but a Δ_m that no rows can produce is left out, rules that
-are no weighted mean compare units in coordinates of q(u), and one more, ``agreement``, reads off Δ_m what the unit's
-rows say of u.
+are no weighted mean compare units in coordinates of q(u), without those that say next to nothing, and one more,
+``agreement``, reads off Δ_m what the unit's rows say of u.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ from strategies.server.questions import Asking, Figures, Roster
 
 LINEAR = ("mean", "loss-weighted", "staleness-weighted")
 """Rules whose result is the same in any coordinates."""
+LEAST_TOLD = 0.1
+"""A unit that says less of u than this share of what the median unit says has no vote in the other rules."""
+LEAST_VOTES = 3
+"""What Krum needs at least."""
 
 
 @message()
@@ -69,6 +73,8 @@ class NaturalState(PseudoState):
             told = list(updates)  # Δ of an earlier θ cannot be judged by this one
         if not told:
             raise NumericsError("no unit sent what rows can produce")
+        if options.aggregation not in (*LINEAR, AGREEMENT):
+            told = telling(Frame.of(self.parameters), {site: updates[site] for site in told}, moved)
         among = np.array([site in told for site in updates])
         shares = dict(zip(updates, signals.shares.tolist(), strict=True))
         updates, signals = {site: updates[site] for site in told}, narrowed(signals, among)
@@ -94,6 +100,25 @@ def possible(theta: Mapping[str, Array], update: Mapping[str, Array], moved: flo
     parts = zip(*(theta[name] - update[name] / moved for name in (PRECISION, SHIFT)), strict=True)
     said = [Statistics(own - np.eye(len(h)), h, 0.0, np.zeros(1)) for own, h in parts]
     return bool(np.isfinite(update[SCALES]).all()) and all(map(semidefinite, said))
+
+
+def telling(frame: Frame, updates: Mapping[str, Mapping[str, Array]], moved: float) -> list[str]:
+    """Units whose rows say something of u: tr C⁻¹G_mC⁻ᵀ of each latent is a share of the units' median at least.
+
+    A unit of pure noise says next to nothing. A median that counts it moves towards knowing nothing, and Krum prefers
+    what several such units agree on; the mean alone can take it for what it is, a unit without rows.
+    """
+    nothing = np.array(
+        [np.trace(np.linalg.solve(own, np.linalg.solve(own, np.eye(len(own))).T)) for own in frame.factor]
+    )
+    size = frame.factor.shape[1]
+    known = {
+        site: size - np.trace(frame.seen(own)[PRECISION], axis1=1, axis2=2) / moved - nothing
+        for site, own in updates.items()
+    }
+    least = LEAST_TOLD * np.median(list(known.values()), axis=0)
+    told = [site for site, own in known.items() if (own >= least).all()]
+    return told if len(told) >= LEAST_VOTES else list(updates)
 
 
 def within_averages(update: Array, least: float) -> Array:

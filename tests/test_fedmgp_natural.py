@@ -140,6 +140,28 @@ def test_agreement_reads_what_rows_say_and_counts_out_another_process() -> None:
         np.testing.assert_allclose(found[PRECISION], wanted[PRECISION], rtol=1e-9)
 
 
+@pytest.mark.parametrize("rule", ["median", "trimmed-mean", "krum", "multi-krum"])
+def test_units_that_say_next_to_nothing_have_no_vote(rule: str) -> None:
+    """Two of six have an amplitude near zero, as pure noise makes it: the rule does without them."""
+    latents, _, _, phi, x = random_unit(1, 1)
+    J, draw = len(latents.inducing), np.random.default_rng(0)
+    still = replace(phi, amplitudes=1e-3 * phi.amplitudes)
+    units = [(x, np.sin(3 * x[:, 0]) + 0.1 * draw.standard_normal(len(x)), latents, phi) for _ in range(4)]
+    units += [(x, draw.standard_normal(len(x)), latents, still) for _ in range(2)]
+    zeros = {SCALES: np.log(latents.scales), PRECISION: np.eye(J)[None], SHIFT: np.zeros((1, J))}
+    state = NaturalState(zeros, zeros, {}, 0, {}, latents.inducing, latents.jitter, {}, Record((), {}))
+    changes = {"fedmgp__aggregation": rule, "fedmgp__natural_step": 0.2, "fedmgp__local_steps": 4}
+    options = parse_config(keys(**NATURAL, **changes)).options
+    ends = [natural_steps(zeros, unit, lambda: None, (4, 0.0, 0.2), weight=1 / 6)[0] for unit in units]
+    updates = {str(m): {name: zeros[name] - end[name] for name in zeros} for m, end in enumerate(ends)}
+    found, weights = state.merged(updates, Signals(np.full(6, 1 / 6), malicious=2, select=3), options)
+    first = {site: updates[site] for site in "0123"}
+    wanted, _ = state.merged(first, Signals(np.full(4, 0.25), select=3), options)
+    np.testing.assert_array_equal(weights[4:], 0)
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-9, atol=1e-12)
+
+
 def test_coordinates_of_q_change_no_mean() -> None:
     """What a mean makes of updates is the same in them; and in them q(u) is N(0, I)."""
     draw = np.random.default_rng(0)
