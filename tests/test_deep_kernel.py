@@ -154,7 +154,7 @@ def opposite_sites(rows: int = 60) -> pd.DataFrame:
     return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "label": label.astype(float), "silo": site})
 
 
-@pytest.mark.parametrize("kind", ["classes", "numbers"])
+@pytest.mark.parametrize("kind", ["classes", pytest.param("numbers", marks=pytest.mark.long)])
 def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, kind: str):
     path, classes = tmp_path / "table.csv", kind == "classes"
     table = opposite_sites()

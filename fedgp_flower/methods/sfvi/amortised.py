@@ -37,6 +37,8 @@ from fedgp_flower.typing import Rows, Targets
 
 START = 0
 """Seed of the networks' first weights: they are the same at every site."""
+APART, LENGTH = 30.0, 3.0
+"""``prodlda``: factor of the encoder's last layer at the start, and the length of what its first one sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +200,25 @@ class TopicModel(AmortisedModel):
         """Topics as configured."""
         return cls(num_inputs, options.latents, options.latents, options, binary=binary)
 
+    def _build(self, options: SFVIOptions) -> None:
+        """Documents start far apart, each in few topics, or all would stay in the middle, where topics are alike."""
+        super()._build(options)
+        last = self.encoder[-1]
+        assert isinstance(last, nn.Linear)
+        with torch.no_grad():
+            last.weight[: self.latents] *= APART
+            last.bias[self.latents :] -= 1.0
+
     @property
     def prior_variance(self) -> float:
         """That of the Laplace approximation to Dirichlet(α) in the coordinates of a softmax."""
         return (1 - 1 / self.latents) / self.concentration
 
     def seen(self, features: Rows) -> Rows:
-        """Logarithms."""
+        """Logarithms of counts, of the same length for all documents; one without words is 0."""
         if len(features) and not bool((features >= 0).all()):
             raise DataError("`sfvi.model` = 'prodlda' takes counts of words as they are: set `standardise` false")
-        return features.log1p()
+        return LENGTH * nn.functional.normalize(features.log1p(), dim=-1)
 
     def code(self, z: Float[Tensor, "*S N W"]) -> Float[Tensor, "*S N H"]:
         """Shares of the topics."""

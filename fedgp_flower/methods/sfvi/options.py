@@ -29,6 +29,8 @@ class ModelRow:
     """Whether the target holds classes: their numbers, or two by name where ``model.likelihood`` is ``bernoulli``."""
     mean_field: bool = False
     """Whether a site has too many latents for anything but a diagonal q(Z_Lk | Z_G) without C_k, and R = 1."""
+    along: bool = True
+    """Whether a report shows how predictions change along one input; not where inputs are no free numbers."""
 
 
 _CLASSES = ("gaussian", "bernoulli")
@@ -42,8 +44,8 @@ MODELS: Mapping[str, ModelRow] = {
     "multinomial": ModelRow("fedgp_flower.methods.sfvi.multinomial:Multinomial", _CLASSES, classes=True),
     "hierarchical-bnn": ModelRow(f"{_NETWORKS}:HierarchicalNetwork", _CLASSES, classes=True, mean_field=True),
     "fedpop": ModelRow(f"{_NETWORKS}:FedPop", _CLASSES, classes=True, mean_field=True),
-    "vae": ModelRow(f"{_AMORTISED}:Autoencoder", _CLASSES, classes=True, mean_field=True),
-    "prodlda": ModelRow(f"{_AMORTISED}:TopicModel", _CLASSES, classes=True, mean_field=True),
+    "vae": ModelRow(f"{_AMORTISED}:Autoencoder", _CLASSES, classes=True, mean_field=True, along=False),
+    "prodlda": ModelRow(f"{_AMORTISED}:TopicModel", _CLASSES, classes=True, mean_field=True, along=False),
 }
 """By the name in ``sfvi.model``."""
 CLOSED_FORM = {"objective", "tolerance", "model", "shared_inputs"}

@@ -99,7 +99,7 @@ def trend_predictor(run: RunData) -> Predictor | None:
     if run.posterior is None:
         return None
     row = MODELS[run.posterior.model["structure"]["model"]]
-    if row.classes and run.posterior.likelihood != "bernoulli":
+    if not row.along or (row.classes and run.posterior.likelihood != "bernoulli"):
         return None
     predictor = SavedPredictor.of(run)
     if run.posterior.likelihood == "gaussian":
