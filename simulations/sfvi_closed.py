@@ -145,7 +145,7 @@ def main() -> None:
         f"Made by `python simulations/sfvi_closed.py {asked}`. Scores of the standardised target. L-BFGS: one process",
         "with all rows goes on from where the run ended; by how many nats its bound rises, and from which exchange on",
         f"the run's NLL was within {CLOSE} of its own, or better. The two exchanges before training do not count.",
-        "[sfvi_shapes.md](sfvi_shapes.md) has five folds of weather, [sfvi_weather.md](sfvi_weather.md) stochastic SFVI.",
+        "[sfvi_shapes.md](sfvi_shapes.md) has weather, [sfvi_weather.md](sfvi_weather.md) SFVI by gradients.",
     )
     write_table(RESULTS / f"{NAME}.md", TITLE, lines, pd.DataFrame(rows).drop(columns="rows"))
 
