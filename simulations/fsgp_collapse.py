@@ -22,7 +22,7 @@ from sfvi_runs import RESULTS, write_table
 SETS = ("naval", "power", "wine")
 ARMS = ("FSGP", "local-only")
 LINES = (
-    "Ten sites of rows dealt at random, all keys at their defaults, totals under masks, 20 exchanges. Local-only: a GP",
+    "Ten sites, rows dealt at random, all keys at their defaults, totals in the clear, 20 exchanges. Local-only: a GP",
     "of each site's rows. Noise: its lowest sd over that of the target; the lowest allowed is .001.",
 )
 
