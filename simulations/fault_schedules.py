@@ -58,9 +58,10 @@ BOUNDS = (
     ("pvi", f"pseudo-rows no more than rows, {FACTOR}; Σ y² as above where sums are asked", "–"),
     ("pvi-glm, pvi-bnn", FACTOR, "–"),
     ("fedmgp exact", "precisions ⪰ 0, y'y that of its rows", "`fedmgp.aggregation` = agreement"),
-    ("fedmgp", STEPS, "`fedmgp.aggregation` = norm-clipped, median, trimmed-mean, krum, multi-krum"),
+    ("fedmgp, fedmgp natural", STEPS, "`fedmgp.aggregation` = norm-clipped, median, trimmed-mean, krum, multi-krum"),
     ("sfvi, sfvi closed", f"{LARGE}; curvature ⪰ 0, counts those of its rows", "–"),
     ("sfvi-avg", "steps end where Adam's can, scales positive", "–"),
+    ("fsgp private", "no entry is more than 300 times the median site's, by rows, where there are three; else noise", "–"),
     ("masked totals", "the total alone is judged, as the sum of one site; nobody can be named", "–"),
 )
 

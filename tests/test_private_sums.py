@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from faults import Fault, FaultyGrid, configured, csv_nodes, lost, run, waves
+from faults import Fault, FaultyGrid, arrays, blamed, configured, csv_nodes, lost, run, waves
 from scipy.integrate import simpson
 from scipy.optimize import minimize
 from scipy.stats import norm
@@ -17,6 +17,7 @@ from test_secure_totals import Transcript
 from fedgp_flower.errors import ConfigError, ProtocolError
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.fsgp.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
+from fedgp_flower.methods.fsgp.private_messages import PrivateSums
 from fedgp_flower.privacy.accounting import composed, delta_of, epsilon_of, mu_of
 from fedgp_flower.privacy.discrete import discrete_normal
 from fedgp_flower.run.registry import client_class, parse_config
@@ -210,6 +211,28 @@ def test_a_run_spends_what_it_says(private):
     assert len(grid.of("query.private", "0")) == 1
     assert any("ε = 1 at δ = 1e-05" in line for line in strategy.outcome.metrics["warnings"])
     assert math.isfinite(strategy.outcome.metrics["test"]["nll"])
+
+
+def test_one_entry_without_measure_is_its_sites_failure():
+    def spoilt(own):
+        own["projection"][-1] = 1e300
+        return own
+
+    strategy = run(FaultyGrid(configured(**PRIVATE), 4, Fault("1", arrays(spoilt), ("query.private",))))
+    assert blamed(strategy).keys() == {"1"}
+    assert "largest entry" in blamed(strategy)["1"][0]
+    assert strategy.outcome.metrics["test"]["nll"] < 3
+
+
+def test_sites_of_one_row_and_of_many_are_no_outliers():
+    """Noise is as large for one as for the other."""
+    rng, rows = np.random.default_rng(8), {"a": 1, "b": 30_000, "c": 100, "d": 3}
+    for noise in (1e-3, 1.0, 1e3):
+        told = {}
+        for site, count in rows.items():
+            a = rows_of(count, rng)
+            told[site] = disturbed(sums_of(a, rng.uniform(-EDGE, EDGE, count)), 1.0, noise, rng)
+        assert PrivateSums.outliers(told, rows) == {}
 
 
 def test_nothing_else_of_training_rows_leaves(private):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
+from fedgp_flower.methods.messages import dwarfing
 from fedgp_flower.typing import AnyShape
 
 
@@ -30,3 +32,11 @@ class PrivateSums:
     def num_parameters(self) -> int:
         """M."""
         return len(self.projection)
+
+    @staticmethod
+    def outliers(answers: Mapping[str, PrivateSums], rows: Mapping[str, int]) -> dict[str, str]:
+        """Sums that dwarf those of the other sites; noise is that of any number of rows."""
+        usual = float(np.median([rows[site] for site in answers] or [0]))
+        parts = {site: (own.gram, own.projection, own.target_squares) for site, own in answers.items()}
+        largest = {site: max(float(np.abs(part).max()) for part in own) for site, own in parts.items()}
+        return dwarfing({site: size / (rows[site] + usual) for site, size in largest.items()}, "largest entry")
