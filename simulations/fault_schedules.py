@@ -61,7 +61,7 @@ BOUNDS = (
     ("fedmgp, fedmgp natural", STEPS, "`fedmgp.aggregation` = norm-clipped, median, trimmed-mean, krum, multi-krum"),
     ("sfvi, sfvi closed", f"{LARGE}; curvature ⪰ 0, counts those of its rows", "–"),
     ("sfvi-avg", "steps end where Adam's can, scales positive", "–"),
-    ("fsgp private", "no entry is more than 300 times the median site's, by rows, where there are three; else noise", "–"),
+    ("fsgp private", "entries are at most 300 times the median site's, by rows, where there are three", "–"),
     ("masked totals", "the total alone is judged, as the sum of one site; nobody can be named", "–"),
 )
 
