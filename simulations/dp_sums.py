@@ -144,7 +144,7 @@ class Split:
 
     def nll(self, told: Told, epsilon: float, rng: np.random.Generator) -> float:
         """Held-out NLL of a draw, in original units."""
-        sums, noise = told(Budget(epsilon, DELTA, 1).noise, rng)
+        sums, noise = told(Budget(epsilon, DELTA, 1, len(self.whole.projection)).noise, rng)
         found = evaluated(self.values, sums, self.total, noise)
         posterior = posterior_at(found.values, found.totals)
         with torch.no_grad():
@@ -207,7 +207,8 @@ def drawn(dataset: str, given: argparse.Namespace) -> dict[str, Any]:
             run = ensure(NAME, name, SITES, flat)
             said.append(f"{dataset}, a whole run at ε = 1, split {given.splits[0]}: {run['test']['nll']:.3f}.")
         print(rows[-1], flush=True)
-    return {"said": said, "rows": rows}
+    drawn_from = f"{dataset}: splits {', '.join(map(str, given.splits))}, {given.draws} draws of noise each."
+    return {"said": [drawn_from, *said], "rows": rows}
 
 
 def main() -> None:
@@ -224,8 +225,7 @@ def main() -> None:
         write_json(paths[dataset], drawn(dataset, given))
     found = [json.loads(path.read_text()) for path in paths.values() if path.exists()]
     lines = [
-        f"`python simulations/dp_sums.py --data-dir DIR --splits {' '.join(map(str, given.splits))}"
-        f" --draws {given.draws}`",
+        "`python simulations/dp_sums.py --data-dir DIR --sets … --splits … --draws …`",
         "",
         f"Mean held-out NLL in nats per row, original units, δ = {DELTA:g}; ε = 10000 is all but no noise. The"
         " docstring there says what the arms are, what is taken for public, and how M and the lengthscale were chosen"
