@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from jaxtyping import config as shapes
 from jaxtyping import install_import_hook
 
 CHECKED = ("fedgp_flower.gp", "fedgp_flower.methods")
 
-settings.register_profile("gate", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("gate")  # the same examples every time; new ones are looked for where somebody looks at them
+SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+"""A machine that has much else to do is no failure."""
+settings.register_profile("here", **SLOW)
+settings.register_profile("gate", **SLOW, derandomize=True)
+# The same examples every time in the gate; new ones are looked for where somebody looks at them.
+settings.load_profile("gate" if os.environ.get("CI") else "here")
 
 _hook = install_import_hook(CHECKED, "beartype.beartype")
 

@@ -78,7 +78,7 @@ def test_staleness_discounts_late_updates() -> None:
     np.testing.assert_allclose(weights, np.array([0.5, 0.25, 0.125]) / 0.875)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(5, 9), st.integers(0, 10_000))
 def test_no_rule_depends_on_the_order_of_sites_and_robust_ones_stay_in_the_honest_range(count: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -137,7 +137,7 @@ def test_product_is_the_posterior_of_a_linear_gaussian_model():
         torch.testing.assert_close(natural.shift[s], L.mT @ shift, rtol=1e-7, atol=1e-7)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.permutations(range(4)), st.integers(0, 4))
 def test_the_product_does_not_depend_on_order_or_grouping(seed, order, cut):
     model = make_model()

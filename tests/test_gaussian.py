@@ -78,7 +78,7 @@ def test_product_of_two_normals():
     assert float(variance) == pytest.approx(1 / 3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.floats(0.01, 1.0), st.sampled_from([full, diagonal]))
 def test_factor_algebra(seed, size, rho, make):
     a, b = make(seed, size), make(seed + 1, size)
