@@ -28,7 +28,7 @@ from fedgp_flower.run.registry import parse_config
 from strategies.fgpr import FGPR
 from strategies.fsgp import FSGPAveraging
 from strategies.fsgp_exact import FSGPExact
-from strategies.server import strategy as spine
+from strategies.server import contract
 from strategies.server.questions import Asking, Each, Figures, First, Refuse, Roster, Summed, Total, drive
 from strategies.server.wire import numpy_arrays
 
@@ -291,8 +291,8 @@ def test_a_site_that_lost_its_memory_is_sent_the_context_again(phase: str) -> No
 def test_a_reply_is_read_once_and_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[type] = []
     judged: list[Any] = []
-    original, judge = spine.decode, Shape.refusal
-    monkeypatch.setattr(spine, "decode", lambda cls, *more: read.append(cls) or original(cls, *more))
+    original, judge = contract.decode, Shape.refusal
+    monkeypatch.setattr(contract, "decode", lambda cls, *more: read.append(cls) or original(cls, *more))
     monkeypatch.setattr(Shape, "refusal", lambda self, rows: judged.append(self) or judge(self, rows))
     FSGPAveraging(**KEYWORDS, evaluate_every=0).start(own_grid(), num_rounds=2)
     assert read.count(Shape) == len(judged) == 3
