@@ -99,13 +99,19 @@ def test_environment_reaches_background_processes(tmp_path: Path) -> None:
     assert (tmp_path / "show.log").read_text() == "red square\n"
 
 
+def watch(processes: Processes) -> None:
+    """Twenty seconds at most."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        processes.require_alive()
+        time.sleep(0.05)
+
+
 def test_a_background_process_that_ended_is_reported_with_its_log(tmp_path: Path) -> None:
     with Processes({}, tmp_path) as processes:
         processes.start("server", [sys.executable, "-c", "import sys; print('no such port'); sys.exit(3)"], tmp_path)
-        while any(e.marked for e in snapshot(processes.token).values()):
-            time.sleep(0.05)
         with pytest.raises(RunError, match=r"server ended with status 3.*\nno such port"):
-            processes.require_alive()
+            watch(processes)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
