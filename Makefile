@@ -1,6 +1,6 @@
 # make run           a federated sparse GP on real data, makers of cars as sites, simulated with Ray
 # make test          lint, types and every test: the gate
-# make test-long     what takes minutes: Strategies in an app of one's own on SuperNodes
+# make test-long     what takes minutes: kills at every message, full disks, SuperNodes that are killed
 # make quick         the tests without those that start a SuperLink
 # make deploy-demo   a SuperLink with TLS and three SuperNodes with a CSV file each, on this machine
 # make docs          the documentation site, into docs/_build
@@ -59,7 +59,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(bin)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: setup
-	OMP_NUM_THREADS=1 $(bin)/pytest -m long
+	OMP_NUM_THREADS=1 $(bin)/pytest -m long -n 2 --dist worksteal
 
 quick: setup
 	OMP_NUM_THREADS=1 $(bin)/pytest -m "not simulation and not deployment and not long"

@@ -52,7 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "pvi parallel": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5}
     | {"pvi__refit_evaluations": 5, "pvi__schedule": "synchronous"},
     "fedmgp convolved": {"method": "fedmgp", "fedmgp__covariance": "convolved"},
-    "fedmgp deviations": {"method": "fedmgp", "fedmgp__covariance": "deviations"},
+    "fedmgp deviations": {"method": "fedmgp", "fedmgp__covariance": "deviations", "test_fraction": 0.8},
     "fedmgp natural": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__parametrisation": "natural"},
     "fedmgp then exact": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__final_rounds": 1},
 }

@@ -21,7 +21,15 @@ from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import GlobalPosterior, initial_global
 from fedgp_flower.methods.fedmgp.calibration import CUTS, EDGES, calibration, factors, widened
 from fedgp_flower.methods.fedmgp.deviating_client import read_values
-from fedgp_flower.methods.fedmgp.deviations import ROUGHNESS, DeviatingUnit, Theta, beginning, bound, inducing_factor
+from fedgp_flower.methods.fedmgp.deviations import (
+    ROUGHNESS,
+    DeviatingUnit,
+    Theta,
+    Weighing,
+    beginning,
+    bound,
+    inducing_factor,
+)
 from fedgp_flower.methods.fedmgp.messages import Calibration, CalibrationRequest
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
@@ -127,6 +135,22 @@ def test_the_gradient_from_sums_is_that_of_the_bound(name: str) -> None:
     entry = sum(len(own[other]) for other in sorted(own) if other < name)
     found = float(expanded(every, own, 25).gradient[entry])
     assert found == pytest.approx((high - low) / (2 * step), rel=1e-4, abs=1e-5)
+
+
+def test_derivatives_for_one_factorisation_are_those_through_the_factor() -> None:
+    unit, own, q = units()[0], theta(sure=None), initial_global(len(INDUCING), scale=1.0, triangular=True)
+    names = sorted(own)
+    at = torch.cat([own[name] for name in names])
+
+    def weighing(flat: torch.Tensor) -> Weighing:
+        return unit.weighing(dict(zip(names, flat.split([len(own[name]) for name in names]), strict=True)))
+
+    found = unit.derivatives(own, q)
+    slopes = torch.autograd.functional.jacobian(lambda flat: weighing(flat).sums(q).flat(), at)
+    curvature = torch.autograd.functional.hessian(lambda flat: weighing(flat).evidence(q).logsumexp(0), at)
+    torch.testing.assert_close(found.sums.flat(), weighing(at).sums(q).flat(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.slopes, slopes.mT, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.curvature, curvature, rtol=1e-9, atol=1e-9)
 
 
 def test_derivatives_are_finite_where_a_roughness_is_out_of_the_question() -> None:

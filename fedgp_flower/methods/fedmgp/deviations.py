@@ -44,6 +44,8 @@ START = {
 """a, ℓ, c, σ, λ, τ and ℓ' at the start, where targets have mean square 1."""
 ROUGHNESS = (0.0, 0.005, 0.015, 0.05, 0.15)
 """b_h."""
+NOISY = ("level", "noise", "slope", "spread", "spread_lengthscale")
+"""What Σ_h depends on."""
 PRIOR_SD = 2.0
 """Of every entry of θ, around the start."""
 
@@ -110,19 +112,42 @@ class DeviatingUnit:
 
     def weighing(self, theta: Theta) -> Weighing:
         """Sums for every roughness."""
-        rows = torch.cat([self._trend(theta, self.x), self.y[None]])
-        factor = self._factor(theta)
-        solved = torch.linalg.solve_triangular(factor, rows.mT.expand(len(factor), -1, -1), upper=False)
-        products = solved.mT @ solved
-        fit = products[:, -1, -1] + 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
-        prior = theta["roughness"].log_softmax(0)
-        constant = prior - 0.5 * (fit + len(self.y) * math.log(2 * math.pi))
-        return Weighing(products[:, :-1, :-1], products[:, :-1, -1], constant)
+        rows, factor = self._rows(theta), self._factor(theta)
+        solved = torch.linalg.solve_triangular(factor, rows.expand(len(factor), -1, -1), upper=False)
+        return self._weighed(theta, solved.mT @ solved, 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1))
+
+    def expanded(self, theta: Theta) -> Weighing:
+        """As :meth:`weighing`, with its first and second derivatives at this θ, for one factorisation of Σ_h.
+
+        With S = Σ_h⁻¹ here and E = Σ_i δ_i ∂_iΣ + … the change of Σ_h, which has no part of b_h, to second order
+
+            Σ_h⁻¹ = S − S E S + S E S E S,    log|Σ_h| = log|S⁻¹| + tr(S E) − ½ Σ_ij δ_i δ_j tr(S ∂_iΣ S ∂_jΣ),
+
+        so that no derivative goes through a factor: of 400 rows they take a fifth of the time.
+        """
+        own = [theta[name] for name in NOISY]
+        here = [value.detach().requires_grad_() for value in own]
+        still = self._of_every_roughness(here)
+        parts = jacobian(still.flatten(), here).unflatten(1, still.shape)  # ∂_iΣ [T, N, N]
+        with torch.no_grad():
+            factor = self._factor(theta)
+            inverse = torch.cholesky_inverse(factor)  # for traces alone
+            scaled = inverse[:, None] @ parts
+            curvature = torch.einsum("hinm,hjmn->hij", scaled, scaled)
+        change = self._of_every_roughness(own) - still.detach()
+        step = torch.cat(own) - torch.cat(here).detach()
+        rows = self._rows(theta)
+        solved = torch.cholesky_solve(rows.expand(len(factor), -1, -1), factor)
+        moved = change @ solved  # E S R
+        products = rows.mT @ solved - solved.mT @ moved + moved.mT @ torch.cholesky_solve(moved, factor)
+        log_determinant = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
+        rise = (inverse * change).sum((1, 2)) - 0.5 * torch.einsum("i,hij,j->h", step, curvature, step)
+        return self._weighed(theta, products, log_determinant + rise)
 
     def derivatives(self, theta: Theta, q: GlobalPosterior) -> Derivatives:
         """Sums, their total derivatives by θ in the order of its names, and J″ with J = log Σ_h π_h e^{ℓ_h}."""
         leaves = [theta[name].detach().clone().requires_grad_() for name in sorted(theta)]
-        weighing = self.weighing(dict(zip(sorted(theta), leaves, strict=True)))
+        weighing = self.expanded(dict(zip(sorted(theta), leaves, strict=True)))
         sums = weighing.sums(q)
         slopes = jacobian(sums.flat(), leaves)
         gradient = flattened(torch.autograd.grad(weighing.evidence(q).logsumexp(0), leaves, create_graph=True))
@@ -146,6 +171,19 @@ class DeviatingUnit:
         variance = r @ (own + (means - mean).square()) + (2 * theta["noise"]).exp()
         return mean, variance
 
+    def _rows(self, theta: Theta) -> Float[Tensor, "N J1"]:
+        """The features and the target of every row."""
+        return torch.cat([self._trend(theta, self.x), self.y[None]]).mT
+
+    def _weighed(
+        self, theta: Theta, products: Float[Tensor, "H J1 J1"], log_determinant: Float[Tensor, " H"]
+    ) -> Weighing:
+        """From RᵀΣ_h⁻¹R with R the rows, and log|Σ_h|."""
+        fit = products[:, -1, -1] + log_determinant
+        prior = theta["roughness"].log_softmax(0)
+        constant = prior - 0.5 * (fit + len(self.y) * math.log(2 * math.pi))
+        return Weighing(products[:, :-1, :-1], products[:, :-1, -1], constant)
+
     def _trend(self, theta: Theta, x: Float[Tensor, " N"]) -> Float[Tensor, "J N"]:
         """The features Φ."""
         factor = inducing_factor(theta, self.inducing, self.jitter)
@@ -154,15 +192,27 @@ class DeviatingUnit:
 
     def _covariances(self, theta: Theta, x: Tensor, other: Tensor) -> Float[Tensor, "H N K"]:
         """K_h between inputs."""
-        smooth = (2 * theta["spread"]).exp() * matern32(x, other, theta["spread_lengthscale"])
-        straight = (2 * theta["level"]).exp() + (2 * theta["slope"]).exp() * x[:, None] * other
         rough = torch.tensor(ROUGHNESS, dtype=x.dtype).square()[:, None, None]
-        return smooth + straight + rough * torch.minimum(x.clamp(min=0)[:, None], other.clamp(min=0))
+        walk = torch.minimum(x.clamp(min=0)[:, None], other.clamp(min=0))
+        return self._smooth(theta, x, other) + rough * walk
+
+    def _smooth(self, theta: Theta, x: Tensor, other: Tensor) -> Float[Tensor, "N K"]:
+        """K_h without its roughness."""
+        smooth: Tensor = (2 * theta["spread"]).exp() * matern32(x, other, theta["spread_lengthscale"])
+        return smooth + (2 * theta["level"]).exp() + (2 * theta["slope"]).exp() * x[:, None] * other
+
+    def _of_every_roughness(self, own: list[Tensor]) -> Float[Tensor, "N N"]:
+        """Σ_h without its roughness."""
+        theta = dict(zip(NOISY, own, strict=True))
+        return self._smooth(theta, self.x, self.x) + self._noise(theta)
+
+    def _noise(self, theta: Theta) -> Float[Tensor, "N N"]:
+        return (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
 
     def _factor(self, theta: Theta) -> Float[Tensor, "H N N"]:
         """Cholesky factors of Σ_h."""
-        noise = (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
-        return cholesky(self._covariances(theta, self.x, self.x) + noise, of="covariance of a unit's rows")
+        whole = self._covariances(theta, self.x, self.x) + self._noise(theta)
+        return cholesky(whole, of="covariance of a unit's rows")
 
 
 def bound(total: Sums) -> Scalar:
