@@ -2,7 +2,7 @@
 
     python simulations/load.py [rounds] [sites] [ray] [--seconds 1e9] [--ledger LEDGER.jsonl]
 
-``rounds``: 100 sites, 200 rounds in process. ``sites``: 1000 sites (200 under masks), two rounds of every form of a
+``rounds``: 100 sites, 200 rounds in process. ``sites``: 1000 sites, two rounds of every form of a
 Strategy. ``ray``: 200 sites, two rounds through Flower's SuperLink and Ray. What is done stands in the ledger, and is
 not done again.
 """
@@ -39,8 +39,6 @@ ROWS = 5
 """Of a site."""
 SYNCHRONOUS = {"pvi-glm": "glm.schedule", "pvi-bnn": "bnn.schedule", "pvi classes": "pvi.schedule"}
 """Forms that visit one site a round, and the key by which they visit all; of ``pvi`` that is a form of its own."""
-MASKED = 200
-"""Sites under masks: each pair shares a mask for each of eight totals, and one process computes them all here."""
 RANGES = {"x1": [-2, 2], "x2": [-2, 2], "y": [-3, 3]}
 """Public, for ``fsgp private``."""
 
@@ -62,8 +60,7 @@ def tasks(parts: list[str], scratch: Path) -> Iterator[tuple[str, Callable[[], d
             yield f"rounds | {method}", lambda m=method: watched(keys(m, 200, 100, scratch), 100)
     if "sites" in parts:
         for method in METHODS:
-            count = MASKED if "masked" in method else 1000
-            yield f"sites | {method}", lambda m=method, k=count: watched(keys(m, 2, k, scratch), k)
+            yield f"sites | {method}", lambda m=method: watched(keys(m, 2, 1000, scratch), 1000)
     if "ray" in parts:
         yield "ray | fsgp average", lambda: on_ray(keys("fsgp average", 2, 200, scratch), 200)
 
@@ -190,7 +187,7 @@ def page(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     )
     yield from lines(found, "sites", lambda own: (f"{own['nll']:.3f}", f"{own['memory'][-1]:.0f}"))
     yield ""
-    yield f"Under masks it is {MASKED} sites: one process computes the masks of all pairs here, a site its own alone."
+    yield "Under masks one process computes the masks of all pairs here, a site its own alone."
     if missing := [method for method in METHODS if f"sites | {method}" not in found]:
         yield from ("", f"Not run with 1000 sites: {'; '.join(missing)}.")
     for what, own in found.items():
