@@ -1,7 +1,7 @@
 """The documents say what the program does: keys, defaults, commands, options and links are those of the code.
 
-``python tests/test_docs.py`` writes the tables of ``docs/configuration.md`` and of the README's *What leaves a site*
-anew; meanings of keys that carry no docstring are kept as they stand there.
+``python tests/test_docs.py`` writes the tables of ``docs/configuration.md`` and ``docs/leaves.md`` anew; meanings of
+keys that carry no docstring are kept as they stand there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedgp_flower.run.user_config import parse_assignments, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
-README = ROOT / "README.md"
+LEAVES = ROOT / "docs" / "leaves.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROW = re.compile(r"^\| `(?P<key>[^`]+)` \| (?P<default>.+?) \| (?P<allowed>.+?) \| (?P<meaning>.*) \|$", re.MULTILINE)
 RULE = re.compile(r"^\| `(?P<key>[a-z-]+)` \| `(?P<default>[^`]+)` \| (?P<meaning>.*) \|$", re.MULTILINE)
@@ -230,18 +230,18 @@ def test_files_that_documents_name_exist():
     assert sorted(set(re.findall(r"\w+\.py\b", tree)) - known) == []
 
 
-def readme() -> str:
-    """The README, its table of messages anew."""
-    before, after = README.read_text(encoding="utf-8").split("| message |", 1)
+def leaves() -> str:
+    """``docs/leaves.md``, its table anew."""
+    before, after = LEAVES.read_text(encoding="utf-8").split("| message |", 1)
     return before + "\n".join(leaving()) + "\n\n" + after.split("\n\n", 1)[1]
 
 
-def test_the_readme_says_of_every_message_what_leaves_a_site():
+def test_the_documents_say_of_every_message_what_leaves_a_site():
     code = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("[fs]*/**/*.py")))
     kinds = set(re.findall(r'^@message\("((?:train|query)[\w.]*)"', code, re.MULTILINE))
     assert {"train", "query.statistics"} <= kinds
     assert kinds - set(re.findall(r"^\| `([\w.]+)`", "\n".join(leaving()), re.MULTILINE)) == set()
-    assert readme() == README.read_text(encoding="utf-8"), "run tests/test_docs.py"
+    assert leaves() == LEAVES.read_text(encoding="utf-8"), "run tests/test_docs.py"
 
 
 def test_every_rule_of_a_policy_is_documented_with_its_default():
@@ -272,5 +272,5 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch):
 
 
 if __name__ == "__main__":
-    README.write_text(readme(), encoding="utf-8")
+    LEAVES.write_text(leaves(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")

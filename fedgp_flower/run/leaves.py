@@ -1,4 +1,4 @@
-"""What leaves a site: by declaration, for the README, and by trying, for the owner of a table (``fedgp leaves``)."""
+"""What leaves a site: as declared, for the documents, and by trying, for the owner of a table (``fedgp leaves``)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def all_answers(method: str) -> list[tuple[str, Any]]:
 
 
 def page() -> list[str]:
-    """The table of the README, a line for each message."""
+    """The table of ``docs/leaves.md``, a line for each message."""
     methods: dict[tuple[str, Any], list[str]] = {}
     for name in BUILT_IN:
         for found in all_answers(name):
