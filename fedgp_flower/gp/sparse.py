@@ -123,29 +123,59 @@ def _sums(cross: Tensor, targets: Targets, variance: Tensor) -> SparseSums:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scaled:
-    """The squared exponential at fixed parameters: log k(z, x) = log a² − ½ |z/ℓ|² − ½ |x/ℓ|² + x·(z/ℓ²)."""
+class _Closed:
+    """The squared exponential at fixed parameters, log k(z, x) = [x, x², 1]·c(z), and its derivatives.
 
-    inverse: Tensor  # 1/ℓ²  [D]
-    slopes: Tensor  # z/ℓ²  [M, D]
-    heights: Tensor  # log a² − ½ |z/ℓ|²  [M]
+    c(z) = [z/ℓ², −1/2ℓ², log a² − ½ |z/ℓ|²], so that rows are multiplied once, both on the way in and back.
+    """
+
+    exponents: Tensor  # c(Z)  [2D + 1, M]
     variance: Tensor  # a²  []
     most: float  # log a²
+    points: Array  # Z  [M, D]
+    inverse: Array  # 1/ℓ²  [D] or [1]
 
     @staticmethod
-    def of(model: SparseGP) -> _Scaled:
+    def of(model: SparseGP) -> _Closed:
         """At the parameters of a model."""
         scale, variance = _of_squared_exponential(model.kernel)
         points, most = model.inducing_points, variance.log()
-        inverse = scale.square().reciprocal().expand(1, points.shape[1])[0]
+        inverse = scale.square().reciprocal()
         slopes = points * inverse
-        return _Scaled(inverse, slopes, most - (points * slopes).sum(1) / 2, variance, float(most))
+        heights = most - (points * slopes).sum(1, keepdim=True) / 2
+        exponents = torch.cat((slopes, (-inverse / 2).expand_as(slopes), heights), 1).mT
+        return _Closed(exponents, variance, float(most), to_array(points), to_array(inverse)[0])
 
-    def covariance(self, rows: Tensor, squares: Tensor) -> Tensor:
-        """K_zx of rows and their squares, both [N, D], as [N, M]: triangular solves take its transpose as it stands."""
-        own = torch.mv(squares, self.inverse).mul_(-0.5)
-        exponents = torch.addmm(own[:, None], rows, self.slopes.mT)
-        return exponents.add_(self.heights).clamp_(max=self.most).exp_()
+    def covariance(self, moments: Tensor) -> Tensor:
+        """K_zx of rows [x, x², 1], as [N, M]: triangular solves take its transpose as it stands."""
+        return torch.mm(moments, self.exponents).clamp_(max=self.most).exp_()
+
+    def pulled_back(self, products: Array, by_variance: Array, *, both: bool = False) -> NamedArrays:
+        """Derivatives by wire name of what comes through k(Z, X), from H = K̄ ⊙ K [M, N].
+
+        With r = H 1, q = Hᵀ 1 and G = H X − r ⊙ Z: ∂F/∂log a² = Σ H + ``by_variance``, ∂F/∂Z = G/ℓ², twice that where
+        X is Z, and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ².
+
+        Args:
+            products: H [X, X², 1]  [M, 2D + 1].
+            by_variance: What comes through Σ k(x, x).
+            both: Whether X is Z.
+        """
+        count = self.points.shape[1]
+        moved, row_sums, totals = products[:, :count], products[:, -1:], products.sum(0)
+        towards = moved - row_sums * self.points
+        by_input = (totals[count:-1] - (self.points * (moved + towards)).sum(0)) * self.inverse
+        by_points = towards * self.inverse
+        return {
+            "inducing.locations": 2 * by_points if both else by_points,
+            "kernel.log_lengthscale": by_input if len(self.inverse) > 1 else by_input.sum(keepdims=True),
+            "kernel.log_outputscale": totals[-1:] + by_variance,
+        }
+
+
+def _moments(rows: Tensor) -> Tensor:
+    """[x, x², 1]  [N, 2D + 1]."""
+    return torch.cat((rows, rows.square(), rows.new_ones(rows.shape[0], 1)), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +186,7 @@ class _Projected:
     cross: Tensor  # W = L⁻¹ K_zx  [M, N]
     variance: Tensor  # Σ k(x, x)  []
     closed: tuple[Tensor, Tensor] | None = None
-    """Of the squared exponential x² [N, D] and K_zx [M, N]."""
+    """Of the squared exponential [x, x², 1] [N, 2D + 1] and K_zx [M, N]."""
 
     def size(self) -> int:
         """Numbers kept, but for the rows."""
@@ -173,7 +203,7 @@ class Whitener:
         with torch.no_grad():
             self.model, self.parameters = model, list(model.wire_parameters())
             self.factor = model.factor().contiguous()
-            self.scaled = _Scaled.of(model) if is_squared_exponential(model.kernel) else None
+            self.closed = _Closed.of(model) if is_squared_exponential(model.kernel) else None
         self._kept: dict[tuple[int, int], _Projected] = {}
         self._room = KEPT
 
@@ -190,14 +220,14 @@ class Whitener:
             yield found
 
     def _project(self, inputs: Tensor) -> _Projected:
-        if self.scaled is None:
+        if self.closed is None:
             with torch.no_grad():
                 covariance, variances = self.model.covariances(inputs)
             return _Projected(inputs, self._whitened(covariance), variances.sum())
-        squares = inputs.square()
-        covariance = self.scaled.covariance(inputs, squares).mT
-        variance = self.scaled.variance * inputs.shape[0]
-        return _Projected(inputs, self._whitened(covariance), variance, (squares, covariance))
+        moments = _moments(inputs)
+        covariance = self.closed.covariance(moments).mT
+        variance = self.closed.variance * inputs.shape[0]
+        return _Projected(inputs, self._whitened(covariance), variance, (moments, covariance))
 
     def _whitened(self, covariance: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.factor, covariance, upper=False)
@@ -225,7 +255,7 @@ class Adjoints:
 
     def of_cross(self, cross: Tensor, products: Tensor) -> Tensor:
         """2 ∂F/∂A C + ∂F/∂b dᵀ: with C = W, d = y the adjoint of W, with C = A, d = b that of W times Wᵀ."""
-        transposed = torch.addmm(torch.outer(products, self.projection), cross.mT, self.gram, alpha=2)
+        transposed = torch.outer(products, self.projection).addmm_(cross.mT, self.gram, alpha=2)
         return transposed.mT  # columns one after another, as triangular solves take them
 
 
@@ -242,11 +272,12 @@ def rows_gradient(
     whitener = whitener or Whitener(model)
     total = _Gradient(whitener.parameters)
     for own, y in zip(whitener.projected(inputs, last=True), _chunks(targets), strict=True):
-        incoming = torch.linalg.solve_triangular(whitener.factor.mT, adjoints.of_cross(own.cross, y), upper=True)
-        if own.closed is not None:
-            squares, covariance = own.closed
-            by_variance = adjoints.prior_variance * own.variance
-            total.closed(own.inputs, squares, incoming.mul_(covariance), by_variance)
+        incoming = adjoints.of_cross(own.cross, y)
+        torch.linalg.solve_triangular(whitener.factor.mT, incoming, upper=True, out=incoming)
+        if own.closed is not None and whitener.closed is not None:
+            moments, covariance = own.closed
+            products = to_array(torch.mm(incoming.mul_(covariance), moments))
+            total.take(whitener.closed.pulled_back(products, to_array(adjoints.prior_variance * own.variance)))
             continue
         cross, variances = model.covariances(own.inputs)
         total.add([cross, variances], [incoming, adjoints.prior_variance.expand_as(variances)])
@@ -288,9 +319,9 @@ def inducing_gradient(model: SparseGP, gram: Tensor, projection: Tensor, adjoint
             points = model.inducing_points / scale
             covariance = _covariance(points, points, variance)
             incoming = _incoming_inducing(model, (covariance, variance), (gram, projection), adjoints)
-            by_variance = model.jitter * incoming.diagonal().sum() * variance
-            rows = model.inducing_points
-            total.closed(rows, rows.square(), incoming.mul_(covariance), by_variance)
+            by_variance = to_array(model.jitter * incoming.diagonal().sum() * variance)
+            products = to_array(torch.mm(incoming.mul_(covariance), _moments(model.inducing_points)))
+            total.take(_Closed.of(model).pulled_back(products, by_variance, both=True))
     else:
         covariance, variance = model._inducing_covariance()
         with torch.no_grad():
@@ -322,37 +353,13 @@ class _Gradient:
     def add(self, outputs: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Pull some outputs' adjoints back to the parameters."""
         grads = torch.autograd.grad(outputs, list(self.moving.values()), incoming, allow_unused=True)
-        for name, grad in zip(self.moving, grads, strict=True):
-            if grad is not None:
-                self.take(name, to_array(grad))
+        named = zip(self.moving, grads, strict=True)
+        self.take({name: to_array(grad) for name, grad in named if grad is not None})
 
-    def closed(self, rows: Tensor, squares: Tensor, weights: Tensor, by_variance: Tensor) -> None:
-        """Add what comes through k(Z, X), a squared exponential, from H = K̄ ⊙ K [M, N].
-
-        With r = H 1, q = Hᵀ 1 and G = H X − r ⊙ Z: ∂F/∂log a² = Σ H + ``by_variance``, ∂F/∂Z = G/ℓ², twice that where
-        X is Z, and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ².
-
-        Args:
-            rows: X [N, D].
-            squares: x² [N, D].
-            weights: H.
-            by_variance: What comes through Σ k(x, x).
-        """
-        points = to_array(self.all["inducing.locations"])
-        inverse = np.exp(-2 * to_array(self.all["kernel.log_lengthscale"]))
-        moved, row_sums = to_array(torch.mm(weights, rows)), to_array(weights.sum(1))
-        moved_squares = to_array(torch.mv(squares.mT, weights.sum(0)))
-        towards = moved - row_sums[:, None] * points
-        by_input = (moved_squares - (points * (moved + towards)).sum(0)) * inverse
-        by_points = towards * inverse
-        self.take("inducing.locations", 2 * by_points if rows is self.all["inducing.locations"] else by_points)
-        self.take("kernel.log_lengthscale", by_input if inverse.size > 1 else by_input.sum(keepdims=True))
-        self.take("kernel.log_outputscale", row_sums.sum(keepdims=True) + to_array(by_variance))
-
-    def take(self, name: str, grad: Array) -> None:
-        """Add a derivative that is known."""
-        if name in self.moving:
-            self.total[name] = self.total[name] + grad if name in self.total else grad
+    def take(self, grads: Mapping[str, Array]) -> None:
+        """Add derivatives that are known."""
+        for name in grads.keys() & self.moving.keys():
+            self.total[name] = self.total[name] + grads[name] if name in self.total else grads[name]
 
     def arrays(self) -> NamedArrays:
         """What was added, as float64 arrays."""

@@ -61,13 +61,13 @@ class Statistics:
             return f"sums of {float(self.count):g} rows, introduced itself with {rows}"
         if np.trace(self.gram / size) > float(self.prior_variance) / size * (1 + slack):
             return "`gram` explains more than the prior variance of the rows"
-        scaled = self.gram / size + slack * np.eye(len(self.gram))  # units first: a liar's numbers may be huge
-        try:
-            factor = np.linalg.cholesky(scaled)
-        except np.linalg.LinAlgError:
+        scaled = torch.from_numpy(self.gram / size)  # units first: a liar's numbers may be huge
+        scaled.diagonal().add_(slack)
+        factor, failed = torch.linalg.cholesky_ex(scaled)
+        if failed:
             return "`gram` is not a Gram matrix"
         scaled_projection = torch.from_numpy(self.projection / math.sqrt(size))[:, None]
-        explained = torch.linalg.solve_triangular(torch.from_numpy(factor), scaled_projection, upper=False)
+        explained = torch.linalg.solve_triangular(factor, scaled_projection, upper=False)
         if not float(explained.norm()) <= math.sqrt(max(float(self.target_squares), 0.0)) * (1 + slack):
             return "`projection` is larger than the targets allow"
         return None
