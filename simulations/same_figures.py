@@ -7,7 +7,8 @@
 Every run is made by the command line alone, so that the same list serves code that is built otherwise; to record a
 checkout that is not installed, put it first in PYTHONPATH. The runs are too short to say how good a method is. Data
 sets come from the folder FEDGP_DATA; a run whose file is not there is skipped, with the reason. ``compare`` prints a
-table in Markdown and ends with status 1 if a run fails or a figure differs by more than 1e-9 of its size.
+table in Markdown, with the name of the figure that differs most, and ends with status 1 if a run fails or a figure
+differs by more than 1e-9 of its size.
 """
 
 from __future__ import annotations
@@ -260,10 +261,10 @@ def numbers(content: Any, path: str = "") -> Iterator[tuple[str, float | None]]:
         yield path, None
 
 
-def difference(before: Any, after: Any) -> float:
-    """The largest relative difference of a recorded number; ∞ where one is gone, new numbers do not count."""
+def difference(before: Any, after: Any) -> tuple[float, str]:
+    """The largest relative difference of a recorded number, and whose; ∞ where one is gone, new ones do not count."""
     now = dict(numbers(after))
-    return max((_relative(value, now.get(path, math.inf)) for path, value in numbers(before)), default=0.0)
+    return max(((_relative(own, now.get(path, math.inf)), path) for path, own in numbers(before)), default=(0.0, ""))
 
 
 def _relative(before: float | None, after: float | None) -> float:
@@ -290,11 +291,12 @@ def compared(
         return [[name, "", "", "", "not in the record"]], True
     rows, same = [], True
     for place, (then, kept) in enumerate(zip(before, now, strict=True)):
-        test = difference(then["test"], kept["test"])
-        others = difference({key: then[key] for key in FIGURES}, {key: kept[key] for key in FIGURES})
+        test, _ = difference(then["test"], kept["test"])
+        others, where = difference({key: then[key] for key in FIGURES}, {key: kept[key] for key in FIGURES})
         same &= others <= TOLERANCE and then["failures"] == kept["failures"]
+        told = [f"at {where}"] * (others > TOLERANCE) + changes(then, kept)
         what = f"{name}, then {'forget' if kept['argv'][0] == 'forget' else 'resume'}" if place else name
-        rows.append([what, f"{test:.1e}", f"{others:.1e}", f"{kept['seconds']:.1f}", "; ".join(changes(then, kept))])
+        rows.append([what, f"{test:.1e}", f"{others:.1e}", f"{kept['seconds']:.1f}", "; ".join(told)])
     return rows, same
 
 

@@ -260,6 +260,21 @@ def expected(like: Mapping[str, ndarray], num_inputs: int) -> NamedArrays:
     return {name: np.full_like(array, prior(name, num_inputs)[0]) for name, array in like.items()}
 
 
+def told_by_total(points: int, rows: int) -> list[str]:
+    """What to say where sums at so many points nearly tell which rows of all sites are in their total; or nothing.
+
+    Masks hide who has a row, and not that it is there: measured in ``simulations/results/method_study.md``.
+    """
+    if rows >= ROWS_PER_POINT * points:
+        return []
+    few = rows // (CANDIDATES * ROWS_PER_POINT)
+    return [
+        f"{rows} rows of all sites are fewer than {ROWS_PER_POINT} for each of {points} points that their sums are at:"
+        " even the total over sites, under masks too, tells whoever holds it whether a row is among them;"
+        f" `model.num-inducing` = {max(few, 1)} or less, or `privacy.epsilon`, hides that better"
+    ]
+
+
 class FSGPProfiled(FederatedStrategy[ProfiledState]):
     """Maximise the bound of all rows in few exchanges, amplitude and noise at the server."""
 
@@ -295,6 +310,8 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
             centres = centres_of(draws / lengths, candidates, np.random.default_rng([self.config.seed, *b"centres"]))
             chains.append(chain_at(self._unit({**start, LOCATIONS: centres * lengths})))
         logger.info("%d inducing points; at most %d exchanges for training", count, self.most_exchanges)
+        for words in told_by_total(candidates, sum(roster.rows.values())):
+            logger.warning(words)
         return ProfiledState(tuple(chains), (), BEFORE, count)
 
     def points(self, roster: Roster) -> int:
@@ -322,9 +339,10 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         return max(count, min(most, min(roster.rows.values()) // ROWS_PER_POINT))
 
     def warnings(self) -> list[str]:
-        """Which sites' sums are nearly their rows, or what kept the number of inducing points low."""
+        """Which sites' sums, or whether all their total, are nearly rows, or what kept inducing points few."""
         count, rows, found = len(self.current.best.values[LOCATIONS]), self.roster().rows, super().warnings()
         most = self.candidates(self.roster(), count)
+        found += told_by_total(most, sum(rows.values()))
         small = [site for site, own in rows.items() if own < ROWS_PER_POINT * most]
         if small and self.masking is None:
             found.append(

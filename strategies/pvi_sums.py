@@ -30,7 +30,7 @@ from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies import async_pvi, pvi
 from strategies.fsgp import noise_of, saved
 from strategies.fsgp_duals import FSGPDuals
-from strategies.fsgp_profiled import ROWS_PER_POINT, FSGPProfiled, ProfiledState
+from strategies.fsgp_profiled import ROWS_PER_POINT, FSGPProfiled, ProfiledState, told_by_total
 from strategies.profiled_bound import LOCATIONS
 from strategies.pvi import PVIState, Refinement, due, factor_strengths, posterior
 from strategies.server.base import Observer
@@ -281,6 +281,11 @@ class SummedPVI(AgreedPVI[SummedState]):
     def settled(self, visits: PVIState) -> bool:
         """An undamped factor is what it is at the first visit."""
         return self.plan.damping == 1 or max(visits.record.sizes.values()) < SETTLED
+
+    def warnings(self) -> list[str]:
+        """Also whether the total of sums nearly tells rows."""
+        most = self.ascent.candidates(self.roster(), self.sizes["M"])
+        return super().warnings() + told_by_total(most, sum(self.roster().rows.values()))
 
     def details_of(self, state: SummedState) -> dict[str, Any]:
         """Also how many exchanges with every site looked for (Z, β)."""

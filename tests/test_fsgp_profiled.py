@@ -460,16 +460,22 @@ def test_a_lost_site_is_left_out_and_the_others_go_on(tmp_path):
     assert back.current.sites == ("a", "b", "c")
 
 
-def test_small_sites_are_named_capped_or_sent_under_masks(tmp_path):
-    """Sites of 40 and 21 rows, 24 points among 48 candidates: three rows for each are 144."""
+def test_small_sites_are_named_capped_or_sent_under_masks(tmp_path, caplog):
+    """Sites of 40 and 21 rows, 24 points among 48 candidates: three rows for each are 144, and all have 141."""
     frames = {"big": waves(100, 0), "mid": waves(50, 1), "low": waves(26, 2)}
     keys = PROFILED | {"model__num_inducing": 24, "num_server_rounds": 1}
     grid = lambda **more: FaultyGrid(configured(**keys, **more), csv_nodes(tmp_path, frames))  # noqa: E731
     named = run(grid())
     assert (named.details()["num_inducing"], named.preparation.rows["low"]) == (24, 21)
     assert [text.split(" have ")[0] for text in named.warnings() if "have fewer" in text] == ["site(s) big, low, mid"]
+    told = "141 rows of all sites are fewer than 3 for each of 48 points"
+    before, after = caplog.text, "\n".join(named.warnings())
+    assert told in before
+    assert told in after
+    assert "`model.num-inducing` = 23 or less" in before  # 6 × 23 ≤ 141 < 6 × 24
     capped = run(grid(fsgp__small_sites="cap"))
     assert capped.details()["num_inducing"] == 7
+    assert not any("rows of all sites" in text for text in capped.warnings())
     assert any("7 inducing points instead of 24" in text and "site low has 21" in text for text in capped.warnings())
     with pytest.raises(ConfigError, match="low, mid have fewer than 3 rows"):
         run(grid(fsgp__small_sites="masks"))
@@ -477,3 +483,4 @@ def test_small_sites_are_named_capped_or_sent_under_masks(tmp_path):
     hidden = run(FaultyGrid(masked, 12))
     assert 3 * hidden.details()["num_inducing"] == 72 > min(hidden.preparation.rows.values())
     assert not any("inducing points" in text for text in hidden.warnings())
+    assert not any("rows of all sites" in text for text in hidden.warnings())  # of more rows

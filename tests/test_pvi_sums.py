@@ -227,6 +227,7 @@ def test_small_sites_are_named_or_capped(tmp_path: Any) -> None:
     keys = [configured(**KEYS, pvi__exchanges=4, pvi__small_sites=name) for name in ("warn", "cap")]
     named, capped = (run(FaultyGrid(flat, nodes)) for flat in keys)
     assert any("low have fewer than 3 rows for each of 12" in text for text in named.warnings())
+    assert any("69 rows of all sites are fewer than 3 for each of 24 points" in text for text in named.warnings())
     assert (capped.details()["num_inducing"], capped.preparation.rows["low"]) == (7, 21)
 
 
