@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from strategies.sfvi import SFVI as SFVI
     from strategies.sfvi_avg import SFVIAvg as SFVIAvg
     from strategies.sfvi_closed import SFVIClosedForm as SFVIClosedForm
+    from strategies.sfvi_duals import SFVIDuals as SFVIDuals
 
 _MODULES = {
     "AsynchronousPVI": "async_pvi",
@@ -67,6 +68,7 @@ _MODULES = {
     "SFVI": "sfvi",
     "SFVIAvg": "sfvi_avg",
     "SFVIClosedForm": "sfvi_closed",
+    "SFVIDuals": "sfvi_duals",
     "SummedPVI": "pvi_sums",
 }
 """Strategy → the module of its algorithm."""

@@ -187,6 +187,7 @@ SITE_HALF = {
     "learner",
     "client",
     "closed_client",
+    "dual_client",
     "private_client",
     "mixture_client",
     "deviating_client",

@@ -90,6 +90,19 @@ def posterior(precision: Square, shift: Vector) -> tuple[GlobalPosterior, Square
     return GlobalPosterior.normal(mean, covariance), factor
 
 
+def naturals(q_global: GlobalPosterior) -> tuple[Square, Vector]:
+    """P and p whose :func:`posterior` a q(Z_G) is."""
+    eye = torch.eye(len(q_global.mean)).to(q_global.mean)
+    precision = torch.cholesky_solve(eye, q_global.factor())  # the inverse is the answer here
+    return symmetric(precision - eye), precision @ q_global.mean
+
+
+def divergence(q_global: GlobalPosterior) -> Scalar:
+    """KL(q(Z_G) ‖ N(0, I)) in nats."""
+    spread = q_global.factor().square().sum() + q_global.mean.square().sum() - len(q_global.mean)
+    return 0.5 * spread - q_global.log_scale.sum()
+
+
 def transported(
     precision: Square, shift: Vector, before: Float[Tensor, "Z Z"], after: Float[Tensor, "Z Z"]
 ) -> tuple[Square, Vector]:

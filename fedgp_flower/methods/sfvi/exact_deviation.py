@@ -175,23 +175,38 @@ class ExactDeviation:
 
     @torch.no_grad()
     def predict(self, features: Rows, q_global: GlobalPosterior) -> Prediction:
-        """Mean and variance of a noisy observation, mixed over z_k.
+        """Mean and variance of a noisy observation, mixed over z_k."""
+        return self.mixed(features, q_global, noise=1.0)
 
-        With A = R⁻¹ k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²) + s².
-        """
-        shared, left_over = self._shared(features)
-        factor, means, variances = q_global.factor(), [], []
+    def mixed(self, features: Rows, q_global: GlobalPosterior, noise: float) -> Prediction:
+        """Mean and variance of f with so much of its noise s², mixed over z_k."""
         offsets, shares = self.mixture(q_global)
-        known = self._shared(self.features)
+        here, there, found = self._shared(self.features), self._shared(features), []
         for offset in offsets:
-            parts, (cross, prior) = self.parts(offset, known), self._cross(features, self.model.shape(offset))
-            weight = shared - parts.covariance.inner(parts.shared, cross)
-            own = prior - parts.covariance.inner(cross, cross).diagonal()
-            means.append(parts.covariance.inner(cross, self.targets[None])[:, 0] + q_global.mean @ weight)
-            variances.append(own + (factor.mT @ weight).square().sum(0) + left_over + parts.noise)
-        centre = shares @ torch.stack(means)
-        apart = shares @ (torch.stack(means) - centre).square()
-        return Prediction(centre, shares @ torch.stack(variances) + apart)
+            parts = self.parts(offset, here)
+            mean, variance = self.function(features, offset, q_global, parts, there)
+            found.append(torch.stack([mean, variance + noise * parts.noise]))
+        means, variances = torch.stack(found, 1)
+        centre = shares @ means
+        return Prediction(centre, shares @ variances + shares @ (means - centre).square())
+
+    def function(
+        self,
+        features: Rows,
+        offset: Float[Tensor, " W"],
+        q_global: GlobalPosterior,
+        parts: Parts,
+        there: tuple[Tensor, Tensor],
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """Mean and variance of f at a z_k, from what the model makes of the site's rows and of these.
+
+        With A = R⁻¹ k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²).
+        """
+        (shared, left_over), (cross, prior) = there, self._cross(features, self.model.shape(offset))
+        weight = shared - parts.covariance.inner(parts.shared, cross)
+        own = prior - parts.covariance.inner(cross, cross).diagonal()
+        mean = parts.covariance.inner(cross, self.targets[None])[:, 0] + q_global.mean @ weight
+        return mean, own + (q_global.factor().mT @ weight).square().sum(0) + left_over
 
     @torch.no_grad()
     def mixture(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, "J W"], Float[Tensor, " J"]]:

@@ -57,7 +57,10 @@ class SFVIOptions(MethodOptions):
     """The table ``sfvi.*``."""
 
     table: ClassVar[str] = "sfvi"
-    other_clients: ClassVar[tuple[str, ...]] = ("fedgp_flower.methods.sfvi.closed_client:ClosedFormClient",)
+    other_clients: ClassVar[tuple[str, ...]] = (
+        "fedgp_flower.methods.sfvi.closed_client:ClosedFormClient",
+        "fedgp_flower.methods.sfvi.dual_client:DualSFVIClient",
+    )
     averages: ClassVar[bool] = False
     """Whether all rounds are averages of local steps."""
 
@@ -67,9 +70,9 @@ class SFVIOptions(MethodOptions):
     ``hierarchical-bnn``, ``fedpop``: Bayesian neural networks with a personal part at every site, Section 4.1;
     ``vae``, ``prodlda``: a latent or topics of every row, read off it by one encoder that sites share."""
     objective: Literal["auto", "closed-form", "stochastic"] = "auto"
-    """``sfvi``: ``closed-form``, for ``gp`` with Gaussian noise, has both q at their optimum, keeps deviations exact
-    and takes Newton steps on θ until they promise no more; ``stochastic`` is the paper's gradient of θ and q(Z_G);
-    ``auto`` is the first where it can be.
+    """``sfvi``: ``closed-form``, for ``gp``, has both q at their optimum, keeps deviations exact and takes Newton steps
+    on θ until they promise no more, for labels and counts by pseudo-observations; ``stochastic`` is the paper's
+    gradient of θ and q(Z_G); ``auto`` is the first for ``gp`` with Gaussian noise.
     """
     tolerance: Positive = 0.1
     """``closed-form``: stop when the next step promises a smaller rise of the bound, in nats of all rows together."""
@@ -172,11 +175,15 @@ class SFVIOptions(MethodOptions):
 
     def strategy_for(self, core: CoreConfig) -> str:
         """The Strategy of ``sfvi.objective``."""
-        return "strategies.sfvi_closed:SFVIClosedForm" if self.in_closed_form(core.model) else ""
+        if not self.in_closed_form(core.model):
+            return ""
+        gaussian = core.model.likelihood == "gaussian"
+        return "strategies.sfvi_closed:SFVIClosedForm" if gaussian else "strategies.sfvi_duals:SFVIDuals"
 
     def client_for(self, core: CoreConfig) -> str:
         """The site's half of ``sfvi.objective``."""
-        return self.other_clients[0] if self.in_closed_form(core.model) else ""
+        exact, dual = self.other_clients
+        return (exact if core.model.likelihood == "gaussian" else dual) if self.in_closed_form(core.model) else ""
 
     def check(self, core: CoreConfig) -> None:
         """A likelihood the model has, whole batches, and the keys a model cannot do without."""
@@ -225,11 +232,8 @@ class SFVIOptions(MethodOptions):
             )
 
     def _check_closed_form(self, core: CoreConfig) -> None:
-        if self.model != "gp" or core.model.likelihood != "gaussian":
-            raise ConfigError(
-                "`sfvi.objective` = 'closed-form' needs `sfvi.model` = 'gp' and `model.likelihood` = 'gaussian'; set it"
-                " to 'stochastic'"
-            )
+        if self.model != "gp":
+            raise ConfigError("`sfvi.objective` = 'closed-form' needs `sfvi.model` = 'gp'; set it to 'stochastic'")
         usual = SFVIOptions()
         names = [name for name in type(self).model_fields if name not in CLOSED_FORM]
         if unread := [name for name in names if getattr(self, name) != getattr(usual, name)]:

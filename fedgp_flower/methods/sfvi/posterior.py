@@ -25,6 +25,7 @@ from fedgp_flower.methods.sfvi.learner import initial_local
 from fedgp_flower.methods.sfvi.memory import SiteMemory
 from fedgp_flower.methods.sfvi.models import Rows, model_and_rows, model_at, rows_of
 from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.methods.sfvi.pseudo_observed import PseudoObserved
 from fedgp_flower.methods.sfvi.shaped import ShapedGP
 from fedgp_flower.methods.sfvi.structured import (
     ClosedFormModel,
@@ -136,7 +137,8 @@ def exact_site(
 ) -> ExactDeviation:
     """The rows of a site under the model at some parameters, for SFVI in closed form."""
     model, rows = model_and_rows(config, preparation, site, arrays)
-    return ExactDeviation(cast(ShapedGP, model), rows.features, rows.targets)
+    kind = ExactDeviation if config.model.likelihood == "gaussian" else PseudoObserved
+    return kind(cast(ShapedGP, model), rows.features, rows.targets)
 
 
 def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:

@@ -52,8 +52,9 @@ class ShapedGP(HierarchicalGP):
     ) -> ShapedGP:
         """Kernels as the base has them."""
         trend, deviation, points, own = parts_of(options, section, num_inputs, inputs)
+        noise = options.site_noise if own.likelihood == "gaussian" else 0.0
         shape = (options.site_amplitude, options.site_lengthscale) if own.deviates else (0.0, 0.0)
-        return cls(trend, deviation, points, own, (options.site_noise, *shape))
+        return cls(trend, deviation, points, own, (noise, *shape))
 
     def shape(self, offset: Float[Tensor, " W"]) -> Float[Tensor, 3]:
         """What noise, amplitude and lengthscale are multiplied by at a z_k."""
