@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -113,6 +113,7 @@ class NewtonState:
         }
 
 
+N = TypeVar("N", bound=NewtonState)
 FactorAt: TypeAlias = Callable[[Mapping[str, ndarray]], torch.Tensor]
 """L with L Lᵀ = K_zz of the trend at θ and widths."""
 
@@ -157,7 +158,7 @@ def shaped_round(state: NewtonState, roster: Roster, model: ShapedGP) -> Asking[
     return widened(state, np.array(model.varied) != NOISE) if figures else state, figures
 
 
-def widened(state: NewtonState, learned: Bool[ndarray, " W"]) -> NewtonState:
+def widened(state: N, learned: Bool[ndarray, " W"]) -> N:
     """MacKay's step on widths, w² ← (Σₖ(w zₖ)² + n₀ w₀²) / (Σₖ(1 − var zₖ) + n₀), once steps on θ promise little.
 
     It rests where EM does, at w² = mean E(w zₖ)². F is another one then, so that the next point is taken. That of noise
@@ -217,7 +218,7 @@ def next_radius(state: NewtonState, value: float) -> float:
     return length / 3 if share < POOR else state.radius
 
 
-def stepped(state: NewtonState, radius: float, factor_at: FactorAt) -> NewtonState:
+def stepped(state: N, radius: float, factor_at: FactorAt) -> N:
     """The next trial point, from the best one, and a guess of q(Z_G) there."""
     assert state.gradient is not None
     assert state.hessian is not None
@@ -272,29 +273,26 @@ def beginning(parameters: Mapping[str, ndarray], shared: Mapping[str, ndarray], 
     )
 
 
-class SFVIClosedForm(StructuredVI[NewtonState]):
-    """Newton steps on θ, until the next one promises no more than ``tolerance``."""
+class ClosedFormVI(StructuredVI[N]):
+    """What Newton steps on θ have in common, whatever the likelihood."""
 
-    method = "sfvi"
-    state_class = NewtonState
     implied: ClassVar[Mapping[str, Any]] = {"objective": "closed-form"}
 
-    def initialise(self, roster: Roster) -> Asking[NewtonState]:
+    def first_state(self, roster: Roster) -> Asking[NewtonState]:
         """The mode of the prior."""
         start = yield from initialise(roster, self.options, self.config.model, self.config.seed)
         return beginning(start.parameters, start.shared, self.preparation.num_inputs)
 
-    def one_round(self, state: NewtonState, roster: Roster) -> Asking[tuple[NewtonState, Figures]]:
-        """One exchange."""
+    def model_of(self, state: N) -> ShapedGP:
+        """The model, for its kernels."""
         width, points = self.preparation.num_inputs, torch.from_numpy(state.shared[SHARED])
-        model = ShapedGP.configured(self.options, self.config.model, width, points)
-        return (yield from shaped_round(state, roster, model))
+        return ShapedGP.configured(self.options, self.config.model, width, points)
 
-    def finished(self, state: NewtonState) -> bool:
+    def finished(self, state: N) -> bool:
         """Whether no step promises more than the tolerance, and no healthy site is missing from the total."""
         return state.promised < self.options.tolerance and set(self.roster().sites) <= set(state.sites)
 
-    def adopt(self, state: NewtonState, arrays: NamedArrays) -> NewtonState:
+    def adopt(self, state: N, arrays: NamedArrays) -> N:
         """Other parameters are the next trial point, whatever their bound."""
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
         if all(np.array_equal(given[name], own) for name, own in state.parameters.items()):
@@ -304,7 +302,7 @@ class SFVIClosedForm(StructuredVI[NewtonState]):
         widths = {name: given[name] for name in state.widths}
         return replace(state, trial=pack(state.theta), asked=eta, widths=widths)
 
-    def details_of(self, state: NewtonState) -> dict[str, Any]:
+    def details_of(self, state: N) -> dict[str, Any]:
         """The bound in nats, and what the next step would promise."""
         facts: dict[str, Any] = {"shared_latents": len(state.parameters["q.mean"])}
         if state.bound is None:
@@ -313,6 +311,21 @@ class SFVIClosedForm(StructuredVI[NewtonState]):
         facts["relevance"] = lengthscale_facts(state.theta, unpack(deviations(state), state.theta), HOW)
         return facts | {"bound": state.bound, "promised_rise": state.rise, "widths": widths}
 
-    def converged(self, state: NewtonState) -> bool:
+    def converged(self, state: N) -> bool:
         """Whether another step would promise less than the tolerance."""
         return state.value is not None and state.rise < self.options.tolerance
+
+
+class SFVIClosedForm(ClosedFormVI[NewtonState]):
+    """Newton steps on θ, until the next one promises no more than ``tolerance``."""
+
+    method = "sfvi"
+    state_class = NewtonState
+
+    def initialise(self, roster: Roster) -> Asking[NewtonState]:
+        """The mode of the prior."""
+        return (yield from self.first_state(roster))
+
+    def one_round(self, state: NewtonState, roster: Roster) -> Asking[tuple[NewtonState, Figures]]:
+        """One exchange."""
+        return (yield from shaped_round(state, roster, self.model_of(state)))

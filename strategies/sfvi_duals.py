@@ -1,19 +1,17 @@
 """SFVI in closed form for labels and counts: one exchange is a step of the natural gradient and one of Newton.
 
-Sites see their rows as Gaussian pseudo-observations (:mod:`fedgp_flower.methods.sfvi.pseudo_observed`), which they find
-by themselves at the θ and the q(Z_G) they are asked about. Their sums are those of the closed form: from a total the
-server has the bound F(θ, q) there, whatever q(Z_G) is, the q(Z_G) that is best for these pseudo-observations, which is a
-whole step of the natural gradient, and a Newton step on θ with the pseudo-observations held fixed. They do not stay where
-they were, so both steps may lead too far: a trial counts only if F + log p(θ) is larger there, otherwise the next one
-is nearer.
+Sites see their rows as Gaussian pseudo-observations (:mod:`fedgp_flower.methods.sfvi.pseudo_observed`), which they
+find by themselves at the θ and the q(Z_G) they are asked about. Their sums are those of the closed form: from a total
+the server has the bound F(θ, q) there, whatever q(Z_G) is, the q(Z_G) that is best for these pseudo-observations, which
+is a whole step of the natural gradient, and a Newton step on θ with the pseudo-observations held fixed. They do not
+stay where they were, so both steps may lead too far: a trial counts only if F + log p(θ) is larger there, otherwise the
+next one is nearer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,15 +20,14 @@ from fedgp_flower.messages import message
 from fedgp_flower.methods.closed_form import Sums, divergence, naturals
 from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.methods.sfvi.shaped import NOISE, ShapedGP
-from strategies.fsgp_exact import pack, unpack
+from strategies.fsgp_exact import unpack
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.sfvi_closed import (
     FIRST_RADIUS,
+    ClosedFormVI,
     FactorAt,
     NewtonState,
-    SFVIClosedForm,
     inducing_factor,
     log_prior,
     next_radius,
@@ -38,6 +35,9 @@ from strategies.sfvi_closed import (
     widened,
     with_prior,
 )
+
+SHORTEST = 2.0**-6
+"""A trial that loses with so short a step of the natural gradient is the last one."""
 
 
 @message()
@@ -61,7 +61,7 @@ def one_round(state: DualNewtonState, roster: Roster, factor_at: FactorAt) -> As
     bound, count = bound_at(GlobalPosterior.of(state.asked), summed.total), float(summed.total.count)
     value = bound + log_prior(state)[0]
     first = state.value is None or (summed.sites, count) != (state.sites, state.count)
-    if first or value > state.value:
+    if state.value is None or first or value > state.value:
         found = with_prior(state, summed.total)
         radius, share = FIRST_RADIUS if first else next_radius(state, value), min(1.0, 2 * state.share)
         state = replace(
@@ -100,30 +100,35 @@ def both_stepped(state: DualNewtonState, radius: float, factor_at: FactorAt) -> 
     towards = torch.from_numpy(state.precision), torch.from_numpy(state.shift)
     precision, shift = (torch.lerp(a, b, state.share).numpy() for a, b in zip(before, towards, strict=True))
     moved = stepped(replace(state, precision=precision, shift=shift), radius, factor_at)
-    gains = {"promised": moved.promised + state.share * state.gain, "rise": moved.rise + state.gain}
-    return replace(moved, precision=state.precision, shift=state.shift, **gains)
+    promised, rise = moved.promised + state.share * state.gain, moved.rise + state.gain
+    return replace(moved, precision=state.precision, shift=state.shift, promised=promised, rise=rise)
 
 
-def shaped_round(
-    state: DualNewtonState, roster: Roster, model: ShapedGP
-) -> Asking[tuple[DualNewtonState, Figures]]:
+def shaped_round(state: DualNewtonState, roster: Roster, model: ShapedGP) -> Asking[tuple[DualNewtonState, Figures]]:
     """The same, and a step on the widths of the priors of shapes once it is due."""
     state, figures = yield from one_round(state, roster, partial(inducing_factor, model))
     return widened(state, np.array(model.varied) != NOISE) if figures else state, figures
 
 
-class SFVIDuals(SFVIClosedForm):
-    """Newton steps on θ beside natural gradients, until the next step promises no more than ``tolerance``."""
+class SFVIDuals(ClosedFormVI[DualNewtonState]):
+    """Newton steps on θ beside natural gradients, until whole ones promise no more than ``tolerance``."""
 
+    method = "sfvi"
     state_class = DualNewtonState
 
     def initialise(self, roster: Roster) -> Asking[DualNewtonState]:
         """The mode of the prior, q(Z_G) = p(Z_G)."""
-        start = yield from super().initialise(roster)
+        start = yield from self.first_state(roster)
         return DualNewtonState(**{own.name: getattr(start, own.name) for own in fields(start)})
 
     def one_round(self, state: DualNewtonState, roster: Roster) -> Asking[tuple[DualNewtonState, Figures]]:
         """One exchange."""
-        width, points = self.preparation.num_inputs, torch.from_numpy(state.shared[SHARED])
-        model = ShapedGP.configured(self.options, self.config.model, width, points)
-        return (yield from shaped_round(state, roster, model))
+        return (yield from shaped_round(state, roster, self.model_of(state)))
+
+    def finished(self, state: DualNewtonState) -> bool:
+        """Whether whole steps promise less than the tolerance or even short ones lose, and no healthy site is missing.
+
+        What a step promises that was shortened, because the one before lost, does not count.
+        """
+        ended = state.value is not None and (state.rise < self.options.tolerance or state.share < SHORTEST)
+        return ended and set(self.roster().sites) <= set(state.sites)

@@ -320,7 +320,7 @@ def test_large_sites_and_sites_without_deviation(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"model.likelihood": "poisson"}, "'gaussian'; set it to 'stochastic'"),
+        ({"sfvi.model": "glmm", "sfvi.unit-column": "u"}, "'gp'; set it to 'stochastic'"),
         (
             {"sfvi.learn-inputs": True, "sfvi.own-steps": 2},
             "`sfvi.own-steps`, `sfvi.learn-inputs`: not read in closed form",

@@ -1,18 +1,20 @@
-"""SFVI in closed form for labels and counts: against the closed form, finite differences, quadrature; steps that rise."""
+"""SFVI in closed form for labels and counts: against the Gaussian one, finite differences and quadrature; it rises."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from faults import configured
+from faults import FaultyGrid, Recorder, blamed, configured, csv_nodes, run, waves
 from structured_problems import gp_sites, randomised, sparse_gp
-from test_sfvi_closed import POINTS, Units, load
+from test_sfvi_closed import POINTS, Units
 
 from fedgp_flower.gp.likelihoods import GaussianNoise
 from fedgp_flower.messages import add
@@ -25,6 +27,7 @@ from fedgp_flower.methods.sfvi.pseudo_observed import PseudoObserved
 from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
+from strategies.fsgp_exact import pack
 from strategies.server.questions import Roster, drive
 from strategies.sfvi_closed import beginning
 from strategies.sfvi_duals import DualNewtonState, bound_at, shaped_round
@@ -148,7 +151,7 @@ def test_the_bound_rises_to_rest_whatever_the_partition(likelihood: str) -> None
             units = units[size:]
         states = rounds(model, dealt, 6)
         values = [own.value for own in states[1:]]
-        assert all(b >= a for a, b in zip(values, values[1:], strict=False))
+        assert all(b >= a for a, b in pairwise(values))
         ends.append(states[-1])
     assert ends[0].value > values[0] + 1
     assert ends[0].rise < 0.5
@@ -167,9 +170,8 @@ def test_a_trial_that_loses_is_taken_back_and_the_next_one_is_nearer() -> None:
     assert after.value == boasting.value
     assert after.theta.keys() == state.theta.keys()
     assert all(np.array_equal(own, state.theta[name]) for name, own in after.theta.items())
-    assert np.abs(after.trial - np.concatenate([v.ravel() for _, v in sorted(state.theta.items())])).max() < np.abs(
-        state.trial - np.concatenate([v.ravel() for _, v in sorted(state.theta.items())])
-    ).max()
+    best = pack(state.theta)
+    assert np.abs(after.trial - best).max() < np.abs(state.trial - best).max()
 
 
 @pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
@@ -177,9 +179,11 @@ def test_the_bound_is_below_the_evidence_and_near_it(likelihood: str) -> None:
     """Two sites of one row each; the evidence by quadrature over the two values of f."""
     model = model_of(likelihood, jitter=1e-10)
     inputs = POINTS[1:3]
-    targets = [torch.ones(1).double(), torch.zeros(1).double()] if likelihood == "bernoulli" else [
-        torch.full((1,), 3.0).double(), torch.ones(1).double()
-    ]
+    targets = (
+        [torch.ones(1).double(), torch.zeros(1).double()]
+        if likelihood == "bernoulli"
+        else [torch.full((1,), 3.0).double(), torch.ones(1).double()]
+    )
     units = [PseudoObserved(model, x[None], y) for x, y in zip(inputs, targets, strict=True)]
     q_global = initial_global(7, scale=1.0, triangular=True)
     for _ in range(12):
@@ -206,3 +210,47 @@ class WithTheta:
 
     def __init__(self, model: ShapedGP, request: ExpansionRequest) -> None:
         self.values = {f"theta.{n}": own.detach().numpy() for n, own in model.theta().items()} | dict(request.values)
+
+
+@pytest.fixture
+def counts(tmp_path: Path) -> list[dict[str, Any]]:
+    """Sites a, b and c with 24 counts each."""
+    tables = {site: waves(30, seed).assign(y=lambda own: np.rint(np.exp(own["y"]))) for seed, site in enumerate("abc")}
+    return csv_nodes(tmp_path, tables)
+
+
+def keys(**changes: Any) -> dict[str, Any]:
+    """A hierarchical GP of counts in closed form."""
+    own = {"method": "sfvi", "sfvi__objective": "closed-form", "model__likelihood": "poisson", "num_server_rounds": 25}
+    return configured(**own, sfvi__site_amplitude=0.0, sfvi__site_lengthscale=0.0, **changes)
+
+
+def test_a_run_converges_resumes_and_predicts_at_a_site(counts: list[dict[str, Any]]) -> None:
+    recorder = Recorder()
+    unbroken = run(FaultyGrid(keys(), counts), recorder)
+    assert not blamed(unbroken)
+    assert unbroken.outcome.metrics["converged"]
+    assert unbroken.outcome.metrics["test"]["nll"] < 2.5
+    resumed = run(FaultyGrid(keys(), counts), Recorder(), recorder.snapshots[3])
+    assert resumed.round == unbroken.round
+    assert resumed.outcome.metrics["test"] == unbroken.outcome.metrics["test"]
+
+
+def test_labels_in_a_folder_predict_at_a_site_and_for_a_new_one(tmp_path: Path) -> None:
+    own = {"method": "sfvi", "sfvi.objective": "closed-form", "model.likelihood": "bernoulli", "num-server-rounds": 1}
+    own |= {
+        "dataset": "breast-cancer",
+        "features": "mean radius,mean texture",
+        "test-fraction": 0.9,
+        "model.num-inducing": 6,
+    }
+    own |= {"sfvi.site-amplitude": 0, "sfvi.site-lengthscale": 0, "output-dir": str(tmp_path), "name": "run"}
+    own |= {f"baselines.{name}": False for name in ("local-only", "pooled", "linear")}
+    folder = run_in_process(own, 3)
+    told = pd.read_csv(folder / "predictions.csv", dtype={"site": str}).query("site == '1'")
+    frame = told.filter(like="input.").rename(columns=lambda name: name.removeprefix("input."))
+    at_site, new = Predictor.at_site(folder, "1").predict(frame), Predictor.of_run(folder).predict(frame)
+    malignant = told["probability"].to_numpy()
+    assert at_site["probability of malignant"].to_numpy() == pytest.approx(malignant, rel=1e-9)
+    assert new["probability of malignant"].between(0, 1).all()
+    assert np.abs(new["probability of malignant"] - malignant).max() > 1e-3

@@ -38,7 +38,7 @@ from fedgp_flower.typing import Rows, Targets
 
 STEPS, STILL = 200, 1e-9
 """Most steps to the pseudo-observations, and the largest change of one, relative to 1 + its size, that ends them."""
-TURNS, AT_REST = 20, 1e-6
+TURNS, AT_REST = 20, 1e-5
 """Most turns of pseudo-observations and z_k, and the change of z_k that ends them."""
 
 
@@ -75,12 +75,14 @@ class PseudoObserved(ExactDeviation):
         found = super().sums(offset, known)
         return replace(found, constant=found.constant + self.correction)
 
-    def mode(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
+    def mode(
+        self, q_global: GlobalPosterior, start: Float[Tensor, " W"] | None = None
+    ) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
         """The z_k and the pseudo-observations that maximise L_k at a q(Z_G), in turns, and H at these."""
-        offset = self.targets.new_zeros(self.width)
+        offset = self.targets.new_zeros(self.width) if start is None else start
         for _ in range(TURNS):
             self.settle(offset, q_global)
-            before, (offset, precision) = offset, super().mode(q_global)
+            before, (offset, precision) = offset, super().mode(q_global, offset)
             if not self.width or float((offset - before).abs().max()) < AT_REST:
                 break
         return offset, precision
@@ -97,7 +99,11 @@ class PseudoObserved(ExactDeviation):
     @torch.no_grad()
     def settle(self, offset: Float[Tensor, " W"], q_global: GlobalPosterior) -> None:
         """Pseudo-observations at their optimum for a z_k and a q(Z_G): a step that loses is taken back, and halved."""
-        known, rate, best = self._shared(self.features), 1.0, torch.stack([self.root.square(), self.root * self.targets])
+        known, rate, best = (
+            self._shared(self.features),
+            1.0,
+            torch.stack([self.root.square(), self.root * self.targets]),
+        )
         value, wanted = self._seen(best, offset, q_global, known)
         for _ in range(STEPS):
             if float(((wanted - best).abs() / (1 + best.abs())).max()) < STILL:
