@@ -186,6 +186,12 @@ class DiagonalGaussian(Gaussian):
     def _trace(self, other: Gaussian) -> Tensor:
         return (other.precision / self._checked()).sum()
 
+    def kl(self: DiagonalGaussian, other: DiagonalGaussian) -> Tensor:
+        """KL = ½ Σ [r − 1 − log r + Λ'(m−m')²] with r = Λ'/Λ, entry by entry."""
+        own, their = self._checked(), other._checked()
+        ratio, difference = their / own, self.eta1 / own - other.eta1 / their
+        return 0.5 * (ratio - 1.0 - ratio.log() + their * difference.square()).sum()
+
     def _checked(self) -> Tensor:
         precision = self.precision
         if not (precision > 0).all():

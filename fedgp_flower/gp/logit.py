@@ -41,13 +41,13 @@ def mixture() -> tuple[Tensor, Tensor]:
 
 def expected_softplus(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """E log(1 + eᶠ), E σ(f) and E σ′(f) of each row [N]."""
-    width, weight = (part.view(-1, *[1] * mean.ndim) for part in mixture())
-    spread = (variance + width.square()).sqrt()
-    z = mean / spread
-    below = torch.special.ndtr(z)
-    density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
-    value = (weight * (mean * below + spread * density)).sum(0)
-    return value, (weight * below).sum(0), (weight * density / spread).sum(0)
+    m, v, (width, weight) = mean.reshape(-1), variance.reshape(-1), mixture()
+    scale = (v + width.square()[:, None]).rsqrt()  # 1 / tᵢ
+    z = scale * m
+    density = (-0.5 * z.square()).exp() * scale / math.sqrt(2 * math.pi)  # φ(z) / tᵢ, and tᵢ² = v + wᵢ²
+    below, slope = weight @ torch.special.ndtr(z), weight @ density
+    value = m * below + v * slope + (weight * width.square()) @ density
+    return value.view_as(mean), below.view_as(mean), slope.view_as(mean)
 
 
 class Logit(PointLikelihood):

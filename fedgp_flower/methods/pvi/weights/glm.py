@@ -36,6 +36,8 @@ class Expansion:
     """A local free energy at a q, and the Newton step from there."""
 
     q: Gaussian
+    mean: Tensor
+    """Of q."""
     free_energy: float
     factor: Gaussian
     move: Tensor
@@ -47,45 +49,47 @@ class Expansion:
     def step(self, length: float) -> Gaussian:
         """Some way along the step."""
         precision = self.q.precision + length * (self.precision - self.q.precision)
-        mean = self.q.mean() + length * self.move
+        mean = self.mean + length * self.move
         return type(self.q)(precision @ mean if precision.ndim == 2 else precision * mean, -0.5 * precision)
 
 
 def glm_site(section: ModelSection, inputs: Array, targets: Array) -> LinearSite:
-    """Rows with a constant, Φ = (1, X) [N, 1 + D]."""
+    """Rows with a constant, Φ = (1, X) [N, 1 + D], which lie column by column: products ΦᵀΦ are faster so."""
     likelihood = canonical_likelihood(section.likelihood, section.noise)
-    design = torch.cat([torch.ones(len(inputs), 1, dtype=torch.float64), torch.from_numpy(inputs)], 1)
+    design = torch.cat([torch.ones(1, len(inputs), dtype=torch.float64), torch.from_numpy(inputs).mT]).mT
     return LinearSite(design, torch.from_numpy(targets), likelihood, likelihood.initial)
 
 
-def marginals(design: Tensor, q: Gaussian) -> tuple[Tensor, Tensor]:
-    """Mean and variance of f = Φθ, each [N]."""
-    mean, covariance = q.moments()
+def marginals(design: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of f = Φθ, each [N], by those of θ."""
     spread = (design @ covariance * design).sum(1) if covariance.ndim == 2 else design.square() @ covariance
     return design @ mean, spread
 
 
 def log_likelihood(site: LinearSite, q: Gaussian) -> Tensor:
     """E_q log p(y | θ), in nats."""
-    return site.likelihood.slopes(site.targets, *marginals(site.design, q), site.hyper)[0]
+    return site.likelihood.slopes(site.targets, *marginals(site.design, *q.moments()), site.hyper)[0]
 
 
 def expansion(site: LinearSite, q: Gaussian, context: Gaussian) -> Expansion:
     """F(q) = E_q log p(y | θ) − KL(q ‖ context), its Newton step, and the rows' factor at q."""
-    phi = site.design
-    fit, alpha, beta, _ = site.likelihood.slopes(site.targets, *marginals(phi, q), site.hyper)
-    mean, own = q.mean(), phi.mT @ (beta[:, None] * phi)
-    full = own.ndim == context.eta2.ndim
-    kept, around = (own, context.precision) if full else (own.diagonal(), context.precision.diag())
-    slope = phi.mT @ alpha
-    gradient = slope + context.eta1 - (around @ mean)
-    L = cholesky(own + around, of="information of the weights", hint="Is `glm.prior-scale` too large?")
+    phi, (mean, covariance), around = site.design, q.moments(), context.precision
+    fit, alpha, beta, _ = site.likelihood.slopes(site.targets, *marginals(phi, mean, covariance), site.hyper)
+    own, slope = phi.mT @ (beta[:, None] * phi), phi.mT @ alpha
+    full = around.ndim == 2
+    kept = own if full else own.diagonal()
+    gradient = slope + context.eta1 - (around @ mean if full else around * mean)
+    L = cholesky(
+        own + (around if full else around.diag()),
+        of="information of the weights",
+        hint="Is `glm.prior-scale` too large?",
+    )
     move = torch.cholesky_solve(gradient[:, None], L)[:, 0]
-    precision = kept + context.precision
+    precision = kept + around
     change = float((precision - q.precision).abs().max() / precision.abs().max())
-    eta1 = slope + (kept @ mean if full else kept * mean)
-    free_energy = float(fit - q.kl(context))
-    return Expansion(q, free_energy, type(q)(eta1, -0.5 * kept), move, precision, max(float(gradient @ move), change))
+    factor = type(q)(slope + (kept @ mean if full else kept * mean), -0.5 * kept)
+    decrement = max(float(gradient @ move), change)
+    return Expansion(q, mean, float(fit - q.kl(context)), factor, move, precision, decrement)
 
 
 @dataclass(frozen=True, slots=True)

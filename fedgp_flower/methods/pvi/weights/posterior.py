@@ -28,7 +28,7 @@ class LinearPosterior:
     def latent(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and variance of f = θ₀ + θᵀx [N] at standardised inputs [N, D]."""
         design = glm_site(self.section, inputs, np.zeros(len(inputs))).design
-        mean, variance = marginals(design, self.q)
+        mean, variance = marginals(design, *self.q.moments())
         return mean.numpy(), variance.numpy()
 
     def observation(self, inputs: Array) -> tuple[Array, Array]:
