@@ -55,7 +55,7 @@ def leaves(
 
     Args:
         meaning: The words.
-        symmetric: A symmetric matrix, which travels packed.
+        symmetric: A symmetric matrix, or a stack of them, which travels packed.
         as_sent: Named arrays of an answer with the names and shapes of the request's field of this name.
         within: How far an entry of arrays ``as_sent`` may be from the one sent, of points beyond the farthest; or the
             number of the request that says so.
@@ -304,14 +304,14 @@ class _Reader:
 
     def _array(self, own: _Field, name: str, array: NDArray[Any]) -> NDArray[Any]:
         self.seen.add(name)
-        size = self._size(name, array) if own.symmetric else 0
+        size = self._size(name, array, len(own.letters)) if own.symmetric else 0
         if _name(array.dtype) not in own.dtypes:
             wanted = [dtype for dtype in own.inner.dtypes if dtype in own.dtypes]
             raise self._error(name, f"type {array.dtype}, expected {' or '.join(wanted)}")
-        self._match(name, (size, size) if own.symmetric else array.shape, own.letters)
+        self._match(name, (*array.shape[:-1], size, size) if own.symmetric else array.shape, own.letters)
         if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
             raise self._error(name, f"{int((~np.isfinite(array)).sum())} of {array.size} entries are not finite")
-        return array[_places(size)[1]] if own.symmetric else array
+        return array[..., _places(size)[1]] if own.symmetric else array
 
     def _match(self, name: str, shape: tuple[int, ...], letters: tuple[str, ...]) -> None:
         if letters == ("*_",):
@@ -325,9 +325,10 @@ class _Reader:
             wanted = " ".join(letters) or "a single number"
             raise self._error(name, f"shape {shape}, expected {wanted!r}{' with ' if known_sizes else ''}{known_sizes}")
 
-    def _size(self, name: str, packed: NDArray[Any]) -> int:
-        size = int((np.sqrt(8 * packed.size + 1) - 1) / 2)
-        if packed.ndim != 1 or size * (size + 1) // 2 != packed.size:
+    def _size(self, name: str, packed: NDArray[Any], dimensions: int) -> int:
+        length = packed.shape[-1] if packed.ndim == dimensions - 1 else -1
+        size = int((np.sqrt(8 * max(length, 0) + 1) - 1) / 2)
+        if size * (size + 1) // 2 != length:
             raise self._error(name, f"shape {packed.shape} is no packed symmetric matrix")
         return size
 
@@ -395,7 +396,7 @@ def _cell(own: _Field, sizes: Mapping[str, int]) -> Layout | None:
     shape = [int(letter) if letter.isdigit() else sizes.get(letter, -1) for letter in own.letters]
     if -1 in shape:
         return None
-    shape = [shape[0] * (shape[0] + 1) // 2] if own.symmetric else shape
+    shape = [*shape[:-2], shape[-1] * (shape[-1] + 1) // 2] if own.symmetric else shape
     return [[own.name, shape, "float64" if "float64" in own.dtypes else "int64"]]
 
 
@@ -448,7 +449,7 @@ def _under(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> NamedArrays:
 
 
 def _packed(matrix: NDArray[Any]) -> NDArray[Any]:
-    return np.asarray(np.ravel(matrix)[_places(len(matrix))[0]])
+    return np.asarray(matrix.reshape(*matrix.shape[:-2], -1)[..., _places(matrix.shape[-1])[0]])
 
 
 @lru_cache(maxsize=4)

@@ -62,6 +62,11 @@ def sums(seed: int = 0) -> Sums:
     return Sums(gram + gram.T, rng.integers(0, 5, 4), np.array(rng.standard_normal()), {"a.b": rng.standard_normal(2)})
 
 
+@message("query.stacks", summand=True)
+class Stacks:
+    grams: Float[ndarray, "J C M M"] = leaves("A", symmetric=True)
+
+
 def same(one: object, other: object) -> bool:
     mine, others = encode(one), encode(other)
     return list(mine) == list(others) and all(np.array_equal(mine[name], others[name]) for name in mine)
@@ -74,6 +79,16 @@ def test_symmetric_matrices_travel_packed_and_come_back_bit_by_bit():
     arrays = encode(own)
     assert arrays["gram"].shape == (6,)
     assert decode(Sums, arrays).gram.tobytes() == own.gram.tobytes()
+
+
+def test_a_stack_of_symmetric_matrices_travels_packed():
+    stack = np.random.default_rng(0).standard_normal((4, 2, 3, 3))
+    own = Stacks(stack + stack.swapaxes(-1, -2))
+    arrays = encode(own)
+    assert arrays["grams"].shape == (4, 2, 6)
+    assert decode(Stacks, arrays, {"J": 4, "M": 3}).grams.tobytes() == own.grams.tobytes()
+    with pytest.raises(ProtocolError, match=r"shape \(4, 12\) is no packed symmetric matrix"):
+        decode(Stacks, {"grams": arrays["grams"].reshape(4, 12)})
 
 
 @given(names=st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=4), rows=st.integers(-5, 10**12))

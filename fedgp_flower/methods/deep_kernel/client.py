@@ -10,20 +10,21 @@ import torch
 from numpy import ndarray
 
 from fedgp_flower.clients.averaging import AveragingClient
-from fedgp_flower.clients.baselines import Baseline, all_rows
-from fedgp_flower.clients.numpy_client import Prediction, Said
+from fedgp_flower.clients.baselines import Baseline
+from fedgp_flower.clients.numpy_client import Prediction
+from fedgp_flower.clients.same_model import SameModelClient
 from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
 from fedgp_flower.methods.deep_kernel.model import DeepKernel
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.methods.deep_kernel.posterior import DeepPosterior
-from fedgp_flower.methods.messages import Nothing, Step, Stepped
+from fedgp_flower.methods.messages import Step, Stepped
 from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array, NamedArrays
 
 
-class DeepKernelClient(AveragingClient):
+class DeepKernelClient(SameModelClient, AveragingClient):
     """A personal head needs the shared one and this site's rows: the site keeps nothing."""
 
     @property
@@ -69,16 +70,6 @@ class DeepKernelClient(AveragingClient):
         arrays = super().shown(request)
         del arrays["prediction.sd"]
         return {"prediction.probability": arrays.pop("prediction.mean"), **arrays}
-
-    def local_fit(self) -> Baseline:
-        """The same model of this site's rows alone."""
-        return self._alone((self.rows.x, self.rows.y, self.rows.x_test, self.rows.y_test))
-
-    def pooled(self, request: Nothing) -> Said:
-        """Simulation only: the same model of the rows of all sites in one place, with one head."""
-        del request
-        self._require_simulated("does not see the rows of other sites")
-        return self.compared(self._alone(all_rows(self.config, self.site.partitions, self.preparation)))
 
     def _alone(self, data: tuple[Array, Array, Array, Array]) -> Baseline:
         x, y, x_test, y_test = data

@@ -26,7 +26,9 @@ class HeadRequest:
 class Heads:
     """What a site's rows say of the shared head, its personal one integrated out, for each ρ."""
 
-    precision: Float[ndarray, "J C F F"] = leaves("B = (I + ρ G)⁻¹ G, G = Φᵀ D⁻¹ Φ of the features Φ of its rows")
+    precision: Float[ndarray, "J C F F"] = leaves(
+        "B = (I + ρ G)⁻¹ G, G = Φᵀ D⁻¹ Φ of the features Φ of its rows", symmetric=True
+    )
     shift: Float[ndarray, "J C F"] = leaves("b = (I + ρ G)⁻¹ Φᵀ D⁻¹ t")
     constant: Float[ndarray, " J"] = leaves("log density of the rows where the shared head is zero")
 
@@ -51,7 +53,7 @@ class Heads:
         del rows
         size = max(float(np.abs(self.precision).max()), 1e-300)
         scaled = self.precision / size  # units first: a liar's numbers may be huge
-        if np.abs(scaled - scaled.swapaxes(-1, -2)).max() > 1e-9 or np.linalg.eigvalsh(scaled).min() < -1e-6:
+        if np.linalg.eigvalsh(scaled).min() < -1e-6:
             return "`precision` is that of no rows: it is not positive semi-definite"
         return None
 
@@ -62,5 +64,5 @@ class HeadPosterior:
 
     values: Mapping[str, AnyShape] = leaves("weights of the network")
     mean: Float[ndarray, "C F"] = leaves("E w_c")
-    covariance: Float[ndarray, "C F F"] = leaves("Cov w_c")
+    covariance: Float[ndarray, "C F F"] = leaves("Cov w_c", symmetric=True)
     share: float = leaves("ρ, personal heads' share of the prior variance")

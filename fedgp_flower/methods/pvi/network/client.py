@@ -10,13 +10,13 @@ import torch
 
 from fedgp_flower.clients.baselines import Baseline
 from fedgp_flower.clients.numpy_client import Prediction
+from fedgp_flower.clients.same_model import SameModelClient
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi.network.mathematics import Network, NetworkUpdate, Rows, VisitSettings, refined
 from fedgp_flower.methods.pvi.network.options import NetworkOptions
 from fedgp_flower.methods.pvi.network.posterior import NetworkPosterior
 from fedgp_flower.methods.pvi.posterior import random_source
-from fedgp_flower.methods.pvi.weights.base import WeightsClient
 from fedgp_flower.methods.pvi.weights.messages import (
     LogLikelihood,
     RefinedWeights,
@@ -28,7 +28,7 @@ from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array, NamedArrays
 
 
-class NetworkClient(WeightsClient):
+class NetworkClient(SameModelClient):
     """Everything the site needs comes with the message; it keeps nothing."""
 
     @property

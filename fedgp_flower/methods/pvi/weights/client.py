@@ -9,9 +9,9 @@ from typing import cast
 from fedgp_flower.clients.baselines import Baseline
 from fedgp_flower.clients.counts import count_scores
 from fedgp_flower.clients.numpy_client import Prediction
+from fedgp_flower.clients.same_model import SameModelClient
 from fedgp_flower.methods.pvi.linear import LinearSite
 from fedgp_flower.methods.pvi.messages import NaturalParameters
-from fedgp_flower.methods.pvi.weights.base import WeightsClient
 from fedgp_flower.methods.pvi.weights.glm import UPDATES, glm_site, log_likelihood, optimum
 from fedgp_flower.methods.pvi.weights.messages import (
     LogLikelihood,
@@ -26,7 +26,7 @@ from fedgp_flower.run.metrics import Scores, bernoulli_scores
 from fedgp_flower.typing import Array, NamedArrays
 
 
-class GLMClient(WeightsClient):
+class GLMClient(SameModelClient):
     """Everything the site needs comes with the message; it keeps nothing."""
 
     @property
