@@ -4,21 +4,22 @@
 
 Section 5.1, Figure 4 and Table 2 of Ashman et al. (2022): ten sites, five small and five large, by (β, κ). The
 algorithms are those of the Strategies, asked by ``drive`` instead of a Grid; ``fedgp run --config
-simulations/pvi-glm.toml`` is the way over Flower. The page goes to ``simulations/results/``; figures of sets that are
-not run now are kept from before.
+simulations/pvi-glm.toml`` is the way over Flower. The page goes to ``simulations/results/``; what is in the ledger
+``results/pvi_logistic.jsonl`` is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from ledger import done, versions
 from sfvi_runs import RESULTS, RUNS, write_table
 
 from fedgp_flower.methods.pvi.linear import LinearSite
@@ -166,8 +167,11 @@ def figures(name: str, split: str, seed: int, covariance: str) -> list[dict[str,
     return [{"set": name, "split": split, "seed": seed, "q": covariance, **row} for row in rows]
 
 
-def page(rows: pd.DataFrame) -> None:
+def page(found: Mapping[str, Mapping[str, Any]]) -> None:
     """Mean and standard deviation over seeds."""
+    rows = pd.DataFrame([row for own in found.values() for row in own["rows"]])
+    order = {name: place for place, name in enumerate(UNEVEN)}
+    rows = rows.sort_values(["set", "split", "q"], key=lambda own: own.replace(order), kind="stable")
     groups = rows.groupby(["set", "split", "q", "method"], sort=False)
     table = []
     for (name, split, covariance, method), own in groups:
@@ -179,11 +183,14 @@ def page(rows: pd.DataFrame) -> None:
         )
         words = (f"{nll.mean():.4f}{spread}", above, visits, apart, f"{accuracy.mean():.2f}", len(own))
         table.append((f"{name} {split}", covariance, method, *words))
+    seeds, runs = " ".join(map(str, sorted(rows["seed"].unique()))), found.values()
+    command = f"python simulations/{NAME}.py --sets {' '.join(rows['set'].unique())} --seeds {seeds}"
+    spent = f"in parts, {sum(own['seconds'] for own in runs) / 60:.0f} minutes of processor time. {versions(runs)}"
     columns = ("split", "q(θ)", "method", "NLL", "above global VI", "visits", "distance", "accuracy %", "seeds")
     write_table(
         RESULTS / f"{NAME}.md",
         "Bayesian logistic regression by PVI",
-        [f"Made by `python simulations/{NAME}.py --sets {' '.join(rows['set'].unique())}`.", *LINES, *claims(rows)],
+        [f"Made by `{command}`, {spent}", *LINES, *claims(rows)],
         pd.DataFrame(table, columns=list(columns)),
     )
 
@@ -222,26 +229,19 @@ def said(figures: dict[str, float]) -> str:
 
 def main() -> None:
     """Every set, split and seed asked for; the full covariance on credit's first seed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", nargs="+", default=list(UNEVEN))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    asked = parser.parse_args()
-    kept = RUNS / f"{NAME}.csv"
-    rows = pd.read_csv(kept) if kept.exists() else pd.DataFrame(columns=["set"])
+    asked, ledger = parser.parse_args(), RUNS / f"{NAME}.jsonl"
+    ledger.parent.mkdir(exist_ok=True)
     for name in asked.sets:
-        rows = rows[rows["set"] != name]
-        found = [
-            row
-            for split in "AB"
-            for seed in asked.seeds
-            for covariance in (("diagonal", "full") if name == "credit" and seed == asked.seeds[0] else ("diagonal",))
-            for row in figures(name, split, seed, covariance)
-        ]
-        rows = pd.concat([rows, pd.DataFrame(found)], ignore_index=True)
-        kept.parent.mkdir(exist_ok=True)
-        rows.to_csv(kept, index=False)
-        page(rows)
-        print(name, flush=True)
+        for seed in asked.seeds:
+            for split in "AB":
+                for covariance in ("diagonal", "full") if name == "credit" and seed == 0 else ("diagonal",):
+                    what, of = f"{name} {split} {seed} {covariance}", (name, split, seed, covariance)
+                    found = done([(what, lambda of=of: {"rows": figures(*of)})], ledger, np.inf)  # type: ignore[misc]
+                    print(what, f"{found[what]['seconds']:.0f} s", flush=True)
+                    page(found)
 
 
 if __name__ == "__main__":
