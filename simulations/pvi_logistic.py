@@ -200,12 +200,12 @@ def claims(rows: pd.DataFrame) -> list[str]:
     own = rows[rows["q"] == "diagonal"].set_index(["method"])
 
     def gap(method: str, split: str, name: str = "") -> pd.Series:
-        part = own.loc[method]
+        part = own.loc[[method]]
         return part[(part["split"] == split) & ((part["set"] == name) | (name == ""))]["above"]
 
     pvi = [gap(m, s) for m in ("sequential PVI", "synchronous PVI, ρ = 0.2") for s in "AB"]
     first = max(float(part.abs().max()) for part in pvi)
-    one_pass = own.loc["sequential PVI"]
+    one_pass = own.loc[["sequential PVI"]]
     even, uneven = (one_pass[one_pass["split"] == s]["visits"].max(skipna=False) for s in "AB")
     worst = {m: float(gap(m, "B").max()) for m in ("BCM (same)", "BCM (split)", "VCL")}
     streaming = {n: float(gap("streaming VB", "B", n).mean()) for n in rows["set"].unique()}
@@ -241,7 +241,7 @@ def main() -> None:
                     what, of = f"{name} {split} {seed} {covariance}", (name, split, seed, covariance)
                     found = done([(what, lambda of=of: {"rows": figures(*of)})], ledger, np.inf)  # type: ignore[misc]
                     print(what, f"{found[what]['seconds']:.0f} s", flush=True)
-                    page(found)
+            page(found)
 
 
 if __name__ == "__main__":
