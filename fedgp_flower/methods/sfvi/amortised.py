@@ -28,10 +28,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fedgp_flower.errors import DataError
-from fedgp_flower.methods.family import LocalPosterior
+from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.classifier import Classifier
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import IndexVector, SiteData
+from fedgp_flower.methods.sfvi.structured import IndexVector, Section, SiteData
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
 
@@ -39,6 +39,8 @@ START = 0
 """Seed of the networks' first weights: they are the same at every site."""
 APART, LENGTH = 30.0, 3.0
 """``prodlda``: factor of the encoder's last layer at the start, and the length of what its first one sees."""
+SHOWN = 10
+"""Words of a topic in a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +229,12 @@ class TopicModel(AmortisedModel):
     def log_features(self, features: Rows, outputs: Float[Tensor, "*S N V"]) -> Float[Tensor, "*S N"]:
         """Σ_v x_v log softmax(o)_v, without the multinomial coefficient."""
         return (features * outputs.log_softmax(-1)).sum(-1)
+
+    def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[Section]:
+        """The first words of every topic."""
+        caption = f"The {SHOWN} words that each topic makes likeliest, beyond what the background does."
+        words = [", ".join(own[:SHOWN]) for own in self.topics(q_global.mean, names)]
+        return [Section("Topics", ("topic", "words"), [(str(k + 1), own) for k, own in enumerate(words)], caption)]
 
     def topics(self, mean: Float[Tensor, " M"], names: Sequence[str]) -> list[list[str]]:
         """All words by how much each topic makes them likelier than the background does, most first."""

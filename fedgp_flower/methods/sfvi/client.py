@@ -177,14 +177,14 @@ class SFVIClient(StructuredClient):
         """q(Z_Lk | Z_G) as the latest round left it, read around the given μ_G, its moments, and whether it is new.
 
         A round that is asked for again starts where it started. A site without a memory that fits its rows begins
-        anew, and catches up if the others are ahead.
+        anew, and catches up if the others are ahead and its model learns anything that stays at a site.
         """
         server_round = self.setting.round
         start = initial_local(learner.model, learner.site, self.options, self.seed)
         memory = self.memory.at(server_round)
         if memory is not None and memory.fits(learner.site, start):
             return memory.read_around(start, q_global.mean, server_round), memory.moments, False
-        if server_round == 1 or learner.model.local_width(learner.site) == 0:
+        if server_round == 1 or not any(own.numel() for own in named(start).values()):
             return start, AdamState(), False
         return *learner.caught_up(q_global, start, self.options.catch_up_rates()), True
 

@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from statistics import NormalDist
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.gp.logit import canonical_likelihood
+from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import IndexVector, SampledModel, SiteData
+from fedgp_flower.methods.sfvi.structured import IndexVector, SampledModel, Section, SiteData
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
+
+Z95 = NormalDist().inv_cdf(0.975)
 
 
 class MixedModel(SampledModel):
@@ -86,8 +90,21 @@ class MixedModel(SampledModel):
         sums = rows.new_zeros(len(site.keys), rows.shape[1]).index_add(0, site.unit, rows)
         return torch.cat([sums / count, count.log()], 1)
 
-    def entries(self, names: Sequence[str]) -> list[tuple[str, bool]]:
+    def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[Section]:
         """Fixed effects, and the standard deviations of random effects and noise."""
+        caption = (
+            "Median and 95 % interval under q, for standardised inputs and target, on the scale where effects add."
+        )
+        rows: list[tuple[str | float, ...]] = []
+        sds = q_global.factor().square().sum(1).sqrt()
+        for (words, is_scale), mean, sd in zip(self.entries(names), q_global.mean.tolist(), sds.tolist(), strict=False):
+            low, high = mean - Z95 * sd, mean + Z95 * sd
+            ends = [math.exp(-own) for own in (mean, high, low)] if is_scale else [mean, low, high]
+            rows.append((words, *ends))
+        return [Section("Effects", ("effect", "median", "2.5 %", "97.5 %"), rows, caption)]
+
+    def entries(self, names: Sequence[str]) -> list[tuple[str, bool]]:
+        """What each entry of Z_G is, and whether it is −log of a scale."""
         fixed, slopes = names[: self.fixed - 1], names[self.fixed - 1 :]
         means = [("intercept", False), *((name, False) for name in fixed)]
         spreads = ["intercept of a unit, sd", *(f"slope of a unit in {name}, sd" for name in slopes), "noise, sd"]

@@ -19,13 +19,12 @@ from fedgp_flower.run.effects import ranges_of
 from fedgp_flower.run.figures import BAND, DPI, FEDERATED, LOCAL, Z95, Predictor, confusion
 from fedgp_flower.run.predict import Predictor as SavedPredictor
 from fedgp_flower.run.report import Panel, html_table
-from fedgp_flower.run.summary import number, show
+from fedgp_flower.run.summary import show
 from fedgp_flower.typing import Array
 
 MOST_INPUTS = 6
 MOST_SITES = 60
 MOST_NAMES = 8
-MOST_WORDS = 10
 REACH = 2.5
 """How far along an input, in its standard deviations, where no histogram told between which values rows lie."""
 
@@ -35,16 +34,8 @@ def panels(run: RunData) -> list[Panel]:
     if run.posterior is None:
         return []
     predictor = trend_predictor(run)
-    sections = [] if predictor is None else _trend_panels(run.posterior, predictor, ranges_of(run))
-    if body := effects(run.posterior):
-        caption = (
-            "Median and 95 % interval under q, for standardised inputs and target, on the scale where effects add."
-        )
-        sections.insert(0, Panel("Effects", body, caption))
-    if words := topics(run.posterior):
-        caption = f"The {MOST_WORDS} words that each topic makes likeliest, beyond what the background does."
-        body = html_table(("topic", "words"), [(str(k + 1), ", ".join(own)) for k, own in enumerate(words)])
-        sections.insert(0, Panel("Topics", body, caption))
+    sections = tables(run.posterior)
+    sections += [] if predictor is None else _trend_panels(run.posterior, predictor, ranges_of(run))
     rows = run.predictions
     if rows is not None and "deviation" in rows:
         columns = [str(name) for name in rows.columns if str(name).startswith("input.")] or ["trend"]
@@ -73,25 +64,15 @@ def panels(run: RunData) -> list[Panel]:
     return sections
 
 
-def effects(posterior: Posterior) -> str:
-    """A row for each entry of Z_G that the model tells apart, as HTML; empty where it tells none."""
-    own = saved_model(posterior, tuple(posterior.inputs))
-    entries = own.posterior.model.entries([posterior.inputs[index] for index in own.columns])
-    mean = own.posterior.q_global.mean.numpy()
-    sd = own.posterior.q_global.factor().square().sum(1).sqrt().numpy()
-    rows = []
-    for (words, is_scale), m, s in zip(entries, mean, sd, strict=False):
-        values = np.array([m, m - Z95 * s, m + Z95 * s])
-        shown = np.sort(np.exp(-values))[[1, 0, 2]] if is_scale else values
-        rows.append((words, *(show(number(float(value))) for value in shown)))
-    return html_table(("effect", "median", "2.5 %", "97.5 %"), rows) if rows else ""
-
-
-def topics(posterior: Posterior) -> list[list[str]]:
-    """The first words of every topic; none where the model has no topics."""
+def tables(posterior: Posterior) -> list[Panel]:
+    """What the model says of its shared latents."""
     own = saved_model(posterior, tuple(posterior.inputs))
     names = [posterior.inputs[index] for index in own.columns]
-    return [words[:MOST_WORDS] for words in own.posterior.model.topics(own.posterior.q_global.mean, names)]
+    found = []
+    for title, head, rows, caption in own.posterior.model.sections(own.posterior.q_global, names):
+        cells = [tuple(cell if isinstance(cell, str) else show(cell) for cell in row) for row in rows]
+        found.append(Panel(title, html_table(head, cells), caption))
+    return found
 
 
 def trend_predictor(run: RunData) -> Predictor | None:

@@ -51,6 +51,15 @@ class Prediction(NamedTuple):
     variance: Tensor
 
 
+class Section(NamedTuple):
+    """A table that a model adds to a report."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str | float, ...]]
+    caption: str
+
+
 class StructuredModel(nn.Module, ABC):
     """Latents Z_G [M] with p_θ(Z_G) = N(0, diag s²), units Z_Lu [W] and data y_u independent given Z_G.
 
@@ -116,17 +125,9 @@ class StructuredModel(nn.Module, ABC):
             len(site.keys), size, self.global_size, scale=scale, coupled=coupled, triangular=triangular
         )
 
-    def entries(self, names: Sequence[str]) -> list[tuple[str, bool]]:
-        """What each entry of Z_G is, given the model's columns, and whether it is −log of a scale; nothing to say here.
-
-        A report has a table of those that a model tells apart.
-        """
-        del names
-        return []
-
-    def topics(self, mean: Float[Tensor, " M"], names: Sequence[str]) -> list[list[str]]:
-        """Inputs that belong together, where Z_G of this mean groups them; nothing to say here."""
-        del mean, names
+    def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[Section]:
+        """Tables of a report that say what Z_G is, given the model's columns; nothing to say here."""
+        del q_global, names
         return []
 
     def theta(self) -> dict[str, nn.Parameter]:
