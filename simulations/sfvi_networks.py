@@ -7,23 +7,24 @@ Table 1 of the paper, made small: see the page in ``simulations/results/``. Comp
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import over_sites
 import pandas as pd
 import torch
 from flower_fedavg import fedavg
 from sfvi_mnist import images
-from sfvi_runs import RESULTS, RUNS, ensure, write_table
+from sfvi_runs import RUNS, ensure
 from torch import Tensor, nn
 
 NAME = "sfvi_networks"
+SITES = (10, 50)
 ROWS, HELD_OUT, SIDE, HIDDEN = 6_000, 4_000, 14, 50
 MODELS = {"fully Bayesian FedPop": "fedpop", "Hierarchical BNN": "hierarchical-bnn"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -49,7 +50,8 @@ LINES = (
     "of a site's rows alone, as many steps as SFVI; pooled: the same model with one site that has all rows, and so",
     "without a personal part. FedAvg: Flower's own, of a plain network with the same layers, and with heads that stay",
     "at their sites (FedPer). Accuracy is the mean over sites of held-out images, in brackets its standard deviation",
-    "over sites, both averaged over runs; a run deals images anew. NLL in nats per image.",
+    "over sites, both averaged over runs, after ± that of the mean over runs; a run deals images anew. NLL in nats",
+    "per image. `runs`: how many, at every number of sites.",
     "",
 )
 
@@ -155,9 +157,12 @@ WAYS: dict[str, Callable[[str], bool]] = {
 
 
 def averaged(
-    path: Path, kept: Path, make: Callable[[], nn.Module], seed: int, plan: dict[str, Any]
+    path: Path, kept: Path, make: Callable[[], nn.Module], seed: int, plans: Mapping[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Flower's FedAvg of the whole network, and of all but the last layer, on a table with held-out rows at its end."""
+    """Flower's FedAvg of the whole network, and of all but the last layer, on a table with held-out rows at its end.
+
+    ``plans`` are rounds, steps, rate and batch by what is averaged, a key of :data:`WAYS`.
+    """
     if kept.exists():
         return list(json.loads(kept.read_text()))
     frame = pd.read_parquet(path)
@@ -168,7 +173,8 @@ def averaged(
     names = sorted(set(silo))
     own, new = ({s: np.flatnonzero((silo == s) & part) for s in names} for part in (training, ~training))
     found = []
-    for words, shared in WAYS.items():
+    for words, plan in plans.items():
+        shared = WAYS[words]
         data = {s: (x[rows], y[rows]) for s, rows in own.items()}
         modules = fedavg(make, data, loss, shared=shared, seed=seed, **plan)
         right, nll = [], 0.0
@@ -184,45 +190,32 @@ def averaged(
     return found
 
 
-def page(rows: list[dict[str, Any]], command: str) -> None:
+def page(rows: list[dict[str, Any]], made: list[str]) -> None:
     """Means over runs."""
-    frame, table = pd.DataFrame(rows), []
-    for (model, inference), both in frame.groupby(["model", "inference"], sort=False):
-        cells: dict[str, Any] = {"model": model, "inference": inference}
-        rounds = both["rounds"].dropna()
-        for at, sites in enumerate(sorted(frame["sites"].unique())):
-            own = both[both["sites"] == sites]
-            if own.empty:
-                continue
-            spread = "" if own["spread"].isna().any() else f" ({own['spread'].mean():.2f})"
-            cells[f"{sites} sites, %"] = f"{own['accuracy'].mean():.1f}{spread}"
-            cells[f"paper, {sites}"] = PAPER.get((model, inference), ("", ""))[at]
-            cells[f"NLL, {sites}"] = f"{own['nll'].mean():.3f}"
-        many = both["seed"].nunique()
-        table.append({**cells, "rounds": str(int(rounds.iloc[0])) if len(rounds) else "", "runs": many})
+
+    def paper(keys: tuple[str, ...], sites: int, own: pd.DataFrame) -> dict[str, str]:
+        del own
+        model, inference = keys
+        return {f"paper, {sites}": PAPER.get((model, inference), ("", ""))[sites > SITES[0]]}
+
+    def rounds(keys: tuple[str, ...], sites: int, own: pd.DataFrame) -> dict[str, str]:
+        del keys, sites
+        known = own["rounds"].dropna()
+        return {"rounds": str(int(known.iloc[0])) if len(known) else ""}
+
     title = "MNIST with 90 % of one digit at a site: networks by SFVI"
-    write_table(RESULTS / f"{NAME}.md", title, [f"Made by `{command}`.", *LINES], pd.DataFrame(table))
+    over_sites.write(NAME, title, [*made, *LINES], rows, ["model", "inference"], more=paper, last=rounds)
 
 
-def main() -> None:
-    """Everything asked for; the page has what is there so far."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("FEDGP_DATA", ".")))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--sites", nargs="+", type=int, default=[10, 50])
-    asked = parser.parse_args()
-    words = f"--seeds {' '.join(map(str, asked.seeds))} --sites {' '.join(map(str, asked.sites))}"
-    command, rows = f"python simulations/{NAME}.py {words}", []
-    for seed in asked.seeds:
-        for sites in asked.sites:
-            path = table_of(asked.data_dir, sites, seed)
-            rows += averaged(path, RUNS / NAME / f"fedavg-{sites}-{seed}.json", Network, seed, AVERAGING)
-            for method in METHODS:
-                for model in MODELS:
-                    rows += of_a_run(path, sites, seed, model, method)
-                    print(rows[-1], flush=True)
-                    page(rows, command)
+def tasks(data_dir: Path, sites: int, seed: int) -> Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]:
+    """What there is to do."""
+    path = table_of(data_dir, sites, seed)
+    kept = RUNS / NAME / f"fedavg-{sites}-{seed}.json"
+    yield "FedAvg", lambda: averaged(path, kept, Network, seed, dict.fromkeys(WAYS, AVERAGING))
+    for method in reversed(METHODS):
+        for model in MODELS:
+            yield f"{model} by {method}", partial(of_a_run, path, sites, seed, model, method)
 
 
 if __name__ == "__main__":
-    main()
+    over_sites.run(__doc__, NAME, SITES, tasks, page)
