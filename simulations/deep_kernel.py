@@ -44,7 +44,7 @@ LINES = (
     "one head. *FedAvg*: Flower's own, the same network with a linear head, by cross entropy; *heads",
     "stay*: they are not averaged (FedPer). Accuracy is the mean over sites of held-out images, in",
     "brackets its standard deviation over sites; NLL in nats per image; means over runs, each of which",
-    "deals images anew, after ± the deviation over runs. Rate, steps and α = 0.01 of the GP were chosen on training",
+    "deals images anew, after ± that over runs. Rate, steps and α = 0.01 of the GP were chosen on training",
     f"images of another deal; the rate of either FedAvg likewise, of {', '.join(map(str, RATES))}, by accuracy on a",
     "fifth of the training images of a deal to 100 sites. The published rival, pFedGP, has 88 to 90 % on CIFAR-10",
     "with two classes at each of 50 to 100 clients (Achituve et al. 2021; quoted, not measured here): harder images,",

@@ -64,12 +64,11 @@ def write(
         counts = sorted(frame["sites"].unique())
         for sites in counts:
             own = both[both["sites"] == sites]
-            if own.empty:
-                continue
             spread = "" if own["spread"].isna().any() else f" ({own['spread'].mean():.2f})"
-            over = "" if len(own) == 1 else f" ± {own['accuracy'].std(ddof=1):.1f}"
-            cells[f"{sites} sites, %"] = f"{own['accuracy'].mean():.1f}{over}{spread}"
-            cells[f"NLL, {sites}"] = f"{own['nll'].mean():.3f}"
+            over = "" if len(own) < 2 else f" ± {own['accuracy'].std(ddof=1):.1f}"
+            mean, nll = own["accuracy"].mean(), own["nll"].mean()
+            cells[f"{sites} sites, %"] = "" if own.empty else f"{mean:.1f}{over}{spread}"
+            cells[f"NLL, {sites}"] = "" if own.empty else f"{nll:.3f}"
             cells |= more(keys, sites, own)
         runs = ", ".join(str(both[both["sites"] == sites]["seed"].nunique()) for sites in counts)
         table.append({**cells, **last(keys, 0, both), "runs": runs})

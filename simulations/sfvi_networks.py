@@ -50,7 +50,7 @@ LINES = (
     "of a site's rows alone, as many steps as SFVI; pooled: the same model with one site that has all rows, and so",
     "without a personal part. FedAvg: Flower's own, of a plain network with the same layers, and with heads that stay",
     "at their sites (FedPer). Accuracy is the mean over sites of held-out images, in brackets its standard deviation",
-    "over sites, both averaged over runs, after ± that of the mean over runs; a run deals images anew. NLL in nats",
+    "over sites, both averaged over runs, after ± that over runs; a run deals images anew. NLL in nats",
     "per image. `runs`: how many, at every number of sites.",
     "",
 )
@@ -196,7 +196,7 @@ def page(rows: list[dict[str, Any]], made: list[str]) -> None:
     def paper(keys: tuple[str, ...], sites: int, own: pd.DataFrame) -> dict[str, str]:
         del own
         model, inference = keys
-        return {f"paper, {sites}": PAPER.get((model, inference), ("", ""))[sites > SITES[0]]}
+        return {f"paper, {sites}": PAPER.get((model, inference), ("", ""))[int(sites > SITES[0])]}
 
     def rounds(keys: tuple[str, ...], sites: int, own: pd.DataFrame) -> dict[str, str]:
         del keys, sites
