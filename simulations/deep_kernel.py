@@ -31,7 +31,7 @@ ROWS, HELD_OUT = 2_000, 2_000
 ROUNDS, STEPS, RATE = 20, 10, 0.003
 HEADS = {"GP, personal heads": "personal", "GP, one head": "shared"}
 AVERAGING = {"rounds": ROUNDS, "steps": STEPS, "rate": RATE, "batch": ROWS}
-RATES, TUNED = (0.001, 0.003, 0.01, 0.03), (100, 99)
+RATES, TUNED = (0.001, 0.003, 0.01, 0.03), (50, 99)
 """What FedAvg may choose from, and the sites and the seed of the deal on whose training images it does."""
 LINES = (
     f"MNIST, {ROWS} of 60 000 training images dealt to sites with two digits each, {HELD_OUT} of the 10",
@@ -46,7 +46,7 @@ LINES = (
     "brackets its standard deviation over sites; NLL in nats per image; means over runs, each of which",
     "deals images anew, after ± that over runs. Rate, steps and α = 0.01 of the GP were chosen on training",
     f"images of another deal; the rate of either FedAvg likewise, of {', '.join(map(str, RATES))}, by accuracy on a",
-    "fifth of the training images of a deal to 100 sites. The published rival, pFedGP, has 88 to 90 % on CIFAR-10",
+    "fifth of the training images of a deal to 50 sites. The published rival, pFedGP, has 88 to 90 % on CIFAR-10",
     "with two classes at each of 50 to 100 clients (Achituve et al. 2021; quoted, not measured here): harder images,",
     "ten times as many, and a larger network.",
     "",
