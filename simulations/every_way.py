@@ -1,0 +1,162 @@
+"""The papers' other models by every way to run them: command line, killed and resumed, prediction, report, Ray.
+
+    python simulations/every_way.py [--ways run ray] [--models vae …]
+
+Each is a small run on a table of counts of words made here: whether it goes through, not how good it is. The ledger is
+``results/every_way/ledger.jsonl``, the page ``simulations/results/every_way.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from ledger import done, versions
+from sfvi_runs import RESULTS, RUNS, write_table
+
+NAME = "every_way"
+WORDS = ["ball", "goal", "disk", "file", "say"]
+NETWORK = {"sfvi.classes": 2, "sfvi.hidden": 8, "sfvi.samples": 1, "sfvi.initial-scale": 0.1}
+MODELS: dict[str, dict[str, Any]] = {
+    "pvi-glm": {"method": "pvi-glm", "num-server-rounds": 12},
+    "pvi-bnn": {"method": "pvi-bnn", "bnn.classes": 2, "bnn.hidden": 8, "num-server-rounds": 9},
+    "glmm": {"method": "sfvi", "sfvi.model": "glmm", "sfvi.unit-column": "unit", "num-server-rounds": 40},
+    "hierarchical-bnn": {"method": "sfvi", "sfvi.model": "hierarchical-bnn", **NETWORK, "num-server-rounds": 40},
+    "fedpop": {"method": "sfvi", "sfvi.model": "fedpop", **NETWORK, "num-server-rounds": 40},
+    "vae": {"method": "sfvi", "sfvi.model": "vae", **NETWORK, "num-server-rounds": 40},
+    "prodlda": {"method": "sfvi", "sfvi.model": "prodlda", **NETWORK, "num-server-rounds": 40},
+    "deep-kernel": {"method": "deep-kernel", "deep.hidden": 8, "deep.features": 4, "num-server-rounds": 9},
+}
+"""Method and keys."""
+GENERAL = {"Predictions on held-out rows", "Convergence", "Sites", "Data", "Communication and time", "Configuration"}
+GENERAL |= {"Failures and numerical repairs", "Saved posterior"}
+"""Sections that reports of all methods have."""
+LINES = (
+    "A made-up table of 150 documents with counts of five words, two themes, three sites; `vae` sees whether a word is",
+    "there, `glmm` has a column of ten units. *run*: `fedgp run`, accuracy of held-out rows; *resumed*: the same",
+    "killed (SIGKILL) after two rounds and resumed, difference of the held-out NLL; *predict*: `fedgp predict` on the",
+    "table, share of rows given to their theme; *report*: its sections beside those of all methods (*Calibration* is",
+    "the reliability diagram); *ray*: `fedgp simulate`, which is `flwr run` with Flower's simulation engine,",
+    "difference of the NLL from *run*. Seconds are wall time on a busy machine. Real SuperNodes (`deploy_demo`) take",
+    "minutes each and are not in this table.",
+    "",
+)
+
+
+def table_of(model: str) -> Path:
+    """Documents of two themes."""
+    rng, path = np.random.default_rng(0), (RUNS / NAME / f"{model}.csv").resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    theme = np.arange(150) % 2
+    rates = np.where(theme[:, None] == 1, [6, 6, 0.2, 0.2, 9], [0.2, 0.2, 6, 6, 9])
+    counts = rng.poisson(rates)
+    frame = pd.DataFrame(counts > 2 if model == "vae" else counts, columns=WORDS).astype(float)
+    units = {"unit": rng.integers(10, size=150)} if model == "glmm" else {}
+    frame.assign(**units, theme=np.where(theme == 1, "game", "disk")).to_csv(path, index=False)
+    return path
+
+
+def words_of(model: str, name: str) -> list[str]:
+    """Keys of a run, as the command line has them."""
+    keys = {"dataset": table_of(model), "target": "theme", "model.likelihood": "bernoulli", "name": name}
+    keys |= {"output-dir": (RUNS / NAME).resolve(), "baselines.local-only": "false", "baselines.pooled": "false"}
+    keys |= {"standardise": "false"} if model in ("vae", "prodlda", "glmm") else {}
+    return [f"{key}={value}" for key, value in {**keys, **MODELS[model]}.items()]
+
+
+def fedgp(*words: str) -> float:
+    """Seconds of a command that must end well."""
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "fedgp_flower.cli", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"fedgp {' '.join(words)}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+    return time.monotonic() - begun
+
+
+def metrics(name: str) -> dict[str, Any]:
+    """Of a finished run."""
+    return dict(json.loads((RUNS / NAME / name / "metrics.json").read_text())["test"])
+
+
+def by_command(model: str) -> dict[str, Any]:
+    """Run, predict, read the report; run again, kill, resume."""
+    took = fedgp("run", "--sites", "3", *words_of(model, model))
+    folder, table = RUNS / NAME / model, table_of(model)
+    fedgp("predict", str(folder), "--input", str(table), "--output", str(folder / "new.csv"))
+    new, target = pd.read_csv(folder / "new.csv"), pd.read_csv(table)["theme"]
+    right = float(((new["probability of game"] > 0.5) == (target == "game")).mean())
+    page = (folder / "report.html").read_text()
+    heads = [re.sub("<[^>]+>", "", own).strip() for own in re.findall(r"<h[234][^>]*>(.*?)</h[234]>", page, re.S)]
+    return {"accuracy": metrics(model)["accuracy"], "seconds run": took, "right": right, "headings": heads} | killed(
+        model
+    )
+
+
+def killed(model: str) -> dict[str, Any]:
+    """How far a run that was killed and resumed ends from one that was not."""
+    name = f"{model}-killed"
+    history = RUNS / NAME / name / "history.csv"
+    command = [sys.executable, "-m", "fedgp_flower.cli", "run", "--sites", "3", *words_of(model, name)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (history.exists() and len(history.read_text().splitlines()) > 2):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    early = not (RUNS / NAME / name / "metrics.json").exists()
+    if early:
+        fedgp("run", "--sites", "3", *words_of(model, name), "resume=true")
+    return {"killed": early, "off": abs(metrics(name)["nll"] - metrics(model)["nll"])}
+
+
+def by_ray(model: str) -> dict[str, Any]:
+    """Flower's simulation engine."""
+    took = fedgp("simulate", "--sites", "3", *words_of(model, f"{model}-ray"))
+    return {"off ray": abs(metrics(f"{model}-ray")["nll"] - metrics(model)["nll"]), "seconds ray": took}
+
+
+WAYS = {"run": by_command, "ray": by_ray}
+
+
+def page(found: dict[str, dict[str, Any]]) -> None:
+    """A row for each model."""
+    table = []
+    for model in MODELS:
+        own = {key: value for way in WAYS for key, value in found.get(f"{model} {way}", {}).items()}
+        if not own:
+            continue
+        cells = {"model": model, "run": f"{own['accuracy']:.2f}, {own['seconds run']:.0f} s"}
+        cells["resumed"] = f"{own['off']:.1g}" if own["killed"] else "ended before it was killed"
+        cells |= {"predict": f"{own['right']:.2f}", "report": ", ".join(h for h in own["headings"] if h not in GENERAL)}
+        cells["ray"] = f"{own['off ray']:.1g}, {own['seconds ray']:.0f} s" if "off ray" in own else "not run"
+        table.append(cells)
+    made = [f"Made by `python simulations/{NAME}.py`. {versions(found.values())}", *LINES]
+    write_table(RESULTS / f"{NAME}.md", "Every model, by every way to run it", made, pd.DataFrame(table))
+
+
+def main() -> None:
+    """What is asked for and not in the ledger."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    asked, ledger = parser.parse_args(), RUNS / NAME / "ledger.jsonl"
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    for way in asked.ways:
+        for model in asked.models:
+            found = done([(f"{model} {way}", partial(WAYS[way], model))], ledger, np.inf)
+            print(found[f"{model} {way}"], flush=True)
+            page(found)
+
+
+if __name__ == "__main__":
+    main()
