@@ -6,8 +6,13 @@ number that all targets are divided by. The rounds are those of the method, put 
 at the same cycles together; the search for θ of each case starts where that of the case before it ended.
 
     python simulations/fedmgp_intervals.py [--data-dir DIR] [--targets 24] [--every 5]
+    python simulations/fedmgp_intervals.py --family hust --targets 8      (or mit: other batteries, nothing chosen anew)
+    python simulations/fedmgp_intervals.py --family hust --targets 8 --joiners
 
-Cases that are there are not repeated; the page goes to ``simulations/results/fedmgp_intervals.md``.
+Beside it stands functional PCA of the other cells' curves: their mean and principal components, conditioned on the
+rows seen. A joiner is a cell that took no part and has 3, 5 or 10 rows anywhere. ``--seconds`` begins no case after
+so long. Cases that are there are not repeated; the page goes to ``simulations/results/fedmgp_intervals.md``, that of
+another family or of joiners to a page whose name says so.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from fedmgp_battery import CYCLES, whole_cells
+from fedmgp_battery import CYCLES, FAMILY, NOMINAL, PREFIX
 from fedmgp_common import RESULTS, RUNS, table
 from scipy.stats import norm
 
@@ -46,9 +52,41 @@ NOTES = (
 )
 """What was seen in the data of the targets that were missed."""
 CUTS = (0.12, 0.3, 0.5, 0.7)
+JOINED = (3, 5, 10)
+"""Rows of a joiner."""
+EXPLAINED = 0.99
+"""Share of the variance that principal components explain; the rest is noise."""
 MOST_ROUNDS = 60
 JITTER = 1e-8
 INDUCING = np.linspace(0, 1, 30)[:, None]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Cells of one kind, their nominal capacity, and the cycles that are looked at."""
+
+    dataset: str
+    prefix: str
+    nominal: float
+    cycles: int
+    most: int = 24
+    """Cells: the first so many that have all cycles."""
+
+    def frame(self, source: Path) -> pd.DataFrame:
+        """Rows of whole cells, with y, the loss of capacity relative to nominal."""
+        frame = pd.read_csv(source)
+        frame = frame[(frame["dataset"] == self.dataset) & frame["cell"].str.startswith(self.prefix)]
+        frame = frame[frame["cycle"] <= self.cycles]
+        sizes = frame.groupby("cell")["cycle"].size()
+        kept = sorted(sizes[sizes == self.cycles].index)[: self.most]
+        return frame[frame["cell"].isin(kept)].assign(y=1 - frame["capacity"] / self.nominal)
+
+
+FAMILIES = {
+    "tju": Family(FAMILY, PREFIX, NOMINAL, CYCLES),
+    "hust": Family("HUST", "", 1.1, 1000),
+    "mit": Family("MIT", "2017-05-12", 1.1, 500),
+}
 
 
 @dataclass(frozen=True)
@@ -194,13 +232,65 @@ def scores(target: Cell, cut: float, state: DeviationState, scale: float) -> dic
     return found
 
 
-def cells_of(source: Path, every: int) -> tuple[dict[str, Cell], float]:
+def functional_pca(others: list[Cell], target: Cell, seen: np.ndarray, scale: float) -> dict[str, float]:
+    """Scores of the hidden rows under principal components of the others' curves, widened as those of units are.
+
+    y ~ N(μ, Σ_j λ_j e_j e_jᵀ + s² I), conditioned on the rows seen; the factor is the 95 % point of |y − mean| over
+    1.96 sd of the hidden rows of the others, each left out in turn.
+    """
+    curves = np.stack([cell.y for cell in others])
+
+    def conditioned(known: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        mean = known.mean(0)
+        _, singular, axes = np.linalg.svd(known - mean, full_matrices=False)
+        variances = singular**2 / (len(known) - 1)
+        count = int(np.searchsorted(np.cumsum(variances) / variances.sum(), EXPLAINED)) + 1
+        noise = max(float(variances[count:].sum() / len(mean)), 1e-6)
+        whole = (axes[:count].T * variances[:count]) @ axes[:count] + noise * np.eye(len(mean))
+        gain = np.linalg.solve(whole[np.ix_(seen, seen)], whole[np.ix_(seen, ~seen)]).T
+        left = whole[np.ix_(~seen, ~seen)] - gain @ whole[np.ix_(seen, ~seen)]
+        return mean[~seen] + gain @ (y[seen] - mean[seen]), np.sqrt(left.diagonal())
+
+    ratios = []
+    for k, curve in enumerate(curves):
+        mean, sd = conditioned(np.delete(curves, k, 0), curve)
+        ratios.append(np.abs(curve[~seen] - mean) / (norm.ppf(0.975) * sd))
+    mean, sd = conditioned(curves, target.y)
+    sd = sd * max(float(np.quantile(np.concatenate(ratios), 0.95)), 1.0)
+    z = (mean - target.y[~seen]) / sd
+    crps = sd * (z * (2 * norm.cdf(z) - 1) + 2 * norm.pdf(z) - 1 / np.sqrt(np.pi))
+    return {
+        "coverage, PCA": float(np.mean(np.abs(z) < norm.ppf(0.975))),
+        "CRPS, PCA": 1e3 * scale * float(np.mean(crps)),
+    }
+
+
+def joined(target: Cell, state: DeviationState, scale: float, number: int) -> list[dict[str, float]]:
+    """Scores of a cell that took no part, from a few rows anywhere."""
+    found = []
+    view = read_values(state.newton.parameters)
+    for rows in JOINED:
+        seen = np.zeros(len(target.x), dtype=bool)
+        seen[np.random.default_rng([number, rows]).permutation(len(target.x))[:rows]] = True
+        unit = Cell(target.x[seen], target.y[seen]).unit
+        mean, variance = (own.numpy() for own in unit.predict(torch.from_numpy(target.x[~seen]), *view))
+        wide = widened(variance, target.x[~seen], float(target.x[seen].max()), state.factors)
+        error = mean - target.y[~seen]
+        row = {"rows": rows, "MSE": 1e6 * scale**2 * float(np.mean(error**2))}
+        for name, sd in (("raw", np.sqrt(variance)), ("widened", np.sqrt(wide))):
+            row |= {f"coverage, {name}": float(np.mean(np.abs(error / sd) < norm.ppf(0.975)))}
+            row |= {f"width, {name}": 1e3 * scale * float(np.mean(2 * norm.ppf(0.975) * sd))}
+        found.append(row)
+    return found
+
+
+def cells_of(source: Path, every: int, family: Family) -> tuple[dict[str, Cell], float]:
     """All whole cells of the family, and the root mean square that y is divided by."""
-    frame = whole_cells(source)
+    frame = family.frame(source)
     frame = frame[frame["cycle"] % every == 0]
     scale = float(np.sqrt(np.mean(frame["y"] ** 2)))
     return {
-        str(name): Cell(rows["cycle"].to_numpy() / CYCLES, rows["y"].to_numpy() / scale)
+        str(name): Cell(rows["cycle"].to_numpy() / family.cycles, rows["y"].to_numpy() / scale)
         for name, rows in frame.groupby("cell")
     }, scale
 
@@ -209,31 +299,68 @@ def main() -> None:
     """Run what is missing, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("FEDGP_DATA", ".")))
+    parser.add_argument("--family", choices=list(FAMILIES), default="tju")
     parser.add_argument("--targets", type=int, default=24)
-    parser.add_argument("--every", type=int, default=5, help="keep every n-th cycle")
+    parser.add_argument("--every", type=int, help="keep every n-th cycle; fifty rows if not given")
+    parser.add_argument("--joiners", action="store_true", help="cells that took no part, with a few rows")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after so long")
     chosen = parser.parse_args()
-    cells, scale = cells_of(chosen.data_dir / "battery.csv.gz", chosen.every)
-    path = RUNS / f"intervals-{chosen.every}.csv"
+    family = FAMILIES[chosen.family]
+    every = chosen.every or family.cycles // 50
+    cells, scale = cells_of(chosen.data_dir / "battery.csv.gz", every, family)
+    kind = "-joiners" if chosen.joiners else ""
+    path = RUNS / f"intervals{'' if chosen.family == 'tju' else '-' + chosen.family}{kind}-{every}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = pd.read_csv(path) if path.exists() else pd.DataFrame({"cut": [], "cell": []})
-    state = start_state(INDUCING)
+    done = pd.read_csv(path) if path.exists() else pd.DataFrame({"cut": [], "rows": [], "cell": []})
+    state, begun = start_state(INDUCING), time.monotonic()
     check(list(cells.values())[:2])
-    for name in list(cells)[:: max(1, len(cells) // chosen.targets)][: chosen.targets]:
-        for cut in CUTS:
-            if ((done["cell"] == name) & (done["cut"] == cut)).any():
+    names = list(cells)[:: max(1, len(cells) // chosen.targets)][: chosen.targets]
+    for number, name in enumerate(names):
+        whole = [cell for other, cell in cells.items() if other != name]
+        for cut in () if chosen.joiners else CUTS:
+            if ((done["cell"] == name) & (done["cut"] == cut)).any() or time.monotonic() - begun > chosen.seconds:
                 continue
-            whole = [cell for other, cell in cells.items() if other != name]
             state, rounds = trained({"others": Alike(whole), "target": Alike([cells[name].until(cut)])}, state)
-            row = {"cut": cut, "cell": name, "rounds": rounds, **scores(cells[name], cut, state, scale)}
+            beside = functional_pca(whole, cells[name], cells[name].x <= cut, scale)
+            row = {"cut": cut, "cell": name, "rounds": rounds, **scores(cells[name], cut, state, scale), **beside}
             done = pd.concat([done, pd.DataFrame([row])], ignore_index=True)
             done.to_csv(path, index=False)
             print({key: round(own, 3) if isinstance(own, float) else own for key, own in row.items()}, flush=True)
-    write(done, chosen.targets, chosen.every)
+        if chosen.joiners and not (done["cell"] == name).any() and time.monotonic() - begun < chosen.seconds:
+            state, rounds = trained({"others": Alike(whole)}, state)
+            found = [{"cell": name, "rounds": rounds, **row} for row in joined(cells[name], state, scale, number)]
+            done = pd.concat([done, pd.DataFrame(found)], ignore_index=True)
+            done.to_csv(path, index=False)
+            print(found, flush=True)
+    words = (
+        f"{'' if chosen.family == 'tju' else f'--family {chosen.family} '}--targets {chosen.targets} --every {every}"
+    )
+    if chosen.joiners:
+        write_joiners(done, words + " --joiners", chosen.family, len(cells))
+    else:
+        write(done, words, chosen.family, len(cells))
 
 
-def write(done: pd.DataFrame, targets: int, every: int) -> None:
+def write_joiners(done: pd.DataFrame, words: str, family: str, count: int) -> None:
+    """The page of joiners: means over cells."""
+    names = ["MSE"] + [f"{name}, {kind}" for kind in ("raw", "widened") for name in ("coverage", "width")]
+    rows = [[int(n), len(part), *(float(part[name].mean()) for name in names)] for n, part in done.groupby("rows")]
+    lines = [
+        f"# FedMGP: cells that join with a few rows, {family.upper()}",
+        "",
+        f"Made by `python simulations/fedmgp_intervals.py {words}`: {count} cells, the joiners in turn, which took no "
+        "part; rows anywhere, predicted at the others of fifty; nominal coverage .95.",
+        "",
+        table(["rows", "joiners", *(f"{name} × 1000" if name[0] == "w" else name for name in names)], rows),
+        "",
+    ]
+    (RESULTS / f"fedmgp_intervals_joiners_{family}.md").write_text("\n".join(lines))
+
+
+def write(done: pd.DataFrame, words: str, family: str, count: int) -> None:
     """The page: means over target cells, and the cells that were missed."""
     figures = ["MSE"] + [f"{name}, {kind}" for kind in ("raw", "widened") for name in ("coverage", "width", "CRPS")]
+    figures += [name for name in ("coverage, PCA", "CRPS, PCA") if name in done]
     rows: list[list[object]] = []
     for cut, part in done.groupby("cut"):
         missed = int((part["coverage, widened"] < 0.5).sum())
@@ -244,11 +371,11 @@ def write(done: pd.DataFrame, targets: int, every: int) -> None:
     missed = done[done["coverage, widened"] < 0.8].sort_values(["cut", "cell"])
     names = ["cut", "cell", "MSE", "width, widened", "coverage, widened"]
     lines = [
-        "# FedMGP: do bands beyond a unit's last row cover?",
+        f"# FedMGP: do bands beyond a unit's last row cover?{'' if family == 'tju' else f' {family.upper()}'}",
         "",
-        f"Made by `python simulations/fedmgp_intervals.py --targets {targets} --every {every}`: 24 cells of one "
-        "family, the targets in turn; loss of capacity relative to nominal; nominal coverage .95. The search for θ of "
-        "each case starts where that of the case before it ended.",
+        f"Made by `python simulations/fedmgp_intervals.py {words}`: {count} cells of one family, the targets in turn; "
+        "loss of capacity relative to nominal; nominal coverage .95. The search for θ of each case starts where that "
+        "of the case before it ended. PCA: functional PCA of the other cells with a leave-one-unit-out factor.",
         "",
         table([*titles, "targets covered by less than half"], rows),
         "",
@@ -258,11 +385,11 @@ def write(done: pd.DataFrame, targets: int, every: int) -> None:
         "",
         "Misses are whole cells: a band that fails a cell fails most of its rows, so that what counts is the number of "
         "cells, and with few of them no factor makes coverage certain.",
-        *NOTES,
+        *(NOTES if family == "tju" else ()),
         "",
     ]
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "fedmgp_intervals.md").write_text("\n".join(lines))
+    (RESULTS / f"fedmgp_intervals{'' if family == 'tju' else f'_{family}'}.md").write_text("\n".join(lines))
 
 
 if __name__ == "__main__":
