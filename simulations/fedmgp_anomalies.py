@@ -6,10 +6,12 @@ probability 0.3 to 0.7.
 
     python simulations/fedmgp_anomalies.py [--bad 1 2 3 4] [--seeds 5] [--pseudo-seeds 3]
     python simulations/fedmgp_anomalies.py --only natural --pseudo-seeds 3              (natural parameters)
+    python simulations/fedmgp_anomalies.py --only told --rules multi-krum --study-seeds 2    (least information)
     python simulations/fedmgp_anomalies.py --only exact --rules agreement --seeds 2     (some of the runs, no page)
 
 Runs that are complete are not repeated. Tables go to ``simulations/results/fedmgp_anomalies.md``,
-those of pseudo-gradients in natural parameters to ``fedmgp_natural_rules.md``.
+those of pseudo-gradients in natural parameters to ``fedmgp_natural_rules.md``, and what units with how little
+information should have a vote to ``fedmgp_natural_told.md``, on other seeds than those reported.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 from fedmgp_common import RESULTS, RUNS, SIGNALS, finished, metrics, table
@@ -27,6 +30,7 @@ from flwr.app import Array, ArrayRecord, Error, Message
 
 from fedgp_flower.data.sites import site_id
 from fedgp_flower.run.in_process import InProcessGrid
+from strategies import fedmgp_natural
 
 UNITS = 10
 LIES: Mapping[str, tuple[float, float]] = {"update flipped": (-1.0, 1.0), "update × 100": (100.0, 100.0)}
@@ -41,6 +45,7 @@ NATURAL_RULES = (*PSEUDO_RULES, "agreement")
 ENDED_RULES = ("mean", "median")
 WITHSTAND = {"fedmgp.malicious": 3, "fedmgp.select": 4, "fedmgp.trim": 0.3}
 """What rules are told: 3 of 10."""
+TOLD, TOLD_RULES, TOLD_ATTACKS = (0.0, 0.03, 0.1, 0.3), ("multi-krum", "median"), ("pure noise",)
 REACH = (0.3, 0.5, 0.7)
 TRAIN = ("train", "train.natural", "train.exact")
 NOTES = (
@@ -124,12 +129,23 @@ def honest_mse(found: dict[str, Any], bad: int) -> float:
 
 
 def one(
-    mode: str, rule: str, attack: str, bad: int, seed: int, reach: float = 1.0, leave_out: int | None = None
+    mode: str,
+    rule: str,
+    attack: str,
+    bad: int,
+    seed: int,
+    reach: float = 1.0,
+    leave_out: int | None = None,
+    told: float | None = None,
 ) -> float:
-    """The error over the honest units, or over all but the first ``leave_out``; infinite where the run broke down."""
+    """The error over the honest units, or over all but the first ``leave_out``; infinite where the run broke down.
+
+    Units that know less than the share ``told`` of the median unit have no vote.
+    """
     from fedgp_flower.errors import FedGPError
 
     words = [mode, rule, attack or "clean", str(bad), str(seed), *([f"reach-{reach}"] if reach < 1 else [])]
+    words += [] if told is None else [f"told-{told}"]
     name = "-".join(words).replace(" ", "-").replace("×", "x")
     keys = configuration(attack, bad, seed, mode, rule)
     if reach < 1:
@@ -138,7 +154,8 @@ def one(
         SpoiltGrid, bad=bad, lie=attack if attack in (*LIES, FIRST_LOOK) else "", reach=reach, seed=seed
     )
     try:
-        found = metrics(name) or finished(keys, name, grid=grid)
+        with mock.patch.object(fedmgp_natural, "LEAST_TOLD", fedmgp_natural.LEAST_TOLD if told is None else told):
+            found = metrics(name) or finished(keys, name, grid=grid)
     except FedGPError:
         return float("inf")
     return honest_mse(found, bad if leave_out is None else leave_out)
@@ -282,13 +299,42 @@ def write_natural(rules: tuple[str, ...], seeds: int) -> None:
     (RESULTS / "fedmgp_natural_rules.md").write_text("\n".join(text))
 
 
+def write_told(rules: tuple[str, ...], seeds: list[int]) -> None:
+    """Errors by the least share of the median unit's information with which a unit has a vote."""
+    rows: list[list[object]] = []
+    for rule in rules:
+        for told in TOLD:
+            clean = [one("natural", rule, "", 0, seed, leave_out=3, told=told) for seed in seeds]
+            spoilt = [
+                float(np.mean([one("natural", rule, attack, 3, seed, told=told) for seed in seeds]))
+                for attack in TOLD_ATTACKS
+            ]
+            rows.append([rule, told, float(np.mean(clean)), *spoilt])
+            print(rows[-1], flush=True)
+    exact = float(np.mean([one("exact", "mean", "", 0, seed, leave_out=3) for seed in seeds]))
+    words = f"--only told --rules {' '.join(rules)} --study-seeds {' '.join(map(str, seeds))}"
+    text = [
+        "# FedMGP: how little a unit may know and have a vote",
+        "",
+        f"Made by `python simulations/fedmgp_anomalies.py {words}`. As [the rules in natural parameters]"
+        "(fedmgp_natural_rules.md), on seeds that are not reported there. A unit has a vote if its rows say at least "
+        "this share of what those of the median unit say. Mean squared error over the honest units without the first "
+        f"three; exact rounds without attack {exact:.4f}.",
+        "",
+        table(["rule", "least share", "clean", *(f"{attack}, 3 bad" for attack in TOLD_ATTACKS)], rows),
+        "",
+    ]
+    (RESULTS / "fedmgp_natural_told.md").write_text("\n".join(text))
+
+
 def main() -> None:
     """Run what is missing, then write the tables; with ``--only`` or ``--rules`` only run, but for ``natural``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bad", type=int, nargs="*", default=[1, 2, 3, 4])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--pseudo-seeds", type=int, default=3)
-    parser.add_argument("--only", choices=["exact", "pseudo", "natural", "ended", "reach"])
+    parser.add_argument("--only", choices=["exact", "pseudo", "natural", "told", "ended", "reach"])
+    parser.add_argument("--study-seeds", type=int, nargs="*", default=[2, 3])
     parser.add_argument("--rules", nargs="*")
     chosen = parser.parse_args()
     if chosen.only == "reach":
@@ -299,6 +345,8 @@ def main() -> None:
         section("pseudo", tuple(chosen.rules or PSEUDO_RULES), [3], chosen.pseudo_seeds)
     elif chosen.only == "natural":
         write_natural(tuple(chosen.rules or NATURAL_RULES), chosen.pseudo_seeds)
+    elif chosen.only == "told":
+        write_told(tuple(chosen.rules or TOLD_RULES), chosen.study_seeds)
     elif chosen.only == "ended":
         section("ended", tuple(chosen.rules or ENDED_RULES), [3], chosen.pseudo_seeds)
     else:

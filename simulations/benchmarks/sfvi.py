@@ -51,11 +51,10 @@ LINES = (
     "",
     "Bytes are those of a site and round, up and down, once it has what is sent only once. What must travel is",
     "(2 |η_G| + 2 |θ| + S |ε|) × 8; `arrays` is the data of all arrays over that, `all` everything in both messages:",
-    f"headers of arrays, {HEADER} bytes each, "
-    + "and the rest: names, the site, the run, the round and the figures. One",
-    "array each way: the share if all parameters were one array in a message, with the rest as it is, and the least that",
-    "any message of Flower has, data and two headers. First: all bytes of the largest message and answer that carry",
-    "standardisation, schema and shared inputs.",
+    f"headers of arrays, {HEADER} bytes each, and the rest: names, the site, the run, the round and the figures. One",
+    "array each way: the share if all parameters were one array in a message, with the rest as it is, and the least",
+    "that any message of Flower has, data and two headers. First: all bytes of the largest message and answer that",
+    "carry standardisation, schema and shared inputs.",
 )
 
 
