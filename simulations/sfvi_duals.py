@@ -26,10 +26,8 @@ from sfvi_weather import table_of
 
 NAME = "sfvi_duals"
 CLOSED: dict[str, Any] = {"method": "sfvi", "sfvi.objective": "closed-form"}
-ONE_SHAPE: dict[str, Any] = {"sfvi.site-amplitude": 0, "sfvi.site-lengthscale": 0}
 ARMS: dict[str, dict[str, Any]] = {
-    "closed form, one shape": CLOSED | ONE_SHAPE,
-    "closed form, own shapes": CLOSED,
+    "closed form": CLOSED,
     "gradients": {"method": "sfvi", "sfvi.objective": "stochastic", "baselines.local-only": True},
 }
 SETS = ("frost-0", "counts-0", "frost-1", "counts-1")

@@ -20,7 +20,6 @@ from fedgp_flower.messages import message
 from fedgp_flower.methods.closed_form import Sums, divergence, naturals
 from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.methods.sfvi.shaped import NOISE, ShapedGP
 from strategies.fsgp_exact import unpack
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.sfvi_closed import (
@@ -32,7 +31,6 @@ from strategies.sfvi_closed import (
     log_prior,
     next_radius,
     stepped,
-    widened,
     with_prior,
 )
 
@@ -104,12 +102,6 @@ def both_stepped(state: DualNewtonState, radius: float, factor_at: FactorAt) -> 
     return replace(moved, precision=state.precision, shift=state.shift, promised=promised, rise=rise)
 
 
-def shaped_round(state: DualNewtonState, roster: Roster, model: ShapedGP) -> Asking[tuple[DualNewtonState, Figures]]:
-    """The same, and a step on the widths of the priors of shapes once it is due."""
-    state, figures = yield from one_round(state, roster, partial(inducing_factor, model))
-    return widened(state, np.array(model.varied) != NOISE) if figures else state, figures
-
-
 class SFVIDuals(ClosedFormVI[DualNewtonState]):
     """Newton steps on θ beside natural gradients, until whole ones promise no more than ``tolerance``."""
 
@@ -123,7 +115,7 @@ class SFVIDuals(ClosedFormVI[DualNewtonState]):
 
     def one_round(self, state: DualNewtonState, roster: Roster) -> Asking[tuple[DualNewtonState, Figures]]:
         """One exchange."""
-        return (yield from shaped_round(state, roster, self.model_of(state)))
+        return (yield from one_round(state, roster, partial(inducing_factor, self.model_of(state))))
 
     def finished(self, state: DualNewtonState) -> bool:
         """Whether whole steps promise less than the tolerance or even short ones lose, and no healthy site is missing.

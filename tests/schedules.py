@@ -32,8 +32,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedmgp": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__final_rounds": 0},
     "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
     "sfvi closed": {"method": "sfvi", "test_fraction": 0.8},
-    "sfvi duals": {"method": "sfvi", "sfvi__objective": "closed-form", "sfvi__site_amplitude": 0.0}
-    | {"sfvi__site_lengthscale": 0.0, "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
+    "sfvi duals": {"method": "sfvi", "sfvi__objective": "closed-form"}
+    | {"dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture", "test_fraction": 0.9},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 3},
     "sfvi networks": {"method": "sfvi", "sfvi__model": "hierarchical-bnn", **_CLASSES},

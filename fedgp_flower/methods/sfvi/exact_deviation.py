@@ -128,13 +128,8 @@ class ExactDeviation:
         constant = -0.5 * (fit + parts.left_over / parts.noise + offset.square().sum())
         return Sums(products[:-1, :-1], products[:-1, -1], constant)
 
-    def mode(
-        self, q_global: GlobalPosterior, start: Float[Tensor, " W"] | None = None
-    ) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
-        """The z_k that maximises J_k at a q(Z_G), and H = −J_k″ there; found anew each time: nothing is kept.
-
-        The search begins at ``start``, or at 0.
-        """
+    def mode(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
+        """The z_k that maximises J_k at a q(Z_G), and H = −J_k″ there; found anew each time: nothing is kept."""
         with torch.no_grad():
             known = self._shared(self.features)
 
@@ -145,7 +140,7 @@ class ExactDeviation:
             [slope] = torch.autograd.grad(value, offset, create_graph=True)
             return float(value.detach()), slope.detach(), rows_of_jacobian(slope, [offset])
 
-        offset, radius = self.targets.new_zeros(self.width) if start is None else start, 1.0
+        offset, radius = self.targets.new_zeros(self.width), 1.0
         if not self.width:
             return offset, offset.new_zeros(0, 0)
         value, slope, curvature = expanded(offset)

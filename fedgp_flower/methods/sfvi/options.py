@@ -131,8 +131,8 @@ class SFVIOptions(MethodOptions):
     site_noise: NonNegative = 0.5
     """``gp``: prior standard deviation of a site's log noise offset; 0 gives all sites the same noise."""
     site_amplitude: NonNegative = 0.5
-    """``closed-form``: prior sd of the log amplitude of a site's deviation, learned from there; 0: all the same. A site
-    whose target hardly changes widens it for all.
+    """``closed-form``: prior sd of the log amplitude of a site's deviation, learned from there; 0: all the same, as
+    where targets are labels or counts. A site whose target hardly changes widens it for all.
     """
     site_lengthscale: NonNegative = 0.3
     """``closed-form``: the same of the log lengthscale of its deviation."""

@@ -38,8 +38,6 @@ from fedgp_flower.typing import Rows, Targets
 
 STEPS, STILL = 200, 1e-9
 """Most steps to the pseudo-observations, and the largest change of one, relative to 1 + its size, that ends them."""
-TURNS, AT_REST = 20, 1e-5
-"""Most turns of pseudo-observations and z_k, and the change of z_k that ends them."""
 
 
 class PseudoObserved(ExactDeviation):
@@ -75,17 +73,10 @@ class PseudoObserved(ExactDeviation):
         found = super().sums(offset, known)
         return replace(found, constant=found.constant + self.correction)
 
-    def mode(
-        self, q_global: GlobalPosterior, start: Float[Tensor, " W"] | None = None
-    ) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
-        """The z_k and the pseudo-observations that maximise L_k at a q(Z_G), in turns, and H at these."""
-        offset = self.targets.new_zeros(self.width) if start is None else start
-        for _ in range(TURNS):
-            self.settle(offset, q_global)
-            before, (offset, precision) = offset, super().mode(q_global, offset)
-            if not self.width or float((offset - before).abs().max()) < AT_REST:
-                break
-        return offset, precision
+    def mode(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
+        """Find the pseudo-observations that maximise L_k at a q(Z_G); sites do not differ in shape, so W = 0."""
+        self.settle(q_global)
+        return super().mode(q_global)
 
     def predict(self, features: Rows, q_global: GlobalPosterior) -> Prediction:
         """Mean and variance of an observation."""
@@ -93,39 +84,39 @@ class PseudoObserved(ExactDeviation):
 
     @torch.no_grad()
     def link(self, features: Rows, q_global: GlobalPosterior) -> Prediction:
-        """Mean and variance of f, mixed over z_k."""
+        """Mean and variance of f."""
         return self.mixed(features, q_global, noise=0.0)
 
     @torch.no_grad()
-    def settle(self, offset: Float[Tensor, " W"], q_global: GlobalPosterior) -> None:
-        """Pseudo-observations at their optimum for a z_k and a q(Z_G): a step that loses is taken back, and halved."""
+    def settle(self, q_global: GlobalPosterior) -> None:
+        """Pseudo-observations at their optimum for a q(Z_G): a step that loses is taken back, and halved."""
         known, rate, best = (
             self._shared(self.features),
             1.0,
             torch.stack([self.root.square(), self.root * self.targets]),
         )
-        value, wanted = self._seen(best, offset, q_global, known)
+        value, wanted = self._seen(best, q_global, known)
         for _ in range(STEPS):
             if float(((wanted - best).abs() / (1 + best.abs())).max()) < STILL:
                 break
             tried = torch.lerp(best, wanted, rate)
-            found, next_wanted = self._seen(tried, offset, q_global, known)
+            found, next_wanted = self._seen(tried, q_global, known)
             if found >= value - ROUNDING:
                 best, value, wanted, rate = tried, found, next_wanted, min(1.0, 2 * rate)
             else:
                 rate /= 2
-        self._seen(best, offset, q_global, known)
+        self._seen(best, q_global, known)
 
     def _seen(
         self,
         naturals: Float[Tensor, "2 N"],
-        offset: Float[Tensor, " W"],
         q_global: GlobalPosterior,
         known: tuple[Tensor, Tensor],
     ) -> tuple[float, Float[Tensor, "2 N"]]:
         """L_k with rows seen as λ and √λ t, and what a whole step would make of these."""
         self.root = naturals[0].sqrt()
         self.targets = naturals[1] / self.root
+        offset = self.targets.new_zeros(self.width)
         parts = self.parts(offset, known)
         mean, variance = self.function(self.features, offset, q_global, parts, known)
         fit, alpha, beta, _ = self.likelihood.slopes(self.observed, mean, variance, NONE)

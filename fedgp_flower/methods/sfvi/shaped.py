@@ -50,11 +50,12 @@ class ShapedGP(HierarchicalGP):
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> ShapedGP:
-        """Kernels as the base has them."""
+        """Kernels as the base has them; sites differ in shape where noise is Gaussian."""
         trend, deviation, points, own = parts_of(options, section, num_inputs, inputs)
-        noise = options.site_noise if own.likelihood == "gaussian" else 0.0
+        if own.likelihood != "gaussian":
+            return cls(trend, deviation, points, own, (0.0, 0.0, 0.0))
         shape = (options.site_amplitude, options.site_lengthscale) if own.deviates else (0.0, 0.0)
-        return cls(trend, deviation, points, own, (noise, *shape))
+        return cls(trend, deviation, points, own, (options.site_noise, *shape))
 
     def shape(self, offset: Float[Tensor, " W"]) -> Float[Tensor, 3]:
         """What noise, amplitude and lengthscale are multiplied by at a z_k."""
