@@ -7,12 +7,12 @@ at the same cycles together; the search for θ of each case starts where that of
 
     python simulations/fedmgp_intervals.py [--data-dir DIR] [--targets 24] [--every 5]
     python simulations/fedmgp_intervals.py --family hust --targets 8      (or mit: other batteries, nothing chosen anew)
-    python simulations/fedmgp_intervals.py --family hust --targets 8 --joiners
+    python simulations/fedmgp_intervals.py --family hust --targets 8 --joiners      (100 rows only with --every 2, say)
 
 Beside it stands functional PCA of the other cells' curves: their mean and principal components, conditioned on the
-rows seen. A joiner is a cell that took no part and has 3, 5 or 10 rows anywhere. ``--seconds`` begins no case after
-so long. Cases that are there are not repeated; the page goes to ``simulations/results/fedmgp_intervals.md``, that of
-another family or of joiners to a page whose name says so.
+rows seen. A joiner is a cell that took no part and has 3, 5, 10 or 100 rows anywhere. ``--seconds`` begins no case
+after so long. Cases that are there are not repeated; the page goes to ``simulations/results/fedmgp_intervals.md``,
+that of another family or of joiners to a page whose name says so.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ NOTES = (
 )
 """What was seen in the data of the targets that were missed."""
 CUTS = (0.12, 0.3, 0.5, 0.7)
-JOINED = (3, 5, 10)
-"""Rows of a joiner."""
+JOINED = (3, 5, 10, 100)
+"""Rows of a joiner, where a cell has more."""
 EXPLAINED = 0.99
 """Share of the variance that principal components explain; the rest is noise."""
 MOST_ROUNDS = 60
@@ -269,7 +269,7 @@ def joined(target: Cell, state: DeviationState, scale: float, number: int) -> li
     """Scores of a cell that took no part, from a few rows anywhere."""
     found = []
     view = read_values(state.newton.parameters)
-    for rows in JOINED:
+    for rows in (own for own in JOINED if own < len(target.x)):
         seen = np.zeros(len(target.x), dtype=bool)
         seen[np.random.default_rng([number, rows]).permutation(len(target.x))[:rows]] = True
         unit = Cell(target.x[seen], target.y[seen]).unit
@@ -349,7 +349,7 @@ def write_joiners(done: pd.DataFrame, words: str, family: str, count: int) -> No
         f"# FedMGP: cells that join with a few rows, {family.upper()}",
         "",
         f"Made by `python simulations/fedmgp_intervals.py {words}`: {count} cells, the joiners in turn, which took no "
-        "part; rows anywhere, predicted at the others of fifty; nominal coverage .95.",
+        "part; rows anywhere, predicted at the cell's others; nominal coverage .95.",
         "",
         table(["rows", "joiners", *(f"{name} × 1000" if name[0] == "w" else name for name in names)], rows),
         "",

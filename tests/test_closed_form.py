@@ -13,7 +13,9 @@ from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.sfvi import exact_deviation
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation, flattened
 from fedgp_flower.methods.sfvi.gp import linear_terms
-from fedgp_flower.methods.sfvi.shaped import WIDTHS
+from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
+from fedgp_flower.options import ModelSection
 
 POINTS = torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None]
 
@@ -223,3 +225,24 @@ def test_what_rows_say_of_inducing_values_is_transported_exactly():
     moved = transported(*found[0], *factors)
     for one, other in zip(moved, found[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_matern_kernels_have_second_derivatives_between_few_rows():
+    """``torch.cdist`` has none up to 25 rows; gradient and curvature along a line are those of differences."""
+    generator, section = torch.Generator().manual_seed(3), ModelSection(kernel="matern32")
+    x, y = (torch.randn(own, generator=generator, dtype=torch.float64) for own in ((6, 2), (6,)))
+    points = torch.randn(4, 2, generator=generator, dtype=torch.float64)
+    options = SFVIOptions.model_validate({"site-noise": 0, "site-amplitude": 0, "site-lengthscale": 0})
+    model = ShapedGP.configured(options, section, 2, points)
+    site, q_global = ExactDeviation(model, x, y), initial_global(model.global_size, scale=0.7, triangular=True)
+    start, nothing = theta_of(model), torch.zeros(0, dtype=torch.float64)
+    along = torch.randn(len(start), generator=generator, dtype=torch.float64)
+
+    def value(step):
+        at(model, start + step * along)
+        with torch.no_grad():
+            return float(site.sums(nothing).expected(q_global))
+
+    h, curvature = 1e-3, site.derivatives(q_global).curvature
+    second = (value(h) - 2 * value(0.0) + value(-h)) / h**2
+    assert float(along @ curvature @ along) == pytest.approx(second, rel=1e-4)

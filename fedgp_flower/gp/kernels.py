@@ -20,10 +20,11 @@ import ast
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
-from typing import cast
+from typing import Any, cast
 
 import gpytorch
 import torch
+from gpytorch import settings
 from gpytorch.constraints import Positive
 from gpytorch.kernels import (
     AdditiveKernel,
@@ -58,6 +59,19 @@ class Scaled(ScaleKernel):
     @batch_shape.setter
     def batch_shape(self, shape: torch.Size) -> None:
         self._batch_shape = shape
+
+
+class Matern(MaternKernel):
+    """GPyTorch's kernel with second derivatives between few rows as well, while it is traced.
+
+    ``torch.cdist`` of at most 25 rows has none.
+    """
+
+    def covar_dist(self, x1: torch.Tensor, x2: torch.Tensor, **kind: Any) -> torch.Tensor:
+        """Distances of rows; traced, the roots of squared ones."""
+        if settings.trace_mode.off() or kind.get("square_dist"):
+            return super().covar_dist(x1, x2, **kind)
+        return super().covar_dist(x1, x2, **kind | {"square_dist": True}).clamp_min(1e-30).sqrt()
 
 
 def log_positive() -> Positive:
@@ -98,8 +112,8 @@ def _atom(name: str, model: ModelSection, num_inputs: int) -> Kernel:
     dims = num_inputs if model.ard else None
     atoms: Mapping[str, Callable[[], Kernel]] = {
         "rbf": lambda: RBFKernel(ard_num_dims=dims),
-        "matern32": lambda: MaternKernel(1.5, ard_num_dims=dims),
-        "matern52": lambda: MaternKernel(2.5, ard_num_dims=dims),
+        "matern32": lambda: Matern(1.5, ard_num_dims=dims),
+        "matern52": lambda: Matern(2.5, ard_num_dims=dims),
         "periodic": lambda: PeriodicKernel(ard_num_dims=dims or 1),
         "linear": LinearKernel,
     }
