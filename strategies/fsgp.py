@@ -28,6 +28,28 @@ from strategies.server.shapes import initial_hyperparameters, initial_locations,
 from strategies.server.strategy import FederatedStrategy
 
 LOG_NOISE = "likelihood.log_noise"
+ROWS_PER_POINT = 3
+"""Fewer rows for each inducing point are nearly told by their sums."""
+
+
+def told_by_total(points: int, rows: Mapping[str, int], chosen_from: int = 1) -> list[str]:
+    """What to say where sums at so many points nearly tell which rows of all sites are in their total; or nothing.
+
+    Masks hide who has a row, and not that it is there: measured in ``simulations/results/method_study.md``.
+
+    Args:
+        points: At which sums are formed.
+        rows: Of each site.
+        chosen_from: How many of these points there are for each inducing point.
+    """
+    count = sum(rows.values())
+    if count >= ROWS_PER_POINT * points:
+        return []
+    return [
+        f"{count} rows of all sites are fewer than {ROWS_PER_POINT} for each of {points} points that their sums are at:"
+        " even the total over sites, under masks too, tells whoever holds it whether a row is among them;"
+        f" `model.num-inducing` = {max(1, count // (chosen_from * ROWS_PER_POINT))} or less hides that better"
+    ]
 
 
 def initial_parameters(roster: Roster, model: ModelSection, seed: int) -> Asking[NamedArrays]:

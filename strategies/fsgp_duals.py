@@ -10,6 +10,7 @@ steps are halved. Whatever the partition, the sums and so the run are the same; 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -31,12 +32,14 @@ from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.fsgp import saved
+from strategies.fsgp import saved, told_by_total
 from strategies.fsgp_exact import pack, unpack
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
+
+logger = logging.getLogger("fedgp")
 
 WARM = 3
 """Evaluations with the first parameters, while q settles."""
@@ -226,6 +229,8 @@ class FSGPDuals(FederatedStrategy[DualState]):
             values[CONSTANT][:] = ndtri(target["share"])
         elif model.likelihood == "poisson":
             values[CONSTANT][:] = np.log(target["mean"])
+        for words in told_by_total(len(locations), roster.rows):
+            logger.warning(words)
         return first_state(values)
 
     def one_round(self, state: DualState, roster: Roster) -> Asking[tuple[DualState, Figures]]:
@@ -281,6 +286,11 @@ class FSGPDuals(FederatedStrategy[DualState]):
             equation=EQUATION,
             model={**own.model, "likelihood": self.model.likelihood},
         )
+
+    def warnings(self) -> list[str]:
+        """Whether the total of sums nearly tells rows."""
+        points = len(self.current.values["inducing.locations"])
+        return super().warnings() + told_by_total(points, self.roster().rows)
 
     def details_of(self, state: DualState) -> dict[str, Any]:
         """The pooled bound in nats, evaluations, exchanges with every site, and what more of them would bring."""

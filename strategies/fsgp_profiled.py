@@ -45,7 +45,16 @@ from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.fsgp import LOG_NOISE, facts, noise_of, pooled, posterior_at, saved
+from strategies.fsgp import (
+    LOG_NOISE,
+    ROWS_PER_POINT,
+    facts,
+    noise_of,
+    pooled,
+    posterior_at,
+    saved,
+    told_by_total,
+)
 from strategies.fsgp_exact import pack, through_inducing_points, unpack
 from strategies.profiled_bound import (
     CURVATURE,
@@ -77,8 +86,6 @@ FIRST, CAP = (0.25, 0.4), (0.5, 0.7)
 """Largest entries of a first and of a later step: of Z in lengthscales, and of logarithms."""
 SHORTER, SHORTEST = 0.1, 1e-3
 """Factor of the steps after a line search without success, and where shorter ones are given up."""
-ROWS_PER_POINT = 3
-"""Fewer rows of a site for each inducing point are nearly told by its sums."""
 BEFORE, A_ROUND = 3, 2
 """Exchanges before training (descriptions, where inputs lie, the sketch) and in a round."""
 SMOOTHED, MORE = 5, 20
@@ -260,21 +267,6 @@ def expected(like: Mapping[str, ndarray], num_inputs: int) -> NamedArrays:
     return {name: np.full_like(array, prior(name, num_inputs)[0]) for name, array in like.items()}
 
 
-def told_by_total(points: int, rows: int) -> list[str]:
-    """What to say where sums at so many points nearly tell which rows of all sites are in their total; or nothing.
-
-    Masks hide who has a row, and not that it is there: measured in ``simulations/results/method_study.md``.
-    """
-    if rows >= ROWS_PER_POINT * points:
-        return []
-    few = rows // (CANDIDATES * ROWS_PER_POINT)
-    return [
-        f"{rows} rows of all sites are fewer than {ROWS_PER_POINT} for each of {points} points that their sums are at:"
-        " even the total over sites, under masks too, tells whoever holds it whether a row is among them;"
-        f" `model.num-inducing` = {max(few, 1)} or less, or `privacy.epsilon`, hides that better"
-    ]
-
-
 class FSGPProfiled(FederatedStrategy[ProfiledState]):
     """Maximise the bound of all rows in few exchanges, amplitude and noise at the server."""
 
@@ -310,7 +302,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
             centres = centres_of(draws / lengths, candidates, np.random.default_rng([self.config.seed, *b"centres"]))
             chains.append(chain_at(self._unit({**start, LOCATIONS: centres * lengths})))
         logger.info("%d inducing points; at most %d exchanges for training", count, self.most_exchanges)
-        for words in told_by_total(candidates, sum(roster.rows.values())):
+        for words in told_by_total(candidates, roster.rows, CANDIDATES):
             logger.warning(words)
         return ProfiledState(tuple(chains), (), BEFORE, count)
 
@@ -342,7 +334,7 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         """Which sites' sums, or whether all their total, are nearly rows, or what kept inducing points few."""
         count, rows, found = len(self.current.best.values[LOCATIONS]), self.roster().rows, super().warnings()
         most = self.candidates(self.roster(), count)
-        found += told_by_total(most, sum(rows.values()))
+        found += told_by_total(most, rows, CANDIDATES)
         small = [site for site, own in rows.items() if own < ROWS_PER_POINT * most]
         if small and self.masking is None:
             found.append(

@@ -16,6 +16,7 @@ from fedgp_flower.methods.fsgp.dual_messages import Expectations
 from fedgp_flower.methods.fsgp.messages import PooledPosterior
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined
 from fedgp_flower.methods.pvi.options import Plan
+from strategies.fsgp import told_by_total
 from strategies.fsgp_duals import DualState, FSGPDuals
 from strategies.pvi import PVIState, Refinement
 from strategies.pvi_sums import AgreedPVI, AgreedState
@@ -95,6 +96,10 @@ class DualPVI(AgreedPVI[DualAgreedState]):
     def settled(self, visits: PVIState) -> bool:
         """Whether every site's latest update moved q by next to nothing."""
         return max(visits.record.sizes.values()) < SETTLED
+
+    def warnings(self) -> list[str]:
+        """Also whether the total of sums nearly tells rows."""
+        return super().warnings() + told_by_total(self.sizes["M"], self.roster().rows)
 
     def posterior_of(self, state: DualAgreedState) -> Posterior:
         """With the mean of f and the likelihood."""

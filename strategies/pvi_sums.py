@@ -28,9 +28,9 @@ from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies import async_pvi, pvi
-from strategies.fsgp import noise_of, saved
+from strategies.fsgp import ROWS_PER_POINT, noise_of, saved, told_by_total
 from strategies.fsgp_duals import FSGPDuals
-from strategies.fsgp_profiled import ROWS_PER_POINT, FSGPProfiled, ProfiledState, told_by_total
+from strategies.fsgp_profiled import CANDIDATES, FSGPProfiled, ProfiledState
 from strategies.profiled_bound import LOCATIONS
 from strategies.pvi import PVIState, Refinement, due, factor_strengths, posterior
 from strategies.server.base import Observer
@@ -285,7 +285,7 @@ class SummedPVI(AgreedPVI[SummedState]):
     def warnings(self) -> list[str]:
         """Also whether the total of sums nearly tells rows."""
         most = self.ascent.candidates(self.roster(), self.sizes["M"])
-        return super().warnings() + told_by_total(most, sum(self.roster().rows.values()))
+        return super().warnings() + told_by_total(most, self.roster().rows, CANDIDATES)
 
     def details_of(self, state: SummedState) -> dict[str, Any]:
         """Also how many exchanges with every site looked for (Z, β)."""

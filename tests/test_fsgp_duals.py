@@ -260,6 +260,7 @@ def test_a_run_ends_with_its_exchanges_and_says_that_it_had_not_converged() -> N
     assert not end.converged_now()
     assert details["forecast_rise"] > 0
     assert end.network.traffic.exchanges >= 6
+    assert end.warnings() == []
     state = replace(end.current, exchanges=59)
     usual = FSGPDuals(likelihood="bernoulli")
     assert not usual.finished(state)
@@ -296,6 +297,8 @@ def one_class(rows: int, seed: int, label: str | None) -> pd.DataFrame:
 def test_a_site_with_a_single_class_is_a_full_member(tmp_path: Any) -> None:
     frames = {"north": one_class(40, 0, None), "south": one_class(30, 1, None), "west": one_class(20, 2, "b")}
     flat = configured(model__likelihood="bernoulli", target="y", num_server_rounds=4, baselines__local_only=True)
+    strategy = run(FaultyGrid(flat | {"model.num-inducing": 25}, csv_nodes(tmp_path, frames)))
+    assert any("72 rows of all sites are fewer than 3 for each of 25" in text for text in strategy.warnings())
     strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, frames)))
     assert blamed(strategy) == {}
     assert strategy.current.sites == ("north", "south", "west")
