@@ -3,7 +3,8 @@
     python simulations/fsgp_exchanges.py --data-dir DIR [--sets energy yacht] [--splits 2 3 4] [--few 2] [--laplace 2]
 
 The pooled model is fitted by L-BFGS to all rows from several starts; the one with the highest bound counts. Runs that
-are complete are not repeated. The page goes to ``simulations/results/``, written anew after every case.
+are complete are not repeated. The page goes to ``simulations/results/``, written anew after every case; its rows of
+other sets stay.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +181,18 @@ def main() -> None:
         frame["order"] = frame["data"].map([*SMALL, *LARGE].index)
         how = f"--splits {' '.join(map(str, chosen.splits))} --few {chosen.few} --capped {chosen.capped}"
         how += f" --laplace {chosen.laplace} --sets {' '.join(chosen.sets)} --page {chosen.page}"
-        made = f"Made by `python simulations/fsgp_exchanges.py --data-dir DIR {how}`."
-        write_table(
-            RESULTS / f"{chosen.page}.md", "FSGP in twenty exchanges", [made, *LINES], table(frame.sort_values("order"))
-        )
+        made = f"Made by `python simulations/fsgp_exchanges.py --data-dir DIR`, some sets at a time, here last `{how}`."
+        found = table(frame.sort_values("order"))
+        write_sets(RESULTS / f"{chosen.page}.md", "FSGP in twenty exchanges", [made, *LINES], found)
+
+
+def write_sets(page: Path, title: str, lines: Sequence[str], found: pd.DataFrame) -> None:
+    """A page with a row a set; its rows of other sets stay."""
+    cells = [line for line in page.read_text().splitlines() if line.startswith("| ")] if page.exists() else []
+    head, *earlier = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in cells] or [list(found)]
+    kept = [row for row in earlier if head == list(found) and row[0] not in {"---", *found["set"]}]
+    both = pd.concat([found, pd.DataFrame(kept, columns=list(found))], ignore_index=True)
+    write_table(page, title, lines, both.iloc[both["set"].map([*SMALL, *LARGE].index).argsort()])
 
 
 if __name__ == "__main__":

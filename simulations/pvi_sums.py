@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from fsgp_exchanges import LARGE, SITES, SMALL, agreed, pooled
+from fsgp_exchanges import LARGE, SITES, SMALL, agreed, pooled, write_sets
 from pvi_runs import ensure
 from scipy.stats import rankdata
-from sfvi_runs import RESULTS, write_table
+from sfvi_runs import RESULTS
 
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.gp.sparse import SparseGP
@@ -158,13 +158,7 @@ def write(rows: list[dict[str, Any]], chosen: argparse.Namespace) -> None:
     page, how = RESULTS / f"{NAME}.md", f"--sets {' '.join(chosen.sets)} --splits {' '.join(map(str, chosen.splits))}"
     how += f" --variants {' '.join(chosen.variants)}"
     made = f"Made by `python simulations/pvi_sums.py --data-dir DIR`, some sets at a time, here last `{how}`."
-    found = table(pd.DataFrame(rows), chosen.variants)
-    cells = [line for line in page.read_text().splitlines() if line.startswith("| ")] if page.exists() else []
-    head, *earlier = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in cells] or [list(found)]
-    kept = [row for row in earlier if head == list(found) and row[0] not in {"---", *found["set"]}]
-    both = pd.concat([found, pd.DataFrame(kept, columns=list(found))], ignore_index=True)
-    order = both["set"].map([*SMALL, *LARGE].index).argsort()
-    write_table(page, "PVI with Z and β from sums", [made, *LINES], both.iloc[order])
+    write_sets(page, "PVI with Z and β from sums", [made, *LINES], table(pd.DataFrame(rows), chosen.variants))
 
 
 if __name__ == "__main__":
