@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,7 +68,8 @@ def table_of(model: str) -> Path:
 
 
 def words_of(model: str, name: str) -> list[str]:
-    """Keys of a run, as the command line has them."""
+    """Keys of a run, as the command line has them; an earlier one of this name is removed."""
+    shutil.rmtree(RUNS / NAME / name, ignore_errors=True)
     keys = {"dataset": table_of(model), "target": "theme", "model.likelihood": "bernoulli", "name": name}
     keys |= {"output-dir": (RUNS / NAME).resolve(), "baselines.local-only": "false", "baselines.pooled": "false"}
     keys |= {"standardise": "false"} if model in ("vae", "prodlda", "glmm") else {}
@@ -107,15 +109,16 @@ def killed(model: str) -> dict[str, Any]:
     """How far a run that was killed and resumed ends from one that was not."""
     name = f"{model}-killed"
     history = RUNS / NAME / name / "history.csv"
-    command = [sys.executable, "-m", "fedgp_flower.cli", "run", "--sites", "3", *words_of(model, name)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = ["run", "--sites", "3", *words_of(model, name)]
+    whole = [sys.executable, "-m", "fedgp_flower.cli", *command]
+    process = subprocess.Popen(whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None and not (history.exists() and len(history.read_text().splitlines()) > 2):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
     early = not (RUNS / NAME / name / "metrics.json").exists()
     if early:
-        fedgp("run", "--sites", "3", *words_of(model, name), "resume=true")
+        fedgp(*command, "resume=true")
     return {"killed": early, "off": abs(metrics(name)["nll"] - metrics(model)["nll"])}
 
 
