@@ -28,14 +28,15 @@ from sfvi_runs import RESULTS, RUNS, write_table
 NAME = "every_way"
 WORDS = ["ball", "goal", "disk", "file", "say"]
 NETWORK = {"sfvi.classes": 2, "sfvi.hidden": 8, "sfvi.samples": 1, "sfvi.initial-scale": 0.1}
+FAST = {**NETWORK, "sfvi.learning-rate": 0.1}
 MODELS: dict[str, dict[str, Any]] = {
     "pvi-glm": {"method": "pvi-glm", "num-server-rounds": 12},
     "pvi-bnn": {"method": "pvi-bnn", "bnn.classes": 2, "bnn.hidden": 8, "num-server-rounds": 9},
     "glmm": {"method": "sfvi", "sfvi.model": "glmm", "sfvi.unit-column": "unit", "num-server-rounds": 40},
-    "hierarchical-bnn": {"method": "sfvi", "sfvi.model": "hierarchical-bnn", **NETWORK, "num-server-rounds": 40},
+    "hierarchical-bnn": {"method": "sfvi", "sfvi.model": "hierarchical-bnn", **FAST, "num-server-rounds": 40},
     "fedpop": {"method": "sfvi", "sfvi.model": "fedpop", **NETWORK, "num-server-rounds": 40},
     "vae": {"method": "sfvi", "sfvi.model": "vae", **NETWORK, "num-server-rounds": 40},
-    "prodlda": {"method": "sfvi", "sfvi.model": "prodlda", **NETWORK, "num-server-rounds": 40},
+    "prodlda": {"method": "sfvi", "sfvi.model": "prodlda", **FAST, "num-server-rounds": 40},
     "deep-kernel": {"method": "deep-kernel", "deep.hidden": 8, "deep.features": 4, "num-server-rounds": 9},
 }
 """Method and keys."""
