@@ -41,13 +41,20 @@ def mixture() -> tuple[Tensor, Tensor]:
 
 def expected_softplus(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """E log(1 + eᶠ), E σ(f) and E σ′(f) of each row [N]."""
-    m, v, (width, weight) = mean.reshape(-1), variance.reshape(-1), mixture()
-    scale = (v + width.square()[:, None]).rsqrt()  # 1 / tᵢ
+    m, v, (squares, weight, normal) = mean.reshape(-1), variance.reshape(-1), _rule()
+    scale = (v + squares).rsqrt()  # 1 / tᵢ
     z = scale * m
-    density = (-0.5 * z.square()).exp() * scale / math.sqrt(2 * math.pi)  # φ(z) / tᵢ, and tᵢ² = v + wᵢ²
-    below, slope = weight @ torch.special.ndtr(z), weight @ density
-    value = m * below + v * slope + (weight * width.square()) @ density
+    below = weight @ torch.special.ndtr(z)
+    slope, rest = normal @ ((-0.5 * z.square()).exp() * scale)  # of φ(z) / tᵢ, and tᵢ² = v + wᵢ²
+    value = m * below + v * slope + rest
     return value.view_as(mean), below.view_as(mean), slope.view_as(mean)
+
+
+@cache
+def _rule() -> tuple[Tensor, Tensor, Tensor]:
+    """wᵢ² [NODES, 1], pᵢ [NODES], and the rows pᵢ / √(2π) and pᵢ wᵢ² / √(2π)."""
+    width, weight = mixture()
+    return width.square()[:, None], weight, torch.stack([weight, weight * width.square()]) / math.sqrt(2 * math.pi)
 
 
 class Logit(PointLikelihood):

@@ -30,7 +30,7 @@ from fedgp_flower.options import ModelSection
 
 SETTINGS = {"1000 rows, batch 128": (1000, 128), "91 rows, all": (91, 91)}
 INPUTS, DRAWS, STEPS, RATE = 30, 10, 500, 0.01
-REPEATS = 5
+REPEATS = 20
 
 
 def problem(rows: int) -> tuple[Any, DiagonalGaussian]:

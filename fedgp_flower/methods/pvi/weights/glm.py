@@ -71,6 +71,7 @@ def log_likelihood(site: LinearSite, q: Gaussian) -> Tensor:
     return site.likelihood.slopes(site.targets, *marginals(site.design, *q.moments()), site.hyper)[0]
 
 
+@torch.inference_mode()
 def expansion(site: LinearSite, q: Gaussian, context: Gaussian) -> Expansion:
     """F(q) = E_q log p(y | θ) − KL(q ‖ context), its Newton step, and the rows' factor at q."""
     phi, (mean, covariance), around = site.design, q.moments(), context.precision
@@ -78,15 +79,12 @@ def expansion(site: LinearSite, q: Gaussian, context: Gaussian) -> Expansion:
     own, slope = phi.mT @ (beta[:, None] * phi), phi.mT @ alpha
     full = around.ndim == 2
     kept = own if full else own.diagonal()
-    gradient = slope + context.eta1 - (around @ mean if full else around * mean)
-    L = cholesky(
-        own + (around if full else around.diag()),
-        of="information of the weights",
-        hint="Is `glm.prior-scale` too large?",
-    )
-    move = torch.cholesky_solve(gradient[:, None], L)[:, 0]
     precision = kept + around
-    change = float((precision - q.precision).abs().max() / precision.abs().max())
+    gradient = slope + context.eta1 - (around @ mean if full else around * mean)
+    information = precision if full else own.diagonal_scatter(precision)
+    L = cholesky(information, of="information of the weights", hint="Is `glm.prior-scale` too large?")
+    move = torch.cholesky_solve(gradient[:, None], L)[:, 0]
+    change = float((precision - q.precision).abs().max() / precision.max())
     factor = type(q)(slope + (kept @ mean if full else kept * mean), -0.5 * kept)
     decrement = max(float(gradient @ move), change)
     return Expansion(q, mean, float(fit - q.kl(context)), factor, move, precision, decrement)
