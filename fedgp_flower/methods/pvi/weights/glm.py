@@ -71,7 +71,6 @@ def log_likelihood(site: LinearSite, q: Gaussian) -> Tensor:
     return site.likelihood.slopes(site.targets, *marginals(site.design, *q.moments()), site.hyper)[0]
 
 
-@torch.inference_mode()
 def expansion(site: LinearSite, q: Gaussian, context: Gaussian) -> Expansion:
     """F(q) = E_q log p(y | θ) − KL(q ‖ context), its Newton step, and the rows' factor at q."""
     phi, (mean, covariance), around = site.design, q.moments(), context.precision
