@@ -209,11 +209,10 @@ def figures_of(model: str, data_dir: Path) -> tuple[list[dict[str, Any]], dict[s
 
 
 AVERAGES = (
-    ("sfvi", 300, 1, 0.03),
-    ("sfvi-avg", 20, 15, 0.01),
     ("sfvi-avg", 20, 15, 0.03),
+    ("sfvi-avg", 20, 15, 0.01),
+    ("sfvi", 300, 1, 0.03),
     ("sfvi-avg", 100, 3, 0.03),
-    ("sfvi-avg", 20, 45, 0.03),
 )
 """Method, rounds, local steps, rate."""
 WHY = (
