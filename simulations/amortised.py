@@ -55,8 +55,10 @@ COMMON: dict[str, Any] = {
 }
 INFERENCE: dict[str, dict[str, Any]] = {
     "SFVI": {"method": "sfvi", "num-server-rounds": 300},
-    "SFVI-Avg": {"method": "sfvi-avg", "num-server-rounds": 20, "sfvi.local-steps": 15, "sfvi.learning-rate": 0.01},
+    "SFVI-Avg": {"method": "sfvi-avg", "num-server-rounds": 20, "sfvi.local-steps": 15},
 }
+OWN: dict[tuple[str, str], dict[str, Any]] = {("vae", "SFVI-Avg"): {"sfvi.learning-rate": 0.01}}
+"""Of one model and inference; topics by averages have the rate that is best on training documents, that of SFVI."""
 
 
 def written(name: str, frame: pd.DataFrame, held_out: int) -> Path:
@@ -187,7 +189,7 @@ def figures_of(model: str, data_dir: Path) -> tuple[list[dict[str, Any]], dict[s
     topics: dict[str, list[list[str]]] = {}
     for inference, table in {**tables, **alone}.items():
         path, sites, own = table
-        own = {**own, "min-sites": min(sites, 2)}
+        own = {**own, **OWN.get((model, inference), {}), "min-sites": min(sites, 2)}
         run = ensure(
             NAME, f"{model}-{inference.lower().replace(' ', '-')}", sites, {**keys, **own, "dataset": str(path)}
         )
@@ -218,7 +220,8 @@ AVERAGES = (
 WHY = (
     "`sfvi.model=prodlda` on the 1500 training documents of [topics](amortised_prodlda.md) alone: 1200 to train on at",
     "three sites, 300 held out, on which the bound is (nats a document). All networks start alike, so that topics of",
-    "sites cannot be permuted before the first average. The table of topics has SFVI at 0.03 and SFVI-Avg at 0.01.",
+    "sites cannot be permuted before the first average. SFVI-Avg had 0.01 in the table of topics before; by the bound",
+    "0.03 is better, and it has that now.",
     "",
 )
 LINES = {

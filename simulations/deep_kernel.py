@@ -48,7 +48,8 @@ LINES = (
     f"images of another deal; the rate of either FedAvg likewise, of {', '.join(map(str, RATES))}, by accuracy on a",
     "fifth of the training images of a deal to 50 sites. The published rival, pFedGP, has 88 to 90 % on CIFAR-10",
     "with two classes at each of 50 to 100 clients (Achituve et al. 2021; quoted, not measured here): harder images,",
-    "ten times as many, and a larger network.",
+    "ten times as many, and a larger network. Runs that are there are not made again: those of the GP on the first",
+    "deal are of an earlier commit (`f2ec1b9`).",
     "",
 )
 
