@@ -183,8 +183,9 @@ def page(found: Mapping[str, Mapping[str, Any]]) -> None:
         )
         words = (f"{nll.mean():.4f}{spread}", above, visits, apart, f"{accuracy.mean():.2f}", len(own))
         table.append((f"{name} {split}", covariance, method, *words))
-    seeds, runs = " ".join(map(str, sorted(rows["seed"].unique()))), found.values()
-    command = f"python simulations/{NAME}.py --sets {' '.join(rows['set'].unique())} --seeds {seeds}"
+    seeds = {name: " ".join(map(str, sorted(own["seed"].unique()))) for name, own in rows.groupby("set", sort=False)}
+    parts = "; ".join(f"--sets {name} --seeds {numbers}" for name, numbers in seeds.items())
+    command, runs = f"python simulations/{NAME}.py` with `{parts}", found.values()
     spent = f"in parts, {sum(own['seconds'] for own in runs) / 60:.0f} minutes of processor time. {versions(runs)}"
     columns = ("split", "q(θ)", "method", "NLL", "above global VI", "visits", "distance", "accuracy %", "seeds")
     write_table(
