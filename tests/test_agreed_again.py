@@ -9,9 +9,15 @@ import numpy as np
 import pandas as pd
 import pytest
 from faults import Fault, FaultyGrid, blamed, configured, csv_nodes, numbers, run, waves
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from schedules import scaled
 
 from fedgp_flower.data.standardisation import describe
 from fedgp_flower.errors import RunError
+from fedgp_flower.gp.sums import input_shape
+from fedgp_flower.methods.messages import Described, Shape
 from fedgp_flower.run.registry import parse_config
 from strategies.server.enrolment import Enrolment
 from strategies.server.wire import Answer
@@ -60,6 +66,24 @@ def test_too_few_honest_sites_end_the_run_with_the_reason(tmp_path: Path) -> Non
     fault = Fault("b", numbers(num_examples=10**9), ("query.describe",))
     with pytest.raises(RunError, match=r"1 usable.*introduced itself with"):
         finished(tmp_path, ("a", "b"), {}, fault)
+
+
+@pytest.mark.parametrize("method", ["fsgp exact", "fgpr"])
+def test_of_two_sites_one_cannot_say_that_its_rows_are_where_they_are_not(method: str, tmp_path: Path) -> None:
+    """Between the means of two sites that are a billion apart, all squares are those of the mirror image."""
+    fault = Fault("b", lambda reply: scaled(reply, 1e9), ("query.describe",))
+    with pytest.raises(RunError, match=r"1 usable.*none of the 48 rows it described can lie"):
+        finished(tmp_path, ("a", "b"), METHODS[method], fault)
+
+
+@given(hnp.arrays(np.float64, st.integers(2, 30), elements=st.floats(-50, 50, width=32)), st.integers(1, 5))
+def test_rows_lie_where_a_true_description_says(x: np.ndarray, least: int) -> None:
+    """Also the outlier of a small site, and after small cells of the histogram were joined."""
+    sums = input_shape(x[:, None])
+    shape = Shape(sums["input.histogram"], sums["input.products"], np.array(0.0), {}).coarse(least)
+    reach = np.sqrt(len(x) - 1) * x.std()
+    described = Described(len(x), np.array([x @ x]), 0.0, np.array([x.mean()]), np.array([reach]))
+    assert shape.disagreement(described) is None
 
 
 def introduced(frame: pd.DataFrame, site: str) -> Answer:

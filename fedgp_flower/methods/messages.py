@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
+from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells, merged_classes
 from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, PIT_BINS, RANK_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
@@ -40,6 +41,10 @@ class Described:
     """Σx² of each input, [D]."""
     target_square: float
     """yᵀy."""
+    middles: ndarray
+    """Mean of each input, [D]."""
+    reaches: ndarray
+    """How far a row lies from these means at most, [D]: √(N − 1) times the site's sd (Samuelson's inequality)."""
 
     def unlike(self, name: str, found: ndarray, expected: ndarray | float) -> str | None:
         """Why sums of squares are not those of the rows described, or None; single precision is no lie."""
@@ -97,9 +102,21 @@ class Shape:
 
     def disagreement(self, described: Described) -> str | None:
         """What shows that the site has other rows than it described, or None."""
-        return described.unlike("products", np.diag(self.products), described.input_squares) or described.unlike(
-            "square", self.square, described.target_square
+        return (
+            described.unlike("products", np.diag(self.products), described.input_squares)
+            or described.unlike("square", self.square, described.target_square)
+            or self._elsewhere(described)
         )
+
+    def _elsewhere(self, described: Described) -> str | None:
+        """That rows lie where none of those described can; sums of squares are the same at x and −x."""
+        edges = np.concatenate([[-np.inf], INPUT_EDGES[1:-1], [np.inf]])
+        slack = 1e-3 * (1 + np.abs(described.middles))
+        low, high = (described.middles + sign * (described.reaches + slack) for sign in (-1, 1))
+        beyond = (edges[1:] < low[:, None]) | (edges[:-1] > high[:, None])  # no bin is where nothing is known: NaN
+        if self.histogram.shape == beyond.shape and (beyond & (self.histogram > 0)).any():
+            return f"`histogram` has rows where none of the {described.rows} rows it described can lie"
+        return None
 
     def refusal(self, rows: int) -> str | None:
         """Why this cannot come from so many rows, or None."""

@@ -65,8 +65,11 @@ class Preparation:
         mean, scale = (
             np.append(self.arrays[f"input.{part}"], self.arrays[f"target.{part}"]) for part in ("mean", "scale")
         )
-        squares = squares_about(self.rows[site], self.sums[site], mean) / scale**2
-        return Described(self.rows[site], squares[:-1], float(squares[-1]))
+        rows, sums = self.rows[site], self.sums[site]
+        squares = squares_about(rows, sums, mean) / scale**2
+        middles = (sums[:-1, 0] / rows - mean[:-1]) / scale[:-1]
+        spread = np.maximum(squares[:-1] / rows - middles**2, 0.0)
+        return Described(rows, squares[:-1], float(squares[-1]), middles, np.sqrt((rows - 1) * spread))
 
     @property
     def settings(self) -> dict[str, str]:
