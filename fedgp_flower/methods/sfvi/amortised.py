@@ -232,8 +232,9 @@ class TopicModel(AmortisedModel):
 
     def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[Section]:
         """The first words of every topic."""
-        caption = f"The {SHOWN} words that each topic makes likeliest, beyond what the background does."
-        words = [", ".join(own[:SHOWN]) for own in self.topics(q_global.mean, names)]
+        count = min(SHOWN, len(names))
+        caption = f"The {count} words that each topic makes likeliest, beyond what the background does."
+        words = [", ".join(own[:count]) for own in self.topics(q_global.mean, names)]
         return [Section("Topics", ("topic", "words"), [(str(k + 1), own) for k, own in enumerate(words)], caption)]
 
     def topics(self, mean: Float[Tensor, " M"], names: Sequence[str]) -> list[list[str]]:
