@@ -253,12 +253,20 @@ class SlowWire:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        with self.server, contextlib.suppress(OSError):
             while True:
                 near, _ = self.server.accept()
-                far = socket.create_connection(("127.0.0.1", self.superlink))
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(near)  # closed if there is no SuperLink
+                    far = socket.create_connection(("127.0.0.1", self.superlink))
+                    stack.pop_all()
                 for ends in ((near, far), (far, near)):
                     threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def close(self) -> None:
+        """No more connections."""
+        with contextlib.suppress(OSError):
+            self.server.shutdown(socket.SHUT_RDWR)
 
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError), source, sink:
@@ -286,6 +294,7 @@ def test_a_slow_wire_that_is_held_for_a_while_loses_nothing(federation: Federati
     wire.open.set()
     print(f"{missed:5.0f} s from the wire's being held to the site's being missed")
     print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s more to the end")
+    wire.close()
     assert launcher.returncode == 0, log.read_text()
     assert_undisturbed(federation.root, keys, folder)
     metrics = json.loads((folder / "metrics.json").read_text())
