@@ -135,21 +135,22 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
         theta = unpack(state.trial, state.theta)
         state = replace(
             state,
+            **of_total(summed.total, found),
             parameters={**theta, **state.widths, **on_the_wire({}, named(found.q_global))},
-            squares=summed.total.squares,
-            known=summed.total.known,
-            precision=summed.total.precision,
-            shift=summed.total.shift,
             sites=summed.sites,
             count=count,
             value=found.value,
             bound=found.value - log_prior(state)[0],
-            gradient=found.gradient.numpy(),
-            hessian=found.hessian.numpy(),
         )
     state = stepped(state, radius, factor_at)
     assert state.bound is not None
     return state, {"objective": state.bound / state.count, "promised_rise": state.rise}
+
+
+def of_total(total: ExpansionShare, found: Expansion) -> dict[str, Any]:
+    """What a state keeps of a total that counts, and of F to second order."""
+    kept = {name: getattr(total, name) for name in ("precision", "shift", "squares", "known")}
+    return kept | {"gradient": found.gradient.numpy(), "hessian": found.hessian.numpy()}
 
 
 def shaped_round(state: NewtonState, roster: Roster, model: ShapedGP) -> Asking[tuple[NewtonState, Figures]]:

@@ -30,6 +30,7 @@ from strategies.sfvi_closed import (
     inducing_factor,
     log_prior,
     next_radius,
+    of_total,
     stepped,
     with_prior,
 )
@@ -64,17 +65,12 @@ def one_round(state: DualNewtonState, roster: Roster, factor_at: FactorAt) -> As
         radius, share = FIRST_RADIUS if first else next_radius(state, value), min(1.0, 2 * state.share)
         state = replace(
             state,
+            **of_total(summed.total, found),
             parameters={**theta, **state.widths, **state.asked},
-            squares=summed.total.squares,
-            known=summed.total.known,
-            precision=summed.total.precision,
-            shift=summed.total.shift,
             sites=summed.sites,
             count=count,
             value=value,
             bound=bound,
-            gradient=found.gradient.numpy(),
-            hessian=found.hessian.numpy(),
             gain=found.value - value,
         )
     else:
