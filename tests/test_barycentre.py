@@ -5,20 +5,10 @@ from __future__ import annotations
 import mpmath
 import numpy as np
 import pytest
+from structured_problems import random_factors
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
-
-
-def random_factors(rng, sites, size, condition):
-    """Lower factors of randomly rotated covariances with the given condition number."""
-    factors = []
-    for _ in range(sites):
-        rotation, _ = np.linalg.qr(rng.normal(size=(size, size)))
-        root = rotation * np.geomspace(1.0, condition**-0.5, size) * np.exp(rng.normal() / 2)
-        upper = np.linalg.qr(root.T, mode="r")
-        factors.append((upper * np.sign(np.diag(upper))[:, None]).T)
-    return np.stack(factors)
 
 
 @pytest.fixture

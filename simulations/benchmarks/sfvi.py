@@ -35,10 +35,12 @@ from strategies.server.wire import content_bytes
 from strategies.sfvi_state import SteppedVI
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import sfvi_mnist
 import sfvi_six_cities
 import sfvi_weather
 from sfvi_runs import QUIET, RESULTS, write_table
+from structured_problems import random_factors
 
 ROUNDS = 6
 STEPS = 10
@@ -65,14 +67,9 @@ def timed_barycentre() -> str:
     """Processor time and whitened residual, worst of a few draws."""
     rng, seconds, residuals, steps = np.random.default_rng(7), [], [], []
     for _ in range(REPEATS):
-        factors = []
-        for _ in range(SITES):
-            rotation, _ = np.linalg.qr(rng.normal(size=(SIZE, SIZE)))
-            root = rotation * np.geomspace(1.0, CONDITION**-0.5, SIZE) * np.exp(rng.normal() / 2)
-            upper = np.linalg.qr(root.T, mode="r")
-            factors.append((upper * np.sign(np.diag(upper))[:, None]).T)
+        factors = random_factors(rng, SITES, SIZE, CONDITION)
         started = time.process_time()
-        found = barycentre(np.zeros((SITES, SIZE)), np.stack(factors), np.ones(SITES))
+        found = barycentre(np.zeros((SITES, SIZE)), factors, np.ones(SITES))
         seconds.append(time.process_time() - started)
         residuals.append(found.residual)
         steps.append(found.iterations)
