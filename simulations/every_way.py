@@ -1,6 +1,6 @@
-"""The papers' other models by every way to run them: command line, killed and resumed, prediction, report, Ray.
+"""The papers' other models by every way to run them: command line, resumed, prediction, report, Ray, SuperNodes.
 
-    python simulations/every_way.py [--ways run ray] [--models vae …]
+    python simulations/every_way.py [--ways run ray nodes] [--models vae …]
 
 Each is a small run on a table of counts of words made here: whether it goes through, not how good it is. The ledger is
 ``results/every_way/ledger.jsonl``, the page ``simulations/results/every_way.md``.
@@ -25,6 +25,10 @@ import pandas as pd
 from ledger import done, versions
 from sfvi_runs import RESULTS, RUNS, write_table
 
+from fedgp_flower.data.sites import write_partition
+from fedgp_flower.run.registry import parse_config
+from fedgp_flower.run.user_config import parse_assignments
+
 NAME = "every_way"
 WORDS = ["ball", "goal", "disk", "file", "say"]
 NETWORK = {"sfvi.classes": 2, "sfvi.hidden": 8, "sfvi.samples": 1, "sfvi.initial-scale": 0.1}
@@ -42,6 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
 """Method and keys."""
 PERSONAL = ("hierarchical-bnn", "fedpop")
 """Models that know nothing of classes at a site that nobody has seen: they predict at site 1."""
+FEW = 6
+"""Rounds with real SuperNodes, where an exchange takes seconds."""
 GENERAL = {"Predictions on held-out rows", "Convergence", "Sites", "Data", "Communication and time", "Configuration"}
 GENERAL |= {"Failures and numerical repairs", "Saved posterior"}
 """Sections that reports of all methods have."""
@@ -51,8 +57,9 @@ LINES = (
     "killed (SIGKILL) after two rounds and resumed, difference of the held-out NLL; *predict*: `fedgp predict` on the",
     f"table, share of rows given to their theme, for {' and '.join(PERSONAL)} at site 1; *report*: its sections",
     "beside those of all methods (*Calibration* is the reliability diagram); *ray*: `fedgp simulate`, which is",
-    "`flwr run` with Flower's simulation engine, difference of the NLL from *run*. Seconds are wall time on a busy",
-    "machine. Real SuperNodes (`deploy_demo`) take minutes each and are not in this table.",
+    "`flwr run` with Flower's simulation engine, difference of the NLL from *run*; *SuperNodes*: the same of",
+    "`python -m fedgp_flower.deploy_demo`, a SuperLink with TLS and three SuperNodes with a CSV file each, and as many",
+    f"rounds ({FEW}) of `fedgp run`. Seconds are wall time on a busy machine.",
     "",
 )
 
@@ -70,22 +77,23 @@ def table_of(model: str) -> Path:
     return path
 
 
-def words_of(model: str, name: str) -> list[str]:
+def words_of(model: str, name: str, **changes: int) -> list[str]:
     """Keys of a run, as the command line has them; an earlier one of this name is removed."""
     shutil.rmtree(RUNS / NAME / name, ignore_errors=True)
     keys = {"dataset": table_of(model), "target": "theme", "model.likelihood": "bernoulli", "name": name}
     keys |= {"output-dir": (RUNS / NAME).resolve(), "baselines.local-only": "false", "baselines.pooled": "false"}
     keys |= {"standardise": "false"} if model in ("vae", "prodlda", "glmm") else {}
-    return [f"{key}={value}" for key, value in {**keys, **MODELS[model]}.items()]
+    changed = {key.replace("_", "-"): value for key, value in changes.items()}
+    return [f"{key}={value}" for key, value in {**keys, **MODELS[model], **changed}.items()]
 
 
-def fedgp(*words: str) -> float:
+def fedgp(*words: str, module: str = "cli") -> float:
     """Seconds of a command that must end well."""
     begun = time.monotonic()
-    command = [sys.executable, "-m", "fedgp_flower.cli", *words]
+    command = [sys.executable, "-m", f"fedgp_flower.{module}", *words]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise SystemExit(f"fedgp {' '.join(words)}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+        raise SystemExit(f"{module} {' '.join(words)}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
     return time.monotonic() - begun
 
 
@@ -104,9 +112,8 @@ def by_command(model: str) -> dict[str, Any]:
     right = float(((new["probability of game"] > 0.5) == (target == "game")).mean())
     page = (folder / "report.html").read_text()
     heads = [re.sub("<[^>]+>", "", own).strip() for own in re.findall(r"<h[234][^>]*>(.*?)</h[234]>", page, re.S)]
-    return {"accuracy": metrics(model)["accuracy"], "seconds run": took, "right": right, "headings": heads} | killed(
-        model
-    )
+    told = {"accuracy": metrics(model)["accuracy"], "seconds run": took}
+    return {**told, "right": right, "headings": heads, **killed(model)}
 
 
 def killed(model: str) -> dict[str, Any]:
@@ -132,7 +139,25 @@ def by_ray(model: str) -> dict[str, Any]:
     return {"off ray": abs(metrics(f"{model}-ray")["nll"] - metrics(model)["nll"]), "seconds ray": took}
 
 
-WAYS = {"run": by_command, "ray": by_ray}
+def by_nodes(model: str) -> dict[str, Any]:
+    """A SuperLink and SuperNodes on this machine; files have the sites' names in simulation, for the same draws."""
+    words, folder = words_of(model, f"{model}-nodes", num_server_rounds=FEW), RUNS / NAME / f"{model}-files"
+    shutil.rmtree(folder, ignore_errors=True)
+    files = write_partition(parse_config(parse_assignments(words)), 3, folder)
+    for number, file in enumerate(files):
+        for path in (file, file.with_suffix(".test.csv")):
+            path.rename(folder / path.name.replace(file.stem, str(number)))
+    data = [str(folder / f"{number}.csv") for number in range(3)]
+    machines = str(RUNS / NAME / "machines")
+    took = fedgp(*words, "--folder", machines, "--data", data[0], *data[1:], module="deploy_demo")
+    fedgp("run", "--sites", "3", *words_of(model, f"{model}-few", num_server_rounds=FEW))
+    off = abs(metrics(f"{model}-nodes")["nll"] - metrics(f"{model}-few")["nll"])
+    return {"off nodes": off, "seconds nodes": took}
+
+
+WAYS = {"run": by_command, "ray": by_ray, "nodes": by_nodes}
+ENGINES = {"ray": "ray", "nodes": "SuperNodes"}
+"""Ways that should end where ``fedgp run`` does, and their columns."""
 
 
 def page(found: dict[str, dict[str, Any]]) -> None:
@@ -140,12 +165,14 @@ def page(found: dict[str, dict[str, Any]]) -> None:
     table = []
     for model in MODELS:
         own = {key: value for way in WAYS for key, value in found.get(f"{model} {way}", {}).items()}
-        if not own:
+        if "accuracy" not in own:
             continue
         cells = {"model": model, "run": f"{own['accuracy']:.2f}, {own['seconds run']:.0f} s"}
         cells["resumed"] = f"{own['off']:.1g}" if own["killed"] else "ended before it was killed"
         cells |= {"predict": f"{own['right']:.2f}", "report": ", ".join(h for h in own["headings"] if h not in GENERAL)}
-        cells["ray"] = f"{own['off ray']:.1g}, {own['seconds ray']:.0f} s" if "off ray" in own else "not run"
+        for way, column in ENGINES.items():
+            there = f"off {way}" in own
+            cells[column] = f"{own[f'off {way}']:.1g}, {own[f'seconds {way}']:.0f} s" if there else "not run"
         table.append(cells)
     made = [f"Made by `python simulations/{NAME}.py`. {versions(found.values())}", *LINES]
     write_table(RESULTS / f"{NAME}.md", "Every model, by every way to run it", made, pd.DataFrame(table))
