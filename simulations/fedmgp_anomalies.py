@@ -26,9 +26,10 @@ import numpy as np
 from fedmgp_common import RESULTS, RUNS, SIGNALS, finished, metrics, table
 from fedmgp_natural import STEPS
 from fedmgp_signals import SPOILT, signals
-from flwr.app import Array, ArrayRecord, Error, Message
+from flwr.app import Error, Message
 
 from fedgp_flower.data.sites import site_id
+from fedgp_flower.records import numpy_arrays, packed_record
 from fedgp_flower.run.in_process import InProcessGrid
 from strategies import fedmgp_natural
 
@@ -94,12 +95,12 @@ class SpoiltGrid(InProcessGrid):
         site = int(site_id(self.contexts[message.metadata.dst_node_id].node_config))
         if lie and site < self.bad and "arrays" in reply.content.array_records:
             shift, rest = LIES[lie]
-            own = {name: array.numpy() for name, array in reply.content.array_records["arrays"].items()}
+            own = numpy_arrays(reply.content.array_records["arrays"])
             if any(name.startswith("parameters.") for name in own):
                 rest = 1.0  # a pseudo-gradient comes with flags, which nobody believes a hundredfold
             shifted = {name for name in own if name.startswith("parameters.") or name.split(".")[-1] == "shift"}
             new = {name: np.asarray(array * (shift if name in shifted else rest)) for name, array in own.items()}
-            reply.content["arrays"] = ArrayRecord({name: Array(array) for name, array in new.items()})
+            reply.content["arrays"] = packed_record(new)
         return reply
 
 

@@ -19,6 +19,7 @@ from fedgp_flower.data.sites import load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, exact_posterior
+from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
@@ -156,7 +157,7 @@ def arrays(change: Callable[[dict[str, np.ndarray]], Mapping[str, np.ndarray]]) 
 
     def apply(reply: Message) -> Message:
         if "arrays" in reply.content.array_records:
-            own = {name: array.numpy().copy() for name, array in reply.content.array_records["arrays"].items()}
+            own = numpy_arrays(reply.content.array_records["arrays"])
             new = ArrayRecord({name: Array(np.asarray(array)) for name, array in change(own).items()})
             reply.content["arrays"] = new
         return reply

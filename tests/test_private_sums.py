@@ -20,6 +20,7 @@ from fedgp_flower.methods.fsgp.private import EDGE, GRID, SENSITIVITY, Budget, c
 from fedgp_flower.methods.fsgp.private_messages import PrivateSums
 from fedgp_flower.privacy.accounting import composed, delta_of, epsilon_of, mu_of
 from fedgp_flower.privacy.discrete import discrete_normal
+from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.registry import client_class, parse_config
 from strategies.fsgp import LOG_NOISE, noise_of, posterior_at
 from strategies.fsgp_private import AMPLITUDE, evaluated
@@ -278,8 +279,8 @@ def test_a_release_that_got_lost_is_sent_again_and_no_other(tmp_path):
     strategy = run(grid)
     assert [failure.site for failure in strategy.network.failures] == ["b"]
     for site in "ac":
-        first, again = (reply.content.array_records["arrays"] for reply in grid.of("query.private", site))
-        assert all(np.array_equal(first[name].numpy(), again[name].numpy()) for name in first)
+        first, again = (numpy_arrays(own.content.array_records["arrays"]) for own in grid.of("query.private", site))
+        assert all(np.array_equal(first[name], again[name]) for name in first)
     assert strategy.outcome.metrics["sites"] == 3
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ConfigRecord, RecordDict
 
-from fedgp_flower.records import array_record, flower_array, numpy_array, numpy_arrays, record_of
+from fedgp_flower.records import PACKED, array_record, flower_array, numpy_array, numpy_arrays, packed_record, record_of
 
 ARRAYS = [
     np.array(1.5),
@@ -70,3 +70,68 @@ def test_a_record_of_another_kind_is_none():
     records = RecordDict({"arrays": ConfigRecord({"a": 1})})
     assert record_of(records, "arrays", type(array_record({}))) is None
     assert record_of(records, "nothing", ConfigRecord) is None
+
+
+PARTS = {
+    "count": np.array(3),
+    "values.theta.log_noise": np.array(-1.5),
+    "values.theta.log_scale": np.arange(6.0).reshape(2, 3).T,
+    "values.q.mean": np.zeros((0, 3)),
+    "large": np.arange(5000.0),
+    "noise": np.ones(2),
+    "noise:2": np.array([np.nan]),
+    "text": np.frombuffer(b"[]", dtype=np.uint8),
+    "alone": np.ones(1),
+}
+
+
+def test_small_neighbours_travel_as_one_and_come_back_as_they_were():
+    record = packed_record(PARTS)
+    assert [array.stype == PACKED for array in record.values()] == [False, True, False, True, False, False]
+    assert [len(array.data) for array in record.values() if array.stype == PACKED] == [7 * 8, 3 * 8]
+    back = numpy_arrays(record)
+    assert list(back) == list(PARTS)
+    for name, array in PARTS.items():
+        assert (back[name].dtype, back[name].shape, back[name].flags.writeable) == (array.dtype, array.shape, True)
+        np.testing.assert_array_equal(back[name], array)
+
+
+def test_a_message_of_many_small_arrays_is_little_more_than_its_numbers():
+    """Six arrays of 20 numbers in all: 160 bytes, and names and shapes instead of six headers of 128 bytes."""
+    names = [f"values.theta.{part}" for part in ("a", "b", "c", "trend.a", "trend.b", "trend.c")]
+    arrays = {name: np.zeros(size) for name, size in zip(names, (1, 2, 3, 4, 5, 5), strict=True)}
+    assert array_record(arrays).count_bytes() > 160 + 6 * 128
+    assert packed_record(arrays).count_bytes() < 160 + 80
+
+
+@pytest.mark.parametrize(
+    ("layout", "numbers"),
+    [
+        ("0:2:a\n0:1:b", 2),
+        ("0:2:a\n0:1:b", 4),
+        ("0:2:a\n0:1:a", 3),
+        ("0:2:a\n1:1:", 3),
+        ("0:-1,-3:a", 3),
+        ("0:x:a", 3),
+        ("a", 3),
+        ("", 0),
+        ("0:99999999999,99999999999:a", 3),
+    ],
+)
+def test_a_layout_that_is_none_of_the_numbers_is_refused(layout, numbers):
+    record = array_record({})
+    record[layout] = Array("float64", (numbers,), PACKED, bytes(8 * numbers))
+    with pytest.raises(ValueError):  # noqa: PT011  numpy's words or ours
+        numpy_arrays(record)
+
+
+def test_a_name_both_packed_and_apart_and_half_a_number_are_refused():
+    record = packed_record({"a": np.ones(1), "b": np.ones(1)})
+    [(layout, both)] = record.items()
+    record["a"] = flower_array(np.zeros(1))
+    with pytest.raises(ValueError, match="two arrays have one name"):
+        numpy_arrays(record)
+    half = array_record({})
+    half[layout] = Array("float64", (2,), PACKED, both.data[:-1])
+    with pytest.raises(ValueError, match="multiple of element size"):
+        numpy_arrays(half)

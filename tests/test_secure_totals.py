@@ -32,6 +32,7 @@ from fedgp_flower.methods.fsgp.client import FSGPClient
 from fedgp_flower.methods.fsgp.messages import Statistics
 from fedgp_flower.methods.messages import Step, Stepped
 from fedgp_flower.privacy.keys import Identity, Trust
+from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import parse_config
@@ -158,13 +159,12 @@ def test_the_server_sees_no_array_of_a_site(pair):
 def require_words(grid):
     """Of a total: words of 128 bits, no row count, no time. By itself a site says its description and its key."""
     for _, kind, reply in grid.replies:
-        arrays = reply.content.array_records["arrays"]
+        arrays = numpy_arrays(reply.content.array_records["arrays"])
         if kind in {"query.keys", *PUBLIC}:  # a key, and what says nothing of rows
             assert kind in PUBLIC or len(arrays) == 0
         elif kind == "query.describe":  # what mean 0, spread 1 and equal levels of so many rows would say
             rows = int(reply.content.metric_records["metrics"]["num-examples"])
-            for name, array in arrays.items():
-                told = array.numpy()
+            for name, told in arrays.items():
                 if name.startswith("levels"):
                     assert told.sum() == rows
                     assert np.ptp(told) <= 1
@@ -172,7 +172,7 @@ def require_words(grid):
                     assert np.all(told == (rows if name.endswith("squares") else 0))
         else:
             assert list(arrays) == ["masked"]
-            assert arrays["masked"].numpy().dtype == np.uint64
+            assert arrays["masked"].dtype == np.uint64
             assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 0}
             assert set(reply.content.config_records["config"]) <= {
                 *("schema-version", "site", "answers", "layout", *ECHOED)
@@ -196,7 +196,7 @@ def test_masks_cost_two_bytes_for_one(pair):
     for kind in ("query.statistics", "train.gradient"):
         sizes = [
             [
-                sum(own.numpy().nbytes for own in reply.content.array_records["arrays"].values())
+                sum(own.nbytes for own in numpy_arrays(reply.content.array_records["arrays"]).values())
                 for reply in grid.of(kind, "0")
             ]
             for grid in (plain, masked)

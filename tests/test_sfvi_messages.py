@@ -11,6 +11,7 @@ import pytest
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, parameters, run
 from flwr.app import Message, RecordDict
 
+from fedgp_flower.records import numpy_arrays
 from strategies.server.context import LACKS, SharedContext
 
 
@@ -26,10 +27,10 @@ class Watched(FaultyGrid):
     def answer(self, message: Message) -> Message:
         reply = super().answer(message)
         records, config = message.content.array_records, message.content.config_records["config"]
-        carries = {name: array.numpy() for record in records.values() for name, array in record.items()}
+        carries = {name: array for record in records.values() for name, array in numpy_arrays(record).items()}
         self.once.append("context" in message.content)
         self.down.append((message.metadata.message_type, int(str(config["round"])), carries))
-        self.up.append({name: array.numpy() for name, array in reply.content.array_records["arrays"].items()})
+        self.up.append(numpy_arrays(reply.content.array_records["arrays"]))
         return reply
 
     def forget(self, site: str) -> None:

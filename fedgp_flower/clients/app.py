@@ -29,14 +29,14 @@ from fedgp_flower.messages import ECHOED
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy.policy import Decision, Rules
 from fedgp_flower.privacy.questions import context_digest
-from fedgp_flower.records import array_record, numpy_arrays, record_of, settings_of
+from fedgp_flower.records import APART, array_record, numpy_arrays, packed_record, record_of, settings_of
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.registry import client_class, parse_config
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 CONTEXT, CONSTANTS, LACKS = "context", "constants", "lacks-context"
 """Records, config key and state of what travels to a site once; config key of a reply by a site that has it not."""
 WARNING = "warning"
@@ -277,9 +277,10 @@ def _reply(
     metrics: Mapping[str, Any],
     texts: Mapping[str, Any],
 ) -> Message:
+    record = array_record if settings_of(message).get(APART) else packed_record
     content = RecordDict(
         {
-            "arrays": array_record(arrays),
+            "arrays": record(arrays),
             "metrics": MetricRecord(dict(metrics)),
             "config": ConfigRecord({**identity, **texts}),
         }

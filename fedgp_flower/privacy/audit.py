@@ -22,6 +22,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 
 from fedgp_flower.errors import FedGPError, RunError
 from fedgp_flower.privacy.policy import Decision
+from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.files import write_bytes
 
 BEGINNING = "0" * 64
@@ -45,7 +46,7 @@ def record(path: Path, message: Message, reply: Message, decisions: Sequence[Dec
     content, asked = reply.content, message.content.config_records["config"]
     said = content.config_records.get("config", ConfigRecord())
     numbers = content.metric_records.get("metrics", MetricRecord())
-    arrays = {name: own.numpy() for name, own in content.array_records.get("arrays", ArrayRecord()).items()}
+    arrays = numpy_arrays(content.array_records.get("arrays", ArrayRecord()))
     arrays |= {name: np.asarray(value) for name, value in numbers.items() if isinstance(value, list)}
     line = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -28,6 +28,7 @@ from flwr.app import ArrayRecord, Message
 from fedgp_flower import client_app
 from fedgp_flower.gp.barycentre import barycentre
 from fedgp_flower.options import Value
+from fedgp_flower.records import PACKED, array_record, numpy_arrays
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.in_process import InProcessGrid, run_in_process, simulated_nodes
 from fedgp_flower.run.registry import METHODS, load, parse_config
@@ -55,11 +56,10 @@ LINES = (
     "the site's own step and its state; a round is all sites one after the other and the server.",
     "",
     "Bytes are those of a site and round, up and down, once it has what is sent only once. What must travel is",
-    "(2 |η_G| + 2 |θ| + S |ε|) × 8; `arrays` is the data of all arrays over that, `all` everything in both messages:",
-    f"headers of arrays, {HEADER} bytes each, and the rest: names, the site, the run, the round and the figures. One",
-    "array each way: the share if all parameters were one array in a message, with the rest as it is, and the least",
-    "that any message of Flower has, data and two headers. First: all bytes of the largest message and answer that",
-    "carry standardisation, schema and shared inputs.",
+    "(2 |η_G| + 2 |θ| + S |ε|) × 8; `numbers` is the data of all arrays over that, `all` everything in both messages:",
+    f"headers of arrays that travel by themselves, {HEADER} bytes each, names and shapes of arrays, and the rest: the",
+    "site, the run, the round and the figures. Apart: `all` if every array travelled by itself, as up to version 0.2.",
+    "First: all bytes of the largest message and answer that carry standardisation, schema and shared inputs.",
 )
 
 
@@ -114,11 +114,16 @@ class Meter(InProcessGrid):
         if "context" in message.content:
             self.figures.first = max(self.figures.first, sum(content_bytes(m) for m in both))
         if message.metadata.message_type.startswith("train"):
-            arrays = [array.numpy() for m in both for array in m.content.array_records["arrays"].values()]
+            records = [m.content.array_records["arrays"] for m in both]
+            apart = [array_record(numpy_arrays(record)) for record in records]
             number = int(str(message.content.config_records["config"]["round"]))
-            row = {"round": number, "seconds": seconds, "numbers": sum(array.nbytes for array in arrays)}
-            row["headers"] = HEADER * len(arrays)
-            self.figures.rows.append({**row, "bytes": sum(content_bytes(m) for m in both)})
+            row = {"round": number, "seconds": seconds, "bytes": sum(content_bytes(m) for m in both)}
+            row["numbers"] = sum(array.nbytes for record in records for array in numpy_arrays(record).values())
+            row["headers"] = HEADER * sum(own.stype != PACKED for record in records for own in record.values())
+            row["names"] = sum(len(name) for record in records for name in record)
+            row["arrays"], row["apart"] = sum(map(len, records)), sum(map(len, apart))
+            row["more"] = sum(own.count_bytes() for own in apart) - sum(own.count_bytes() for own in records)
+            self.figures.rows.append(row)
         return reply
 
 
@@ -144,7 +149,7 @@ def row_of(name: str, flat: dict[str, Any], sites: int) -> dict[str, Any]:
     must = 8 * (2 * eta + 2 * theta + noise)
     later, own = messages[messages["round"] > 1], averaged[averaged["round"] > 1]
     largest = later.loc[later["bytes"].idxmax()]
-    rest = float(largest["bytes"] - largest["numbers"] - largest["headers"])
+    rest = float(largest["bytes"] - largest["numbers"] - largest["headers"] - largest["names"])
     return {
         "model": name,
         "sites": sites,
@@ -155,13 +160,15 @@ def row_of(name: str, flat: dict[str, Any], sites: int) -> dict[str, Any]:
         "θ": str(theta),
         "S ε": str(noise),
         "must travel": str(must),
-        "arrays": float(later["numbers"].max()) / must,
+        "numbers": float(later["numbers"].max()) / must,
+        "arrays": f"{largest['arrays']:.0f}",
         "headers, bytes": f"{largest['headers']:.0f}",
+        "names, bytes": f"{largest['names']:.0f}",
         "rest, bytes": f"{rest:.0f}",
         "all": float(largest["bytes"]) / must,
         f"all ≤ {BOUND}": "yes" if float(largest["bytes"]) <= BOUND * must else "no",
-        "one array each way": (must + 2 * HEADER + rest) / must,
-        "least": (must + 2 * HEADER) / must,
+        "arrays, apart": f"{largest['apart']:.0f}",
+        "all, apart": float(largest["bytes"] + largest["more"]) / must,
         "first": str(figures.first),
     }
 

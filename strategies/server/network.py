@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
-from fedgp_flower.records import array_record, record_of, settings_of
+from fedgp_flower.records import packed_record, record_of, settings_of
 from strategies.server.context import SharedContext, lacks
 from strategies.server.evaluation import natural_order
 from strategies.server.wire import (
@@ -133,7 +133,7 @@ class Network:
             "communication": self.traffic.communications,
             "phase": phase,
         }
-        record = arrays if isinstance(arrays, ArrayRecord) else array_record(arrays)
+        record = arrays if isinstance(arrays, ArrayRecord) else packed_record(arrays)
         content = RecordDict({"arrays": record, "config": ConfigRecord(config)})
         return Message(content, dst_node_id=node, message_type=phase, group_id=str(self.round))
 

@@ -28,7 +28,7 @@ from fedgp_flower.messages import add, decode, encode, is_public, is_summand, ki
 from fedgp_flower.methods.linear import LinearScoreSums
 from fedgp_flower.methods.messages import LocalScoreSums, Nothing, ScoreSums
 from fedgp_flower.options import MethodOptions
-from fedgp_flower.records import array_record, numpy_arrays
+from fedgp_flower.records import APART, array_record, numpy_arrays, packed_record
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.config import RunConfig, defaults
 from fedgp_flower.transforms import TRANSFORMS
@@ -130,6 +130,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         """Whether and how totals are masked."""
         self.packed: tuple[Any, ArrayRecord, Mapping[str, Any]] | None = None
         """The latest request with its arrays and numbers, which the messages to all sites share."""
+        self.apart = False
+        """Whether arrays travel each by itself, since Flower's wrappers, which bring arrays, clip those of replies."""
         self.course = Course()
         """What a noisy bound did so far."""
         self.begun = 0
@@ -432,6 +434,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
             self.begin_round()
         self._take(arrays)
         self.train_config = config
+        self.packed, self.apart = None, len(arrays) > 0
         self.complete = None
         self.running = self.one_round(self.current, self.roster())
         self._advance(None)
@@ -520,7 +523,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         settings = given.get(kind.partition(".")[0], ConfigRecord())
         if self.packed is None or self.packed[0] is not request:
             arrays, numbers = split(type(request), encode(request))
-            self.packed = request, array_record(arrays), dict(numbers)
+            record = (array_record if self.apart else packed_record)(arrays)
+            self.packed = request, record, {**numbers, **({APART: True} if self.apart else {})}
         _, record, said = self.packed
         return self.network.message(site, kind, record, {**settings, **said, **(masked or {})})  # type: ignore[dict-item]
 

@@ -13,7 +13,7 @@ from fedgp_flower.records import numpy_arrays, record_of, settings_of
 from fedgp_flower.typing import NamedArrays
 from strategies.server.evaluation import HISTOGRAMS
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 Texts = Mapping[str, bool | int | float | str]
 
 
@@ -66,14 +66,13 @@ def arrays_refusal(reply: Message, specs: Specs | None) -> str | None:
 
     Without ``specs`` any names, shapes and types will do, as long as all numbers are finite.
     """
-    record = record_of(reply.content, "arrays", ArrayRecord) or ArrayRecord()
-    if specs is not None and set(record) != set(specs):
-        missing, extra = sorted(set(specs) - set(record)), sorted(set(record) - set(specs))
-        return f"arrays missing: {missing or 'none'}, unexpected: {extra or 'none'}"
     try:
-        arrays = numpy_arrays(record)
+        arrays = numpy_arrays(record_of(reply.content, "arrays", ArrayRecord) or ArrayRecord())
     except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
         return f"arrays cannot be decoded ({type(error).__name__})"
+    if specs is not None and set(arrays) != set(specs):
+        missing, extra = sorted(set(specs) - set(arrays)), sorted(set(arrays) - set(specs))
+        return f"arrays missing: {missing or 'none'}, unexpected: {extra or 'none'}"
     for name, array in arrays.items():
         spec = ArraySpec((None,) * array.ndim, str(array.dtype)) if specs is None else specs[name]
         reason = spec.refusal(array)
