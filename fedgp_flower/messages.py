@@ -186,7 +186,7 @@ def encode(value: Any) -> NamedArrays:
 
 
 def _encode_array(own: _Field, content: Any) -> NamedArrays:
-    return {own.name: _packed(np.asarray(content)) if own.symmetric else np.asarray(content)}
+    return {own.name: packed(np.asarray(content)) if own.symmetric else np.asarray(content)}
 
 
 def _encode_parts(own: _Field, content: Any) -> NamedArrays:
@@ -311,7 +311,7 @@ class _Reader:
         self._match(name, (*array.shape[:-1], size, size) if own.symmetric else array.shape, own.letters)
         if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
             raise self._error(name, f"{int((~np.isfinite(array)).sum())} of {array.size} entries are not finite")
-        return array[..., _places(size)[1]] if own.symmetric else array
+        return unpacked(array, size) if own.symmetric else array
 
     def _match(self, name: str, shape: tuple[int, ...], letters: tuple[str, ...]) -> None:
         if letters == ("*_",):
@@ -448,8 +448,14 @@ def _under(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> NamedArrays:
     return {f"{prefix}.{name}": array for name, array in arrays.items()}
 
 
-def _packed(matrix: NDArray[Any]) -> NDArray[Any]:
+def packed(matrix: NDArray[Any]) -> NDArray[Any]:
+    """The lower triangles [..., M (M + 1) / 2], row by row, of symmetric matrices [..., M, M]."""
     return np.asarray(matrix.reshape(*matrix.shape[:-2], -1)[..., _places(matrix.shape[-1])[0]])
+
+
+def unpacked(lower: NDArray[Any], size: int) -> NDArray[Any]:
+    """The inverse of :func:`packed`, where M is ``size``."""
+    return np.asarray(lower.take(_places(size)[1], axis=-1))
 
 
 @lru_cache(maxsize=4)

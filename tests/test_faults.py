@@ -39,6 +39,7 @@ from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import NumericsError, RunError
 from fedgp_flower.gp.sums import collapsed_bound_value
+from fedgp_flower.methods.fsgp.messages import Statistics
 from strategies.fsgp import noise_of
 from strategies.server.finalise import Summary
 
@@ -163,6 +164,12 @@ def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie:
     rounds = [failure.round for failure in strategy.network.failures]
     # exact: the first evaluation and the closing sums; average: the closing sums
     assert rounds == ([1, 3] if objective == "exact" else [3])
+
+
+@pytest.mark.parametrize("lie", ["indefinite", "projection"])
+def test_lies_that_no_glance_shows_are_refused_by_the_total(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Statistics, "glance", lambda self, rows: None)
+    test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie, "exact")
 
 
 @pytest.mark.parametrize(

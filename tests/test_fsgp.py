@@ -29,10 +29,19 @@ from fedgp_flower.data.sites import load_all_sites, load_site
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound
-from fedgp_flower.gp.sums import INPUT_EDGES, SparseSums, collapsed_bound, collapsed_bound_value, input_shape
+from fedgp_flower.gp.sums import (
+    INPUT_EDGES,
+    SparseSums,
+    collapsed_bound,
+    collapsed_bound_value,
+    exact_posterior,
+    input_shape,
+)
+from fedgp_flower.messages import add
 from fedgp_flower.methods.fsgp.messages import Statistics
 from strategies.fsgp import noise_of
 from strategies.fsgp_exact import pack
+from strategies.server.contract import Contract
 from strategies.server.inducing import initial_inducing_points
 
 PARAMETERS = "state.parameters."
@@ -237,6 +246,56 @@ def test_sums_of_honest_rows_are_never_refused() -> None:
         statistics = Statistics.of(strategy.sparse.sums(x, y))
         assert statistics.refusal(size) is None
         assert statistics.refusal(size + 1) is not None
+        assert statistics.glance(size) is None
+        assert statistics.glance(size + 1) is not None
+
+
+def stated(gram: np.ndarray, projection: np.ndarray | float = 0.0, square: float = 1.0) -> Statistics:
+    """Sums of ten rows, said so."""
+    size = len(gram)
+    return Statistics(gram, np.zeros(size) + projection, np.array(square), np.array(float(size)), np.array(10.0))
+
+
+def test_gross_lies_show_at_a_glance() -> None:
+    draw, size = np.random.default_rng(0), 40
+    half = draw.standard_normal((size, 10))
+    gram = half @ half.T / np.square(half).sum() * size
+    targets = draw.standard_normal(10)
+    honest = stated(gram, half @ targets / np.sqrt(np.square(half).sum() / size), float(targets @ targets))
+    assert [honest.glance(10) for _ in range(200)] == [None] * 200  # whatever the directions
+    assert honest.refusal(10) is None
+    crossed = gram.copy()
+    crossed[0, 1] = crossed[1, 0] = 2 * np.diagonal(gram).max()
+    for lie, words in (
+        (stated(-gram), "not a Gram matrix"),
+        (stated(gram - 3 * np.eye(size)), "not a Gram matrix"),
+        (stated(crossed), "not a Gram matrix"),
+        (stated(gram, honest.projection, float(targets @ targets) / 10), "larger than the targets"),
+        (stated(2 * gram), "more than the prior variance"),
+    ):
+        assert words in str(lie.glance(10))
+        assert words in str(lie.refusal(10))
+
+
+def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total() -> None:
+    """Where some have, the mean is that of rows: ‖B⁻¹b/σ²‖ ≤ √s / 2σ."""
+    draw, size = np.random.default_rng(1), 40
+    direction = draw.standard_normal(size)
+    direction /= np.linalg.norm(direction)
+    eye, noise = np.eye(size), 0.1
+    lie = stated(eye - 1.5 * np.outer(direction, direction))
+    assert lie.glance(10) is None
+    assert lie.refusal(10) is not None
+    contract = Contract(Statistics, {"M": size}, dict.fromkeys(("honest", "liar"), 10), {}, added=True)
+    for gram, projection in ((0.4, 0.0), (0.6, 0.7)):  # totals without positive eigenvalues, and with a b too large
+        honest = stated(gram * eye, projection * direction)
+        assert honest.refusal(10) is None
+        assert contract.unfit({"honest": honest, "liar": lie}) == {"liar": "`gram` is not a Gram matrix"}
+    honest = stated(0.6 * eye, 0.4 * direction)
+    assert contract.unfit({"honest": honest, "liar": lie}) == {}
+    total = add([honest, lie])
+    found = exact_posterior(total.sums(), noise)
+    assert 0.5 < float(found.mean.norm()) * 2 * np.sqrt(noise / float(total.target_squares)) <= 1
 
 
 class _Model:

@@ -345,7 +345,8 @@ def test_expectations_that_no_rows_have_are_refused(likelihood: str) -> None:
     size = len(model.inducing_points)
     standard = WhitenedPosterior(torch.zeros(size).double(), torch.eye(size).double())
     honest = expectations(model, *data, standard, factor(model))
-    assert honest.refusal(len(data[1])) is None
+    assert honest.refusal(len(data[1])) is honest.glance(len(data[1])) is None
     discrete = likelihood != "student-t"
     for lie in (replace(honest, fit=np.asarray(-honest.fit)), replace(honest, curvature=-honest.curvature)):
         assert (lie.refusal(len(data[1])) is not None) == discrete
+        assert (lie.glance(len(data[1])) is not None) == discrete

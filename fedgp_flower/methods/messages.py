@@ -19,6 +19,9 @@ MOVE = 10.0
 """Farthest that a site's local steps take a logarithm, or a standardised input, in one round: a factor of 22 000."""
 OUTLIER = 300.0
 """A gradient or a precision so many times larger per row than the median site's is not taken for one."""
+DIRECTIONS = 4
+"""Along so many a matrix is looked at before the total that it is added to is judged."""
+_directions = np.random.default_rng()
 HISTOGRAM_SHAPES = {
     "evaluation.pit": (PIT_BINS,),
     "evaluation.reliability": (RELIABILITY_BINS, 3),
@@ -75,6 +78,17 @@ def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
     return {
         site: f"`prior_variance` is {variances[site] / usual:.3g} times that of most sites, per row" for site in odd
     }
+
+
+def along(matrix: ndarray, *vectors: ndarray) -> tuple[ndarray, ndarray]:
+    """Unit vectors v [M, V], some drawn anew each time and those given, and vᵀ A v along each of them [V].
+
+    Where A is positive semi-definite none is negative; who sends another A does not know beforehand where they will be.
+    """
+    drawn = _directions.standard_normal((DIRECTIONS, len(matrix)))
+    every = np.vstack([drawn, *vectors])
+    units = every.T / np.maximum(np.linalg.norm(every, axis=1), np.finfo(float).tiny)
+    return units, np.einsum("mv,mv->v", units, matrix @ units)
 
 
 @message("query.shape", summand=True)

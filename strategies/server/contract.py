@@ -9,7 +9,7 @@ from typing import Any
 from flwr.app import Message
 
 from fedgp_flower.errors import FedGPError, ProtocolError
-from fedgp_flower.messages import decode, join, misfit, verdict
+from fedgp_flower.messages import add, decode, join, misfit, verdict
 from fedgp_flower.methods.messages import Described
 from fedgp_flower.records import numpy_arrays
 from strategies.server.wire import claimed_site
@@ -29,7 +29,8 @@ class Contract:
 
     A class of answers may have a method ``refusal(rows)``, conditions that every honest answer from so many rows meets,
     a method ``contradiction(rows)``, what shows that the site has other rows than it described, and a static method
-    ``outliers(answers, rows)``, which of several answers no honest site gives beside the others.
+    ``outliers(answers, rows)``, which of several answers no honest site gives beside the others. Where answers are but
+    added up and ``refusal`` takes long, it is asked of their total, and a method ``glance(rows)`` of each.
     """
 
     answer: type
@@ -41,6 +42,8 @@ class Contract:
     """What follows of each site's rows from its description."""
     enrolling: bool = False
     """Before the first round a contradiction is no failure yet: the sites agree again without the one that lied."""
+    added: bool = False
+    """Whether nothing but the total of the answers counts."""
     seen: dict[int, tuple[Message, Any]] = field(default_factory=dict)
     """Replies read so far with their answers, by identity."""
     contradicted: dict[str, str] = field(default_factory=dict)
@@ -60,7 +63,23 @@ class Contract:
         if reason := verdict(own, "contradiction", rows) or (said and verdict(own, "disagreement", said)):
             return self._contradicted(site, reason)
         reason = misfit(self.requests[site], own) if site in self.requests else None
-        return reason or verdict(own, "refusal", rows)
+        return reason or verdict(own, "glance" if self.glances else "refusal", rows)
+
+    @property
+    def glances(self) -> bool:
+        """Whether answers are judged at length by their total."""
+        return self.added and hasattr(self.answer, "glance")
+
+    def unfit(self, answers: Mapping[str, Any]) -> dict[str, str]:
+        """Sites whose answers no rows have, and why, where no rows have the total of answers that passed at a glance.
+
+        A total that some rows have does no more harm than these rows would; nobody looks for who lied in it.
+        """
+        rows = {site: self.rows.get(site, 0) for site in answers}
+        if not self.glances or not answers or not verdict(add(answers.values()), "refusal", sum(rows.values())):
+            return {}
+        found = {site: verdict(own, "refusal", rows[site]) for site, own in answers.items()}
+        return {site: reason for site, reason in found.items() if reason}
 
     def _contradicted(self, site: str, reason: str) -> str | None:
         self.contradicted[site] = reason

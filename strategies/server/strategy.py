@@ -496,11 +496,12 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
     def _contract(self, question: Each[Any] | Total[Any]) -> Contract | MaskedContract:
         if isinstance(question, Total) and self.masking is not None:
             return self.masking.open(question, list(self._requests(question)), self.sizes)
-        return self._plain_contract(question.answer, self._requests(question))
+        return self._plain_contract(question.answer, self._requests(question), isinstance(question, Total))
 
-    def _plain_contract(self, answer: type, requests: Mapping[str, Any]) -> Contract:
+    def _plain_contract(self, answer: type, requests: Mapping[str, Any], added: bool = False) -> Contract:
         known = {site: own for site in requests if (own := self.preparation.described(site)) is not None}
-        return Contract(answer, self.sizes, self.preparation.rows, requests, known, enrolling=not self.begun)
+        rows = self.preparation.rows
+        return Contract(answer, self.sizes, rows, requests, known, enrolling=not self.begun, added=added)
 
     def _requests(self, question: Each[Any] | Total[Any]) -> Mapping[str, Any]:
         if isinstance(question, Each):
@@ -536,7 +537,9 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
             return self._total_under_masks(question.retries, replies, contract)
         answers = {self.network.site_of(reply): contract.read(reply) for reply in replies}
         judge: Callable[[Any, Mapping[str, int]], dict[str, str]] | None = getattr(question.answer, "outliers", None)
-        for site, reason in ({} if judge is None else judge(answers, self.preparation.rows)).items():
+        odd = {} if judge is None else judge(answers, self.preparation.rows)
+        odd |= contract.unfit({site: own for site, own in answers.items() if site not in odd})
+        for site, reason in odd.items():
             self.network.fail(site, reason)
             del answers[site]
         if self.running is not None:

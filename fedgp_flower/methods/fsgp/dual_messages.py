@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.messages import count_parameters, dwarfing
+from fedgp_flower.methods.messages import along, count_parameters, dwarfing
 from fedgp_flower.typing import AnyShape
 
 SLACK = 1e-5
@@ -43,9 +43,16 @@ class Expectations:
 
         Student-t noise, which has parameters of its own, knows neither limit.
         """
+        return self._judged(rows, lambda: np.linalg.eigvalsh(self.curvature)[:1])
+
+    def glance(self, rows: int) -> str | None:
+        """What of it shows in O(M²); all of it is asked of the total alone."""
+        return self._judged(rows, lambda: along(self.curvature)[1])
+
+    def _judged(self, rows: int, bends: Callable[[], ndarray]) -> str | None:
         if any(name.startswith("likelihood.") for name in self.values):
             return None
         if float(self.fit) > SLACK * rows:
             return f"`fit` is {float(self.fit):g}: no probability is above 1"
         least = -SLACK * abs(float(np.trace(self.curvature)))
-        return None if np.linalg.eigvalsh(self.curvature)[0] >= least else "`curvature` is not that of concave terms"
+        return None if (bends() >= least).all() else "`curvature` is not that of concave terms"

@@ -11,9 +11,13 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior
-from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.messages import Described, count_parameters, odd_variances
+from fedgp_flower.messages import leaves, message, packed, unpacked
+from fedgp_flower.methods.messages import Described, along, count_parameters, odd_variances
 from fedgp_flower.typing import AnyShape
+
+SLACK = 1e-6
+"""Of rounding, as a part of the largest entry."""
+NO_GRAM, TOO_LARGE = "`gram` is not a Gram matrix", "`projection` is larger than the targets allow"
 
 
 @message("query.statistics", summand=True)
@@ -54,23 +58,51 @@ class Statistics:
         """Why sums cannot come from so many rows, or None: necessary conditions that every honest site meets.
 
         A = W Wᵀ is positive semi-definite, tr A ≤ Σ k(x, x) because the whitened projection cannot explain more than
-        the prior variance, and b = W y gives bᵀ A⁻¹ b ≤ yᵀ y.
+        the prior variance, and b = W y gives bᵀ A⁻¹ b ≤ yᵀ y. Where they hold there are such W and y.
         """
-        slack, size = 1e-6, max(float(np.abs(self.gram).max()), 1e-300)
-        if float(self.count) != rows:
-            return f"sums of {float(self.count):g} rows, introduced itself with {rows}"
-        if np.trace(self.gram / size) > float(self.prior_variance) / size * (1 + slack):
-            return "`gram` explains more than the prior variance of the rows"
+        size, reason = self._size(), self._miscounted(rows)
+        if reason:
+            return reason
         scaled = torch.from_numpy(self.gram / size)  # units first: a liar's numbers may be huge
-        scaled.diagonal().add_(slack)
+        scaled.diagonal().add_(SLACK)
         factor, failed = torch.linalg.cholesky_ex(scaled)
         if failed:
-            return "`gram` is not a Gram matrix"
+            return NO_GRAM
         scaled_projection = torch.from_numpy(self.projection / math.sqrt(size))[:, None]
         explained = torch.linalg.solve_triangular(factor, scaled_projection, upper=False)
-        if not float(explained.norm()) <= math.sqrt(max(float(self.target_squares), 0.0)) * (1 + slack):
-            return "`projection` is larger than the targets allow"
+        return None if float(explained.norm()) <= self._length() else TOO_LARGE
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def glance(self, rows: int) -> str | None:
+        """What of :meth:`refusal` shows in O(M²), by |A_ij| ≤ max A_ii, vᵀ A v ≥ 0 and (bᵀv)² ≤ yᵀy vᵀAv for some v.
+
+        Where only a total matters, this is asked of every site, and all of :meth:`refusal` of the total. What passes
+        both may be no sums of so many rows, yet the total is one that as many rows as all sites have can give.
+        """
+        reason = self._miscounted(rows)
+        if reason:
+            return reason
+        size, diagonal = self._size(), np.diagonal(self.gram)
+        units, forms = along(self.gram, self.projection)
+        forms = forms / size + SLACK
+        if not (forms >= 0).all() or diagonal.max() < (1 - SLACK) * size:
+            return NO_GRAM
+        within = np.abs(units.T @ (self.projection / math.sqrt(size))) <= self._length() * np.sqrt(forms)
+        return None if within.all() else TOO_LARGE
+
+    def _miscounted(self, rows: int) -> str | None:
+        if float(self.count) != rows:
+            return f"sums of {float(self.count):g} rows, introduced itself with {rows}"
+        size = self._size()
+        if (np.diagonal(self.gram) / size).sum() > float(self.prior_variance) / size * (1 + SLACK):
+            return "`gram` explains more than the prior variance of the rows"
         return None
+
+    def _size(self) -> float:
+        return max(float(self.gram.max()), -float(self.gram.min()), 1e-300)
+
+    def _length(self) -> float:
+        return math.sqrt(max(float(self.target_squares), 0.0)) * (1 + SLACK)
 
 
 @message()
@@ -149,11 +181,9 @@ class TrialSums:
     @staticmethod
     def of(each: Sequence[Statistics]) -> TrialSums:
         """From the sums at each parameters."""
-        lower = np.tril_indices(len(each[0].projection))
         columns = ("projection", "target_squares", "prior_variance", "count")
-        return TrialSums(
-            np.stack([own.gram[lower] for own in each]), *(np.stack([vars(own)[c] for own in each]) for c in columns)
-        )
+        grams = np.stack([packed(own.gram) for own in each])
+        return TrialSums(grams, *(np.stack([vars(own)[c] for own in each]) for c in columns))
 
     def num_parameters(self) -> int:
         """M, of sums at parameters that differ little."""
@@ -162,7 +192,7 @@ class TrialSums:
     def each(self) -> list[Statistics]:
         """The sums at each parameters."""
         return [
-            Statistics(unpacked(gram), *map(np.asarray, rest))
+            Statistics(unpacked(gram, self.projections.shape[1]), *map(np.asarray, rest))
             for gram, *rest in zip(*(vars(self).values()), strict=True)
         ]
 
@@ -185,13 +215,9 @@ class TrialSums:
         """Why any of the sums cannot come from so many rows, or None."""
         return next((why for why in (own.refusal(rows) for own in self.each()) if why), None)
 
-
-def unpacked(lower: ndarray) -> ndarray:
-    """The symmetric matrix [M, M] with a lower triangle [M (M + 1) / 2]."""
-    size = math.isqrt(2 * len(lower))
-    full = np.zeros((size, size))
-    full[np.tril_indices(size)] = lower
-    return np.asarray(full + np.tril(full, -1).T)
+    def glance(self, rows: int) -> str | None:
+        """What of it shows in O(M²)."""
+        return next((why for why in (own.glance(rows) for own in self.each()) if why), None)
 
 
 @message()
@@ -206,8 +232,7 @@ class TrialAdjoints:
     @staticmethod
     def of(each: Sequence[Adjoints]) -> TrialAdjoints:
         """From the adjoints at each parameters."""
-        lower = np.tril_indices(len(each[0].projection))
-        grams, rest = [own.gram[lower] for own in each], ("projection", "prior_variance")
+        grams, rest = [packed(own.gram) for own in each], ("projection", "prior_variance")
         return TrialAdjoints(
             numbered([own.values for own in each]),
             np.stack(grams),
@@ -217,7 +242,7 @@ class TrialAdjoints:
     def each(self) -> list[Adjoints]:
         """The adjoints at each parameters."""
         return [
-            Adjoints(values, unpacked(gram), *map(np.asarray, rest))
+            Adjoints(values, unpacked(gram, self.projections.shape[1]), *map(np.asarray, rest))
             for values, gram, *rest in zip(
                 apart(self.values), self.grams, self.projections, self.prior_variances, strict=True
             )
@@ -276,11 +301,10 @@ class MixedPosterior:
     @staticmethod
     def of(each: Sequence[PooledPosterior]) -> MixedPosterior:
         """From its components."""
-        lower = np.tril_indices(len(each[0].mean))
-        packed = np.stack([own.covariance[lower] for own in each])
-        return MixedPosterior(numbered([own.values for own in each]), np.stack([own.mean for own in each]), packed)
+        covariances = np.stack([packed(own.covariance) for own in each])
+        return MixedPosterior(numbered([own.values for own in each]), np.stack([own.mean for own in each]), covariances)
 
     def each(self) -> list[PooledPosterior]:
         """Its components."""
         parts = zip(apart(self.values), self.means, self.covariances, strict=True)
-        return [PooledPosterior(values, mean, unpacked(packed)) for values, mean, packed in parts]
+        return [PooledPosterior(values, mean, unpacked(lower, len(mean))) for values, mean, lower in parts]
