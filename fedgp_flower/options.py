@@ -129,6 +129,8 @@ class MethodOptions(Section):
     """Prefix of the keys, for example ``fsgp``; empty for a method without options."""
     budgets: ClassVar[frozenset[str]] = frozenset()
     """Keys that say how long to go on: a resumed run may have others."""
+    foreign: ClassVar[frozenset[str]] = frozenset()
+    """Fields that installed packages brought."""
     other_clients: ClassVar[tuple[str, ...]] = ()
     """What :meth:`client_for` may choose."""
 

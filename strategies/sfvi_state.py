@@ -99,7 +99,7 @@ def initialise(roster: Roster, options: SFVIOptions, model: ModelSection, seed: 
     start = yield from agreed_model(roster)
     parameters = {f"theta.{name}": array for name, array in start.theta.items()}
     shared: NamedArrays = {}
-    if options.model == "gp":
+    if options.row.inducing:
         answers = yield from shapes_of_inputs(roster)
         points = shared_inputs(answers, options, model, seed)
         (parameters if LEARNED in parameters else shared)[LEARNED if LEARNED in parameters else SHARED] = points

@@ -25,6 +25,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from fedgp_flower.cli import app
+from fedgp_flower.methods.sfvi.options import MODELS
 from fedgp_flower.options import Section
 from fedgp_flower.privacy.policy import Policy
 from fedgp_flower.run import figures
@@ -72,9 +73,12 @@ def fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def everything() -> dict[str, tuple[FieldInfo, str]]:
-    """Every key a run knows."""
+    """Every key a run knows; `sfvi.model` with what each model says of itself."""
     sections = {"": CoreConfig} | {f"{own.table}.": own for own in option_classes().values() if own.table}
-    return {key: (field, words) for prefix, own in sections.items() for key, field, words in fields(own, prefix)}
+    found = {key: (field, words) for prefix, own in sections.items() for key, field, words in fields(own, prefix)}
+    field, words = found["sfvi.model"]
+    models = "; ".join(f"`{name}`: {row.summary}" for name, row in MODELS.items())
+    return found | {"sfvi.model": (field, f"{words} {models}.")}
 
 
 def allowed(field: FieldInfo) -> str:

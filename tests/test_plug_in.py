@@ -1,4 +1,4 @@
-"""A method in a package of its own is run, saved, predicted, reported, resumed and compared."""
+"""A method, and a model of SFVI, in a package of its own are run, saved, predicted, reported, resumed and compared."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from safetensors.numpy import load_file
 
 from fedgp_flower import cli
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.errors import ConfigError
+from fedgp_flower.methods.sfvi import rows
+from fedgp_flower.methods.sfvi.options import MODELS
+from fedgp_flower.methods.sfvi.rows import GROUP
+from fedgp_flower.options import PositiveInt, Section
 from fedgp_flower.run import registry
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
@@ -131,16 +136,74 @@ for words in WORDS:
     load_all_sites(parse_config(load_run(run).config), SITES)[0].test.to_csv(table, index=False)
     words = [["methods"], ["compare", str(run), str(run)], ["report", str(run)]]
     words += [["predict", str(run), "--input", str(table), "--output", str(tmp_path / "out.csv")]]
+    model = [
+        "method=sfvi",
+        "sfvi.learning-rate=0.3",
+        "sfvi.model=toy-linear",
+        "sfvi.toy-noise=0.5",
+        "sfvi.structure=full",
+        "name=model",
+    ]
+    model += ["dataset=diabetes", "features=age,bmi,bp", "num-server-rounds=60", f"output-dir={tmp_path}"]
+    model += ["baselines.linear=false", "baselines.local-only=false", "baselines.pooled=false"]
+    words += [["run", "--sites", str(SITES), *model]]
+    words += [["predict", str(tmp_path / "model"), "--input", str(table), "--output", str(tmp_path / "model.csv")]]
     path = os.pathsep.join([str(PACKAGE), str(ROOT)])
     command = [sys.executable, "-c", code.replace("WORDS", repr(words))]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
     assert "toy" in done.stdout
     assert len(pd.read_csv(tmp_path / "out.csv")) == len(pd.read_csv(table))
+    check_model(tmp_path, run, table)
+
+
+def check_model(folder: Path, run: Path, table: Path) -> None:
+    """The model is one file and a line that names it: q(Z_G) is the exact posterior, and its section is reported."""
+    agreed, chosen = Predictor.of_run(run).preparation, ["age", "bmi", "bp"]  # of the same rows
+    where = [agreed.names.index(name) for name in chosen]
+    sites = [site.encode(agreed) for site in load_all_sites(parse_config(load_run(run).config), SITES)]
+    x = np.vstack([np.hstack([np.ones((len(site.y), 1)), site.x[:, where]]) for site in sites])
+    covariance = np.linalg.inv(x.T @ x / 0.5 + np.eye(x.shape[1]))
+    mean = covariance @ x.T @ np.concatenate([site.y for site in sites]) / 0.5
+    found = load_file(folder / "model" / "posterior.safetensors")
+    assert np.abs(found["q.mean"] - mean).max() < 0.25 * np.sqrt(covariance.diagonal()).min()  # sixty steps of Adam
+    new = pd.read_csv(table)
+    scaled = (new[chosen] - agreed.input_mean[where]) / agreed.input_scale[where]
+    design = np.hstack([np.ones((len(new), 1)), scaled])
+    sd = np.sqrt(np.einsum("ni,ij,nj->n", design, covariance, design) + 0.5) * agreed.target_scale
+    told = pd.read_csv(folder / "model.csv")
+    np.testing.assert_allclose(told["sd"], sd, rtol=0.02)  # mostly of the noise, from the model's key
+    assert "Weights of the toy model" in (folder / "model" / "report.html").read_text()
 
 
 def test_no_file_of_the_project_names_it():
     places = [*(ROOT / "fedgp_flower").rglob("*.py"), *(ROOT / "strategies").rglob("*.py"), ROOT / "pyproject.toml"]
-    assert [path for path in places if "toy_method" in path.read_text(encoding="utf-8")] == []
+    assert [path for path in places if re.search("toy_method|toy_model", path.read_text(encoding="utf-8"))] == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (EntryPoint("glmm", "toy_model:ROW", GROUP), "another model has that name"),
+        (EntryPoint("odd", "toy_model:ToyKeys", GROUP), "expected a ModelRow"),
+    ],
+)
+def test_a_model_that_is_no_row_or_takes_a_name_is_refused(monkeypatch, entry, words):
+    monkeypatch.setattr(rows, "entry_points", lambda group: [entry])
+    with pytest.raises(ConfigError, match=words):
+        rows.installed(MODELS)
+
+
+def test_a_key_with_two_meanings_is_refused():
+    class Other(Section):
+        latents: PositiveInt = 7
+
+    with pytest.raises(ConfigError, match=r"`sfvi.latents` is a key of two sections"):
+        rows.sections_of([*MODELS.values(), rows.ModelRow("m:a", "", Other)])
+
+
+def test_keys_of_another_model_are_named():
+    with pytest.raises(ConfigError, match=r"`sfvi.concentration`: `sfvi.model` = 'vae' does not read it; only prodlda"):
+        parse_config({"method": "sfvi", "sfvi.model": "vae", "standardise": False, "sfvi.concentration": 0.2})
 
 
 @pytest.mark.parametrize(

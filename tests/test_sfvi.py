@@ -46,7 +46,8 @@ VALUES = "values."
 
 def tiny(**changes: Any) -> dict[str, Any]:
     """A hierarchical GP of the sine set, by stochastic gradients, or what the changes make of it."""
-    own = {"method": "sfvi", "sfvi__objective": "stochastic", "sfvi__site_inducing": 4, "sfvi__learning_rate": 0.03}
+    own = {"method": "sfvi", "sfvi__objective": "stochastic", "sfvi__learning_rate": 0.03}
+    own |= {} if "sfvi__model" in changes else {"sfvi__site_inducing": 4}
     return configured(**{**own, **changes})
 
 

@@ -258,7 +258,9 @@ def _own_options(flat: FlatConfig) -> dict[str, type[MethodOptions]]:
 
 def default_config() -> dict[str, Value]:
     """Every key with its default, except those of installed packages: what ``[tool.flwr.app.config]`` must hold."""
-    return defaults(load(method.options) for method in BUILT_IN.values())
+    own = [load(method.options) for method in BUILT_IN.values()]
+    foreign = {f"{section.table}.{section.model_fields[name].alias}" for section in own for name in section.foreign}
+    return {key: value for key, value in defaults(own).items() if key not in foreign}
 
 
 def strategy_class(config: RunConfig) -> Any:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from fedgp_flower.errors import DataError
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
+from fedgp_flower.methods.sfvi.catalogue.amortised import LatentKeys, TopicKeys
 from fedgp_flower.methods.sfvi.classifier import Classifier
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import IndexVector, Section, SiteData
@@ -54,13 +55,13 @@ class Noise(LocalPosterior):
 class AmortisedModel(Classifier):
     """V features, W latents, H entries of the code, C classes; every row is a unit."""
 
-    def __init__(self, num_inputs: int, latents: int, width: int, options: SFVIOptions, *, binary: bool) -> None:
-        size = (num_inputs + options.classes) * (width + 1)
-        super().__init__(torch.zeros(size, dtype=torch.float64), classes=options.classes, binary=binary)
+    def __init__(self, num_inputs: int, latents: int, width: int, keys: LatentKeys, *, binary: bool) -> None:
+        size = (num_inputs + keys.classes) * (width + 1)
+        super().__init__(torch.zeros(size, dtype=torch.float64), classes=keys.classes, binary=binary)
         self.num_inputs, self.latents, self.width = num_inputs, latents, width
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(START)
-            self._build(options)
+            self._build(keys)
         self.double()
 
     @classmethod
@@ -76,9 +77,9 @@ class AmortisedModel(Classifier):
     def of(cls, options: SFVIOptions, num_inputs: int, *, binary: bool) -> AmortisedModel:
         """The model of a table of keys."""
 
-    def _build(self, options: SFVIOptions) -> None:
+    def _build(self, keys: LatentKeys) -> None:
         """The networks."""
-        first, last = nn.Linear(self.num_inputs, options.hidden), nn.Linear(options.hidden, 2 * self.latents)
+        first, last = nn.Linear(self.num_inputs, keys.hidden), nn.Linear(keys.hidden, 2 * self.latents)
         self.encoder = nn.Sequential(first, nn.Softplus(), last)
 
     @property
@@ -169,10 +170,11 @@ class Autoencoder(AmortisedModel):
     @classmethod
     def of(cls, options: SFVIOptions, num_inputs: int, *, binary: bool) -> Autoencoder:
         """Latents and hidden units as configured."""
-        return cls(num_inputs, options.latents, options.hidden, options, binary=binary)
+        keys = options.of(LatentKeys)
+        return cls(num_inputs, keys.latents, keys.hidden, keys, binary=binary)
 
-    def _build(self, options: SFVIOptions) -> None:
-        super()._build(options)
+    def _build(self, keys: LatentKeys) -> None:
+        super()._build(keys)
         self.decoder = nn.Linear(self.latents, self.width)
 
     def seen(self, features: Rows) -> Rows:
@@ -193,18 +195,19 @@ class Autoencoder(AmortisedModel):
 class TopicModel(AmortisedModel):
     """Counts of words; a latent is a topic."""
 
-    def __init__(self, num_inputs: int, latents: int, width: int, options: SFVIOptions, *, binary: bool) -> None:
-        super().__init__(num_inputs, latents, width, options, binary=binary)
-        self.concentration = options.concentration
+    def __init__(self, num_inputs: int, latents: int, width: int, keys: TopicKeys, *, binary: bool) -> None:
+        super().__init__(num_inputs, latents, width, keys, binary=binary)
+        self.concentration = keys.concentration
 
     @classmethod
     def of(cls, options: SFVIOptions, num_inputs: int, *, binary: bool) -> TopicModel:
         """Topics as configured."""
-        return cls(num_inputs, options.latents, options.latents, options, binary=binary)
+        keys = options.of(TopicKeys)
+        return cls(num_inputs, keys.latents, keys.latents, keys, binary=binary)
 
-    def _build(self, options: SFVIOptions) -> None:
+    def _build(self, keys: LatentKeys) -> None:
         """Documents start far apart, each in few topics, or all would stay in the middle, where topics are alike."""
-        super()._build(options)
+        super()._build(keys)
         last = self.encoder[-1]
         assert isinstance(last, nn.Linear)
         with torch.no_grad():

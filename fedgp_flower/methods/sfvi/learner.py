@@ -167,13 +167,13 @@ class Packing:
 
 def initial_local(model: StructuredModel, site: SiteData, options: SFVIOptions, seed: int) -> LocalFamily:
     """q(Z_Lk | Z_G) before the first step."""
-    if options.amortised_units:
+    if hidden := options.row.amortised_units(options):
         return initial_amortised(
             model.summary(site),
             model.local_width(site),
             model.global_size,
             scale=options.initial_local_scale,
-            hidden=options.amortised_units,
+            hidden=hidden,
             coupled=options.coupling,
             generator=torch.Generator().manual_seed(seed % 2**63),
         )

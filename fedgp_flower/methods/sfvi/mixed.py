@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedgp_flower.gp.logit import canonical_likelihood
 from fedgp_flower.methods.family import GlobalPosterior
+from fedgp_flower.methods.sfvi.catalogue.mixed import SlopeKeys
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import IndexVector, SampledModel, Section, SiteData
 from fedgp_flower.options import ModelSection
@@ -59,8 +60,8 @@ class MixedModel(SampledModel):
     ) -> MixedModel:
         """Needs no shared inputs; ``num_inputs`` counts the columns of x and z."""
         del inputs
-        slopes = len(options.slopes)
-        scale, centred = options.prior_scale, options.centred
+        keys = options.of(SlopeKeys)
+        slopes, scale, centred = len(keys.slopes), keys.prior_scale, keys.centred
         return cls(num_inputs - slopes, slopes, likelihood=section.likelihood, prior_scale=scale, centred=centred)
 
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteData:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fedgp_flower.methods.sfvi.catalogue.multinomial import ClassKeys
 from fedgp_flower.methods.sfvi.classifier import Classifier
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import SiteData
@@ -33,7 +34,7 @@ class Multinomial(Classifier):
     ) -> Multinomial:
         """Needs no shared inputs."""
         del inputs
-        return cls(num_inputs, options.classes, binary=section.likelihood == "bernoulli")
+        return cls(num_inputs, options.of(ClassKeys).classes, binary=section.likelihood == "bernoulli")
 
     def local_width(self, site: SiteData) -> int:
         """No local latents."""

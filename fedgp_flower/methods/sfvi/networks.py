@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.methods.family import LocalPosterior
+from fedgp_flower.methods.sfvi.catalogue.multinomial import HiddenKeys
 from fedgp_flower.methods.sfvi.classifier import Classifier
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import SiteData
@@ -47,7 +48,8 @@ class PersonalNetwork(Classifier):
     ) -> PersonalNetwork:
         """Needs no shared inputs."""
         del inputs
-        return cls(num_inputs, options.hidden, options.classes, binary=section.likelihood == "bernoulli")
+        keys = options.of(HiddenKeys)
+        return cls(num_inputs, keys.hidden, keys.classes, binary=section.likelihood == "bernoulli")
 
     @abstractmethod
     def first_layer(self, z_global: Float[Tensor, "*S M"], own: Float[Tensor, "*S V"]) -> Float[Tensor, "*S D1"]:

@@ -3,58 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
-from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.options import Count, Fraction, MethodOptions, ModelSection, NonNegative, Positive, PositiveInt
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.methods.sfvi.catalogue.gp import GPKeys
+from fedgp_flower.methods.sfvi.rows import ModelRow, built_in, installed, sections_of
+from fedgp_flower.options import Count, Fraction, MethodOptions, ModelSection, Positive, PositiveInt, Section
 from fedgp_flower.run.config import CoreConfig
+
+K = TypeVar("K", bound=Section)
 
 SHARED, LEARNED = "inducing.locations", "theta.inputs"
 """Names of the shared inducing inputs of ``gp``: constant, or part of θ."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRow:
-    """What a model asks of a configuration, and where it is, imported only when it is used."""
-
-    model: str
-    """``module:attribute`` of a :class:`~fedgp_flower.methods.sfvi.structured.StructuredModel`."""
-    likelihoods: tuple[str, ...] = ("gaussian",)
-    units: bool = False
-    """Whether ``sfvi.unit-column`` names units that share random effects."""
-    classes: bool = False
-    """Whether the target holds classes: their numbers, or two by name where ``model.likelihood`` is ``bernoulli``."""
-    mean_field: bool = False
-    """Whether a site has too many latents for anything but a diagonal q(Z_Lk | Z_G) without C_k, and R = 1."""
-    along: bool = True
-    """Whether a report shows how predictions change along one input; not where inputs are no free numbers."""
-
-
-_CLASSES = ("gaussian", "bernoulli")
-_MIXED = "fedgp_flower.methods.sfvi.mixed:MixedModel"
-_NETWORKS = "fedgp_flower.methods.sfvi.networks"
-_AMORTISED = "fedgp_flower.methods.sfvi.amortised"
-MODELS: Mapping[str, ModelRow] = {
-    "gp": ModelRow("fedgp_flower.methods.sfvi.gp:HierarchicalGP", ("gaussian", "bernoulli", "poisson")),
-    "logistic-mixed": ModelRow(_MIXED, ("bernoulli",), units=True),
-    "glmm": ModelRow(_MIXED, ("gaussian", "bernoulli", "poisson"), units=True),
-    "multinomial": ModelRow("fedgp_flower.methods.sfvi.multinomial:Multinomial", _CLASSES, classes=True),
-    "hierarchical-bnn": ModelRow(f"{_NETWORKS}:HierarchicalNetwork", _CLASSES, classes=True, mean_field=True),
-    "fedpop": ModelRow(f"{_NETWORKS}:FedPop", _CLASSES, classes=True, mean_field=True),
-    "vae": ModelRow(f"{_AMORTISED}:Autoencoder", _CLASSES, classes=True, mean_field=True, along=False),
-    "prodlda": ModelRow(f"{_AMORTISED}:TopicModel", _CLASSES, classes=True, mean_field=True, along=False),
-}
+BUILT_IN = built_in()
+MODELS: Mapping[str, ModelRow] = BUILT_IN | installed(BUILT_IN)
 """By the name in ``sfvi.model``."""
+KEYS = sections_of(MODELS.values())
 CLOSED_FORM = {"objective", "tolerance", "model", "shared_inputs"}
 CLOSED_FORM |= {"deviation", "site_inducing", "site_noise", "site_amplitude", "site_lengthscale", "site_slope"}
 """Fields that SFVI in closed form reads."""
 
 
-class SFVIOptions(MethodOptions):
-    """The table ``sfvi.*``."""
+class CommonKeys(MethodOptions):
+    """What all models read."""
 
     table: ClassVar[str] = "sfvi"
     other_clients: ClassVar[tuple[str, ...]] = (
@@ -65,10 +38,7 @@ class SFVIOptions(MethodOptions):
     """Whether all rounds are averages of local steps."""
 
     model: str = "gp"
-    """``gp``: shared trend + site deviation + site noise; ``logistic-mixed`` and ``multinomial`` as in the paper,
-    Sections S3.1 and S3.2; ``glmm``: generalised linear mixed models, Gaussian, logistic or Poisson;
-    ``hierarchical-bnn``, ``fedpop``: Bayesian neural networks with a personal part at every site, Section 4.1;
-    ``vae``, ``prodlda``: a latent or topics of every row, read off it by one encoder that sites share."""
+    """By name, as in Hassan et al. (2023) where a section is given."""
     objective: Literal["auto", "closed-form", "stochastic"] = "auto"
     """``sfvi``: ``closed-form``, for ``gp``, has both q at their optimum, keeps deviations exact and takes Newton steps
     on θ until they promise no more, for labels and counts by pseudo-observations; ``stochastic`` is the paper's
@@ -91,9 +61,6 @@ class SFVIOptions(MethodOptions):
     importance_samples: PositiveInt = 20
     """R, draws of the latents of each unit, weighted; 1 is the paper's bound, and that of networks. None for ``gp``.
     """
-    amortised_units: Count = 0
-    """``logistic-mixed``, ``glmm``: hidden units of a network that reads q of a unit's latents off its rows; 0: no
-    network."""
 
     learning_rate: Positive = 0.05
     """Of Adam, at the server and at the sites."""
@@ -120,44 +87,6 @@ class SFVIOptions(MethodOptions):
     scaling: Literal["whole", "likelihood"] = "whole"
     """``sfvi-avg``: what N / N_k multiplies; ``likelihood`` is the paper's letter and makes q(Z_Lk | Z_G) too sharp."""
 
-    shared_inputs: Literal["copula", "box"] = "copula"
-    """``gp``: shared inducing inputs follow the pooled distribution of the inputs, or fill the box they lie in."""
-    learn_inputs: bool = False
-    """``gp``: whether the shared inducing inputs are part of θ."""
-    site_inducing: Count = 20
-    """``gp``: inducing inputs of a site's deviation, rows of its own that stay there; 0: sites do not deviate. Exact in
-    closed form, where any other number is the same.
-    """
-    site_noise: NonNegative = 0.5
-    """``gp``: prior standard deviation of a site's log noise offset; 0 gives all sites the same noise."""
-    site_amplitude: NonNegative = 0.5
-    """``closed-form``: prior sd of the log amplitude of a site's deviation, learned from there; 0: all the same, as
-    where targets are labels or counts. A site whose target hardly changes widens it for all.
-    """
-    site_lengthscale: NonNegative = 0.3
-    """``closed-form``: the same of the log lengthscale of its deviation."""
-    site_slope: Positive = 0.3
-    """``gp``: initial standard deviation of a site's intercept and slopes; ``closed-form`` exceeds it with prior
-    probability .05."""
-    deviation: Positive = 0.3
-    """``gp``: initial prior variance of a site's deviation, relative to ``model.outputscale``; likewise."""
-
-    unit_column: str = ""
-    """``logistic-mixed``, ``glmm``: numeric feature whose value names the unit that shares random effects."""
-    random_slopes: str = ""
-    """``glmm``: features with a slope for every unit beside its intercept, with commas between them."""
-    prior_scale: Positive = 10.0
-    """``logistic-mixed``, ``glmm``: prior standard deviation of the coefficients and of ω."""
-    centred: bool = False
-    """``logistic-mixed``, ``glmm``: whether the latents are the effects themselves, or standard normal a priori."""
-    hidden: PositiveInt = 50
-    """``hierarchical-bnn``, ``fedpop``, ``vae``, ``prodlda``: units of a hidden layer."""
-    latents: PositiveInt = 2
-    """``vae``: latents of a row; ``prodlda``: topics."""
-    concentration: Positive = 1.0
-    """``prodlda``: α of the Dirichlet prior of a document's topics; smaller ones make documents purer."""
-    classes: Annotated[int, Field(ge=2)] = 10
-    """Of ``multinomial``, networks, ``vae``, ``prodlda``: the target holds the numbers 0 to ``classes`` − 1."""
     prediction_draws: PositiveInt = 200
     """Draws in a prediction; ``gp`` needs none."""
 
@@ -202,25 +131,20 @@ class SFVIOptions(MethodOptions):
             raise ConfigError(f"{key}: sfvi places shared inputs by `sfvi.shared-inputs`; leave it at 'copula'")
         if core.device == "cuda" or core.precision != "float64":
             raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
-        self._check_units()
-        if self.numbers_classes(core.model) and core.standardise:
-            raise ConfigError(
-                f"`sfvi.model` = {self.model!r} reads class numbers off the target: set `standardise` false"
-            )
-        if self.row.classes and core.model.likelihood == "bernoulli" and self.classes != 2:
-            raise ConfigError("`model.likelihood` = 'bernoulli' is two classes: set `sfvi.classes` to 2")
+        self._check_keys()
+        self.row.check(self, core)
         self._check_totals(core)
         if self.in_closed_form(core.model):
             self._check_closed_form(core)
 
-    def _check_units(self) -> None:
-        if self.row.units and not self.unit_column:
-            raise ConfigError(f"`sfvi.model` = {self.model!r} needs `sfvi.unit-column`, which names the units")
-        if self.random_slopes and self.model != "glmm":
-            raise ConfigError("`sfvi.random-slopes`: only `sfvi.model` = 'glmm' has any")
-        if self.amortised_units and not self.row.units:
-            names = " and ".join(name for name, row in MODELS.items() if row.units)
-            raise ConfigError(f"`sfvi.amortised-units`: only {names} have units to read off rows")
+    def _check_keys(self) -> None:
+        """Keys of other models are as they were."""
+        others = {name: field for row in MODELS.values() for name, field in row.keys.model_fields.items()}
+        for name in others.keys() - self.row.keys.model_fields.keys():
+            if getattr(self, name) != others[name].default:
+                readers = ", ".join(model for model, row in MODELS.items() if name in row.keys.model_fields)
+                key = f"`sfvi.{name.replace('_', '-')}`"
+                raise ConfigError(f"{key}: `sfvi.model` = {self.model!r} does not read it; only {readers}")
 
     def _check_totals(self, core: CoreConfig) -> None:
         core.require_whole_rosters("sfvi.fraction", self.fraction)
@@ -234,7 +158,7 @@ class SFVIOptions(MethodOptions):
     def _check_closed_form(self, core: CoreConfig) -> None:
         if self.model != "gp":
             raise ConfigError("`sfvi.objective` = 'closed-form' needs `sfvi.model` = 'gp'; set it to 'stochastic'")
-        usual = SFVIOptions()
+        usual = type(self)()
         names = [name for name in type(self).model_fields if name not in CLOSED_FORM]
         if unread := [name for name in names if getattr(self, name) != getattr(usual, name)]:
             keys = ", ".join(f"`sfvi.{name.replace('_', '-')}`" for name in unread)
@@ -244,6 +168,11 @@ class SFVIOptions(MethodOptions):
     def row(self) -> ModelRow:
         """The model."""
         return MODELS[self.model]
+
+    def of(self, section: type[K]) -> K:
+        """The same as one of the sections of keys that it extends."""
+        assert isinstance(self, section)
+        return self
 
     def numbers_classes(self, section: ModelSection) -> bool:
         """Whether the target holds the numbers of several classes."""
@@ -267,29 +196,20 @@ class SFVIOptions(MethodOptions):
     @property
     def known_expectations(self) -> bool:
         """Whether the model's expectations are known, so that no draws travel."""
-        return self.model == "gp"
+        return self.row.known_expectations
 
     @property
     def groups_by(self) -> str:
         """The column whose values name units; empty for a model without units."""
-        return self.unit_column if self.row.units else ""
-
-    @property
-    def slopes(self) -> tuple[str, ...]:
-        """The features with random slopes."""
-        return tuple(name.strip() for name in self.random_slopes.split(",") if name.strip())
+        return self.row.units_by(self)
 
     def columns(self, names: Sequence[str]) -> list[int]:
-        """The columns a model sees, of all inputs by name: features without the one that names units, then the slopes'.
+        """The columns a model sees, of all inputs by name.
 
         Raises:
             DataError: a column is not there.
         """
-        for key, wanted in (("unit-column", [self.groups_by]), ("random-slopes", self.slopes)):
-            if missing := [name for name in wanted if name and name not in names]:
-                raise DataError(f"`sfvi.{key}`: {missing[0]!r} is not a numeric feature; there are {', '.join(names)}")
-        fixed = [index for index, name in enumerate(names) if name != self.groups_by]
-        return fixed + [list(names).index(name) for name in self.slopes]
+        return self.row.columns(self, names)
 
     def rate(self, step: int, steps: int, share: float | None = None) -> float:
         """The learning rate of one of ``steps`` rounds or steps, counted from 0: constant, then falling geometrically.
@@ -312,6 +232,24 @@ class SFVIOptions(MethodOptions):
             for step in range(rounds)
             for _ in range(self.local_steps if step < averaging else 1)
         ]
+
+
+if TYPE_CHECKING:
+
+    class SFVIOptions(GPKeys, CommonKeys):
+        """The table ``sfvi.*``, with the keys of every model."""
+
+else:
+
+    class SFVIOptions(*KEYS, CommonKeys):
+        """The table ``sfvi.*``, with the keys of every model."""
+
+        foreign: ClassVar[frozenset[str]] = frozenset(
+            name
+            for own in KEYS
+            for name in own.model_fields
+            if not any(name in r.keys.model_fields for r in BUILT_IN.values())
+        )
 
 
 class SFVIAvgOptions(SFVIOptions):

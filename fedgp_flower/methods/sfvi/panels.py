@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedgp_flower.data.standardisation import Column
-from fedgp_flower.methods.sfvi.options import MODELS
+from fedgp_flower.methods.sfvi.options import MODELS, SFVIOptions
 from fedgp_flower.methods.sfvi.posterior import saved_model
 from fedgp_flower.run.artefacts import Posterior, RunData
 from fedgp_flower.run.effects import ranges_of
@@ -97,12 +97,12 @@ def scale_of(posterior: Posterior) -> str:
         return target
     if posterior.likelihood == "poisson":
         return f"log rate of {target}"
-    return f"{'probit' if posterior.model['structure']['model'] == 'gp' else 'logit'} of {target}"
+    return f"{MODELS[posterior.model['structure']['model']].link} of {target}"
 
 
 def _trend_panels(posterior: Posterior, predictor: Predictor, ranges: Mapping[str, tuple[float, float]]) -> list[Panel]:
     names = [(c.kind, name) for c in map(Column.from_json, posterior.schema["features"]) for name in c.names]
-    aside = posterior.model["structure"]["unit-column"]
+    aside = SFVIOptions.model_validate(posterior.model["structure"]).groups_by
     numeric = [i for i, (kind, name) in enumerate(names) if kind == "numeric" and name != aside]
     if not numeric:
         return []

@@ -1,7 +1,8 @@
 """What a model is to SFVI: log p_θ(Z_G), log p_θ(y_k, Z_Lk | Z_G), their shapes and a prediction.
 
-A model is one file with one subclass, and a row in :data:`fedgp_flower.methods.sfvi.options.MODELS`. Its parameters
-(``nn.Parameter``) are θ and are shared; everything that belongs to a site is in :class:`SiteData` and stays there.
+A model is one file with one subclass, and a row with its keys, see :mod:`fedgp_flower.methods.sfvi.rows`. Its
+parameters (``nn.Parameter``) are θ and are shared; everything that belongs to a site is in :class:`SiteData` and stays
+there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import wire_name
 from fedgp_flower.methods.family import GlobalPosterior, LocalFamily, LocalPosterior, initial_local
-from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Scalar, Targets
+
+if TYPE_CHECKING:  # a model in one file with its row is imported by the options
+    from fedgp_flower.methods.sfvi.options import SFVIOptions
 
 IndexVector = Int64[Tensor, " N"]
 

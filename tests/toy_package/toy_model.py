@@ -1,0 +1,49 @@
+"""A model of ``sfvi`` in one file: Bayesian linear regression, y ~ N((1, x) Z_G, σ²) with Z_G ~ N(0, I)."""
+
+import torch
+
+from fedgp_flower.methods.sfvi.rows import ModelRow
+from fedgp_flower.methods.sfvi.structured import ClosedFormModel, Prediction, Section
+from fedgp_flower.options import Positive
+from fedgp_flower.options import Section as Keys
+
+
+class ToyKeys(Keys):
+    """What the model adds to the table ``sfvi.*``."""
+
+    toy_noise: Positive = 1.0
+    """``toy-linear``: noise variance σ², of the standardised target."""
+
+
+class ToyLinear(ClosedFormModel):
+    """No parameters θ and no latents of a site."""
+
+    def __init__(self, num_inputs, noise):
+        super().__init__(torch.zeros(1 + num_inputs, dtype=torch.float64))
+        self.noise = noise
+
+    @classmethod
+    def configured(cls, options, section, num_inputs, inputs=None):
+        return cls(num_inputs, options.of(ToyKeys).toy_noise)
+
+    def local_width(self, site):
+        return 0
+
+    def latent(self, site, q_global, q_local):
+        design = torch.nn.functional.pad(site.features, (1, 0), value=1.0)
+        return design @ q_global.mean, q_global.mixed(design).square().sum(-1)
+
+    def expected_log_local(self, site, q_global, q_local):
+        mean, variance = self.latent(site, q_global, q_local)
+        return -0.5 * ((site.targets - mean).square() + variance).sum() / self.noise
+
+    def predict(self, site, q_global, q_local):
+        mean, variance = self.latent(site, q_global, q_local)
+        return Prediction(mean.detach(), variance.detach() + self.noise)
+
+    def sections(self, q_global, names):
+        rows = list(zip(["intercept", *names], q_global.mean.tolist(), strict=True))
+        return [Section("Weights of the toy model", ("weight", "mean"), rows, "Of standardised inputs.")]
+
+
+ROW = ModelRow("toy_model:ToyLinear", "linear regression", ToyKeys, known_expectations=True)
