@@ -32,20 +32,20 @@ NEVER = {"bnn.early-stopping": False}
 LOOSE = {**NEVER, "bnn.start-scale": 1.0}
 """A start at the posterior's own spread, and every step."""
 METHODS: dict[str, tuple[int, dict[str, Any]]] = {
-    "sequential PVI": (5, {}),
-    "streaming VB": (5, {"bnn.deletion": False}),
+    "sequential PVI": (3, {}),
+    "streaming VB": (2, {"bnn.deletion": False}),
     "VCL": (1, {"bnn.preset": "vcl"}),
     "BCM (same)": (1, {"bnn.preset": "bcm-same"}),
     "BCM (split)": (1, {"bnn.preset": "bcm-split"}),
 }
 """Visits of every site, and the keys of a method."""
 STOPPING: dict[str, tuple[int, dict[str, Any]]] = {
-    "sequential PVI, tight start, all steps": (5, NEVER),
-    "sequential PVI, wide start, all steps": (5, LOOSE),
-    "sequential PVI, wide start, 2000 steps": (2, {**LOOSE, "bnn.steps": 2000}),
+    "sequential PVI, tight start, all steps": (3, NEVER),
+    "sequential PVI, wide start, all steps": (3, LOOSE),
+    "sequential PVI, wide start, 2000 steps": (1, {**LOOSE, "bnn.steps": 2000}),
 }
 """Beside the default, a tight start and an early stop: of the even split."""
-DAMPING = {"even": (10, (0.1, 0.2, 0.5, 1.0)), "uneven": (6, (0.025, 0.1, 0.2, 0.5, 1.0))}
+DAMPING = {"even": (5, (0.1, 0.2, 0.5, 1.0)), "uneven": (4, (0.025, 0.1, 0.2, 0.5, 1.0))}
 """Visits, and values of ρ, of synchronous and asynchronous PVI; 0.2 and 0.025 are the paper's for ten and a hundred."""
 TOGETHER = {f"synchronous PVI, ρ = {rho:g}": ("synchronous", rho) for rho in (0.025, 0.1, 0.2, 0.5, 1.0)}
 TOGETHER |= {f"asynchronous PVI, ρ = {rho:g}": ("asynchronous", rho) for rho in (0.025, 0.2)}

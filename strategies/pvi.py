@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
+from itertools import accumulate, chain
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -143,12 +145,25 @@ def cavity(state: PVIState, site: str) -> dict[str, Gaussian]:
     return _product(state, [name for name in state.sites if name != site])
 
 
+def cavities(state: PVIState) -> Iterator[dict[str, Gaussian]]:
+    """Every site's cavity in turn, in 3K products of those before it and those behind it."""
+    factors = [_gaussians(own.factors) for own in state.sites.values()]
+    nothing: dict[str, Gaussian] = {}
+    behind = [*accumulate(reversed(factors), _times, initial=nothing)][-2::-1]
+    before = accumulate(factors, _times, initial=_gaussians(state.prior))
+    return map(_times, before, behind)
+
+
 def _product(state: PVIState, sites: Iterable[str]) -> dict[str, Gaussian]:
-    out = {name: own.gaussian for name, own in state.prior.items()}
-    for site in sites:
-        for name, factor in state.sites[site].factors.items():
-            out[name] = out[name] * factor.gaussian if name in out else factor.gaussian
-    return out
+    return reduce(_times, (_gaussians(state.sites[site].factors) for site in sites), _gaussians(state.prior))
+
+
+def _gaussians(blocks: Mapping[str, NaturalParameters]) -> dict[str, Gaussian]:
+    return {name: own.gaussian for name, own in blocks.items()}
+
+
+def _times(left: dict[str, Gaussian], right: dict[str, Gaussian]) -> dict[str, Gaussian]:
+    return left | {name: left[name] * own if name in left else own for name, own in right.items()}
 
 
 def context(state: PVIState, site: str, plan: Plan) -> dict[str, Gaussian]:
@@ -165,7 +180,7 @@ def context(state: PVIState, site: str, plan: Plan) -> dict[str, Gaussian]:
 
 def is_proper(state: PVIState) -> bool:
     """Whether q and every cavity are densities, in every block that has a prior."""
-    candidates = [posterior(state), *(cavity(state, site) for site in state.sites)]
+    candidates = chain([posterior(state)], cavities(state))
     return all(blocks[name].is_proper() for blocks in candidates for name in state.prior)
 
 
@@ -378,15 +393,18 @@ def merge(
     rates, halvings = dict.fromkeys(replies, damping), 0
     refused: tuple[str, ...] = ()
     merged = _merged(state, replies, rates, deletion)
-    if not is_proper(merged):
+    proper = is_proper(merged)
+    if not proper:
         counts = {site: _halvings(state, replies, site, damping, deletion) for site in replies}
         refused = tuple(site for site, count in counts.items() if count == MOST_HALVINGS)
         rates = {site: damping * 0.5**count for site, count in counts.items() if site not in refused}
         halvings = sum(counts[site] for site in rates)
         merged = _merged(state, replies, rates, deletion)
-    while rates and not is_proper(merged):  # ends at 1/K: the mean of K proper states is proper
+        proper = not rates or is_proper(merged)
+    while not proper:  # ends at 1/K: the mean of K proper states is proper
         rates = {site: 0.5 * rate for site, rate in rates.items()}
         merged, halvings = _merged(state, replies, rates, deletion), halvings + 1
+        proper = is_proper(merged)
     least = min(rates.values(), default=0.0)
     return merged, MergeRecord(least, halvings, refused, _sizes(state, replies, rates, deletion))
 

@@ -15,6 +15,7 @@ from fedgp_flower.run.registry import parse_config
 from strategies.pvi import (
     Contribution,
     PVIState,
+    cavities,
     cavity,
     damping_of,
     due,
@@ -34,6 +35,21 @@ def test_damping_is_a_geometric_mean_of_old_and_new():
     assert record.damping == 0.25
     assert record.size["s"] == pytest.approx(float(posterior(merged)["b"].kl(posterior(state)["b"])))
     assert merged.version == 1
+
+
+def test_cavities_of_all_sites_at_once_are_those_of_each():
+    """Sites `a` and `c` have a block that `b` has not, and that has no prior."""
+    sites = {name: contribution_of(4.0**k) for k, name in enumerate("abc")}
+    for name in "ac":
+        own = Contribution(blocks(u=DiagonalGaussian.standard(2)))
+        sites[name] = Contribution({**sites[name].factors, **own.factors})
+    state = PVIState(blocks(b=DiagonalGaussian.standard(1)), sites)
+    for site, found in zip(sites, cavities(state), strict=True):
+        expected = cavity(state, site)
+        assert found.keys() == expected.keys()
+        for name, own in expected.items():
+            torch.testing.assert_close(found[name].eta2, own.eta2, rtol=1e-14, atol=0)
+    assert list(cavities(PVIState(state.prior))) == []
 
 
 def test_an_improper_update_is_damped_further_and_counted():
