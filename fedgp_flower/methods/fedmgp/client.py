@@ -19,6 +19,7 @@ from fedgp_flower.errors import ConfigError, NumericsError
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.fedmgp.deviation import predict_with_deviation
 from fedgp_flower.methods.fedmgp.exact_q import posterior
+from fedgp_flower.methods.fedmgp.joining import MOST_ROWS, predict_joining
 from fedgp_flower.methods.fedmgp.latents import (
     FACTOR,
     INDUCING,
@@ -212,14 +213,15 @@ class FedMGPClient(UnitClient):
 
     # Prediction.
 
-    def parameters(self, request: View) -> UnitParameters:
-        """φ_m behind the report that counts, or fitted alone where there is none."""
+    def reported(self, request: View) -> UnitParameters | None:
+        """φ_m behind the report that counts."""
+        memory = self.memory(request.known)
+        return None if memory is None else memory.agreed(self.unit(request.latents), request.known)
+
+    def fitted_alone(self, request: View) -> UnitParameters:
+        """φ_m fitted to the unit's rows with what is shared as it is."""
         latents, q = request.latents, request.posterior
-        data, memory = self.unit(latents), self.memory(request.known)
-        known = None if memory is None else memory.agreed(data, request.known)
-        if known is not None:
-            return known
-        phi = fit_alone(data, latents, q, self.search)
+        phi = fit_alone(self.unit(latents), latents, q, self.search)
         if self.gaussian:
             return phi
         model = from_exact(latents, q, phi, likelihood=self.likelihood)
@@ -227,12 +229,17 @@ class FedMGPClient(UnitClient):
 
     def function(self, request: View, inputs: Array) -> tuple[Array, Array, UnitParameters]:
         """Mean and variance of f at standardised inputs [N, D], and the parameters that go with them."""
-        phi = self.parameters(request)
+        latents, q, rows = request.latents, request.posterior, (self.rows.x, self.rows.y)
+        reported = self.reported(request)
+        phi = self.fitted_alone(request) if reported is None else reported
         if self.gaussian and self.options.own_deviation:
-            rows = self.rows.x, self.rows.y
-            mean, variance, noise = predict_with_deviation(rows, inputs, request.latents, request.posterior, phi)
+            mean, variance, noise = predict_with_deviation(rows, inputs, latents, q, phi)
             return mean, variance, replace(phi, noise=noise)
-        return *predict(inputs, request.latents, request.posterior, phi), phi
+        short = latents.scales.shape == (1, 1) and len(self.rows.y) <= MOST_ROWS
+        if reported is None and self.gaussian and self.search.convolved and short:
+            mean, variance, noise = predict_joining(rows, inputs, latents, q)
+            return mean, variance, replace(phi, noise=noise)
+        return *predict(inputs, latents, q, phi), phi
 
     def predict(self, request: View, inputs: Array) -> Prediction:
         """Personalised prediction of an observation (paper, Eq. 16); for classes, of the label."""

@@ -1,0 +1,130 @@
+"""A unit that joins with few rows: its parameters φ_m = (R, s, σ) are integrated over, not taken as a point.
+
+Given q(u) = N(m, V), which has not seen the unit's rows, and φ_m, its targets are N(s A m, s² B + σ² I), with A the
+features of a smoothing R and B = A V Aᵀ + diag(a² − ‖A_n‖²). In the eigenvectors of B each s and σ takes N products.
+φ_m lies on a grid of ρ = log(1 + 2R/S), which sees R/S = 0 as well as ten, log σ, and s around its best at each; the
+grid is drawn together around the posterior it finds, twice. Predictions are mixtures over the grid.
+
+A priori p(ρ) ∝ exp(−2ρ), so that R is S/5 in the median and has a heavy tail, s ~ N(0, 10 ȳ²/a²) and log σ ~ N(½ log
+.09 ȳ², 1.5²), ȳ² the mean square of the targets: around what every unit starts from. For one latent function of one
+input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import logsumexp
+
+from fedgp_flower.methods.fedmgp.latents import Latents, Posterior
+from fedgp_flower.methods.fedmgp.unit import feature, squared_gaps
+from fedgp_flower.typing import Array
+
+MOST_ROWS = 200
+"""Beyond, φ_m is as good as known."""
+WIDEST = 5.0
+"""Largest ρ: smoothing 74 times as wide as the latent function."""
+DECAY = 2.0
+"""Rate of p(ρ)."""
+NODES, SCALE_NODES = 25, 25
+"""Of ρ and log σ, and of s."""
+SPREAD, AMPLITUDES = 1.5, 10.0
+"""Prior sd of log σ; prior variance of s over ȳ²/a²."""
+REACH = 5.0
+"""Posterior standard deviations on each side that a finer grid covers."""
+PASSES = 3
+LEAST = 1e-6
+"""Nodes of less weight, relative to the heaviest, are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Smoothed:
+    """What a smoothing R makes of q(u) at some rows x, and at others where f is wanted."""
+
+    mean: Array  # [N]  A m, in the eigenvectors of B
+    y: Array  # [N]  likewise
+    values: Array  # [N]  eigenvalues of B
+    ahead: Array  # [N']  A m
+    spread: Array  # [N']  diagonal of B
+    across: Array  # [N', N]  A' V Aᵀ in the eigenvectors of B
+
+    def grid(self, deviations: Array, variance: float) -> tuple[Array, Array]:
+        """Amplitudes s [S, T] around the best at each σ [S], and log p(y, s | R, σ) + log of their distance."""
+        noise = np.square(deviations)[:, None]
+        level = np.full((len(deviations), 1), variance / AMPLITUDES)  # s²
+        for _ in range(3):
+            weights = 1 / (level * self.values + noise)
+            precision = (weights * self.mean**2).sum(1, keepdims=True) + 1 / variance
+            best = (weights * self.mean * self.y).sum(1, keepdims=True) / precision
+            level = best**2 + 1 / precision
+        steps, sd = np.linspace(-6, 6, SCALE_NODES), 1 / np.sqrt(precision)
+        s = best + sd * steps
+        total = s[..., None] ** 2 * self.values + noise[..., None]  # [S, T, N]
+        fit = -0.5 * (np.log(total) + np.square(self.y - s[..., None] * self.mean) / total).sum(-1)
+        return s, fit - 0.5 * s**2 / variance + np.log(sd)
+
+    def predicted(self, s: Array, noise: Array) -> tuple[Array, Array]:
+        """Mean and variance of f [H, N'] given s, σ² [H] and the rows."""
+        s, noise = s[:, None], noise[:, None]
+        total = s**2 * self.values + noise
+        mean = s * self.ahead + s**2 * ((self.y - s * self.mean) / total) @ self.across.T
+        return mean, s**2 * self.spread - s**4 * (1 / total) @ np.square(self.across).T
+
+
+def smoothed(
+    rows: tuple[Array, Array], x: Array, latents: Latents, posterior: Posterior, rho: Array
+) -> Iterator[Smoothed]:
+    """For each ρ; ``rows`` are x [N, 1] and y [N]."""
+    (seen, y), scale, height = rows, latents.scales[0], float(latents.amplitudes[0])
+    [factor], ends = latents.whitening(), (squared_gaps(seen, latents.inducing), squared_gaps(x, latents.inducing))
+    for own in rho:
+        A, ahead = (feature(gaps, scale, height, factor, scale * math.expm1(own) / 2) for gaps in ends)
+        left, left_ahead = (np.maximum(height**2 - np.square(part).sum(1), 0) for part in (A, ahead))
+        values, vectors = np.linalg.eigh(A @ posterior.covariance @ A.T + np.diag(left))
+        across = ahead @ posterior.covariance
+        spread = (across * ahead).sum(1) + left_ahead
+        m = posterior.mean
+        turned = vectors.T @ (A @ m), vectors.T @ y, np.maximum(values, 0), ahead @ m, spread, across @ A.T @ vectors
+        yield Smoothed(*turned)
+
+
+def predict_joining(
+    rows: tuple[Array, Array], x: Array, latents: Latents, posterior: Posterior
+) -> tuple[Array, Array, float]:
+    """Mean and variance of f at ``x`` [N', 1] given q(u) and the unit's ``rows``, and the mean of σ²."""
+    power = float(np.mean(rows[1] ** 2))
+    variance, centre = AMPLITUDES * power / float(latents.amplitudes[0]) ** 2, 0.5 * math.log(0.09 * power)
+    rho, log_sd = middles(0.0, WIDEST), middles(centre - 3 * SPREAD, centre + 3 * SPREAD)
+    for _ in range(PASSES):
+        parts = list(smoothed(rows, x, latents, posterior, rho))
+        found = [part.grid(np.exp(log_sd), variance) for part in parts]
+        s, weights = (np.stack(own) for own in zip(*found, strict=True))  # [R, S, T]
+        weights = weights - 0.5 * np.square((log_sd - centre) / SPREAD)[:, None] - DECAY * rho[:, None, None]
+        weights = np.exp(weights - logsumexp(weights))
+        noise = np.exp(2 * np.broadcast_to(log_sd[:, None], s.shape[1:]))
+        rho = drawn_together(rho, weights.sum((1, 2)), 0.0, WIDEST)
+        log_sd = drawn_together(log_sd, weights.sum((0, 2)))
+    mean, square, level = np.zeros(len(x)), np.zeros(len(x)), 0.0
+    kept = np.where(weights > LEAST * weights.max(), weights, 0)
+    kept /= kept.sum()
+    for part, amplitudes, share in zip(parts, s, kept, strict=True):
+        heavy = share > 0
+        own, around = part.predicted(amplitudes[heavy], noise[heavy])
+        mean, square = mean + share[heavy] @ own, square + share[heavy] @ (around + own**2)
+        level += float(share[heavy] @ noise[heavy])
+    return mean, square - mean**2, level
+
+
+def drawn_together(nodes: Array, weights: Array, low: float = -math.inf, high: float = math.inf) -> Array:
+    """Nodes over the mean ± 5 sd of the weights; half a distance between nodes is the least sd."""
+    mean = float(weights @ nodes)
+    sd = max(math.sqrt(float(weights @ np.square(nodes - mean))), 0.5 * float(nodes[1] - nodes[0]))
+    return middles(max(mean - REACH * sd, low), min(mean + REACH * sd, high))
+
+
+def middles(low: float, high: float) -> Array:
+    """The middles of equal parts of an interval: nodes of equal weight."""
+    return low + (high - low) * (np.arange(NODES) + 0.5) / NODES
