@@ -57,6 +57,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedmgp convolved": {"method": "fedmgp", "fedmgp__covariance": "convolved"},
     "fedmgp deviations": {"method": "fedmgp", "fedmgp__covariance": "deviations", "test_fraction": 0.8},
     "fedmgp natural": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__parametrisation": "natural"},
+    "sfvi glmm": {"method": "sfvi", "sfvi__model": "glmm", "sfvi__unit_column": "age", "sfvi__random_slopes": "bmi"}
+    | {"dataset": "diabetes", "features": "age,bmi", "sfvi__importance_samples": 2, "sfvi__prediction_draws": 5},
+    "sfvi vae": {"method": "sfvi", "sfvi__model": "vae", "standardise": False, **_CLASSES}
+    | {"features": "mean smoothness,mean compactness"},
+    "sfvi-avg prodlda": {"method": "sfvi-avg", "sfvi__model": "prodlda", "sfvi__local_steps": 3, "standardise": False}
+    | _CLASSES,
     "fedmgp then exact": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__final_rounds": 1},
 }
 """A tiny run of every Strategy that trains."""
