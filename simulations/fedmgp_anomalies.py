@@ -7,17 +7,20 @@ probability 0.3 to 0.7.
     python simulations/fedmgp_anomalies.py [--bad 1 2 3 4] [--seeds 5] [--pseudo-seeds 3]
     python simulations/fedmgp_anomalies.py --only natural --pseudo-seeds 3              (natural parameters)
     python simulations/fedmgp_anomalies.py --only told --rules multi-krum --study-seeds 2    (least information)
+    python simulations/fedmgp_anomalies.py --only kept --study-seeds 0 1 2      (what leaving out three units costs)
     python simulations/fedmgp_anomalies.py --only exact --rules agreement --seeds 2     (some of the runs, no page)
 
 Runs that are complete are not repeated. Tables go to ``simulations/results/fedmgp_anomalies.md``,
-those of pseudo-gradients in natural parameters to ``fedmgp_natural_rules.md``, and what units with how little
-information should have a vote to ``fedmgp_natural_told.md``, on other seeds than those reported.
+those of pseudo-gradients in natural parameters to ``fedmgp_natural_rules.md``, what units with how little
+information should have a vote to ``fedmgp_natural_told.md``, on other seeds than those reported, and the least price of
+a rule that keeps 7 of 10 units to ``fedmgp_natural_kept.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -47,6 +50,8 @@ ENDED_RULES = ("mean", "median")
 WITHSTAND = {"fedmgp.malicious": 3, "fedmgp.select": 4, "fedmgp.trim": 0.3}
 """What rules are told: 3 of 10."""
 TOLD, TOLD_RULES, TOLD_ATTACKS = (0.0, 0.03, 0.1, 0.3), ("multi-krum", "median"), ("pure noise",)
+SETS = 5
+"""Draws of three units to do without."""
 REACH = (0.3, 0.5, 0.7)
 TRAIN = ("train", "train.natural", "train.exact")
 NOTES = (
@@ -74,9 +79,17 @@ NOTES = (
 class SpoiltGrid(InProcessGrid):
     """Some units lie about their updates; every training message reaches its unit with some probability."""
 
-    def __init__(self, *args: Any, bad: int = 0, lie: str = "", reach: float = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        bad: int = 0,
+        lie: str = "",
+        reach: float = 1.0,
+        seed: int = 0,
+        silent: Collection[str] = (),
+    ) -> None:
         super().__init__(*args)
-        self.bad, self.lie, self.reach = bad, lie, reach
+        self.bad, self.lie, self.reach, self.silent = bad, lie, reach, silent
         self.rng = np.random.default_rng([seed, 77])
 
     def answer(self, message: Message) -> Message:
@@ -85,7 +98,8 @@ class SpoiltGrid(InProcessGrid):
             return self.spoilt(message, super().answer(message), "update × 100")
         if message.metadata.message_type not in TRAIN:
             return super().answer(message)
-        if self.rng.random() > self.reach:
+        silent = site_id(self.contexts[message.metadata.dst_node_id].node_config) in self.silent
+        if silent or self.rng.random() > self.reach:
             return Message(Error(code=4, reason="unreachable"), reply_to=message)
         reply = super().answer(message)
         return reply if self.lie == FIRST_LOOK else self.spoilt(message, reply, self.lie)
@@ -328,13 +342,63 @@ def write_told(rules: tuple[str, ...], seeds: list[int]) -> None:
     (RESULTS / "fedmgp_natural_told.md").write_text("\n".join(text))
 
 
+def without(left_out: Collection[str], seed: int) -> float:
+    """The error over all but the first three units where exact rounds never hear some units."""
+    keys, names = configuration("", 0, seed, "exact", "mean"), sorted(left_out, key=int)
+    grid: Callable[..., Any] = partial(SpoiltGrid, seed=seed, silent=frozenset(names))
+    return honest_mse(finished(keys, f"exact-without-{'-'.join(names)}-{seed}", grid=grid), 3)
+
+
+def write_kept(seeds: list[int]) -> None:
+    """What multi-Krum costs without attack, and exact rounds with the units it keeps, or with any as many."""
+    rows: list[list[object]] = []
+    everyone = [str(site) for site in range(UNITS)]
+    for seed in seeds:
+        exact = one("exact", "mean", "", 0, seed, leave_out=3)
+        krum = one("natural", "multi-krum", "", 0, seed, leave_out=3)
+        found = metrics(f"natural-multi-krum-clean-0-{seed}")
+        assert found is not None
+        votes = Counter(site for own in found["method_details"]["weights"] for site in own if own[site])
+        left_out = sorted(everyone, key=lambda site: votes[site])[:3]
+        drawn = np.random.default_rng([seed, 3])
+        others = [without(drawn.choice(everyone, 3, replace=False).tolist(), seed) for _ in range(SETS)]
+        ratios = [error / exact for error in (krum, without(left_out, seed), *others)]
+        rows.append([seed, exact, *ratios[:2], float(np.mean(ratios[2:])), max(ratios[2:]), ", ".join(left_out)])
+        print(rows[-1], flush=True)
+    mean: list[object] = [float(np.mean([float(str(row[i])) for row in rows])) for i in range(1, 6)]
+    text = [
+        "# FedMGP: what a rule costs that keeps 7 of 10 units",
+        "",
+        f"Made by `python simulations/fedmgp_anomalies.py --only kept --study-seeds {' '.join(map(str, seeds))}`. As "
+        "[the rules in natural parameters](fedmgp_natural_rules.md), without attack. Multi-Krum withstands f = 3 bad "
+        "of n = 10 units: it averages the n − f = 7 updates that are nearest to their n − f − 2 = 5 closest others. "
+        "Beside it exact rounds that never hear the three units that it kept least often, or three drawn at random, "
+        f"{SETS} times; mean squared errors over all but the first three units, over that of exact rounds with all.",
+        "",
+        table(
+            [
+                "seed",
+                "exact rounds, MSE",
+                "multi-krum",
+                "exact without those it left out",
+                "exact without three at random, mean",
+                "worst",
+                "left out",
+            ],
+            [*rows, ["mean", *mean, ""]],
+        ),
+        "",
+    ]
+    (RESULTS / "fedmgp_natural_kept.md").write_text("\n".join(text))
+
+
 def main() -> None:
     """Run what is missing, then write the tables; with ``--only`` or ``--rules`` only run, but for ``natural``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bad", type=int, nargs="*", default=[1, 2, 3, 4])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--pseudo-seeds", type=int, default=3)
-    parser.add_argument("--only", choices=["exact", "pseudo", "natural", "told", "ended", "reach"])
+    parser.add_argument("--only", choices=["exact", "pseudo", "natural", "told", "kept", "ended", "reach"])
     parser.add_argument("--study-seeds", type=int, nargs="*", default=[2, 3])
     parser.add_argument("--rules", nargs="*")
     chosen = parser.parse_args()
@@ -348,6 +412,8 @@ def main() -> None:
         write_natural(tuple(chosen.rules or NATURAL_RULES), chosen.pseudo_seeds)
     elif chosen.only == "told":
         write_told(tuple(chosen.rules or TOLD_RULES), chosen.study_seeds)
+    elif chosen.only == "kept":
+        write_kept(chosen.study_seeds)
     elif chosen.only == "ended":
         section("ended", tuple(chosen.rules or ENDED_RULES), [3], chosen.pseudo_seeds)
     else:
