@@ -373,7 +373,8 @@ def write_kept(seeds: list[int]) -> None:
         "[the rules in natural parameters](fedmgp_natural_rules.md), without attack. Multi-Krum withstands f = 3 bad "
         "of n = 10 units: it averages the n − f = 7 updates that are nearest to their n − f − 2 = 5 closest others. "
         "Beside it exact rounds that never hear the three units that it kept least often, or three drawn at random, "
-        f"{SETS} times; mean squared errors over all but the first three units, over that of exact rounds with all.",
+        f"{SETS} times; mean squared errors over all but the first three units, over that of exact rounds with all. "
+        "Krum leaves out the units that no others are near, and these know of g what no others do.",
         "",
         table(
             [

@@ -4,7 +4,8 @@
 
 ``frost``: whether a weather station's coldest days are below the median of all stations, by country, folds as in
 ``sfvi_weather.py``. ``counts``: made here, eight sites of 40 rows for training and 40 held out, with a trend and
-deviations of sites in two inputs; the number is the seed. Nothing is repeated that the ledger holds; the page is
+deviations of sites in two inputs; the number is the seed. ``cancer``: scikit-learn's `breast-cancer`, 30 inputs, its
+rows dealt to ten sites that do not differ. Nothing is repeated that the ledger holds; the page is
 ``simulations/results/sfvi_duals.md``.
 """
 
@@ -30,7 +31,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "closed form": CLOSED,
     "gradients": {"method": "sfvi", "sfvi.objective": "stochastic", "baselines.local-only": True},
 }
-SETS = ("frost-0", "counts-0", "frost-1", "counts-1")
+SETS = ("frost-0", "counts-0", "cancer-0", "frost-1", "counts-1")
 COMMON: dict[str, Any] = {"partitioner": "natural", "model.num-inducing": 40, "model.kernel": "matern52"}
 
 
@@ -66,15 +67,22 @@ def counts(data_dir: Path, seed: int) -> dict[str, Any]:
     return {"dataset": str(path), "split": 0, **own_keys}
 
 
+def cancer(data_dir: Path, seed: int) -> dict[str, Any]:
+    """Malignant or not, at ten sites."""
+    del data_dir
+    return {"dataset": "breast-cancer", "seed": seed, "partitioner": "iid", "model.likelihood": "bernoulli"}
+
+
 def run(data_dir: Path, what: str, arm: str) -> dict[str, Any]:
     """The figures of one run."""
     from fedgp_flower.run.in_process import run_in_process
 
     kind, _, number = what.partition("-")
-    keys = {"frost": frost, "counts": counts}[kind](data_dir, int(number))
+    keys = {"frost": frost, "counts": counts, "cancer": cancer}[kind](data_dir, int(number))
     name = f"{what}-{arm}-{time.time():.0f}".replace(" ", "-").replace(",", "")
     flat = {**QUIET, **COMMON, **keys, **ARMS[arm], "output-dir": str(RUNS / NAME), "name": name}
-    found = json.loads((run_in_process(flat, 0) / "metrics.json").read_text())
+    sites = 0 if flat["partitioner"] == "natural" else 10
+    found = json.loads((run_in_process(flat, sites) / "metrics.json").read_text())
     alone = found["local_only"]
     return {
         "set": what,
