@@ -92,9 +92,10 @@ class ModelSection(Section):
     """Initial noise variance, in units of the standardised target."""
     jitter: NonNegative = 1e-8
     """Added to the diagonal of K_zz, relative to the prior variance."""
-    hyperparameters: Literal["point", "laplace"] = "point"
-    """``laplace``: predictions mix over eleven values of kernel and noise, the best one and draws around it; three
-    exchanges more. For ``fsgp.objective`` = ``profiled`` with Gaussian noise."""
+    hyperparameters: Literal["auto", "point", "laplace"] = "auto"
+    """``laplace``: predictions mix over up to eleven values of kernel and noise, the best one (``point``) and draws
+    around it, for ``fsgp.objective`` = ``profiled`` with Gaussian noise; ``auto``: there, where all sites together have
+    fewer than 2000 training rows and ``fsgp.exchanges`` is not below its usual number."""
 
     @field_validator("kernel")
     @classmethod

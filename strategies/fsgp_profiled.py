@@ -274,11 +274,9 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
     options_class = FSGPOptions
     state_class = ProfiledState
     options: FSGPOptions
-    implied: ClassVar[Mapping[str, Any]] = {"objective": "profiled"}
+    implied: ClassVar[Mapping[str, Any]] = {"objective": "profiled", "hyperparameters": "point"}
     exchanges_a_round = A_ROUND
     usual_exchanges: ClassVar[int] = 20
-    afterwards: ClassVar[int] = 0
-    """Exchanges that come after the ascent and count with it."""
 
     # The start.
 
@@ -460,6 +458,11 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
     def finished(self, state: ProfiledState) -> bool:
         """Whether the chains rest, or another round would take more exchanges than there are to be."""
         return state.converged or state.exchanges + A_ROUND + self.afterwards > self.most_exchanges
+
+    @property
+    def afterwards(self) -> int:
+        """Exchanges that come after the ascent and count with it."""
+        return 0
 
     @property
     def most_exchanges(self) -> int:

@@ -17,7 +17,8 @@ from fedgp_flower.errors import FedGPError
 _CLASSES = {"dataset": "breast-cancer", "model__likelihood": "bernoulli", "features": "mean radius,mean texture"}
 _CLASSES |= {"sfvi__classes": 2, "sfvi__hidden": 3, "sfvi__prediction_draws": 5}
 METHODS: dict[str, dict[str, Any]] = {
-    "fsgp profiled": {"method": "fsgp", "fsgp__objective": "profiled", "fsgp__exchanges": 6},
+    "fsgp profiled": {"method": "fsgp", "fsgp__objective": "profiled", "fsgp__exchanges": 6}
+    | {"model__hyperparameters": "point"},
     "fsgp exact": {"method": "fsgp", "fsgp__objective": "exact"},
     "fsgp average": {"method": "fsgp", "fsgp__objective": "average"},
     "fsgp classes": {"method": "fsgp", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}

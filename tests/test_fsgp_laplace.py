@@ -24,9 +24,11 @@ from fedgp_flower.gp.to_gpytorch import together
 from fedgp_flower.methods.fsgp.messages import MixedPosterior
 from fedgp_flower.methods.sparse_posterior import SavedMixture, saved_model
 from fedgp_flower.run.registry import parse_config
+from strategies import fsgp_laplace
 from strategies.fsgp_laplace import FSGPLaplace
 from strategies.fsgp_profiled import FSGPProfiled, ProfiledState
 from strategies.profiled_bound import LOCATIONS
+from strategies.server.base import Observer
 from strategies.server.questions import drive
 
 PROFILED = {"fsgp__objective": "profiled", "model__num_inducing": 12}
@@ -170,12 +172,14 @@ def test_saved_exported_and_at_a_site_the_mixture_is_the_same():
 
 def test_a_run_mixes_within_twenty_exchanges_and_is_scored_by_the_mixture():
     whole = Recorder()
-    flat = configured(**LAPLACE, fsgp__tolerance=0.0, fsgp__intervals=False, keep_predictions=True)
+    keys = LAPLACE | {"model__hyperparameters": "auto"}
+    flat = configured(**keys, fsgp__tolerance=0.0, fsgp__intervals=False, keep_predictions=True)
     end = run(FaultyGrid(flat, 3), whole)
     details, test = end.details(), end.outcome.metrics["test"]
     assert details["exchanges"] <= 20
     assert 2 < details["components"] <= 11
-    point = run(FaultyGrid(configured(**PROFILED, fsgp__tolerance=0.0, fsgp__intervals=False), 3))
+    keys = PROFILED | {"model__hyperparameters": "point"}
+    point = run(FaultyGrid(configured(**keys, fsgp__tolerance=0.0, fsgp__intervals=False), 3))
     assert test["nll"] < point.outcome.metrics["test"]["nll"] + 0.05
     saved = saved_model(end.posterior_of(end.current), ())
     log_densities, agreed = [], Preparation.from_wire(end.preparation.arrays, end.preparation.schema)
@@ -193,6 +197,36 @@ def test_a_run_mixes_within_twenty_exchanges_and_is_scored_by_the_mixture():
     more = run(FaultyGrid(longer, 3), Recorder(), whole.snapshots[-1])
     assert more.details()["bound"] > details["bound"]
     assert more.details()["components"] > 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rows", "exchanges", "mixes"),
+    [
+        ("auto", 1999, 0, True),
+        ("auto", 2000, 0, False),
+        ("auto", 1999, 19, False),
+        ("laplace", 2000, 19, True),
+    ],
+)
+def test_draws_are_the_default_where_rows_are_few_and_exchanges_enough(wanted, rows, exchanges, mixes):
+    flat = configured(**PROFILED, model__hyperparameters=wanted, fsgp__exchanges=exchanges)
+    own = FSGPLaplace.from_config(parse_config(flat), Observer())
+    own.preparation = SimpleNamespace(rows={"a": 999, "b": rows - 999})
+    assert own.mixes == mixes
+
+
+def test_without_draws_a_run_is_that_of_the_best_point(monkeypatch):
+    monkeypatch.setattr(fsgp_laplace, "FEW_ROWS", 0)
+    quick = {**PROFILED, "fsgp__tolerance": 0.0, "fsgp__intervals": False, "num_server_rounds": 3}
+    auto, point = (run(FaultyGrid(configured(**quick, model__hyperparameters=own), 3)) for own in ("auto", "point"))
+    assert type(auto) is FSGPLaplace
+    assert type(point) is FSGPProfiled
+    assert auto.details()["components"] == 1
+    assert auto.outcome.metrics["test"] == pytest.approx(point.outcome.metrics["test"], rel=1e-9)
+    saved, expected = (own.posterior_of(own.current) for own in (auto, point))
+    assert saved.model == expected.model
+    for name, array in expected.arrays.items():
+        assert np.array_equal(saved.arrays[name], array), name
 
 
 def test_draws_are_made_without_a_site_that_was_lost_meanwhile(tmp_path):

@@ -372,7 +372,7 @@ def test_a_local_mode_is_stationary_with_its_own_curvature():
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
-PROFILED = {"fsgp__objective": "profiled", "model__num_inducing": 12}
+PROFILED = {"fsgp__objective": "profiled", "model__num_inducing": 12, "model__hyperparameters": "point"}
 
 
 @pytest.mark.parametrize("objective", ["exact", "profiled"])

@@ -80,7 +80,7 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP | Sav
     own = [name for name in saved.arrays if name.startswith(("kernel.", "likelihood.", "inducing."))]
     own.remove("inducing.locations")  # all have the same
     each = (
-        {**saved.arrays, **{name: saved.arrays[name][number] for name in own}}
+        {**saved.arrays, **{name: np.asarray(saved.arrays[name][number]) for name in own}}
         for number in range(saved.model["components"])
     )
     return SavedMixture(tuple(_component(section, arrays) for arrays in each))

@@ -205,7 +205,7 @@ class CoreConfig(Section):
         Raises:
             ConfigError: naming what does.
         """
-        if self.model.hyperparameters != "point" and not options.mixes:
+        if self.model.hyperparameters == "laplace" and not options.mixes:
             raise ConfigError(
                 f"`model.hyperparameters` = {self.model.hyperparameters!r}: `method` = {self.method!r} has none; take"
                 " 'fsgp' with `fsgp.objective` = 'profiled', or set it to 'point'"

@@ -61,7 +61,11 @@ class FSGPOptions(MethodOptions):
         """The site's half that adds noise, where there is a budget, or that predicts with several hyperparameters."""
         if core.privacy.epsilon:
             return self.other_clients[0]
-        return self.other_clients[1] if core.model.hyperparameters == "laplace" else ""
+        return self.other_clients[1] if self.may_mix(core) and core.model.hyperparameters != "point" else ""
+
+    def may_mix(self, core: CoreConfig) -> bool:
+        """Whether predictions can be over several hyperparameters."""
+        return self.objective == "profiled" and core.model.likelihood == "gaussian" and not core.privacy.epsilon
 
     def strategy_for(self, core: CoreConfig) -> str:
         """The Strategy of ``fsgp.objective``; of the dual form where the likelihood is not Gaussian."""
@@ -69,7 +73,7 @@ class FSGPOptions(MethodOptions):
             return "strategies.fsgp_private:FSGPPrivate"
         if core.model.likelihood != "gaussian":
             return "strategies.fsgp_duals:FSGPDuals"
-        if core.model.hyperparameters == "laplace":
+        if self.may_mix(core) and core.model.hyperparameters != "point":
             return "strategies.fsgp_laplace:FSGPLaplace"
         strategies = {
             "exact": "strategies.fsgp_exact:FSGPExact",
@@ -103,8 +107,7 @@ class FSGPOptions(MethodOptions):
                 f"`fsgp.exact-optimizer` = {self.exact_optimizer!r} is read where `fsgp.objective` is 'exact'; here it"
                 " is 'profiled', which has an optimiser of its own"
             )
-        profiled = self.objective == "profiled" and core.model.likelihood == "gaussian" and not core.privacy.epsilon
-        if core.model.hyperparameters == "laplace" and not profiled:
+        if core.model.hyperparameters == "laplace" and not self.may_mix(core):
             raise ConfigError(
                 "`model.hyperparameters` = 'laplace' needs `fsgp.objective` = 'profiled', `model.likelihood` ="
                 " 'gaussian' and no `privacy.epsilon`; otherwise set it to 'point'"
