@@ -11,8 +11,9 @@ from typing import Any
 from sfvi_runs import QUIET, RUNS
 from sfvi_runs import ensure as make
 
+from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.options import Value
-from fedgp_flower.run.config import flatten
+from fedgp_flower.run.config import RunConfig, flatten
 from fedgp_flower.run.registry import parse_config
 
 ELSEWHERE = {"data-dir", "output-dir", "name", "resume", "threads", "wait-seconds", "round-timeout"}
@@ -33,8 +34,19 @@ def differing(folder: Path, keys: Mapping[str, Any]) -> list[str]:
     method = {"method": keys["method"]} if "method" in keys else {}
     usual, now = parse_config(method).flat(), parse_config(keys).flat()
     before = flatten(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
-    names = (now.keys() | before.keys()) - ELSEWHERE - OTHERS.get(str(now.get("pvi.local-update")), set())
+    names = (
+        (now.keys() | before.keys())
+        - ELSEWHERE
+        - unread(parse_config(keys))
+        - OTHERS.get(str(now.get("pvi.local-update")), set())
+    )
     return sorted(n for n in names if _same(n, before.get(n, usual.get(n))) != _same(n, now.get(n)))
+
+
+def unread(config: RunConfig) -> set[str]:
+    """Keys whose values make no difference with this method and likelihood."""
+    mixes = isinstance(config.options, FSGPOptions) and config.options.may_mix(config)
+    return set() if mixes else {"model.hyperparameters"}
 
 
 def _same(name: str, value: Value | None) -> Value | None:
