@@ -30,7 +30,6 @@ DEFAULTS = {name: own for name, own in SIGNALS.items() if not name.startswith(("
 ARMS: dict[str, dict[str, Any]] = {
     "defaults": DEFAULTS,
     "convolved": {**DEFAULTS, "fedmgp.covariance": "convolved"},
-    "deviations": {**DEFAULTS, "fedmgp.covariance": "deviations"},
 }
 UNITS, JOINERS, HELD_OUT = 10, 5, 60
 ROWS = (3, 5, 10, 100)
@@ -118,8 +117,8 @@ def main() -> None:
         f"Made by `python simulations/fedmgp_coverage.py --seeds {chosen.seeds} --joined-seeds {chosen.joined_seeds} "
         f"--first {chosen.first}`: `convolved-signals`, seeds from {chosen.first} on (the prior of φ was chosen on "
         "seeds 0 and 1), no key but method, data and partition; the hidden half of the first of five units, noise "
-        "variance .01; nominal coverage .95. Convolved, deviations: the same with that "
-        "covariance, between which the defaults choose by the evidence.",
+        "variance .01; nominal coverage .95. Convolved: the same with that covariance given, between which and "
+        "`deviations` the defaults choose by the evidence.",
         "",
         table(
             ["run", "MSE", "over convolved", "MSE, worst", "coverage", "coverage, least", "chosen by the evidence"],
