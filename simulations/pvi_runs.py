@@ -14,7 +14,7 @@ from sfvi_runs import ensure as make
 from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.options import Value
 from fedgp_flower.run.config import RunConfig, flatten
-from fedgp_flower.run.registry import parse_config
+from fedgp_flower.run.registry import default_config, parse_config
 
 ELSEWHERE = {"data-dir", "output-dir", "name", "resume", "threads", "wait-seconds", "round-timeout"}
 """Keys that say where, and how patiently, a run is made, not what comes out of it."""
@@ -31,8 +31,7 @@ def differing(folder: Path, keys: Mapping[str, Any]) -> list[str]:
 
     A key that the folder does not know yet counts as having had today's default.
     """
-    method = {"method": keys["method"]} if "method" in keys else {}
-    usual, now = parse_config(method).flat(), parse_config(keys).flat()
+    usual, now = default_config(), parse_config(keys).flat()
     before = flatten(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
     names = (
         (now.keys() | before.keys())

@@ -99,6 +99,10 @@ class Gaussian(ABC):
         """
 
     @abstractmethod
+    def described(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, covariance and log|Λ|, by one factorisation; raises as :meth:`moments`."""
+
+    @abstractmethod
     def mean(self) -> Float[Tensor, " M"]:
         """Mean m = Sη₁."""
 
@@ -130,8 +134,13 @@ class NaturalGaussian(Gaussian):
 
     def moments(self) -> tuple[Float[Tensor, " M"], Float[Tensor, "M M"]]:
         """Mean m = Sη₁ [M] and covariance S = (−2η₂)⁻¹ [M, M]."""
+        return self.described()[:2]
+
+    def described(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean [M], covariance [M, M] and log|Λ|."""
         L = self._factor()
-        return torch.cholesky_solve(self.eta1[:, None], L)[:, 0], torch.cholesky_inverse(L)
+        mean = torch.cholesky_solve(self.eta1[:, None], L)[:, 0]
+        return mean, torch.cholesky_inverse(L), 2.0 * L.diagonal().log().sum()
 
     def mean(self) -> Float[Tensor, " M"]:
         """Mean m = Sη₁."""
@@ -174,6 +183,11 @@ class DiagonalGaussian(Gaussian):
         """Mean [M] and variances [M]."""
         variance = 1.0 / self._checked()
         return variance * self.eta1, variance
+
+    def described(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean [M], variances [M] and log|Λ|."""
+        mean, variance = self.moments()
+        return mean, variance, -variance.log().sum()
 
     def mean(self) -> Float[Tensor, " M"]:
         """Mean m = Sη₁."""

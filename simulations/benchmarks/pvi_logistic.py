@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from sfvi_runs import RESULTS, write_table
 
-from fedgp_flower.gp.gaussian import DiagonalGaussian
-from fedgp_flower.methods.pvi.linear import local_free_energy
-from fedgp_flower.methods.pvi.weights.glm import expansion, glm_site, optimum
+from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
+from fedgp_flower.methods.pvi.linear import LinearSite, local_free_energy
+from fedgp_flower.methods.pvi.weights.glm import Context, expansion, glm_site, optimum
 from fedgp_flower.options import ModelSection
 
 SETTINGS = {"1000 rows, batch 128": (1000, 128), "91 rows, all": (91, 91)}
 INPUTS, DRAWS, STEPS, RATE = 30, 10, 500, 0.01
 REPEATS = 20
+CALLS = {"loop": 1, "all": 50, "batch": 50, "update": 3, "few": 10}
+"""Calls that are timed together."""
 
 
 def problem(rows: int) -> tuple[Any, DiagonalGaussian]:
@@ -68,31 +71,54 @@ def seconds(function: Callable[[], object], calls: int) -> float:
     return (time.process_time() - start) / calls
 
 
+def on_batch(site: LinearSite, q: DiagonalGaussian, context: Context, batch: int) -> Gaussian:
+    """A Newton step by rows drawn anew, in place of all of them."""
+    chosen = torch.randint(len(site.targets), (batch,))
+    drawn = replace(site, design=site.design.mT[:, chosen].mT, targets=site.targets[chosen])
+    return expansion(drawn, q, context).step(1.0)
+
+
 def main() -> None:
     """Steps and whole updates, least of several repeats."""
     torch.set_num_threads(1)
-    lines = []
+    lines: list[tuple[Any, ...]] = []
     for name, (rows, batch) in SETTINGS.items():
         site, cavity = problem(rows)
-        best = optimum(site, cavity, cavity, steps=100)
+        around, best = Context.of(cavity), optimum(site, cavity, cavity, steps=100)
         q = loop(site, cavity, batch, STEPS)
         gap = best.free_energy - float(local_free_energy(site, q, cavity))
-        ours, theirs, visit = [], [], []
-        for _ in range(REPEATS):  # in turns, so that a busy machine slows both
-            theirs.append(seconds(lambda b=batch, s=site, c=cavity: loop(s, c, b, 50), 1) / 50)
-            ours.append(seconds(lambda s=site, c=cavity: expansion(s, c, c).step(1.0), 50))
-            visit.append(seconds(lambda s=site, c=cavity: optimum(s, c, c, steps=100), 5))
-        loops, step, update = (1e3 * min(times) for times in (theirs, ours, visit))
-        lines.append((name, "PyTorch loop", loops, 1.0, STEPS, loops * STEPS, gap))
-        lines.append(("", "Newton, all rows", step, step / loops, best.iterations, update, 0.0))
+        ends = (optimum(site, cavity, cavity, steps=k).free_energy for k in range(100))
+        few = next(k for k, end in enumerate(ends) if end >= best.free_energy - gap)
+        timed: dict[str, Callable[[], object]] = {
+            "loop": lambda b=batch, s=site, c=cavity: loop(s, c, b, 50),
+            "all": lambda s=site, c=cavity, a=around: expansion(s, c, a).step(1.0),
+            "batch": lambda b=batch, s=site, c=cavity, a=around: on_batch(s, c, a, b),
+            "update": lambda s=site, c=cavity: optimum(s, c, c, steps=100),
+            "few": lambda s=site, c=cavity, k=few: optimum(s, c, c, steps=k),
+        }
+        times: dict[str, float] = dict.fromkeys(timed, np.inf)
+        for _ in range(REPEATS):  # in turns, so that a busy machine slows all
+            for what, work in timed.items():
+                times[what] = min(times[what], 1e3 * seconds(work, CALLS[what]))
+        step = times["loop"] / 50
+        lines.append((name, "PyTorch loop", step, 1.0, STEPS, step * STEPS, gap))
+        lines.append(("", "Newton, all rows", times["all"], times["all"] / step, best.iterations, times["update"], 0.0))
+        short = best.free_energy - optimum(site, cavity, cavity, steps=few).free_energy
+        lines.append(("", "the same, as good as the loop", np.nan, np.nan, few, times["few"], short))
+        if batch < rows:
+            share = times["batch"] / step
+            lines.append(("", f"Newton, {batch} rows drawn", times["batch"], share, None, np.nan, np.nan))
     columns = ("site", "update", "ms a step", "of the loop's", "steps", "ms an update", "nats below the optimum")
     words = (
         "Made by `OMP_NUM_THREADS=1 python simulations/benchmarks/pvi_logistic.py`: processor time, least of",
         f"{REPEATS} repeats in turns, one thread; {INPUTS} inputs, mean-field q, the loop with {DRAWS} draws of θ and",
-        f"Adam at {RATE}. A Newton step takes all rows and no draws, so that few are needed.",
+        f"Adam at {RATE}. A Newton step takes all rows and no draws, so that few are needed: *as good as the loop* is",
+        "the update that stops where its free energy is that of the loop's end. A step on drawn rows is timed beside",
+        "it and not used: noise of the draws would keep an update from its optimum, and sites from global VI.",
     )
+    table = pd.DataFrame(lines, columns=list(columns)).astype({"steps": "Int64"})
     page = RESULTS / "pvi_logistic_benchmark.md"
-    write_table(page, "A local update of logistic regression", words, pd.DataFrame(lines, columns=list(columns)))
+    write_table(page, "A local update of logistic regression", words, table)
     print(page.read_text())
 
 

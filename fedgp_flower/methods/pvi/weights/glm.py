@@ -71,22 +71,42 @@ def log_likelihood(site: LinearSite, q: Gaussian) -> Tensor:
     return site.likelihood.slopes(site.targets, *marginals(site.design, *q.moments()), site.hyper)[0]
 
 
-def expansion(site: LinearSite, q: Gaussian, context: Gaussian) -> Expansion:
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a local update multiplies its rows' factor with, and what KL from it takes."""
+
+    eta1: Tensor
+    precision: Tensor
+    mean: Tensor
+    log_determinant: Tensor
+
+    @classmethod
+    def of(cls, context: Gaussian) -> Context:
+        """The same Gaussian."""
+        mean, _, log_determinant = context.described()
+        return cls(context.eta1, context.precision, mean, log_determinant)
+
+
+def expansion(site: LinearSite, q: Gaussian, context: Context) -> Expansion:
     """F(q) = E_q log p(y | θ) − KL(q ‖ context), its Newton step, and the rows' factor at q."""
-    phi, (mean, covariance), around = site.design, q.moments(), context.precision
+    phi, (mean, covariance, log_determinant), around = site.design, q.described(), context.precision
     fit, alpha, beta, _ = site.likelihood.slopes(site.targets, *marginals(phi, mean, covariance), site.hyper)
     own, slope = phi.mT @ (beta[:, None] * phi), phi.mT @ alpha
     full = around.ndim == 2
     kept = own if full else own.diagonal()
     precision = kept + around
-    gradient = slope + context.eta1 - (around @ mean if full else around * mean)
+    away = mean - context.mean
+    pull = around @ away if full else around * away
+    gradient = slope - pull
     information = precision if full else own.diagonal_scatter(precision)
     L = cholesky(information, of="information of the weights", hint="Is `glm.prior-scale` too large?")
     move = torch.cholesky_solve(gradient[:, None], L)[:, 0]
     change = float((precision - q.precision).abs().max() / precision.max())
     factor = type(q)(slope + (kept @ mean if full else kept * mean), -0.5 * kept)
     decrement = max(float(gradient @ move), change)
-    return Expansion(q, mean, float(fit - q.kl(context)), factor, move, precision, decrement)
+    wider = (around * covariance).sum() + log_determinant - context.log_determinant
+    divergence = 0.5 * (wider - len(mean) + away @ pull)
+    return Expansion(q, mean, float(fit - divergence), factor, move, precision, decrement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +126,10 @@ def optimum(site: LinearSite, q: Gaussian, context: Gaussian, *, steps: int) -> 
     Raises:
         NumericsError: the step had to be shortened to nothing, which no log-concave likelihood does.
     """
-    here, length, iterations, halvings = expansion(site, q, context), 1.0, 0, 0
+    around = Context.of(context)
+    here, length, iterations, halvings = expansion(site, q, around), 1.0, 0, 0
     while iterations < steps and here.decrement > TOLERANCE:
-        there = expansion(site, here.step(length), context)
+        there = expansion(site, here.step(length), around)
         if there.free_energy >= here.free_energy - SLACK * abs(here.free_energy):
             here, length, iterations = there, min(1.0, 2.0 * length), iterations + 1
             continue
@@ -121,7 +142,7 @@ def optimum(site: LinearSite, q: Gaussian, context: Gaussian, *, steps: int) -> 
 def gradient(site: LinearSite, q: Gaussian, context: Gaussian, *, steps: int) -> Refinement:
     """The rows' factor at the q that was sent: merged with ρ it is a natural-gradient step of global VI of length ρ."""
     del steps
-    here = expansion(site, q, context)
+    here = expansion(site, q, Context.of(context))
     return Refinement(here.factor, here.free_energy, 1, 0)
 
 
