@@ -362,9 +362,9 @@ def add(parts: Iterable[M]) -> M:
 
 
 def _sum(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    total = np.asarray(values[0])
+    total = np.array(values[0])
     for value in values[1:]:
-        total = np.asarray(total + value)  # numpy makes a scalar of the sum of arrays without axes
+        np.add(total, value, out=total)
     return total
 
 
