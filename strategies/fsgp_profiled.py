@@ -337,9 +337,9 @@ class FSGPProfiled(FederatedStrategy[ProfiledState]):
         if small and self.masking is None:
             found.append(
                 f"site(s) {self.called(small)} have fewer than {ROWS_PER_POINT} rows for each of {most} points that"
-                f" {count} inducing points were chosen from: their sums, seen in the clear, are nearly their rows, which"
-                f" `fsgp.small-sites` = {self.options.small_sites!r} allows; 'cap' takes fewer points, 'masks' insists on"
-                " `privacy.secure-aggregation` = true, which hides them"
+                f" {count} inducing points were chosen from: their sums, seen in the clear, are nearly their rows;"
+                f" `fsgp.small-sites` = {self.options.small_sites!r} allows that, 'cap' takes fewer points, 'masks'"
+                " insists on `privacy.secure-aggregation` = true, which hides them"
             )
         if count < min(self.config.model.num_inducing, sum(rows.values())):
             least = min(rows, key=lambda site: rows[site])
