@@ -1,6 +1,6 @@
 """Shared variational parameters: an autoencoder of MNIST and topics of newsgroups, one encoder for all sites.
 
-    python simulations/amortised.py --data-dir DIR [vae prodlda averages]
+    python simulations/amortised.py --data-dir DIR [vae prodlda averages seeds]
 
 SFVI at several sites beside the same model of all rows in one place and of each site's alone: held-out bounds, a
 picture of latent space, and the coherence of topics. Complete runs are not repeated.
@@ -277,6 +277,43 @@ def averages(data_dir: Path) -> None:
         )
 
 
+SEEDS = range(3)
+BY_SEED = (
+    "`sfvi.model=prodlda` on the documents of [topics](amortised_prodlda.md), with other draws: seed 0 is the run",
+    "there. Coherence: median over the twenty topics; ±: its standard error, by 1000 bootstrap draws of topics; mean:",
+    "over topics; by use: mean weighted by how much of the training documents a topic makes; by likeliest: the median,",
+    "by the ten words a topic makes likeliest, background included. Weights: mean of the ten largest of every topic.",
+    "",
+)
+
+
+def seeds(data_dir: Path) -> None:
+    """How much of a difference in coherence is chance: other draws, and other topics."""
+    frame, held = documents(data_dir)
+    names = [name for name in frame.columns if name not in ("silo", KEYS["prodlda"]["target"])]
+    train, new = frame[names][:-held], torch.tensor(frame[names].to_numpy()[-held:])
+    path, rows = written("prodlda", frame, held), []
+    for seed in SEEDS:
+        for inference, own in INFERENCE.items():
+            name = f"prodlda-{inference.lower()}" + (f"-seed-{seed}" if seed else "")
+            keys = {**COMMON, **KEYS["prodlda"], "sfvi.model": "prodlda", "dataset": str(path), **own, "seed": seed}
+            found, q = model_of(ensure(NAME, name, SITES["prodlda"], keys), len(names))
+            each = np.array(coherence(found.topics(q.mean, names), train > 0))
+            draws = np.random.default_rng(0).choice(each, (1000, len(each)))
+            layer = found.layer(q.mean)[: len(names)].numpy()
+            with torch.no_grad():
+                use = found.encoded(torch.tensor(train.to_numpy()))[0].softmax(-1).mean(0).numpy()
+            likely = [[names[v] for v in np.argsort(-column)] for column in (layer[:, :-1] + layer[:, -1:]).T]
+            row = {"inference": inference, "seed": seed, "bound": held_out_bound(found, q, new)}
+            row |= {"coherence": float(np.median(each)), "±": float(np.median(draws, 1).std()), "mean": each.mean()}
+            row |= {"by use": float(each @ use), "by likeliest": float(np.median(coherence(likely, train > 0)))}
+            rows.append({**row, "weights": float(np.sort(layer[:, :-1], 0)[-SHOWN:].mean())})
+            print(rows[-1], flush=True)
+            lines = [f"Made by `python simulations/{NAME}.py seeds`.", *BY_SEED]
+            table = pd.DataFrame(rows)
+            write_table(RESULTS / f"{NAME}_seeds.md", "Topics: what of their coherence is chance", lines, table)
+
+
 def page(model: str, rows: list[dict[str, Any]], topics: Mapping[str, list[list[str]]]) -> None:
     """A page for each model."""
     frame = pd.DataFrame(rows)
@@ -297,8 +334,8 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("FEDGP_DATA", ".")))
     asked = parser.parse_args()
     for model in asked.models:
-        if model == "averages":
-            averages(asked.data_dir)
+        if model in ("averages", "seeds"):
+            {"averages": averages, "seeds": seeds}[model](asked.data_dir)
             continue
         page(model, *figures_of(model, asked.data_dir))
 
