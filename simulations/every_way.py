@@ -59,7 +59,8 @@ LINES = (
     "beside those of all methods (*Calibration* is the reliability diagram); *ray*: `fedgp simulate`, which is",
     "`flwr run` with Flower's simulation engine, difference of the NLL from *run*; *SuperNodes*: the same of",
     "`python -m fedgp_flower.deploy_demo`, a SuperLink with TLS and three SuperNodes with a CSV file each, and as many",
-    f"rounds ({FEW}) of `fedgp run`. Seconds are wall time on a busy machine.",
+    f"rounds ({FEW}) of `fedgp run`; real sites of `sfvi` draw by seeds that they tell nobody, so that a difference is",
+    "there what other draws make. Seconds are wall time on a busy machine.",
     "",
 )
 
