@@ -21,7 +21,9 @@ from pvi_runs import complete, ensure
 from sfvi_mnist import images
 from sfvi_runs import QUIET, RESULTS, RUNS, write_table
 
-NAME = "pvi_mnist"
+from fedgp_flower.errors import RunError
+
+NAME, DIVERGED = "pvi_mnist", "diverged.txt"
 ROWS, HELD_OUT, STEPS = 60_000, 10_000, 100
 FEW = {"bnn.prediction-draws": 10}
 TWO = {"partitioner": "pathological", "partition.classes-per-site": 2}
@@ -114,14 +116,25 @@ def keys_of(path: Path, split: str, method: str) -> dict[str, Any]:
     }
 
 
+def folder_of(split: str, method: str) -> Path:
+    """Of a run."""
+    return RUNS / NAME / "".join(c if c.isalnum() else "-" for c in f"{method}-{SPLITS[split][1]}")
+
+
 def row(path: Path, split: str, method: str) -> list[tuple[Any, ...]]:
     """Figures of a run, and of global VI beside the first."""
     words, sites, _ = SPLITS[split]
-    name = "".join(c if c.isalnum() else "-" for c in f"{method}-{sites}")
-    found = ensure(NAME, name, sites, keys_of(path, split, method))
+    folder, visits = folder_of(split, method), runs_of(split)[method][0]
+    if (folder / DIVERGED).exists():
+        return [(words, f"{method}: diverges", visits, np.nan, np.nan, np.nan)]
+    try:
+        found = ensure(NAME, folder.name, sites, keys_of(path, split, method))
+    except RunError as error:  # no prediction is finite any more
+        (folder / DIVERGED).write_text(str(error))
+        return row(path, split, method)
     test, pooled = found["test"], found["pooled"]
     energy = found["method_details"].get("free_energy", {}).get("total", np.nan) / ROWS
-    rows = [(words, method, runs_of(split)[method][0], energy, test["nll"], 100 * test["accuracy"])]
+    rows = [(words, method, visits, energy, test["nll"], 100 * test["accuracy"])]
     if pooled:
         rows.append((words, "global VI", np.nan, np.nan, pooled["nll"], 100 * pooled["accuracy"]))
     return rows
@@ -130,10 +143,10 @@ def row(path: Path, split: str, method: str) -> list[tuple[Any, ...]]:
 def page(path: Path) -> None:
     """What is there so far."""
     rows = []
-    for split, (_, sites, _) in SPLITS.items():
+    for split in SPLITS:
         for method in runs_of(split):
-            name = "".join(c if c.isalnum() else "-" for c in f"{method}-{sites}")
-            if complete(RUNS / NAME / name, {**QUIET, **keys_of(path, split, method)}):
+            folder = folder_of(split, method)
+            if (folder / DIVERGED).exists() or complete(folder, {**QUIET, **keys_of(path, split, method)}):
                 rows += row(path, split, method)
     columns = ["split", "method", "visits of a site", "free energy", "NLL", "accuracy %"]
     table = pd.DataFrame(rows, columns=columns).astype({"visits of a site": "Int64"})
