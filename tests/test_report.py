@@ -226,6 +226,8 @@ def test_figures_of_all_rows_under_one_site_are_no_figures_of_that_site(line_run
         ),
         ([1.5, 1.61, 1.7], [1.0, 1.1, 1.2], "Worse than each site alone: fsgp"),
         ([1.0, 1.2, 1.1], [1.1, 1.1, 1.1], "Not clearly different from each site alone"),
+        ([1.0, 1.1, 1.1], [1.1, 1.1, 1.1], "Not clearly different from each site alone"),
+        ([1.0, 1.4, 1.1], [1.1, 1.1, 1.1], "With a higher NLL, if not clearly, than each site alone: fsgp"),
         (
             [1.0, 1.2],
             [1.1, 1.4],

@@ -144,16 +144,24 @@ def paired_difference(metrics: RunMetrics, figure: str, rival: Mapping[str, Any]
     return Difference(mean, mean - half, mean + half, k, lower_at)
 
 
-JUDGED = {"worse": "worse than", "better": "better than", "unclear": "not clearly different from"}
+JUDGED = {
+    "worse": "worse than",
+    "above": "with a higher NLL, if not clearly, than",
+    "better": "better than",
+    "unclear": "not clearly different from",
+}
 UNSURE = {"higher": "with a higher NLL than", "lower": "with a lower NLL than"}
 """How a run did against a baseline, in the order in which it is said: what is bad news comes first."""
+SAME = 1e-6
+"""Nats that are no difference."""
 
 
 def judged(difference: Difference) -> str:
     """A key of ``JUDGED``; without an interval, of ``UNSURE``."""
     if not math.isfinite(difference.low):
         return "lower" if difference.mean < 0 else "higher"
-    return "better" if difference.high < 0 else "worse" if difference.low > 0 else "unclear"
+    unsure = "above" if difference.mean > SAME else "unclear"
+    return "better" if difference.high < 0 else "worse" if difference.low > 0 else unsure
 
 
 def verdict(metrics: RunMetrics) -> str:
