@@ -3,8 +3,8 @@
     python simulations/sfvi_closed.py --data-dir DIR [--folds 0 1 2 3 4] [--seeds 0 1 2 3 4]
 
 Weather by country (34 sites, five folds by country as in ``sfvi_weather.py``) and diabetes (five sites, defaults).
-Every run is scored after each exchange. Then one process with all rows maximises the same bound by L-BFGS from where
-the run ended, over θ and the shapes of all sites together, and scores as the sites do. What is there is not repeated;
+Every run is scored after every third exchange. Then one process with all rows maximises the same bound by L-BFGS from
+where the run ended, over θ and the shapes of all sites together, and scores as the sites do. What is there stays, and
 the page ``simulations/results/sfvi_closed.md`` is written anew each time.
 """
 
@@ -38,7 +38,7 @@ EVALUATIONS = 15
 CLOSE = 0.01
 """Nats per row."""
 TITLE = "SFVI in closed form beside the same model fitted to all rows in one place"
-DEFAULTS: dict[str, Any] = {"method": "sfvi", "evaluate-every": 1}
+DEFAULTS: dict[str, Any] = {"method": "sfvi", "evaluate-every": 3}
 DIABETES: dict[str, Any] = {"dataset": "diabetes", "baselines.local-only": True, "baselines.pooled": True}
 
 
@@ -93,7 +93,8 @@ def row(data: str, run: dict[str, Any], sites: int) -> dict[str, Any]:
     path = run["folder"] / "pooled.json"
     reference = json.loads(path.read_text()) if path.exists() else pooled(run["folder"], sites)
     path.write_text(json.dumps(reference))
-    curve = history["test_nll"].to_numpy() - shift
+    scored = history.dropna(subset="test_nll")
+    curve, number = scored["test_nll"].to_numpy() - shift, scored["round"].to_numpy(int)
     outside = np.flatnonzero(curve > reference["nll"] + CLOSE)
     others = {
         name: run[key] for name, key in (("each alone", "local_only"), ("pooled sparse GP", "pooled")) if run[key]
@@ -107,7 +108,7 @@ def row(data: str, run: dict[str, Any], sites: int) -> dict[str, Any]:
         "L-BFGS NLL": reference["nll"],
         "L-BFGS RMSE": reference["rmse"],
         "bound rises by": reference["rise"],
-        f"within {CLOSE} from": str(outside[-1] + 2 if len(outside) else 1),
+        f"within {CLOSE} from": str(number[outside[-1] + 1] if len(outside) else number[0]),
         "MB up a site": history["bytes_up"].sum() / sites / 1e6,
         **{name: own["nll"] - shift for name, own in others.items()},
         "rows": sum(site["num_examples"] for site in run["per_site"]),
@@ -148,7 +149,8 @@ def main() -> None:
     lines = (
         f"Made by `python simulations/sfvi_closed.py {asked}`. Scores of the standardised target. L-BFGS: one process",
         "with all rows goes on from where the run ended; by how many nats its bound rises, and from which exchange on",
-        f"the run's NLL was within {CLOSE} of its own, or better. The two exchanges before training do not count.",
+        f"the run's NLL was within {CLOSE} of its own, or better, as far as it was scored: after every third exchange,",
+        "or each. The two exchanges before training do not count.",
         "[sfvi_shapes.md](sfvi_shapes.md) has weather, [sfvi_weather.md](sfvi_weather.md) SFVI by gradients.",
     )
     write_table(RESULTS / f"{NAME}.md", TITLE, lines, pd.DataFrame(rows).drop(columns="rows"))
