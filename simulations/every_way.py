@@ -59,8 +59,9 @@ LINES = (
     "beside those of all methods (*Calibration* is the reliability diagram); *ray*: `fedgp simulate`, which is",
     "`flwr run` with Flower's simulation engine, difference of the NLL from *run*; *SuperNodes*: the same of",
     "`python -m fedgp_flower.deploy_demo`, a SuperLink with TLS and three SuperNodes with a CSV file each, and as many",
-    f"rounds ({FEW}) of `fedgp run`; real sites of `sfvi` draw by seeds that they tell nobody, so that a difference is",
-    "there what other draws make. Seconds are wall time on a busy machine.",
+    f"rounds ({FEW}) of `fedgp run`; a real site of `sfvi` draws by a seed that it tells nobody, so that there a",
+    "difference is what other draws make. Seconds are wall time on a busy machine. Rows that are in the ledger are not",
+    "made again: the versions are those of runs that are there.",
     "",
 )
 
