@@ -203,7 +203,8 @@ def main() -> None:
             rows += rows_of(variant, sites, run)
         if {SCRATCH, WARM} <= {*found, *chosen.only}:
             complete.append(sites)
-    lines = [*LINES]
+    asked = " ".join(map(str, chosen.sites))
+    lines = [LINES[0].replace("sfvi_mnist.py`", f"sfvi_mnist.py --sites {asked}`"), *LINES[1:]]
     if complete:
         pairs = [(sites, v) for sites in complete for v in (CONTROL, SCRATCH) if there(v, sites)]
         lines += ["", "What five rounds of SFVI-Avg change:", "", *(warm_line(*pair) for pair in pairs)]
