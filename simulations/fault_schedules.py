@@ -46,7 +46,10 @@ LIES = (
 ROUNDS = 4
 """Three failures in a row leave a site out."""
 COLUMNS = ("honest", "without", *(f"{kind} {size:g}" if kind != "flip" else kind for kind, size in LIES))
-SUMS = "Σ y² is that of its description, Σ k(x, x) that of most sites per row, A ⪰ 0, tr A ≤ Σ k(x, x), |A⁻½b|² ≤ Σ y²"
+SUMS = (
+    "Σ y² is that of its description, Σ k(x, x) that of most sites per row, tr A ≤ Σ k(x, x); A ⪰ 0 and |A⁻½b|² ≤ Σ y²"
+    " along drawn directions, altogether where the total's do not hold"
+)
 STEPS = "local steps move nothing by more than 10 (logarithms and standardised units)"
 FACTOR = "symmetric, precision not negative, numbers below 1e8, the product of all proper"
 LARGE = "numbers are at most 300 times the median site's per row, where there are three"
