@@ -121,7 +121,7 @@ def flower_array(array: NDArray[Any]) -> Array:
     if array.dtype.kind not in "biufc":
         return Array(array)
     dtype, head = _written(array.dtype, array.shape)
-    return Array(dtype=dtype, shape=array.shape, stype=STYPE, data=head + array.tobytes())
+    return Array(dtype=dtype, shape=array.shape, stype=STYPE, data=head + array.data)  # copied once
 
 
 def numpy_array(array: Array) -> NDArray[Any]:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from sfvi_runs import RESULTS, RUNS, write_table
 from sfvi_weather import table_of
 
 from fedgp_flower.errors import FedGPError
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.summary import verdict
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=list(SETS))
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    limit_threads(1)
     lines = []
     for name in chosen.sets:
         for method in chosen.methods:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.messages import add
@@ -219,7 +220,7 @@ def main() -> None:
     parser.add_argument("--splits", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--draws", type=int, default=10)
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    limit_threads(1)
     paths = {dataset: RUNS / NAME / f"{dataset.rpartition('/')[2]}.json" for dataset in SETS}
     for dataset in given.sets:
         write_json(paths[dataset], drawn(dataset, given))

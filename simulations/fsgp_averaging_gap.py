@@ -22,6 +22,7 @@ from fsgp_paper import EXPERIMENTS, RESULTS, configuration, kin40k_subset
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound, exact_posterior
 from fedgp_flower.run.metrics import gaussian_scores
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("FEDGP_DATA", ".")))
     parser.add_argument("--inducing", type=int, default=64)
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    limit_threads(1)
     experiment = EXPERIMENTS["kin40k"]
     keys = configuration(experiment, "FSGP, averaging", chosen.inducing, kin40k_subset(chosen.data_dir))
     config = parse_config(keys)

@@ -32,6 +32,7 @@ from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.latent import AMPLITUDE, REACH
 from fedgp_flower.gp.likelihoods import build_point_likelihood
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import parse_config
 from strategies.server.standardisation import SiteDescription, agree
@@ -250,7 +251,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(SETS), choices=list(SETS))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    limit_threads(1)
     page, asked = RESULTS / "fsgp_classes.md", f"--rows {chosen.rows} --seeds {' '.join(map(str, chosen.seeds))}"
     words = [
         "Made by `python simulations/fsgp_classes.py --data-dir DIR`, some sets at a time (here last:",

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from fsgp_exchanges import NAME, SITES, keys_of, write_sets
 from pvi_runs import ensure
 from sfvi_runs import RESULTS
+
+from fedgp_flower.gp.placement import limit_threads
 
 SETS = ("naval", "power", "wine")
 ARMS = ("FSGP", "local-only")
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="*", choices=SETS, default=list(SETS))
     parser.add_argument("--splits", type=int, default=20, help="0 to one less")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    limit_threads(1)
     rows: list[dict[str, Any]] = []
     for split in range(chosen.splits):
         for data in chosen.sets:

@@ -27,6 +27,7 @@ from sfvi_runs import RESULTS, RUNS, write_table
 from fedgp_flower.clients.baselines import all_rows, fit
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
 from fedgp_flower.run.registry import parse_config
@@ -177,7 +178,7 @@ def main() -> None:
     parser.add_argument("--laplace", type=int, default=2, help="splits of the large sets with mixtures, too")
     parser.add_argument("--page", default=NAME, help="name of the page")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    limit_threads(1)
     rows = []
     for data, split in wanted(chosen):
         rows.append(case(data, split, chosen))

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from fsgp_exchanges import agreed
 from pvi_runs import ensure
 from sfvi_runs import RESULTS, RUNS, write_table
 
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.privacy.attacks import Seen, loss, membership, together
 from fedgp_flower.run.artefacts import RunData, read_run
 from fedgp_flower.run.attack import TOTAL
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--rows", type=int, default=400)
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    limit_threads(1)
     page, lines = RESULTS / f"{NAME}.md", []
     made = "Made by `python simulations/method_study.py --data-dir DIR`, some sets and methods at a time."
     for method in chosen.methods:

@@ -23,6 +23,7 @@ from scipy.stats import rankdata
 from sfvi_runs import RESULTS
 
 from fedgp_flower.data.sites import load_all_sites
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.run.artefacts import RunFolder
 from fedgp_flower.run.predict import Predictor
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument("--splits", type=int, nargs="*", default=[0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    limit_threads(1)
     rows: list[dict[str, Any]] = []
     for split in chosen.splits:
         for data in chosen.sets:

@@ -25,6 +25,7 @@ from sfvi_weather import keys, table_of
 from sfvi_weather_model import problem
 
 from fedgp_flower.gp.optimisers import maximise
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.methods.closed_form import Sums, posterior
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
@@ -50,7 +51,7 @@ def penalty(name: str, away: torch.Tensor) -> torch.Tensor:
 
 def pooled(folder: Path, sites: int) -> dict[str, float]:
     """Rise of the bound, NLL and RMSE (standardised) where L-BFGS takes all rows from where a run ended."""
-    torch.set_num_threads(1)
+    limit_threads(1)
     own = problem(folder, sites)
     model = ShapedGP.configured(own.config.options, own.config.model, own.width, torch.tensor(own.arrays[SHARED]))
     start = {name: parameter.detach().clone() for name, parameter in model.theta().items()}

@@ -19,6 +19,7 @@ from fedgp_flower.data.sites import RawSite, load_all_sites
 from fedgp_flower.data.sites import SiteData as Encoded
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.optimisers import maximise
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.methods.family import (
     GlobalPosterior,
     LocalPosterior,
@@ -87,7 +88,7 @@ def leaves(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def pooled_sums(folder: Path, sites: int) -> pd.DataFrame:
     """Rows, NLL and squared error by country of the model fitted to all rows from the same start by L-BFGS."""
-    torch.set_num_threads(1)
+    limit_threads(1)
     own = problem(folder, sites)
     points = torch.from_numpy(own.arrays[SHARED])
     options = cast(SFVIOptions, own.config.options)
@@ -136,7 +137,7 @@ def stations(folder: Path, sites: int) -> pd.DataFrame:
     The countries' own q(Z_Lk | Z_G) did not leave them, so they are found again around the saved q(Z_G) and θ, as a
     site would that has lost its state.
     """
-    torch.set_num_threads(1)
+    limit_threads(1)
     own = problem(folder, sites)
     options = cast(SFVIOptions, own.config.options)
     model = cast(HierarchicalGP, model_at(options, own.config.model, own.width, own.arrays))

@@ -290,12 +290,13 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total() ->
     for gram, projection in ((0.4, 0.0), (0.6, 0.7)):  # totals without positive eigenvalues, and with a b too large
         honest = stated(gram * eye, projection * direction)
         assert honest.refusal(10) is None
-        assert contract.unfit({"honest": honest, "liar": lie}) == {"liar": "`gram` is not a Gram matrix"}
+        found = contract.unfit({"honest": honest, "liar": lie}, add([honest, lie]))
+        assert found == {"liar": "`gram` is not a Gram matrix"}
     honest = stated(0.6 * eye, 0.4 * direction)
-    assert contract.unfit({"honest": honest, "liar": lie}) == {}
     total = add([honest, lie])
-    found = exact_posterior(total.sums(), noise)
-    assert 0.5 < float(found.mean.norm()) * 2 * np.sqrt(noise / float(total.target_squares)) <= 1
+    assert contract.unfit({"honest": honest, "liar": lie}, total) == {}
+    posterior = exact_posterior(total.sums(), noise)
+    assert 0.5 < float(posterior.mean.norm()) * 2 * np.sqrt(noise / float(total.target_squares)) <= 1
 
 
 class _Model:

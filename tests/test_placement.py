@@ -1,14 +1,15 @@
-"""The keys ``device`` and ``precision``: what they change, and what they must not."""
+"""The keys ``device``, ``precision`` and ``threads``: what they change, and what they must not."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import threadpool_info
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.exact import ExactGP
-from fedgp_flower.gp.placement import FLOAT32_JITTER, Placement
+from fedgp_flower.gp.placement import FLOAT32_JITTER, Placement, limit_threads
 from fedgp_flower.gp.sparse import Adjoints, SparseGP, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import bound_gradient, collapsed_bound_value, exact_posterior
 from fedgp_flower.run.registry import parse_config
@@ -67,3 +68,15 @@ def test_cuda_where_there_is_none_is_refused_and_auto_falls_back():
     assert Placement.of(parse_config({"device": "auto"})).device.type == "cpu"
     with pytest.raises(ConfigError, match="no CUDA device"):
         Placement.of(parse_config({"device": "cuda"}))
+
+
+def test_threads_are_those_of_numpy_too():
+    before = torch.get_num_threads()
+    try:
+        for count in (2, 1):
+            limit_threads(count)
+            assert torch.get_num_threads() == count
+            blas = [own["num_threads"] for own in threadpool_info() if own["user_api"] == "blas"]
+            assert set(blas) == {count}
+    finally:
+        limit_threads(before)

@@ -29,7 +29,7 @@ from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation, bare, column_squares, column_sums
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import build_kernel, wire_name
-from fedgp_flower.gp.placement import Placement
+from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sums import input_shape
 from fedgp_flower.lazy import Lazy, special
 from fedgp_flower.messages import decode, encode, is_message, is_public, join, split
@@ -112,7 +112,7 @@ class SiteClient(NumPyClient):
         self.state = setting.state
         self.setting = setting
         self.placement = Placement.of(setting.config)
-        torch.set_num_threads(setting.config.threads)
+        limit_threads(setting.config.threads)
 
     # The pairing with Flower.
 

@@ -1,11 +1,16 @@
-"""Where a site computes, and how precisely: the keys ``device`` and ``precision``. Messages are float64 on the CPU."""
+"""Where a site computes, how precisely and on how many threads: the keys ``device``, ``precision`` and ``threads``.
+
+Messages are float64 on the CPU.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from fedgp_flower.errors import ConfigError
@@ -49,3 +54,14 @@ class Placement:
 def to_array(tensor: Tensor) -> Array:
     """A tensor as a float64 array on the CPU: what travels."""
     return tensor.detach().cpu().double().numpy()
+
+
+def limit_threads(count: int) -> None:
+    """Threads of linear algebra in this process, PyTorch's and NumPy's."""
+    torch.set_num_threads(count)
+    _limit_blas(count)
+
+
+@lru_cache(maxsize=1)
+def _limit_blas(count: int) -> None:
+    threadpool_limits(count, user_api="blas")

@@ -27,6 +27,8 @@ CHUNK = 4096
 """Rows handled at once: no array grows with N beyond M × CHUNK."""
 KEPT = 2**23
 """Numbers that a :class:`Whitener` keeps of projected rows, for the gradient that is mostly asked for next."""
+BLOCK = 128
+"""Rows of W Wᵀ formed at once, as far as the diagonal: above it they are those below."""
 
 
 class SparseGP(WiredModel):
@@ -114,12 +116,25 @@ def _chunks(rows: Tensor) -> Sequence[Tensor]:
 def _sums(cross: Tensor, targets: Targets, variance: Tensor) -> SparseSums:
     """From W [M, N], y [N] and Σ k(x, x)."""
     return SparseSums(
-        gram=torch.mm(cross, cross.mT),
+        gram=_gram(cross),
         projection=torch.mv(cross, targets),
         target_squares=torch.dot(targets, targets),
         prior_variance=variance,
         count=targets.new_full((), targets.shape[0]),
     )
+
+
+def _gram(cross: Tensor) -> Tensor:
+    """W Wᵀ [M, M] of W [M, N]."""
+    size = cross.shape[0]
+    if size <= BLOCK:
+        return torch.mm(cross, cross.mT)
+    gram = cross.new_empty(size, size)
+    for start in range(0, size, BLOCK):
+        end = min(start + BLOCK, size)
+        torch.mm(cross[start:end], cross[:end].mT, out=gram[start:end, :end])
+        gram[:start, start:end] = gram[start:end, :start].mT
+    return gram
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +177,9 @@ class _Closed:
             both: Whether X is Z.
         """
         count = self.points.shape[1]
-        moved, row_sums, totals = products[:, :count], products[:, -1:], products.sum(0)
-        towards = moved - row_sums * self.points
-        by_input = (totals[count:-1] - (self.points * (moved + towards)).sum(0)) * self.inverse
+        moved, totals = products[:, :count], products[:, count:].sum(0)
+        towards = moved - products[:, -1:] * self.points
+        by_input = (totals[:-1] - (self.points * (moved + towards)).sum(0)) * self.inverse
         by_points = towards * self.inverse
         return {
             "inducing.locations": 2 * by_points if both else by_points,
@@ -204,8 +219,15 @@ class Whitener:
             self.model, self.parameters = model, list(model.wire_parameters())
             self.factor = model.factor().contiguous()
             self.closed = _Closed.of(model) if is_squared_exponential(model.kernel) else None
+        self._pulled: tuple[Adjoints, _Pulled] | None = None
         self._kept: dict[tuple[int, int], _Projected] = {}
         self._room = KEPT
+
+    def pulled(self, adjoints: Adjoints) -> _Pulled:
+        """Derivatives through L⁻ᵀ; kept, since in one process the next site mostly comes with the same ones."""
+        if self._pulled is None or not adjoints.equals(self._pulled[0]):
+            self._pulled = adjoints, adjoints.through(self.factor)
+        return self._pulled[1]
 
     def projected(self, inputs: Rows, *, last: bool = False) -> Iterator[_Projected]:
         """Rows chunk by chunk; the last time that they are asked for nothing of them is kept."""
@@ -237,7 +259,7 @@ def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: White
     """The sums of any number of rows, chunk by chunk, without a graph; with the model's whitener where there is one."""
     chunks = Whitener(model).projected(inputs, last=True) if whitener is None else whitener.projected(inputs)
     pairs = zip(chunks, _chunks(targets), strict=True)
-    return functools.reduce(operator.add, (_sums(own.cross, y, own.variance) for own, y in pairs))
+    return functools.reduce(operator.iadd, (_sums(own.cross, y, own.variance) for own, y in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +275,31 @@ class Adjoints:
         """From arrays, as precise as ``like`` and where it is."""
         return Adjoints(*(torch.as_tensor(array).to(like) for array in (gram, projection, prior_variance)))
 
-    def of_cross(self, cross: Tensor, products: Tensor) -> Tensor:
-        """2 ∂F/∂A C + ∂F/∂b dᵀ: with C = W, d = y the adjoint of W, with C = A, d = b that of W times Wᵀ."""
-        transposed = torch.outer(products, self.projection).addmm_(cross.mT, self.gram, alpha=2)
-        return transposed.mT  # columns one after another, as triangular solves take them
+    def equals(self, other: Adjoints) -> bool:
+        """Whether these are the same numbers."""
+        names = ("prior_variance", "projection", "gram")
+        return self is other or all(torch.equal(getattr(self, name), getattr(other, name)) for name in names)
+
+    def through(self, factor: Tensor) -> _Pulled:
+        """2 ∂F/∂A L⁻¹ and L⁻ᵀ ∂F/∂b: formed once, so that no row needs a triangular solve of its own."""
+        gram = torch.linalg.solve_triangular(factor, 2 * self.gram, upper=False, left=False)
+        projection = torch.linalg.solve_triangular(factor.mT, self.projection[:, None], upper=True)[:, 0]
+        return _Pulled(gram, projection)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pulled:
+    """:class:`Adjoints` behind the triangular solve that rows go through."""
+
+    gram: Tensor  # 2 ∂F/∂A L⁻¹  [M, M]
+    projection: Tensor  # L⁻ᵀ ∂F/∂b  [M]
+
+    def of_rows(self, cross: Tensor, products: Tensor) -> Tensor:
+        """L⁻ᵀ (2 ∂F/∂A C + ∂F/∂b dᵀ) transposed  [N, M], of C [M, N] and d [N].
+
+        With C = W, d = y it is the adjoint of K_zx, with C = A, d = b that of K_zx times Wᵀ.
+        """
+        return torch.outer(products, self.projection).addmm_(cross.mT, self.gram)
 
 
 def rows_gradient(
@@ -270,17 +313,16 @@ def rows_gradient(
         Under each parameter's wire name its share.
     """
     whitener = whitener or Whitener(model)
-    total = _Gradient(whitener.parameters)
+    total, pulled = _Gradient(whitener.parameters), whitener.pulled(adjoints)
     for own, y in zip(whitener.projected(inputs, last=True), _chunks(targets), strict=True):
-        incoming = adjoints.of_cross(own.cross, y)
-        torch.linalg.solve_triangular(whitener.factor.mT, incoming, upper=True, out=incoming)
+        incoming = pulled.of_rows(own.cross, y)  # [N, M]
         if own.closed is not None and whitener.closed is not None:
             moments, covariance = own.closed
-            products = to_array(torch.mm(incoming.mul_(covariance), moments))
+            products = to_array(torch.mm(incoming.mul_(covariance.mT).mT, moments))
             total.take(whitener.closed.pulled_back(products, to_array(adjoints.prior_variance * own.variance)))
             continue
         cross, variances = model.covariances(own.inputs)
-        total.add([cross, variances], [incoming, adjoints.prior_variance.expand_as(variances)])
+        total.add([cross, variances], [incoming.mT, adjoints.prior_variance.expand_as(variances)])
     return total.arrays()
 
 
@@ -335,7 +377,7 @@ def _incoming_inducing(
 ) -> Tensor:
     """K̄_zz, where the prior is K_zz with the variance that jitter is relative to."""
     factor = kernel_cholesky(prior[0], variance=prior[1], jitter=model.jitter)
-    products = torch.linalg.solve_triangular(factor.mT, adjoints.of_cross(*totals), upper=True)
+    products = adjoints.through(factor).of_rows(*totals).mT
     inner = -(factor.mT @ products.tril()).tril()
     inner.diagonal().mul_(0.5)
     left = torch.linalg.solve_triangular(factor.mT, inner, upper=True)

@@ -38,8 +38,14 @@ class SparseSums:
     count: Scalar  # N
 
     def __add__(self, other: SparseSums) -> SparseSums:
+        return self._with(other, self.gram + other.gram)
+
+    def __iadd__(self, other: SparseSums) -> SparseSums:
+        return self._with(other, self.gram.add_(other.gram))
+
+    def _with(self, other: SparseSums, gram: Square) -> SparseSums:
         return SparseSums(
-            self.gram + other.gram,
+            gram,
             self.projection + other.projection,
             self.target_squares + other.target_squares,
             self.prior_variance + other.prior_variance,

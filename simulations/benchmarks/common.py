@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.options import Value
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -60,7 +60,7 @@ def repeats_asked(words: str | None) -> int:
     parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     repeats: int = parser.parse_args().repeats
-    torch.set_num_threads(1)
+    limit_threads(1)
     return repeats
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.methods.fedmgp.exact_q import posterior
 from fedgp_flower.methods.fedmgp.learner import LocalSteps, local_update
 from fedgp_flower.methods.fedmgp.multi_output import from_exact
@@ -68,7 +69,7 @@ CASES = ((200, 30, 1), (1000, 30, 1), (200, 60, 1), (200, 120, 1), (200, 30, 2),
 
 def main() -> None:
     """Measure and write the table."""
-    torch.set_num_threads(1)
+    limit_threads(1)
     lines = [
         "# FedMGP: processor milliseconds at a unit",
         "",

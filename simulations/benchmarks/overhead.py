@@ -30,6 +30,7 @@ from fedgp_flower import client_app, server_app
 from fedgp_flower.clients.baselines import fit
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound
 from fedgp_flower.run import in_process as engine
 from fedgp_flower.run.registry import parse_config
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ray", type=int, nargs="*", default=[])
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    limit_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         parts = [in_process(k, o, chosen.rounds, folder) for k in chosen.sites for o in ("average", "exact")]

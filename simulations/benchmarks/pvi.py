@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.gp.optimisers import AdamSettings
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.methods.pvi.factors import PseudoObservations
 from fedgp_flower.methods.pvi.hierarchical import Data, Latents, SparseModel, location_scale, sparse_model
 from fedgp_flower.methods.pvi.learner import Site, Situation, prior_of, replayed
@@ -251,7 +252,7 @@ COLUMNS = ("M_k", "M", "K", "counted, 10⁶", "BLAS, ms", "step, ms", "step / BL
 
 def main() -> None:
     """Measure and write the tables."""
-    torch.set_num_threads(1)
+    limit_threads(1)
     names = (*COLUMNS, "kB up", "kB down")
     lines = [HEAD + "| " + " | ".join(names) + " |", "| --- " * len(names) + "|"]
     for case in CASES:

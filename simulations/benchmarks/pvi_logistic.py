@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from sfvi_runs import RESULTS, write_table
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.methods.pvi.linear import LinearSite, local_free_energy
 from fedgp_flower.methods.pvi.weights.glm import Context, expansion, glm_site, optimum
 from fedgp_flower.options import ModelSection
@@ -80,7 +81,7 @@ def on_batch(site: LinearSite, q: DiagonalGaussian, context: Context, batch: int
 
 def main() -> None:
     """Steps and whole updates, least of several repeats."""
-    torch.set_num_threads(1)
+    limit_threads(1)
     lines: list[tuple[Any, ...]] = []
     for name, (rows, batch) in SETTINGS.items():
         site, cavity = problem(rows)

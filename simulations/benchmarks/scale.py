@@ -27,6 +27,7 @@ from common import RESULTS, least, make_table, table, training_alone, write_page
 from flwr.app import ArrayRecord
 
 from fedgp_flower import client_app
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import Adjoints, SparseGP, Whitener, inducing_gradient, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, bound_gradient
 from fedgp_flower.options import ModelSection
@@ -189,7 +190,7 @@ def main() -> None:
     parser.add_argument("--sites", type=int, nargs="*", default=[10, 100, 1000])
     chosen = parser.parse_args()
     chosen.rows = chosen.rows or {"rows": 2_000_000, "terrain": 30_000}.get(chosen.part)
-    torch.set_num_threads(1)
+    limit_threads(1)
     known = json.loads(FOUND.read_text()) if FOUND.exists() else {}
     known[chosen.part] = PARTS[chosen.part][0](chosen)
     FOUND.write_text(json.dumps(known, indent=1) + "\n")

@@ -9,7 +9,7 @@ from typing import Any
 from flwr.app import Message
 
 from fedgp_flower.errors import FedGPError, ProtocolError
-from fedgp_flower.messages import add, decode, join, misfit, verdict
+from fedgp_flower.messages import decode, join, misfit, verdict
 from fedgp_flower.methods.messages import Described
 from fedgp_flower.records import numpy_arrays
 from strategies.server.wire import claimed_site
@@ -70,13 +70,13 @@ class Contract:
         """Whether answers are judged at length by their total."""
         return self.added and hasattr(self.answer, "glance")
 
-    def unfit(self, answers: Mapping[str, Any]) -> dict[str, str]:
-        """Sites whose answers no rows have, and why, where no rows have the total of answers that passed at a glance.
+    def unfit(self, answers: Mapping[str, Any], total: Any) -> dict[str, str]:
+        """Sites whose answers no rows have, and why, where no rows have their total, although each passed at a glance.
 
         A total that some rows have does no more harm than these rows would; nobody looks for who lied in it.
         """
         rows = {site: self.rows.get(site, 0) for site in answers}
-        if not self.glances or not answers or not verdict(add(answers.values()), "refusal", sum(rows.values())):
+        if not self.glances or not verdict(total, "refusal", sum(rows.values())):
             return {}
         found = {site: verdict(own, "refusal", rows[site]) for site, own in answers.items()}
         return {site: reason for site, reason in found.items() if reason}

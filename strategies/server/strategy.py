@@ -538,15 +538,20 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         answers = {self.network.site_of(reply): contract.read(reply) for reply in replies}
         judge: Callable[[Any, Mapping[str, int]], dict[str, str]] | None = getattr(question.answer, "outliers", None)
         odd = {} if judge is None else judge(answers, self.preparation.rows)
-        odd |= contract.unfit({site: own for site, own in answers.items() if site not in odd})
+        self._without(answers, odd)
+        total = add(answers.values()) if answers and isinstance(question, Total) else None
+        if total is not None and (unfit := contract.unfit(answers, total)):
+            self._without(answers, unfit)
+            total = add(answers.values()) if answers else None
+        if self.running is not None:
+            self.network.took_part |= answers.keys()
+        return answers if isinstance(question, Each) else Summed(total, tuple(answers))
+
+    def _without(self, answers: dict[str, Any], odd: Mapping[str, str]) -> None:
+        """Leave out answers of sites that failed by them."""
         for site, reason in odd.items():
             self.network.fail(site, reason)
             del answers[site]
-        if self.running is not None:
-            self.network.took_part |= answers.keys()
-        if isinstance(question, Each):
-            return answers
-        return Summed(add(answers.values()) if answers else None, tuple(answers))
 
     # Totals under masks.
 

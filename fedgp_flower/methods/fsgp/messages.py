@@ -60,8 +60,8 @@ class Statistics:
         A = W Wᵀ is positive semi-definite, tr A ≤ Σ k(x, x) because the whitened projection cannot explain more than
         the prior variance, and b = W y gives bᵀ A⁻¹ b ≤ yᵀ y. Where they hold there are such W and y.
         """
-        size, reason = self._size(), self._miscounted(rows)
-        if reason:
+        size = self._size()
+        if reason := self._miscounted(rows, size):
             return reason
         scaled = torch.from_numpy(self.gram / size)  # units first: a liar's numbers may be huge
         scaled.diagonal().add_(SLACK)
@@ -79,10 +79,9 @@ class Statistics:
         Where only a total matters, this is asked of every site, and all of :meth:`refusal` of the total. What passes
         both may be no sums of so many rows, yet the total is one that as many rows as all sites have can give.
         """
-        reason = self._miscounted(rows)
-        if reason:
-            return reason
         size, diagonal = self._size(), np.diagonal(self.gram)
+        if reason := self._miscounted(rows, size):
+            return reason
         units, forms = along(self.gram, self.projection)
         forms = forms / size + SLACK
         if not (forms >= 0).all() or diagonal.max() < (1 - SLACK) * size:
@@ -90,10 +89,9 @@ class Statistics:
         within = np.abs(units.T @ (self.projection / math.sqrt(size))) <= self._length() * np.sqrt(forms)
         return None if within.all() else TOO_LARGE
 
-    def _miscounted(self, rows: int) -> str | None:
+    def _miscounted(self, rows: int, size: float) -> str | None:
         if float(self.count) != rows:
             return f"sums of {float(self.count):g} rows, introduced itself with {rows}"
-        size = self._size()
         if (np.diagonal(self.gram) / size).sum() > float(self.prior_variance) / size * (1 + SLACK):
             return "`gram` explains more than the prior variance of the rows"
         return None
