@@ -94,8 +94,9 @@ class ModelSection(Section):
     """Added to the diagonal of K_zz, relative to the prior variance."""
     hyperparameters: Literal["auto", "point", "laplace"] = "auto"
     """``laplace``: predictions mix over up to eleven values of kernel and noise, the best one (``point``) and draws
-    around it, for ``fsgp.objective`` = ``profiled`` with Gaussian noise; ``auto``: there, where all sites together have
-    fewer than 2000 training rows and ``fsgp.exchanges`` is not below its usual number."""
+    around it, for ``fsgp.objective`` = ``profiled`` and ``pvi.local-update`` = ``sums`` with Gaussian noise; ``auto``:
+    there, where all sites together have fewer than 2000 training rows and ``fsgp.exchanges``, or ``pvi.exchanges``, is
+    not below its usual number."""
 
     @field_validator("kernel")
     @classmethod

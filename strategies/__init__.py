@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from strategies.multi_output_references import ModularGP as ModularGP
     from strategies.pvi import PVI as PVI
     from strategies.pvi_duals import DualPVI as DualPVI
+    from strategies.pvi_mixed import AsynchronousMixedPVI as AsynchronousMixedPVI
+    from strategies.pvi_mixed import MixedPVI as MixedPVI
     from strategies.pvi_sums import AsynchronousSummedPVI as AsynchronousSummedPVI
     from strategies.pvi_sums import SummedPVI as SummedPVI
     from strategies.pvi_weights import PVIBNN as PVIBNN
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from strategies.sfvi_duals import SFVIDuals as SFVIDuals
 
 _MODULES = {
+    "AsynchronousMixedPVI": "pvi_mixed",
     "AsynchronousPVI": "async_pvi",
     "AsynchronousSummedPVI": "pvi_sums",
     "DualPVI": "pvi_duals",
@@ -58,6 +61,7 @@ _MODULES = {
     "FedMGPThenExact": "fedmgp_then_exact",
     "FedPoly": "multi_output_references",
     "LocalOnly": "references",
+    "MixedPVI": "pvi_mixed",
     "ModularGP": "multi_output_references",
     "PVI": "pvi",
     "PVIBNN": "pvi_weights",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from fedgp_flower.gp.laplace import amplitude_and_noise, bounded, drawn, plausib
 from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.profiled import LEAST_NOISE, PENALTY, scaled
 from fedgp_flower.methods.fsgp.messages import MixedPosterior, PooledPosterior, Statistics
+from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.fsgp import LOG_NOISE, posterior_at, saved
 from strategies.fsgp_exact import pack, unpack
@@ -54,7 +55,8 @@ class FSGPLaplace(FSGPProfiled):
         """
         if self.config.model.hyperparameters == "laplace":
             return True
-        return self.most_exchanges >= self.usual_exchanges and sum(self.preparation.rows.values()) < FEW_ROWS
+        enough = self.most_exchanges >= self.usual_exchanges - 1  # rounds take two: one less makes no difference
+        return enough and sum(self.preparation.rows.values()) < FEW_ROWS
 
     @property
     def afterwards(self) -> int:
@@ -134,28 +136,37 @@ class FSGPLaplace(FSGPProfiled):
 
     def predictive(self, state: ProfiledState, roster: Roster) -> Asking[MixedPosterior]:  # type: ignore[override]
         """The best point and the draws, each with the exact posterior of all rows."""
-        point, draws = (yield from super().predictive(state, roster)), state.mixture[1:]
-        if draws and set(state.sites) != set(roster.everyone):
-            totals = yield from self._totals([[dict(own.values)] for own in draws], roster.everyone)
-            each = [] if totals is None else totals.chains  # none where nobody answers
-            draws = tuple(posterior_at(own.values, one) for own, (one,) in zip(draws, each, strict=False))
-        self.mixed = (point, *draws)
+        self.mixed = ((yield from super().predictive(state, roster)), *(yield from self.draws(state, roster.everyone)))
         return MixedPosterior.of(self.mixed)
+
+    def draws(self, state: ProfiledState, sites: tuple[str, ...]) -> Asking[tuple[PooledPosterior, ...]]:
+        """The draws of a state, each with the exact posterior of these sites' rows."""
+        draws = state.mixture[1:]
+        if not draws or set(state.sites) == set(sites):
+            return draws
+        totals = yield from self._totals([[dict(own.values)] for own in draws], sites)
+        each = [] if totals is None else totals.chains  # none where nobody answers
+        return tuple(posterior_at(own.values, one) for own, (one,) in zip(draws, each, strict=False))
 
     def posterior_of(self, state: ProfiledState) -> Posterior:
         """Hyperparameters and q of each component, one after another, and Z, which they share; or those of the one."""
-        if len(self.mixed) == 1:
-            return super().posterior_of(state)
-        each = [saved(own, self.config.model) for own in self.mixed]
-        first = each[0]
-        arrays = {name: np.stack([own.arrays[name] for own in each]) for name in first.arrays}
-        return replace(
-            first,
-            arrays={**arrays, LOCATIONS: first.arrays[LOCATIONS]},
-            equation=f"An even mixture of {len(each)}; in each: {first.equation}",
-            model={**first.model, "components": len(each)},
-        )
+        del state
+        return saved_mixture(self.mixed, self.config.model)
 
     def details_of(self, state: ProfiledState) -> dict[str, Any]:
         """Also how many hyperparameters predict together."""
         return super().details_of(state) | {"components": len(self.mixed)}
+
+
+def saved_mixture(components: Sequence[PooledPosterior], model: ModelSection) -> Posterior:
+    """Arrays of each component, one after another, and Z, which they share; or those of the one."""
+    first, *others = [saved(own, model) for own in components]
+    if not others:
+        return first
+    arrays = {name: np.stack([array, *(own.arrays[name] for own in others)]) for name, array in first.arrays.items()}
+    return replace(
+        first,
+        arrays={**arrays, LOCATIONS: first.arrays[LOCATIONS]},
+        equation=f"An even mixture of {len(components)}; in each: {first.equation}",
+        model={**first.model, "components": len(components)},
+    )

@@ -204,7 +204,7 @@ def test_a_run_mixes_within_twenty_exchanges_and_is_scored_by_the_mixture():
     [
         ("auto", 1999, 0, True),
         ("auto", 2000, 0, False),
-        ("auto", 1999, 19, False),
+        ("auto", 1999, 18, False),
         ("laplace", 2000, 19, True),
     ],
 )
@@ -246,7 +246,8 @@ def test_a_kernel_that_is_an_amplitude_alone_mixes_over_that_and_noise():
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"method": "pvi"}, "`method` = 'pvi' has none"),
+        ({"method": "sfvi"}, "`method` = 'sfvi' has none"),
+        ({"method": "pvi", "pvi.local-update": "replay"}, "needs `pvi.local-update` = 'sums'"),
         ({"fsgp.objective": "exact"}, "needs `fsgp.objective` = 'profiled'"),
         ({"model.likelihood": "poisson"}, "`model.likelihood` = 'gaussian'"),
     ],

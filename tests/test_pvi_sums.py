@@ -20,7 +20,7 @@ from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import WhitenedPosterior
 from fedgp_flower.methods.fsgp.dual_messages import Expectations
 from fedgp_flower.methods.fsgp.duals import expectations
-from fedgp_flower.methods.fsgp.messages import PooledPosterior, Statistics
+from fedgp_flower.methods.fsgp.messages import PooledPosterior, Statistics, Trials, TrialSums, apart
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.options import ModelSection
@@ -55,6 +55,9 @@ class Site:
     def statistics(self, request: Parameters) -> Statistics:
         model = SparseGP.from_arrays(ModelSection(), request.values)
         return Statistics.of(pooled_sums(model, torch.from_numpy(self.x), torch.from_numpy(self.y)))
+
+    def trials(self, request: Trials) -> TrialSums:
+        return TrialSums.of([self.statistics(Parameters(values)) for values in apart(request.values)])
 
     def expectations(self, request: PooledPosterior) -> Expectations:
         model = LatentGP.from_arrays(ModelSection(noise=NOISE), request.values)

@@ -208,7 +208,7 @@ class CoreConfig(Section):
         if self.model.hyperparameters == "laplace" and not options.mixes:
             raise ConfigError(
                 f"`model.hyperparameters` = {self.model.hyperparameters!r}: `method` = {self.method!r} has none; take"
-                " 'fsgp' with `fsgp.objective` = 'profiled', or set it to 'point'"
+                " 'fsgp' or 'pvi' at their defaults, or set it to 'point'"
             )
 
     def require_accounted(self, options: MethodOptions) -> None:

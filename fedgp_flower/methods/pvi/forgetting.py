@@ -34,7 +34,9 @@ def _densities(arrays: NamedArrays) -> dict[str, Gaussian]:
             mean, scale = (arrays[f"{saved}.{part}"].ravel() for part in ("mean", "scale"))
             densities[name] = DiagonalGaussian.from_arrays({"eta1": mean / scale**2, "eta2": -0.5 / scale**2})
     if "inducing.covariance" in arrays:
-        moments = (torch.from_numpy(arrays[f"inducing.{part}"]) for part in ("mean", "covariance"))
+        size = len(arrays["inducing.locations"])  # of a mixture the first component, the product of the factors
+        shapes = {"mean": (-1, size), "covariance": (-1, size, size)}
+        moments = (torch.from_numpy(arrays[f"inducing.{part}"]).reshape(own)[0] for part, own in shapes.items())
         densities["whitened"] = NaturalGaussian.from_moments(*moments)
     if "factor.whitened.eta2" in arrays:
         eta2 = arrays["factor.whitened.eta2"]

@@ -90,7 +90,11 @@ class PVIOptions(VisitOptions):
 
     table: ClassVar[str] = "pvi"
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
-    other_clients: ClassVar[tuple[str, ...]] = ("fedgp_flower.methods.fsgp.client:FSGPClient",)
+    other_clients: ClassVar[tuple[str, ...]] = (
+        "fedgp_flower.methods.fsgp.client:FSGPClient",
+        "fedgp_flower.methods.fsgp.mixture_client:MixtureClient",
+    )
+    mixes: ClassVar[bool] = True
 
     inducing: Literal["distribution", "fixed", "average"] = "distribution"
     """q(Z); Z fixed at its first draw; or federated averaging of a point Z."""
@@ -192,15 +196,23 @@ class PVIOptions(VisitOptions):
         if self.agrees and core.model.likelihood != "gaussian":
             return "strategies.pvi_duals:DualPVI"
         if self.agrees:
-            return f"strategies.pvi_sums:{'AsynchronousSummedPVI' if schedule == 'asynchronous' else 'SummedPVI'}"
+            strategy = "pvi_mixed:{}MixedPVI" if self.mixed(core) else "pvi_sums:{}SummedPVI"
+            return f"strategies.{strategy.format('Asynchronous' if schedule == 'asynchronous' else '')}"
         if self.replays:
             return f"strategies.replay_pvi:{'ParallelReplayPVI' if schedule == 'synchronous' else 'ReplayPVI'}"
         return "strategies.async_pvi:AsynchronousPVI" if schedule == "asynchronous" else "strategies.pvi:PVI"
 
     def client_for(self, core: CoreConfig) -> str:
-        """The site's half of ``pvi.local-update``."""
-        del core
-        return self.other_clients[0] if self.agrees else ""
+        """The site's half of ``pvi.local-update``, or that predicts with several hyperparameters."""
+        return self.other_clients[self.mixed(core)] if self.agrees else ""
+
+    def may_mix(self, core: CoreConfig) -> bool:
+        """Whether predictions can be over several hyperparameters."""
+        return self.agrees and core.model.likelihood == "gaussian"
+
+    def mixed(self, core: CoreConfig) -> bool:
+        """Whether they are, as far as keys say."""
+        return self.may_mix(core) and core.model.hyperparameters != "point"
 
     def num_points(self, rows: int) -> int:
         """M_k = min(fraction · N_k, cap); the floor of rows per pseudo-observation is applied when they are formed."""
@@ -215,6 +227,11 @@ class PVIOptions(VisitOptions):
         plan, update = self.plan(), f"`pvi.local-update` = {self.local_update!r}"
         if plan.local_update and plan.local_update != self.local_update:
             raise ConfigError(f"`pvi.preset` = {self.preset!r} is made of {plan.local_update!r} steps, not of {update}")
+        if core.model.hyperparameters == "laplace" and not self.may_mix(core):
+            raise ConfigError(
+                "`model.hyperparameters` = 'laplace' needs `pvi.local-update` = 'sums' and `model.likelihood` ="
+                " 'gaussian'; otherwise set it to 'point'"
+            )
         if self.agrees:
             self._check_sums(core, plan, update)
         else:
