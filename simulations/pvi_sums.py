@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from fsgp_exchanges import LARGE, SITES, SMALL, agreed, pooled, write_sets
+from fsgp_exchanges import LARGE, SITES, SMALL, agreed, auc, pooled, write_sets
 from pvi_runs import ensure
-from scipy.stats import rankdata
 from sfvi_runs import RESULTS
 
 from fedgp_flower.data.sites import load_all_sites
@@ -49,13 +48,6 @@ EDGE = 1e-6
 def keys_of(data: str, split: int, variant: str, data_dir: Path) -> dict[str, Any]:
     """Keys of one run."""
     return {"method": "pvi", "dataset": f"uci/{data}", "data-dir": str(data_dir), "split": split, **VARIANTS[variant]}
-
-
-def auc(members: Array, strangers: Array) -> float:
-    """The probability that a member's score is below a stranger's; ties count half."""
-    ranks = rankdata(np.concatenate([-members, -strangers]))
-    wins = ranks[: len(members)].sum() - len(members) * (len(members) + 1) / 2
-    return float(wins / (len(members) * len(strangers)))
 
 
 def leaks(folder: Path, keys: dict[str, Any]) -> dict[str, float]:
@@ -113,7 +105,8 @@ def case(data: str, split: int, chosen: argparse.Namespace) -> dict[str, Any]:
         row[f"{variant} s"] = metrics["seconds"]["setup"] + metrics["seconds"]["training"]
         row |= {f"{variant} {name}": found for name, found in leaks(metrics["folder"], keys).items()}
     starts, evaluations = (4, 300) if data in SMALL else (2, 150)
-    return row | {"pooled nll": pooled(data, split, chosen.data_dir, starts, evaluations)["nll"]}
+    reference = pooled(data, split, chosen.data_dir, starts, evaluations)
+    return row | {"pooled nll": reference["nll"], "pooled auc": reference["auc"]}
 
 
 def table(frame: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
@@ -122,6 +115,7 @@ def table(frame: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
     for data, own in frame.groupby("data", sort=False):
         row: dict[str, Any] = {"set": data, "splits": ", ".join(map(str, sorted(own["split"])))}
         row["pooled NLL"] = f"{own['pooled nll'].mean():.3f}"
+        row["pooled: AUC by loss"] = f"{own['pooled auc'].mean():.2f}"
         for variant in variants:
             gap = own[f"{variant} nll"] - own["pooled nll"]
             row[f"{variant}: gap"] = f"{gap.mean():+.3f} / {gap.max():+.3f}"
