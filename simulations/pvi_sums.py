@@ -80,7 +80,8 @@ def outside(model: SparseGP, inputs: Array, inside: Array) -> Array:
     """|w|² beyond a space [M, R], as a share of |w|², for rows [N, D]."""
     with torch.no_grad():
         w = model.whitened_cross(torch.from_numpy(inputs)).numpy()
-    return np.asarray(1 - np.square(inside.T @ w).sum(0) / np.square(w).sum(0))
+    within, whole = np.square(inside.T @ w).sum(0), np.square(w).sum(0)
+    return np.asarray(1 - np.divide(within, whole, out=np.zeros_like(whole), where=whole > 0))  # far from all of Z
 
 
 def snapshot_of(folder: Path) -> Any:
