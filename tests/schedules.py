@@ -49,8 +49,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "fsgp private": {"method": "fsgp", "privacy__epsilon": 1.0, "privacy__ranges": '{"x": [-1, 7], "y": [-2, 2]}'},
     "fsgp laplace": {"method": "fsgp", "fsgp__objective": "profiled", "model__hyperparameters": "laplace"}
     | {"fsgp__exchanges": 6},
-    "pvi sums": {"method": "pvi", "pvi__exchanges": 6},
-    "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"},
+    "pvi sums": {"method": "pvi", "pvi__exchanges": 6, "model__hyperparameters": "point"},
+    "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"}
+    | {"model__hyperparameters": "point"},
+    "pvi mixed": {"method": "pvi", "pvi__exchanges": 7, "model__hyperparameters": "laplace", "num_server_rounds": 6},
+    "pvi mixed, asynchronous": {"method": "pvi", "pvi__exchanges": 7, "pvi__schedule": "asynchronous"}
+    | {"model__hyperparameters": "laplace", "num_server_rounds": 6},
     "pvi classes": {"method": "pvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
     "pvi parallel": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5}
@@ -71,7 +75,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def keys_of(method: str, **changes: Any) -> dict[str, Any]:
     """The tiny configuration of a method."""
-    return configured(**{"fsgp__objective": "exact"} | METHODS[method] | {"num_server_rounds": 3} | changes)
+    return configured(**{"fsgp__objective": "exact", "num_server_rounds": 3} | METHODS[method] | changes)
 
 
 Spoil = Callable[[Message, float], Message | None]
