@@ -38,6 +38,7 @@ LIBRARIES = "flwr.clientapp, torch, gpytorch"
 KERNEL = "gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())"
 """The first kernel of a process makes PyTorch load SymPy, to find the shape of a batch."""
 OURS = "fedgp_flower.client_app, fedgp_flower.methods.fsgp.client, fedgp_flower.run.registry as r; r.parse_config({})"
+TURNS = 9
 IMPORTS = {
     "flwr.clientapp": "flwr.clientapp",
     LIBRARIES: LIBRARIES,
@@ -190,13 +191,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     chosen = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # where it is set an app is compiled anew for every message
-    least = {name: min(import_seconds(what) for _ in range(3)) for name, what in IMPORTS.items()}
-    print(least, flush=True)
-    imports = [{"import": n, "processor s": s, f"over {LIBRARIES}": s / least[LIBRARIES]} for n, s in least.items()]
+    turns = pd.DataFrame({name: import_seconds(what) for name, what in IMPORTS.items()} for _ in range(TURNS))
+    print(turns.to_string(), flush=True)
+    shares = turns.div(turns[LIBRARIES], axis=0).median()
+    imports = [
+        {"import": n, "processor s": turns[n].median(), f"over {LIBRARIES}, within a turn": shares[n]} for n in turns
+    ]
     command = f"python simulations/benchmarks/trip.py --sites {chosen.sites} --rounds {chosen.rounds}"
     page = [
         "# An exchange with real SuperNodes, beside an empty app with the same imports and one kernel",
-        f"`{command} --repeats {chosen.repeats}`. Imports, least of three new processes;"
+        f"`{command} --repeats {chosen.repeats}`. Imports, each in a new process, medians of {TURNS} turns;"
         " compiled modules are kept, as Python does unless told otherwise by `PYTHONDONTWRITEBYTECODE`:",
         table(imports),
     ]
