@@ -135,7 +135,7 @@ def rounds(model: ShapedGP, dealt: list[list[PseudoObserved]], count: int) -> li
     return states
 
 
-@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
+@pytest.mark.parametrize("likelihood", ["bernoulli", pytest.param("poisson", marks=pytest.mark.long)])
 def test_the_bound_rises_to_rest_whatever_the_partition(likelihood: str) -> None:
     ends = []
     for sizes in ((2,), (1, 1)):

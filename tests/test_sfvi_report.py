@@ -40,7 +40,7 @@ def eight_inputs(folder: Path, likelihood: str) -> dict[str, Any]:
     return tiny(sfvi__learning_rate=0.1, **keys)
 
 
-@pytest.mark.parametrize("likelihood", ["gaussian", "poisson"])
+@pytest.mark.parametrize("likelihood", ["gaussian", pytest.param("poisson", marks=pytest.mark.long)])
 def test_trend_and_deviations_of_many_inputs(tmp_path: Path, likelihood: str) -> None:
     folder = finished(tmp_path, eight_inputs(tmp_path, likelihood))
     run = read_run(folder)

@@ -82,7 +82,7 @@ def rows(chosen: argparse.Namespace) -> list[dict[str, Any]]:
         x, y = site_rows(number, count)
         timed("shares", lambda x=x, y=y: rows_gradient(model, x, y, adjoints, shares_at))
     rate, size = rates(), chosen.rows * INDUCING**2
-    counted = {"sums": (2 * size, size), "shares": (2 * size, 2 * size), "server": (0, 0)}
+    counted = {"sums": (size, size), "shares": (2 * size, size), "server": (0, 0)}  # of W Wᵀ a half is enough
     found = []
     for part, (products, solves) in counted.items():
         blas = products / rate["product"] + solves / rate["solve"]
