@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.latent import LatentGP
 from fedgp_flower.gp.profiled import profiled
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
-from fedgp_flower.gp.sums import WhitenedPosterior
+from fedgp_flower.gp.sums import WhitenedPosterior, exact_posterior
+from fedgp_flower.messages import add
 from fedgp_flower.methods.fsgp.dual_messages import Expectations
 from fedgp_flower.methods.fsgp.duals import expectations
 from fedgp_flower.methods.fsgp.messages import PooledPosterior, Statistics, Trials, TrialSums, apart
@@ -26,10 +28,13 @@ from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import async_pvi, pvi
-from strategies.fsgp_profiled import objective
+from strategies.fsgp import posterior_at
+from strategies.fsgp_profiled import ProfiledState, chain_at, objective
 from strategies.pvi import PVIState, forget, forget_site, posterior, state_of
 from strategies.pvi_duals import NaturalGradient
-from strategies.pvi_sums import LINEAR, ExactFactor, begin, whitened
+from strategies.pvi_mixed import MixedPVI
+from strategies.pvi_sums import LINEAR, ExactFactor, SummedState, begin, whitened
+from strategies.server.base import Observer
 from strategies.server.questions import Roster, drive
 
 NOISE, AMPLITUDE, LENGTH = 0.07, 1.7, 0.9
@@ -165,6 +170,48 @@ def test_the_default_is_the_posterior_of_fsgp_one_exchange_earlier() -> None:
         expected = same.outcome.posterior.arrays[name]
         assert end.outcome.posterior.arrays[name] == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert end.outcome.metrics["test"]["nll"] == pytest.approx(same.outcome.metrics["test"]["nll"], abs=1e-9)
+
+
+def test_of_few_rows_the_default_is_the_mixture_of_fsgp() -> None:
+    """Every component, at its own β, is the exact posterior of all rows; 19 exchanges and a visit."""
+    keys = KEYS | {"num_server_rounds": 30}
+    end, same = (
+        run(FaultyGrid(configured(**keys), 3)),
+        run(FaultyGrid(configured(**keys | {"method": "fsgp", "fsgp__objective": "profiled"}), 3)),
+    )
+    assert type(end) is MixedPVI
+    assert end.details()["components"] == same.details()["components"] > 2
+    assert end.details()["exchanges"] == same.details()["exchanges"] <= 19
+    for name, expected in same.outcome.posterior.arrays.items():
+        assert end.outcome.posterior.arrays[name] == pytest.approx(expected, rel=1e-6, abs=1e-9), name
+    assert end.outcome.metrics["test"]["nll"] == pytest.approx(same.outcome.metrics["test"]["nll"], abs=1e-9)
+
+
+@pytest.mark.parametrize("left", ["02", "012"])
+def test_draws_know_the_rows_of_which_there_are_factors(left: str) -> None:
+    """As the product does: not those of a site that is forgotten, and none while a site is still to be visited."""
+    sites, agreed = shards(3), ("0", "1", "2")
+    kept = {name: site for name, site in sites.items() if name in left}
+    every = add([site.statistics(Parameters(VALUES)) for site in sites.values()])
+    draws = [VALUES | {"likelihood.log_noise": np.log([noise])} for noise in (0.05, 0.09)]
+    own = MixedPVI.from_config(parse_config({"method": "pvi", "model.num-inducing": len(Z)}), Observer())
+    own.preparation = SimpleNamespace(rows={name: len(site.y) for name, site in sites.items()})
+    own.sizes = {"M": len(Z)}
+    visits = visited(sites, Plan(damping=1.0), 3)
+    for name in set(agreed) - set(left):
+        visits = forget(visits, name)
+    mixture = tuple(posterior_at(values, every) for values in (VALUES, *draws))
+    state = SummedState(VALUES, visits, ProfiledState((chain_at(VALUES),), agreed, 19, len(Z), mixture=mixture))
+    roster = Roster({name: len(site.y) for name, site in kept.items()}, tuple(kept), (), 4)
+    found = drive(own.predictive(state, roster), kept).each()
+    rows = [torch.from_numpy(np.concatenate([getattr(site, part) for site in kept.values()])) for part in "xy"]
+    for values, component in zip((VALUES, *draws), found, strict=True):
+        model = SparseGP.from_arrays(ModelSection(), values)
+        expected = exact_posterior(pooled_sums(model, *rows), float(model.noise.detach()))
+        assert component.mean == pytest.approx(expected.mean.detach().numpy(), abs=1e-9)
+        assert component.covariance == pytest.approx(expected.covariance.detach().numpy(), abs=1e-9)
+    waiting = replace(state, visits=forget(visits, "0"))
+    assert len(drive(own.predictive(waiting, roster), kept).each()) == 1
 
 
 def test_few_rounds_leave_a_visit_for_everyone() -> None:
