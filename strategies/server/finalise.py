@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,18 @@ class Posterior:
     coordinates: Mapping[str, str]
     equation: str
     model: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a state predicts with: the value that ``predictive`` returns."""
+
+    request: Any
+    """The message with which every site predicts; ``{site: message}`` where each has a different one."""
+    posterior: Posterior | None = None
+    """What is saved to predict without any site; None for a personal method."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Facts for ``metrics.json``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from strategies.server.context import SharedContext, settings_text
 from strategies.server.contract import Contract, ContradictionError
 from strategies.server.course import Course, rise
 from strategies.server.evaluation import Evaluation, of_all
-from strategies.server.finalise import Posterior
+from strategies.server.finalise import Posterior, Predicted
 from strategies.server.keywords import configured, documented, signature
 from strategies.server.masking import MEMBERS, TRUST, MaskedContract, Masking
 from strategies.server.network import Expected, Network, echo_of, pause_after
@@ -98,6 +98,8 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
     """The method's own table; a subclass says of which class."""
     current: S
     contract: Contract | MaskedContract
+    predicted: Predicted
+    """What sites predicted with in the latest evaluation."""
     scoring: Any
     """The question for scores under masks."""
     score_sums: ClassVar[type[ScoreSums]] = ScoreSums
@@ -163,7 +165,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
 
     @abstractmethod
     def predictive(self, state: S, roster: Roster) -> Asking[Any]:
-        """The message with which a site predicts by a state; ``{site: message}`` where each has its own."""
+        """What a state predicts with, as :class:`~strategies.server.finalise.Predicted`."""
 
     def public(self, state: S) -> NamedArrays:
         """The arrays that ``result.arrays`` holds: those that Flower's wrappers clip, disturb and save."""
@@ -664,7 +666,9 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         self.enrol(grid)
         self._take(arrays)
         self.evaluate_config = ConfigRecord({**self.evaluate_config, **config})
-        self.predicted_with = self.ask_through(self.predictive(self.current, self.roster()))
+        found = self.ask_through(self.predictive(self.current, self.roster()))
+        self.predicted = found if isinstance(found, Predicted) else Predicted(found)
+        self.predicted_with = self.predicted.request
         if self.masking is not None:
             if isinstance(self.predicted_with, Mapping):
                 self._require_clear(type(next(iter(self.predicted_with.values()))))
@@ -751,12 +755,12 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
 
     def posterior(self) -> Posterior | None:
         """What is saved."""
-        return self.posterior_of(self.current)
+        return self.predicted.posterior or self.posterior_of(self.current)
 
     def details(self) -> dict[str, Any]:
         """Facts of the method, those that sites are asked for among them."""
         asked = self.ask_through(self.final(self.current, self.roster()))
-        facts = self.details_of(self.current) | self.expected | asked
+        facts = {**self.predicted.details, **self.details_of(self.current)} | self.expected | asked
         if (line := rise(self.course.values)) is not None:
             facts["rise_per_round"] = line.slope
         return facts if self.masking is None else facts | {"privacy": self.masking.facts()}
