@@ -18,7 +18,7 @@ Theory of operation::
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 A = TypeVar("A")
@@ -34,6 +34,8 @@ class Each(Generic[A]):
     """Site → request message; the sites asked are its keys."""
     retries: int = 0
     """How often a site that fails is asked again at once."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the answer's dimensions that are not those of the run: ``{"M": 300}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Total(Generic[A]):
     sites: tuple[str, ...] | None = None
     """Who is asked; None: every healthy site."""
     retries: int = 1
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the answer's dimensions that are not those of the run: ``{"M": 300}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class First(Generic[A]):
     answer: type[A]
     requests: Mapping[str, Any]
     """New questions; earlier ones stay outstanding. At least one question must be."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the answer's dimensions that are not those of the run: ``{"M": 300}``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -496,6 +496,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
         return self._answer_of(question, replies, contract)
 
     def _contract(self, question: Each[Any] | Total[Any]) -> Contract | MaskedContract:
+        self.sizes |= question.sizes
         if isinstance(question, Total) and self.masking is not None:
             return self.masking.open(question, list(self._requests(question)), self.sizes)
         return self._plain_contract(question.answer, self._requests(question), isinstance(question, Total))
@@ -618,6 +619,7 @@ class FederatedStrategy(BaseStrategy, Generic[S]):
     def _first(self, question: First[Any]) -> tuple[str, Any]:
         """Send what is new, and wait for the first answer of all that are outstanding."""
         self._require_clear(question.answer)
+        self.sizes |= question.sizes
         for site, request in question.requests.items():
             self._push(site, question.answer, request)
         begun = time.monotonic()
