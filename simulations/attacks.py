@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from attacking import FILE, attack
 from sfvi_runs import RESULTS, RUNS, ensure, write_table
-
-from fedgp_flower.run.attack import FILE, attack
 
 NAME, SITES, MOST = "attacks", 10, 1000
 SETS = ("yacht", "boston", "energy", "concrete", "wine", "kin8nm", "power", "naval", "protein")

@@ -2,7 +2,7 @@
 
     python simulations/attacks_chance.py --data-dir DIR [--sets yacht …] [--seeds 0 1 2]
 
-The runs of ``attacks.py``, with seeds that hold out and deal other rows. The search of ``fedgp attack`` is made in the
+The runs of ``attacks.py``, with seeds that hold out and deal other rows. The search of ``attacks.py`` is made in the
 sums of the smallest site, which the server sees in the clear, in the total, which it sees under masks, and in the sum
 of all other sites. Complete runs are not repeated; the page is ``simulations/results/attacks_chance.md``.
 """
@@ -17,21 +17,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from attacking import SEEN, reconstruction, rows_of, spread, together
 from attacks import FEDMGP, FSGP, NAME, SETS, SITES, sample
 from sfvi_runs import RESULTS, RUNS, ensure, write_table
 
-from fedgp_flower.privacy.attacks import reconstruction, spread, together
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.attack import rows_of
-from fedgp_flower.run.predict import row_of
-from fedgp_flower.run.registry import load, parse_config
+from fedgp_flower.run.registry import parse_config
 
 METHODS = {"fsgp": FSGP, "fedmgp": FEDMGP}
 KEPT = RUNS / NAME / "chance.jsonl"
 LINES = [
     "`python simulations/attacks_chance.py --data-dir DIR --sets {} --seeds {}`",
     "",
-    "Rows of the smallest of ten sites, looked for in sums as `fedgp attack` does, with seeds that hold out and deal"
+    "Rows of the smallest of ten sites, looked for in sums as `attacks.py` does, with seeds that hold out and deal"
     " other rows. AUC: how much nearer to a row found the rows of the site are than rows that were held out of the run;"
     " at chance .5, with the standard deviation of ranks that are drawn. *In the clear*: from the sums of the site."
     " *Under masks*: from the total of all sites. ± is 1.96 standard deviations of the mean at chance. *Nearer than"
@@ -55,7 +53,7 @@ def measured(name: str, method: str, seed: int, data_dir: str) -> dict[str, Any]
     }
     strangers = together(list(sites.values()))
     found: dict[str, Any] = {"data": name, "method": method, "seed": seed}
-    for group, seen in load(row_of(run).attacks)(run, config, groups).items():
+    for group, seen in SEEN[method](run, config, groups).items():
         rng = np.random.default_rng([seed, *b"attack"])
         distance, _, recognised = reconstruction(seen.sums, sites[smallest], strangers, rng)
         found |= {group: recognised, f"{group}, distance": distance}

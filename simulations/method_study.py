@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from attacking import SEEN, TOTAL, Seen, loss, membership, together
 from fsgp_exchanges import agreed
 from pvi_runs import ensure
 from sfvi_runs import RESULTS, RUNS, write_table
@@ -24,11 +25,9 @@ from sfvi_runs import RESULTS, RUNS, write_table
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.placement import limit_threads
-from fedgp_flower.privacy.attacks import Seen, loss, membership, together
 from fedgp_flower.run.artefacts import RunData, read_run
-from fedgp_flower.run.attack import TOTAL
-from fedgp_flower.run.predict import Predictor, row_of
-from fedgp_flower.run.registry import load, parse_config
+from fedgp_flower.run.predict import Predictor
+from fedgp_flower.run.registry import parse_config
 from fedgp_flower.typing import Array
 
 NAME, SITES = "method_study", 10
@@ -106,9 +105,9 @@ def inside(seen: Seen, x: Array, y: Array) -> Array:
 
 def by_sums(run: RunData, sites: Mapping[str, SiteData]) -> dict[str, float]:
     """AUC of the attack by range on the sums of each site, and on the total if masks can leave that alone."""
-    if not row_of(run).attacks or run.posterior is None:
+    if run.metrics.method not in SEEN or run.posterior is None:
         return {}
-    seen, config = load(row_of(run).attacks), parse_config(run.config)
+    seen, config = SEEN[run.metrics.method], parse_config(run.config)
     everyone = list(sites.values())
     each = seen(run, config, {site: [own] for site, own in sites.items()})
     total = seen(run, config, {TOTAL: everyone})[TOTAL]

@@ -12,15 +12,46 @@ are of one population and the search knows neither.
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeAlias, cast
 
 import numpy as np
+import torch
 from scipy.stats import norm, rankdata
 
-from fedgp_flower.data.sites import SiteData
+from fedgp_flower.data.sites import SiteData, load_all_sites
+from fedgp_flower.errors import RunError
+from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.sums import SparseSums, exact_posterior
+from fedgp_flower.messages import decode
+from fedgp_flower.methods.fedmgp.latents import Latents, spacing
+from fedgp_flower.methods.fedmgp.messages import PSEUDO_INPUTS
+from fedgp_flower.methods.fedmgp.options import FedMGPOptions
+from fedgp_flower.methods.fedmgp.unit import (
+    SearchOptions,
+    UnitData,
+    features,
+    squared_gaps,
+    starting_parameters,
+    statistics,
+)
+from fedgp_flower.methods.fsgp.private import EDGE, Budget, cleaned, disturbed
+from fedgp_flower.methods.pvi.factors import Factor, PseudoObservations
+from fedgp_flower.methods.pvi.messages import PseudoPoints
+from fedgp_flower.methods.pvi.posterior import SavedFactors
+from fedgp_flower.methods.pvi.posterior import saved_model as saved_factors
+from fedgp_flower.methods.sparse_posterior import SavedMixture, SavedSparseGP, saved_model
+from fedgp_flower.run.artefacts import RunData, read_checkpoint, read_run
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.run.files import write_json
+from fedgp_flower.run.predict import preparation_of
+from fedgp_flower.run.registry import parse_config
 from fedgp_flower.typing import Array
 
 Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]
@@ -223,3 +254,158 @@ def together(sites: Sequence[SiteData]) -> SiteData:
     """All held-out rows, as rows."""
     x, y = np.concatenate([own.x_test for own in sites]), np.concatenate([own.y_test for own in sites])
     return SiteData(x, y, x[:0], y[:0], 0)
+
+
+def seen_of_fsgp(run: RunData, config: RunConfig, groups: Mapping[str, Sequence[SiteData]]) -> dict[str, Seen]:
+    """Of each group of sites the sum over them, the posterior from it alone, and the range that rows lie in.
+
+    Raises:
+        RunError: the likelihood is not Gaussian.
+    """
+    assert run.posterior is not None
+    saved = saved_model(run.posterior, ())
+    saved = saved.components[0] if isinstance(saved, SavedMixture) else saved  # the best point; draws are around it
+    if type(saved) is not SavedSparseGP:
+        raise RunError(f"{run.path}: attacks on sums are known for `model.likelihood` = 'gaussian'")
+    return {name: _of_sites(saved.model, config, sites, name) for name, sites in groups.items()}
+
+
+@torch.no_grad()
+def _of_sites(model: SparseGP, config: RunConfig, sites: Sequence[SiteData], name: str) -> Seen:
+    told = _noisy if config.privacy.epsilon else _exact
+    sums = told(model, config, sites, name)
+
+    def features(points: Array) -> Array:
+        with torch.no_grad():
+            return np.asarray(model.whitened_cross(torch.from_numpy(points)).mT)
+
+    posterior = SavedSparseGP(model, exact_posterior(sums, float(model.noise)))
+    return Seen(posterior, Sums(sums.gram.numpy(), sums.projection.numpy(), features))
+
+
+def _exact(model: SparseGP, config: RunConfig, sites: Sequence[SiteData], name: str) -> SparseSums:
+    del config, name
+    parts = (pooled_sums(model, torch.from_numpy(own.x), torch.from_numpy(own.y)) for own in sites)
+    return functools.reduce(operator.add, parts)
+
+
+def _noisy(model: SparseGP, config: RunConfig, sites: Sequence[SiteData], name: str) -> SparseSums:
+    """As a release of the run, with fresh noise."""
+    clipped = [SiteData(own.x, own.y.clip(-EDGE, EDGE), own.x_test, own.y_test, 0) for own in sites]
+    exact, rng = _exact(model, config, clipped, name), np.random.default_rng([config.seed, *b"attack", *name.encode()])
+    parts = 1 if config.privacy.secure_aggregation else len(sites)
+    noise, rows = Budget.of(config).noise * math.sqrt(parts), sum(len(own.x) for own in sites)
+    amplitude = float(model.kernel(model.inducing_points[:1], diag=True))
+    return cleaned(disturbed(exact, amplitude, noise, rng), rows, amplitude, noise)[0]
+
+
+def seen_of_fedmgp(run: RunData, config: RunConfig, groups: Mapping[str, Sequence[SiteData]]) -> dict[str, Seen]:
+    """Of each group of units the sum of first statistics, in units of the root mean square of a single unit's targets.
+
+    A reader of the posterior sees none of them: it is that of the last round, at parameters that stay with the units.
+    """
+    assert run.posterior is not None
+    options, arrays = cast(FedMGPOptions, config.options), run.posterior.arrays
+    inducing = arrays["latents.inducing"] if "latents.inducing" in arrays else arrays[PSEUDO_INPUTS]
+    scales = np.outer(np.square(options.multiples), spacing(inducing) ** 2)
+    latents = Latents(inducing, scales, np.ones(len(scales)), config.model.jitter)
+    search = SearchOptions(convolved=options.covariance != "lmc")
+    units = {name: [UnitData.build(own.x, own.y, inducing) for own in sites] for name, sites in groups.items()}
+    return {name: Seen() if name == READER else _of_units(own, latents, search) for name, own in units.items()}
+
+
+def _of_units(units: Sequence[UnitData], latents: Latents, search: SearchOptions) -> Seen:
+    starts = [starting_parameters(own, latents, search) for own in units]
+    told = [statistics(own, latents, start) for own, start in zip(units, starts, strict=True)]
+    smoothing, amplitudes, factors = starts[0].smoothing, starts[0].amplitudes, latents.whitening()
+
+    def rows(points: Array) -> Array:
+        found = features(squared_gaps(points, latents.inducing), latents, factors, smoothing)
+        return np.hstack([s * k for s, k in zip(amplitudes, found, strict=True)])
+
+    noise = starts[0].noise  # 0.09 yᵀy/N, which the evidence, a function of it and of N, gives away
+    gram, projection = sum(own.precision for own in told), sum(own.shift for own in told)
+    return Seen(sums=Sums(np.asarray(gram * noise), np.asarray(projection * noise), rows))
+
+
+SITES = "state.sites"
+"""Name of the sites' factors in a checkpoint."""
+
+
+def seen_of_pvi(run: RunData, config: RunConfig, groups: Mapping[str, Sequence[SiteData]]) -> dict[str, Seen]:
+    """Of a single site its factor, alone with the prior; of all, the posterior."""
+    assert run.posterior is not None
+    saved = saved_factors(run.posterior, ())
+    if not isinstance(saved, SavedFactors):  # factors by sums are those of the method that asks for sums alone
+        return seen_of_fsgp(run, config, groups)
+    arrays = read_checkpoint(run.path).arrays
+    names = json.loads(np.asarray(arrays[SITES], dtype=np.uint8).tobytes())
+    tied = bool(run.posterior.arrays.get("factor.points-0.tied", True))
+    found = {}
+    for name, sites in groups.items():
+        if len(sites) > 1 or name not in names:
+            found[name] = Seen(saved, points=_points(saved.factors))
+            continue
+        prefix = f"{SITES}.{names.index(name)}.points."
+        own = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+        factors: list[Factor] = [decode(PseudoPoints, own).factor(tied=tied)] if own else []
+        alone = SavedFactors(saved.model, saved.draws, factors) if factors else None
+        found[name] = Seen(alone, points=_points(factors))
+    return found
+
+
+def _points(factors: Sequence[Factor]) -> np.ndarray | None:
+    """Pseudo-inputs and targets [V, D + 1]."""
+    parts = [
+        np.column_stack([own.inputs.numpy(), own.targets.numpy()])
+        for own in factors
+        if isinstance(own, PseudoObservations)
+    ]
+    return np.concatenate(parts) if parts else None
+
+
+SEEN = {"fsgp": seen_of_fsgp, "pvi": seen_of_pvi, "fedmgp": seen_of_fedmgp}
+"""From a run, its configuration and groups of sites' rows to what the sum or the factors of each group give."""
+
+FILE = "attacks.json"
+TOTAL, OTHERS = "total", "others"
+
+
+def attack(folder: Path) -> list[Attack]:
+    """Attack a run and write what was reached into its folder.
+
+    Under masks the server has the total alone, and attacks every site with that.
+
+    Raises:
+        RunError: the run is not simulated, its rows are not there, or nothing is known against its method.
+    """
+    run = read_run(folder)
+    if run.metrics.method not in SEEN or run.posterior is None:
+        raise RunError(f"{folder} is a run of {run.metrics.method!r}; attacks are known for {', '.join(SEEN)}")
+    config, sites = parse_config(run.config), rows_of(run)
+    groups = {site: [own] for site, own in sites.items()}
+    seen = SEEN[run.metrics.method]
+    everyone, masked = list(sites.values()), "privacy" in run.metrics.method_details
+    reader = seen(run, config, {READER: everyone})[READER]
+    server = dict.fromkeys(sites, seen(run, config, {TOTAL: everyone})[TOTAL]) if masked else seen(run, config, groups)
+    smallest = min(sites.values(), key=lambda own: len(own.x))
+    others = seen(run, config, {OTHERS: [own for own in everyone if own is not smallest]})[OTHERS]
+    found = attacked(server, reader, sites, others=others, seed=config.seed)
+    write_json(folder / FILE, {"masked": masked, "attacks": [asdict(own) for own in found]})
+    return found
+
+
+def rows_of(run: RunData) -> dict[str, SiteData]:
+    """The rows of a simulated run's sites, standardised as they agreed.
+
+    Raises:
+        RunError: the sites were real, or the rows are others now.
+    """
+    assert run.posterior is not None
+    facts = read_checkpoint(run.path).facts["preparation"]
+    if not facts["simulated"]:
+        raise RunError(f"{run.path}: its sites are real machines, which keep their rows; only a simulation is attacked")
+    raw = {own.site: own for own in load_all_sites(parse_config(run.config), len(facts["rows"]))}
+    if {site: len(own.train) for site, own in raw.items()} != facts["rows"]:
+        raise RunError(f"{run.path}: the rows of `dataset` are not those that the run had")
+    return {site: own.encode(preparation_of(run.posterior)) for site, own in raw.items()}
