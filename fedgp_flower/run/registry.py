@@ -79,7 +79,7 @@ _REFERENCE = Method(
     paper="Rasmussen and Williams, Gaussian processes for machine learning (2006)",
     options="fedgp_flower.options:MethodOptions",
     strategy="strategies.references:LocalOnly",
-    client="fedgp_flower.clients.reference:ReferenceClient",
+    client="fedgp_flower.clients.numpy_client:SiteClient",
     federated=False,
     why_no_posterior=_FROM_ITS_ROWS,
 )
