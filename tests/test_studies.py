@@ -39,7 +39,8 @@ def _scratch(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("_scratch")
 def test_a_study_makes_its_runs_once(monkeypatch):
     first = run.run("defaults", {"sets": ("diabetes",), "methods": ("local-only",)})
-    assert first[0]["NLL"] == first[0]["local_only"] < first[0]["mean"]
+    assert first[0]["NLL"] == first[0]["local_only"] > first[0]["linear"]
+    assert first[0]["above"] == "mean, linear"
 
     def twice(*arguments):
         raise AssertionError("a run that is there was made again")

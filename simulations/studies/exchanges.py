@@ -74,7 +74,7 @@ def pooled(x: Tensor, y: Tensor, start: int) -> tuple[float, Callable[[Tensor], 
         load(flat)
         value = -bound_and_predict(theta, x, y)[0] / len(y)
         gradient = torch.autograd.grad(value, list(theta.values()))
-        return float(value), torch.cat([part.flatten() for part in gradient]).numpy()
+        return float(value.detach()), torch.cat([part.flatten() for part in gradient]).numpy()
 
     first = torch.cat([value.detach().flatten() for value in theta.values()]).numpy()
     limits = [(-7.0, 7.0)] * (x.shape[1] + 1) + [(-14.0, 3.0)] + [(None, None)] * theta["points"].numel()
