@@ -38,7 +38,7 @@ def violations(request, tmp_path_factory) -> Any:
 
 @pytest.mark.parametrize("site", VIOLATIONS)
 def test_a_violation_is_refused_by_name_before_it_leaves_and_the_run_goes_on(violations, site):
-    """The table of simulations/results/policy_violations.md; 40 of its lines are of the default policy."""
+    """The table of simulations/results/policy.md; 40 of its lines are of the default policy."""
     method, grid, strategy = violations
     assert refusal(method, site, grid, strategy) or (method, site) in NO_STATISTICS
     require_others(method, grid, strategy)
