@@ -37,8 +37,7 @@ import torch
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.methods.fsgp.private_messages import PrivateSums
-from fedgp_flower.privacy import accounting
-from fedgp_flower.privacy.noise import discrete_normal
+from fedgp_flower.privacy.noise import composed, discrete_normal, epsilon_of, mu_of
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array
 
@@ -69,7 +68,7 @@ class Budget:
     @property
     def mu(self) -> float:
         """μ of one release."""
-        return accounting.mu_of(self.epsilon, self.delta) / math.sqrt(self.releases)
+        return mu_of(self.epsilon, self.delta) / math.sqrt(self.releases)
 
     @property
     def noise(self) -> float:
@@ -78,7 +77,7 @@ class Budget:
 
     def spent(self, releases: int) -> float:
         """ε at δ after so many of them."""
-        return accounting.epsilon_of(accounting.composed([self.mu] * releases), self.delta)
+        return epsilon_of(composed([self.mu] * releases), self.delta)
 
 
 def units_of(amplitude: float) -> tuple[float, float, float]:
