@@ -298,7 +298,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed() -> None:
 @pytest.mark.parametrize("kind", [FSGPAveraging, FSGPExact, FGPR])
 def test_help_shows_every_keyword_with_its_default_and_meaning(kind: type[Any]) -> None:
     shown, doc = inspect.signature(kind).parameters, str(inspect.getdoc(kind))
-    assert {"fraction", "kernel", "seed", "optimizer_learning_rate"} <= set(shown)
+    assert {"fraction", "kernel", "seed", "learning_rate"} <= set(shown)
     assert all(f"\n    {name}: " in doc for name in shown)
     assert "    fraction: Share ρ of the sites that take part in a round" in doc
     assert f"default {shown['fraction'].default!r}" in doc
