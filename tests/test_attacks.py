@@ -103,16 +103,3 @@ def test_under_masks_the_server_has_what_everybody_has(tmp_path):
         assert own.server == pytest.approx(own.chance if own.reader is None else own.reader)
     with pytest.raises(RunError, match="attacks are known for"):
         attack(run_in_process(flat | {"name": "other", "method": "fgpr"}, 4))
-
-
-def test_first_statistics_of_a_small_unit_betray_its_rows_unless_masked(tmp_path):
-    keys = {"method": "fedmgp", "num_server_rounds": 1, "test_fraction": 0.97, "model__num_inducing": 15}
-    flat = configured(**keys, output_dir=str(tmp_path), name="plain")
-    plain = attack(run_in_process(flat, 6))
-    masked = attack(run_in_process(flat | {"name": "masked", "privacy.secure-aggregation": True}, 6))
-    assert plain[0].name.startswith("x of rows")
-    assert plain[0].server < 0.2
-    assert plain[-1].server > 0.7
-    assert abs(masked[-1].server - 0.5) < 0.2
-    assert masked[0].server > 0.8 * masked[0].chance  # what the others' sum says, which has none of these rows
-    assert plain[0].reader is None

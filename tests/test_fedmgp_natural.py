@@ -9,17 +9,14 @@ import numpy as np
 import pytest
 from faults import FaultyGrid, run
 from test_exact_q import random_unit
-from test_fedmgp import keys, nodes, theta
+from test_fedmgp import keys, nodes
 
 from fedgp_flower.errors import ConfigError, NumericsError
-from fedgp_flower.methods.fedmgp.exact_q import posterior
-from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, from_natural, to_natural
-from fedgp_flower.methods.fedmgp.natural import natural_steps
+from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, from_natural, posterior, to_natural
+from fedgp_flower.methods.fedmgp.local_steps import LocalSteps, natural_steps
 from fedgp_flower.methods.fedmgp.unit import statistics
 from fedgp_flower.run.registry import parse_config
-from strategies.fedmgp_natural import Frame, NaturalState, statistics_of, within_averages
-from strategies.fedmgp_shared import Record
-from strategies.server.aggregators import Signals
+from strategies.fedmgp_rules import Frame, Signals, merge_natural, statistics_of, within_averages
 
 NATURAL = {"fedmgp__update": "pseudo-gradient", "fedmgp__parametrisation": "natural", "optimizer__learning_rate": 0.1}
 AGREEING = {"fedmgp__aggregation": "agreement", "fedmgp__natural_step": 0.2, "fedmgp__local_steps": 4}
