@@ -47,9 +47,10 @@ def pooled_bound(seed: int) -> float:
     path = RUNS / run_name(seed, "FedMGP, exact") / "pooled-bound.json"
     if path.exists():
         return float(json.loads(path.read_text()))
+    from fedgp_flower.methods.fedmgp.references import fit_pooled, starting_point
+
     from fedgp_flower.data.sites import load_all_sites
     from fedgp_flower.data.standardisation import Preparation
-    from fedgp_flower.methods.fedmgp.references import fit_pooled, starting_point
     from fedgp_flower.run.artefacts import read_posterior
     from fedgp_flower.run.registry import parse_config
 

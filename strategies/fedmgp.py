@@ -38,7 +38,7 @@ from fedgp_flower.methods.fedmgp.latents import (
 from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradient, PseudoGradientSum
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.messages import Parameters
-from fedgp_flower.run.artefacts import Snapshot
+from fedgp_flower.outcome import Observer, Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.fedmgp_rules import AGREEMENT, RULES, Signals, aggregate, least_sites, merge_natural
@@ -51,7 +51,6 @@ from strategies.fedmgp_shared import (
     latents_at,
     notice_fresh,
 )
-from strategies.server.base import Observer
 from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
 

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, crashed, csv_nodes, lost, run
+from flwr.serverapp.strategy import Result
 
 from fedgp_flower.clients.state import load_state
 from fedgp_flower.data.sites import load_site
@@ -249,9 +250,9 @@ def test_a_unit_that_joins_late_takes_part_and_one_that_comes_after_fits_alone(t
     recorder.at[8] = lambda: grid.join(every[3])
     strategy = run(grid, recorder)
     consistent(grid, strategy, UNITS[:3])
-    strategy.begin_round()
+    strategy.session.begin_round()
     before = shared(strategy)[1].mean.copy()
-    strategy.evaluate()
+    strategy._evaluate(Result())
     [late] = [row for row in strategy.evaluation["per_site"] if row["site"] == "d"]
     assert late["rmse"] < 0.35  # noise 0.1 on a signal of sd 1.4
     assert np.array_equal(shared(strategy)[1].mean, before)

@@ -1,6 +1,6 @@
 """A site's half of federated standardisation: describe its rows by sums, and encode them with what was agreed.
 
-The server's half is ``strategies.server.standardisation``. A column of numbers is described by its sum, its sum of
+The server's half is ``fedgp_flower.data.agreement``. A column of numbers is described by its sum, its sum of
 squares about the site's mean, and what rounding took from the sum; a categorical column by how often each level
 occurs. The agreed preparation turns numeric columns into one standardised input each and categorical ones into
 indicators. A level that is not among the agreed ones is :data:`OTHER` where the sites agreed on that one.

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.methods.fedmgp.exact_q import posterior
 from fedgp_flower.methods.fedmgp.learner import LocalSteps, local_update
 from fedgp_flower.methods.fedmgp.multi_output import from_exact
+
+from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.methods.fedmgp.unit import SearchOptions, UnitData, respond, starting_parameters, statistics
 from strategies.fedmgp_exact import ExactState, start_state, trial_moves
 from strategies.fedmgp_shared import latents_at

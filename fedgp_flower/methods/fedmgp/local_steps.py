@@ -166,8 +166,8 @@ def factor_steps(model: MultiOutputGP, x: Tensor, y: Tensor, steps: LocalSteps) 
         return -model.local_risk(x[rows], y[rows], num_data=len(y), weight=steps.weight)
 
     ascend(negative_risk, list(model.parameters()), name="adam", steps=steps.count, learning_rate=steps.rate)
-    smoothing = model.kernel.smoothing
-    positive = torch.cat([model.kernel.scales.ravel(), smoothing[smoothing != 0]])
+    smoothing, noise = model.kernel.smoothing, torch.tensor([model.unit_parameters().noise])
+    positive = torch.cat([model.kernel.scales.ravel(), smoothing[smoothing != 0], noise])
     finite = all(bool(torch.isfinite(p).all()) for p in [*model.parameters(), positive])
     if not (finite and bool((positive > 0).all())):
         raise NumericsError(DIVERGED)
