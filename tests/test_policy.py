@@ -38,7 +38,7 @@ def violations(request, tmp_path_factory) -> Any:
 
 @pytest.mark.parametrize("site", VIOLATIONS)
 def test_a_violation_is_refused_by_name_before_it_leaves_and_the_run_goes_on(violations, site):
-    """The table of simulations/results/policy_violations.md; 40 of its lines are of the default policy."""
+    """The table of simulations/results/policy.md; 40 of its lines are of the default policy."""
     method, grid, strategy = violations
     assert refusal(method, site, grid, strategy) or (method, site) in NO_STATISTICS
     require_others(method, grid, strategy)
@@ -292,5 +292,5 @@ def test_a_policy_that_is_none_is_refused(tmp_path):
 def test_keys_that_a_site_does_not_read_are_free(tmp_path):
     own = rules(Policy(keys=("model.num-inducing",)))
     own.admit(parse_config({"name": "x", "dataset": "sine", "model.num-inducing": 7}), "r", 1, None)
-    with pytest.raises(PolicyError, match=r"`model\.jitter`"):
-        own.admit(parse_config({"model.jitter": 1e-6}), "r", 1, None)
+    with pytest.raises(PolicyError, match=r"`model\.noise`"):
+        own.admit(parse_config({"model.noise": 0.2}), "r", 1, None)

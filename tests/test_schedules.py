@@ -22,7 +22,7 @@ def test_there_is_a_form_of_every_strategy() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("seed", [*range(6), *(list(METHODS).index(form) for form in LATE)])
 def test_a_schedule_of_faults(seed: int) -> None:
-    """`simulations/fault_schedules.py` goes through five hundred."""
+    """`python -m simulations.run faults` goes through five hundred."""
     drawn(seed)
 
 
