@@ -301,7 +301,7 @@ def test_what_deviations_cannot_do_is_refused(tmp_path: Path) -> None:
         {"fedmgp__latents": 2},
         {"fedmgp__aggregation": "agreement"},
     ):
-        with pytest.raises(ConfigError, match="'deviations' needs one latent function"):
+        with pytest.raises(ConfigError, match="'fedmgp-deviations' needs one latent function"):
             parse_config(configured(**ROUGH, **changes))
     with pytest.raises(RunError, match="needs one input, here are 2"):
         finished(tmp_path, series().assign(more=lambda own: own["y"] + np.arange(len(own)) % 7), "wide")
