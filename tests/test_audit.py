@@ -11,7 +11,6 @@ import pytest
 from faults import FaultyGrid, configured, csv_nodes, run, waves
 
 from fedgp_flower import cli
-from fedgp_flower.errors import RunError
 from fedgp_flower.privacy import audit
 from fedgp_flower.run import leaves
 from fedgp_flower.shared_messages import WeightedStep
@@ -98,11 +97,6 @@ def test_a_site_that_cannot_write_its_log_does_not_answer(tmp_path):
     assert {own.reason for own in strategy.network.failures if own.site == "c"} == {
         "the audit log of this site cannot be written (Is a directory)"
     }
-
-
-def test_there_is_no_such_log(tmp_path):
-    with pytest.raises(RunError, match="cannot be read"):
-        audit.read(tmp_path / "none.jsonl")
 
 
 def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):
