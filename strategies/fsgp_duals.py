@@ -29,8 +29,8 @@ from fedgp_flower.methods.fsgp.dual_messages import Expectations
 from fedgp_flower.methods.fsgp.duals import Duals, carried, gradient_at_server
 from fedgp_flower.methods.fsgp.messages import PooledPosterior
 from fedgp_flower.methods.fsgp.options import FSGPOptions
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.options import ModelSection
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.fsgp import saved, told_by_total
 from strategies.fsgp_exact import pack, unpack

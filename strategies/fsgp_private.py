@@ -22,8 +22,8 @@ from fedgp_flower.methods.fsgp.messages import PooledPosterior, Statistics
 from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.methods.fsgp.private import EDGE, Budget, cleaned
 from fedgp_flower.methods.fsgp.private_messages import PrivateRequest, PrivateSums
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.options import ModelSection
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.fsgp import LOG_NOISE, noise_of, posterior_at, saved
 from strategies.fsgp_profiled import empty_model

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from fedgp_flower.errors import DataError
-from fedgp_flower.methods.messages import TargetMoments, TargetPowers
+from fedgp_flower.shared_messages import TargetMoments, TargetPowers
 from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array
 from strategies.server.enrolment import Preparation

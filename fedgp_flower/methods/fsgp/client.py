@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.clients.numpy_client import Prediction
 from fedgp_flower.gp import sparse
 from fedgp_flower.gp.cells import LEAST_ROWS, cells
 from fedgp_flower.gp.latent import sparse_gp
@@ -32,7 +31,8 @@ from fedgp_flower.methods.fsgp.messages import (
     apart,
     numbered,
 )
-from fedgp_flower.methods.messages import Parameters, Step, Stepped
+from fedgp_flower.scores import Prediction
+from fedgp_flower.shared_messages import Parameters, Step, Stepped
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
