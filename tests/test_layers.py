@@ -200,7 +200,7 @@ FORBIDDEN = {
     "data": {"strategies", "site half", "method", "clients", "privacy", "deploy"},
     "method": {"strategies", "site half", "deploy"},
     "site half": {"strategies", "deploy"},
-    "strategies": {"site half", "clients", "data", "deploy"},
+    "strategies": {"site half", "clients", "deploy"},
     "clients": {"strategies", "site half", "method", "methods", "deploy"},
     "privacy": {"strategies", "site half", "method", "methods", "clients", "deploy"},
     "run": {"site half", "method", "deploy"},
