@@ -32,8 +32,8 @@ from fedmgp_battery import CYCLES, FAMILY, NOMINAL, PREFIX
 from fedmgp_common import RESULTS, RUNS, table
 from scipy.stats import norm
 
-from fedgp_flower.methods.closed_form import Sums, flattened, jacobian, posterior, rows_of_jacobian
-from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
+from fedgp_flower.methods.hierarchical_gp.newton import Sums, flattened, jacobian, posterior, rows_of_jacobian
+from fedgp_flower.methods.hierarchical_gp.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.fedmgp.calibration import CUTS as CALIBRATION_CUTS
 from fedgp_flower.methods.fedmgp.calibration import EDGES, LEAST_SEEN, calibration, widened
 from fedgp_flower.methods.fedmgp.deviating_client import read_values

@@ -26,7 +26,7 @@ from sfvi_weather_model import problem
 
 from fedgp_flower.gp.optimisers import maximise
 from fedgp_flower.gp.placement import limit_threads
-from fedgp_flower.methods.closed_form import Sums, posterior
+from fedgp_flower.methods.hierarchical_gp.newton import Sums, posterior
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
 from fedgp_flower.methods.sfvi.options import SHARED

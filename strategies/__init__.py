@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from strategies.fsgp_laplace import FSGPLaplace as FSGPLaplace
     from strategies.fsgp_private import FSGPPrivate as FSGPPrivate
     from strategies.fsgp_profiled import FSGPProfiled as FSGPProfiled
+    from strategies.hierarchical_gp import HierarchicalGP as HierarchicalGP
     from strategies.multi_output_references import FedPoly as FedPoly
     from strategies.multi_output_references import ModularGP as ModularGP
     from strategies.pvi import PVI as PVI
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from strategies.replay_pvi import ReplayPVI as ReplayPVI
     from strategies.sfvi import SFVI as SFVI
     from strategies.sfvi_avg import SFVIAvg as SFVIAvg
-    from strategies.sfvi_closed import SFVIClosedForm as SFVIClosedForm
-    from strategies.sfvi_duals import SFVIDuals as SFVIDuals
 
 _MODULES = {
     "AsynchronousMixedPVI": "pvi_mixed",
@@ -60,6 +59,7 @@ _MODULES = {
     "FedMGPNatural": "fedmgp_natural",
     "FedMGPThenExact": "fedmgp_then_exact",
     "FedPoly": "multi_output_references",
+    "HierarchicalGP": "hierarchical_gp",
     "LocalOnly": "references",
     "MixedPVI": "pvi_mixed",
     "ModularGP": "multi_output_references",
@@ -71,8 +71,6 @@ _MODULES = {
     "ReplayPVI": "replay_pvi",
     "SFVI": "sfvi",
     "SFVIAvg": "sfvi_avg",
-    "SFVIClosedForm": "sfvi_closed",
-    "SFVIDuals": "sfvi_duals",
     "SummedPVI": "pvi_sums",
 }
 """Strategy → the module of its algorithm."""

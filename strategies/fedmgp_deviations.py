@@ -20,7 +20,6 @@ from numpy import ndarray
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import encode, leaves, message
-from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.fedmgp.calibration import CUTS, factors
 from fedgp_flower.methods.fedmgp.deviations import PRIOR_SD, beginning, inducing_factor
@@ -32,16 +31,17 @@ from fedgp_flower.methods.fedmgp.messages import (
     TrendView,
 )
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
+from fedgp_flower.methods.hierarchical_gp.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.fedmgp_shared import Plan, first_inducing, scaled, unit_curves
 from strategies.fsgp_exact import pack
+from strategies.hierarchical_gp import NewtonState
+from strategies.hierarchical_gp import one_round as newton_round
 from strategies.server import finalise
 from strategies.server.enrolment import Preparation
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
-from strategies.sfvi_closed import NewtonState
-from strategies.sfvi_closed import one_round as newton_round
 
 TOLERANCE = 0.05
 """Nats that a step must promise to be taken."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from structured_problems import gp_sites, shaped_gp
 
-from fedgp_flower.methods.closed_form import Slopes, Sums, expansion, newton_step, transported
+from fedgp_flower.methods.hierarchical_gp.newton import Slopes, Sums, expansion, newton_step, transported
 from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.sfvi import exact_deviation
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation, flattened

@@ -16,8 +16,8 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
 from fedgp_flower.errors import ConfigError, RunError
-from fedgp_flower.methods.closed_form import Expansion, Slopes, Sums, expansion, posterior
-from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
+from fedgp_flower.methods.hierarchical_gp.newton import Expansion, Slopes, Sums, expansion, posterior
+from fedgp_flower.methods.hierarchical_gp.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import GlobalPosterior, initial_global
 from fedgp_flower.methods.fedmgp.calibration import CUTS, EDGES, calibration, factors, widened
 from fedgp_flower.methods.fedmgp.deviating_client import read_values

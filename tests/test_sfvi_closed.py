@@ -20,7 +20,7 @@ from test_closed_form import dense_bound
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.linalg import symmetric
 from fedgp_flower.messages import add
-from fedgp_flower.methods.expansions import ExpansionShare
+from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
 from fedgp_flower.run.in_process import run_in_process

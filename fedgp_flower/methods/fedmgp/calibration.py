@@ -11,10 +11,10 @@ import numpy as np
 from scipy.stats import t as student
 from torch import Tensor
 
-from fedgp_flower.methods.closed_form import Sums, posterior
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.fedmgp.deviations import DeviatingUnit, Theta
 from fedgp_flower.methods.fedmgp.messages import Calibration
+from fedgp_flower.methods.hierarchical_gp.newton import Sums, posterior
 from fedgp_flower.typing import Array
 
 CUTS = np.linspace(0.1, 0.9, 9)

@@ -10,8 +10,6 @@ from numpy import ndarray
 from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import Prediction
-from fedgp_flower.methods.closed_form import Sums
-from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.fedmgp.calibration import calibration, widened
 from fedgp_flower.methods.fedmgp.deviations import DeviatingUnit, Theta
@@ -24,6 +22,8 @@ from fedgp_flower.methods.fedmgp.messages import (
     TrendView,
 )
 from fedgp_flower.methods.fedmgp.unit_client import UnitClient
+from fedgp_flower.methods.hierarchical_gp.messages import ExpansionRequest, ExpansionShare
+from fedgp_flower.methods.hierarchical_gp.newton import Sums
 from fedgp_flower.typing import Array
 
 MOST_ROWS = 400

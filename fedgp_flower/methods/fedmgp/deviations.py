@@ -11,7 +11,7 @@ learned from sums. Given q(u) = N(m, V) a unit weighs roughness h by r_h ∝ π_
     ℓ_h = log N(y | Φᵀm, Σ_h) − ½ tr(Σ_h⁻¹ Φᵀ V Φ),
 
 and adds P = Σ_h r_h Φ Σ_h⁻¹ Φᵀ, p = Σ_h r_h Φ Σ_h⁻¹ y and c = Σ_h r_h (log N(y | 0, Σ_h) + log π_h − log r_h), from
-which :mod:`fedgp_flower.methods.closed_form` has the bound of all rows, and a Newton step on θ.
+which :mod:`fedgp_flower.methods.hierarchical_gp.newton` has the bound of all rows, and a Newton step on θ.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
-from fedgp_flower.methods.closed_form import Derivatives, Sums, Width, flattened, jacobian, rows_of_jacobian
 from fedgp_flower.methods.family import GlobalPosterior
+from fedgp_flower.methods.hierarchical_gp.newton import Derivatives, Sums, Width, flattened, jacobian, rows_of_jacobian
 from fedgp_flower.typing import Scalar, Targets
 
 Theta: TypeAlias = Mapping[str, Tensor]

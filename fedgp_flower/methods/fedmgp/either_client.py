@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fedgp_flower.clients.numpy_client import Prediction, Said, Setting
-from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.fedmgp.client import FedMGPClient
 from fedgp_flower.methods.fedmgp.deviating_client import DeviatingClient
 from fedgp_flower.methods.fedmgp.latents import Latents
@@ -21,6 +20,7 @@ from fedgp_flower.methods.fedmgp.messages import (
     TrialStatistics,
 )
 from fedgp_flower.methods.fedmgp.unit_client import UnitClient
+from fedgp_flower.methods.hierarchical_gp.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.messages import Nothing
 from fedgp_flower.typing import Array
 
