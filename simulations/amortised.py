@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 import torch
+from fedgp_flower.methods.sfvi.models import model_at
 from matplotlib.figure import Figure
 from sfvi_mnist import images
 from sfvi_networks import SIDE
@@ -27,7 +28,6 @@ from sfvi_runs import RESULTS, RUNS, ensure, write_table
 
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.amortised import AmortisedModel
-from fedgp_flower.methods.sfvi.models import model_at
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import read_run

@@ -32,13 +32,13 @@ from fedmgp_battery import CYCLES, FAMILY, NOMINAL, PREFIX
 from fedmgp_common import RESULTS, RUNS, table
 from scipy.stats import norm
 
-from fedgp_flower.methods.hierarchical_gp.newton import Sums, flattened, jacobian, posterior, rows_of_jacobian
-from fedgp_flower.methods.hierarchical_gp.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.fedmgp.calibration import CUTS as CALIBRATION_CUTS
 from fedgp_flower.methods.fedmgp.calibration import EDGES, LEAST_SEEN, calibration, widened
 from fedgp_flower.methods.fedmgp.deviating_client import read_values
 from fedgp_flower.methods.fedmgp.deviations import DeviatingUnit, Theta, Weighing
 from fedgp_flower.methods.fedmgp.messages import Calibration, CalibrationRequest
+from fedgp_flower.methods.hierarchical_gp.messages import ExpansionRequest, ExpansionShare
+from fedgp_flower.methods.hierarchical_gp.newton import Sums, flattened, jacobian, posterior, rows_of_jacobian
 from strategies.fedmgp_deviations import DeviationState, ended, one_round, start_state
 from strategies.fsgp_exact import pack
 from strategies.server.questions import Roster, drive

@@ -20,18 +20,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
+from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
 from sfvi_runs import RESULTS, ensure, write_table
 from sfvi_weather import keys, table_of
 from sfvi_weather_model import problem
+from strategies.sfvi_closed import SHRINKAGE, prior_of
 
 from fedgp_flower.gp.optimisers import maximise
 from fedgp_flower.gp.placement import limit_threads
-from fedgp_flower.methods.hierarchical_gp.newton import Sums, posterior
 from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
+from fedgp_flower.methods.hierarchical_gp.newton import Sums, posterior
 from fedgp_flower.methods.sfvi.options import SHARED
-from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
-from strategies.sfvi_closed import SHRINKAGE, prior_of
 
 NAME = "sfvi_closed"
 EVALUATIONS = 15

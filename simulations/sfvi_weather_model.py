@@ -11,6 +11,8 @@ from typing import cast
 import numpy as np
 import pandas as pd
 import torch
+from fedgp_flower.methods.sfvi.estimators import expected_site_term
+from fedgp_flower.methods.sfvi.models import model_at
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -28,9 +30,7 @@ from fedgp_flower.methods.family import (
     named,
     with_named,
 )
-from fedgp_flower.methods.sfvi.estimators import expected_site_term
 from fedgp_flower.methods.sfvi.gp import HierarchicalGP
-from fedgp_flower.methods.sfvi.models import model_at
 from fedgp_flower.methods.sfvi.options import SHARED, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import SiteData
 from fedgp_flower.run.artefacts import read_posterior

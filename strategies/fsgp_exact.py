@@ -26,11 +26,10 @@ from fedgp_flower.methods.fsgp.messages import Adjoints, GradientShare, PooledPo
 from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.artefacts import Snapshot
+from fedgp_flower.outcome import Observer, Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.fsgp import LOG_NOISE, facts, initial_parameters, noise_of, pooled, posterior_at, saved
-from strategies.server.base import Observer
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy

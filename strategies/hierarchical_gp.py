@@ -58,7 +58,6 @@ from fedgp_flower.methods.messages import Parameters, Shape
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.fsgp_exact import pack, unpack
-from strategies.profiled_bound import CURVATURE
 from strategies.server.enrolment import Preparation
 from strategies.server.finalise import Posterior, Predicted, lengthscale_facts
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
@@ -77,7 +76,7 @@ SETTLING, WIDER = 1.0, 0.05
 """Widths of shapes are learned where a step promises less than so many nats, and if some logarithm moves by so much."""
 USUAL_SITES = 4.0
 """Sites of the initial widths that those of the run are averaged with."""
-HOW = f"{CURVATURE}; straight lines have terms of their own and do not count here"
+HOW = "the curvature of the bound at its end (Laplace's approximation); straight lines have separate terms"
 VARIANCES = ("outputscale", "variance", "noise")
 SHRINKAGE = math.log(20)
 """Rate of the exponential prior of the size of deviations, over its first value."""

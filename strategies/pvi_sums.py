@@ -26,6 +26,7 @@ from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
+from fedgp_flower.outcome import Observer
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies import async_pvi, pvi
 from strategies.fsgp import ROWS_PER_POINT, noise_of, saved, told_by_total
@@ -33,7 +34,6 @@ from strategies.fsgp_duals import FSGPDuals
 from strategies.fsgp_profiled import CANDIDATES, FSGPProfiled, ProfiledState
 from strategies.profiled_bound import LOCATIONS
 from strategies.pvi import PVIState, Refinement, due, factor_strengths, posterior
-from strategies.server.base import Observer
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Figures, Roster
 from strategies.server.strategy import FederatedStrategy
@@ -141,7 +141,7 @@ class AgreedPVI(FederatedStrategy[S]):
         given = {"exchanges": max(most - 1, 1), "small-sites": self.options.small_sites}
         options = FSGPOptions.model_validate(given)
         own = of.from_config(self.config.model_copy(update={"method": "fsgp", "options": options}), Observer())
-        own.preparation, own.sizes = self.preparation, self.sizes
+        own.session = self.session
         return own
 
     def one_round(self, state: S, roster: Roster) -> Asking[tuple[S, Figures]]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from fedgp_flower.methods.sfvi.shaped import ShapedGP
 
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.optimisers import AdamState
@@ -23,7 +24,6 @@ from fedgp_flower.methods.sfvi.learner import Learner, step_local
 from fedgp_flower.methods.sfvi.messages import GradientShare
 from fedgp_flower.methods.sfvi.mixed import MixedModel
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.shaped import ShapedGP
 from fedgp_flower.methods.sfvi.structured import SampledModel
 from fedgp_flower.options import ModelSection
 from strategies.server.questions import Roster

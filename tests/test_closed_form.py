@@ -6,15 +6,15 @@ import math
 
 import pytest
 import torch
+from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation, flattened
+from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
 from structured_problems import gp_sites, shaped_gp
 
-from fedgp_flower.methods.hierarchical_gp.newton import Slopes, Sums, expansion, newton_step, transported
 from fedgp_flower.methods.family import initial_global
+from fedgp_flower.methods.hierarchical_gp.newton import Slopes, Sums, expansion, newton_step, transported
 from fedgp_flower.methods.sfvi import exact_deviation
-from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation, flattened
 from fedgp_flower.methods.sfvi.gp import linear_terms
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
 from fedgp_flower.options import ModelSection
 
 POINTS = torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None]

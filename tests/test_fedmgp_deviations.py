@@ -16,8 +16,6 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
 from fedgp_flower.errors import ConfigError, RunError
-from fedgp_flower.methods.hierarchical_gp.newton import Expansion, Slopes, Sums, expansion, posterior
-from fedgp_flower.methods.hierarchical_gp.messages import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import GlobalPosterior, initial_global
 from fedgp_flower.methods.fedmgp.calibration import CUTS, EDGES, calibration, factors, widened
 from fedgp_flower.methods.fedmgp.deviating_client import read_values
@@ -31,6 +29,8 @@ from fedgp_flower.methods.fedmgp.deviations import (
     inducing_factor,
 )
 from fedgp_flower.methods.fedmgp.messages import Calibration, CalibrationRequest
+from fedgp_flower.methods.hierarchical_gp.messages import ExpansionRequest, ExpansionShare
+from fedgp_flower.methods.hierarchical_gp.newton import Expansion, Slopes, Sums, expansion, posterior
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config

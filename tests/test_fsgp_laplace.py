@@ -23,12 +23,12 @@ from fedgp_flower.gp.sums import collapsed_bound_value
 from fedgp_flower.gp.to_gpytorch import together
 from fedgp_flower.methods.fsgp.messages import MixedPosterior
 from fedgp_flower.methods.sparse_posterior import SavedMixture, saved_model
+from fedgp_flower.outcome import Observer
 from fedgp_flower.run.registry import parse_config
 from strategies import fsgp_laplace
 from strategies.fsgp_laplace import FSGPLaplace
 from strategies.fsgp_profiled import FSGPProfiled, ProfiledState
 from strategies.profiled_bound import LOCATIONS
-from strategies.server.base import Observer
 from strategies.server.questions import drive
 
 PROFILED = {"fsgp__objective": "profiled", "model__num_inducing": 12}
@@ -211,7 +211,7 @@ def test_a_run_mixes_within_twenty_exchanges_and_is_scored_by_the_mixture():
 def test_draws_are_the_default_where_rows_are_few_and_exchanges_enough(wanted, rows, exchanges, mixes):
     flat = configured(**PROFILED, model__hyperparameters=wanted, fsgp__exchanges=exchanges)
     own = FSGPLaplace.from_config(parse_config(flat), Observer())
-    own.preparation = SimpleNamespace(rows={"a": 999, "b": rows - 999})
+    own.session = SimpleNamespace(preparation=SimpleNamespace(rows={"a": 999, "b": rows - 999}))
     assert own.mixes == mixes
 
 

@@ -11,12 +11,12 @@ import pandas as pd
 import pytest
 import torch
 from faults import FaultyGrid, Recorder, configured, run
+from fedgp_flower.methods.sfvi.estimators import unit_noise
 from structured_problems import PlainSite, gradient_of, plan_of, roster_of, start_posteriors, state_of
 from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
 from fedgp_flower.errors import DataError
 from fedgp_flower.methods.sfvi.amortised import AmortisedModel, Autoencoder, TopicModel
-from fedgp_flower.methods.sfvi.estimators import unit_noise
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from faults import FaultyGrid, Recorder, blamed, csv_nodes, run, waves
+from fedgp_flower.methods.sfvi.estimators import SiteGradient
 from test_sfvi import Killed, memories, mixed, tiny, visits_csv
 
 from fedgp_flower import server_app
@@ -17,7 +18,6 @@ from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.sfvi.client import SFVIClient
-from fedgp_flower.methods.sfvi.estimators import SiteGradient
 from fedgp_flower.methods.sfvi.learner import Learner
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor

@@ -10,6 +10,8 @@ import pandas as pd
 import pytest
 import torch
 from faults import configured
+from fedgp_flower.methods.sfvi.estimators import sampled_site_term, unit_noise
+from fedgp_flower.methods.sfvi.networks import FedPop, HierarchicalNetwork, half_normal
 from scipy import stats
 from structured_problems import PlainSite, gradient_of, plan_of, roster_of, start_posteriors, state_of
 from torch.distributions import Categorical, Normal, kl_divergence
@@ -17,8 +19,6 @@ from torch.distributions import Categorical, Normal, kl_divergence
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.family import named
-from fedgp_flower.methods.sfvi.estimators import sampled_site_term, unit_noise
-from fedgp_flower.methods.sfvi.networks import FedPop, HierarchicalNetwork, half_normal
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor

@@ -5,6 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from fedgp_flower.methods.sfvi.estimators import (
+    expected_site_term,
+    gradients,
+    likelihood_only,
+    sampled_site_term,
+    unit_noise,
+    whole_term,
+)
+from fedgp_flower.methods.sfvi.multinomial import Multinomial
 from scipy.optimize import minimize
 from structured_problems import (
     PlainSite,
@@ -30,15 +39,6 @@ from fedgp_flower.methods.family import (
     sampled_global_term,
     with_named,
 )
-from fedgp_flower.methods.sfvi.estimators import (
-    expected_site_term,
-    gradients,
-    likelihood_only,
-    sampled_site_term,
-    unit_noise,
-    whole_term,
-)
-from fedgp_flower.methods.sfvi.multinomial import Multinomial
 from strategies.server.questions import drive
 from strategies.sfvi import global_noise, one_round, plus, server_term
 from strategies.sfvi_avg import average, factor

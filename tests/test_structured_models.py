@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fedgp_flower.methods.sfvi.estimators import gradients, sampled_site_term, unit_noise, whole_term
+from fedgp_flower.methods.sfvi.multinomial import Multinomial
 from scipy import integrate, special, stats
 from structured_problems import (
     children,
@@ -30,10 +32,8 @@ from fedgp_flower.methods.family import (
     normal_log_density,
     with_named,
 )
-from fedgp_flower.methods.sfvi.estimators import gradients, sampled_site_term, unit_noise, whole_term
 from fedgp_flower.methods.sfvi.gp import farthest_points
 from fedgp_flower.methods.sfvi.learner import Learner
-from fedgp_flower.methods.sfvi.multinomial import Multinomial
 from fedgp_flower.methods.sfvi.structured import predict_by_draws
 
 FIVE_ERRORS = 5.0

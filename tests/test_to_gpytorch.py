@@ -6,6 +6,7 @@ import gpytorch
 import numpy as np
 import pytest
 import torch
+from fedgp_flower.methods.sfvi.export import export as export_sfvi
 from structured_problems import randomised, sparse_gp
 
 from fedgp_flower.errors import RunError
@@ -20,7 +21,6 @@ from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.pvi.factors import InducingFactor, PseudoObservations, WhitenedFactor
 from fedgp_flower.methods.pvi.hierarchical import Draws, SparseModel, predict
 from fedgp_flower.methods.pvi.posterior import SavedFactors
-from fedgp_flower.methods.sfvi.export import export as export_sfvi
 from fedgp_flower.methods.sfvi.structured import SiteData
 from fedgp_flower.options import ModelSection
 

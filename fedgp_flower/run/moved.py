@@ -3,5 +3,32 @@
 MOVED_METHODS: dict[str, str] = {}
 """Old value of ``method`` → what to write instead, as the end of a sentence."""
 
-MOVED_KEYS: dict[str, str] = {}
+MOVED_KEYS: dict[str, str] = {
+    "sfvi.objective": "set `method` = 'hierarchical-gp' for the closed form; 'sfvi' always takes gradients",
+    "sfvi.tolerance": "`method` = 'hierarchical-gp' stops by itself; leave it out",
+    "sfvi.shared-inputs": "see `model.inducing-init`",
+    "sfvi.site-inducing": "it is learned from where it starts; leave it out",
+    "sfvi.site-noise": "it is learned from where it starts; leave it out",
+    "sfvi.site-amplitude": "it is learned from where it starts; leave it out",
+    "sfvi.site-lengthscale": "it is learned from where it starts; leave it out",
+    "sfvi.site-slope": "it is learned from where it starts; leave it out",
+    "sfvi.deviation": "it is learned from where it starts; leave it out",
+    "sfvi.local-structure": "no measured case gained from it; leave it out",
+    "sfvi.coupling": "no measured case gained from it; leave it out",
+    "sfvi.learn-inputs": "no measured case gained from it; leave it out",
+    "sfvi.scaling": "no measured case gained from it; leave it out",
+    "sfvi.weights": "no measured case gained from it; leave it out",
+    "sfvi.keep-moments": "no measured case gained from it; leave it out",
+    "sfvi.own-steps": "no measured case gained from it; leave it out",
+    "sfvi.centred": "no measured case gained from it; leave it out",
+    "sfvi.amortised-units": "no measured case gained from it; leave it out",
+    "sfvi.fraction": "no measured case gained from it; leave it out",
+    "sfvi.initial-local-scale": "see `sfvi.initial-scale`, which holds for all latents",
+    "sfvi.constant-share": "it is a constant; leave it out",
+    "sfvi.final-rate": "it is a constant; leave it out",
+    "sfvi.catch-up-steps": "it is a constant; leave it out",
+    "sfvi.prediction-draws": "it is a constant; leave it out",
+    "sfvi.prior-scale": "it is a constant; leave it out",
+    "sfvi.concentration": "it is a constant; leave it out",
+}
 """Old key → what to write instead, as the end of a sentence."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import MethodOptions
+from fedgp_flower.options import BASIC, MethodOptions
 from fedgp_flower.run.config import CoreConfig
 
 
@@ -14,7 +14,7 @@ class HierarchicalOptions(MethodOptions):
 
     table: ClassVar[str] = "hierarchical"
 
-    deviation: Literal["smooth", "rough"] = "smooth"
+    deviation: Annotated[Literal["smooth", "rough"], BASIC] = "smooth"
     """``smooth``: sites, such as countries. Each deviates by a Gaussian process of all inputs with its own amplitude,
     lengthscale and noise. ``rough``: units, such as batteries, that are curves along one input. Each deviates by a
     smooth curve and a Brownian motion of uncertain roughness; bands are calibrated beyond a unit's last row."""

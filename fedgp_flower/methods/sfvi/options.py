@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import field_validator
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.sfvi.rows import BUILT_IN, ModelRow, installed, sections_of
-from fedgp_flower.options import Count, MethodOptions, ModelSection, Positive, PositiveInt, Section
+from fedgp_flower.options import BASIC, Count, MethodOptions, ModelSection, Positive, PositiveInt, Section
 from fedgp_flower.run.config import CoreConfig
 
 K = TypeVar("K", bound=Section)
@@ -32,10 +32,12 @@ class CommonKeys(MethodOptions):
     """What all models read."""
 
     table: ClassVar[str] = "sfvi"
+    variant_key: ClassVar[str] = "model"
+    variants: ClassVar[Mapping[str, str]] = {name: row.summary for name, row in MODELS.items()}
     averages: ClassVar[bool] = False
     """Whether all rounds are averages of local steps."""
 
-    model: str = "gp"
+    model: Annotated[str, BASIC] = "gp"
     """By name, as in Hassan et al. (2023) where a section is given."""
     structure: Literal["diagonal", "full"] = "diagonal"
     """L_G of q(Z_G). ``full`` sends M²/2 numbers more."""
