@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from structured_problems import gp_sites, shaped_gp
 
 from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.hierarchical_gp import smooth
