@@ -450,7 +450,7 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         arrays = {**state.parameters, **state.shared}
         arrays |= {} if state.factors is None else {"factors": state.factors}
         coordinates = {name: "standardised" if name == SHARED else "unconstrained" for name in arrays}
-        section = {k: v for k, v in self.config.model.model_dump(by_alias=True).items() if k != "inducing-init"}
+        section = self.config.model.model_dump(by_alias=True)
         model = {"family": "hierarchical", "model": section, "deviation": self.options.deviation}
         if self.options.rough:
             model["why_no_posterior"] = NEEDS_A_UNIT

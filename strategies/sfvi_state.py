@@ -192,7 +192,7 @@ class StructuredVI(FederatedStrategy[SFVIState]):
         """What predicts for a new site: θ, q(Z_G) and the shared inputs."""
         arrays = {**state.parameters, **state.shared}
         coordinates = {name: "standardised" if name == SHARED else "unconstrained" for name in arrays}
-        section = {k: v for k, v in self.config.model.model_dump(by_alias=True).items() if k != "inducing-init"}
+        section = self.config.model.model_dump(by_alias=True)
         model = {"family": "structured", "model": section, "structure": self.options.model_dump(by_alias=True)}
         meanings = {name: MEANINGS.get(name, "hyperparameter") for name in arrays}
         return Posterior(arrays, meanings, coordinates, EQUATION, model)

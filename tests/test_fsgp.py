@@ -49,7 +49,7 @@ PARAMETERS = "state.parameters."
 
 PARTITIONS: dict[str, dict[str, Any]] = {
     "iid": {"partitioner": "iid"},
-    "dirichlet": {"partitioner": "dirichlet", "partition__bins": 4, "partition__min_rows": 2},
+    "dirichlet": {"partitioner": "dirichlet", "partition__min_rows": 2},
     "natural": {"partitioner": "natural", "partition__column": "site", "features": "x"},
     "blocks": {"partitioner": "blocks", "partition__column": "x"},
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from structured_problems import plan_of
@@ -24,17 +26,20 @@ def test_learning_rate_is_constant_then_falls_to_its_final_fraction():
 def test_a_flat_bound_ends_the_run_in_proportion():
     """Flat after 20 rounds: the rate falls from there and ends in round 25."""
     strategy = sfvi.SFVI(learning_rate=0.2)
-    strategy.planned_rounds, strategy.round = 100, 20
-    assert [strategy.horizon(), strategy.rate(41), strategy.finished(start())] == [100, 0.2, False]
-    assert strategy.converged(start()) is False
-    strategy.course = Course([0.0] * 20, 20)
-    assert [strategy.horizon(), strategy.rate(21), strategy.finished(start())] == [25, 0.2, False]
+    strategy.planned_rounds = 100
+
+    def at(number, course):
+        strategy.session = SimpleNamespace(network=SimpleNamespace(round=number), course=course)
+        return strategy
+
+    early, flat = at(20, Course()), Course([0.0] * 20, 20)
+    assert [early.horizon(), early.rate(41), early.finished(start())] == [100, 0.2, False]
+    assert early.converged(start()) is False
+    assert [at(20, flat).horizon(), strategy.rate(21), strategy.finished(start())] == [25, 0.2, False]
     assert strategy.rate(26) == pytest.approx(0.002)
-    strategy.round = 25
-    assert strategy.finished(start())
+    assert at(25, flat).finished(start())
     assert strategy.converged(start())
-    strategy.course = Course([0.0] * 90, 90)
-    assert strategy.horizon() == 100
+    assert at(90, Course([0.0] * 90, 90)).horizon() == 100
 
 
 def test_missing_sites_are_made_up_for_by_scale():

@@ -28,7 +28,7 @@ class FSGPOptions(MethodOptions):
 
     objective: Literal["profiled", "exact", "average"] = "profiled"
     """``profiled``: the bound of all rows in about twenty exchanges, from where the sites' own fits and their priors
-    say instead of ``model.lengthscale``, ``outputscale``, ``noise`` and ``inducing-init``; ``exact``: the same bound,
+    say instead of ``model.lengthscale``, ``outputscale`` and ``noise``; ``exact``: the same bound,
     one evaluation a round, L-BFGS or Adam at the server; ``average``: the paper's local steps."""
     fraction: Fraction = 1.0
     """Share ρ of the sites that take part in a round of ``average``; at least one does."""
