@@ -435,8 +435,8 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "pvi asynchronous": {"method": "pvi", "pvi__schedule": "asynchronous", "pvi__local_update": "adam"},
     "fedmgp exact": {"method": "fedmgp", "fedmgp__covariance": "convolved"},
     "fedmgp pseudo-gradients": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__final_rounds": 0},
-    "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
-    "sfvi in closed form": {"method": "sfvi", "test_fraction": 0.9},
+    "sfvi": {"method": "sfvi"},
+    "hierarchical-gp": {"method": "hierarchical-gp", "test_fraction": 0.9},
     "sfvi-avg": {"method": "sfvi-avg"},
 }
 

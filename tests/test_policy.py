@@ -25,7 +25,7 @@ from fedgp_flower.run.leaves import all_answers
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import BUILT_IN, parse_config
 
-SHARED_PATH = {"sfvi stochastic", "sfvi-avg", "pvi-glm"}
+SHARED_PATH = {"sfvi", "sfvi-avg", "pvi-glm"}
 """Methods whose sites are asked as those of another one are: tried by the long tests."""
 
 
