@@ -416,7 +416,7 @@ def test_methods_of_more_than_totals_are_refused_by_name(method):
 
 
 def test_drawing_sites_in_every_round_is_refused():
-    for method in ("fsgp", "fgpr", "sfvi", "fedmgp"):
+    for method in ("fsgp", "fgpr", "fedmgp"):
         with pytest.raises(ConfigError, match=rf"`{method}.fraction` = 0.5 draws other sites"):
             run(FaultyGrid(configured(**MASKED, method=method, **{f"{method}__fraction": 0.5}), 3))
 
