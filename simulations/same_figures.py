@@ -121,7 +121,8 @@ RUNS = (
     Run("fedmgp-median", 0, f"{FEDMGP} fedmgp.aggregation=median"),
     Run("fedmgp-krum", 0, f"{FEDMGP} fedmgp.aggregation=krum fedmgp.malicious=1"),
     Run("hierarchical-gp", 4, f"method=hierarchical-gp dataset=diabetes {SHAPES} num-server-rounds=4", resume_to=7),
-    Run("hierarchical-gp-units", 0, f"method=hierarchical-gp hierarchical.deviation=rough {UNITS} evaluate-every=0 num-server-rounds=5"),
+    Run("hierarchical-gp-units", 0, "method=hierarchical-gp "
+        f"hierarchical.deviation=rough {UNITS} evaluate-every=0 num-server-rounds=5"),
     Run("deep-kernel", 3, f"method=deep-kernel {LABELS} num-server-rounds=3 deep.prediction-draws=30"),
     Run("sfvi", 4, f"method=sfvi dataset=diabetes {SHAPES} num-server-rounds=12", resume_to=20),
     Run("sfvi-avg", 4, f"method=sfvi-avg dataset=diabetes {SHAPES} num-server-rounds=4 sfvi.local-steps=5"),

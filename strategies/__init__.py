@@ -9,11 +9,7 @@ if TYPE_CHECKING:
     from strategies.async_pvi import AsynchronousPVI as AsynchronousPVI
     from strategies.deep_kernel import DeepKernelGP as DeepKernelGP
     from strategies.fedmgp import FedMGP as FedMGP
-    from strategies.fedmgp_deviations import FedMGPDeviations as FedMGPDeviations
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
-    from strategies.fedmgp_judged import FedMGPJudged as FedMGPJudged
-    from strategies.fedmgp_natural import FedMGPNatural as FedMGPNatural
-    from strategies.fedmgp_then_exact import FedMGPThenExact as FedMGPThenExact
     from strategies.fgpr import FGPR as FGPR
     from strategies.fsgp import FSGPAveraging as FSGPAveraging
     from strategies.fsgp_duals import FSGPDuals as FSGPDuals
@@ -22,8 +18,6 @@ if TYPE_CHECKING:
     from strategies.fsgp_private import FSGPPrivate as FSGPPrivate
     from strategies.fsgp_profiled import FSGPProfiled as FSGPProfiled
     from strategies.hierarchical_gp import HierarchicalGP as HierarchicalGP
-    from strategies.multi_output_references import FedPoly as FedPoly
-    from strategies.multi_output_references import ModularGP as ModularGP
     from strategies.pvi import PVI as PVI
     from strategies.pvi_duals import DualPVI as DualPVI
     from strategies.pvi_mixed import AsynchronousMixedPVI as AsynchronousMixedPVI
@@ -53,16 +47,10 @@ _MODULES = {
     "FSGPPrivate": "fsgp_private",
     "FSGPProfiled": "fsgp_profiled",
     "FedMGP": "fedmgp",
-    "FedMGPDeviations": "fedmgp_deviations",
     "FedMGPExact": "fedmgp_exact",
-    "FedMGPJudged": "fedmgp_judged",
-    "FedMGPNatural": "fedmgp_natural",
-    "FedMGPThenExact": "fedmgp_then_exact",
-    "FedPoly": "multi_output_references",
     "HierarchicalGP": "hierarchical_gp",
     "LocalOnly": "references",
     "MixedPVI": "pvi_mixed",
-    "ModularGP": "multi_output_references",
     "PVI": "pvi",
     "PVIBNN": "pvi_weights",
     "PVIGLM": "pvi_weights",

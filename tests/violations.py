@@ -20,7 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "hierarchical-gp": {"method": "hierarchical-gp"},
     "sfvi": {"method": "sfvi"},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 2},
-    "fedmgp": {"method": "fedmgp", "fedmgp__covariance": "convolved"},
+    "fedmgp": {"method": "fedmgp-exact"},
     "local-only": {"method": "local-only", "baselines__local_only": True},
 }
 TRAINING = {
