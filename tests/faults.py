@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+from strategies.fsgp_exact import ExactState
 
 from fedgp_flower import client_app
 from fedgp_flower.data.sites import load_site, site_id
@@ -25,7 +26,6 @@ from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import NamedArrays
 from strategies.fsgp import noise_of
-from strategies.fsgp_exact import ExactState
 from strategies.server.base import BaseStrategy
 from strategies.server.wire import content_bytes
 

@@ -127,7 +127,7 @@ def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):
 
 
 def test_the_declarations_name_every_answer_of_a_method():
-    from fedgp_flower.methods.fsgp.client import FSGPClient
+    from fedgp_flower.methods.sgpr.client import FSGPClient
 
     found = dict(leaves.answers(FSGPClient))
     assert found["train.weighted"] is WeightedStep

@@ -39,7 +39,7 @@ from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import NumericsError, RunError
 from fedgp_flower.gp.sums import collapsed_bound_value
-from fedgp_flower.methods.fsgp.messages import Statistics
+from fedgp_flower.methods.sgpr.messages import Statistics
 from strategies.fsgp import noise_of
 from strategies.server.finalise import Summary
 

@@ -24,6 +24,7 @@ from faults import (
     waves,
 )
 from scipy.stats import kstest
+from strategies.fsgp_exact import pack
 
 from fedgp_flower.data.sites import load_all_sites, load_site
 from fedgp_flower.data.standardisation import Preparation
@@ -38,9 +39,8 @@ from fedgp_flower.gp.sums import (
     input_shape,
 )
 from fedgp_flower.messages import add
-from fedgp_flower.methods.fsgp.messages import Statistics
+from fedgp_flower.methods.sgpr.messages import Statistics
 from strategies.fsgp import noise_of
-from strategies.fsgp_exact import pack
 from strategies.server.contract import Contract
 from strategies.server.inducing import initial_inducing_points
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, run
 from gpytorch.mlls import VariationalELBO
+from strategies.fsgp_duals import FSGPDuals, first_state, improved, one_round, taken_back, trial, two_loops
 
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.latent import CONSTANT, LatentGP
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import WhitenedPosterior, collapsed_bound, exact_posterior
-from fedgp_flower.methods.fsgp.duals import Duals, carried, expectations, gradient_at_server
-from fedgp_flower.methods.fsgp.messages import PooledPosterior
+from fedgp_flower.methods.sgpr.duals import Duals, carried, expectations, gradient_at_server
+from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.methods.sparse_posterior import SavedLatentGP
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config, strategy_class
-from strategies.fsgp_duals import FSGPDuals, first_state, improved, one_round, taken_back, trial, two_loops
 from strategies.server.questions import Roster, drive
 
 KINDS = ("bernoulli", "poisson", "student-t")

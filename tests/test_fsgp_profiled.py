@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, run, waves
+from fedgp_flower.methods.sgpr.mathematics import prior
+from strategies.fsgp_profiled import FSGPProfiled, ProfiledState, chain_at
+from strategies.profiled_bound import LOCATIONS, known_lengthscales, objective
 
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.ascent import direction, forgotten, outlook
@@ -20,14 +23,11 @@ from fedgp_flower.gp.selection import explaining, restricted
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import SparseSums, collapsed_bound_value
 from fedgp_flower.messages import add
-from fedgp_flower.methods.fsgp.client import FSGPClient
-from fedgp_flower.methods.fsgp.learner import curvature, local_mode
-from fedgp_flower.methods.fsgp.mathematics import prior
+from fedgp_flower.methods.sgpr.client import FSGPClient
+from fedgp_flower.methods.sgpr.learner import curvature, local_mode
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies.fsgp import pooled
-from strategies.fsgp_profiled import FSGPProfiled, ProfiledState, chain_at
-from strategies.profiled_bound import LOCATIONS, known_lengthscales, objective
 from strategies.server.questions import Roster, Summed, drive
 
 D, P = 2, 7

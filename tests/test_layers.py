@@ -77,7 +77,7 @@ def test_a_layer_loads_none_of_what_it_does_without(layer):
 def test_a_site_loads_the_options_of_its_method_alone():
     code = "from fedgp_flower.run.registry import parse_config; parse_config({'fsgp.objective': 'exact', 'seed': 3})"
     options = {name for name in loaded(code) if name.startswith("fedgp_flower.methods.") and name.endswith(".options")}
-    assert options == {"fedgp_flower.methods.fsgp.options"}
+    assert options == {"fedgp_flower.methods.sgpr.options"}
 
 
 def test_sums_gradients_and_predictions_load_no_sympy():

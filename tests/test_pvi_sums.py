@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, crashed, csv_nodes, lost, run, waves
+from fedgp_flower.methods.sgpr.dual_messages import Expectations
 from numpy import ndarray
+from strategies.fsgp_profiled import ProfiledState, chain_at, objective
+from strategies.pvi_mixed import MixedPVI
 
 from fedgp_flower.clients.baselines import PRIORS, log_prior
 from fedgp_flower.errors import ConfigError, RunError
@@ -20,19 +23,16 @@ from fedgp_flower.gp.profiled import profiled
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import WhitenedPosterior, exact_posterior
 from fedgp_flower.messages import add
-from fedgp_flower.methods.fsgp.dual_messages import Expectations
-from fedgp_flower.methods.fsgp.duals import expectations
-from fedgp_flower.methods.fsgp.messages import PooledPosterior, Statistics, Trials, TrialSums, apart
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
+from fedgp_flower.methods.sgpr.duals import expectations
+from fedgp_flower.methods.sgpr.messages import PooledPosterior, Statistics, Trials, TrialSums, apart
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import async_pvi, pvi
 from strategies.fsgp import posterior_at
-from strategies.fsgp_profiled import ProfiledState, chain_at, objective
 from strategies.pvi import PVIState, forget, forget_site, posterior, state_of
 from strategies.pvi_duals import NaturalGradient
-from strategies.pvi_mixed import MixedPVI
 from strategies.pvi_sums import LINEAR, ExactFactor, SummedState, begin, whitened
 from strategies.server.base import Observer
 from strategies.server.questions import Roster, drive

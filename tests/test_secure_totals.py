@@ -28,9 +28,9 @@ from scipy.stats import chi2
 
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import ECHOED
-from fedgp_flower.methods.fsgp.client import FSGPClient
-from fedgp_flower.methods.fsgp.messages import Statistics
 from fedgp_flower.methods.messages import Step, Stepped
+from fedgp_flower.methods.sgpr.client import FSGPClient
+from fedgp_flower.methods.sgpr.messages import Statistics
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.artefacts import read_run

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from faults import FaultyGrid, Recorder, blamed, configured, csv_nodes, run, waves
+from strategies.fsgp_exact import pack
 from structured_problems import gp_sites, randomised, sparse_gp
 from test_sfvi_closed import POINTS, Units
 
@@ -28,7 +29,6 @@ from fedgp_flower.methods.sfvi.pseudo_observed import PseudoObserved
 from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from strategies.fsgp_exact import pack
 from strategies.server.questions import Roster, drive
 from strategies.sfvi_closed import beginning, inducing_factor
 from strategies.sfvi_duals import DualNewtonState, bound_at, one_round

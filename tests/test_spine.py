@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import (
 )
 from jaxtyping import Float
 from numpy import ndarray
+from strategies.fsgp_exact import FSGPExact
 
 from fedgp_flower.clients.app import SiteApp, make_client_app
 from fedgp_flower.errors import ConfigError, DataError, ProtocolError, RunError
@@ -27,7 +28,6 @@ from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config
 from strategies.fgpr import FGPR
 from strategies.fsgp import FSGPAveraging
-from strategies.fsgp_exact import FSGPExact
 from strategies.server import contract
 from strategies.server.questions import Asking, Each, Figures, First, Refuse, Roster, Summed, Total, drive
 from strategies.server.wire import numpy_arrays

@@ -26,7 +26,7 @@ def seen(run: RunData, config: RunConfig, groups: Mapping[str, Sequence[SiteData
     assert run.posterior is not None
     saved = saved_model(run.posterior, ())
     if not isinstance(saved, SavedFactors):  # factors by sums are those of the method that asks for sums alone
-        return dict(load("fedgp_flower.methods.fsgp.attacks:seen")(run, config, groups))
+        return dict(load("fedgp_flower.methods.sgpr.attacks:seen")(run, config, groups))
     arrays = read_checkpoint(run.path).arrays
     names = json.loads(np.asarray(arrays[SITES], dtype=np.uint8).tobytes())
     tied = bool(run.posterior.arrays.get("factor.points-0.tied", True))
