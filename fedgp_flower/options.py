@@ -41,6 +41,13 @@ class Section(BaseModel):
     )
 
 
+class Basic:
+    """Marks a field that many runs set: help and documentation show these keys first."""
+
+
+BASIC = Basic()
+
+
 KERNELS = ("rbf", "matern32", "matern52", "periodic", "linear")
 """What a kernel expression is made of, besides what installed packages register."""
 KERNEL_GROUP = "fedgp_flower.kernels"
@@ -76,18 +83,24 @@ def _is_kernel(node: ast.expr) -> bool:
 class ModelSection(Section):
     """The Gaussian process."""
 
-    kernel: str = "rbf"
+    kernel: Annotated[str, BASIC] = "rbf"
     """``rbf``, ``matern32``, ``matern52``, ``linear``, ``periodic`` or one that an installed package registers in the
     entry-point group ``fedgp_flower.kernels``, and sums and products: ``matern52 + linear``, ``matern52 * periodic``.
     """
     ard: bool = True
     """A lengthscale for each input."""
-    num_inducing: Count = 0
+    num_inducing: Annotated[Count, BASIC] = 0
     """M; 0 leaves it to the method: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
     inducing_init: Literal["normal", "copula"] = "copula"
-    likelihood: Literal["gaussian", "bernoulli", "poisson", "student-t"] = "gaussian"
+    """Where inducing points start: drawn from the histograms and correlations that sites add up (``copula``), or from a
+    standard normal (``normal``). Neither needs a row."""
+    likelihood: Annotated[Literal["gaussian", "bernoulli", "poisson", "student-t"], BASIC] = "gaussian"
+    """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
+    Student-t."""
     lengthscale: Positive = 1.0
+    """Initial lengthscale, and initial period of ``periodic``, in standardised units of the inputs."""
     outputscale: Positive = 1.0
+    """Initial variance of the GP, in squared standardised units of the target."""
     noise: Positive = 0.1
     """Initial noise variance, in units of the standardised target."""
     jitter: NonNegative = 1e-8
@@ -104,10 +117,13 @@ class OptimizerSection(Section):
     """The optimiser a site uses for its local steps."""
 
     name: Literal["sgd", "adam", "lbfgs"] = "adam"
+    """Optimiser of the local steps."""
     learning_rate: Positive = 0.1
+    """Its learning rate in the first round."""
     decay: Fraction = 1.0
     """The learning rate of round t is ``learning-rate * decay**(t-1)``."""
     steps: PositiveInt = 3
+    """Local steps of a site in a round."""
     batch_size: Count = 0
     """Rows of a mini-batch; 0 takes all rows."""
 
@@ -137,6 +153,10 @@ class MethodOptions(Section):
     """Prefix of the keys, for example ``sgpr``; empty for a method without options."""
     budgets: ClassVar[frozenset[str]] = frozenset()
     """Keys that say how long to go on: a resumed run may have others."""
+    variant_key: ClassVar[str] = ""
+    """The key of the table that chooses among :attr:`variants`, such as ``model``."""
+    variants: ClassVar[Mapping[str, str]] = {}
+    """Its values, each with a line that says what it is."""
     foreign: ClassVar[frozenset[str]] = frozenset()
     """Fields that installed packages brought."""
     other_clients: ClassVar[tuple[str, ...]] = ()

@@ -40,7 +40,7 @@ from fedgp_flower.methods.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.methods.sfvi.shaped import NOISE, WIDTHS, ShapedGP
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.profiled_bound import CURVATURE
+from strategies.pooled_bound import CURVATURE
 from strategies.server.finalise import lengthscale_facts
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.sfvi_state import StructuredVI, initialise

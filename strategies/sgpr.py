@@ -3,8 +3,8 @@
 On real machines a trip costs seconds whatever it carries, so this method saves trips. The server alone maximises the
 bound over the kernel's amplitude and the noise (:mod:`fedgp_flower.gp.profiled`). A line search is one trip, because
 its candidates are evaluated together. Two chains share every trip: one starts from the lengthscales that the sites'
-fits agree on, the other from those of the prior. A round is a gradient and a line search, two exchanges. With descriptions,
-where inputs lie, the sketch and the first sums, eight rounds are twenty. The first sums are of twice as many points as
+fits agree on, the other from those of the prior. A round is a gradient and a line search, two exchanges. With
+descriptions, where inputs lie, the sketch and the first sums, eight rounds are twenty. The first sums are of twice as many points as
 are kept, and the server keeps those that explain most (:mod:`fedgp_flower.gp.selection`).
 
 The algorithm is a set of functions over :class:`Problem` and :class:`SGPRState`; :class:`SGPR` runs them under Flower.

@@ -7,6 +7,7 @@ the entry point is the name of the method, its value the ``module:attribute`` of
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -210,6 +211,16 @@ BUILT_IN: Mapping[str, Method] = {
     ),
 }
 
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Predict from the rows of all sites": ("sgpr", "svgp", "sgpr-private"),
+    "Keep a factor for each site, which can be forgotten": ("pvi", "pvi-glm", "pvi-bnn"),
+    "A shared trend, and sites that deviate from it": ("hierarchical-gp", "sfvi", "sfvi-avg"),
+    "Units with curves of their shape: multi-output models": ("fedmgp", "fedmgp-exact"),
+    "Average parameters": ("fsgp", "fgpr", "deep-kernel"),
+    "Baselines": ("local-only", "pooled"),
+}
+"""Methods by what they are for."""
+
 
 class Registry(Mapping[str, Method]):
     """Rows by name: those built in, then those of installed packages, which are read when a row is first asked for.
@@ -253,6 +264,14 @@ def _row(entry: EntryPoint) -> Method:
 def _whose(entry: EntryPoint) -> str:
     package = f" of package {entry.dist.name}" if entry.dist else ""
     return f"method {entry.name!r}{package} (entry point {entry.value})"
+
+
+def grouped() -> dict[str, list[str]]:
+    """Names of methods by what they are for; those of installed packages come last."""
+    known = set(itertools.chain.from_iterable(GROUPS.values()))
+    groups = {title: [name for name in names if name in METHODS] for title, names in GROUPS.items()}
+    groups["Further methods"] = [name for name in METHODS if name not in known]
+    return {title: names for title, names in groups.items() if names}
 
 
 def load(reference: str) -> Any:

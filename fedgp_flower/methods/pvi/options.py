@@ -116,9 +116,11 @@ class PVIOptions(VisitOptions):
     samples: PositiveInt = 4
     """Antithetic draws of (Z, β) per evaluation."""
     prediction_samples: PositiveInt = 100
+    """Draws of (Z, β) that a prediction averages over."""
     points_fraction: Fraction = 0.8
     """Pseudo-observations per row of a site, at most."""
     max_points: PositiveInt = 500
+    """Pseudo-observations of a site, at most."""
     min_rows_per_pseudo_point: PositiveInt = 5
     """Rows that each pseudo-observation starts as the average of, at least; 1 keeps them near single rows."""
     steps: PositiveInt = 150

@@ -24,8 +24,8 @@ class SGPROptions(MethodOptions):
     resumed. Under masks keys, means and spreads take three more, which do not count here."""
     small_sites: Literal["warn", "cap", "masks"] = "warn"
     """``sgpr``: sums of a site with fewer than three rows for each inducing point nearly reveal its rows. ``warn``
-    names such sites; ``cap`` lowers M to a third of the smallest site's rows; ``masks`` refuses them in the clear. Under
-    masks none of it is needed."""
+    names such sites; ``cap`` lowers M to a third of the smallest site's rows; ``masks`` refuses them in the clear.
+    Under masks none of it is needed."""
     trials: PositiveInt = 1
     """``sgpr-private``: how many lengthscales are tried, by factors of two around ``model.lengthscale``; they share the
     budget."""
