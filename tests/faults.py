@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
-from strategies.fsgp_exact import ExactState
 
 from fedgp_flower import client_app
 from fedgp_flower.data.sites import load_site, site_id
@@ -25,7 +24,8 @@ from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import NamedArrays
-from strategies.fsgp import noise_of
+from strategies import sgpr
+from strategies.pooled_bound import noise_of
 from strategies.server.base import BaseStrategy
 from strategies.server.wire import content_bytes
 
@@ -33,8 +33,8 @@ Change = Callable[[Message], Message | None]
 """A reply as the site meant it → what arrives; None is lost on the way."""
 
 TINY: dict[str, Any] = {
-    "method": "fsgp",
-    "fsgp.objective": "exact",
+    "method": "sgpr",
+    "sgpr.exchanges": 20,
     "dataset": "sine",
     "model.num-inducing": 5,
     "num-server-rounds": 4,
@@ -261,9 +261,11 @@ def blamed(strategy: BaseStrategy) -> dict[str, list[str]]:
 
 
 def parameters(strategy: Any) -> NamedArrays:
-    """The parameters that a run of FSGP or FGPR has reached."""
+    """The parameters that a run of SGPR, FSGP or FGPR has reached."""
     state = strategy.current
-    return dict(state.best if isinstance(state, ExactState) else state.parameters)
+    if isinstance(state, sgpr.SGPRState):
+        return sgpr.parameters(strategy.problem, state)
+    return dict(state.parameters)
 
 
 def sums_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> SparseSums:

@@ -126,7 +126,7 @@ sys.meta_path.insert(0, Watch())
         "import fedgp_flower.server_app\nfrom fedgp_flower.run.registry import parse_config, strategy_class\n"
         "strategy_class(parse_config({'method': 'fsgp', 'dataset': 'diabetes'}))",
         pytest.param("from fedgp_flower import make_client_app", marks=pytest.mark.long),
-        pytest.param("import strategies; strategies.FSGPExact", marks=pytest.mark.long),
+        pytest.param("import strategies; strategies.SGPR", marks=pytest.mark.long),
     ],
     ids=["the ClientApp", "the ServerApp", "a ClientApp of one's own", "a ServerApp of one's own"],
 )

@@ -14,11 +14,11 @@ import pandas as pd
 import pytest
 import torch
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, csv_nodes, lost, run, waves
-from strategies.fsgp_exact import pack, unpack
 from structured_problems import gp_sites, shaped_gp
 from test_closed_form import dense_bound
 
 from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.gp.ascent import pack, unpack
 from fedgp_flower.gp.linalg import symmetric
 from fedgp_flower.messages import add
 from fedgp_flower.methods.expansions import ExpansionShare

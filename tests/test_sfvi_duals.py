@@ -14,10 +14,10 @@ import pandas as pd
 import pytest
 import torch
 from faults import FaultyGrid, Recorder, blamed, configured, csv_nodes, run, waves
-from strategies.fsgp_exact import pack
 from structured_problems import gp_sites, randomised, sparse_gp
 from test_sfvi_closed import POINTS, Units
 
+from fedgp_flower.gp.ascent import pack
 from fedgp_flower.gp.likelihoods import GaussianNoise
 from fedgp_flower.messages import add
 from fedgp_flower.methods.closed_form import divergence, flattened, naturals, posterior

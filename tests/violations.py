@@ -13,7 +13,7 @@ from flwr.app import Message
 
 METHODS: dict[str, dict[str, Any]] = {
     "fsgp": {"num_server_rounds": 3},
-    "fsgp average": {"fsgp__objective": "average"},
+    "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi", "pvi__local_update": "replay", "pvi__schedule": "synchronous"},
     "pvi-glm": {"method": "pvi-glm", "glm__schedule": "synchronous"},
@@ -25,12 +25,12 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 TRAINING = {
     "fsgp": "query.statistics",
-    "fsgp average": "train",
+    "fsgp": "train",
     "fgpr": "train",
     "pvi": "train.distil",
     "pvi-glm": "train",
     "sfvi": "train.expansion",
-    "sfvi stochastic": "train.gradient",
+    "sfvi stochastic": "train.gradients",
     "sfvi-avg": "train.average",
     "fedmgp": "query.first",
     "local-only": "query.local_only",

@@ -1,1 +1,1 @@
-"""FSGP: federated sparse Gaussian processes."""
+"""Sparse Gaussian processes from sums: sgpr, svgp, sgpr-private, fsgp."""
