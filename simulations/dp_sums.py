@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from fedgp_flower.methods.sgpr.private_messages import PrivateSums
 from scipy.stats import norm
 from sfvi_runs import RESULTS, RUNS, ensure, write_table
 from strategies.fsgp_private import evaluated, first_values
@@ -39,6 +38,7 @@ from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.messages import add
+from fedgp_flower.methods.sgpr.messages import PrivateSums
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.run.files import write_json
 from fedgp_flower.run.registry import parse_config

@@ -4,8 +4,8 @@ On real machines a trip costs seconds whatever it carries, so this method saves 
 bound over the kernel's amplitude and the noise (:mod:`fedgp_flower.gp.profiled`). A line search is one trip, because
 its candidates are evaluated together. Two chains share every trip: one starts from the lengthscales that the sites'
 fits agree on, the other from those of the prior. A round is a gradient and a line search, two exchanges. With
-descriptions, where inputs lie, the sketch and the first sums, eight rounds are twenty. The first sums are of twice as many points as
-are kept, and the server keeps those that explain most (:mod:`fedgp_flower.gp.selection`).
+descriptions, where inputs lie, the sketch and the first sums, eight rounds are twenty. The first sums are of twice as
+many points as are kept, and the server keeps those that explain most (:mod:`fedgp_flower.gp.selection`).
 
 The algorithm is a set of functions over :class:`Problem` and :class:`SGPRState`; :class:`SGPR` runs them under Flower.
 """
@@ -180,7 +180,7 @@ class Chain:
         """With the gradient of F at the point; a step that came before is a pair now."""
         pulled = {n: 2 * PENALTY * (own - 1) for n, own in self.values.items() if n.endswith("log_lengthscale")}
         units = {LOCATIONS: by_name[LOCATIONS] * self.lengths}
-        gradient = pack({n: {**by_name, **units}[n] - pulled.get(n, 0.0) for n in self.moving})
+        gradient = pack({n: np.asarray({**by_name, **units}[n] - pulled.get(n, 0.0)) for n in self.moving})
         place, memory = self.coordinates, self.memory
         if self.gradient.size:
             memory = memory.after(place - self.place, self.gradient - gradient)

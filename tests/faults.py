@@ -268,15 +268,21 @@ def parameters(strategy: Any) -> NamedArrays:
     return dict(state.parameters)
 
 
-def sums_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> SparseSums:
-    """The sums of some sites at the final parameters, from their rows."""
+def rows_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The standardised training rows of some sites."""
     prepared = strategy.preparation
     preparation = Preparation.from_wire(prepared.arrays, prepared.schema)
     nodes = [grid.contexts[grid.node_of(site)].node_config for site in sites]
     data = [load_site(strategy.config, node).encode(preparation) for node in nodes]
-    model = SparseGP.from_arrays(strategy.config.model, parameters(strategy))
-    x, y = (torch.from_numpy(np.concatenate([getattr(own, name) for own in data])) for name in ("x", "y"))
-    return pooled_sums(model, x, y)
+    x, y = (np.concatenate(parts) for parts in zip(*((site.x, site.y) for site in data), strict=True))
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def sums_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> SparseSums:
+    """The sums of some sites at the final parameters, from their rows."""
+    return pooled_sums(
+        SparseGP.from_arrays(strategy.config.model, parameters(strategy)), *rows_of(grid, strategy, sites)
+    )
 
 
 def posterior_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> WhitenedPosterior:

@@ -119,7 +119,7 @@ def test_wrong_words_in_extra_are_named(flat, words):
         parse_config(flat)
 
 
-@pytest.mark.parametrize("flat", [{}, {"method": "pvi"}, {"method": "fsgp", "method": "sgpr", "seed": 3}])
+@pytest.mark.parametrize("flat", [{}, {"method": "pvi"}, {"method": "sgpr", "seed": 3}])
 def test_the_tables_of_other_methods_change_nothing(flat):
     assert parse_config(flat) == parse(flat, option_classes())
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from faults import Fault, FaultyGrid, arrays, blamed, configured, csv_nodes, lost, run, waves
-from fedgp_flower.methods.sgpr.private_messages import PrivateSums
 from scipy.integrate import simpson
 from scipy.optimize import minimize
 from scipy.stats import norm
@@ -17,6 +16,7 @@ from test_secure_totals import Transcript
 
 from fedgp_flower.errors import ConfigError, ProtocolError
 from fedgp_flower.gp.sums import SparseSums
+from fedgp_flower.methods.sgpr.messages import PrivateSums
 from fedgp_flower.methods.sgpr.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
 from fedgp_flower.privacy.accounting import composed, delta_of, epsilon_of, mu_of
 from fedgp_flower.privacy.discrete import discrete_normal

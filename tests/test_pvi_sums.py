@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, crashed, csv_nodes, lost, run, waves
-from fedgp_flower.methods.sgpr.dual_messages import Expectations
 from numpy import ndarray
 from strategies.pvi_mixed import MixedPVI
 
@@ -25,7 +24,7 @@ from fedgp_flower.messages import add
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.methods.sgpr.duals import expectations
-from fedgp_flower.methods.sgpr.messages import PooledPosterior, Statistics, Trials, TrialSums, apart
+from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, Statistics, Trials, TrialSums, apart
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import async_pvi, pvi

@@ -12,7 +12,7 @@ from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
 from flwr.app import Message
 
 METHODS: dict[str, dict[str, Any]] = {
-    "fsgp": {"num_server_rounds": 3},
+    "sgpr": {"num_server_rounds": 3},
     "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi", "pvi__local_update": "replay", "pvi__schedule": "synchronous"},
@@ -24,7 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "local-only": {"method": "local-only", "baselines__local_only": True},
 }
 TRAINING = {
-    "fsgp": "query.statistics",
+    "sgpr": "query.trials",
     "fsgp": "train",
     "fgpr": "train",
     "pvi": "train.distil",

@@ -330,7 +330,7 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     tables = {section.table: section for section in (*options.values(), own) if section.table}
     options_of = {name: validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
     core = validated(CoreConfig, nested, "")
-    chosen = options_of.get(own.table, MethodOptions())
+    chosen = options_of[own.table] if own.table else own()
     if not core.model.num_inducing:
         model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
         core = core.model_copy(update={"model": model})
