@@ -40,12 +40,13 @@ from fedgp_flower.methods.pvi.messages import (
 )
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.methods.pvi.saved import EQUATION, lengthscales_of, names_of, saved_arrays
-from fedgp_flower.run.artefacts import Snapshot
+from fedgp_flower.outcome import Snapshot
 from fedgp_flower.typing import AnyShape, NamedArrays
+from strategies.server.checkpoint import STATE
 from strategies.server.finalise import Posterior, lengthscale_facts
 from strategies.server.questions import Asking, Each, Figures, Refuse, Roster
 from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
-from strategies.server.strategy import STATE, FederatedStrategy
+from strategies.server.strategy import FederatedStrategy
 
 FUNCTION = ("points", "values", "whitened")
 """Parts of an answer that may be a site's factor of u or v."""

@@ -27,11 +27,10 @@ from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.ascent import Memory, direction, forgotten, outlook, pack, unpack
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.profiled import PENALTY
+from fedgp_flower.gp.profiled import PENALTY, prior
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.messages import Parameters
-from fedgp_flower.methods.sgpr.learner import prior
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
     PooledPosterior,

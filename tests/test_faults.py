@@ -40,8 +40,8 @@ from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import NumericsError, RunError
 from fedgp_flower.gp.sums import collapsed_bound_value
 from fedgp_flower.methods.sgpr.messages import Statistics
+from fedgp_flower.outcome import Summary
 from strategies.pooled_bound import noise_of
-from strategies.server.finalise import Summary
 
 SITES = ("a", "b", "c")
 SWAP = np.array([[9, -9, *[0] * 38]])

@@ -26,13 +26,13 @@ from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, Statistics, Trials, TrialSums, apart
 from fedgp_flower.options import ModelSection
+from fedgp_flower.outcome import Observer
 from fedgp_flower.run.registry import parse_config
 from strategies import async_pvi, pvi
 from strategies.pooled_bound import posterior_at
 from strategies.pvi import PVIState, forget, forget_site, posterior, state_of
 from strategies.pvi_duals import NaturalGradient
 from strategies.pvi_sums import LINEAR, ExactFactor, SummedState, begin, whitened
-from strategies.server.base import Observer
 from strategies.server.questions import Roster, drive
 from strategies.sgpr import SGPRState, chain_at, objective
 
@@ -163,7 +163,7 @@ def test_the_default_is_the_posterior_of_fsgp_one_exchange_earlier() -> None:
     end = run(FaultyGrid(configured(**KEYS, pvi__exchanges=9), 3))
     profiled = {"method": "sgpr", "sgpr__exchanges": 8}
     same = run(FaultyGrid(configured(**KEYS | profiled), 3))
-    assert (end.round, end.details()["exchanges"], end.converged_now()) == (same.round + 3, 8, True)
+    assert (end.round, end.details()["exchanges"], end.converged(end.current)) == (same.round + 3, 8, True)
     assert end.details()["visits"] == {"0": 1, "1": 1, "2": 1}
     for name in ("inducing.mean", "inducing.covariance", "likelihood.noise"):
         expected = same.outcome.posterior.arrays[name]
@@ -194,8 +194,8 @@ def test_draws_know_the_rows_of_which_there_are_factors(left: str) -> None:
     every = add([site.statistics(Parameters(VALUES)) for site in sites.values()])
     draws = [VALUES | {"likelihood.log_noise": np.log([noise])} for noise in (0.05, 0.09)]
     own = MixedPVI.from_config(parse_config({"method": "pvi", "model.num-inducing": len(Z)}), Observer())
-    own.preparation = SimpleNamespace(rows={name: len(site.y) for name, site in sites.items()})
-    own.sizes = {"M": len(Z)}
+    rows = {name: len(site.y) for name, site in sites.items()}
+    own.session = SimpleNamespace(preparation=SimpleNamespace(rows=rows), sizes={"M": len(Z)})
     visits = visited(sites, Plan(damping=1.0), 3)
     for name in set(agreed) - set(left):
         visits = forget(visits, name)
@@ -264,7 +264,7 @@ def test_classes_work_by_default(tmp_path: Any) -> None:
     keys = KEYS | {"model__likelihood": "bernoulli", "num_server_rounds": 25}
     end = run(FaultyGrid(configured(**keys), csv_nodes(tmp_path, frames)))
     assert end.outcome.metrics["test"]["nll"] < 0.35
-    agreed = end.ask_through(end.pooled(end.current, end.roster()))
+    agreed = end.session.run(end.pooled(end.current, end.roster()))
     assert end.product(end.current).mean == pytest.approx(agreed.mean, abs=0.05)
     assert end.product(end.current).covariance == pytest.approx(agreed.covariance, abs=0.02)
     with pytest.raises(ConfigError, match=r"'asynchronous': `pvi\.local-update` = 'sums' needs"):

@@ -169,20 +169,21 @@ def test_a_round_killed_at_any_question_leaves_the_state_and_can_be_repeated(kin
 
 def one_round(strategy: Any, number: int, kill: int | None = None) -> None:
     """A round through Flower's two halves, killed when its question ``kill`` would be answered."""
-    answered, original = iter(range(9)), strategy._answer_of
+    session, answered = strategy.session, iter(range(9))
+    original = session.read
 
-    def answer_of(*arguments: Any) -> Any:
+    def read(*arguments: Any) -> Any:
         if next(answered) == kill:
             raise Killed
         return original(*arguments)
 
-    strategy._answer_of = answer_of
+    session.read = read
     try:
         messages = strategy.configure_train(number, ArrayRecord(), ConfigRecord(), strategy.network.grid)
-        replies = strategy.network.exchange(list(messages), strategy.contract)
+        replies = strategy.network.exchange(list(messages), strategy.asked.contract)
         strategy.aggregate_train(number, replies)
     finally:
-        strategy._answer_of = original
+        session.read = original
 
 
 def test_start_returns_arrays_and_the_metrics_of_every_round() -> None:
@@ -204,7 +205,7 @@ def test_start_returns_arrays_and_the_metrics_of_every_round() -> None:
     final = numpy_arrays(result.arrays)
     assert all(np.array_equal(array, final[name]) for name, array in numpy_arrays(seen[-1][1]).items())
     assert final["values.inducing.locations"].shape == (5, 2)
-    assert strategy.posterior().arrays["inducing.mean"].shape == (5,)
+    assert strategy.outcome.posterior.arrays["inducing.mean"].shape == (5,)
 
 
 def test_start_goes_on_from_the_arrays_it_is_given() -> None:
