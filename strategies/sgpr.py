@@ -544,7 +544,7 @@ class SGPR(FederatedStrategy[SGPRState]):
     def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, Any]]:
         """Lengthscales, and how well all rows know them."""
         del state
-        values = self.predicted.request.values
+        values = self.scoring.predicted.request.values
         spread = yield from known_lengthscales(values, roster.sites, self.config.model)
         return {"relevance": lengthscale_facts(values, spread, CURVATURE)}
 

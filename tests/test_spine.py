@@ -18,7 +18,6 @@ from flwr.serverapp.strategy import (
 )
 from jaxtyping import Float
 from numpy import ndarray
-from strategies.fsgp_exact import SGPR
 
 from fedgp_flower.clients.app import SiteApp, make_client_app
 from fedgp_flower.errors import ConfigError, DataError, ProtocolError, RunError
@@ -31,6 +30,7 @@ from strategies.fsgp import FSGP
 from strategies.server import contract
 from strategies.server.questions import Asking, Each, Figures, First, Refuse, Roster, Summed, Total, drive
 from strategies.server.wire import numpy_arrays
+from strategies.sgpr import SGPR
 
 # An algorithm against plain objects.
 
@@ -306,13 +306,13 @@ def test_a_reply_is_read_once_and_judged_once(monkeypatch: pytest.MonkeyPatch) -
 def test_an_unknown_keyword_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument .num_inducin.; did you mean .*num_inducing"):
         FSGP(num_inducin=3)
-    for fixed in ("objective", "num_server_rounds", "output_dir"):
+    for fixed in ("num_server_rounds", "output_dir"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{fixed}'"):
             FSGP(**{fixed: 1})
 
 
 def test_a_wrong_value_is_named_with_what_is_allowed() -> None:
-    with pytest.raises(ConfigError, match=r"`fsgp.fraction` = 2.0: .*less than or equal to 1"):
+    with pytest.raises(ConfigError, match=r"`averaging.fraction` = 2.0: .*less than or equal to 1"):
         FSGP(fraction=2.0)
     with pytest.raises(ConfigError, match=r"`model.likelihood` = 'poisson'"):
         SGPR(likelihood="poisson")
@@ -328,11 +328,6 @@ def test_help_shows_every_keyword_with_its_default_and_meaning(kind: type[Any]) 
     strategy = kind(**{name: own.default for name, own in shown.items()})
     assert strategy.config == kind().config
     assert strategy.config.flat().keys() == parse_config({"method": kind.method}).flat().keys()
-
-
-def test_the_class_decides_what_the_configuration_calls_the_objective() -> None:
-    assert SGPR().options.objective == "sgpr"
-    assert FSGP().options.objective == "fsgp"
 
 
 # Flower's wrappers and mods.
