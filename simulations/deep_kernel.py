@@ -95,7 +95,6 @@ def of_a_run(path: Path, sites: int, seed: int, name: str) -> list[dict[str, Any
         "split": 0,
         "seed": seed,
         "standardise": False,
-        "constant-columns": "keep",
         "partitioner": "natural",
         "partition.column": "silo",
         "deep.network": "convolutional",

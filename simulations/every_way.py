@@ -85,7 +85,6 @@ def words_of(model: str, name: str, **changes: int) -> list[str]:
     keys = {"dataset": table_of(model), "target": "theme", "model.likelihood": "bernoulli", "name": name}
     keys |= {"output-dir": (RUNS / NAME).resolve(), "baselines.local-only": "false", "baselines.pooled": "false"}
     keys |= {"standardise": "false"} if model in ("vae", "prodlda", "glmm") else {}
-    keys |= {"constant-columns": "keep"} if model == "vae" else {}
     changed = {key.replace("_", "-"): value for key, value in changes.items()}
     return [f"{key}={value}" for key, value in {**keys, **MODELS[model], **changed}.items()]
 

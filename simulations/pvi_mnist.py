@@ -26,7 +26,7 @@ from fedgp_flower.errors import RunError
 NAME, DIVERGED = "pvi_mnist", "diverged.txt"
 ROWS, HELD_OUT, STEPS = 60_000, 10_000, 100
 FEW = {"bnn.prediction-draws": 10}
-TWO = {"partitioner": "pathological", "partition.classes-per-site": 2}
+TWO = {"partitioner": "pathological"}
 SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "even": ("even, 10 sites", 10, {"partitioner": "iid", **FEW}),
     "study": ("two digits, 20 sites", 20, {**TWO, **FEW}),
@@ -107,7 +107,6 @@ def keys_of(path: Path, split: str, method: str) -> dict[str, Any]:
         "target": "digit",
         "split": 0,
         "standardise": False,
-        "constant-columns": "keep",
         "bnn.steps": STEPS,
         "num-server-rounds": visits if together else visits * sites,
         "baselines.pooled": method == "sequential PVI" and split == "even",

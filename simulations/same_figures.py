@@ -105,7 +105,7 @@ RUNS = (
         "partitioner=kmeans model.kernel=linear optimizer.name=sgd", needs="uci/yacht.csv.gz"),
     Run("local-only", 3, "method=local-only dataset=diabetes baselines.max-evaluations=40 partitioner=linear"),
     Run("pooled", 0, "method=pooled dataset=five-blocks split=0 partitioner=natural partition.column=site "
-        "model.num-inducing=15 model.inducing-init=normal baselines.max-evaluations=40"),
+        "model.num-inducing=15 baselines.max-evaluations=40"),
     # partitioned variational inference
     Run("pvi-replay", 4, f"{PVI}=4 {REPLAY} pvi.evaluations=60 pvi.refit-evaluations=40 pvi.refit-steps=5", forget="1"),
     Run("pvi-replay-synchronous", 4, f"{PVI}=2 {REPLAY} pvi.schedule=synchronous pvi.evaluations=60 "

@@ -99,7 +99,6 @@ def keys(path: Path, model: str, seed: int) -> dict[str, Any]:
         "split": 0,
         "seed": seed,
         "standardise": False,
-        "constant-columns": "keep",
         "partitioner": "natural",
         "partition.column": "silo",
         "sfvi.model": MODELS[model],

@@ -96,7 +96,6 @@ def keys(path: Path, fold: int) -> dict[str, Any]:
         "model.kernel": "matern52",
         "model.num-inducing": 60,
         "model.noise": 0.3,
-        "model.jitter": 1e-6,
         "evaluate-every": 50,
     }
 

@@ -292,5 +292,5 @@ def test_a_policy_that_is_none_is_refused(tmp_path):
 def test_keys_that_a_site_does_not_read_are_free(tmp_path):
     own = rules(Policy(keys=("model.num-inducing",)))
     own.admit(parse_config({"name": "x", "dataset": "sine", "model.num-inducing": 7}), "r", 1, None)
-    with pytest.raises(PolicyError, match=r"`model\.jitter`"):
-        own.admit(parse_config({"model.jitter": 1e-6}), "r", 1, None)
+    with pytest.raises(PolicyError, match=r"`model\.noise`"):
+        own.admit(parse_config({"model.noise": 0.2}), "r", 1, None)

@@ -40,7 +40,6 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
     quiet: dict[str, Value] = {
         "keep-predictions": False,
         "test-fraction": 0.0,
-        "constant-columns": "keep",
         "min-sites": 1,
     }
     quiet |= {f"baselines.{name}": False for name in ("linear", "local-only", "pooled")} | {"evaluate-every": 0}

@@ -171,7 +171,9 @@ def _checked(mean: ArrayLike, sd: ArrayLike, target: ArrayLike, ndim: int) -> tu
         if not np.all(np.isfinite(values)):
             raise NumericsError(f"`{name}` of a prediction is not finite in {np.sum(~np.isfinite(values))} places")
     if not np.all(s > 0):
-        raise NumericsError(f"`sd` of a prediction is not positive in {np.sum(s <= 0)} places; raise `model.jitter`")
+        raise NumericsError(
+            f"`sd` of a prediction is not positive in {np.sum(s <= 0)} places; lower `model.num-inducing`"
+        )
     return m, s, y
 
 

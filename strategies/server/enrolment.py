@@ -174,10 +174,10 @@ class Enrolment:
         )
         kept = {site: own for site, own in described.items() if site not in agreement.refused}
         simulated = any(own.number("partitions") > 0 for own in kept.values())
-        if agreement.constant and not simulated and config.constant_columns == "error":
+        if agreement.constant and not simulated:
             raise DataError(
                 f"constant column {', '.join(f'`{name}`' for name in agreement.constant)}: one value at all sites;"
-                " leave it out of `features`, or set `constant-columns` to 'keep'"
+                " leave it out of `features`"
             )
         preparation = Preparation(
             arrays=dict(agreement.arrays),

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from flwr.app import Message
 
-from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.methods.linear import LinearPredictor, LinearScoreSums
 from fedgp_flower.methods.messages import HISTOGRAM_SHAPES, LocalScoreSums, Nothing, ScoreSums
 from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, REGRESSION_SUMS
@@ -30,6 +29,7 @@ logger = logging.getLogger("fedgp")
 CLASS_ARRAYS = ("prediction.probability", "prediction.target")
 PREDICTION_ARRAYS = ("prediction.mean", "prediction.sd", "prediction.target")
 POOLED = "query.pooled"
+"""Simulation only: the first site fits the rows of all."""
 ALONE = "query.local_only"
 
 
@@ -58,24 +58,13 @@ class Scoring:
         self.local_only: Mapping[str, Any] | None = None
 
     def ask(self, kind: str, total: type[ScoreSums], predicted: Predicted) -> ScoresAsked:
-        """The question for the scores of one prediction, or of a fit that a site makes by itself.
-
-        Raises:
-            ConfigError: under masks nobody may see the rows of all sites.
-            RunError: real sites do not give their rows away.
-        """
+        """The question for the scores of one prediction, or of a fit that a site makes by itself."""
         session, network = self.session, self.session.network
-        if session.masking is not None:
-            if kind == POOLED:
-                raise ConfigError(
-                    "`method` = 'pooled' sees the rows of all sites; set `privacy.secure-aggregation` to false"
-                )
+        if session.masking is not None and kind != POOLED:
             if isinstance(predicted.request, Mapping):
                 session.require_clear(type(next(iter(predicted.request.values()))))
             asked = session.put(Total(total, predicted.request, session.roster().everyone))
             return ScoresAsked(asked.messages, asked.contract, asked)
-        if kind == POOLED and not session.preparation.simulated:
-            raise RunError("`method` = 'pooled' needs simulated sites: real sites do not give their rows away")
         sites = network.healthy()[:1] if kind == POOLED else network.sites()
         messages = [session.message(site, kind, predicted.at(site)) for site in sites]
         return ScoresAsked(messages, {} if kind == "evaluate" else None)  # a fit's reply may hold histograms
