@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from strategies.async_pvi import AsynchronousPVI as AsynchronousPVI
     from strategies.deep_kernel import DeepKernelGP as DeepKernelGP
     from strategies.fedmgp import FedMGP as FedMGP
-    from strategies.fedmgp_deviations import FedMGPDeviations as FedMGPDeviations
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
     from strategies.fgpr import FGPR as FGPR
     from strategies.fsgp import FSGP as FSGP
+    from strategies.hierarchical_gp import HierarchicalGP as HierarchicalGP
     from strategies.private_sgpr import PrivateSGPR as PrivateSGPR
     from strategies.pvi import PVI as PVI
     from strategies.pvi_duals import DualPVI as DualPVI
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from strategies.replay_pvi import ReplayPVI as ReplayPVI
     from strategies.sfvi import SFVI as SFVI
     from strategies.sfvi_avg import SFVIAvg as SFVIAvg
-    from strategies.sfvi_closed import SFVIClosedForm as SFVIClosedForm
-    from strategies.sfvi_duals import SFVIDuals as SFVIDuals
     from strategies.sgpr import SGPR as SGPR
     from strategies.svgp import SVGP as SVGP
 
@@ -39,8 +37,8 @@ _MODULES = {
     "FGPR": "fgpr",
     "FSGP": "fsgp",
     "FedMGP": "fedmgp",
-    "FedMGPDeviations": "fedmgp_deviations",
     "FedMGPExact": "fedmgp_exact",
+    "HierarchicalGP": "hierarchical_gp",
     "LocalOnly": "references",
     "PVI": "pvi",
     "PVIBNN": "pvi_weights",
@@ -51,8 +49,6 @@ _MODULES = {
     "ReplayPVI": "replay_pvi",
     "SFVI": "sfvi",
     "SFVIAvg": "sfvi_avg",
-    "SFVIClosedForm": "sfvi_closed",
-    "SFVIDuals": "sfvi_duals",
     "SGPR": "sgpr",
     "SVGP": "svgp",
     "SummedPVI": "pvi_sums",
