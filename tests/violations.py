@@ -12,7 +12,7 @@ from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
 from flwr.app import Message
 
 METHODS: dict[str, dict[str, Any]] = {
-    "sums": {"num_server_rounds": 3},
+    "sgpr": {"num_server_rounds": 3},
     "fgpr": {"method": "fgpr"},
     "pvi-glm": {"method": "pvi-glm", "glm__schedule": "synchronous"},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 2},
@@ -20,7 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """One method for each way of asking sites: sums, averages, factors, structured models, and comparisons alone."""
 TRAINING = {
-    "sums": "query.statistics",
+    "sgpr": "query.trials",
     "fgpr": "train",
     "pvi-glm": "train",
     "sfvi-avg": "train.average",
