@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from click import Context, HelpFormatter
+from typer.core import TyperCommand
 
 from fedgp_flower.deploy.commands import add_to, deploy
 from fedgp_flower.errors import ConfigError, DamagedError, FedGPError, RunError
@@ -49,7 +51,17 @@ Gpus = Annotated[float, typer.Option(min=0.0, help="share of a GPU each simulate
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be trained on, and stop")]
 
 
-@app.command()
+class _WithKeys(TyperCommand):
+    """A command whose help ends with the basic keys, which are read only when the help is asked for."""
+
+    def format_help(self, ctx: Context, formatter: HelpFormatter) -> None:
+        from fedgp_flower.run.keys import basic_keys
+
+        self.epilog = basic_keys()
+        super().format_help(ctx, formatter)
+
+
+@app.command(cls=_WithKeys)
 def run(
     words: Words = None,
     sites: Sites = 5,
@@ -145,7 +157,7 @@ def _progress_bar() -> Iterator[Progress]:
         logger.removeHandler(handler)
 
 
-@app.command()
+@app.command(cls=_WithKeys)
 def simulate(
     words: Words = None,
     sites: Sites = 5,
@@ -403,12 +415,17 @@ def compare(
 
 @app.command()
 def methods() -> None:
-    """The methods that `method = …` can name."""
-    from fedgp_flower.run.registry import METHODS
+    """The methods that `method = …` can name, by what they are for."""
+    from fedgp_flower.run.registry import METHODS, grouped, option_classes
     from fedgp_flower.run.terminal import table
 
-    rows = [[name, method.summary, method.paper] for name, method in METHODS.items()]
-    _console().print(table(["method", "what it is", "paper"], rows))
+    for title, names in grouped().items():
+        rows = [[name, METHODS[name].summary, METHODS[name].paper] for name in names]
+        sections = {section.table: section for section in (option_classes()[name] for name in names)}
+        for key, section in sections.items():
+            kinds = section.variants.items()
+            rows += [[f"  {key}.{section.variant_key}={kind}", summary, ""] for kind, summary in kinds]
+        _console().print(table(["method", "what it is", "paper"], rows, title=title))
 
 
 @app.command()

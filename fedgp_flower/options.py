@@ -1,6 +1,6 @@
 """What both halves of every method read: sections of the configuration as frozen, validated records.
 
-A method brings its own table (``fsgp.objective``) as a subclass of :class:`MethodOptions`.
+A method brings its own table (``sgpr.exchanges``) as a subclass of :class:`MethodOptions`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ class Section(BaseModel):
     )
 
 
+class Basic:
+    """Marks a field that many runs set: help and documentation show these keys first."""
+
+
+BASIC = Basic()
+
+
 KERNELS = ("rbf", "matern32", "matern52", "periodic", "linear")
 """What a kernel expression is made of, besides what installed packages register."""
 KERNEL_GROUP = "fedgp_flower.kernels"
@@ -76,27 +83,28 @@ def _is_kernel(node: ast.expr) -> bool:
 class ModelSection(Section):
     """The Gaussian process."""
 
-    kernel: str = "rbf"
+    kernel: Annotated[str, BASIC] = "rbf"
     """``rbf``, ``matern32``, ``matern52``, ``linear``, ``periodic`` or one that an installed package registers in the
     entry-point group ``fedgp_flower.kernels``, and sums and products: ``matern52 + linear``, ``matern52 * periodic``.
     """
     ard: bool = True
     """A lengthscale for each input."""
-    num_inducing: Count = 0
-    """M; 0 is the method's own number: 300 for ``fsgp.objective`` = ``profiled``, 50 otherwise."""
+    num_inducing: Annotated[Count, BASIC] = 0
+    """M; 0 leaves it to the method: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
     inducing_init: Literal["normal", "copula"] = "copula"
-    likelihood: Literal["gaussian", "bernoulli", "poisson", "student-t"] = "gaussian"
+    """Where inducing points start: drawn from the histograms and correlations that sites add up (``copula``), or from a
+    standard normal (``normal``). Neither needs a row."""
+    likelihood: Annotated[Literal["gaussian", "bernoulli", "poisson", "student-t"], BASIC] = "gaussian"
+    """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
+    Student-t."""
     lengthscale: Positive = 1.0
+    """Initial lengthscale, and initial period of ``periodic``, in standardised units of the inputs."""
     outputscale: Positive = 1.0
+    """Initial variance of the GP, in squared standardised units of the target."""
     noise: Positive = 0.1
     """Initial noise variance, in units of the standardised target."""
     jitter: NonNegative = 1e-8
     """Added to the diagonal of K_zz, relative to the prior variance."""
-    hyperparameters: Literal["auto", "point", "laplace"] = "auto"
-    """``laplace``: predictions mix over up to eleven values of kernel and noise, the best one (``point``) and draws
-    around it, for ``fsgp.objective`` = ``profiled`` and ``pvi.local-update`` = ``sums`` with Gaussian noise; ``auto``:
-    there, where all sites together have fewer than 2000 training rows and ``fsgp.exchanges``, or ``pvi.exchanges``, is
-    not below its usual number."""
 
     @field_validator("kernel")
     @classmethod
@@ -109,10 +117,13 @@ class OptimizerSection(Section):
     """The optimiser a site uses for its local steps."""
 
     name: Literal["sgd", "adam", "lbfgs"] = "adam"
+    """Optimiser of the local steps."""
     learning_rate: Positive = 0.1
+    """Its learning rate in the first round."""
     decay: Fraction = 1.0
     """The learning rate of round t is ``learning-rate * decay**(t-1)``."""
     steps: PositiveInt = 3
+    """Local steps of a site in a round."""
     batch_size: Count = 0
     """Rows of a mini-batch; 0 takes all rows."""
 
@@ -124,13 +135,28 @@ class OptimizerSection(Section):
         return ", ".join(f"`optimizer.{name.replace('_', '-')}`" for name in changed)
 
 
+class AveragingSection(Section):
+    """How the server averages parameters; read by ``fsgp``, ``fgpr`` and ``deep-kernel``."""
+
+    fraction: Fraction = 1.0
+    """Share ρ of the sites that take part in a round; at least one does."""
+    server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "fedmedian", "fedtrimmedavg"] = "fedavg"
+    """Flower's rule that combines the sites' parameters; the last two withstand a few sites that lie."""
+    server_learning_rate: Positive = 0.1
+    """Of ``fedadam`` and ``fedyogi``."""
+
+
 class MethodOptions(Section):
     """A method's own table; methods that share a table share the class."""
 
     table: ClassVar[str] = ""
-    """Prefix of the keys, for example ``fsgp``; empty for a method without options."""
+    """Prefix of the keys, for example ``sgpr``; empty for a method without options."""
     budgets: ClassVar[frozenset[str]] = frozenset()
     """Keys that say how long to go on: a resumed run may have others."""
+    variant_key: ClassVar[str] = ""
+    """The key of the table that chooses among :attr:`variants`, such as ``model``."""
+    variants: ClassVar[Mapping[str, str]] = {}
+    """Its values, each with a line that says what it is."""
     foreign: ClassVar[frozenset[str]] = frozenset()
     """Fields that installed packages brought."""
     other_clients: ClassVar[tuple[str, ...]] = ()
@@ -138,8 +164,6 @@ class MethodOptions(Section):
 
     accounted: ClassVar[bool] = False
     """Whether the method can add the noise that ``privacy.epsilon`` asks for."""
-    mixes: ClassVar[bool] = False
-    """Whether the method can do what ``model.hyperparameters`` = ``laplace`` asks for."""
 
     def strategy_for(self, core: CoreConfig) -> str:
         """``module:attribute`` of the Strategy, where the table chooses among several; else empty."""

@@ -29,6 +29,7 @@ import pandas as pd
 import torch
 from scipy.stats import norm
 from sfvi_runs import RESULTS, RUNS, ensure, write_table
+from strategies.fsgp_private import evaluated, first_values
 from torch import Tensor
 
 from fedgp_flower.data.sites import load_all_sites
@@ -37,13 +38,12 @@ from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.messages import add
-from fedgp_flower.methods.fsgp.private import EDGE, Budget, disturbed
-from fedgp_flower.methods.fsgp.private_messages import PrivateSums
+from fedgp_flower.methods.sgpr.messages import PrivateSums
+from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.run.files import write_json
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.typing import Array
 from strategies.fsgp import posterior_at
-from strategies.fsgp_private import evaluated, first_values
 from strategies.server.standardisation import SiteDescription, agree
 
 NAME, SITES, DELTA, DRAWS = "dp_sums", 10, 1e-5, 3

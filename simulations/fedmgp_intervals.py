@@ -31,6 +31,7 @@ import torch
 from fedmgp_battery import CYCLES, FAMILY, NOMINAL, PREFIX
 from fedmgp_common import RESULTS, RUNS, table
 from scipy.stats import norm
+from strategies.fsgp_exact import pack
 
 from fedgp_flower.methods.closed_form import Sums, flattened, jacobian, posterior, rows_of_jacobian
 from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
@@ -40,7 +41,6 @@ from fedgp_flower.methods.fedmgp.deviating_client import read_values
 from fedgp_flower.methods.fedmgp.deviations import DeviatingUnit, Theta, Weighing
 from fedgp_flower.methods.fedmgp.messages import Calibration, CalibrationRequest
 from strategies.fedmgp_deviations import DeviationState, ended, one_round, start_state
-from strategies.fsgp_exact import pack
 from strategies.server.questions import Roster, drive
 
 NOTES = {

@@ -21,6 +21,7 @@ import pandas as pd
 import torch
 from flwr.app import ArrayRecord
 from sfvi_runs import QUIET, RESULTS, write_table
+from strategies.fsgp_exact import FSGPExact
 
 from fedgp_flower import client_app
 from fedgp_flower.data.sites import load_all_sites
@@ -28,7 +29,6 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.registry import parse_config
-from strategies.fsgp_exact import FSGPExact
 from strategies.server.base import Observer
 
 SITES = 10

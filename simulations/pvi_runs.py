@@ -11,7 +11,7 @@ from typing import Any
 from sfvi_runs import QUIET, RUNS
 from sfvi_runs import ensure as make
 
-from fedgp_flower.methods.fsgp.options import FSGPOptions
+from fedgp_flower.methods.sgpr.options import FSGPOptions
 from fedgp_flower.options import Value
 from fedgp_flower.run.config import RunConfig, flatten
 from fedgp_flower.run.registry import default_config, parse_config

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.gp.ascent import pack
 from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
@@ -35,7 +36,6 @@ from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.fedmgp_shared import Plan, first_inducing, scaled, unit_curves
-from strategies.fsgp_exact import pack
 from strategies.server import finalise
 from strategies.server.enrolment import Preparation
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total

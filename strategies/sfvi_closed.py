@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from numpy import ndarray
 
+from fedgp_flower.gp.ascent import pack, unpack
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.linalg import kernel_cholesky, laplace_deviations
 from fedgp_flower.messages import leaves, message
@@ -39,8 +40,7 @@ from fedgp_flower.methods.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.methods.sfvi.shaped import NOISE, WIDTHS, ShapedGP
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.fsgp_exact import pack, unpack
-from strategies.profiled_bound import CURVATURE
+from strategies.pooled_bound import CURVATURE
 from strategies.server.finalise import lengthscale_facts
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.sfvi_state import StructuredVI, initialise

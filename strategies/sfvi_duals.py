@@ -16,11 +16,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from fedgp_flower.gp.ascent import unpack
 from fedgp_flower.messages import message
 from fedgp_flower.methods.closed_form import Sums, divergence, naturals
 from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import GlobalPosterior
-from strategies.fsgp_exact import unpack
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.sfvi_closed import (
     FIRST_RADIUS,

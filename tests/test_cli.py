@@ -322,5 +322,7 @@ def test_help_and_no_words_explain_themselves(fedgp):
     code, out, _ = fedgp("run", "--help")
     assert code == 0
     assert "KEY=VALUE" in out
+    assert "model.num-inducing = 0" in out
+    assert "model.noise" not in out
     assert "Usage: fedgp" in "".join(fedgp()[1:])
     assert fedgp("fly")[0] == 2

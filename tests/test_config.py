@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.run.config import flatten, nest, parse
+from fedgp_flower.run.moved import MOVED_KEYS, MOVED_METHODS
 from fedgp_flower.run.registry import METHODS, default_config, load, option_classes, parse_config
 
 PYPROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
@@ -92,7 +93,7 @@ def test_every_reference_of_a_row_resolves(name):
 
 
 def test_extra_carries_keys_and_is_checked_like_them():
-    config = parse_config({"extra": "seed=3 model.kernel='matern52 + linear' fsgp.objective=average"})
+    config = parse_config({"extra": "seed=3 model.kernel='matern52 + linear' method=fsgp"})
     assert (config.seed, config.model.kernel, config.options.objective, config.extra) == (
         3,
         "matern52 + linear",
@@ -118,6 +119,25 @@ def test_wrong_words_in_extra_are_named(flat, words):
         parse_config(flat)
 
 
-@pytest.mark.parametrize("flat", [{}, {"method": "pvi"}, {"method": "fsgp", "fsgp.objective": "exact", "seed": 3}])
+@pytest.mark.parametrize("flat", [{}, {"method": "pvi"}, {"method": "sgpr", "seed": 3}])
 def test_the_tables_of_other_methods_change_nothing(flat):
     assert parse_config(flat) == parse(flat, option_classes())
+
+
+@pytest.mark.parametrize(
+    ("flat", "words"),
+    [
+        ({"method": "older"}, "`method` = 'older' is gone: use 'newer'"),
+        ({"pvi.old": 1}, "`pvi.old` is gone: set `new`"),
+    ],
+)
+def test_names_of_earlier_versions_are_refused_with_the_new_one(flat, words, monkeypatch):
+    monkeypatch.setitem(MOVED_METHODS, "older", "use 'newer'")
+    monkeypatch.setitem(MOVED_KEYS, "pvi.old", "set `new`")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse_config(flat)
+
+
+def test_no_name_that_has_moved_is_in_use():
+    assert MOVED_METHODS.keys() & METHODS.keys() == set()
+    assert MOVED_KEYS.keys() & default_config().keys() == set()

@@ -145,7 +145,7 @@ def test_status_and_revocation(
 
     def answer(self: Flower, *words: str) -> dict[str, Any]:
         asked.append(" ".join(words))
-        return next(own for begin, own in answers.items() if asked[-1].startswith(begin))
+        return next(reply for begin, reply in answers.items() if asked[-1].startswith(begin))
 
     monkeypatch.setattr(Flower, "json", answer)
     capsys.readouterr()
@@ -181,7 +181,7 @@ def test_the_doctor_names_what_is_wrong(both: tuple[Coordinator, SiteFolder]) ->
     _, site = both
     (site.folder / "site-key").chmod(0o644)
     Path("north.csv").write_text("x1,y\n1,\n")
-    found = {own.what: own for own in doctor.of_site(site.approve("cd" * 32))}
+    found = {finding.what: finding for finding in doctor.of_site(site.approve("cd" * 32))}
     assert "chmod 600" in found["keys"].said
     assert "north.csv" in found["table"].said
     assert "fedgp site approve" in found["app"].said

@@ -44,5 +44,5 @@ def test_two_sites_with_their_own_files(tmp_path: Path) -> None:
     assert metrics["failures"] == []
     assert str(tmp_path / "run" / "report.html") in done.stdout
     (folder,) = (tmp_path / "deploy").iterdir()  # rows stay where they are
-    assert not [path for part in ("server", "operator") for path in (folder / part).rglob("*.csv")]
+    assert not [path for part in ("coordinator",) for path in (folder / part).rglob("*.csv")]
     assert naming(tmp_path / "deploy") == []

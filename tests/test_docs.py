@@ -6,30 +6,23 @@ keys that carry no docstring are kept as they stand there.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
 import json
 import re
 import shlex
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
 import pytest
 import typer
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic.fields import FieldInfo
 
 from fedgp_flower.cli import app
-from fedgp_flower.methods.sfvi.options import MODELS
-from fedgp_flower.options import Section
 from fedgp_flower.privacy.policy import Policy
 from fedgp_flower.run import figures
-from fedgp_flower.run.config import CoreConfig, RunConfig
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.run.keys import docstrings, reference
 from fedgp_flower.run.leaves import page as leaving
 from fedgp_flower.run.registry import METHODS, default_config, option_classes, parse_config
 from fedgp_flower.run.user_config import parse_assignments, read_config
@@ -43,96 +36,33 @@ RULE = re.compile(r"^\| `(?P<key>[a-z-]+)` \| `(?P<default>[^`]+)` \| (?P<meanin
 SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
 
 
-def docstrings(section: type[Section]) -> dict[str, str]:
-    """What stands below each field of a section, and of the sections that it extends."""
-    found: dict[str, str] = {}
-    for own in reversed([own for own in section.__mro__ if issubclass(own, Section)]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(own))).body[0].body
-        for field, below in itertools.pairwise(body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                words = " ".join(str(below.value.value).replace("``", "`").split())
-                found[field.target.id] = words.replace("|", "\\|")
-    return found
-
-
-def fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """Every key of a section with its field and its docstring; tables come after the section's own keys."""
-    words = docstrings(section)
-    tables = {}
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            tables[name] = field.annotation
-        else:
-            yield f"{prefix}{field.alias}", field, words.get(name, "")
-    for name, table in tables.items():
-        yield from fields(table, f"{prefix}{name}.")
-
-
-def everything() -> dict[str, tuple[FieldInfo, str]]:
-    """Every key a run knows; `sfvi.model` with what each model says of itself."""
-    sections = {"": CoreConfig} | {f"{own.table}.": own for own in option_classes().values() if own.table}
-    found = {key: (field, words) for prefix, own in sections.items() for key, field, words in fields(own, prefix)}
-    field, words = found["sfvi.model"]
-    models = "; ".join(f"`{name}`: {row.summary}" for name, row in MODELS.items())
-    return found | {"sfvi.model": (field, f"{words} {models}.")}
-
-
-def allowed(field: FieldInfo) -> str:
-    """Type and range of a field, in the signs of a table."""
-    if choices := get_args(field.annotation):
-        return ", ".join(f"`{choice}`" for choice in choices)
-    names = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}
-    limits = [
-        f"{sign} {getattr(limit, name):g}"
-        for limit in field.metadata
-        for kind, (name, sign) in SIGNS.items()
-        if isinstance(limit, kind)
-    ]
-    return " ".join([names[field.annotation], ", ".join(limits)]).strip()
-
-
-def written(value: Any) -> str:
-    """A default as TOML has it."""
-    return (
-        f"`{str(value).lower()}`"
-        if isinstance(value, bool)
-        else f'`"{value}"`'
-        if isinstance(value, str)
-        else f"`{value}`"
-    )
-
-
-def rows() -> dict[str, tuple[str, str, str]]:
-    """Default, allowed values and docstring of every key."""
-    defaults = default_config()
-    return {key: (written(defaults[key]), allowed(field), words) for key, (field, words) in everything().items()}
+HEAD = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
 
 
 def page() -> str:
-    """``docs/configuration.md``, its tables anew."""
-    text = PAGE.read_text(encoding="utf-8")
-    kept = {row["key"]: row["meaning"] for row in ROW.finditer(text)}
-    table = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
-    for key, (default, limits, words) in rows().items():
-        table.append(f"| `{key}` | {default} | {limits} | {words or kept.get(key, '')} |")
-    before, after = text.split("| key |")[0], text.rsplit("|\n", 1)[1]
-    return before + "\n".join(table) + "\n" + after
-
-
-def test_the_configuration_page_has_every_key_with_its_default():
-    told = {row["key"]: (row["default"], row["allowed"]) for row in ROW.finditer(PAGE.read_text(encoding="utf-8"))}
-    assert told == {key: (default, limits) for key, (default, limits, _) in rows().items()}, "run tests/test_docs.py"
-    assert list(told.keys() ^ default_config().keys()) == []
+    """``docs/configuration.md``, its tables anew: basic keys, advanced keys of all methods, keys of each method."""
+    keys, tables = reference(), dict.fromkeys(section.table for section in option_classes().values() if section.table)
+    chapters = {"Basic keys": [key for key in keys if key.basic]}
+    further = [key for key in keys if not key.basic]
+    chapters["Advanced keys of all methods"] = [key for key in further if key.name.split(".")[0] not in tables]
+    for table in tables:
+        chapters[f"`{table}.…`"] = [key for key in further if key.name.startswith(f"{table}.")]
+    lines = [PAGE.read_text(encoding="utf-8").split("\n## ")[0].split("\n| key")[0].rstrip()]
+    for title, rows in chapters.items():
+        cells = [f"| `{key.name}` | {key.default} | {key.allowed} | {key.meaning} |" for key in rows]
+        lines += ["", f"## {title}", "", *HEAD, *cells]
+    return "\n".join(lines) + "\n"
 
 
 def test_the_configuration_page_says_what_the_code_says():
-    told = {row["key"]: row["meaning"] for row in ROW.finditer(PAGE.read_text(encoding="utf-8"))}
-    assert [key for key, words in told.items() if not words.strip()] == []
-    assert [key for key, (_, _, words) in rows().items() if words and told[key] != words] == []
+    assert page() == PAGE.read_text(encoding="utf-8"), "run tests/test_docs.py"
+
+
+def test_every_key_has_a_meaning_and_few_are_basic():
+    keys = reference()
+    assert [key.name for key in keys if not key.meaning] == []
+    assert {key.name for key in keys} == default_config().keys()
+    assert 10 < sum(key.basic for key in keys) <= 25
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "simulations").glob("*.toml")), ids=lambda path: path.stem)

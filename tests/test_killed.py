@@ -113,7 +113,7 @@ def sweep(method: str, folder: Path, chosen: int, after: Callable[..., Any] = re
             require_same(found, expected)
 
 
-@pytest.mark.parametrize("method", ["fsgp exact", "pvi", "fedmgp", "sfvi", "sfvi networks"])
+@pytest.mark.parametrize("method", ["sgpr", "pvi", "fedmgp", "sfvi", "sfvi networks"])
 def test_a_few_kills(method: str, tmp_path: Path) -> None:
     sweep(method, tmp_path, 3)
 
@@ -133,7 +133,7 @@ def test_every_kill(method: str, after: Callable[..., Any], tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("method", "phase"),
-    [("fedmgp", "train"), ("fedmgp natural", "train.natural"), ("sfvi", "train.gradient"), ("pvi", "train")],
+    [("fedmgp", "train"), ("fedmgp natural", "train.natural"), ("sfvi", "train.gradients"), ("pvi", "train")],
 )
 def test_a_round_that_a_site_missed_is_repeated_where_it_is_to_be(method: str, phase: str) -> None:
     """The site's first attempt is lost, and those of the others do not count either."""
@@ -164,7 +164,7 @@ class OutageGrid(FaultyGrid):
         return crashed(reply) if reply is not None and visit.site == "1" and self.away() else reply
 
 
-@pytest.mark.parametrize("method", ["fsgp exact", "pvi", "fedmgp natural"])
+@pytest.mark.parametrize("method", ["sgpr", "pvi", "fedmgp natural"])
 def test_a_round_is_repeated_when_the_site_is_there_again(method: str) -> None:
     """Questions to a site that is away fail at once: three of them would leave it out for good."""
     grid = OutageGrid(keys(method) | REPEAT, seconds=4.0)
@@ -182,6 +182,6 @@ def test_a_site_that_stays_away_ends_the_repetition() -> None:
 
 def test_a_site_that_answers_a_part_of_every_attempt_ends_the_repetition() -> None:
     """One question is always too much for it: it never fails three times in a row."""
-    strategy = run(FaultyGrid(keys("fsgp exact") | REPEAT, 3, Fault("1", lost, ("train.gradient",), range(1, 2))))
+    strategy = run(FaultyGrid(keys("sgpr") | REPEAT, 3, Fault("1", lost, ("train.gradients",), range(1, 2))))
     assert [failure.round for failure in strategy.network.failures] == [1, 1, 1]
     assert strategy.round == 2

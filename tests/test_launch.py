@@ -9,12 +9,13 @@ from typing import ClassVar
 
 import pytest
 from cryptography.hazmat.primitives import serialization
-from flwr.common.config import parse_config_args
 
 from fedgp_flower.cli import main
-from fedgp_flower.deploy.credentials import create_node_key, create_server_credentials
-from fedgp_flower.deploy.demo import create_sites, demo_config
+from fedgp_flower.deploy import machines
+from fedgp_flower.deploy.credentials import Authority, create_node_key
+from fedgp_flower.deploy.demo import demo_config, join_sites
 from fedgp_flower.deploy.launch import conclude
+from fedgp_flower.deploy.machines import Coordinator
 from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import PROFILES, Flower, environment, install_profiles
 from fedgp_flower.errors import ConfigError, DataError, RunError
@@ -130,15 +131,16 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> str 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
 def test_the_server_certificate_is_trusted_through_its_own_authority_alone(tmp_path: Path, name: str) -> None:
-    files = create_server_credentials(tmp_path / "a")
-    other = create_server_credentials(tmp_path / "b")
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        Authority.new(30).certify(folder, "127.0.0.1", 30)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(files.certificate, files.key)
-    assert handshake(server, ssl.create_default_context(cafile=files.authority), name) == "TLSv1.3"
+    server.load_cert_chain(tmp_path / "a" / "server.pem", tmp_path / "a" / "server.key")
+    assert handshake(server, ssl.create_default_context(cafile=tmp_path / "a" / "ca.crt"), name) == "TLSv1.3"
     with pytest.raises(ssl.SSLCertVerificationError):
-        handshake(server, ssl.create_default_context(cafile=other.authority), name)
+        handshake(server, ssl.create_default_context(cafile=tmp_path / "b" / "ca.crt"), name)
     with pytest.raises(ssl.SSLCertVerificationError):
-        handshake(server, ssl.create_default_context(cafile=files.authority), "example.org")
+        handshake(server, ssl.create_default_context(cafile=tmp_path / "a" / "ca.crt"), "example.org")
 
 
 def test_a_node_key_is_private_and_matches_its_public_half(tmp_path: Path) -> None:
@@ -151,27 +153,28 @@ def test_a_node_key_is_private_and_matches_its_public_half(tmp_path: Path) -> No
         create_node_key(tmp_path / "site" / "node-key")
 
 
-def test_sites_from_own_files(tmp_path: Path) -> None:
+@pytest.fixture
+def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
+    monkeypatch.setattr(machines, "app_fingerprint", lambda: "ab" * 32)
+    return Coordinator.create(tmp_path / "coordinator", "localhost", 8000)
+
+
+def test_a_site_is_named_after_its_file_and_knows_only_its_files(tmp_path: Path, coordinator: Coordinator) -> None:
     files = [tmp_path / "north.csv", tmp_path / "south.csv"]
-    files[0].write_text("x,y\n1,2\n")
     with pytest.raises(DataError, match=r"no such file: .*south\.csv"):
-        create_sites(tmp_path, files)
-    files[1].write_text("x,y\n1,2\n")
-    assert [site.name for site in create_sites(tmp_path, files)] == ["north", "south"]
-    assert [site.name for site in create_sites(tmp_path, [files[0], files[0]])] == ["site1", "site2"]
-
-
-def test_a_site_knows_its_own_files_alone(tmp_path: Path) -> None:
-    for name in ("north.csv", "north.test.csv", "south.csv"):
-        (tmp_path / name).write_text("x,y\n1,2\n")
-    north, south = create_sites(tmp_path, [tmp_path / "north.csv", tmp_path / "south.csv"])
-    assert parse_config_args([north.node_config]) == {
+        join_sites(coordinator, tmp_path / "sites", files)
+    for file in (*files, tmp_path / "north.test.csv"):
+        file.write_text("x,y\n1,2\n")
+    north, south = join_sites(coordinator, tmp_path / "sites", files)
+    assert north.node_config == {
         "site": "north",
         "data-path": str(tmp_path / "north.csv"),
         "test-path": str(tmp_path / "north.test.csv"),
-        "state-dir": str(tmp_path / "north" / "state"),
+        "state-dir": str(tmp_path / "sites" / "north" / "state"),
     }
-    assert parse_config_args([south.node_config]).keys() == {"site", "data-path", "state-dir"}
+    assert south.node_config.keys() == {"site", "data-path", "state-dir"}
+    same = join_sites(coordinator, tmp_path / "twice", [files[0], files[0]])
+    assert [site.name for site in same] == ["site1", "site2"]
 
 
 def test_a_signal_to_the_launcher_ends_the_run_that_it_submitted(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from fedgp_flower.deploy.credentials import create_node_key
-from fedgp_flower.deploy.demo import connect, create_sites, start_superlink, start_supernode, wait_online
+from fedgp_flower.deploy.demo import federation
 from fedgp_flower.deploy.launch import HOST, SIMULATION
 from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import COMPLETED, Flower, environment, install_profiles, program
@@ -95,18 +94,5 @@ def test_it_runs_on_supernodes_with_their_own_files(tmp_path: Path) -> None:
         x = np.random.default_rng(seed).uniform(-3, 3, (60, 2))
         rows = np.column_stack([x, np.sin(x[:, 0]) + 0.1 * x[:, 1] ** 2])
         np.savetxt(path, rows, delimiter=",", header="a,b,y", comments="")
-    folder = tmp_path / "deploy"
-    sites = create_sites(folder, files)
-    superlink, *ports = free_ports(1 + len(sites))
-    for site in sites:
-        (site.folder / "state").mkdir(parents=True)
-    (folder / "server").mkdir()
-    with Processes(environment(folder / "operator"), folder / "logs") as processes:
-        credentials = start_superlink(processes, folder, superlink)
-        flower = connect(processes, folder, superlink, credentials.authority)
-        flower.wait_until_ready(f"https://{HOST}:{superlink}", trust=credentials.authority)
-        for site, port in zip(sites, ports, strict=True):
-            flower.json("supernode", "register", str(create_node_key(site.key)), flower.connection, "--name", site.name)
-            start_supernode(processes, site, superlink, port, credentials.authority)
-        wait_online(flower, len(sites))
+    with federation(tmp_path / "deploy", files, app="any") as flower:
         judged(log_of(flower, 1), 1)

@@ -16,14 +16,14 @@ from test_secure_totals import Transcript
 
 from fedgp_flower.errors import ConfigError, ProtocolError
 from fedgp_flower.gp.sums import SparseSums
-from fedgp_flower.methods.fsgp.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
-from fedgp_flower.methods.fsgp.private_messages import PrivateSums
+from fedgp_flower.methods.sgpr.messages import PrivateSums
+from fedgp_flower.methods.sgpr.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
 from fedgp_flower.privacy.accounting import composed, delta_of, epsilon_of, mu_of
 from fedgp_flower.privacy.discrete import discrete_normal
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.registry import client_class, parse_config
-from strategies.fsgp import LOG_NOISE, noise_of, posterior_at
-from strategies.fsgp_private import AMPLITUDE, evaluated
+from strategies.pooled_bound import LOG_NOISE, noise_of, posterior_at
+from strategies.private_sgpr import AMPLITUDE, evaluated
 
 BARE = {f"baselines__{name}": False for name in ("linear", "local_only", "pooled")}
 RANGES = json.dumps({"x": [-1.0, 7.0], "y": [-2.0, 2.0]})

@@ -20,10 +20,10 @@ from fedgp_flower.run.artefacts import RunFolder, read_posterior
 from fedgp_flower.run.registry import parse_config
 
 KINDS: dict[str, dict[str, Any]] = {
-    "exact": {"fsgp__objective": "exact"},
-    "adam": {"fsgp__objective": "exact", "fsgp__exact_optimizer": "adam"},
-    "fedavg": {"fsgp__objective": "average", "fsgp__fraction": 0.5},
-    "fedadam": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
+    "exact": {"method": "sgpr"},
+    "adam": {"method": "sgpr", "fsgp__exact_optimizer": "adam"},
+    "fedavg": {"method": "fsgp", "averaging__fraction": 0.5},
+    "fedadam": {"method": "fsgp", "averaging__server_optimizer": "fedadam"},
 }
 ROUNDS = 7
 
@@ -117,7 +117,7 @@ def test_bytes_and_seconds_of_a_resumed_history_are_those_of_each_round(
 
 def test_failures_before_the_kill_are_listed_once(tmp_path: Path) -> None:
     away = lambda: Fault("1", lost, ("train",), range(1, 4))  # noqa: E731
-    keys = {**KINDS["fedavg"], "fsgp__fraction": 1.0, "max_failures": 2}
+    keys = {**KINDS["fedavg"], "averaging__fraction": 1.0, "max_failures": 2}
     whole = execute(tmp_path / "whole", away(), **keys)
     with pytest.raises(Killed):
         execute(tmp_path / "cut", away(), kill_at=3, **keys)
@@ -153,7 +153,7 @@ def test_a_converged_run_resumed_asks_for_no_new_gradient() -> None:
     again = run(grid, Recorder(), recorder.snapshots[-1])
     assert again.current.converged
     assert again.details() == first.details()
-    assert "train.gradient" not in {visit.phase for visit in grid.visits}
+    assert "train.gradients" not in {visit.phase for visit in grid.visits}
 
 
 def test_a_record_that_the_optimiser_does_not_follow_is_not_replayed() -> None:

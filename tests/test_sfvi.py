@@ -153,9 +153,9 @@ def test_absent_sites_are_stood_in_for() -> None:
     sent: dict[str, dict[str, np.ndarray]] = {}
 
     def keep(site: str) -> Fault:
-        return Fault(site, arrays(lambda own: sent.setdefault(site, own)), ("train.gradient",))
+        return Fault(site, arrays(lambda own: sent.setdefault(site, own)), ("train.gradients",))
 
-    faults = [keep("0"), keep("1"), Fault("2", lost, ("train.gradient",))]
+    faults = [keep("0"), keep("1"), Fault("2", lost, ("train.gradients",))]
     strategy = run(FaultyGrid(tiny(num_server_rounds=1), 3, *faults))
     start = run(FaultyGrid(tiny(num_server_rounds=0), 3))
     rows, before = start.preparation.rows, start.current
@@ -186,7 +186,7 @@ LIES: dict[str, tuple[str, Any, str]] = {
 def test_a_site_that_lies_changes_nothing(lie: str) -> None:
     """The others' result is what it would have been had the site not answered."""
     method, change, words = LIES[lie]
-    phases = ("train.gradient", "train.average")
+    phases = ("train.gradients", "train.average")
     keys: dict[str, Any] = {"method": method, "num_server_rounds": 2, "sfvi__local_steps": 2}
     liar = run(FaultyGrid(tiny(**keys), 4, Fault("1", change, phases)))
     absent = run(FaultyGrid(tiny(**keys), 4, Fault("1", lost, phases)))
@@ -322,7 +322,7 @@ def test_numbers_of_classes(tmp_path: Path) -> None:
 def test_sites_take_part_by_turns() -> None:
     grid = FaultyGrid(tiny(sfvi__fraction=0.5, num_server_rounds=6, sfvi__catch_up_steps=5), 4)
     strategy = run(grid)
-    asked = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train.gradient"]
+    asked = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train.gradients"]
     assert all(sum(number == wanted for number, _ in asked) == 2 for wanted in range(1, 7))
     assert len({site for _, site in asked}) > 2
     assert all(np.isfinite(array).all() for array in parameters(strategy).values())
@@ -332,7 +332,7 @@ def test_a_warm_start_averages_first() -> None:
     grid = FaultyGrid(tiny(sfvi__warm_start_rounds=2, sfvi__local_steps=1), 2)
     run(grid)
     phases = {visit.round: visit.phase for visit in grid.visits if visit.phase.startswith("train")}
-    assert phases == {1: "train.average", 2: "train.average", 3: "train.gradient", 4: "train.gradient"}
+    assert phases == {1: "train.average", 2: "train.average", 3: "train.gradients", 4: "train.gradients"}
 
 
 def test_local_steps_leave_moments_that_a_gradient_of_the_sites_own_term_fits() -> None:

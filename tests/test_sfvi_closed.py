@@ -18,6 +18,7 @@ from structured_problems import gp_sites, shaped_gp
 from test_closed_form import dense_bound
 
 from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.gp.ascent import pack, unpack
 from fedgp_flower.gp.linalg import symmetric
 from fedgp_flower.messages import add
 from fedgp_flower.methods.expansions import ExpansionShare
@@ -26,7 +27,6 @@ from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
-from strategies.fsgp_exact import pack, unpack
 from strategies.server.questions import Roster, drive
 from strategies.sfvi_closed import USUAL_SITES, beginning, deviations, shaped_round, widened
 

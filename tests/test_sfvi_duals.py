@@ -17,6 +17,7 @@ from faults import FaultyGrid, Recorder, blamed, configured, csv_nodes, run, wav
 from structured_problems import gp_sites, randomised, sparse_gp
 from test_sfvi_closed import POINTS, Units
 
+from fedgp_flower.gp.ascent import pack
 from fedgp_flower.gp.likelihoods import GaussianNoise
 from fedgp_flower.messages import add
 from fedgp_flower.methods.closed_form import divergence, flattened, naturals, posterior
@@ -28,7 +29,6 @@ from fedgp_flower.methods.sfvi.pseudo_observed import PseudoObserved
 from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from strategies.fsgp_exact import pack
 from strategies.server.questions import Roster, drive
 from strategies.sfvi_closed import beginning, inducing_factor
 from strategies.sfvi_duals import DualNewtonState, bound_at, one_round

@@ -19,9 +19,9 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy.keys import Identity, Trust
 
-SOME = ("fsgp exact, masked", "pvi sums", "sfvi")
+SOME = ("sgpr, masked", "pvi sums", "sfvi")
 ALL = [pytest.param(own, marks=[] if own in SOME else pytest.mark.long) for own in METHODS]
-NUMBERS = [own for own in ALL if "dataset" not in METHODS[str(own.values[0])] and own.values[0] != "fsgp private"]
+NUMBERS = [own for own in ALL if "dataset" not in METHODS[str(own.values[0])] and own.values[0] != "sgpr-private"]
 """Noise of real sites is drawn anew in every run: tests/test_private_sums.py."""
 
 
@@ -89,7 +89,7 @@ def test_a_line_that_was_not_finished_is_gone_with_the_next_one(tmp_path: Path) 
     """A power cut leaves half a line; no reply has left then."""
     nodes = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("ab")})
     nodes[0]["audit"] = str(tmp_path / "audit.jsonl")
-    flat = keys_of("fsgp exact", num_server_rounds=2, sites=2)
+    flat = keys_of("sgpr", num_server_rounds=2, sites=2)
     del flat["dataset"]
 
     def cut() -> None:

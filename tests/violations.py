@@ -12,8 +12,8 @@ from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
 from flwr.app import Message
 
 METHODS: dict[str, dict[str, Any]] = {
-    "fsgp": {"num_server_rounds": 3},
-    "fsgp average": {"fsgp__objective": "average"},
+    "sgpr": {"num_server_rounds": 3},
+    "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi", "pvi__local_update": "replay", "pvi__schedule": "synchronous"},
     "pvi-glm": {"method": "pvi-glm", "glm__schedule": "synchronous"},
@@ -24,13 +24,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "local-only": {"method": "local-only", "baselines__local_only": True},
 }
 TRAINING = {
-    "fsgp": "query.statistics",
-    "fsgp average": "train",
+    "sgpr": "query.trials",
+    "fsgp": "train",
     "fgpr": "train",
     "pvi": "train.distil",
     "pvi-glm": "train",
     "sfvi": "train.expansion",
-    "sfvi stochastic": "train.gradient",
+    "sfvi stochastic": "train.gradients",
     "sfvi-avg": "train.average",
     "fedmgp": "query.first",
     "local-only": "query.local_only",

@@ -31,15 +31,15 @@ def init(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     invite: Annotated[list[str] | None, typer.Option(help="site to invite at once; may be given again")] = None,
 ) -> None:
-    """Make authority, certificate, SuperLink and units of a coordinator, and invitations."""
+    """Make the certificate authority, certificate, service units and invitations of a coordinator."""
     from fedgp_flower.deploy.machines import Coordinator
 
-    own = Coordinator.create(folder, host, port)
+    coordinator = Coordinator.create(folder, host, port)
     for name in invite or []:
-        print(f"invitation of {name}: {own.invite(name)}")
-    print(f"open port {port} for the sites; ca.key in {own.folder} is the secret of this federation")
+        print(f"invitation of {name}: {coordinator.invite(name)}")
+    print(f"open port {port} for the sites; ca.key in {coordinator.folder} is the secret of this federation")
     print(f"start the SuperLink:  fedgp deploy serve --folder {folder}")
-    print(f"or as a service:      sudo systemctl enable --now {own.folder}/fedgp-superlink.service")
+    print(f"or as a service:      sudo systemctl enable --now {coordinator.folder}/fedgp-superlink.service")
 
 
 @deploy.command()
@@ -66,27 +66,28 @@ def register(
     """Admit sites by the public half of their keys."""
     from fedgp_flower.deploy.machines import CONNECTION, Coordinator
 
-    own = Coordinator.read(folder)
-    with own.processes() as processes:
+    coordinator = Coordinator.read(folder)
+    with coordinator.processes() as processes:
         for path in keys:
             key, name = str(path.resolve()), path.stem
-            said = own.flower(processes).json("supernode", "register", key, CONNECTION, "--name", name)
-            own.keep({**own.sites, name: int(said["node-id"])})
-            print(f"{name} is registered as node {said['node-id']}")
+            answer = coordinator.flower(processes).json("supernode", "register", key, CONNECTION, "--name", name)
+            coordinator.keep({**coordinator.sites, name: int(answer["node-id"])})
+            print(f"{name} is registered as node {answer['node-id']}")
 
 
 @deploy.command()
 def revoke(name: Annotated[str, typer.Argument(help="id of the site")], folder: Folder = HERE) -> None:
-    """Admit a site no more."""
+    """Stop admitting a site."""
     from fedgp_flower.deploy.machines import CONNECTION, Coordinator
 
-    own = Coordinator.read(folder)
-    if name not in own.sites:
-        raise ConfigError(f"{name!r} is not registered; registered are {', '.join(own.sites) or 'none'}")
-    with own.processes() as processes:
-        own.flower(processes).json("supernode", "unregister", str(own.sites[name]), CONNECTION)
-    own.keep({site: node for site, node in own.sites.items() if site != name})
-    print(f"{name} is admitted no more")
+    coordinator = Coordinator.read(folder)
+    sites = coordinator.sites
+    if name not in sites:
+        raise ConfigError(f"{name!r} is not registered; registered are {', '.join(sites) or 'none'}")
+    with coordinator.processes() as processes:
+        coordinator.flower(processes).json("supernode", "unregister", str(sites.pop(name)), CONNECTION)
+    coordinator.keep(sites)
+    print(f"{name} is no longer admitted")
 
 
 @deploy.command()
@@ -117,16 +118,16 @@ def run_method(
         with interruptible():
             submit_elsewhere(complete_config(given, Path.cwd()), connection)
         return
-    own = Coordinator.read(folder)
+    coordinator = Coordinator.read(folder)
     usual: dict[str, Value] = {
-        "sites": len(own.sites),
-        "output-dir": str(own.folder / "results"),
+        "sites": len(coordinator.sites),
+        "output-dir": str(coordinator.folder / "results"),
         "baselines.pooled": False,
     }
     completed = complete_config(usual | given, Path.cwd(), "sites")
-    with interruptible(), own.processes() as processes:
-        flower = own.flower(processes)
-        conclude(flower, flower.submit(project_folder(own.folder), completed), run_folder(completed))
+    with interruptible(), coordinator.processes() as processes:
+        flower = coordinator.flower(processes)
+        conclude(flower, flower.submit(project_folder(coordinator.folder), completed), run_folder(completed))
 
 
 @deploy.command()
@@ -137,17 +138,21 @@ def status(
     """Sites and when they were last there; the latest run, its round and its failures."""
     from fedgp_flower.deploy.machines import Coordinator
 
-    own = Coordinator.read(folder)
-    with own.processes() as processes:
-        flower = own.flower(processes)
+    coordinator = Coordinator.read(folder)
+    with coordinator.processes() as processes:
+        flower = coordinator.flower(processes)
         while True:
             nodes = {int(node["node-id"]): node for node in flower.json("supernode", "ls", flower.connection)["nodes"]}
-            for name, node in own.sites.items():
+            for name, node in coordinator.sites.items():
                 found = nodes.get(node, {"status": "not registered any more"})
                 seen = found.get("online-at" if found["status"] == "online" else "offline-at") or "never"
                 print(f"{name:20} {found['status']:12} since {seen}")
             runs = flower.json("ls", flower.connection)["runs"]
-            print("\n".join([*(f"run {run['run-id']}: {run['status']}" for run in runs[:1]), *_rounds(own.folder)]))
+            print(
+                "\n".join(
+                    [*(f"run {run['run-id']}: {run['status']}" for run in runs[:1]), *_rounds(coordinator.folder)]
+                )
+            )
             if not watch:
                 return
             time.sleep(watch)
@@ -164,7 +169,7 @@ def _rounds(folder: Path) -> list[str]:
 
 @deploy.command(name="doctor")
 def examine(folder: Folder = HERE) -> None:
-    """Look for what is wrong with the coordinator; status 2 where something is."""
+    """Check the coordinator; exit status 2 if something is wrong."""
     from fedgp_flower.deploy.doctor import of_coordinator
     from fedgp_flower.deploy.machines import Coordinator
 
@@ -175,7 +180,7 @@ def _tell(findings: Sequence[Finding]) -> None:
     from fedgp_flower.deploy.doctor import lines
 
     print("\n".join(lines(findings)))
-    if not all(own.good for own in findings):
+    if not all(finding.good for finding in findings):
         raise typer.Exit(2)
 
 
@@ -186,7 +191,7 @@ def join(
     policy: Annotated[Path | None, typer.Option(help="what the site refuses; otherwise the default")] = None,
     folder: Annotated[Path | None, typer.Option(help="folder to make; otherwise the id of the site")] = None,
 ) -> None:
-    """Make keys, folder and unit of this site, and look whether all is well."""
+    """Make the keys, folder and service unit of this site, and check them."""
     from fedgp_flower.deploy.credentials import key_fingerprint
     from fedgp_flower.deploy.doctor import lines, of_site
     from fedgp_flower.deploy.machines import SiteFolder
@@ -194,11 +199,11 @@ def join(
     given = {"data": data, "test-path": test, "policy": policy}
     if missing := [str(path) for path in given.values() if path is not None and not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(missing)}")
-    own = SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path is not None})
-    print("\n".join(lines(of_site(own))))
-    print(f"send {own.public} to the coordinator; its fingerprint, to compare: {key_fingerprint(own.public)}")
-    print(f"then start the SuperNode:  fedgp site serve {own.folder}")
-    print(f"or as a service:           sudo systemctl enable --now {own.folder}/fedgp-site-{own.name}.service")
+    site = SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path is not None})
+    print("\n".join(lines(of_site(site))))
+    print(f"send {site.public} to the coordinator; its fingerprint, to compare: {key_fingerprint(site.public)}")
+    print(f"then start the SuperNode:  fedgp site serve {site.folder}")
+    print(f"or as a service:           sudo systemctl enable --now {site.folder}/fedgp-site-{site.name}.service")
 
 
 def serve_site(folder: SitePath) -> None:
@@ -212,15 +217,15 @@ def approve(
     folder: SitePath,
     app: Annotated[str, typer.Option(help="fingerprint; otherwise that of the project installed here")] = "",
 ) -> None:
-    """Let another version of the app run here; read it first."""
+    """Allow another version of the app to run here. Read that version first."""
     from fedgp_flower.deploy.machines import SiteFolder, app_fingerprint
 
-    own = SiteFolder.read(folder).approve(app or app_fingerprint())
-    print(f"{own.name} runs {own.facts['app']} alone; start its SuperNode again")
+    site = SiteFolder.read(folder).approve(app or app_fingerprint())
+    print(f"{site.name} now runs only {site.facts['app']}; start its SuperNode again")
 
 
 def doctor(folder: SitePath) -> None:
-    """Look for what is wrong with a site, or the coordinator's folder; status 2 where something is."""
+    """Check a site, or the coordinator's folder; exit status 2 if something is wrong."""
     from fedgp_flower.deploy.doctor import of_site
     from fedgp_flower.deploy.machines import SiteFolder
 
@@ -229,7 +234,7 @@ def doctor(folder: SitePath) -> None:
     elif (folder / "site.toml").exists():
         _tell(of_site(SiteFolder.read(folder)))
     else:
-        raise RunError(f"{folder} is the folder of no site and of no coordinator")
+        raise RunError(f"{folder} is not the folder of a site or of a coordinator")
 
 
 def add_to(app: typer.Typer, site: typer.Typer) -> None:

@@ -1,6 +1,6 @@
-"""What a SuperLink and its SuperNodes prove themselves with: a certificate authority, a server certificate, node keys.
+"""Credentials of a federation: a certificate authority, a server certificate, and node keys.
 
-An organisation's own authority can sign instead. Each site makes its node key itself and hands over the public half.
+An organisation's authority can sign instead. Each site makes its node key itself and hands over the public half.
 """
 
 from __future__ import annotations
@@ -19,23 +19,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedgp_flower.errors import ConfigError
 
-_DEMONSTRATION = 30
-"""Days."""
 _CURVE = ec.SECP384R1()
 
 
 @dataclass(frozen=True, slots=True)
-class ServerCredentials:
-    """Files for TLS: the authority's certificate goes to every site, the other two stay at the server."""
-
-    authority: Path
-    certificate: Path
-    key: Path
-
-
-@dataclass(frozen=True, slots=True)
 class Authority:
-    """What signs a SuperLink's certificate; whoever has its key can pose as the SuperLink."""
+    """It signs the SuperLink's certificate. Whoever has its key can pose as the SuperLink."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -57,7 +46,7 @@ class Authority:
         """From ``ca.crt`` and ``ca.key``.
 
         Raises:
-            ConfigError: a file is missing or is none.
+            ConfigError: a file is missing or cannot be read as such.
         """
         try:
             key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
@@ -68,12 +57,12 @@ class Authority:
         return Authority(certificate, key)
 
     def write(self, folder: Path) -> None:
-        """Into ``ca.crt``, and ``ca.key`` that its owner alone may read."""
+        """Write ``ca.crt``, and ``ca.key``, which only its owner may read."""
         (folder / "ca.crt").write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
         _write_secret(folder / "ca.key", _private_bytes(self.key, serialization.PrivateFormat.PKCS8))
 
-    def certify(self, folder: Path, host: str, days: int) -> ServerCredentials:
-        """Write a key and a certificate for ``localhost`` and a host, in place of older ones."""
+    def certify(self, folder: Path, host: str, days: int) -> None:
+        """Write ``server.key`` and ``server.pem`` for ``localhost`` and a host, and ``ca.crt``, over older ones."""
         key = ec.generate_private_key(_CURVE)
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         server = (
@@ -85,28 +74,20 @@ class Authority:
             .add_extension(issuer, critical=False)
             .sign(self.key, hashes.SHA384())
         )
-        files = ServerCredentials(folder / "ca.crt", folder / "server.pem", folder / "server.key")
-        files.authority.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
-        files.key.unlink(missing_ok=True)
-        files.certificate.write_bytes(server.public_bytes(serialization.Encoding.PEM))
-        _write_secret(files.key, _private_bytes(key, serialization.PrivateFormat.PKCS8))
-        return files
-
-
-def create_server_credentials(folder: Path, host: str = "127.0.0.1") -> ServerCredentials:
-    """A certificate for ``localhost`` and ``host`` for 30 days, by a fresh authority whose key is never written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return Authority.new(_DEMONSTRATION).certify(folder, host, _DEMONSTRATION)
+        (folder / "ca.crt").write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
+        (folder / "server.key").unlink(missing_ok=True)
+        (folder / "server.pem").write_bytes(server.public_bytes(serialization.Encoding.PEM))
+        _write_secret(folder / "server.key", _private_bytes(key, serialization.PrivateFormat.PKCS8))
 
 
 def _names_of(host: str) -> list[x509.GeneralName]:
-    """Names by which a SuperLink is dialled: ``localhost``, the address that its own processes use, and its host."""
+    """Names by which a SuperLink is dialled: ``localhost``, the address that its processes use, and its host."""
     found: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     try:
-        own: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
+        name: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        own = x509.DNSName(host)
-    return found + [own] * (own not in found)
+        name = x509.DNSName(host)
+    return found + [name] * (name not in found)
 
 
 def create_node_key(path: Path) -> Path:

@@ -1,7 +1,7 @@
-"""A whole deployment on this machine: a SuperLink with TLS, SuperNodes that authenticate, each with its own CSV file.
+"""A whole federation on this machine: a SuperLink with TLS, and SuperNodes that authenticate, each with one CSV file.
 
-It makes an authority, certificates and keys under ``.deploy/``, starts everything,
-runs the app, prints the result and ends exactly what it started. ``--keep`` leaves it up until Ctrl-C.
+The folders are those that ``fedgp deploy init`` and ``fedgp site join`` make. Everything that is started is ended;
+``--keep`` leaves it up until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -9,31 +9,26 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-import tomli_w
-
 from fedgp_flower.data.sites import write_partition
-from fedgp_flower.deploy.credentials import ServerCredentials, create_node_key, create_server_credentials
 from fedgp_flower.deploy.launch import HOST, conclude
-from fedgp_flower.deploy.processes import Processes, free_ports
-from fedgp_flower.deploy.submission import Flower, environment, program, project_folder
+from fedgp_flower.deploy.machines import CONNECTION, Coordinator, SiteFolder
+from fedgp_flower.deploy.processes import free_ports
+from fedgp_flower.deploy.submission import Flower, project_folder
 from fedgp_flower.errors import ConfigError, DataError, RunError
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.run.user_config import complete_config, run_folder
 
-CONNECTION = "deployment"
 ONLINE_SECONDS = 90.0
 
 # An exchange with real SuperNodes takes seconds, however little it carries: few rounds, each with many local steps.
 DEFAULTS: dict[str, Value] = {
     "method": "fsgp",
-    "fsgp.objective": "average",
-    "fsgp.server-optimizer": "fedavg",
     "num-server-rounds": 3,
     "model.num-inducing": 20,
     "evaluate-every": 0,
@@ -52,40 +47,7 @@ def demo_config(chosen: Mapping[str, Value], count: int) -> dict[str, Value]:
         return complete_config(given, Path.cwd())
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """One SuperNode: its name, its CSV file, and the folder that stands for its machine."""
-
-    name: str
-    data: Path
-    folder: Path
-
-    @property
-    def key(self) -> Path:
-        """Private key that the node authenticates with."""
-        return self.folder / "node-key"
-
-    @property
-    def secret(self) -> Path:
-        """Key that the site signs with when its summands travel under masks."""
-        return self.folder / "site-key"
-
-    @property
-    def trust(self) -> Path:
-        """Public keys of the sites that it adds its summands to."""
-        return self.folder / "trust.toml"
-
-    @property
-    def node_config(self) -> str:
-        """What the SuperNode alone is told: where the site's rows lie, held-out rows in a file beside them or not."""
-        test = self.data.with_suffix(".test.csv")
-        told = {"site": self.name, "data-path": self.data, "state-dir": self.folder / "state"}
-        told |= {"test-path": test} if test.is_file() else {}
-        told |= {"site-key": self.secret, "trust": self.trust} if self.trust.is_file() else {}
-        return " ".join(f'{key}="{value}"' for key, value in told.items())
-
-
-def create_sites(folder: Path, files: Sequence[Path]) -> list[Site]:
+def join_sites(coordinator: Coordinator, folder: Path, files: Sequence[Path]) -> list[SiteFolder]:
     """A site per CSV file, named after it, or ``site1``, ``site2``, … where two files have one name.
 
     Raises:
@@ -96,51 +58,52 @@ def create_sites(folder: Path, files: Sequence[Path]) -> list[Site]:
     names = [file.stem for file in files]
     if len(set(names)) < len(names):
         names = [f"site{i}" for i in range(1, len(files) + 1)]
-    return [Site(name, file.resolve(), folder / name) for name, file in zip(names, files, strict=True)]
+    sites = []
+    for name, file in zip(names, files, strict=True):
+        test = file.with_suffix(".test.csv")
+        given = {"data": file, **({"test-path": test} if test.is_file() else {})}
+        sites.append(SiteFolder.join(coordinator.invite(name), folder / name, given))
+    return sites
 
 
-def introduce(sites: Sequence[Site]) -> None:
-    """Give every site a key and the public keys of all, as their owners would do outside the server."""
+def exchange_keys(sites: Sequence[SiteFolder]) -> None:
+    """Give every site the public keys of all, as their owners would do outside the server."""
     trust = Trust({})
     for site in sites:
-        identity = Identity.new()
-        identity.write(site.secret)
-        trust = trust.with_site(site.name, identity.public)
+        trust = trust.with_site(site.name, Identity.read(site.folder / "site-key").public)
     for site in sites:
-        trust.write(site.trust)
+        trust.write(site.folder / "trust.toml")
 
 
-def start_superlink(processes: Processes, folder: Path, port: int) -> ServerCredentials:
-    """Start a SuperLink that speaks TLS only and takes registered SuperNodes only."""
-    files = create_server_credentials(folder / "server", HOST)
-    tls = ["--ssl-ca-certfile", files.authority, "--ssl-certfile", files.certificate, "--ssl-keyfile", files.key]
-    command = [program("flower-superlink"), "--host", HOST, "--port", port, *tls, "--enable-supernode-auth"]
-    processes.start("superlink", [*map(str, command), "--database", "superlink.db"], folder / "server")
-    return files
+@contextmanager
+def federation(folder: Path, files: Sequence[Path], *, app: str = "", masked: bool = False) -> Iterator[Flower]:
+    """A SuperLink and a SuperNode for each file, all online, with the operator's command line.
 
-
-def start_supernode(processes: Processes, site: Site, superlink: int, port: int, authority: Path) -> None:
-    """Start the SuperNode of a site; only this process is told where the site's data lie."""
-    options = {
-        "--superlink": f"{HOST}:{superlink}",
-        "--root-certificates": authority,
-        "--auth-supernode-private-key": site.key,
-        "--node-config": site.node_config,
-        "--port": port,
-    }
-    words = [str(word) for pair in options.items() for word in pair]
-    variables = {"FLWR_HOME": str(site.folder / "flower"), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
-    processes.start(site.name, [program("flower-supernode"), *words], site.folder, variables)
-
-
-def connect(processes: Processes, folder: Path, port: int, authority: Path) -> Flower:
-    """The operator's command line, with a connection to the SuperLink."""
-    home = folder / "operator"
-    home.mkdir()
-    profile = {"address": f"{HOST}:{port}", "root-certificates": str(authority)}
-    document = {"superlink": {"default": CONNECTION, CONNECTION: profile}}
-    (home / "config.toml").write_text(tomli_w.dumps(document), encoding="utf-8")
-    return Flower(processes, home, CONNECTION)
+    Args:
+        folder: Where the folders of the machines are made.
+        files: A table for each site.
+        app: Fingerprint of the app that sites run, or ``any``; otherwise that of this project.
+        masked: Whether sites trust each other's keys, and so answer under masks alone.
+    """
+    superlink, *ports = free_ports(1 + len(files))
+    coordinator = Coordinator.create(folder / "coordinator", HOST, superlink)
+    sites = [site.approve(app) if app else site for site in join_sites(coordinator, folder, files)]
+    if masked:
+        exchange_keys(sites)
+    with coordinator.processes() as processes:
+        say(f"SuperLink on {HOST}:{superlink}, TLS, node authentication")
+        words, variables, place = coordinator.command(bind=HOST)
+        processes.start("superlink", words, place, variables)
+        flower = coordinator.flower(processes)
+        flower.wait_until_ready(f"https://{HOST}:{superlink}", trust=coordinator.folder / "ca.crt")
+        for site, port in zip(sites, ports, strict=True):
+            say(f"SuperNode {site.name}: registered key, {site.facts['data']}")
+            flower.json("supernode", "register", str(site.public), CONNECTION, "--name", site.name)
+            words, variables, place = site.command(port)
+            processes.start(site.name, words, place, variables)
+        wait_online(flower, len(sites))
+        yield flower
+        say("ending the SuperLink and the SuperNodes")
 
 
 def wait_online(flower: Flower, count: int) -> None:
@@ -158,31 +121,6 @@ def wait_online(flower: Flower, count: int) -> None:
             return
         time.sleep(1)
     raise RunError(f"{online} of {count} SuperNodes online after {ONLINE_SECONDS:.0f} s; see {flower.processes.logs}")
-
-
-def deploy(project: Path, folder: Path, sites: Sequence[Site], config: FlatConfig, keep: bool) -> None:
-    """Start, register, run, report and, unless ``keep``, end at once."""
-    superlink, *ports = free_ports(1 + len(sites))
-    for site in sites:
-        (site.folder / "state").mkdir(parents=True)
-    if parse_config(config).privacy.secure_aggregation:  # a site with a trust file answers under masks alone
-        introduce(sites)
-    (folder / "server").mkdir()
-    with Processes(environment(folder / "operator"), folder / "logs") as processes:
-        say(f"SuperLink on {HOST}:{superlink}, TLS, node authentication")
-        files = start_superlink(processes, folder, superlink)
-        flower = connect(processes, folder, superlink, files.authority)
-        flower.wait_until_ready(f"https://{HOST}:{superlink}", trust=files.authority)
-        for site, port in zip(sites, ports, strict=True):
-            say(f"SuperNode {site.name}: registered key, {site.data}")
-            flower.json("supernode", "register", str(create_node_key(site.key)), CONNECTION, "--name", site.name)
-            start_supernode(processes, site, superlink, port, files.authority)
-        wait_online(flower, len(sites))
-        say(f"{len(sites)} SuperNodes online; sending the app (each exchange with real nodes takes seconds)")
-        conclude(flower, flower.submit(project, config), run_folder(config))
-        if keep:
-            hold(flower)
-        say("ending the SuperLink and the SuperNodes")
 
 
 def hold(flower: Flower) -> None:
@@ -207,5 +145,9 @@ def run_demo(keys: FlatConfig, files: Sequence[Path], count: int, parent: Path, 
     folder, count = parent / time.strftime("%Y%m%d-%H%M%S"), len(files) or count
     config = demo_config(keys, count)
     folder.mkdir(parents=True, mode=0o700)
-    sites = create_sites(folder, files or write_partition(parse_config(config), count, folder / "data"))
-    deploy(project_folder(folder), folder, sites, config, keep)
+    files = files or write_partition(parse_config(config), count, folder / "data")
+    with federation(folder, files, masked=parse_config(config).privacy.secure_aggregation) as flower:
+        say(f"{len(files)} SuperNodes online; sending the app (each exchange with real nodes takes seconds)")
+        conclude(flower, flower.submit(project_folder(flower.home), config), run_folder(config))
+        if keep:
+            hold(flower)

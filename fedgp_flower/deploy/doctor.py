@@ -1,4 +1,4 @@
-"""What is wrong with a machine of a federation before it takes part, each finding with the next thing to try."""
+"""Check a machine of a federation before it takes part. Every problem comes with the next thing to try."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import datetime
 import shutil
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,65 +17,70 @@ from fedgp_flower.deploy.machines import Coordinator, SiteFolder, app_fingerprin
 from fedgp_flower.errors import FedGPError, RunError
 
 LEAST_SPACE = 1 << 30
-"""Bytes."""
+"""Bytes of disk that a run needs."""
 SOON = datetime.timedelta(days=30)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     said: str
     good: bool
 
 
-def of_site(own: SiteFolder) -> list[Finding]:
-    """Look at a site: its table, keys, disk, the way to the SuperLink, and the app it runs."""
-    return [
-        Finding("versions", versions(), True),
-        _look("table", lambda: _table(own)),
-        _look("keys", lambda: _secret([own.folder / own.name, own.folder / "site-key"])),
-        _look("disk", lambda: _space(own.folder)),
-        _look("SuperLink", lambda: _reachable(str(own.facts["superlink"]), own.folder / "ca.crt")),
-        _look("app", lambda: _app(str(own.facts["app"]))),
-    ]
+def of_site(site: SiteFolder) -> list[Finding]:
+    """Check a site: its table, keys, disk, connection to the SuperLink, and app."""
+    return _checked(
+        {
+            "versions": _versions,
+            "table": lambda: _table(Path(str(site.facts["data"]))),
+            "keys": lambda: _secret([site.folder / site.name, site.folder / "site-key"]),
+            "disk": lambda: _space(site.folder),
+            "SuperLink": lambda: _reachable(str(site.facts["superlink"]), site.folder / "ca.crt"),
+            "app": lambda: _app(str(site.facts["app"])),
+        }
+    )
 
 
-def of_coordinator(own: Coordinator) -> list[Finding]:
-    """Look at a coordinator: certificate, keys, disk, and whether its SuperLink answers."""
-    return [
-        Finding("versions", versions(), True),
-        _look("certificate", lambda: _valid(own.folder / "server" / "server.pem")),
-        _look("keys", lambda: _secret([own.folder / "ca.key", own.folder / "server" / "server.key"])),
-        _look("disk", lambda: _space(own.folder)),
-        _look("SuperLink", lambda: _reachable(f"{own.host}:{own.port}", own.folder / "ca.crt")),
-    ]
-
-
-def versions() -> str:
-    """Of what must be the same at all machines."""
-    return ", ".join(f"{name} {version(name)}" for name in ("fedgp-flower", "flwr", "torch"))
+def of_coordinator(coordinator: Coordinator) -> list[Finding]:
+    """Check a coordinator: its certificate, keys, disk, and whether its SuperLink answers."""
+    server = coordinator.folder / "server"
+    return _checked(
+        {
+            "versions": _versions,
+            "certificate": lambda: _valid(server / "server.pem"),
+            "keys": lambda: _secret([coordinator.folder / "ca.key", server / "server.key"]),
+            "disk": lambda: _space(coordinator.folder),
+            "SuperLink": lambda: _reachable(f"{coordinator.host}:{coordinator.port}", coordinator.folder / "ca.crt"),
+        }
+    )
 
 
 def lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """A line each."""
-    for own in findings:
-        yield f"{'ok      ' if own.good else 'PROBLEM '}{own.what}: {own.said}"
+    """One line for each finding."""
+    return (f"{'ok      ' if found.good else 'PROBLEM '}{found.what}: {found.said}" for found in findings)
 
 
-def _look(what: str, look: Callable[[], str]) -> Finding:
-    try:
-        return Finding(what, look(), True)
-    except (FedGPError, OSError) as error:
-        return Finding(what, str(error), False)
+def _checked(checks: Mapping[str, Callable[[], str]]) -> list[Finding]:
+    findings = []
+    for what, check in checks.items():
+        try:
+            findings.append(Finding(what, check(), True))
+        except (FedGPError, OSError) as error:
+            findings.append(Finding(what, str(error), False))
+    return findings
 
 
-def _table(own: SiteFolder) -> str:
+def _versions() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("fedgp-flower", "flwr", "torch"))
+
+
+def _table(path: Path) -> str:
     from fedgp_flower.run.check import check  # noqa: PLC0415
     from fedgp_flower.run.registry import parse_config  # noqa: PLC0415
 
-    path = Path(str(own.facts["data"]))
     found = check([path], parse_config({"test-fraction": 0.0}))
     if found.problems:
         raise RunError("; ".join(found.problems))
@@ -85,8 +90,8 @@ def _table(own: SiteFolder) -> str:
 def _secret(files: Sequence[Path]) -> str:
     for path in files:
         if path.stat().st_mode & 0o077:
-            raise RunError(f"{path} can be read by others: chmod 600 {path}")
-    return "their owner alone can read them"
+            raise RunError(f"other users can read {path}: chmod 600 {path}")
+    return "only their owner can read them"
 
 
 def _space(folder: Path) -> str:
@@ -103,13 +108,13 @@ def _reachable(address: str, authority: Path) -> str:
             socket.create_connection((host, int(port)), timeout=5) as plain,
             ssl.create_default_context(cafile=authority).wrap_socket(plain, server_hostname=host) as secure,
         ):
-            return f"{address} answers with {secure.version()}, and its certificate is the authority's"
+            return f"{address} answers with {secure.version()} and a certificate of the authority"
     except ssl.SSLCertVerificationError as error:
         raise RunError(f"{address}: {error.verify_message}; ask the coordinator for a new invitation") from None
     except OSError as error:
         reason = error.strerror or error
         raise RunError(
-            f"{address} cannot be reached ({reason}): is it started, its port open, its name known?"
+            f"{address} cannot be reached ({reason}): is the SuperLink running, its port open, its name known?"
         ) from None
 
 
@@ -124,7 +129,7 @@ def _app(pinned: str) -> str:
     here = app_fingerprint()
     if here != pinned:
         raise RunError(
-            f"runs {pinned[:16]}… alone, and the project installed here, which its owner may have read, is"
-            f" {here[:16]}…: install the coordinator's version, or approve of what is here: fedgp site approve"
+            f"this site runs only {pinned[:16]}…, and the project installed here is {here[:16]}…: install the"
+            " coordinator's version, or approve the one installed here: fedgp site approve"
         )
-    return f"runs {pinned[:16]}… alone, which is the project installed here"
+    return f"this site runs only {pinned[:16]}…, the project installed here"

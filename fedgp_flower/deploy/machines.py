@@ -1,4 +1,4 @@
-"""Folders of a coordinator and of a site: all that a SuperLink, or a SuperNode, is started with.
+"""The folders of a coordinator and of a site: everything that a SuperLink or a SuperNode is started with.
 
 ``coordinator/`` holds the authority, the server's key, the SuperLink's database and the operator's connection;
 ``north/`` the node key, the invitation's certificate, the pinned fingerprint of the app and the site's state.
@@ -13,6 +13,7 @@ import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ PATIENCE = (sys.executable, "-m", "fedgp_flower.deploy.patience")
 BIND = "0.0.0.0"  # noqa: S104 - sites are on other machines
 
 
+@cache
 def app_fingerprint() -> str:
     """SHA-256 of the bundle that this installation sends to sites."""
     from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415
@@ -58,38 +60,38 @@ class Coordinator:
         Raises:
             ConfigError: the folder exists.
         """
-        own = Coordinator(folder.resolve(), host, port)
-        _new(own.folder)
+        folder = folder.resolve()
+        _new(folder)
         for name in ("server", "flower", "logs", "invitations"):
-            (own.folder / name).mkdir()
+            (folder / name).mkdir()
         authority = Authority.new(AUTHORITY_DAYS)
-        authority.write(own.folder)
-        authority.certify(own.folder / "server", host, SERVER_DAYS)
-        _write(own.folder / "coordinator.toml", {"host": host, "port": port})
-        profile = {"address": f"{host}:{port}", "root-certificates": str(own.folder / "ca.crt")}
-        _write(own.folder / "flower" / "config.toml", {"superlink": {"default": CONNECTION, CONNECTION: profile}})
-        units.write(own.folder, "superlink", ["deploy", "serve", "--folder", str(own.folder)], port)
-        return own
+        authority.write(folder)
+        authority.certify(folder / "server", host, SERVER_DAYS)
+        _write(folder / "coordinator.toml", {"host": host, "port": port})
+        profile = {"address": f"{host}:{port}", "root-certificates": str(folder / "ca.crt")}
+        _write(folder / "flower" / "config.toml", {"superlink": {"default": CONNECTION, CONNECTION: profile}})
+        units.write(folder, "superlink", ["deploy", "serve", "--folder", str(folder)], port)
+        return Coordinator(folder, host, port)
 
     @staticmethod
     def read(folder: Path) -> Coordinator:
         """From a folder that :meth:`create` made.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: it is not such a folder.
         """
         content = _read(folder / "coordinator.toml", "fedgp deploy init")
         return Coordinator(folder.resolve(), str(content["host"]), int(content["port"]))
 
-    def command(self) -> tuple[list[str], dict[str, str], Path]:
-        """The SuperLink: its words, its environment, and where it starts."""
+    def command(self, bind: str = BIND) -> tuple[list[str], dict[str, str], Path]:
+        """The SuperLink that listens at an address: its words, its environment, and where it starts."""
         server = self.folder / "server"
-        words = [*PATIENCE, "superlink", "--host", BIND, "--port", str(self.port), "--database", "superlink.db"]
+        words = [*PATIENCE, "superlink", "--host", bind, "--port", str(self.port), "--database", "superlink.db"]
         words += ["--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key"]
         return [*words, "--enable-supernode-auth"], environment(self.folder / "flower"), server
 
     def invite(self, site: str) -> Path:
-        """Write what a site needs to join: nothing in it is secret, all of it must come unchanged."""
+        """Write the file that a site joins with. Nothing in it is secret; it must arrive unchanged."""
         path = self.folder / "invitations" / f"{site}.toml"
         certificate = (self.folder / "ca.crt").read_text(encoding="ascii")
         content = {"site": site, "superlink": f"{self.host}:{self.port}", "app": app_fingerprint()}
@@ -97,7 +99,7 @@ class Coordinator:
         return path
 
     def rotate(self) -> None:
-        """A new key and certificate of the SuperLink by the same authority: sites notice nothing."""
+        """Make a new key and certificate of the SuperLink by the same authority. Sites need not change anything."""
         Authority.read(self.folder).certify(self.folder / "server", self.host, SERVER_DAYS)
 
     def flower(self, processes: Processes) -> Flower:
@@ -115,7 +117,7 @@ class Coordinator:
         return {name: int(node) for name, node in _read(path, "").items()} if path.exists() else {}
 
     def keep(self, sites: Mapping[str, int]) -> None:
-        """Write down who is registered."""
+        """Save the registered sites."""
         _write(self.folder / "sites.toml", dict(sites))
 
 
@@ -129,18 +131,18 @@ class SiteFolder:
 
     @staticmethod
     def join(invitation: Path, folder: Path | None, given: Mapping[str, Path]) -> SiteFolder:
-        """Make keys and a folder from an invitation and the site's own files.
+        """Make keys and a folder from an invitation and the site's files.
 
         Raises:
-            ConfigError: the folder exists, or the invitation is none.
+            ConfigError: the folder exists, or the file is not an invitation.
         """
         content = _read(invitation, "fedgp deploy invite")
         missing = [name for name in ("site", "superlink", "app", "root-certificate") if not content.get(name)]
         if missing:
-            raise ConfigError(f"{invitation} is no invitation: it lacks {', '.join(missing)}")
+            raise ConfigError(f"{invitation} is not an invitation: it lacks {', '.join(missing)}")
         site = str(content["site"])
         if Path(site).name != site or site in {".", ".."}:
-            raise ConfigError(f"{invitation}: `site` = {site!r} is no name of a folder")
+            raise ConfigError(f"{invitation}: `site` = {site!r} cannot be the name of a folder")
         place = (folder or Path(site)).resolve()
         _new(place)
         (place / "state").mkdir()
@@ -151,17 +153,17 @@ class SiteFolder:
         script.parent.mkdir()
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fedgp_flower.deploy.pinned "$@"\n')
         script.chmod(0o700)
-        own = SiteFolder(place, {**content, **{key: str(path.resolve()) for key, path in given.items()}})
-        _write(place / "site.toml", dict(own.facts))
+        facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}}
+        _write(place / "site.toml", facts)
         units.write(place, f"site-{site}", ["site", "serve", str(place)], None)
-        return own
+        return SiteFolder(place, facts)
 
     @staticmethod
     def read(folder: Path) -> SiteFolder:
         """From a folder that :meth:`join` made.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: it is not such a folder.
         """
         return SiteFolder(folder.resolve(), _read(folder / "site.toml", "fedgp site join"))
 
@@ -177,37 +179,38 @@ class SiteFolder:
 
     @property
     def node_config(self) -> dict[str, Value]:
-        """What the SuperNode alone is told."""
-        told: dict[str, Value] = {
+        """The node configuration, which only this SuperNode knows."""
+        values: dict[str, Value] = {
             "site": self.name,
             "data-path": str(self.facts["data"]),
             "state-dir": str(self.folder / "state"),
         }
-        told |= {key: str(self.facts[key]) for key in ("test-path", "policy", "label") if key in self.facts}
+        values |= {key: str(self.facts[key]) for key in ("test-path", "policy", "label") if key in self.facts}
         trust = self.folder / "trust.toml"
-        return told | ({"site-key": str(self.folder / "site-key"), "trust": str(trust)} if trust.exists() else {})
+        return values | ({"site-key": str(self.folder / "site-key"), "trust": str(trust)} if trust.exists() else {})
 
     def approve(self, fingerprint: str) -> SiteFolder:
         """Pin another app."""
-        own = SiteFolder(self.folder, {**self.facts, "app": fingerprint})
-        _write(self.folder / "site.toml", dict(own.facts))
-        return own
+        facts = {**self.facts, "app": fingerprint}
+        _write(self.folder / "site.toml", facts)
+        return SiteFolder(self.folder, facts)
 
-    def command(self) -> tuple[list[str], dict[str, str], Path]:
-        """The SuperNode: its words, its environment, and where it starts."""
-        told = " ".join(f'{key}="{value}"' for key, value in self.node_config.items())
+    def command(self, port: int = 0) -> tuple[list[str], dict[str, str], Path]:
+        """The SuperNode: its words, its environment, and where it starts; 0 takes a free port for its ClientApps."""
+        node_config = " ".join(f'{key}="{value}"' for key, value in self.node_config.items())
         words = [*PATIENCE, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
-        words += ["--auth-supernode-private-key", self.name, "--node-config", told, "--port", str(free_ports(1)[0])]
+        words += ["--auth-supernode-private-key", self.name, "--node-config", node_config]
+        words += ["--port", str(port or free_ports(1)[0])]
         variables = environment(self.folder / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
         variables |= {"PATH": f"{self.folder / 'bin'}{os.pathsep}{variables['PATH']}", PIN: str(self.facts["app"])}
         return words, variables, self.folder
 
 
 def become(command: tuple[list[str], dict[str, str], Path]) -> None:
-    """Go on as another program, so that a service manager watches that and nothing between."""
+    """Replace this process by a command, so that a service manager watches that command."""
     words, variables, folder = command
     os.chdir(folder)
-    os.execve(words[0], words, {**os.environ, **variables})  # noqa: S606 - our own command, no shell
+    os.execve(words[0], words, {**os.environ, **variables})  # noqa: S606 - a fixed command, no shell
 
 
 def _new(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Processes of one launch, marked by a token in their environment, so that exactly these are ended, whatever happens.
 
-A SuperLink starts further processes (ServerApp, Ray, SuperExec); some have sessions of their own, some outlive their
+A SuperLink starts further processes (ServerApp, Ray, SuperExec); some start new sessions, some outlive their
 parent. Process groups and parent ids alone would miss those. All of them inherit the token, and nobody else has it.
 """
 
@@ -107,7 +107,7 @@ class Processes:
     def start(self, name: str, command: Sequence[str], folder: Path, extra: Mapping[str, str] | None = None) -> None:
         """Start a background process in ``folder``, with ``extra`` variables; its output goes to a log file."""
         with (self.logs / f"{name}.log").open("ab") as log:
-            self._background[name] = subprocess.Popen(  # noqa: S603 - our own command, no shell
+            self._background[name] = subprocess.Popen(  # noqa: S603 - a fixed command, no shell
                 list(command),
                 cwd=folder,
                 env={**self.environment, **(extra or {})},
@@ -120,7 +120,7 @@ class Processes:
     def call(self, command: Sequence[str], folder: Path, capture: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; its output is captured, or passed through."""
         pipe = subprocess.PIPE if capture else None
-        return subprocess.run(  # noqa: S603 - our own command, no shell
+        return subprocess.run(  # noqa: S603 - a fixed command, no shell
             list(command),
             cwd=folder,
             env=self.environment,

@@ -1,4 +1,4 @@
-"""Handing this project's app to a SuperLink through Flower's own command line, and learning how the run ended.
+"""Send this project's app to a SuperLink through Flower's command line, and find out how the run ended.
 
 ``flwr run --stream`` ends with status 0 even when the ServerApp raised; what ``flwr ls`` says of the run is the truth.
 """
@@ -47,7 +47,7 @@ COMPLETED = "finished:completed"
 
 def environment(home: Path) -> dict[str, str]:
     """Variables for a SuperLink, a SuperNode and the command line; the first two read them only when they start."""
-    beside = Path(sys.executable).parent  # Flower starts programs of its own by name
+    beside = Path(sys.executable).parent  # Flower starts its programs by name
     return _QUIET | {"FLWR_HOME": str(home), "PATH": f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
 
 
@@ -97,8 +97,7 @@ def write_app(folder: Path) -> Path:
     known = metadata("fedgp-flower")
     shutil.rmtree(folder, ignore_errors=True)
     for package in PACKAGES:
-        own = Path(str(files(package)))
-        shutil.copytree(own, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(str(files(package)), folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     licences = [path for path in distribution("fedgp-flower").files or () if path.name == "LICENSE"]
     for path in licences[:1]:
         shutil.copy(str(path.locate()), folder / "LICENSE")
@@ -123,9 +122,8 @@ def install_profiles(home: Path) -> None:
     """Merge the project's Flower Configuration into ``home/config.toml``; connections added there by hand stay."""
     target = home / "config.toml"
     home.mkdir(parents=True, exist_ok=True)
-    own = PROFILES
     old = tomllib.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
-    merged = old | own | {"superlink": old.get("superlink", {}) | own["superlink"]}
+    merged = old | PROFILES | {"superlink": old.get("superlink", {}) | PROFILES["superlink"]}
     if merged != old:
         target.write_text(tomli_w.dumps(merged), encoding="utf-8")
 
@@ -153,7 +151,7 @@ class Flower:
         while time.monotonic() < deadline:
             self.processes.require_alive()
             try:
-                with urllib.request.urlopen(f"{url}/health", timeout=2, context=context):  # noqa: S310 - our own address
+                with urllib.request.urlopen(f"{url}/health", timeout=2, context=context):  # noqa: S310 - an address of this machine
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.2)
@@ -163,7 +161,7 @@ class Flower:
         """The answer of ``flwr … --format json``.
 
         Raises:
-            RunError: with Flower's own words, where it reports a failure.
+            RunError: with Flower's message, if it reports a failure.
         """
         done = self.processes.call([program("flwr"), *arguments, "--format", "json"], self.home)
         try:

@@ -14,12 +14,14 @@ import math
 import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import (
+    BASIC,
+    AveragingSection,
     Count,
     FlatConfig,
     MethodOptions,
@@ -31,18 +33,23 @@ from fedgp_flower.options import (
     Section,
     Value,
 )
+from fedgp_flower.run.moved import MOVED_KEYS, MOVED_METHODS
+
+AUTO = "auto"
+"""The value of ``method`` that leaves the choice to the likelihood."""
 
 
 class PartitionSection(Section):
     """How a data set is dealt to simulated sites; read only by the partitioners that need the key."""
 
-    column: str = ""
+    column: Annotated[str, BASIC] = ""
     """Column to partition by (``natural``, ``dirichlet``, ``pathological``); empty means the target."""
     alpha: Positive = 0.5
     """Concentration of ``dirichlet``: small is uneven."""
     bins: PositiveInt = 10
     """Quantile bins a numeric column is cut into before ``dirichlet`` or ``pathological``."""
     classes_per_site: PositiveInt = 2
+    """Classes each site sees, for ``pathological``."""
     ratio: Annotated[float, Field(ge=1)] = 10.0
     """Rows of the largest site over rows of the smallest, for ``sizes``."""
     min_rows: PositiveInt = 10
@@ -52,7 +59,7 @@ class PartitionSection(Section):
 class TransformSection(Section):
     """How the target is turned into what is modelled as Gaussian; predictions and scores are in units of the target."""
 
-    target: Literal["none", "log", "sqrt", "yeo-johnson"] = "none"
+    target: Annotated[Literal["none", "log", "sqrt", "yeo-johnson"], BASIC] = "none"
     """``log`` and ``sqrt`` need targets above zero; ``yeo-johnson`` takes any, its power is agreed from sums. Needs
     ``model.likelihood`` = ``gaussian``."""
 
@@ -63,6 +70,7 @@ class BaselineSection(Section):
     linear: bool = True
     """The mean of the target, and linear or logistic regression, from sums; counts by their mean only."""
     local_only: bool = True
+    """Also fit a GP of its rows at every site."""
     pooled: bool = True
     """Simulation only: one process sees the rows of all sites. Ignored where sites are real machines."""
     max_evaluations: PositiveInt = 200
@@ -80,14 +88,14 @@ class RoundSection(Section):
 class PrivacySection(Section):
     """What the server learns of a site."""
 
-    secure_aggregation: bool = False
+    secure_aggregation: Annotated[bool, BASIC] = False
     """Sums over sites are asked under masks that cancel in the sum: the server sees no site's summand. Methods that ask
     single sites are refused. See ``docs/privacy.md``."""
     min_sites: Annotated[int, Field(ge=3)] = 3
     """Fewest sites in a sum under masks; a site may insist on more."""
-    epsilon: NonNegative = 0.0
+    epsilon: Annotated[NonNegative, BASIC] = 0.0
     """Differential privacy for a training row that is replaced by another: ε of everything that training tells, by
-    noise in the sums (``fsgp``); 0: none. See ``docs/privacy.md``."""
+    noise in the sums (``sgpr-private``); 0: none. See ``docs/privacy.md``."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """δ of it."""
     ranges: str = ""
@@ -109,49 +117,66 @@ class PrivacySection(Section):
         return text
 
 
+Partitioner: TypeAlias = Literal[
+    "iid", "linear", "square", "exponential", "dirichlet", "pathological", "natural", "sizes", "kmeans", "blocks"
+]
+
+
 class CoreConfig(Section):
     """The keys every method shares."""
 
-    method: str = "fsgp"
-    dataset: str = "diabetes"
+    method: Annotated[str, BASIC] = AUTO
+    """What is run; `fedgp methods` lists them. ``auto`` is ``sgpr`` with Gaussian noise and ``svgp`` with any other
+    ``model.likelihood``."""
+    dataset: Annotated[str, BASIC] = "diabetes"
+    """Simulation: a name from `fedgp datasets`, the path of a table, or `openml/<name>`. Real sites ignore it."""
     data_dir: str = ""
     """Folder that ``dataset`` names live in; empty means the environment variable ``FEDGP_DATA``."""
-    split: Annotated[int, Field(ge=-1)] = -1
+    split: Annotated[Annotated[int, Field(ge=-1)], BASIC] = -1
     """Standard split to use (its test rows are the pooled held-out set); -1: every site holds out its own rows."""
-    target: str = ""
+    target: Annotated[str, BASIC] = ""
     """Target column; empty means ``y``, else the last column."""
-    features: str = ""
+    features: Annotated[str, BASIC] = ""
     """Comma-separated feature columns, or each with a minus those to leave out; empty means all but the target."""
-    test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
+    """Share of a site's rows that it holds out, where `split` is -1 and no `test-path` is given."""
     constant_columns: Literal["error", "keep"] = "error"
     """A feature with one value over the rows of all real sites; a simulated data set keeps it, with a warning."""
     max_levels: PositiveInt = 50
     """Most levels of a column of text, at a site and over all sites. One with fewer than three rows for a level is
     refused whatever the key says."""
-    missing: Literal["error", "drop", "impute", "indicator"] = "error"
+    missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
     """Missing cells of features: an error; their rows are left out; the mean over all sites stands for them; or also a
     further input says where they are. Rows without a target are left out unless it is ``error``. New rows alike."""
-    dates: Literal["error", "days", "season", "days-and-season"] = "error"
+    dates: Annotated[Literal["error", "days", "season", "days-and-season"], BASIC] = "error"
     """Columns of dates: an error; days since 1 January 2000; sine and cosine of the day of the year; or all three."""
     standardise: bool = True
-    partitioner: Literal[
-        "iid", "linear", "square", "exponential", "dirichlet", "pathological", "natural", "sizes", "kmeans", "blocks"
-    ] = "iid"
-    num_server_rounds: Count = 100
-    seed: Count = 0
-    output_dir: str = "results"
-    name: str = ""
+    """Scale inputs and target by means and standard deviations agreed from sums; ``false`` leaves them as they are."""
+    partitioner: Annotated[Partitioner, BASIC] = "iid"
+    """How rows are dealt to simulated sites: at random in equal (``iid``) or growing shares (``linear``, ``square``,
+    ``exponential``, ``sizes``), unevenly by the values of a column (``dirichlet``, ``pathological``), by a column that
+    names the site (``natural``), or by where the inputs lie (``kmeans``, ``blocks``)."""
+    num_server_rounds: Annotated[Count, BASIC] = 100
+    """Most rounds. A run ends earlier when its method has converged."""
+    seed: Annotated[Count, BASIC] = 0
+    """Everything random follows from it: dealing, held-out rows, inducing points, sampling of sites."""
+    output_dir: Annotated[str, BASIC] = "results"
+    """Folder that the run's folder goes into."""
+    name: Annotated[str, BASIC] = ""
     """Name of the run's folder; empty means method-dataset-timestamp."""
-    resume: bool = False
+    resume: Annotated[bool, BASIC] = False
+    """Go on with the run called `name` from its last complete round."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where sites compute."""
     precision: Literal["float64", "float32"] = "float64"
+    """Floating-point type of the sites' computations."""
     threads: PositiveInt = 1
     """Threads of linear algebra at a site. One thread makes simulation engines agree to the last digit."""
-    evaluate_every: Count = 10
+    evaluate_every: Annotated[Count, BASIC] = 10
     """Rounds between evaluations; 0 evaluates only after the last round."""
     sites: Count = 0
     """Sites the server waits for before it starts; 0 waits for all simulated sites, or for ``min-sites`` real ones."""
-    min_sites: PositiveInt = 2
+    min_sites: Annotated[PositiveInt, BASIC] = 2
     """Usable sites below which the run stops."""
     wait_seconds: Positive = 120.0
     """Seconds the server waits for sites; then it starts with those that are there."""
@@ -168,6 +193,7 @@ class CoreConfig(Section):
     transform: TransformSection = TransformSection()
     model: ModelSection = ModelSection()
     optimizer: OptimizerSection = OptimizerSection()
+    averaging: AveragingSection = AveragingSection()
     baselines: BaselineSection = BaselineSection()
     privacy: PrivacySection = PrivacySection()
     round: RoundSection = RoundSection()
@@ -199,18 +225,6 @@ class CoreConfig(Section):
                 " masks is what a few sites added; set it to 1, or `privacy.secure-aggregation` to false"
             )
 
-    def require_mixing(self, options: MethodOptions) -> None:
-        """Refuse draws of hyperparameters where the method makes none.
-
-        Raises:
-            ConfigError: naming what does.
-        """
-        if self.model.hyperparameters == "laplace" and not options.mixes:
-            raise ConfigError(
-                f"`model.hyperparameters` = {self.model.hyperparameters!r}: `method` = {self.method!r} has none; take"
-                " 'fsgp' or 'pvi' at their defaults, or set it to 'point'"
-            )
-
     def require_accounted(self, options: MethodOptions) -> None:
         """Refuse a budget where anything is told that is not paid for from it.
 
@@ -224,7 +238,7 @@ class CoreConfig(Section):
         told = [f"`baselines.{name.replace('_', '-')}`" for name in ("linear", "local_only", "pooled")]
         told = [key for key, on in zip(told, dict(self.baselines).values(), strict=False) if on]
         wrong = {
-            f"`method` = {self.method!r} adds no noise; take 'fsgp'": not options.accounted,
+            f"`method` = {self.method!r} adds no noise; take 'sgpr-private'": not options.accounted,
             f"{', '.join(told)}: baselines tell of rows and are not paid for; set them to false": bool(told),
             "`privacy.ranges` is empty: means and scales of rows are not paid for, so public ranges must be given": (
                 not self.privacy.ranges
@@ -288,6 +302,13 @@ def defaults(options: Iterable[type[MethodOptions]]) -> dict[str, Value]:
     return out
 
 
+def resolved(method: str, flat: FlatConfig) -> str:
+    """The method that a configuration runs: ``auto`` becomes ``sgpr`` or ``svgp`` by the likelihood."""
+    if method != AUTO:
+        return method
+    return "sgpr" if flat.get("model.likelihood", "gaussian") == "gaussian" else "svgp"
+
+
 def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunConfig:
     """Validate flat keys; ``options`` maps every method to the class of its table.
 
@@ -299,21 +320,22 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     unknown = [key for key in given if key not in known]
     if unknown:
         raise ConfigError("\n".join(_unknown(key, known) for key in unknown))
-    method = given.get("method", known["method"])
+    method = resolved(str(given.get("method", AUTO)), given)
+    if method not in options and method in MOVED_METHODS:
+        raise ConfigError(f"`method` = {method!r} is gone: {MOVED_METHODS[method]}")
     if method not in options:
         raise ConfigError(f"`method` = {method!r} is not a method; allowed: {', '.join(sorted(options))}")
-    nested = nest({k: _number(v, known[k]) for k, v in given.items()})
-    own = options[str(method)]
+    nested = nest({k: _number(v, known[k]) for k, v in given.items()} | {"method": method})
+    own = options[method]
     tables = {section.table: section for section in (*options.values(), own) if section.table}
     options_of = {name: validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
     core = validated(CoreConfig, nested, "")
-    chosen = options_of.get(own.table, MethodOptions())
+    chosen = options_of[own.table] if own.table else own()
     if not core.model.num_inducing:
         model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
         core = core.model_copy(update={"model": model})
     chosen.check(core)
     core.require_accounted(chosen)
-    core.require_mixing(chosen)
     return RunConfig.model_construct(**{name: getattr(core, name) for name in CoreConfig.model_fields}, options=chosen)
 
 
@@ -366,6 +388,8 @@ def _number(value: Value, default: Value) -> Value:
 
 
 def _unknown(key: str, known: Mapping[str, Value]) -> str:
+    if key in MOVED_KEYS:
+        return f"the configuration key `{key}` is gone: {MOVED_KEYS[key]}"
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
     hint = (
         f"did you mean {' or '.join(f'`{k}`' for k in close)}?" if close else f"known keys: {', '.join(sorted(known))}"

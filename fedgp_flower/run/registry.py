@@ -7,6 +7,7 @@ the entry point is the name of the method, its value the ``module:attribute`` of
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -15,7 +16,7 @@ from typing import Any
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import FlatConfig, MethodOptions, Value
-from fedgp_flower.run.config import CoreConfig, RunConfig, defaults, parse
+from fedgp_flower.run.config import AUTO, RunConfig, defaults, parse, resolved
 
 GROUP = "fedgp_flower.methods"
 
@@ -87,7 +88,35 @@ _REFERENCE = Method(
     why_no_posterior=_FROM_ITS_ROWS,
 )
 
+_SGPR = Method(
+    summary="A sparse GP of all rows in about twenty exchanges of sums, Gaussian noise",
+    paper="Titsias (2009), by sums as Gal et al., Distributed variational inference in sparse GP regression (2014)",
+    options="fedgp_flower.methods.sgpr.options:SGPROptions",
+    strategy="strategies.sgpr:SGPR",
+    client="fedgp_flower.methods.sgpr.client:SGPRClient",
+    posterior="fedgp_flower.methods.sparse_posterior:saved_model",
+    attacks="fedgp_flower.methods.sgpr.attacks:seen",
+)
+
 BUILT_IN: Mapping[str, Method] = {
+    "sgpr": _SGPR,
+    "svgp": replace(
+        _SGPR,
+        summary="The same for classes, counts and outliers: the variational bound of all rows from sums",
+        paper="Hensman et al. (2015); dual form: Adam et al., Dual parameterization of sparse variational GPs (2021)",
+        options="fedgp_flower.methods.sgpr.options:SVGPOptions",
+        strategy="strategies.svgp:SVGP",
+        client="fedgp_flower.methods.sgpr.client:SVGPClient",
+        attacks="",
+    ),
+    "sgpr-private": replace(
+        _SGPR,
+        summary="SGPR from sums with noise: differential privacy for every training row",
+        paper="Honkela and Melkas, Gaussian processes with differential privacy (2021), by sums",
+        options="fedgp_flower.methods.sgpr.options:PrivateSGPROptions",
+        strategy="strategies.private_sgpr:PrivateSGPR",
+        client="fedgp_flower.methods.sgpr.private_client:PrivateSGPRClient",
+    ),
     "pvi": Method(
         summary="Partitioned variational inference: a factor per site, refined in turn; sites can be forgotten",
         paper="Ashman et al., Partitioned variational inference (2022); Federated learning of sparse GPs",
@@ -121,13 +150,13 @@ BUILT_IN: Mapping[str, Method] = {
         forget="strategies.pvi:forget_site",
     ),
     "fsgp": Method(
-        summary="Federated sparse GP: averaged or exact training, exact posterior from sums",
-        paper="Guo et al., Federated sparse Gaussian processes (2022); exact mode: Gal et al. (2014)",
-        options="fedgp_flower.methods.fsgp.options:FSGPOptions",
-        strategy="strategies.fsgp:FSGPAveraging",
-        client="fedgp_flower.methods.fsgp.client:FSGPClient",
+        summary="Federated averaging of a sparse GP, then the exact posterior of all rows from sums",
+        paper="Guo et al., Federated sparse Gaussian processes (2022)",
+        options="fedgp_flower.methods.sgpr.options:FSGPOptions",
+        strategy="strategies.fsgp:FSGP",
+        client="fedgp_flower.methods.sgpr.client:FSGPClient",
         posterior="fedgp_flower.methods.sparse_posterior:saved_model",
-        attacks="fedgp_flower.methods.fsgp.attacks:seen",
+        attacks="fedgp_flower.methods.sgpr.attacks:seen",
     ),
     "fgpr": Method(
         summary="Averaged hyperparameters of exact GPs; every site predicts from its own rows",
@@ -182,6 +211,16 @@ BUILT_IN: Mapping[str, Method] = {
     ),
 }
 
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Predict from the rows of all sites": ("sgpr", "svgp", "sgpr-private"),
+    "Keep a factor for each site, which can be forgotten": ("pvi", "pvi-glm", "pvi-bnn"),
+    "A shared trend, and sites that deviate from it": ("hierarchical-gp", "sfvi", "sfvi-avg"),
+    "Units with curves of their shape: multi-output models": ("fedmgp", "fedmgp-exact"),
+    "Average parameters": ("fsgp", "fgpr", "deep-kernel"),
+    "Baselines": ("local-only", "pooled"),
+}
+"""Methods by what they are for."""
+
 
 class Registry(Mapping[str, Method]):
     """Rows by name: those built in, then those of installed packages, which are read when a row is first asked for.
@@ -227,6 +266,14 @@ def _whose(entry: EntryPoint) -> str:
     return f"method {entry.name!r}{package} (entry point {entry.value})"
 
 
+def grouped() -> dict[str, list[str]]:
+    """Names of methods by what they are for; those of installed packages come last."""
+    known = set(itertools.chain.from_iterable(GROUPS.values()))
+    groups = {title: [name for name in names if name in METHODS] for title, names in GROUPS.items()}
+    groups["Further methods"] = [name for name in METHODS if name not in known]
+    return {title: names for title, names in groups.items() if names}
+
+
 def load(reference: str) -> Any:
     """The object a ``module:attribute`` reference names."""
     module, _, attribute = reference.partition(":")
@@ -249,7 +296,7 @@ def _own_options(flat: FlatConfig) -> dict[str, type[MethodOptions]]:
 
     Flower starts a process for each message of a real site, which does without the tables of all other methods.
     """
-    name = str(flat.get("method", CoreConfig().method))
+    name = resolved(str(flat.get("method", AUTO)), flat)
     if name not in BUILT_IN or flat.get("extra"):
         return {}
     own = {name: load(BUILT_IN[name].options)}

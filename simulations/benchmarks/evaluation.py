@@ -32,7 +32,7 @@ from fedgp_flower import client_app
 from fedgp_flower.gp import sparse
 from fedgp_flower.gp.sparse import Adjoints, SparseGP, Whitener, inducing_gradient, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import bound_gradient
-from fedgp_flower.methods.fsgp import client
+from fedgp_flower.methods.sgpr import client
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes

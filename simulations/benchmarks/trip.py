@@ -37,7 +37,7 @@ from fedgp_flower.run.registry import parse_config
 LIBRARIES = "flwr.clientapp, torch, gpytorch"
 KERNEL = "gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())"
 """The first kernel of a process makes PyTorch load SymPy, to find the shape of a batch."""
-OURS = "fedgp_flower.client_app, fedgp_flower.methods.fsgp.client, fedgp_flower.run.registry as r; r.parse_config({})"
+OURS = "fedgp_flower.client_app, fedgp_flower.methods.sgpr.client, fedgp_flower.run.registry as r; r.parse_config({})"
 TURNS = 9
 IMPORTS = {
     "flwr.clientapp": "flwr.clientapp",

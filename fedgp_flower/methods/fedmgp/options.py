@@ -86,12 +86,14 @@ class FedMGPOptions(MethodOptions):
     server_step: Positive = 1.0
     """Step size η of the server; the learning rate of ``fedadam``, which wants about 0.01."""
     server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of the server\'s steps."""
     final_rounds: Count = 5
     """Exact rounds at the end of a run of pseudo-gradients, where the likelihood is Gaussian; after a rule other than
     ``mean`` and ``staleness-weighted`` they use ``agreement``."""
     clip_norm: NonNegative = 0.0
     """``norm-clipped``: longest pseudo-gradient; 0 takes the ``clip-quantile`` of this round's norms."""
     clip_quantile: Fraction = 0.5
+    """``norm-clipped``: quantile of the norms of a round."""
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
     """``trimmed-mean``: share cut from each end of every coordinate."""
     malicious: Count = 0

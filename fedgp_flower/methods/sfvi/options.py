@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.sfvi.catalogue.gp import GPKeys
 from fedgp_flower.methods.sfvi.rows import ModelRow, built_in, installed, sections_of
-from fedgp_flower.options import Count, Fraction, MethodOptions, ModelSection, Positive, PositiveInt, Section
+from fedgp_flower.options import BASIC, Count, Fraction, MethodOptions, ModelSection, Positive, PositiveInt, Section
 from fedgp_flower.run.config import CoreConfig
 
 K = TypeVar("K", bound=Section)
@@ -30,6 +30,8 @@ class CommonKeys(MethodOptions):
     """What all models read."""
 
     table: ClassVar[str] = "sfvi"
+    variant_key: ClassVar[str] = "model"
+    variants: ClassVar[Mapping[str, str]] = {name: row.summary for name, row in MODELS.items()}
     other_clients: ClassVar[tuple[str, ...]] = (
         "fedgp_flower.methods.sfvi.closed_client:ClosedFormClient",
         "fedgp_flower.methods.sfvi.dual_client:DualSFVIClient",
@@ -37,7 +39,7 @@ class CommonKeys(MethodOptions):
     averages: ClassVar[bool] = False
     """Whether all rounds are averages of local steps."""
 
-    model: str = "gp"
+    model: Annotated[str, BASIC] = "gp"
     """By name, as in Hassan et al. (2023) where a section is given."""
     objective: Literal["auto", "closed-form", "stochastic"] = "auto"
     """``sfvi``: ``closed-form``, for ``gp``, has both q at their optimum, keeps deviations exact and takes Newton steps

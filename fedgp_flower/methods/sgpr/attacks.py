@@ -14,8 +14,8 @@ from fedgp_flower.data.sites import SiteData
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import SparseSums, exact_posterior
-from fedgp_flower.methods.fsgp.private import EDGE, Budget, cleaned, disturbed
-from fedgp_flower.methods.sparse_posterior import SavedMixture, SavedSparseGP, saved_model
+from fedgp_flower.methods.sgpr.private import EDGE, Budget, cleaned, disturbed
+from fedgp_flower.methods.sparse_posterior import SavedSparseGP, saved_model
 from fedgp_flower.privacy.attacks import Seen, Sums
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.config import RunConfig
@@ -30,7 +30,6 @@ def seen(run: RunData, config: RunConfig, groups: Mapping[str, Sequence[SiteData
     """
     assert run.posterior is not None
     saved = saved_model(run.posterior, ())
-    saved = saved.components[0] if isinstance(saved, SavedMixture) else saved  # the best point; draws are around it
     if type(saved) is not SavedSparseGP:
         raise RunError(f"{run.path}: attacks on sums are known for `model.likelihood` = 'gaussian'")
     return {name: _seen(saved.model, config, sites, name) for name, sites in groups.items()}

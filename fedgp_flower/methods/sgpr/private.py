@@ -35,8 +35,8 @@ import numpy as np
 import torch
 
 from fedgp_flower.gp.sums import SparseSums
-from fedgp_flower.methods.fsgp.options import FSGPOptions
-from fedgp_flower.methods.fsgp.private_messages import PrivateSums
+from fedgp_flower.methods.sgpr.messages import PrivateSums
+from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.privacy import accounting
 from fedgp_flower.privacy.discrete import discrete_normal
 from fedgp_flower.run.config import RunConfig
@@ -63,7 +63,7 @@ class Budget:
     @staticmethod
     def of(config: RunConfig) -> Budget:
         """That of a run: as many sums as there are trials."""
-        privacy, trials = config.privacy, cast(FSGPOptions, config.options).trials
+        privacy, trials = config.privacy, cast(SGPROptions, config.options).trials
         return Budget(privacy.epsilon, privacy.delta, trials, config.model.num_inducing)
 
     @property
