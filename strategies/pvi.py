@@ -5,9 +5,9 @@ inputs and hyperparameters, *Federated learning of sparse Gaussian processes*. q
 and the merge are in :mod:`fedgp_flower.methods.pvi.state`, what a site is asked in :mod:`strategies.pvi_updates`.
 
 Bayesian committee machines, variational continual learning, streaming VB and global VI are only a choice of
-:data:`~fedgp_flower.methods.pvi.options.PRESETS`. Asynchronous visits follow Section 4 of the paper: an answer is merged
-when it arrives, and that site at once gets the newest posterior. How many merges an answer had not seen, its staleness,
-is recorded. A resumed run asks again: only what was under way when it was killed is lost.
+:data:`~fedgp_flower.methods.pvi.options.PRESETS`. Asynchronous visits follow Section 4 of the paper: an answer is
+merged when it arrives, and that site at once gets the newest posterior. How many merges an answer had not seen, its
+staleness, is recorded. A resumed run asks again: only what was under way when it was killed is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -33,8 +33,9 @@ from fedgp_flower.methods.pvi.messages import (
 )
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.methods.pvi.posterior import EQUATION, PREDICTION_DRAWS, lengthscales_of, names_of, saved_arrays
-from fedgp_flower.methods.pvi.state import MergeRecord, Product, Record, forget, merge, posterior, without
+from fedgp_flower.methods.pvi.state import MergeRecord, Product, Record, forget, merge, without
 from fedgp_flower.methods.pvi.updates import ALPHA
+from fedgp_flower.options import MethodOptions
 from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies import sgpr, svgp
@@ -281,7 +282,7 @@ class PVI(FederatedStrategy[PVIState]):
     """Partitioned variational inference of a sparse GP."""
 
     method = "pvi"
-    options_class = PVIOptions
+    options_class: ClassVar[type[MethodOptions]] = PVIOptions
     state_class = PVIState
 
     @property
@@ -370,7 +371,10 @@ class PVI(FederatedStrategy[PVIState]):
         names = names_of(self.config.model, first.shape[1])
         assert request.q is not None
         known = lengthscales_of(request.q.hyper, names)
-        facts |= {"version": state.version, "relevance": lengthscale_facts(*known, "q(β), which all sites have refined")}
+        facts |= {
+            "version": state.version,
+            "relevance": lengthscale_facts(*known, "q(β), which all sites have refined"),
+        }
         return Predicted(request, self._saved(request, first, names), facts)
 
     def _saved(self, request: Predictive, first: AnyShape, names: list[str]) -> Posterior:

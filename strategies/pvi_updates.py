@@ -2,9 +2,9 @@
 
 :class:`LocalOptimum` lets the site optimise. The other two need a Z and β that all sites share, which rounds of
 :mod:`strategies.sgpr` (Gaussian noise) or :mod:`strategies.svgp` (other likelihoods) find before the first visit. At
-them a site's factor of v = L⁻¹u follows from sums of its rows: exactly with Gaussian noise, so that one visit each gives
-the posterior of all rows whatever the partition (Ashman et al. 2022, Section 2), and as a natural gradient otherwise
-(Property 3.2).
+them a site's factor of v = L⁻¹u follows from sums of its rows: exactly with Gaussian noise, so that one visit each
+gives the posterior of all rows whatever the partition (Ashman et al. 2022, Section 2), and as a natural gradient
+otherwise (Property 3.2).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy import ndarray
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.gp.gaussian import Gaussian
+from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
 from fedgp_flower.gp.sums import collapsed_bound_value
 from fedgp_flower.messages import message
 from fedgp_flower.methods.messages import Parameters
@@ -72,7 +72,9 @@ class Proposal:
 class Update(Protocol):
     """What a site is asked on a visit, and how its answer is read."""
 
-    answer: type[Any]
+    @property
+    def answer(self) -> type[Any]:
+        """The class of an answer."""
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -108,7 +110,9 @@ def marginals(state: Product) -> Marginals:
     """q(Z) and q(β); before the first merge they are narrow around where they begin."""
     known = dict(state.shared)
     if state.version:
-        known |= {name: Marginal.of(block) for name, block in posterior(state).items() if name in LATENTS}
+        for name, block in posterior(state).items():
+            if isinstance(block, DiagonalGaussian) and name in LATENTS:
+                known[name] = Marginal.of(block)
     narrow = {n: Marginal.narrow(state.first[n].ravel(), FIRST_SCALE) for n in LATENTS if n not in known}
     return Marginals(**(known | narrow))
 
@@ -159,11 +163,9 @@ class LocalOptimum:
             if (getattr(answer, name) is not None) != (name == self.function):
                 return f"`{name}` is {'absent' if name == self.function else 'present, expected none'}"
         if answer.points is not None:
-            weight = float(np.square(answer.points.root).sum())
-            if self.tied and weight > HEAVY * state.rows[site]:
-                rows = state.rows[site]
-                return f"`points.root`: its pseudo-observations weigh as much as {weight:.3g} rows, and the site has {rows}"
-            return None
+            weight, rows = float(np.square(answer.points.root).sum()), state.rows[site]
+            heavy = f"`points.root`: pseudo-observations weigh as much as {weight:.3g} rows, and the site has {rows}"
+            return heavy if self.tied and weight > HEAVY * rows else None
         factor: NaturalParameters = getattr(answer, self.function)
         size = len(state.first["inducing"]) if self.kinds else len(state.prior[self.function].eta1)
         if len(factor.eta1) != size:
@@ -220,7 +222,9 @@ class ExactFactor:
         """The factor; the objective is the bound on the evidence of these rows alone."""
         noise, rows = noise_of(self.values), state.rows[site]
         factor = NaturalParameters(answer.projection / noise, -0.5 * answer.gram / noise)
-        return Proposal(Contribution({"whitened": factor}, rows=rows), collapsed_bound_value(answer.sums(), noise) / rows)
+        return Proposal(
+            Contribution({"whitened": factor}, rows=rows), collapsed_bound_value(answer.sums(), noise) / rows
+        )
 
 
 @dataclass(frozen=True)
@@ -243,9 +247,7 @@ class NaturalGradient:
     def read(self, state: PVIState, site: str, answer: Expectations) -> Proposal:
         """The factor; the objective is the expected log likelihood."""
         factor = NaturalParameters(answer.slope + answer.curvature @ self.q.mean, -0.5 * answer.curvature)
-        return Proposal(
-            Contribution({"whitened": factor}, rows=state.rows[site]), float(answer.fit) / state.rows[site]
-        )
+        return Proposal(Contribution({"whitened": factor}, rows=state.rows[site]), float(answer.fit) / state.rows[site])
 
 
 def agreed(state: PVIState, values: Mapping[str, ndarray]) -> PVIState:
@@ -264,8 +266,9 @@ def product(state: PVIState) -> PooledPosterior:
 class Agreement(Protocol):
     """Rounds that agree on Z and β, and the updates at them."""
 
-    settled: float
-    """Nats by which every site's latest update moved q, at most, where more visits change nothing."""
+    @property
+    def settled(self) -> float:
+        """Nats by which every site's latest update moved q, at most, where more visits change nothing."""
 
     def start(self, roster: Roster) -> Asking[PVIState]:
         """The state before the first round."""
@@ -397,4 +400,3 @@ def small_sites(count: int, rows: Mapping[str, int], called: Callable[[Sequence[
         " factors, which the server keeps, nearly reveal their rows; `model.num-inducing` ="
         f" {max(1, min(rows.values()) // ROWS_PER_POINT)} avoids that"
     ]
-

@@ -19,5 +19,31 @@ MOVED_KEYS: dict[str, str] = {
     "fgpr.fraction": "`averaging.fraction` now",
     "fgpr.server-optimizer": "`averaging.server-optimizer` now",
     "fgpr.server-learning-rate": "`averaging.server-learning-rate` now",
+    "pvi.hyper": "gone: `pvi.inducing` = 'fixed' keeps Z and β",
+    "pvi.small-sites": "gone: lower `model.num-inducing` to a third of the smallest site's rows, as the warning says",
+    "pvi.alpha": "a constant now, 0.01",
+    "pvi.samples": "a constant now, 4",
+    "pvi.prediction-samples": "a constant now, 100",
+    "pvi.points-fraction": "gone: a pseudo-observation starts as the average of five rows",
+    "pvi.max-points": "a constant now, 500",
+    "pvi.min-rows-per-pseudo-point": "a constant now, 5",
+    "pvi.first-steps": "gone: a first visit takes twice `pvi.steps`",
+    "pvi.step": "`pvi.learning-rate` now",
+    "pvi.evaluations": "`pvi.steps` now",
+    "pvi.refit-evaluations": "gone with replay; take `pvi.local-update` = 'sums'",
+    "pvi.refit-steps": "gone with replay; take `pvi.local-update` = 'sums'",
+    "glm.local-update": "gone: `pvi.preset` = 'global-vi' takes gradient steps of length `pvi.damping`",
+    "glm.steps": "a constant now, 100",
+    "bnn.steps": "`pvi.steps` now",
+    "bnn.learning-rate": "`pvi.learning-rate` now",
+    "bnn.batch-size": "a constant now, 128",
+    "bnn.start-scale": "a constant now, 0.05",
+    "bnn.early-stopping": "gone: a visit always stops where the fit rises no more",
+    "bnn.prediction-draws": "a constant now, 30",
+    **{
+        f"{table}.{key}": f"`pvi.{key}` now"
+        for table in ("glm", "bnn")
+        for key in ("preset", "schedule", "order", "fraction", "concurrency", "damping", "deletion")
+    },
 }
 """Old key → what to write instead, as the end of a sentence."""

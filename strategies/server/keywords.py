@@ -47,7 +47,9 @@ class Keyword:
 def keys(options: type[MethodOptions], implied: Mapping[str, Any]) -> dict[str, Keyword]:
     """The keywords for a method's table and the shared sections, without those that a class implies."""
     found: dict[str, Keyword] = {}
-    nested: list[tuple[str, type[Section]]] = [(options.table, options)] if options.table else []
+    own = [section for section in (options, options.shared) if section is not None and section.table]
+    tables = [section.table for section in own]
+    nested: list[tuple[str, type[Section]]] = [(section.table, section) for section in reversed(own)]
     for name, info in CoreConfig.model_fields.items():
         if name in NOT_FOR_A_STRATEGY:
             continue
@@ -58,7 +60,7 @@ def keys(options: type[MethodOptions], implied: Mapping[str, Any]) -> dict[str, 
     for table, section in nested:
         for name in section.model_fields:
             keyword = _keyword(f"{table}.", name, section)
-            found.setdefault(name, keyword) if table != options.table else found.update({name: keyword})
+            found.setdefault(name, keyword) if table not in tables else found.update({name: keyword})
             found[f"{table}_{name}".replace("-", "_")] = keyword
     fixed = {found[name].key for name in implied}
     return {name: keyword for name, keyword in found.items() if keyword.key not in fixed}

@@ -8,18 +8,6 @@ import numpy as np
 import torch
 
 from fedgp_flower.clients.numpy_client import Prediction, SiteClient
-from fedgp_flower.methods.fsgp.client import FSGPClient
-from fedgp_flower.methods.fsgp.dual_messages import Expectations
-from fedgp_flower.methods.fsgp.messages import (
-    Anchors,
-    PooledPosterior,
-    Sketch,
-    Statistics,
-    TrialAdjoints,
-    TrialGradients,
-    Trials,
-    TrialSums,
-)
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.pvi.messages import (
     LATENTS,
@@ -43,6 +31,18 @@ from fedgp_flower.methods.pvi.model import (
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.posterior import PREDICTION_DRAWS, prediction_draws, random_source
 from fedgp_flower.methods.pvi.updates import UPDATES, Situation, Update, VisitedSite
+from fedgp_flower.methods.sgpr.client import SGPRClient, SVGPClient
+from fedgp_flower.methods.sgpr.messages import (
+    Anchors,
+    Expectations,
+    PooledPosterior,
+    Sketch,
+    Statistics,
+    TrialAdjoints,
+    TrialGradients,
+    Trials,
+    TrialSums,
+)
 from fedgp_flower.run.metrics import Scores, bernoulli_scores, gaussian_scores
 from fedgp_flower.typing import Array, NamedArrays
 
@@ -68,9 +68,19 @@ class PVIClient(SiteClient):
         return Data(*self.tensors)
 
     @cached_property
-    def pooled_model(self) -> FSGPClient:
-        """What answers at Z and β that all sites share: sums, and predictions from the posterior there."""
-        return FSGPClient(self.setting)
+    def sgpr(self) -> SGPRClient:
+        """Answers with sums at Z and β that all sites share, with Gaussian noise."""
+        return SGPRClient(self.setting)
+
+    @cached_property
+    def svgp(self) -> SVGPClient:
+        """The same, with any other likelihood."""
+        return SVGPClient(self.setting)
+
+    @property
+    def at_agreed(self) -> SGPRClient | SVGPClient:
+        """Predicts from a posterior at Z and β that all sites share."""
+        return self.sgpr if self.config.model.likelihood == "gaussian" else self.svgp
 
     def start(self, num_inputs: int) -> NamedArrays:
         """β at the initial values of the configuration."""
@@ -118,23 +128,23 @@ class PVIClient(SiteClient):
 
     def sketch(self, request: Anchors) -> Sketch:
         """Cells of this site's rows, and the mode of a GP of them alone with its curvature."""
-        return self.pooled_model.sketch(request)
+        return self.sgpr.sketch(request)
 
     def statistics(self, request: Parameters) -> Statistics:
         """The sums of this site's rows: its exact factor, with Gaussian noise."""
-        return self.pooled_model.statistics(request)
+        return self.sgpr.statistics(request)
 
     def trials(self, request: Trials) -> TrialSums:
         """The sums at each of several parameters."""
-        return self.pooled_model.trials(request)
+        return self.sgpr.trials(request)
 
     def gradients(self, request: TrialAdjoints) -> TrialGradients:
         """The parts of several gradients that need this site's rows."""
-        return self.pooled_model.gradients(request)
+        return self.sgpr.gradients(request)
 
     def expectations(self, request: PooledPosterior) -> Expectations:
         """The expected log likelihood of this site's rows, and its derivatives: a natural gradient."""
-        return self.pooled_model.expectations(request)
+        return self.svgp.expectations(request)
 
     # What is asked at the posterior of all.
 
@@ -154,14 +164,14 @@ class PVIClient(SiteClient):
     def predict(self, request: Predictive, inputs: Array) -> Prediction:
         """Mean and variance of the mixture; for classes, of the label."""
         if request.agreed is not None:
-            return self.pooled_model.predict(request.agreed, inputs)
+            return self.at_agreed.predict(request.agreed, inputs)
         mixture = self.mixture(request, inputs)
         return Prediction(mixture.mean().numpy(), mixture.variance().numpy())
 
     def score(self, request: Predictive) -> Scores:
         """Scores of the mixture itself."""
         if request.agreed is not None:
-            return self.pooled_model.score(request.agreed)
+            return self.at_agreed.score(request.agreed)
         target, name = self.rows.y_test, self.config.model.likelihood
         mixture = self.mixture(request, self.rows.x_test, target)
         if name == "bernoulli":
@@ -175,6 +185,8 @@ class PVIClient(SiteClient):
 
     def shown(self, request: Predictive) -> NamedArrays:
         """Held-out rows with their predictions; for classes the probability of the second one."""
+        if request.agreed is not None:
+            return self.at_agreed.shown(request.agreed)
         arrays = super().shown(request)
         if self.config.model.likelihood == "bernoulli":
             arrays["prediction.probability"] = arrays.pop("prediction.mean")

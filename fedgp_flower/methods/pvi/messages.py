@@ -16,7 +16,6 @@ from numpy import ndarray
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.fsgp.messages import PooledPosterior
 from fedgp_flower.methods.pvi.model import (
     Factor,
     InducingFactor,
@@ -26,6 +25,7 @@ from fedgp_flower.methods.pvi.model import (
     PseudoObservations,
     WhitenedFactor,
 )
+from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.typing import AnyShape, Array
 
 LATENTS = ("inducing", "hyper")
@@ -157,7 +157,8 @@ class PseudoPoints:
 
     def factor(self, *, tied: bool) -> PseudoObservations:
         """As tensors; whether the noise scales with σ² is a choice of the run."""
-        return PseudoObservations(*(torch.as_tensor(np.array(array)) for array in vars(self).values()), tied=tied)
+        inputs, targets, root = (torch.as_tensor(np.array(array)) for array in vars(self).values())
+        return PseudoObservations(inputs, targets, root, tied)
 
     def refusal(self, rows: int) -> str | None:
         """Why these cannot stand for so many rows, or None."""

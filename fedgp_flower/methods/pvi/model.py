@@ -37,7 +37,7 @@ ROUNDING = 1e-9
 """A variance that is zero may come out below it by so much, relative to the prior variance k(x, x)."""
 
 
-# ---- Factors of u, and their product ----------------------------------------------------------------------------------
+# ---- Factors of u, and their product --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,8 @@ class PVIOptions(MethodOptions):
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
 
     preset: Literal["none", "bcm-same", "bcm-split", "vcl", "streaming-vb", "global-vi"] = "none"
-    """A special case by name; it sets schedule, damping and deletion. ``global-vi`` also makes every update one gradient
-    step, and reads ``pvi.damping``."""
+    """A special case by name; it sets schedule, damping and deletion. With ``global-vi`` every update is one gradient
+    step; it reads ``pvi.damping``."""
     schedule: Literal["sequential", "synchronous", "asynchronous"] = "sequential"
     """Sites one after another, all at once, or each as soon as it has answered."""
     order: Literal["fixed", "random", "residual"] = "fixed"
@@ -161,15 +161,15 @@ class PVIOptions(MethodOptions):
             self._check_sums(core, update)
         else:
             self._check_local(core, update)
-        if self.plan().split_prior and not (self.linear and not self.agrees):
-            raise ConfigError(f"`pvi.preset` = {self.preset!r} splits the prior of v: {update} must be 'analytic' or so")
+        if self.plan().split_prior and self.update not in LINEAR:
+            raise ConfigError(f"`pvi.preset` = {self.preset!r} splits the prior of v: {update} must be 'analytic'")
 
     def _check_local(self, core: CoreConfig, update: str) -> None:
         plan, points = self.plan(), self.function == "points"
         if points and 0.0 < plan.damping < 1.0 and not self.product:
             raise ConfigError(
-                "`pvi.damping`: with Z and β fixed there is nothing to damp, because pseudo-observations are replaced as"
-                " a whole; set it to 0 or 1, or `pvi.factor` to 'cpo'"
+                "`pvi.damping`: with Z and β fixed there is nothing to damp, because pseudo-observations are replaced"
+                " as a whole; set it to 0 or 1, or `pvi.factor` to 'cpo'"
             )
         if self.update == "analytic" and core.model.likelihood != "gaussian":
             raise ConfigError(f"{update} needs `model.likelihood` = 'gaussian'; try 'natural-gradient'")

@@ -177,9 +177,7 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedFactors | Save
     section = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood")}
     num_inputs = saved.arrays["inducing.locations.mean"].shape[-1]
     model = sparse_model(ModelSection.model_validate(section), num_inputs)
-    draws = prediction_draws(
-        saved_latents(saved.arrays), model, int(saved.model["samples"]), int(saved.model["seed"])
-    )
+    draws = prediction_draws(saved_latents(saved.arrays), model, int(saved.model["samples"]), int(saved.model["seed"]))
     return SavedFactors(model, draws, saved_factors(saved.arrays))
 
 
@@ -200,7 +198,7 @@ def prediction_draws(latents: Latents, model: SparseModel, number: int, seed: in
 
 
 def changes(before: RunData, after: RunData) -> dict[str, Any]:
-    """``divergence``, KL(after ‖ before) in nats by Gaussian part of q, and ``remains``, what may still depend on it."""
+    """``divergence``, KL(after ‖ before) in nats by part of q, and ``remains``, what may still depend on the site."""
     divergence = {}
     if before.posterior is not None and after.posterior is not None:
         old, new = _densities(before.posterior.arrays), _densities(after.posterior.arrays)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import accumulate, chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian
@@ -220,10 +220,12 @@ def forget(state: P, site: str) -> P:
     if len(state.sites) == 1:
         raise NumericsError(f"site {site!r} is the only one with a factor: without it nothing is left")
     record = state.record
-    by_site = ("visits", "attempts", "sizes", "staleness")
     record = replace(
         record,
-        **{name: without(getattr(record, name), site) for name in by_site},
+        visits=without(record.visits, site),
+        attempts=without(record.attempts, site),
+        sizes=without(record.sizes, site),
+        staleness=without(record.staleness, site),
         forgotten=(*record.forgotten, site),
         forgotten_visits=record.forgotten_visits + record.visits.get(site, 0),
     )

@@ -353,9 +353,7 @@ def optimised(site: VisitedSite, given: Situation) -> Update:
     """Adam or L-BFGS on the local free energy."""
     model, data, options, own = site.model, site.data, site.options, given.own
     average = options.inducing == "average"
-    problem = LocalProblem(
-        model, data, given.others, given.cavity, batch_size=site.batch_size, learn_inducing=average
-    )
+    problem = LocalProblem(model, data, given.others, given.cavity, batch_size=site.batch_size, learn_inducing=average)
     own = own or first_factor(model, data, given.latents, options.factor)
     if options.update == "lbfgs":
         budget = options.steps or LBFGS_EVALUATIONS

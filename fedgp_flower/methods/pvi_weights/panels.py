@@ -48,7 +48,12 @@ def factors(run: RunData) -> Panel:
     """What the sites' factors say."""
     details, labels = run.metrics.method_details, run.metrics.labels
     rows = [
-        (labels.get(site, site), str(details["visits"].get(site, 0)), f"{own['rows']:,.0f}", show(number(own["weights"])))
+        (
+            labels.get(site, site),
+            str(details["visits"].get(site, 0)),
+            f"{own['rows']:,.0f}",
+            show(number(own["weights"])),
+        )
         for site, own in details["factors"].items()
     ]
     body = html_table(("site", "visits", "training rows", "mean precision"), rows)
