@@ -417,6 +417,15 @@ def misfit(request: Any, answer: Any) -> str | None:
     return None
 
 
+def stepped_from(answer: type, request: Any) -> NamedArrays | None:
+    """The arrays of a request that its answer sends back after local steps; None where an answer holds others."""
+    fields = [field for field in _fields(answer) if field.form != "number"]
+    if not fields or not all(field.as_sent and field.within != np.inf for field in fields):
+        return None
+    sent = {field.name: getattr(request, field.name) for field in fields}
+    return {f"{name}.{key}": array for name, arrays in sent.items() for key, array in arrays.items()}
+
+
 def too_far(sent: NDArray[Any], back: NDArray[Any], within: float) -> str | None:
     """Why local steps from an array do not end at another, or None; points may be as far off as the farthest is."""
     reach = within + float(np.abs(sent).max(initial=0.0)) * (np.ndim(sent) > 1)

@@ -32,6 +32,7 @@ from sfvi_runs import RESULTS, RUNS, ensure, write_table
 from strategies.fsgp_private import evaluated, first_values
 from torch import Tensor
 
+from fedgp_flower.data.agreement import SiteDescription, agree
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.placement import limit_threads
@@ -44,7 +45,6 @@ from fedgp_flower.run.files import write_json
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.typing import Array
 from strategies.fsgp import posterior_at
-from strategies.server.standardisation import SiteDescription, agree
 
 NAME, SITES, DELTA, DRAWS = "dp_sums", 10, 1e-5, 3
 EPSILONS = (0.1, 0.3, 1.0, 3.0, 10.0, 1e4)

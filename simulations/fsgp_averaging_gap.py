@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from fsgp_paper import EXPERIMENTS, RESULTS, configuration, kin40k_subset
 
+from fedgp_flower.data.agreement import SiteDescription, agree
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
@@ -27,7 +28,6 @@ from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound, exact_posterior
 from fedgp_flower.run.metrics import gaussian_scores
 from fedgp_flower.run.registry import parse_config
-from strategies.server.standardisation import SiteDescription, agree
 
 EVALUATIONS = 300
 

@@ -28,6 +28,7 @@ import pandas as pd
 import torch
 from sfvi_runs import QUIET, RESULTS, RUNS, write_table
 
+from fedgp_flower.data.agreement import SiteDescription, agree
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.latent import AMPLITUDE, REACH
@@ -35,7 +36,6 @@ from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import parse_config
-from strategies.server.standardisation import SiteDescription, agree
 
 SITES, INDUCING, BEFORE = 10, 100, 2
 RATE, STEPS = 0.03, 1500

@@ -82,7 +82,7 @@ def pooled(data: str, split: int, data_dir: Path, starts: int, evaluations: int)
 
 def agreed(sites: list[Any]) -> Preparation:
     """Standardisation of all rows, as a federation agrees on it."""
-    from strategies.server.standardisation import SiteDescription, agree
+    from fedgp_flower.data.agreement import SiteDescription, agree
 
     own = {site.site: site.describe() for site in sites}
     agreement = agree({k: SiteDescription(d.arrays, d.schema, d.num_examples) for k, d in own.items()})

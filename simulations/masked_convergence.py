@@ -27,9 +27,9 @@ from fedgp_flower import client_app
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.sparse import SparseGP
+from fedgp_flower.outcome import Observer
 from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.registry import parse_config
-from strategies.server.base import Observer
 
 SITES = 10
 CASES = {"M = 3, a lengthscale each": (3, True, 1000)}

@@ -34,12 +34,11 @@ from fedgp_flower.methods.fedmgp.messages import (
 from fedgp_flower.methods.fedmgp.options import AGREEMENT, FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.methods.messages import Shape
-from fedgp_flower.run.artefacts import Snapshot
+from fedgp_flower.outcome import Observer, Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server import finalise
 from strategies.server.aggregators import RULES
-from strategies.server.base import Observer
 from strategies.server.enrolment import Preparation
 from strategies.server.questions import Asking, Each, Refuse, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs

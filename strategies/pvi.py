@@ -36,7 +36,7 @@ from fedgp_flower.methods.pvi.posterior import EQUATION, PREDICTION_DRAWS, lengt
 from fedgp_flower.methods.pvi.state import MergeRecord, Product, Record, forget, merge, without
 from fedgp_flower.methods.pvi.updates import ALPHA
 from fedgp_flower.options import MethodOptions
-from fedgp_flower.run.artefacts import Snapshot
+from fedgp_flower.outcome import Snapshot
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies import sgpr, svgp
 from strategies.pvi_updates import (
@@ -53,10 +53,11 @@ from strategies.pvi_updates import (
     product,
     small_sites,
 )
+from strategies.server.checkpoint import STATE
 from strategies.server.finalise import Posterior, Predicted, lengthscale_facts
 from strategies.server.questions import Asking, Each, Figures, First, Refuse, Roster
 from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
-from strategies.server.strategy import STATE, FederatedStrategy
+from strategies.server.strategy import FederatedStrategy
 
 # ---- Algorithm 1 ----------------------------------------------------------------------------------------------------
 

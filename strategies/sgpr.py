@@ -27,11 +27,10 @@ from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.ascent import Memory, direction, forgotten, outlook, pack, unpack
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.profiled import PENALTY
+from fedgp_flower.gp.profiled import PENALTY, prior
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.messages import Parameters
-from fedgp_flower.methods.sgpr.learner import prior
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
     PooledPosterior,
@@ -545,7 +544,7 @@ class SGPR(FederatedStrategy[SGPRState]):
     def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, Any]]:
         """Lengthscales, and how well all rows know them."""
         del state
-        values = self.predicted.request.values
+        values = self.scoring.predicted.request.values
         spread = yield from known_lengthscales(values, roster.sites, self.config.model)
         return {"relevance": lengthscale_facts(values, spread, CURVATURE)}
 

@@ -19,14 +19,14 @@ from fedgp_flower.data.sites import load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, exact_posterior
+from fedgp_flower.outcome import Snapshot
 from fedgp_flower.records import numpy_arrays
-from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import NamedArrays
 from strategies import sgpr
 from strategies.pooled_bound import noise_of
-from strategies.server.base import BaseStrategy
+from strategies.server.strategy import FederatedStrategy
 from strategies.server.wire import content_bytes
 
 Change = Callable[[Message], Message | None]
@@ -246,13 +246,13 @@ def configured(**changes: Any) -> dict[str, Any]:
 def run(grid: FaultyGrid, recorder: Recorder | None = None, snapshot: Snapshot | None = None) -> Any:
     """Run the grid's configuration and return the Strategy."""
     config = parse_config(grid.flat)
-    strategy: BaseStrategy = strategy_class(config).from_config(config, recorder or Recorder(), snapshot)
+    strategy: FederatedStrategy[Any] = strategy_class(config).from_config(config, recorder or Recorder(), snapshot)
     with no_waiting():
         strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
     return strategy
 
 
-def blamed(strategy: BaseStrategy) -> dict[str, list[str]]:
+def blamed(strategy: FederatedStrategy[Any]) -> dict[str, list[str]]:
     """Reasons by site."""
     found: dict[str, list[str]] = {}
     for failure in strategy.network.failures:

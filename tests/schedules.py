@@ -190,7 +190,7 @@ def _copied(reply: Message) -> Message:
 @contextmanager
 def quietly() -> Iterator[None]:
     """Lies overflow; what they overflow into is what is looked at."""
-    with np.errstate(all="ignore"), mock.patch("strategies.server.strategy.time", _Instant()):
+    with np.errstate(all="ignore"), mock.patch("strategies.server.session.time", _Instant()):
         yield
 
 

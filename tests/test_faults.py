@@ -40,8 +40,8 @@ from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import NumericsError, RunError
 from fedgp_flower.gp.sums import collapsed_bound_value
 from fedgp_flower.methods.sgpr.messages import Statistics
+from fedgp_flower.outcome import Summary
 from strategies.pooled_bound import noise_of
-from strategies.server.finalise import Summary
 
 SITES = ("a", "b", "c")
 SWAP = np.array([[9, -9, *[0] * 38]])
@@ -151,7 +151,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie: str, objective: str) -> None:
     change, words = LIES[lie]
-    keys = {"fsgp__objective": objective, "num_server_rounds": 3}
+    keys = {"method": objective, "num_server_rounds": 3}
     grid = FaultyGrid(configured(**keys), 3, Fault("1", change, WITH_SUMS))
     strategy = run(grid)
     assert set(blamed(strategy)) == {"1"}
@@ -255,7 +255,6 @@ def optimum(folder: Path, sites: tuple[str, ...], *faults: Fault, **keys: Any) -
         features="x1",
         model__inducing_init="normal",
         model__num_inducing=3,
-        fsgp__tolerance=1e-11,
         sites=len(sites),
         **keys,
     )
@@ -353,7 +352,6 @@ def test_a_site_that_joins_late_is_greeted_and_takes_part(tmp_path: Path, object
     nodes = csv_nodes(tmp_path, tables())
     flat = configured(
         method=objective,
-        fsgp__tolerance=1e-4,
         features="x1",
         model__num_inducing=3,
         num_server_rounds=60 if objective == "sgpr" else 4,

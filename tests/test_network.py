@@ -10,8 +10,8 @@ from faults import Fault, FaultyGrid, arrays, configured, crashed, each, lost, n
 from flwr.app import Array, ConfigRecord, Message, MetricRecord
 
 from fedgp_flower.errors import RunError
-from strategies.server.finalise import scores_refusal, usable_scores
 from strategies.server.network import Network, pause_after
+from strategies.server.scoring import scores_refusal, usable_scores
 from strategies.server.wire import Answer, ArraySpec, content_bytes, last_line
 
 DESCRIBE = "query.describe"

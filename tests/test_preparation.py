@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedgp_flower.data.agreement import Agreement, SiteDescription, agree
 from fedgp_flower.data.standardisation import Preparation, describe, encode_inputs, encode_targets
 from fedgp_flower.errors import DataError
-from strategies.server.standardisation import Agreement, SiteDescription, agree
 
 
 def described(frame: pd.DataFrame, features=("x", "job"), target="y") -> SiteDescription:

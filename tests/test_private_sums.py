@@ -27,7 +27,14 @@ from strategies.private_sgpr import AMPLITUDE, evaluated
 
 BARE = {f"baselines__{name}": False for name in ("linear", "local_only", "pooled")}
 RANGES = json.dumps({"x": [-1.0, 7.0], "y": [-2.0, 2.0]})
-PRIVATE = {"privacy__epsilon": 1.0, "privacy__ranges": RANGES, "num_server_rounds": 9, "evaluate_every": 1, **BARE}
+PRIVATE = {
+    "method": "sgpr-private",
+    "privacy__epsilon": 1.0,
+    "privacy__ranges": RANGES,
+    "num_server_rounds": 9,
+    "evaluate_every": 1,
+    **BARE,
+}
 SIZE = 6
 VALUES = {AMPLITUDE: np.zeros(()), LOG_NOISE: np.zeros(1)}
 
@@ -295,7 +302,8 @@ def test_a_release_that_got_lost_is_sent_again_and_no_other(tmp_path):
         ({"model__kernel": "linear"}, "bounds what it adds"),
         ({"model__likelihood": "bernoulli"}, "'gaussian'"),
         ({"privacy__ranges": '{"x": [1, 0]}'}, "low < high"),
-        ({"privacy__epsilon": 0.0}, "is read where `privacy.epsilon` is set"),
+        ({"privacy__epsilon": 0.0}, "needs a budget: set `privacy.epsilon`"),
+        ({"method": "sgpr", "privacy__epsilon": 0.0}, "is read where `privacy.epsilon` is set"),
     ],
 )
 def test_no_epsilon_is_promised_that_cannot_be_kept(keys, words):

@@ -310,5 +310,4 @@ def test_averages_keep_the_sums_of_rows(rows, number):
     assert len(weights) == number
     assert float(weights.max() - weights.min()) <= 2
     torch.testing.assert_close(weights @ own.targets, data.targets.sum())
-    torch.testing.assert_close(weights @ own.inputs, data.inputs.sum(0))    factor = PseudoObservations(same.inputs[:3] + 0.1, same.targets[:3], torch.ones(3).double())
-    latents = Latents(grid().inducing, Point(own.initial_hyper()))
+    torch.testing.assert_close(weights @ own.inputs, data.inputs.sum(0))

@@ -21,7 +21,6 @@ from fedgp_flower.run.registry import parse_config
 
 KINDS: dict[str, dict[str, Any]] = {
     "exact": {"method": "sgpr"},
-    "adam": {"method": "sgpr", "fsgp__exact_optimizer": "adam"},
     "fedavg": {"method": "fsgp", "averaging__fraction": 0.5},
     "fedadam": {"method": "fsgp", "averaging__server_optimizer": "fedadam"},
 }
@@ -145,7 +144,7 @@ def test_more_rounds_go_on_where_a_finished_run_stopped(tmp_path: Path, calm: tu
 
 
 def test_a_converged_run_resumed_asks_for_no_new_gradient() -> None:
-    flat = configured(num_server_rounds=60, fsgp__tolerance=1e-3)
+    flat = configured(sgpr__exchanges=200, num_server_rounds=90)
     recorder = Recorder()
     first = run(FaultyGrid(flat, 2), recorder)
     assert first.current.converged

@@ -386,7 +386,7 @@ def test_single_sites_cannot_be_asked_under_masks(kind):
         yield kind(Stepped, {"0": Step(parameters(strategy), 0.1)})
 
     with pytest.raises(ConfigError, match="`fsgp` asks each site for its own `Stepped`"):
-        strategy.ask_through(asking())
+        strategy.session.run(asking())
     assert len(grid.visits) == before
 
 
@@ -463,7 +463,7 @@ def test_real_sites_with_keys_of_their_own(real_nodes):
     plain = [{k: v for k, v in node.items() if k not in {"site-key", "trust"}} for node in real_nodes]
     masked = run(FaultyGrid(configured(**MASKED), real_nodes))
     assert masked.details()["bound"] == pytest.approx(run(FaultyGrid(configured(), plain)).details()["bound"], rel=1e-8)
-    assert "simulated" not in masked.what_the_server_sees()
+    assert "simulated" not in masked.session.what_the_server_sees()
     with pytest.raises(RunError, match="need `site-key` and `trust`"):
         run(FaultyGrid(configured(**MASKED), plain))
 

@@ -18,7 +18,6 @@ from flwr.serverapp.strategy import (
 )
 from jaxtyping import Float
 from numpy import ndarray
-from strategies.fsgp_exact import SGPR
 
 from fedgp_flower.clients.app import SiteApp, make_client_app
 from fedgp_flower.errors import ConfigError, DataError, ProtocolError, RunError
@@ -31,6 +30,7 @@ from strategies.fsgp import FSGP
 from strategies.server import contract
 from strategies.server.questions import Asking, Each, Figures, First, Refuse, Roster, Summed, Total, drive
 from strategies.server.wire import numpy_arrays
+from strategies.sgpr import SGPR
 
 # An algorithm against plain objects.
 
@@ -169,20 +169,21 @@ def test_a_round_killed_at_any_question_leaves_the_state_and_can_be_repeated(kin
 
 def one_round(strategy: Any, number: int, kill: int | None = None) -> None:
     """A round through Flower's two halves, killed when its question ``kill`` would be answered."""
-    answered, original = iter(range(9)), strategy._answer_of
+    session, answered = strategy.session, iter(range(9))
+    original = session.read
 
-    def answer_of(*arguments: Any) -> Any:
+    def read(*arguments: Any) -> Any:
         if next(answered) == kill:
             raise Killed
         return original(*arguments)
 
-    strategy._answer_of = answer_of
+    session.read = read
     try:
         messages = strategy.configure_train(number, ArrayRecord(), ConfigRecord(), strategy.network.grid)
-        replies = strategy.network.exchange(list(messages), strategy.contract)
+        replies = strategy.network.exchange(list(messages), strategy.asked.contract)
         strategy.aggregate_train(number, replies)
     finally:
-        strategy._answer_of = original
+        session.read = original
 
 
 def test_start_returns_arrays_and_the_metrics_of_every_round() -> None:
@@ -204,7 +205,7 @@ def test_start_returns_arrays_and_the_metrics_of_every_round() -> None:
     final = numpy_arrays(result.arrays)
     assert all(np.array_equal(array, final[name]) for name, array in numpy_arrays(seen[-1][1]).items())
     assert final["values.inducing.locations"].shape == (5, 2)
-    assert strategy.posterior().arrays["inducing.mean"].shape == (5,)
+    assert strategy.outcome.posterior.arrays["inducing.mean"].shape == (5,)
 
 
 def test_start_goes_on_from_the_arrays_it_is_given() -> None:
@@ -305,13 +306,13 @@ def test_a_reply_is_read_once_and_judged_once(monkeypatch: pytest.MonkeyPatch) -
 def test_an_unknown_keyword_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument .num_inducin.; did you mean .*num_inducing"):
         FSGP(num_inducin=3)
-    for fixed in ("objective", "num_server_rounds", "output_dir"):
+    for fixed in ("num_server_rounds", "output_dir"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{fixed}'"):
             FSGP(**{fixed: 1})
 
 
 def test_a_wrong_value_is_named_with_what_is_allowed() -> None:
-    with pytest.raises(ConfigError, match=r"`fsgp.fraction` = 2.0: .*less than or equal to 1"):
+    with pytest.raises(ConfigError, match=r"`averaging.fraction` = 2.0: .*less than or equal to 1"):
         FSGP(fraction=2.0)
     with pytest.raises(ConfigError, match=r"`model.likelihood` = 'poisson'"):
         SGPR(likelihood="poisson")
@@ -327,11 +328,6 @@ def test_help_shows_every_keyword_with_its_default_and_meaning(kind: type[Any]) 
     strategy = kind(**{name: own.default for name, own in shown.items()})
     assert strategy.config == kind().config
     assert strategy.config.flat().keys() == parse_config({"method": kind.method}).flat().keys()
-
-
-def test_the_class_decides_what_the_configuration_calls_the_objective() -> None:
-    assert SGPR().options.objective == "sgpr"
-    assert FSGP().options.objective == "fsgp"
 
 
 # Flower's wrappers and mods.

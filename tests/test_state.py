@@ -183,4 +183,6 @@ def test_a_run_on_prepared_rows_is_the_run_on_tables(tmp_path, monkeypatch):
     often = len(read)
     other = run(FaultyGrid(configured(), kept), Recorder())
     assert len(read) - often < often / 2
-    assert all(np.array_equal(own, other.posterior().arrays[name]) for name, own in one.posterior().arrays.items())
+    assert all(
+        np.array_equal(own, other.outcome.posterior.arrays[n]) for n, own in one.outcome.posterior.arrays.items()
+    )

@@ -260,7 +260,7 @@ def test_a_run_ends_with_its_exchanges_and_says_that_it_had_not_converged() -> N
     end = run(FaultyGrid(configured(**keys), 4))
     details = end.details()
     assert (end.round, details["exchanges"], details["expected_exchanges"]) == (4, 6, 4)
-    assert not end.converged_now()
+    assert not end.converged(end.current)
     assert details["forecast_rise"] > 0
     assert end.network.traffic.exchanges >= 6
     assert end.warnings() == []

@@ -60,7 +60,7 @@ def no_prior(model: WiredModel) -> Tensor:
 
 
 def penalty(model: WiredModel) -> Tensor:
-    """−.05 Σ (log ℓ − 1)², as :mod:`strategies.sgpr` has it."""
+    """−.05 Σ (log ℓ − 1)², the penalty of :mod:`fedgp_flower.gp.profiled`."""
     logs = [own for name, own in model.wire_parameters() if name.endswith("log_lengthscale")]
     return -PENALTY * sum(((own - 1).square().sum() for own in logs), no_prior(model))
 

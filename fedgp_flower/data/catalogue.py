@@ -87,7 +87,7 @@ BUILTINS: Mapping[str, Builtin] = {
     "plane-wave": Builtin("2.5 sin(2π(x1 + x2)/90) + noise, x on a square", 5800, 2, "y", plane_wave, 1),
     "five-blocks": Builtin("One GP draw seen by five sites on blocks of x", 300, 1, "y", five_blocks, 1, "site"),
     "convolved-signals": Builtin(
-        "Five units see one curve through windows of their own", 1000, 1, "y", convolved_signals, 1, "unit"
+        "Five units see one curve through different windows", 1000, 1, "y", convolved_signals, 1, "unit"
     ),
 }
 

@@ -54,7 +54,7 @@ def typed(
         frame: the table as it was read.
         names: the columns wanted, all present.
         file: the name that messages use.
-        kinds: kinds already agreed on; a column not in it is judged by its own cells.
+        kinds: kinds already agreed on; a column not in it is judged by its cells.
         missing: the key of that name; with another value than ``error`` a missing cell is no problem.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Resolve the configuration's ``dataset`` to a table: typed rows, feature columns, target, standard splits."""
+"""Find and read the table that ``dataset`` names: typed rows, feature columns, target, standard splits."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Choice:
         Args:
             names: all columns.
             file: the name that messages use.
-            target: the data set's own target, where it has one.
+            target: the usual target of the data set, if it has one.
             aside: columns that are neither unless the configuration names them.
         """
         spare = {*aside, *([self.column] if self.natural else [])}
@@ -100,10 +100,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """A data set whose every cell is usable; compared by identity, as it is cached."""
+    """A data set whose cells were all checked. It is cached, and so compared by identity."""
 
     file: str
-    """What messages call it."""
+    """Its name in messages."""
     frame: pd.DataFrame
     """Features and target: float64 for numbers, text for levels."""
     features: tuple[str, ...]
@@ -126,7 +126,7 @@ class Table:
             return everything, everything[:0]
         if split >= len(self.splits):
             have = f"splits 0 to {len(self.splits) - 1}" if self.splits else "no standard splits"
-            raise DataError(f"`split` = {split}: {self.file} has {have}; with -1 every site holds out its own rows")
+            raise DataError(f"`split` = {split}: {self.file} has {have}; with -1 every site holds out some of its rows")
         return np.setdiff1d(everything, self.splits[split]), self.splits[split]
 
 

@@ -1,7 +1,7 @@
-"""Columns of dates: as levels of text, every day would be an input of its own and tell a model nothing.
+"""Columns of dates. As levels of text, every day would be a separate input and tell a model nothing.
 
-They are recognised, and refused or turned into numbers. The name of a number says of which column it is which part, so
-that a saved model needs no other note of it.
+Such columns are recognised, and refused or turned into numbers. The name of each number says which part of which column
+it is, so a saved model needs no other record of it.
 """
 
 from __future__ import annotations

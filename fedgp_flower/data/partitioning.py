@@ -1,4 +1,4 @@
-"""Deal the rows of a table to simulated sites: Flower Datasets' partitioners, and three of our own.
+"""Deal the rows of a table to simulated sites: Flower Datasets' partitioners and three others.
 
 Every row goes to exactly one site; only ``natural`` leaves out rows, those of groups that are too small. The same seed
 deals the same rows.
@@ -138,12 +138,12 @@ def _classes(task: _Task) -> Indices:
 def _dirichlet(task: _Task) -> list[Indices]:
     from flwr_datasets.partitioner import DirichletPartitioner  # noqa: PLC0415 - slow to import
 
-    own = task.config.partition
+    options = task.config.partition
     chosen = DirichletPartitioner(
-        task.sites, "class", alpha=own.alpha, min_partition_size=own.min_rows, shuffle=False, seed=task.seed
+        task.sites, "class", alpha=options.alpha, min_partition_size=options.min_rows, shuffle=False, seed=task.seed
     )
     rows = _shuffled(task)
-    advice = f"raise `partition.alpha`, lower `partition.min-rows` (now {own.min_rows}) or take fewer sites"
+    advice = f"raise `partition.alpha`, lower `partition.min-rows` (now {options.min_rows}) or take fewer sites"
     return _flower(task, chosen, {"class": _classes(task)[rows]}, rows, advice)
 
 
@@ -169,14 +169,14 @@ def _pathological(task: _Task) -> list[Indices]:
 def _natural(task: _Task) -> Deal:
     from flwr_datasets.partitioner import NaturalIdPartitioner  # noqa: PLC0415 - slow to import
 
-    own = task.config.partition
+    options = task.config.partition
     labels = row_labels(task.column).to_numpy(dtype=object).astype(str)
     values = task.column.to_numpy(dtype=object) if kind_of(task.column) == "categorical" else task.column.to_numpy()
     _, first, codes, sizes = np.unique(values, return_index=True, return_inverse=True, return_counts=True)
-    large = np.flatnonzero(sizes >= own.min_rows)
+    large = np.flatnonzero(sizes >= options.min_rows)
     if large.size != task.sites:
         raise DataError(
-            f"{task.key}: column `{own.column}` has {large.size} groups with at least {own.min_rows} rows"
+            f"{task.key}: column `{options.column}` has {large.size} groups with at least {options.min_rows} rows"
             f" (`partition.min-rows`); run with {large.size} sites"
         )
     rows = np.flatnonzero(np.isin(codes, large))

@@ -14,6 +14,6 @@ def derived_seed(seed: int, *names: str | int) -> int:
 
 
 def generator(seed: int, *names: str | int) -> np.random.Generator:
-    """A generator of its own for every purpose, for example ``generator(seed, "held-out", site)``."""
+    """A separate generator for every purpose, for example ``generator(seed, "held-out", site)``."""
     digest = hashlib.sha256("/".join(str(part) for part in (seed, *names)).encode()).digest()
     return np.random.default_rng(list(digest))

@@ -1,4 +1,4 @@
-"""A site's rows: a share of a data set in simulation, or the site's own file when deployed."""
+"""A site's rows: a share of a data set in simulation, or the site's file when deployed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LEAST_ROWS = 2
 """Training rows below which a site has no spread to describe."""
 
 LOADED = "load_data"
-"""What errors call rows that a function of the user returned."""
+"""The name, in errors, of rows that the user's function returned."""
 
 Data: TypeAlias = (
     "tuple[NDArray[Any], NDArray[Any]]"
@@ -49,7 +49,7 @@ Data: TypeAlias = (
 )
 
 _ONE_AT_A_TIME = Lock()
-"""Sites that share a process wait for one of them to read and deal; silencing a library is not safe beside a thread."""
+"""Sites that share a process take turns to read and deal, because silencing a library is not thread-safe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def load_site(config: CoreConfig, node_config: Mapping[str, Value], run: str = "
         run: Whose messages are answered; simulated sites look once a run whether their table's file has changed.
 
     Raises:
-        DataError: the node is neither, or its rows cannot be used.
+        DataError: the node names no data, or its rows cannot be used.
     """
     if "data-path" in node_config:
         return _real_site(config, site_id(node_config), {key: str(value) for key, value in node_config.items()})
@@ -166,7 +166,7 @@ def natural_sites(config: CoreConfig) -> int:
     """
     if config.partitioner != "natural":
         raise ConfigError(
-            f"`partitioner` = {config.partitioner!r} needs a number of sites; only 'natural' knows its own"
+            f"`partitioner` = {config.partitioner!r} needs a number of sites; only 'natural' finds it in the data"
         )
     table = load_table(config)
     train, _ = table.rows(config.split)
@@ -238,10 +238,10 @@ def _share_of(table: Table, config: CoreConfig, site: int, partitions: int) -> R
     else:
         keep, drop = _hold_out(rows.size, config, str(site))
         rows, held_out = rows[keep], rows[drop]
-    own, others = (table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out))
+    kept, tested = (table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out))
     names, dropped = (table.features, table.target), table.dropped if site == 0 else 0
     codes = {name: mask.sum() for name, mask in _codes_of(table).items() if mask[rows].any() or mask[held_out].any()}
-    raw = RawSite(str(site), dealt.labels[site], partitions, own, others, *names, dropped, _suspicion(codes))
+    raw = RawSite(str(site), dealt.labels[site], partitions, kept, tested, *names, dropped, _suspicion(codes))
     return _usable(raw, where)
 
 
@@ -251,7 +251,7 @@ def _codes_of(table: Table) -> dict[str, NDArray[np.bool_]]:
 
 
 def _suspicion(codes: Mapping[str, int]) -> str:
-    """What is said of columns with so many cells that may be codes; the number itself is a cell, and stays."""
+    """A warning about columns whose cells may be codes. It does not repeat the number, which is a cell of the table."""
     if not codes:
         return ""
     where = ", ".join(f"`{name}` ({count} cells)" for name, count in list(codes.items())[:5])
@@ -267,13 +267,13 @@ def _share(
     Where sites are natural groups a test row belongs to its group; all other rows are dealt at random in equal shares.
     """
     loose = test
-    own = test[:0]
+    grouped = test[:0]
     if config.partitioner == "natural":
         groups = partitioning.row_labels(table.column).iloc[test]
-        own = test[(groups == dealt.labels[site]).to_numpy()]
+        grouped = test[(groups == dealt.labels[site]).to_numpy()]
         loose = test[~groups.isin(dealt.labels).to_numpy()]
     order = generator(config.seed, "test-rows").permutation(loose.size)
-    return np.sort(np.concatenate([own, loose[np.array_split(order, len(dealt.rows))[site]]]))
+    return np.sort(np.concatenate([grouped, loose[np.array_split(order, len(dealt.rows))[site]]]))
 
 
 @lru_cache(maxsize=2)
@@ -294,7 +294,7 @@ def _real_site(config: CoreConfig, site: str, node: Mapping[str, str]) -> RawSit
 
 
 def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) -> RawSite:
-    """A real site with rows that a loader of one's own returned.
+    """A real site with the rows that the user's loader returned.
 
     Args:
         config: The run configuration.
@@ -302,7 +302,7 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
         data: ``(X, y)``, ``(X, y, X_test, y_test)``, or ``(frame, target)`` with a DataFrame and the name of a column.
 
     Raises:
-        DataError: the data are nothing of the kind, or their rows cannot be used.
+        DataError: the data are something else, or their rows cannot be used.
     """
     site = site_id(node_config)
     if not site:

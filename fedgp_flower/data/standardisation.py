@@ -1,7 +1,7 @@
 """A site's half of federated standardisation: describe its rows by sums, and encode them with what was agreed.
 
-The server's half is ``strategies.server.standardisation``. A column of numbers is described by its sum, its sum of
-squares about the site's own mean, and what rounding took from the sum; a categorical column by how often each level
+The server's half is ``fedgp_flower.data.agreement``. A column of numbers is described by its sum, its sum of
+squares about the site's mean, and what rounding took from the sum; a categorical column by how often each level
 occurs. The agreed preparation turns numeric columns into one standardised input each and categorical ones into
 indicators. A level that is not among the agreed ones is :data:`OTHER` where the sites agreed on that one.
 """
@@ -44,14 +44,14 @@ class Column:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """The levels with an indicator: two need one, that of the second; a single level keeps its own, a constant."""
+        """Levels with an indicator. Two levels need one, that of the second; a single level has a constant one."""
         return self.levels[1:] if len(self.levels) == 2 else self.levels
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the encoded inputs: the column or ``column=level`` for each indicator, and ``column missing``."""
-        own = (self.name,) if self.kind == "numeric" else tuple(f"{self.name}={level}" for level in self.shown)
-        return (*own, f"{self.name} missing") if self.flagged else own
+        inputs = (self.name,) if self.kind == "numeric" else tuple(f"{self.name}={level}" for level in self.shown)
+        return (*inputs, f"{self.name} missing") if self.flagged else inputs
 
     def as_json(self) -> dict[str, Any]:
         """The column as it stands in the schema's JSON."""
@@ -108,8 +108,8 @@ def describe(frame: pd.DataFrame, features: Sequence[str], target: str) -> Descr
     if frame[list(features)].isna().any(axis=None):
         arrays[MISSING] = np.isnan(values).sum(axis=0)
     if goal.kind == "numeric":
-        own = summed(frame[[target]].to_numpy(dtype=np.float64))
-        arrays |= {f"target.{part}": value[0].reshape(()) for part, value in zip(parts, own, strict=True)}
+        sums = summed(frame[[target]].to_numpy(dtype=np.float64))
+        arrays |= {f"target.{part}": value[0].reshape(()) for part, value in zip(parts, sums, strict=True)}
     for column in (*columns, goal):
         if column.kind == "categorical":
             index = _level_index(frame[column.name].dropna(), column)
@@ -122,12 +122,12 @@ def bare(description: Description) -> Description:
     """Columns, kinds, levels and the number of rows alone: sums are those of mean 0 and spread 1, counts even."""
     rows = description.num_examples
     arrays: NamedArrays = {}
-    for name, own in description.arrays.items():
+    for name, array in description.arrays.items():
         if name.startswith("levels."):
-            arrays[name] = np.full(own.shape, rows // own.size, np.int64)
-            arrays[name][: rows % own.size] += 1
+            arrays[name] = np.full(array.shape, rows // array.size, np.int64)
+            arrays[name][: rows % array.size] += 1
         elif name != MISSING:
-            arrays[name] = np.full(own.shape, float(rows) if name.endswith(".squares") else 0.0)
+            arrays[name] = np.full(array.shape, float(rows) if name.endswith(".squares") else 0.0)
     return Description(arrays, description.schema, rows)
 
 
@@ -165,8 +165,8 @@ def described_by(
     rows = len(frame)
     squares = rows * (high - low) ** 2 / 12
     sums = {"sum": rows * (low + high) / 2, "residual": np.zeros(len(columns)), "squares": squares}
-    arrays: NamedArrays = {f"features.{part}": own[:-1] for part, own in sums.items()}
-    arrays |= {f"target.{part}": own[-1].reshape(()) for part, own in sums.items()}
+    arrays: NamedArrays = {f"features.{part}": values[:-1] for part, values in sums.items()}
+    arrays |= {f"target.{part}": values[-1].reshape(()) for part, values in sums.items()}
     schema = {"features": [column.as_json() for column in columns[:-1]], "target": columns[-1].as_json()}
     return Description(arrays, json.dumps(schema), rows)
 
@@ -232,8 +232,10 @@ class Preparation:
         for name, shape in shapes.items():
             _require_array(arrays, name, shape)
         mean, scale = (np.asarray(arrays[f"input.{part}"], dtype=np.float64) for part in ("mean", "scale"))
-        own = [float(np.asarray(arrays[f"target.{part}"], dtype=np.float64)) for part in ("mean", "scale")]
-        return Preparation(columns, target, mean, scale, own[0], own[1], missing, transform)
+        target_mean, target_scale = [
+            float(np.asarray(arrays[f"target.{part}"], dtype=np.float64)) for part in ("mean", "scale")
+        ]
+        return Preparation(columns, target, mean, scale, target_mean, target_scale, missing, transform)
 
 
 def _require_array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: tuple[int, ...]) -> None:

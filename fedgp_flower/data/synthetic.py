@@ -40,7 +40,7 @@ def plane_wave(seed: int) -> Made:
 
 
 def five_blocks(seed: int) -> Made:
-    """A draw of a GP seen by five sites, each on its own block of x: 40 training and 20 test rows a site.
+    """A draw of a GP seen by five sites, each on a different block of x: 40 training and 20 test rows a site.
 
     Blocks [2.4k − 0.8, 2.4k + 0.8], k = −2..2, leave gaps of 0.8 between the sites. The kernel is RBF with
     lengthscale 1 and variance 1, noise sd 0.1, so that a method can be held against the true hyperparameters.
@@ -54,7 +54,7 @@ def five_blocks(seed: int) -> Made:
 
 
 def convolved_signals(seed: int) -> Made:
-    """Five units that see one smooth curve through smoothing windows of their own; the first misses (0, 1].
+    """Five units that see one smooth curve through different smoothing windows; the first misses (0, 1].
 
     y_m(x) = δ_m ∫ ψ(x − u; 0, λ_m) g(u) du + ε_m (FedMGP, Eq. 19): g is a draw of a GP with an RBF kernel of
     lengthscale 0.1, ψ a Gaussian density of width λ_m ~ U(2, 10) grid steps, δ_m ~ U(0.5, 3), ε_m ~ N(0, 0.1²), on 200

@@ -30,6 +30,7 @@ import tomli_w
 
 from fedgp_flower.errors import DamagedError, RunError
 from fedgp_flower.options import Value
+from fedgp_flower.outcome import Snapshot, Summary
 from fedgp_flower.run.config import RunConfig, flatten, nest
 from fedgp_flower.run.files import plain, read_arrays, read_json, reading, write_arrays, write_bytes, write_json
 from fedgp_flower.typing import NamedArrays
@@ -37,7 +38,6 @@ from fedgp_flower.typing import NamedArrays
 if TYPE_CHECKING:
     import pandas as pd
 
-    from strategies.server.finalise import Summary
 
 SEALED = ("config.toml", "history.csv", "metrics.json", "posterior.json", "posterior.safetensors", "predictions.csv")
 SEALS, LOCK = "files.json", "lock"
@@ -152,14 +152,6 @@ def saved_posterior(config: RunConfig, summary: Summary) -> Posterior | None:
         likelihood=config.model.likelihood,
         inputs=summary.input_names,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All a run needs to go on after a kill: arrays, and facts of JSON's types, the ``round`` among them."""
-
-    arrays: NamedArrays
-    facts: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

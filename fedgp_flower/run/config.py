@@ -225,6 +225,29 @@ class CoreConfig(Section):
                 " masks is what a few sites added; set it to 1, or `privacy.secure-aggregation` to false"
             )
 
+    def require_whole_batches(self) -> None:
+        """Refuse mini-batches.
+
+        Raises:
+            ConfigError: a batch size is set.
+        """
+        if self.optimizer.batch_size:
+            raise ConfigError(
+                f"`optimizer.batch-size`: `method` = {self.method!r} takes all rows of a site; set it to 0"
+            )
+
+    def require_gaussian(self) -> None:
+        """Refuse other likelihoods than the Gaussian one.
+
+        Raises:
+            ConfigError: naming the method to take.
+        """
+        if self.model.likelihood != "gaussian":
+            raise ConfigError(
+                f"`model.likelihood` = {self.model.likelihood!r}: `method` = {self.method!r} needs 'gaussian'; take"
+                " 'svgp'"
+            )
+
     def require_accounted(self, options: MethodOptions) -> None:
         """Refuse a budget where anything is told that is not paid for from it.
 

@@ -16,7 +16,8 @@ import pandas as pd
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.options import Value
-from fedgp_flower.run.artefacts import RunData, RunFolder, Snapshot, read_run
+from fedgp_flower.outcome import Snapshot
+from fedgp_flower.run.artefacts import RunData, RunFolder, read_run
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.files import write_json
 from fedgp_flower.run.predict import row_of

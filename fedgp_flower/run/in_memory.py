@@ -14,12 +14,12 @@ from fedgp_flower.clients.app import SiteApp
 from fedgp_flower.data.sites import RawSite, site_of
 from fedgp_flower.errors import RunError
 from fedgp_flower.options import FlatConfig, Value
+from fedgp_flower.outcome import Observer
 from fedgp_flower.run.artefacts import RunData, RunMetrics, saved_posterior
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config, strategy_class
-from strategies.server.base import Observer
 
 NOWHERE = Path("(fitted in memory)")
 

@@ -34,7 +34,7 @@ from fedgp_flower.gp.sparse import Adjoints, SparseGP, Whitener, inducing_gradie
 from fedgp_flower.gp.sums import bound_gradient
 from fedgp_flower.methods.sgpr import client
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.artefacts import Snapshot
+from fedgp_flower.outcome import Snapshot
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from strategies import fsgp_exact

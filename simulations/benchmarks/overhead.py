@@ -28,13 +28,13 @@ from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
 from fedgp_flower import client_app, server_app
 from fedgp_flower.clients.baselines import fit
+from fedgp_flower.data.agreement import SiteDescription, agree
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound
 from fedgp_flower.run import in_process as engine
 from fedgp_flower.run.registry import parse_config
-from strategies.server.standardisation import SiteDescription, agree
 
 ROWS_PER_SITE = 40
 

@@ -31,7 +31,7 @@ from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.gp.sparse import Adjoints, SparseGP, Whitener, inducing_gradient, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, bound_gradient
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.artefacts import Snapshot
+from fedgp_flower.outcome import Snapshot
 from fedgp_flower.run.in_process import InProcessGrid, run_in_process, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 

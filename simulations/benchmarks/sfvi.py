@@ -28,8 +28,8 @@ from flwr.app import ArrayRecord, Message
 from fedgp_flower import client_app
 from fedgp_flower.gp.barycentre import barycentre
 from fedgp_flower.options import Value
+from fedgp_flower.outcome import Snapshot
 from fedgp_flower.records import PACKED, array_record, numpy_arrays
-from fedgp_flower.run.artefacts import Snapshot
 from fedgp_flower.run.in_process import InProcessGrid, run_in_process, simulated_nodes
 from fedgp_flower.run.registry import METHODS, load, parse_config
 from strategies.server.wire import content_bytes

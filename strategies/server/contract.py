@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,11 @@ class Contract:
     def glances(self) -> bool:
         """Whether answers are judged at length by their total."""
         return self.added and hasattr(self.answer, "glance")
+
+    def outliers(self, answers: Mapping[str, Any]) -> dict[str, str]:
+        """Sites whose answers no honest site gives beside the others, and why."""
+        compare: Callable[[Any, Mapping[str, int]], dict[str, str]] | None = getattr(self.answer, "outliers", None)
+        return {} if compare is None else compare(answers, self.rows)
 
     def unfit(self, answers: Mapping[str, Any], total: Any) -> dict[str, str]:
         """Sites whose answers no rows have, and why, where no rows have their total, although each passed at a glance.

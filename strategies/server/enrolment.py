@@ -6,20 +6,20 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from fedgp_flower.data.agreement import SiteDescription, agree, encoded_sums, squares_about, summed_arrays
 from fedgp_flower.errors import DataError, ProtocolError, RunError
 from fedgp_flower.methods.messages import Centres, ColumnSquares, ColumnSums, Described, Nothing
-from fedgp_flower.run.artefacts import Snapshot
+from fedgp_flower.outcome import Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.overview import described
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.network import Failure, Network, pause_after
+from strategies.server.network import Network, pause_after
 from strategies.server.questions import Asking, Summed, Total
-from strategies.server.standardisation import SiteDescription, agree, encoded_sums, squares_about, summed_arrays
 from strategies.server.wire import Answer
 
 logger = logging.getLogger("fedgp")
@@ -50,7 +50,7 @@ class Preparation:
     names: tuple[str, ...]
     """Names of the D encoded inputs."""
     training_target: dict[str, float] = field(default_factory=dict)
-    """What a prediction that looks at no input would say; see :class:`strategies.server.standardisation.Agreement`."""
+    """What a prediction that looks at no input would say; see :class:`fedgp_flower.data.agreement.Agreement`."""
     columns: list[dict[str, Any]] = field(default_factory=list)
     """What is known of every feature column, for people."""
     dropped: int = 0
@@ -398,30 +398,3 @@ def _columns(schema: str) -> set[tuple[str, str]] | None:
 
 def _description(own: Answer) -> SiteDescription:
     return SiteDescription(arrays=own.arrays, schema=own.texts["schema"], num_examples=own.num_examples)
-
-
-def accounts(network: Network) -> dict[str, Any]:
-    """Traffic, failures and repairs so far, for a checkpoint."""
-    return {
-        "run": network.run,
-        "traffic": asdict(network.traffic),
-        "failures": [asdict(failure) for failure in network.failures],
-        "repairs": network.repairs,
-        "streak": network.streak,
-        "site_seconds": network.site_seconds,
-        "took_part": sorted(network.took_part),
-    }
-
-
-def restore_accounts(network: Network, facts: Mapping[str, Any]) -> None:
-    """Add what a checkpoint had counted to what the new process has counted since it started."""
-    before = facts["traffic"]
-    network.traffic.bytes_up += int(before["bytes_up"])
-    network.traffic.bytes_down += int(before["bytes_down"])
-    network.traffic.communications += int(before["communications"])
-    network.traffic.exchanges += int(before["exchanges"])
-    network.failures[:0] = [Failure(**failure) for failure in facts["failures"]]
-    network.repairs = {**facts["repairs"]}
-    network.streak |= {site: int(count) for site, count in facts["streak"].items()}
-    network.site_seconds += float(facts["site_seconds"])
-    network.took_part |= set(facts.get("took_part", ()))

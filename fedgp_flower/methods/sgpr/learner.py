@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 from fedgp_flower.gp.exact import ExactGP
 from fedgp_flower.gp.linalg import bounded
 from fedgp_flower.gp.optimisers import LOGARITHM, maximise
+from fedgp_flower.gp.profiled import prior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, Rows, Targets
 
@@ -20,18 +20,6 @@ ROWS = 250
 EVALUATIONS = 60
 DIFFERENCE = 1e-3
 """Step of a central difference, in logarithms."""
-
-
-def prior(name: str, num_inputs: int) -> tuple[float, float]:
-    """Mean and standard deviation of the logarithm of a hyperparameter, by its wire name.
-
-    log ℓ ~ N(½ log D + .3, 1), log a ~ N(1, 1.5²), log σ² ~ N(−4, 2²), of a standardised target; others N(0, 1).
-    """
-    if "lengthscale" in name:
-        return 0.5 * math.log(num_inputs) + 0.3, 1.0
-    if "noise" in name:
-        return -4.0, 2.0
-    return (1.0, 1.5) if "outputscale" in name or "variance" in name else (0.0, 1.0)
 
 
 def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.random.Generator) -> tuple[Array, Array]:

@@ -42,8 +42,8 @@ class SGPROptions(MethodOptions):
 
     def check(self, core: CoreConfig) -> None:
         """A Gaussian likelihood and whole batches."""
-        require_whole_batches(core)
-        require_gaussian(core, "'svgp'")
+        core.require_whole_batches()
+        core.require_gaussian()
 
 
 class SVGPOptions(SGPROptions):
@@ -51,7 +51,7 @@ class SVGPOptions(SGPROptions):
 
     def check(self, core: CoreConfig) -> None:
         """Another likelihood than the Gaussian one, and whole batches."""
-        require_whole_batches(core)
+        core.require_whole_batches()
         if core.model.likelihood == "gaussian":
             raise ConfigError("`method` = 'svgp' is for classes, counts and outliers; with Gaussian noise take 'sgpr'")
 
@@ -63,7 +63,7 @@ class PrivateSGPROptions(SGPROptions):
 
     def check(self, core: CoreConfig) -> None:
         """A budget, Gaussian noise, and a kernel with the same k(x, x) everywhere."""
-        require_whole_batches(core)
+        core.require_whole_batches()
         if not core.privacy.epsilon:
             raise ConfigError("`method` = 'sgpr-private' needs a budget: set `privacy.epsilon`, or take 'sgpr'")
         if core.model.likelihood != "gaussian" or core.model.kernel not in STATIONARY:
@@ -78,29 +78,6 @@ class FSGPOptions(MethodOptions):
 
     def check(self, core: CoreConfig) -> None:
         """A Gaussian likelihood, whole batches, and under masks all sites in every round."""
-        require_whole_batches(core)
-        require_gaussian(core, "'svgp'")
+        core.require_whole_batches()
+        core.require_gaussian()
         core.require_whole_rosters("averaging.fraction", core.averaging.fraction)
-
-
-def require_whole_batches(core: CoreConfig) -> None:
-    """Refuse mini-batches.
-
-    Raises:
-        ConfigError: a batch size is set.
-    """
-    if core.optimizer.batch_size:
-        raise ConfigError(f"`optimizer.batch-size`: `method` = {core.method!r} takes all rows of a site; set it to 0")
-
-
-def require_gaussian(core: CoreConfig, instead: str) -> None:
-    """Refuse other likelihoods than the Gaussian one.
-
-    Raises:
-        ConfigError: naming the method to take.
-    """
-    if core.model.likelihood != "gaussian":
-        raise ConfigError(
-            f"`model.likelihood` = {core.model.likelihood!r}: `method` = {core.method!r} needs 'gaussian'; take"
-            f" {instead}"
-        )
