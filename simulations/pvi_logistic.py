@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from fedgp_flower.methods.pvi.weights.glm import glm_site, optimum
+from fedgp_flower.methods.pvi.weights.messages import RefinedWeights, WeightsVisit, prior_of
+from fedgp_flower.methods.pvi.weights.options import GLMOptions
+from fedgp_flower.methods.pvi.weights.posterior import LinearPosterior
 from ledger import done, versions
 from sfvi_runs import RESULTS, RUNS, write_table
 
 from fedgp_flower.methods.pvi.linear import LinearSite
 from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi.options import PRESETS, Plan
-from fedgp_flower.methods.pvi.weights.glm import glm_site, optimum
-from fedgp_flower.methods.pvi.weights.messages import RefinedWeights, WeightsVisit, prior_of
-from fedgp_flower.methods.pvi.weights.options import GLMOptions
-from fedgp_flower.methods.pvi.weights.posterior import LinearPosterior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.metrics import bernoulli_scores
 from strategies.pvi import PVIState, posterior

@@ -17,8 +17,14 @@ from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
 from fedgp_flower.gp.to_gpytorch import Transforms, export, mixture, together
 from fedgp_flower.methods.family import initial_global
-from fedgp_flower.methods.pvi.model import InducingFactor, PseudoObservations, WhitenedFactor
-from fedgp_flower.methods.pvi.model import Draws, SparseModel, predict
+from fedgp_flower.methods.pvi.model import (
+    Draws,
+    InducingFactor,
+    PseudoObservations,
+    SparseModel,
+    WhitenedFactor,
+    predict,
+)
 from fedgp_flower.methods.pvi.posterior import SavedFactors
 from fedgp_flower.methods.sfvi.export import export as export_sfvi
 from fedgp_flower.methods.sfvi.structured import SiteData

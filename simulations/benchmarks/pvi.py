@@ -18,16 +18,16 @@ import numpy as np
 import pandas as pd
 import torch
 from common import least
+from fedgp_flower.methods.pvi.factors import PseudoObservations
+from fedgp_flower.methods.pvi.hierarchical import Data, Latents, SparseModel, location_scale, sparse_model
+from fedgp_flower.methods.pvi.learner import Site, Situation, prior_of, replayed
+from fedgp_flower.methods.pvi.pseudo_points import microaggregate
 from torch.profiler import ProfilerActivity, profile
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.gp.optimisers import AdamSettings
 from fedgp_flower.gp.placement import limit_threads
-from fedgp_flower.methods.pvi.factors import PseudoObservations
-from fedgp_flower.methods.pvi.hierarchical import Data, Latents, SparseModel, location_scale, sparse_model
-from fedgp_flower.methods.pvi.learner import Site, Situation, prior_of, replayed
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.methods.pvi.pseudo_points import microaggregate
 from fedgp_flower.methods.pvi.updates import LocalProblem, adam_update
 from fedgp_flower.run.registry import parse_config
 

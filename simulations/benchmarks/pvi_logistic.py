@@ -22,12 +22,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from fedgp_flower.methods.pvi.weights.glm import Context, expansion, glm_site, optimum
 from sfvi_runs import RESULTS, write_table
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
 from fedgp_flower.gp.placement import limit_threads
 from fedgp_flower.methods.pvi.linear import LinearSite, local_free_energy
-from fedgp_flower.methods.pvi.weights.glm import Context, expansion, glm_site, optimum
 from fedgp_flower.options import ModelSection
 
 SETTINGS = {"1000 rows, batch 128": (1000, 128), "91 rows, all": (91, 91)}
