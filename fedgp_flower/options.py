@@ -91,20 +91,18 @@ class ModelSection(Section):
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0
     """M; 0 leaves it to the method: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
-    inducing_init: Literal["normal", "copula"] = "copula"
-    """Where inducing points start: drawn from the histograms and correlations that sites add up (``copula``), or from a
-    standard normal (``normal``). Neither needs a row."""
     likelihood: Annotated[Literal["gaussian", "bernoulli", "poisson", "student-t"], BASIC] = "gaussian"
     """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
     Student-t."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and initial period of ``periodic``, in standardised units of the inputs."""
-    outputscale: Positive = 1.0
-    """Initial variance of the GP, in squared standardised units of the target."""
+    outputscale: Annotated[Positive, Field(exclude=True)] = 1.0
+    """Initial variance of the GP, in squared standardised units of the target. No key: targets are standardised."""
     noise: Positive = 0.1
     """Initial noise variance, in units of the standardised target."""
-    jitter: NonNegative = 1e-8
-    """Added to the diagonal of K_zz, relative to the prior variance."""
+    jitter: Annotated[NonNegative, Field(exclude=True)] = 1e-8
+    """Added to the diagonal of K_zz, relative to the prior variance. No key: a saved posterior has the value of its
+    run."""
 
     @field_validator("kernel")
     @classmethod

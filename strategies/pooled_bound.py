@@ -50,7 +50,7 @@ def sizes_at(count: int) -> dict[str, int]:
 
 
 def told_by_total(points: int, rows: Mapping[str, int], chosen_from: int = 1) -> list[str]:
-    """A warning where even the total over sites nearly reveals rows; see ``simulations/results/method_study.md``.
+    """A warning where even the total over sites nearly reveals rows; see ``simulations/results/methods.md``.
 
     Args:
         points: Number of points at which sums are formed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.messages import message
 from fedgp_flower.methods.messages import LocalScoreSums, Nothing
 from strategies.server.questions import Asking, Figures, Roster
@@ -49,3 +50,18 @@ class Pooled(LocalOnly):
 
     method = "pooled"
     evaluation_kind = POOLED
+
+    def initialise(self, roster: Roster) -> Asking[NoState]:
+        """Nothing.
+
+        Raises:
+            ConfigError: under masks nobody may see rows.
+            RunError: where sites are real machines, whose rows nobody may pool.
+        """
+        if self.masking is not None:
+            raise ConfigError(
+                "`method` = 'pooled' sees the rows of all sites; set `privacy.secure-aggregation` to false"
+            )
+        if not self.preparation.simulated:
+            raise RunError("`method` = 'pooled' needs simulated sites: real sites do not give their rows away")
+        return (yield from super().initialise(roster))

@@ -206,7 +206,7 @@ class StructuredVI(FederatedStrategy[S]):
             "`sfvi.site-inducing` is 0; x and y standardised. With theta.log_width, log w of noise, amplitude and "
             "lengthscale of a site, k_L of a new site is exp(2 w₂²) times as large, and its noise a log-normal mixture."
         )
-        section = {k: v for k, v in self.config.model.model_dump(by_alias=True).items() if k != "inducing-init"}
+        section = self.config.model.model_dump(by_alias=True)
         closed = self.options.in_closed_form(self.config.model)
         structure = {**self.options.model_dump(by_alias=True), "objective": "closed-form" if closed else "stochastic"}
         model = {"family": "structured", "model": section, "structure": structure}

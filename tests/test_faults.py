@@ -253,7 +253,6 @@ def optimum(folder: Path, sites: tuple[str, ...], *faults: Fault, **keys: Any) -
         num_server_rounds=300,
         standardise=False,
         features="x1",
-        model__inducing_init="normal",
         model__num_inducing=3,
         sites=len(sites),
         **keys,

@@ -173,7 +173,6 @@ def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path: Path
 @pytest.mark.parametrize(
     ("flat", "word"),
     [
-        ({"model.inducing-init": "normal"}, "`model.inducing-init`"),
         ({"optimizer.name": "sgd"}, "`optimizer.name`"),
         ({"optimizer.steps": 7}, "`optimizer.steps`"),
         ({"optimizer.learning-rate": 0.5, "optimizer.decay": 0.9}, "`optimizer.learning-rate`, `optimizer.decay`"),

@@ -32,7 +32,7 @@ GONE = "features.missing"
 ROUNDING = 4 * np.finfo(np.float64).eps
 """A spread below this share of the mean is rounding: the column is constant."""
 
-TOO_MANY_LEVELS = "at most `max-levels` = {} are allowed: leave it out of `features`, or raise `max-levels`"
+TOO_MANY_LEVELS = "at most {} are allowed: leave it out of `features`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str 
             warnings.simplefilter("ignore", NumericalWarning)  # counted above instead
             return psd_safe_cholesky(stabilised, max_tries=6)
     except (NotPSDError, NanError):
-        hint = "Raise `model.jitter`, or lower `model.num-inducing`: inducing points may coincide."
+        hint = "Lower `model.num-inducing`: inducing points may coincide."
         raise NumericsError(_indefinite(stabilised, of, hint)) from None
 
 

@@ -14,7 +14,7 @@ import math
 import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
@@ -46,10 +46,6 @@ class PartitionSection(Section):
     """Column to partition by (``natural``, ``dirichlet``, ``pathological``); empty means the target."""
     alpha: Positive = 0.5
     """Concentration of ``dirichlet``: small is uneven."""
-    bins: PositiveInt = 10
-    """Quantile bins a numeric column is cut into before ``dirichlet`` or ``pathological``."""
-    classes_per_site: PositiveInt = 2
-    """Classes each site sees, for ``pathological``."""
     ratio: Annotated[float, Field(ge=1)] = 10.0
     """Rows of the largest site over rows of the smallest, for ``sizes``."""
     min_rows: PositiveInt = 10
@@ -140,11 +136,8 @@ class CoreConfig(Section):
     """Comma-separated feature columns, or each with a minus those to leave out; empty means all but the target."""
     test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
     """Share of a site's rows that it holds out, where `split` is -1 and no `test-path` is given."""
-    constant_columns: Literal["error", "keep"] = "error"
-    """A feature with one value over the rows of all real sites; a simulated data set keeps it, with a warning."""
-    max_levels: PositiveInt = 50
-    """Most levels of a column of text, at a site and over all sites. One with fewer than three rows for a level is
-    refused whatever the key says."""
+    max_levels: ClassVar[int] = 50
+    """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
     missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
     """Missing cells of features: an error; their rows are left out; the mean over all sites stands for them; or also a
     further input says where they are. Rows without a target are left out unless it is ``error``. New rows alike."""

@@ -67,7 +67,7 @@ def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInf
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             tables[name] = field.annotation
-        else:
+        elif not field.exclude:
             yield f"{prefix}{field.alias}", field, words.get(name, "")
     for name, table in tables.items():
         yield from _fields(table, f"{prefix}{name}.")

@@ -45,5 +45,12 @@ MOVED_KEYS: dict[str, str] = {
         for table in ("glm", "bnn")
         for key in ("preset", "schedule", "order", "fraction", "concurrency", "damping", "deletion")
     },
+    "constant-columns": "real sites leave a constant column out of `features`; a simulation warns of it",
+    "max-levels": "a column of text has at most 50 levels; leave it out of `features`, or merge its levels",
+    "partition.bins": "columns of numbers are cut into 10 bins",
+    "partition.classes-per-site": "every site sees 2 classes",
+    "model.inducing-init": "inducing points always start from the sums that sites give of their inputs",
+    "model.outputscale": "targets are standardised, so that the GP starts with variance 1",
+    "model.jitter": "it is always 1e-8 of the prior variance",
 }
 """Old key → what to write instead, as the end of a sentence."""

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from flwr.app import Message
 
-from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.methods.linear import LinearPredictor, LinearScoreSums
 from fedgp_flower.methods.messages import HISTOGRAM_SHAPES, LocalScoreSums, Nothing, ScoreSums
-from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, REGRESSION_SUMS
+from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, REGRESSION_SUMS, Scores
 from fedgp_flower.typing import NamedArrays
 from strategies import linear
 from strategies.server.evaluation import Evaluation, as_baseline, combine, of_all
@@ -30,6 +29,7 @@ logger = logging.getLogger("fedgp")
 CLASS_ARRAYS = ("prediction.probability", "prediction.target")
 PREDICTION_ARRAYS = ("prediction.mean", "prediction.sd", "prediction.target")
 POOLED = "query.pooled"
+"""Simulation only: the first site fits the rows of all."""
 ALONE = "query.local_only"
 
 
@@ -58,59 +58,51 @@ class Scoring:
         self.local_only: Mapping[str, Any] | None = None
 
     def ask(self, kind: str, total: type[ScoreSums], predicted: Predicted) -> ScoresAsked:
-        """The question for the scores of one prediction, or of a fit that a site makes by itself.
-
-        Raises:
-            ConfigError: under masks nobody may see the rows of all sites.
-            RunError: real sites do not give their rows away.
-        """
+        """The question for the scores of one prediction, or of a fit that a site makes by itself."""
         session, network = self.session, self.session.network
-        if session.masking is not None:
-            if kind == POOLED:
-                raise ConfigError(
-                    "`method` = 'pooled' sees the rows of all sites; set `privacy.secure-aggregation` to false"
-                )
+        if session.masking is not None and kind != POOLED:
             if isinstance(predicted.request, Mapping):
                 session.require_clear(type(next(iter(predicted.request.values()))))
             asked = session.put(Total(total, predicted.request, session.roster().everyone))
             return ScoresAsked(asked.messages, asked.contract, asked)
-        if kind == POOLED and not session.preparation.simulated:
-            raise RunError("`method` = 'pooled' needs simulated sites: real sites do not give their rows away")
         sites = network.healthy()[:1] if kind == POOLED else network.sites()
         messages = [session.message(site, kind, predicted.at(site)) for site in sites]
         return ScoresAsked(messages, {} if kind == "evaluate" else None)  # a fit's reply may hold histograms
 
     def take(self, asked: ScoresAsked, replies: Iterable[Message]) -> Evaluation | None:
         """The figures of the replies to an evaluation; None if nobody has scored a row."""
-        scale = self.session.preparation.target_scale
-        if asked.asked is not None:
-            summed: Summed[ScoreSums] = self.session.read(asked.asked, replies)
-            if summed.total is None:
-                return None
-            scores = summed.total.scores()
-            self.evaluation, self.calibrated = of_all(scores, scale), [scores.arrays]
-            return self.evaluation
-        self.scored = usable_scores(self.session.network, answers(replies))
-        if not self.scored:
-            return None
-        self.calibrated = [histograms(answer) for answer in self.scored.values()]
-        self.evaluation = self._combined(self.scored)
-        return self.evaluation
+        scores, self.scored = self._scores(asked, replies)
+        if scores is not None:
+            self.calibrated = [scores.arrays]
+        elif self.scored:
+            self.calibrated = [histograms(answer) for answer in self.scored.values()]
+        found = self._figures(scores, self.scored)
+        if found is not None or scores is not None:
+            self.evaluation = found
+        return found
 
     def baseline(self, kind: str) -> dict[str, Any] | None:
         """The scores of a Gaussian process of every site alone, or of all rows; None if no site has any."""
-        session = self.session
         logger.info("comparison: %s", kind.removeprefix("query.").replace("_", "-"))
         asked = self.ask(kind, LocalScoreSums, Predicted(Nothing()))
-        replies = session.network.exchange(asked.messages, asked.expected, retries=1)
-        if asked.asked is not None:
-            summed: Summed[ScoreSums] = session.read(asked.asked, replies)
-            total = summed.total
-            found = None if total is None else of_all(total.scores(), session.preparation.target_scale)
-        else:
-            usable = usable_scores(session.network, answers(replies))
-            found = self._combined(usable) if usable else None
+        replies = self.session.network.exchange(asked.messages, asked.expected, retries=1)
+        found = self._figures(*self._scores(asked, replies))
         return None if found is None else as_baseline(found)
+
+    def _scores(self, asked: ScoresAsked, replies: Iterable[Message]) -> tuple[Scores | None, dict[str, Answer]]:
+        """What replies hold: the sum of all scores under masks, else those of every site."""
+        if asked.asked is None:
+            return None, usable_scores(self.session.network, answers(replies))
+        summed: Summed[ScoreSums] = self.session.read(asked.asked, replies)
+        return (None if summed.total is None else summed.total.scores()), {}
+
+    def _figures(self, total: Scores | None, scored: Mapping[str, Answer]) -> Evaluation | None:
+        """The figures of a total, or of sites; None if no row is scored."""
+        scale = self.session.preparation.target_scale
+        if total is not None:
+            return of_all(total, scale)
+        sums = {site: sums_of(answer) for site, answer in scored.items()}
+        return combine(sums, scale, map(histograms, scored.values())) if sums else None
 
     def simple_baselines(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The scores of the mean of the target, and of linear or logistic regression; see :mod:`strategies.linear`.
@@ -146,22 +138,16 @@ class Scoring:
     def _linear_scores(self, predictor: LinearPredictor) -> dict[str, Any] | None:
         """The scores of one prediction, site by site where totals are plain; None if no site has any."""
         session, everyone = self.session, self.session.roster().everyone
-        found: Evaluation | None = None
         if session.masking is not None:
             total: ScoreSums | None = session.ask(Total(LinearScoreSums, predictor, everyone)).total
-            found = None if total is None else of_all(total.scores(), session.preparation.target_scale)
+            found = self._figures(None if total is None else total.scores(), {})
         else:
-            sums: dict[str, ScoreSums] = session.ask(
-                Each(LinearScoreSums, dict.fromkeys(everyone, predictor), retries=1)
-            )
-            flat = {site: scores.scores().flat() for site, scores in sums.items()}
-            usable = usable_scores(session.network, {s: Answer(s, {}, f, {}) for s, f in flat.items() if f["count"]})
-            found = self._combined(usable) if usable else None
-        return found and as_baseline(found)
-
-    def _combined(self, usable: Mapping[str, Answer]) -> Evaluation:
-        sums = {site: sums_of(answer) for site, answer in usable.items()}
-        return combine(sums, self.session.preparation.target_scale, map(histograms, usable.values()))
+            requests = dict.fromkeys(everyone, predictor)
+            sums: dict[str, ScoreSums] = session.ask(Each(LinearScoreSums, requests, retries=1))
+            flat = {site: Answer(site, {}, scores.scores().flat(), {}) for site, scores in sums.items()}
+            some = {site: answer for site, answer in flat.items() if answer.number("count")}
+            found = self._figures(None, usable_scores(session.network, some))
+        return None if found is None else as_baseline(found)
 
 
 def _names_of(answer: Answer) -> tuple[str, ...]:

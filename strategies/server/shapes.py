@@ -89,9 +89,7 @@ def initial_hyperparameters(answers: Mapping[str, Shape]) -> NamedArrays:
 
 def initial_locations(answers: Mapping[str, Shape], model: ModelSection, seed: int) -> Array:
     """The first Z [M, D], drawn from the sums of what sites say of their inputs."""
-    return points_like_inputs(
-        answers, model.inducing_init, model.num_inducing, np.random.default_rng([seed, *b"inducing"])
-    )
+    return points_like_inputs(answers, "copula", model.num_inducing, np.random.default_rng([seed, *b"inducing"]))
 
 
 def points_like_inputs(answers: Mapping[str, Shape], kind: str, count: int, rng: np.random.Generator) -> Array:

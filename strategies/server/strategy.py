@@ -139,7 +139,10 @@ class FederatedStrategy(Algorithm[S], Strategy):
     def initial_arrays(self, grid: Grid) -> ArrayRecord:
         """The public arrays of the first state, for Flower's wrappers, whose ``start`` wants them."""
         self.enrol(grid)
-        return array_record(self.public(self.current))
+        arrays = self.public(self.current)
+        if self.trains and not arrays:
+            self._require_clippable()
+        return array_record(arrays)
 
     def enrol(self, grid: Grid) -> None:
         """Meet the sites of a Grid, agree on columns and scales, and form the first state; once."""
@@ -185,12 +188,11 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.complete, self.asked, session.training = None, None, True
         self.running = self.one_round(self.current, self.roster())
         self._advance(None)
-        if not isinstance(self.question, Each | Total):
-            return []
-        self.asked = session.put(self.question)
-        if len(arrays):
-            self._require_clippable(self.asked)
-        return self.asked.messages
+        if isinstance(self.question, Each | Total):
+            self.asked = session.put(self.question)
+        if len(arrays) and self.question is not None:
+            self._require_clippable()
+        return [] if self.asked is None else self.asked.messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -349,19 +351,19 @@ class FederatedStrategy(Algorithm[S], Strategy):
             raise ProtocolError(f"arrays to go on from: expected {shapes}; start from `initial_arrays(grid)`")
         self.current = self.adopt(self.current, {name: np.asarray(given[name], known[name].dtype) for name in known})
 
-    def _require_clippable(self, asked: Asked) -> None:
-        """Refuse Flower's wrappers where the sites send back something else than the run's arrays.
+    def _require_clippable(self) -> None:
+        """Refuse Flower's wrappers where sites send back something else than the run's arrays.
 
         Raises:
-            ConfigError: naming what they send.
+            ConfigError: with what to do instead.
         """
-        back = asked.sent_back()
+        back = None if self.asked is None else self.asked.sent_back()
         if back is None or shapes_of(back) != shapes_of(self.public(self.current)):
             name = type(self).__name__
             raise ConfigError(
                 f"{name} cannot run inside one of Flower's wrappers or Flower's own loop: these clip and average the"
-                f" arrays that sites send back, and the sites of {name} answer with `{asked.question.answer.__name__}`,"
-                " which does not hold the run's arrays. Call its own `start`, or take a method of federated averaging"
+                f" arrays that sites send back, and the sites of {name} do not send back the run's arrays. Call its own"
+                " `start`, or take a method of federated averaging"
             )
 
 

@@ -59,7 +59,7 @@ class FedMGPOptions(MethodOptions):
     fraction: Fraction = 1.0
     """Share ρ of the units that take part in a round; at least one does."""
     pseudo_inputs: Literal["auto", "grid", "scattered"] = "auto"
-    """A regular grid over the range of the inputs, or points that ``model.inducing-init`` draws; ``auto``: a grid
+    """A regular grid over the range of the inputs, or points drawn from sums of the inputs; ``auto``: a grid
     where ``model.num-inducing`` gives it three points or more along every input."""
     margin: NonNegative = 0.025
     """How far the grid goes beyond the inputs at each end, as a share of their range."""

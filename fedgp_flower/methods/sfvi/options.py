@@ -128,9 +128,6 @@ class CommonKeys(MethodOptions):
             raise ConfigError("`optimizer.batch-size`: sfvi takes all rows of a site; set it to 0")
         if unread := core.optimizer.unread("batch_size"):
             raise ConfigError(f"{unread}: sfvi takes steps of Adam; see `sfvi.learning-rate` and `sfvi.local-steps`")
-        if core.model.inducing_init != "copula":
-            key = f"`model.inducing-init` = {core.model.inducing_init!r}"
-            raise ConfigError(f"{key}: sfvi places shared inputs by `sfvi.shared-inputs`; leave it at 'copula'")
         if core.device == "cuda" or core.precision != "float64":
             raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
         self._check_keys()
