@@ -107,7 +107,7 @@ def test_every_draw_of_a_partitioned_posterior_predicts_the_same(name):
     values = NaturalGaussian(rand(5, seed=4), -0.5 * root @ root.mT)
     factors = [
         PseudoObservations(rand(6, 2, seed=5), rand(6, seed=6), rand(6, seed=7).exp(), tied=True),
-        PseudoObservations(rand(3, 2, seed=8), rand(3, seed=9), rand(3, 3, seed=10), tied=False),
+        PseudoObservations(rand(3, 2, seed=8), rand(3, seed=9), rand(3, seed=10).exp(), tied=False),
         InducingFactor(values),
         WhitenedFactor(values),
     ]
