@@ -10,13 +10,8 @@ if TYPE_CHECKING:
     from strategies.fedmgp import FedMGP as FedMGP
     from strategies.fedmgp_deviations import FedMGPDeviations as FedMGPDeviations
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
-    from strategies.fedmgp_judged import FedMGPJudged as FedMGPJudged
-    from strategies.fedmgp_natural import FedMGPNatural as FedMGPNatural
-    from strategies.fedmgp_then_exact import FedMGPThenExact as FedMGPThenExact
     from strategies.fgpr import FGPR as FGPR
     from strategies.fsgp import FSGP as FSGP
-    from strategies.multi_output_references import FedPoly as FedPoly
-    from strategies.multi_output_references import ModularGP as ModularGP
     from strategies.private_sgpr import PrivateSGPR as PrivateSGPR
     from strategies.pvi import PVI as PVI
     from strategies.pvi_weights import PVIBNN as PVIBNN
@@ -37,12 +32,7 @@ _MODULES = {
     "FedMGP": "fedmgp",
     "FedMGPDeviations": "fedmgp_deviations",
     "FedMGPExact": "fedmgp_exact",
-    "FedMGPJudged": "fedmgp_judged",
-    "FedMGPNatural": "fedmgp_natural",
-    "FedMGPThenExact": "fedmgp_then_exact",
-    "FedPoly": "multi_output_references",
     "LocalOnly": "references",
-    "ModularGP": "multi_output_references",
     "PVI": "pvi",
     "PVIBNN": "pvi_weights",
     "PVIGLM": "pvi_weights",
