@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strategies.deep_kernel import DeepKernelGP as DeepKernelGP
     from strategies.fedmgp import FedMGP as FedMGP
-    from strategies.fedmgp_deviations import FedMGPDeviations as FedMGPDeviations
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
     from strategies.fgpr import FGPR as FGPR
     from strategies.fsgp import FSGP as FSGP
+    from strategies.hierarchical_gp import HierarchicalGP as HierarchicalGP
     from strategies.private_sgpr import PrivateSGPR as PrivateSGPR
     from strategies.pvi import PVI as PVI
     from strategies.pvi_weights import PVIBNN as PVIBNN
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from strategies.references import Pooled as Pooled
     from strategies.sfvi import SFVI as SFVI
     from strategies.sfvi_avg import SFVIAvg as SFVIAvg
-    from strategies.sfvi_closed import SFVIClosedForm as SFVIClosedForm
-    from strategies.sfvi_duals import SFVIDuals as SFVIDuals
     from strategies.sgpr import SGPR as SGPR
     from strategies.svgp import SVGP as SVGP
 
@@ -30,8 +28,8 @@ _MODULES = {
     "FGPR": "fgpr",
     "FSGP": "fsgp",
     "FedMGP": "fedmgp",
-    "FedMGPDeviations": "fedmgp_deviations",
     "FedMGPExact": "fedmgp_exact",
+    "HierarchicalGP": "hierarchical_gp",
     "LocalOnly": "references",
     "PVI": "pvi",
     "PVIBNN": "pvi_weights",
@@ -40,8 +38,6 @@ _MODULES = {
     "PrivateSGPR": "private_sgpr",
     "SFVI": "sfvi",
     "SFVIAvg": "sfvi_avg",
-    "SFVIClosedForm": "sfvi_closed",
-    "SFVIDuals": "sfvi_duals",
     "SGPR": "sgpr",
     "SVGP": "svgp",
 }

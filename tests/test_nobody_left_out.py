@@ -25,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 5},
     "fedmgp": {"method": "fedmgp"},
 }
-"""The first site of a sequential method is the one with the constant target; FSGP by sums: `test_fsgp_profiled.py`."""
+"""The first site of a sequential method is the one with the constant target; FSGP by sums: `test_sgpr.py`."""
 CLASSES: dict[str, dict[str, Any]] = {
     "fsgp": {"method": "sgpr"},
     "pvi": PVI | {"pvi__local_update": "adam"},
