@@ -41,7 +41,7 @@ def test_defaults_are_a_valid_configuration():
         ({"model.kernel": "rbf - linear"}, ["`model.kernel`", "sum or product"]),
         ({"model.noise": -1.0}, ["`model.noise` = -1.0", "greater than 0"]),
         ({"test-fraction": 1.0}, ["`test-fraction` = 1.0", "less than 1"]),
-        ({"method": "sgpr"}, ["`fsgp.objective` is gone", "`method` = 'sgpr'"]),
+        ({"fsgp.objective": "exact"}, ["`fsgp.objective` is gone", "`method` = 'sgpr'"]),
         ({"sgpr.small-sites": "drop"}, ["`sgpr.small-sites`", "'warn', 'cap' or 'masks'"]),
         ({"method": "gp"}, ["`method` = 'gp'", "fsgp"]),
         ({"partitioner": "natural"}, ["`partition.column`"]),

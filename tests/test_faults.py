@@ -235,7 +235,7 @@ def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: A
 
 def test_a_site_that_drops_out_once_is_asked_again_and_nothing_changes() -> None:
     calm = run(FaultyGrid(configured(), 3))
-    phases = ("query.describe", "query.shape", "query.statistics", "train.gradients", "evaluate")
+    phases = ("query.describe", "query.shape", "query.trials", "train.gradients", "evaluate")
     rough = run(FaultyGrid(configured(), 3, *(Fault("1", lost, (phase,), times=1) for phase in phases)))
     assert len(rough.network.failures) == len(phases) - 1  # before it has introduced itself it has no name
     assert rough.outcome.metrics["test"] == calm.outcome.metrics["test"]
@@ -261,7 +261,7 @@ def optimum_of_a_and_c(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return optimum(tmp_path_factory.mktemp("ac"), ("a", "c"))
 
 
-@pytest.mark.parametrize("phase", ["query.statistics", "train.gradients"])
+@pytest.mark.parametrize("phase", ["query.trials", "train.gradients"])
 def test_exact_mode_goes_on_without_a_site_to_the_optimum_of_the_others(
     tmp_path: Path, phase: str, optimum_of_a_and_c: Any
 ) -> None:
@@ -394,13 +394,13 @@ TRAINERS: dict[str, dict[str, Any]] = {
 def broken(*phases: str) -> Iterator[None]:
     """Every handler of these phases raises, at every site."""
 
-    def answer(self: SiteClient, kind: str, *request: Any) -> Any:
+    def asked(self: SiteClient, kind: str, *request: Any) -> Any:
         if self.setting.round > 0 and kind.startswith(phases):
             raise NumericsError("the handler is broken")
         return original(self, kind, *request)
 
-    original = SiteClient.answer
-    with mock.patch.object(SiteClient, "answer", answer):
+    original = SiteClient.asked
+    with mock.patch.object(SiteClient, "asked", asked):
         yield
 
 
