@@ -30,8 +30,8 @@ from fedgp_flower.methods.pvi_weights.network import (
     VisitSettings,
     refined,
 )
-from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions, prior_of
-from fedgp_flower.methods.pvi_weights.posterior import LinearPosterior, NetworkPosterior, observed
+from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
+from fedgp_flower.methods.pvi_weights.posterior import LinearPosterior, NetworkPosterior, observed, prior_of
 from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array, NamedArrays
 

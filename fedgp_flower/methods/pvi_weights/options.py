@@ -5,11 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.options import MethodOptions, Positive, PositiveInt
 from fedgp_flower.run.config import CoreConfig
@@ -103,10 +101,3 @@ class BNNOptions(WeightsOptions):
         assert isinstance(shared, PVIOptions)
         if shared.plan().gradient:
             raise ConfigError(f"`pvi.preset` = {shared.preset!r} needs exact gradients of q, which pvi-bnn has not")
-
-
-def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
-    """N(0, s² I) over the weights, in the form of q."""
-    size = options.num_weights(num_inputs)
-    precision = options.prior_scale**-2
-    return NaturalParameters(np.zeros(size), -0.5 * precision * (np.eye(size) if options.full else np.ones(size)))
