@@ -22,7 +22,7 @@ from fedgp_flower.data.datasets import load_table
 from fedgp_flower.errors import ConfigError, DataError, RunError
 from fedgp_flower.gp.to_gpytorch import MixturePosterior, mixture
 from fedgp_flower.run import api
-from fedgp_flower.run.effects import effects
+from fedgp_flower.run.dependence import effects
 from fedgp_flower.run.registry import parse_config
 from strategies.server.shapes import middle
 
