@@ -20,7 +20,7 @@ from sklearn.utils import check_consistent_length, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from fedgp_flower.clients.app import SiteApp
+from fedgp_flower.client_app import site_app
 from fedgp_flower.data.sites import RawSite, site_of
 from fedgp_flower.errors import FedGPError, RunError
 from fedgp_flower.options import FlatConfig, Value
@@ -64,7 +64,7 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
         del config
         return raw[str(context.node_config["site"])]
 
-    grid = InProcessGrid(SiteApp(load), flat, [{"site": site} for site in tables])
+    grid = InProcessGrid(site_app(load), flat, [{"site": site} for site in tables])
     strategy = strategy_class(config).from_config(config, Observer())
     strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
     summary = strategy.outcome

@@ -35,7 +35,7 @@ ROWS_PER_POINT = 3
 def told_by_total(points: int, rows: Mapping[str, int], chosen_from: int = 1) -> list[str]:
     """What to say where sums at so many points nearly tell which rows of all sites are in their total; or nothing.
 
-    Masks hide who has a row, and not that it is there: measured in ``simulations/results/method_study.md``.
+    Masks hide who has a row, and not that it is there: measured in ``simulations/results/methods.md``.
 
     Args:
         points: At which sums are formed.

@@ -107,9 +107,11 @@ def effects(posterior: Predictor) -> list[Effect]:
             x[:, inputs] = moved
             with torch.no_grad():
                 f = model(torch.from_numpy(x))
-            lines = _outcome(posterior, f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy())
+            median, lower, upper = _outcome(
+                posterior, f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy()
+            )
             days = re.fullmatch(r"days\((.+)\)", name)
-            found.append(Effect(days[1] if days else name, levels, shown, *lines, dates=bool(days)))
+            found.append(Effect(days[1] if days else name, levels, shown, median, lower, upper, dates=bool(days)))
     return sorted(found, key=lambda effect: -float(np.ptp(effect.median)))[:MOST]
 
 
