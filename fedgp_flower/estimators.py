@@ -21,12 +21,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from fedgp_flower.client_app import site_app
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, site_of
 from fedgp_flower.errors import FedGPError, RunError
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.outcome import Observer
 from fedgp_flower.run.artefacts import RunData, RunMetrics, saved_posterior
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config, strategy_class

@@ -22,6 +22,7 @@ from fedgp_flower.clients.numpy_client import KIND, NAMES, Setting, SiteClient, 
 from fedgp_flower.clients.prepared import prepared_site
 from fedgp_flower.clients.rows import require_same_rows
 from fedgp_flower.clients.state import SiteState, load_state, save_state
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import FedGPError
@@ -32,7 +33,6 @@ from fedgp_flower.privacy import audit
 from fedgp_flower.privacy.policy import Decision, Rules
 from fedgp_flower.privacy.questions import context_digest
 from fedgp_flower.records import APART, array_record, numpy_arrays, packed_record, record_of, settings_of
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")

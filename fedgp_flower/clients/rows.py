@@ -15,9 +15,9 @@ from flwr.app import ConfigRecord, Context
 
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.files import read_json, write_bytes
 from fedgp_flower.lazy import pd
 from fedgp_flower.records import record_of
-from fedgp_flower.run.files import read_json, write_bytes
 
 RECORD, FILE = "site-rows", "site-rows.json"
 

@@ -19,11 +19,11 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from fedgp_flower.data import overview
+from fedgp_flower.files import write_bytes
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances
 from fedgp_flower.run.figures import Predictor
-from fedgp_flower.run.files import write_bytes
 from fedgp_flower.run.metrics import RANK_BINS, RANK_REACH
 from fedgp_flower.run.predict import Predictor as SavedPredictor
 from fedgp_flower.run.predict import row_of, why_no_posterior

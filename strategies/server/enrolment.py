@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.agreement import SiteDescription, agree, encoded_sums, squares_about, summed_arrays
 from fedgp_flower.data.overview import described
 from fedgp_flower.errors import DataError, ProtocolError, RunError
 from fedgp_flower.methods.messages import Centres, ColumnSquares, ColumnSums, Described, Nothing
 from fedgp_flower.outcome import Snapshot
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.network import Network, pause_after
 from strategies.server.questions import Asking, Summed, Total

@@ -14,7 +14,7 @@ from flwr.app import Message
 
 from fedgp_flower.methods.linear import LinearPredictor, LinearScoreSums
 from fedgp_flower.methods.messages import HISTOGRAM_SHAPES, LocalScoreSums, Nothing, ScoreSums
-from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, REGRESSION_SUMS, Scores
+from fedgp_flower.scores import CLASSIFICATION_SUMS, REGRESSION_SUMS, Scores
 from fedgp_flower.typing import NamedArrays
 from strategies import linear
 from strategies.server.evaluation import Evaluation, as_baseline, combine, of_all
