@@ -105,7 +105,7 @@ class Scoring:
         return combine(sums, scale, map(histograms, scored.values())) if sums else None
 
     def simple_baselines(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """The scores of the mean of the target, and of linear or logistic regression; see :mod:`strategies.server.linear`.
+        """The scores of the mean of the target, and of linear or logistic regression.
 
         None where the method scores another kind of task than they.
         """
