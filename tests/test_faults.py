@@ -386,8 +386,8 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "pvi asynchronous": {"method": "pvi", "pvi__schedule": "asynchronous", "pvi__local_update": "adam"},
     "fedmgp exact": {"method": "fedmgp-exact"},
     "fedmgp pseudo-gradients": {"method": "fedmgp"},
-    "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
-    "sfvi in closed form": {"method": "sfvi", "test_fraction": 0.9},
+    "sfvi": {"method": "sfvi"},
+    "hierarchical-gp": {"method": "hierarchical-gp", "test_fraction": 0.9},
     "sfvi-avg": {"method": "sfvi-avg"},
 }
 
