@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 if TYPE_CHECKING:
-    from fedgp_flower.run.config import CoreConfig
+    from fedgp_flower.config import CoreConfig
 
 Value: TypeAlias = bool | int | float | str
 FlatConfig: TypeAlias = Mapping[str, Value]

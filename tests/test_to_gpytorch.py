@@ -155,13 +155,12 @@ def test_a_mixture_takes_inputs_whose_covariance_is_singular():
     torch.testing.assert_close(twice.variance, model(x).variance.repeat(2), **EQUAL)
 
 
-@pytest.mark.parametrize("deviates", [True, False])
 @pytest.mark.parametrize("name", ["gaussian", "bernoulli"])
-def test_structured_posteriors_predict_a_new_site(name, deviates):
+def test_structured_posteriors_predict_a_new_site(name):
     generator = torch.Generator().manual_seed(0)
     inputs = rand(4, 2, seed=1)
     spread = 0.5 if name == "gaussian" else 0.0
-    model = sparse_gp(inputs=inputs, likelihood=name, noise_spread=spread, deviates=deviates)
+    model = sparse_gp(inputs=inputs, likelihood=name, noise_spread=spread)
     q_global = randomised(initial_global(model.global_size, scale=0.5, triangular=True), generator)
     x = 2 * rand(15, 2, seed=3)
     site = SiteRows(x, x[:, 0], torch.zeros(15, dtype=torch.int64), torch.tensor([9]), x[:0])

@@ -14,9 +14,9 @@ from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from fedgp_flower.config import AUTO, RunConfig, defaults, parse, resolved
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import FlatConfig, MethodOptions, Value
-from fedgp_flower.run.config import AUTO, RunConfig, defaults, parse, resolved
 
 GROUP = "fedgp_flower.methods"
 
@@ -280,7 +280,7 @@ def option_classes() -> dict[str, type[MethodOptions]]:
 
 
 def parse_config(flat: FlatConfig) -> RunConfig:
-    """Validate a run configuration against the tables of all methods; see :func:`fedgp_flower.run.config.parse`."""
+    """Validate a run configuration against the tables of all methods; see :func:`fedgp_flower.config.parse`."""
     return parse(flat, _own_options(flat) or option_classes())
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from fedgp_flower.config import CoreConfig, RunConfig, parse
 from fedgp_flower.options import MethodOptions, Section, Value
-from fedgp_flower.run.config import CoreConfig, RunConfig, parse
 
 IN_A_PROGRAM: Mapping[str, Value] = {
     "baselines.linear": False,
