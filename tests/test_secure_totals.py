@@ -352,7 +352,7 @@ def test_what_is_no_sum_is_refused_with_the_reason(method, keys, reason):
 
 @pytest.mark.parametrize("method", ["pvi", "pooled"])
 def test_methods_of_more_than_totals_are_refused_by_name(method):
-    grid = Transcript(configured(**MASKED, method=method, pvi__local_update="replay"), 3)
+    grid = Transcript(configured(**MASKED, method=method, pvi__local_update="adam"), 3)
     with pytest.raises(ConfigError, match=f"{method}.*more than their sum|'{method}' sees the rows"):
         run(grid)
     assert {kind for _, kind, _ in grid.replies} <= {
