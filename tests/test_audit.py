@@ -39,8 +39,8 @@ def test_a_line_says_what_left(log):
     assert found.problems == ()
     lines = {line["kind"]: line for line in found.lines}
     assert [line["line"] for line in found.lines] == list(range(1, len(found.lines) + 1))
-    assert {"query.describe", "query.shape", "query.statistics", "train.gradients", "evaluate"} <= lines.keys()
-    statistics = lines["query.statistics"]
+    assert {"query.describe", "query.shape", "query.trials", "train.gradients", "evaluate"} <= lines.keys()
+    statistics = lines["query.trials"]
     assert statistics["arrays"]["gram"]["shape"] == [15]
     assert statistics["arrays"]["gram"]["norm"] > 0
     assert statistics["arrays"]["count"] == {"shape": [], "norm": 48.0}

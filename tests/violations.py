@@ -14,7 +14,7 @@ from flwr.app import Message
 METHODS: dict[str, dict[str, Any]] = {
     "sgpr": {"num_server_rounds": 3},
     "fgpr": {"method": "fgpr"},
-    "pvi-glm": {"method": "pvi-glm", "glm__schedule": "synchronous"},
+    "pvi-glm": {"method": "pvi-glm", "pvi__schedule": "synchronous"},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 2},
     "local-only": {"method": "local-only", "baselines__local_only": True},
 }
