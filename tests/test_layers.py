@@ -214,12 +214,8 @@ FORBIDDEN = {
     "method": {"strategies", "site half", "deploy"},
     "site half": {"strategies", "deploy"},
     "strategies": {"site half", "clients", "deploy"},
-<<<<<<< HEAD
     "clients": {"strategies", "site half", "method", "methods", "deploy"},
     "privacy": {"strategies", "site half", "method", "methods", "clients", "deploy"},
-=======
-    "clients": {"strategies", "site half", "method", "deploy"},
->>>>>>> main
     "run": {"site half", "method", "deploy"},
 }
 """Layer → layers that none of its modules may import."""
