@@ -93,7 +93,7 @@ RUNS = (
         "partitioner=kmeans model.kernel=linear optimizer.name=sgd", needs="uci/yacht.csv.gz"),
     Run("local-only", 3, "method=local-only dataset=diabetes baselines.max-evaluations=40 partitioner=linear"),
     Run("pooled", 0, "method=pooled dataset=five-blocks split=0 partitioner=natural partition.column=site "
-        "model.num-inducing=15 model.inducing-init=normal baselines.max-evaluations=40"),
+        "model.num-inducing=15 baselines.max-evaluations=40"),
     Run("pvi-sums", 4, f"{PVI} num-server-rounds=4", forget="1"),
     Run("pvi-sums-synchronous", 4, f"{PVI} num-server-rounds=3 pvi.schedule=synchronous"),
     Run("pvi-tied-adam", 4, f"{DRAWS}=4 {ADAM} pvi.order=random partitioner=exponential"),

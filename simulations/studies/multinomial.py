@@ -23,7 +23,6 @@ KEYS: dict[str, Any] = {
     "target": "digit",
     "split": 0,
     "standardise": False,
-    "constant-columns": "keep",
     "evaluate-every": 20,
     "sfvi.model": "multinomial",
     "sfvi.samples": 1,

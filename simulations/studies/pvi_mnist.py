@@ -22,7 +22,7 @@ import pandas as pd
 
 from simulations.common import Row, figures, fit, images, train_and_test
 
-TWO: dict[str, Any] = {"partitioner": "pathological", "partition.classes-per-site": 2}
+TWO: dict[str, Any] = {"partitioner": "pathological"}
 FEW = {"bnn.prediction-draws": 10}
 SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "even": (10, {"partitioner": "iid", **FEW}),
@@ -77,7 +77,7 @@ def study(splits: tuple[str, ...] = tuple(SPLITS), only: tuple[str, ...] = ("",)
                 continue
             together = keys.get("pvi.schedule") == "synchronous" or keys.get("pvi.preset", "").startswith("bcm")
             common = {"method": "pvi-bnn", "dataset": path, "target": "digit", "split": 0, "standardise": False}
-            common |= {"constant-columns": "keep", "bnn.steps": 100, **dealt, **keys}
+            common |= {"bnn.steps": 100, **dealt, **keys}
             common |= {"num-server-rounds": visits if together else visits * sites}
             common |= {"baselines.pooled": method == SEQUENTIAL and split == "even"}
             run, row = fit(common, sites), {"split": f"{split}, {sites} sites", "method": method, "visits": visits}
