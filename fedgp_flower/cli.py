@@ -339,19 +339,6 @@ def forget(
 
 
 @app.command()
-def attack(run: RunArgument) -> None:
-    """Attack a simulated run: what its server, and a reader of its posterior, can tell of rows. Beside chance."""
-    from fedgp_flower.run.attack import TITLES, cells
-    from fedgp_flower.run.attack import attack as try_all
-    from fedgp_flower.run.report import write_report
-    from fedgp_flower.run.terminal import table
-
-    found = try_all(run)
-    _console().print(table(TITLES, cells(found)))
-    write_report(run)
-
-
-@app.command()
 def leaves(
     data: Annotated[Path, typer.Option(help="table of the site")],
     assignments: Assignments = None,

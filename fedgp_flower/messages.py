@@ -32,8 +32,8 @@ from fedgp_flower.typing import NamedArrays
 
 M = TypeVar("M")
 
-ECHOED = ("run", "round", "communication", "phase")
-"""What a question says of itself and its reply repeats: a reply to another one is no answer."""
+ECHOED = ("run", "round", "communication")
+"""Config keys of a question that its reply repeats. A reply that repeats others answers another question."""
 
 _NUMBERS: Mapping[Any, str] = {float: "f", int: "iu", bool: "b"}
 """Python's numbers, and the kinds of array that may hold them."""

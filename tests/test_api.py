@@ -326,7 +326,7 @@ print(sorted({"torch", "flwr", "pandas"} & sys.modules.keys()))
 print(fg.strategies.FSGPExact.__module__, fg.make_client_app.__module__, "strategies.pvi" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "strategies.fsgp_exact fedgp_flower.clients.app False"]
+    assert done.stdout.splitlines() == ["[]", "strategies.fsgp_exact fedgp_flower.client_app False"]
 
 
 def test_the_package_of_runs_can_be_called_whichever_is_imported_first():

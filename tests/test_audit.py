@@ -12,9 +12,9 @@ from faults import FaultyGrid, configured, csv_nodes, run, waves
 
 from fedgp_flower import cli
 from fedgp_flower.errors import RunError
-from fedgp_flower.methods.messages import WeightedStep
 from fedgp_flower.privacy import audit
 from fedgp_flower.run import leaves
+from fedgp_flower.shared_messages import WeightedStep
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from faults import FaultyGrid, configured
 from scipy import integrate, stats
 
 from fedgp_flower import server_app
-from fedgp_flower.clients.counts import central, count_quantiles, count_scores
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.run import figures
 from fedgp_flower.run.predict import QUANTILES, Predictor
+from fedgp_flower.scores import central, count_quantiles, count_scores
 
 CASES = ((0.3, 0.5, 0), (1.2, 0.2, 7), (-2.0, 0.9, 1), (3.0, 0.0, 20), (4.0, 0.3, 31))
 

@@ -193,7 +193,7 @@ SITE_HALF = {
     "deviating_client",
     "either_client",
 }
-SITE_HALF |= {"posterior", "panels", "attacks", "forgetting", "references", "prediction"}
+SITE_HALF |= {"posterior", "panels", "forgetting", "references", "prediction"}
 """Modules of a method that only a site, or a reader of finished runs, imports."""
 FORBIDDEN = {
     "gp": {"strategies", "site half", "method", "clients", "data", "deploy"},

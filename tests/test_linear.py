@@ -14,8 +14,8 @@ from fedgp_flower.clients.counts import count_scores
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.methods.linear import Coefficients, LinearPredictor, LogisticSums, Moments, with_ones
-from fedgp_flower.methods.messages import Nothing, ScoreSums
 from fedgp_flower.run.metrics import RANK_BINS, RANK_REACH, bernoulli_scores
+from fedgp_flower.shared_messages import Nothing, ScoreSums
 from strategies.linear import PENALTIES, constant, linear_fit, ridge
 from strategies.server.evaluation import combine, ranked, with_skill
 from strategies.server.questions import drive

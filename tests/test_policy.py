@@ -11,19 +11,24 @@ import numpy as np
 import pandas as pd
 import pytest
 from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from violations import METHODS, NO_STATISTICS, VIOLATIONS, Transcript, refusal, require_others, violated, wards
 
+from fedgp_flower import client_app
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import ConfigError, PolicyError
 from fedgp_flower.messages import is_summand
-from fedgp_flower.methods.messages import ScoreSums, Shape
+from fedgp_flower.privacy import audit
 from fedgp_flower.privacy import policy as policies
 from fedgp_flower.privacy.disclosure import OTHER, kept_levels, merged_cells, names_rows
 from fedgp_flower.privacy.policy import Decision, Policy, Rules
-from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.records import numpy_arrays
+from fedgp_flower.run.in_process import NODE_OFFSET, InProcessGrid, run_in_process
 from fedgp_flower.run.leaves import all_answers
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import BUILT_IN, parse_config
+from fedgp_flower.scores import Scores
+from fedgp_flower.shared_messages import ScoreSums, Shape
 
 SHARED_PATH = {"sfvi stochastic", "sfvi-avg", "pvi-glm"}
 """Methods whose sites are asked as those of another one are: tried by the long tests."""
@@ -229,12 +234,40 @@ def test_histograms_of_every_answer_are_coarse():
     np.testing.assert_array_equal(scores.ranks[[3, 4, 7]], [[1, 2], [0, 0], [5, 0]])
     reliability = np.zeros((10, 3))
     reliability[[1, 2]] = [[2, 0.3, 1], [4, 1.0, 0]]
-    flat = {"pit": pit, "reliability": reliability, "ranks": ranks}
-    said = own.numbers({"nll": 2.0, **{f"evaluation.{name}": table.ravel().tolist() for name, table in flat.items()}})
-    assert said["evaluation.ranks"] == scores.ranks.ravel().tolist()
-    assert said["evaluation.pit"] == scores.pit.tolist()
-    np.testing.assert_allclose(np.reshape(said["evaluation.reliability"], (10, 3))[2], [6, 1.3, 1])
-    assert said["nll"] == 2.0
+    found = own.answer(Scores({"nll": 2.0}, {"evaluation.pit": pit, "evaluation.ranks": ranks}), 60)
+    np.testing.assert_array_equal(found.arrays["evaluation.ranks"], scores.ranks)
+    np.testing.assert_array_equal(found.arrays["evaluation.pit"], scores.pit)
+    np.testing.assert_allclose(merged_cells(reliability, 3)[2], [6, 1.3, 1])
+
+
+@pytest.mark.parametrize("kinds", [["query.describe"], ["query.describe", "train*", "evaluate*"]])
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        ("query.describe", ""),  # the phase that it names beside its type is nothing that a site reads
+        ("query.moments", "`query.moments` is not answered: `kinds`"),
+        ("train.moments", "`train.moments`"),
+        ("evaluate.moments", "`evaluate.moments`"),
+    ],
+)
+def test_a_question_under_another_name_does_not_slip_past_the_policy(kind, refused, kinds, tmp_path):
+    """A message has one kind, its type: rules, masks, the audit log and the choice of the handler all read that."""
+    [node] = csv_nodes(tmp_path, {"a": waves(60, 0)}, "")
+    (tmp_path / "a.toml").write_text(f"kinds = {json.dumps(kinds)}")
+    node |= {"policy": str(tmp_path / "a.toml"), "audit": str(tmp_path / "audit.jsonl")}
+    settings = {"run": "r", "round": 1, "communication": 0, "phase": "query.moments", "kind": "query.moments"}
+    content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(settings)})
+    grid = InProcessGrid(client_app.app, configured(sites=1), [node])
+    reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type=kind))
+    said = reply.content.config_records["config"]
+    if refused:
+        assert refused in said["error"]
+        assert "arrays" not in reply.content
+    else:
+        assert {"schema", "label"} <= set(said)
+        assert "gram" not in numpy_arrays(reply.content.array_records["arrays"])
+    [line] = audit.read(tmp_path / "audit.jsonl").lines
+    assert line["kind"] == kind
 
 
 def test_cells_of_the_sketch_hold_as_many_rows_as_the_policy_wants(tmp_path):

@@ -32,13 +32,3 @@ def test_a_spoilt_reply_is_its_sites_alone(kind: str) -> None:
     ending = ended("fsgp exact", Schedule(0, liar="1", rate=1.0, kinds=(kind,), size=7.0, first=1), num_server_rounds=2)
     assert ending.blamed == ("1",)
     assert ending.nll < 0.9
-
-
-def test_an_old_reply_under_a_new_question_is_refused() -> None:
-    from faults import blamed, run
-    from schedules import ScheduledGrid, keys_of
-
-    schedule = Schedule(0, liar="1", rate=1.0, kinds=("replay",), first=1)
-    strategy = run(ScheduledGrid(keys_of("fsgp exact"), 3, schedule))
-    assert all("to another question: its" in reason for reason in blamed(strategy)["1"])
-    assert blamed(strategy).keys() == {"1"}

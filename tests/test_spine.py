@@ -19,7 +19,8 @@ from flwr.serverapp.strategy import (
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.clients.app import SiteApp, make_client_app
+from fedgp_flower.client_app import make_client_app
+from fedgp_flower.clients.app import SiteApp
 from fedgp_flower.errors import ConfigError, DataError, ProtocolError, RunError
 from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.messages import Nothing, Parameters, Shape, Stepped

@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from fedgp_flower.data.cells import Kind, kind_of, typed
 from fedgp_flower.data.dates import source, with_numbers
-from fedgp_flower.data.tables import read_table, require_columns
+from fedgp_flower.data.tables import OTHER, read_table, require_columns
 from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.lazy import pd
-from fedgp_flower.privacy.disclosure import OTHER
 from fedgp_flower.transforms import Transform, transform_of
 from fedgp_flower.typing import Array, NamedArrays
 

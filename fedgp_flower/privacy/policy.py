@@ -14,16 +14,15 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-import numpy as np
 from pydantic import Field
 
 from fedgp_flower.data.cells import kind_of
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import ConfigError, PolicyError
 from fedgp_flower.options import Count, Positive, Section
-from fedgp_flower.privacy.disclosure import kept_levels, merged_cells, merged_classes, merged_levels, names_rows
+from fedgp_flower.privacy.disclosure import kept_levels, merged_levels, names_rows
 from fedgp_flower.run.config import RunConfig, defaults, validated
 from fedgp_flower.run.files import write_bytes
 
@@ -33,12 +32,22 @@ Names: TypeAlias = Annotated[tuple[str, ...], Field(strict=False)]
 DEFAULT = "the default policy"
 HARMLESS = frozenset({"dataset", "data-dir", "output-dir", "name", "resume", "extra", "round-timeout", "wait-seconds"})
 """Keys that a real site does not read."""
-HISTOGRAMS = {
-    "evaluation.pit": (1, merged_cells),
-    "evaluation.reliability": (3, merged_cells),
-    "evaluation.ranks": (2, merged_classes),
-}
-"""Histograms among the numbers of a reply: numbers of a bin, and how small cells are merged."""
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """An answer that is estimated from rows."""
+
+    def num_parameters(self) -> int:
+        """How many numbers it estimates."""
+
+
+@runtime_checkable
+class Histograms(Protocol):
+    """An answer with histograms."""
+
+    def coarse(self, least: int) -> Any:
+        """The same with histograms whose cells have at least so many rows."""
 
 
 class Policy(Section):
@@ -168,18 +177,14 @@ class Rules:
     def answer(self, answer: A, rows: int) -> A:
         """An answer as it may leave.
 
-        Its class may have ``num_parameters()``, how many numbers it estimates from the rows, and ``coarse(k)``, the
-        same with histograms whose cells have at least k rows.
-
         Raises:
             PolicyError: it says too much of so few rows.
         """
         if not self.active:
             return answer
-        counted, coarse = getattr(answer, "num_parameters", None), getattr(answer, "coarse", None)
-        if counted is not None and not self.masked:
-            self._weigh(counted(), rows)
-        return answer if coarse is None else coarse(self.policy.least_cell)
+        if isinstance(answer, Counted) and not self.masked:
+            self._weigh(answer.num_parameters(), rows)
+        return answer.coarse(self.policy.least_cell) if isinstance(answer, Histograms) else answer
 
     def _weigh(self, size: int, rows: int) -> None:
         limit = self.policy.parameters_per_row
@@ -190,16 +195,6 @@ class Rules:
             return
         self.decisions.append(Decision("parameters-per-row", limit, "warned", found))
         self.warning = f"{words}: `parameters-per-row` = {limit:g} in {self.file}, not strict"
-
-    def numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Numbers beside an answer, histograms with small cells joined."""
-        return {name: self._joined(name, value) for name, value in numbers.items()}
-
-    def _joined(self, name: str, value: Any) -> Any:
-        if not self.active or name not in HISTOGRAMS:
-            return value
-        columns, merged = HISTOGRAMS[name]
-        return merged(np.reshape(value, (-1, columns)), self.policy.least_cell).ravel().tolist()
 
 
 def read(path: Path) -> Policy:

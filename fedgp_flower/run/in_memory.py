@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from flwr.app import ArrayRecord, Context
 
-from fedgp_flower.clients.app import SiteApp
+from fedgp_flower.client_app import site_app
 from fedgp_flower.data.sites import RawSite, site_of
 from fedgp_flower.errors import RunError
 from fedgp_flower.options import FlatConfig, Value
@@ -53,7 +53,7 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
         del config
         return raw[str(context.node_config["site"])]
 
-    grid = InProcessGrid(SiteApp(load), flat, [{"site": site} for site in tables])
+    grid = InProcessGrid(site_app(load), flat, [{"site": site} for site in tables])
     strategy = strategy_class(config).from_config(config, Observer())
     strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
     summary = strategy.outcome

@@ -43,9 +43,6 @@ class Method:
     """A function from a :class:`~fedgp_flower.run.artefacts.RunData` to further sections of its report."""
     at_site: str = ""
     """A :class:`~fedgp_flower.run.predict.SiteModel`, where a site keeps something to predict with."""
-    attacks: str = ""
-    """A function from a run, its configuration and groups of sites' rows to what the sum or the factors of each group
-    give, :class:`~fedgp_flower.privacy.attacks.Seen`."""
     forget: str = ""
     """A function from a checkpoint and a site's id to the checkpoint without that site, where there can be one."""
     forgotten: str = ""
@@ -83,7 +80,7 @@ _REFERENCE = Method(
     paper="Rasmussen and Williams, Gaussian processes for machine learning (2006)",
     options="fedgp_flower.options:MethodOptions",
     strategy="strategies.references:LocalOnly",
-    client="fedgp_flower.clients.reference:ReferenceClient",
+    client="fedgp_flower.clients.numpy_client:SiteClient",
     federated=False,
     why_no_posterior=_FROM_ITS_ROWS,
 )
@@ -97,7 +94,6 @@ BUILT_IN: Mapping[str, Method] = {
         client="fedgp_flower.methods.pvi.client:PVIClient",
         posterior="fedgp_flower.methods.pvi.posterior:saved_model",
         panels="fedgp_flower.methods.pvi.panels:panels",
-        attacks="fedgp_flower.methods.pvi.attacks:seen",
         forget="strategies.pvi:forget_site",
         forgotten="fedgp_flower.methods.pvi.forgetting:changes",
     ),
@@ -128,7 +124,6 @@ BUILT_IN: Mapping[str, Method] = {
         strategy="strategies.fsgp:FSGPAveraging",
         client="fedgp_flower.methods.fsgp.client:FSGPClient",
         posterior="fedgp_flower.methods.sparse_posterior:saved_model",
-        attacks="fedgp_flower.methods.fsgp.attacks:seen",
     ),
     "fgpr": Method(
         summary="Averaged hyperparameters of exact GPs; every site predicts from its own rows",
@@ -161,7 +156,6 @@ BUILT_IN: Mapping[str, Method] = {
         options="fedgp_flower.methods.fedmgp.options:FedMGPOptions",
         strategy="strategies.fedmgp_exact:FedMGPExact",
         client="fedgp_flower.methods.fedmgp.client:FedMGPClient",
-        attacks="fedgp_flower.methods.fedmgp.attacks:seen",
         why_no_posterior=_WHAT_UNITS_SHARE,
         panels="fedgp_flower.methods.fedmgp.panels:panels",
         at_site="fedgp_flower.methods.fedmgp.posterior:site_model",

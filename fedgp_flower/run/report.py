@@ -17,12 +17,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from fedgp_flower.privacy.attacks import Attack
-from fedgp_flower.run import attack, figures, overview
+from fedgp_flower.run import figures, overview
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
 from fedgp_flower.run.effects import MOST, effects
 from fedgp_flower.run.figures import Predictor
-from fedgp_flower.run.files import read_json, write_bytes
+from fedgp_flower.run.files import write_bytes
 from fedgp_flower.run.metrics import RANK_BINS, RANK_REACH
 from fedgp_flower.run.predict import Predictor as SavedPredictor
 from fedgp_flower.run.predict import row_of, why_no_posterior
@@ -82,7 +81,7 @@ def write_report(run_folder: Path) -> Path:
     panels = row_of(run).panels
     own = load(panels)(run) if panels else ()
     general = [*_dependence(run, predictor), *_relevance(run)]
-    return write_page(run, predictor, [*general, *own, *_attacked(run_folder)])
+    return write_page(run, predictor, [*general, *own])
 
 
 def _dependence(run: RunData, predictor: SavedPredictor | None) -> list[Panel]:
@@ -115,16 +114,6 @@ def _relevance(run: RunData) -> list[Panel]:
         f" {f'Bars: 95 % intervals, by {how}.' if how else 'Without intervals: as it ran, the method knows none.'}"
     )
     return [Panel("Relevance of inputs", figures.relevance(found), caption)]
-
-
-def _attacked(folder: Path) -> list[Panel]:
-    """What attacks have reached, where there were any."""
-    if not (folder / attack.FILE).exists():
-        return []
-    content = read_json(folder / attack.FILE)
-    rows = attack.cells([Attack(**own) for own in content["attacks"]])
-    seen = "The server saw totals under masks." if content["masked"] else "The server saw what every site adds."
-    return [Panel("Attacks", html_table(attack.TITLES, rows), f"{seen} Rows of this simulation, by fedgp attack.")]
 
 
 def write_page(run: RunData, predictor: Predictor | None = None, panels: Sequence[Panel] = ()) -> Path:

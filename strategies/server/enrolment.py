@@ -159,22 +159,23 @@ class Enrolment:
     """Features with one value over all sites."""
 
     @staticmethod
-    def of(described: Mapping[str, Answer], config: RunConfig) -> Enrolment:
-        """Agree on schema and standardisation.
+    def of(described: Mapping[str, Answer], config: RunConfig, summed: SiteDescription | None = None) -> Enrolment:
+        """Agree on schema and standardisation, from what each site says of its columns, or from sums over all sites.
 
         Raises:
             DataError: nobody is left to agree, nothing that could be agreed on (:func:`agree`), or a constant column.
         """
+        told = {site: _description(answer) for site, answer in described.items()}
         agreement = agree(
-            {site: _description(own) for site, own in described.items()},
+            told if summed is None else {"all sites": summed},
             standardise=config.standardise,
             likelihood=config.model.likelihood,
             max_levels=config.max_levels,
             missing=config.missing,
         )
-        kept = {site: own for site, own in described.items() if site not in agreement.refused}
-        simulated = any(own.number("partitions") > 0 for own in kept.values())
-        if agreement.constant and not simulated:
+        kept = {site: answer for site, answer in described.items() if site not in agreement.refused}
+        simulated = any(answer.number("partitions") > 0 for answer in kept.values())
+        if agreement.constant and summed is None and not simulated:
             raise DataError(
                 f"constant column {', '.join(f'`{name}`' for name in agreement.constant)}: one value at all sites;"
                 " leave it out of `features`"
@@ -182,14 +183,14 @@ class Enrolment:
         preparation = Preparation(
             arrays=dict(agreement.arrays),
             schema=agreement.schema,
-            labels={site: own.texts["label"] for site, own in kept.items()},
-            rows=dict(agreement.num_examples),
+            labels={site: answer.texts["label"] for site, answer in kept.items()},
+            rows={site: told[site].num_examples for site in sorted(kept)},
             simulated=simulated,
             names=agreement.names,
             training_target=agreement.training_target,
             columns=agreement.columns,
-            dropped=sum(int(own.number("dropped")) for own in kept.values()),
-            sums={site: encoded_sums(_description(own), agreement.schema) for site, own in kept.items()},
+            dropped=sum(int(answer.number("dropped")) for answer in kept.values()),
+            sums={site: encoded_sums(told[site], agreement.schema) for site in kept} if summed is None else {},
         )
         return Enrolment(kept, config, preparation, agreement.refused, agreement.constant)
 
@@ -230,31 +231,16 @@ def from_totals(enrolment: Enrolment, network: Network) -> Asking[Enrolment]:
     first: Summed[ColumnSums] = yield Total(ColumnSums, Nothing())
     if first.total is None or first.silent:
         raise RunError(f"the columns of some site are in no total: {UNMASKABLE}. {network.latest_failures()}")
-    own, rows = first.total, sum(met.rows[site] for site in first.sites)
-    filled = np.maximum(rows - own.missing, 1)
-    size = np.where(own.sizes > 0, own.sizes / filled, 1.0)
-    second: Summed[ColumnSquares] = yield Total(ColumnSquares, Centres(own.sums / filled, size), first.sites)
+    sums, rows = first.total, sum(met.rows[site] for site in first.sites)
+    filled = np.maximum(rows - sums.missing, 1)
+    size = np.where(sums.sizes > 0, sums.sizes / filled, 1.0)
+    second: Summed[ColumnSquares] = yield Total(ColumnSquares, Centres(sums.sums / filled, size), first.sites)
     if second.total is None or second.silent or second.sites != first.sites:
         raise RunError(f"the columns of some site are in no total: {UNMASKABLE}. {network.latest_failures()}")
-    parts = own.sums, second.total.residual * size, second.total.squares * size**2
-    config, arrays = enrolment.config, summed_arrays(met.schema, parts, own.missing, own.levels, rows)
-    agreement = agree(
-        {"all sites": SiteDescription(arrays, met.schema, rows)},
-        standardise=config.standardise,
-        likelihood=config.model.likelihood,
-        max_levels=config.max_levels,
-        missing=config.missing,
-    )
-    found = replace(
-        met,
-        arrays=dict(agreement.arrays),
-        schema=agreement.schema,
-        names=agreement.names,
-        training_target=agreement.training_target,
-        columns=agreement.columns,
-        dropped=int(own.dropped),
-    )
-    return _announced(network, replace(enrolment, preparation=found, refused={}, constant=agreement.constant))
+    parts = sums.sums, second.total.residual * size, second.total.squares * size**2
+    arrays = summed_arrays(met.schema, parts, sums.missing, sums.levels, rows)
+    found = Enrolment.of(enrolment.described, enrolment.config, SiteDescription(arrays, met.schema, rows))
+    return _announced(network, replace(found, preparation=replace(found.preparation, dropped=int(sums.dropped))))
 
 
 def agree_again(network: Network, enrolment: Enrolment, contradicted: Mapping[str, str]) -> Enrolment:

@@ -131,7 +131,6 @@ class Network:
             "run": self.run,
             "round": self.round,
             "communication": self.traffic.communications,
-            "phase": phase,
         }
         record = arrays if isinstance(arrays, ArrayRecord) else packed_record(arrays)
         content = RecordDict({"arrays": record, "config": ConfigRecord(config)})

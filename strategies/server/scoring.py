@@ -14,7 +14,7 @@ from flwr.app import Message
 
 from fedgp_flower.methods.linear import LinearPredictor, LinearScoreSums
 from fedgp_flower.methods.messages import HISTOGRAM_SHAPES, LocalScoreSums, Nothing, ScoreSums
-from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, REGRESSION_SUMS
+from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, REGRESSION_SUMS, Scores
 from fedgp_flower.typing import NamedArrays
 from strategies import linear
 from strategies.server.evaluation import Evaluation, as_baseline, combine, of_all
@@ -71,35 +71,38 @@ class Scoring:
 
     def take(self, asked: ScoresAsked, replies: Iterable[Message]) -> Evaluation | None:
         """The figures of the replies to an evaluation; None if nobody has scored a row."""
-        scale = self.session.preparation.target_scale
-        if asked.asked is not None:
-            summed: Summed[ScoreSums] = self.session.read(asked.asked, replies)
-            if summed.total is None:
-                return None
-            scores = summed.total.scores()
-            self.evaluation, self.calibrated = of_all(scores, scale), [scores.arrays]
-            return self.evaluation
-        self.scored = usable_scores(self.session.network, answers(replies))
-        if not self.scored:
-            return None
-        self.calibrated = [histograms(answer) for answer in self.scored.values()]
-        self.evaluation = self._combined(self.scored)
-        return self.evaluation
+        scores, self.scored = self._scores(asked, replies)
+        if scores is not None:
+            self.calibrated = [scores.arrays]
+        elif self.scored:
+            self.calibrated = [histograms(answer) for answer in self.scored.values()]
+        found = self._figures(scores, self.scored)
+        if found is not None or scores is not None:
+            self.evaluation = found
+        return found
 
     def baseline(self, kind: str) -> dict[str, Any] | None:
         """The scores of a Gaussian process of every site alone, or of all rows; None if no site has any."""
-        session = self.session
         logger.info("comparison: %s", kind.removeprefix("query.").replace("_", "-"))
         asked = self.ask(kind, LocalScoreSums, Predicted(Nothing()))
-        replies = session.network.exchange(asked.messages, asked.expected, retries=1)
-        if asked.asked is not None:
-            summed: Summed[ScoreSums] = session.read(asked.asked, replies)
-            total = summed.total
-            found = None if total is None else of_all(total.scores(), session.preparation.target_scale)
-        else:
-            usable = usable_scores(session.network, answers(replies))
-            found = self._combined(usable) if usable else None
+        replies = self.session.network.exchange(asked.messages, asked.expected, retries=1)
+        found = self._figures(*self._scores(asked, replies))
         return None if found is None else as_baseline(found)
+
+    def _scores(self, asked: ScoresAsked, replies: Iterable[Message]) -> tuple[Scores | None, dict[str, Answer]]:
+        """What replies hold: the sum of all scores under masks, else those of every site."""
+        if asked.asked is None:
+            return None, usable_scores(self.session.network, answers(replies))
+        summed: Summed[ScoreSums] = self.session.read(asked.asked, replies)
+        return (None if summed.total is None else summed.total.scores()), {}
+
+    def _figures(self, total: Scores | None, scored: Mapping[str, Answer]) -> Evaluation | None:
+        """The figures of a total, or of sites; None if no row is scored."""
+        scale = self.session.preparation.target_scale
+        if total is not None:
+            return of_all(total, scale)
+        sums = {site: sums_of(answer) for site, answer in scored.items()}
+        return combine(sums, scale, map(histograms, scored.values())) if sums else None
 
     def simple_baselines(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The scores of the mean of the target, and of linear or logistic regression; see :mod:`strategies.linear`.
@@ -135,22 +138,16 @@ class Scoring:
     def _linear_scores(self, predictor: LinearPredictor) -> dict[str, Any] | None:
         """The scores of one prediction, site by site where totals are plain; None if no site has any."""
         session, everyone = self.session, self.session.roster().everyone
-        found: Evaluation | None = None
         if session.masking is not None:
             total: ScoreSums | None = session.ask(Total(LinearScoreSums, predictor, everyone)).total
-            found = None if total is None else of_all(total.scores(), session.preparation.target_scale)
+            found = self._figures(None if total is None else total.scores(), {})
         else:
-            sums: dict[str, ScoreSums] = session.ask(
-                Each(LinearScoreSums, dict.fromkeys(everyone, predictor), retries=1)
-            )
-            flat = {site: scores.scores().flat() for site, scores in sums.items()}
-            usable = usable_scores(session.network, {s: Answer(s, {}, f, {}) for s, f in flat.items() if f["count"]})
-            found = self._combined(usable) if usable else None
-        return found and as_baseline(found)
-
-    def _combined(self, usable: Mapping[str, Answer]) -> Evaluation:
-        sums = {site: sums_of(answer) for site, answer in usable.items()}
-        return combine(sums, self.session.preparation.target_scale, map(histograms, usable.values()))
+            requests = dict.fromkeys(everyone, predictor)
+            sums: dict[str, ScoreSums] = session.ask(Each(LinearScoreSums, requests, retries=1))
+            flat = {site: Answer(site, {}, scores.scores().flat(), {}) for site, scores in sums.items()}
+            some = {site: answer for site, answer in flat.items() if answer.number("count")}
+            found = self._figures(None, usable_scores(session.network, some))
+        return None if found is None else as_baseline(found)
 
 
 def _names_of(answer: Answer) -> tuple[str, ...]:
