@@ -33,7 +33,7 @@ TARGET = {"vae": "digit", "prodlda": "mentioned"}
 KEYS: dict[str, dict[str, Any]] = {
     "vae": {"sfvi.classes": 10, "sfvi.hidden": 64, "sfvi.latents": 2, "sfvi.learning-rate": 0.02},
     "prodlda": {"model.likelihood": "bernoulli", "sfvi.classes": 2, "sfvi.hidden": 32, "sfvi.latents": 20}
-    | {"sfvi.concentration": 0.1, "sfvi.learning-rate": 0.03},
+    | {"sfvi.learning-rate": 0.03},
 }
 COMMON: dict[str, Any] = {
     "split": 0,
@@ -42,7 +42,6 @@ COMMON: dict[str, Any] = {
     "partition.column": "silo",
     "sfvi.samples": 1,
     "sfvi.initial-scale": 0.1,
-    "sfvi.prediction-draws": 20,
 }
 INFERENCE: dict[str, dict[str, Any]] = {
     "SFVI": {"method": "sfvi", "num-server-rounds": 300},

@@ -1,8 +1,8 @@
 """FedMGP, Section 5.1 of Chung and Al Kontar (2024): the hidden half of unit 1.
 
 Five units, one with half its curve unobserved, so many data sets. Mean squared error against noisy held-out values; the
-noise alone is .0100, the paper's FedMGP .012 ± .003. `perturbed` moves every pseudo-input by up to .05 or .1. Alone:
-a Gaussian process of each unit's own rows; pooled: the same model, all rows in one place, by L-BFGS.
+noise alone is .0100, the paper's FedMGP .012 ± .003. Alone: a Gaussian process of each unit's own rows; pooled: the
+same model, all rows in one place, by L-BFGS.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ from simulations.common import Row, averaged, fit
 from simulations.studies.signals import EXACT, NATURAL, SIGNALS, scores
 
 BESIDE = {"baselines.local-only": True, "baselines.pooled": True, "baselines.max-evaluations": 300}
-WIDTH = 0.58
-"""Standard deviation of the inputs."""
 ARMS: dict[str, dict[str, Any]] = {
     "exact": EXACT | BESIDE,
-    "perturbed by 0.05": EXACT | {"fedmgp.perturbation": 0.05 / WIDTH},
-    "perturbed by 0.1": EXACT | {"fedmgp.perturbation": 0.1 / WIDTH},
     "natural": NATURAL,
 }
 
