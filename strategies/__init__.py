@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from strategies.fedmgp import FedMGP as FedMGP
     from strategies.fedmgp_deviations import FedMGPDeviations as FedMGPDeviations
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
-    from strategies.fedmgp_judged import FedMGPJudged as FedMGPJudged
-    from strategies.fedmgp_natural import FedMGPNatural as FedMGPNatural
-    from strategies.fedmgp_then_exact import FedMGPThenExact as FedMGPThenExact
     from strategies.fgpr import FGPR as FGPR
     from strategies.fsgp import FSGPAveraging as FSGPAveraging
     from strategies.fsgp_duals import FSGPDuals as FSGPDuals
@@ -21,8 +18,6 @@ if TYPE_CHECKING:
     from strategies.fsgp_laplace import FSGPLaplace as FSGPLaplace
     from strategies.fsgp_private import FSGPPrivate as FSGPPrivate
     from strategies.fsgp_profiled import FSGPProfiled as FSGPProfiled
-    from strategies.multi_output_references import FedPoly as FedPoly
-    from strategies.multi_output_references import ModularGP as ModularGP
     from strategies.pvi import PVI as PVI
     from strategies.pvi_duals import DualPVI as DualPVI
     from strategies.pvi_mixed import AsynchronousMixedPVI as AsynchronousMixedPVI
@@ -56,13 +51,8 @@ _MODULES = {
     "FedMGP": "fedmgp",
     "FedMGPDeviations": "fedmgp_deviations",
     "FedMGPExact": "fedmgp_exact",
-    "FedMGPJudged": "fedmgp_judged",
-    "FedMGPNatural": "fedmgp_natural",
-    "FedMGPThenExact": "fedmgp_then_exact",
-    "FedPoly": "multi_output_references",
     "LocalOnly": "references",
     "MixedPVI": "pvi_mixed",
-    "ModularGP": "multi_output_references",
     "PVI": "pvi",
     "PVIBNN": "pvi_weights",
     "PVIGLM": "pvi_weights",

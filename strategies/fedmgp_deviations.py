@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,17 +24,12 @@ from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.fedmgp.calibration import CUTS, factors
 from fedgp_flower.methods.fedmgp.deviations import PRIOR_SD, beginning, inducing_factor
-from fedgp_flower.methods.fedmgp.messages import (
-    PSEUDO_INPUTS,
-    Calibration,
-    CalibrationRequest,
-    TrendCurveRequest,
-    TrendView,
-)
-from fedgp_flower.methods.fedmgp.options import FedMGPOptions
+from fedgp_flower.methods.fedmgp.messages import PSEUDO_INPUTS
+from fedgp_flower.methods.fedmgp.options import FedMGPDeviationsOptions
+from fedgp_flower.methods.fedmgp.trend_messages import Calibration, CalibrationRequest, TrendCurveRequest, TrendView
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.fedmgp_shared import Plan, first_inducing, scaled, unit_curves
+from strategies.fedmgp_shared import first_inducing, scaled, unit_curves
 from strategies.fsgp_exact import pack
 from strategies.server import finalise
 from strategies.server.enrolment import Preparation
@@ -144,15 +139,14 @@ def told(state: DeviationState) -> dict[str, Any]:
 class FedMGPDeviations(FederatedStrategy[DeviationState]):
     """One shared curve and deviations; for numbers with Gaussian noise along one input."""
 
-    method = "fedmgp"
-    options_class = FedMGPOptions
+    method = "fedmgp-deviations"
+    options_class = FedMGPDeviationsOptions
     state_class = DeviationState
-    implied: ClassVar[Mapping[str, Any]] = {"covariance": "deviations"}
-    options: FedMGPOptions
+    options: FedMGPDeviationsOptions
 
     def adjusted(self, preparation: Preparation) -> Preparation:
         """Targets are divided by their root mean square, and not centred."""
-        return scaled(preparation, self.config, self.options)
+        return scaled(preparation, self.config)
 
     def initialise(self, roster: Roster) -> Asking[DeviationState]:
         """The mode of the prior, and pseudo-inputs from where inputs lie.
@@ -162,10 +156,10 @@ class FedMGPDeviations(FederatedStrategy[DeviationState]):
         """
         if self.preparation.num_inputs > 1:
             raise RunError(
-                f"`fedmgp.covariance` = 'deviations' needs one input, here are {self.preparation.num_inputs}: take "
-                "'convolved', or pick one with `features`"
+                f"`method` = 'fedmgp-deviations' needs one input, here are {self.preparation.num_inputs}: take "
+                "'fedmgp-exact', or pick one with `features`"
             )
-        return start_state((yield from first_inducing(Plan(self.config, self.preparation.rows), roster)))
+        return start_state((yield from first_inducing(self.config, roster)))
 
     def one_round(self, state: DeviationState, roster: Roster) -> Asking[tuple[DeviationState, Figures]]:
         """One exchange, and one more at the end."""

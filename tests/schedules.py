@@ -29,8 +29,9 @@ METHODS: dict[str, dict[str, Any]] = {
     | {"pvi__local_update": "adam", "pvi__steps": 5, "pvi__first_steps": 5},
     "pvi asynchronous": {"method": "pvi", "pvi__schedule": "asynchronous", "pvi__local_update": "adam"}
     | {"pvi__steps": 3, "pvi__first_steps": 3},
-    "fedmgp exact": {"method": "fedmgp"},
-    "fedmgp": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__final_rounds": 0},
+    "fedmgp exact": {"method": "fedmgp-exact"},
+    "fedmgp": {"method": "fedmgp"},
+    "fedmgp heavy tails": {"method": "fedmgp", "model__likelihood": "student-t"},
     "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
     "sfvi closed": {"method": "sfvi", "test_fraction": 0.8},
     "sfvi duals": {"method": "sfvi", "sfvi__objective": "closed-form"}
@@ -59,16 +60,13 @@ METHODS: dict[str, dict[str, Any]] = {
     | {"features": "mean radius,mean texture"},
     "pvi parallel": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5}
     | {"pvi__refit_evaluations": 5, "pvi__schedule": "synchronous"},
-    "fedmgp convolved": {"method": "fedmgp", "fedmgp__covariance": "convolved"},
-    "fedmgp deviations": {"method": "fedmgp", "fedmgp__covariance": "deviations", "test_fraction": 0.8},
-    "fedmgp natural": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__parametrisation": "natural"},
+    "fedmgp deviations": {"method": "fedmgp-deviations", "test_fraction": 0.8},
     "sfvi glmm": {"method": "sfvi", "sfvi__model": "glmm", "sfvi__unit_column": "age", "sfvi__random_slopes": "bmi"}
     | {"dataset": "diabetes", "features": "age,bmi", "sfvi__importance_samples": 2, "sfvi__prediction_draws": 5},
     "sfvi vae": {"method": "sfvi", "sfvi__model": "vae", "standardise": False, **_CLASSES}
     | {"features": "mean smoothness,mean compactness"},
     "sfvi-avg prodlda": {"method": "sfvi-avg", "sfvi__model": "prodlda", "sfvi__local_steps": 3, "standardise": False}
     | _CLASSES,
-    "fedmgp then exact": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__final_rounds": 1},
 }
 """A tiny run of every Strategy that trains."""
 

@@ -29,7 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "pvi": {"method": "pvi"},
     "pvi by replay": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5},
     "pvi-glm": {"method": "pvi-glm"},
-    "fedmgp": {"method": "fedmgp", "fedmgp__covariance": "convolved"},
+    "fedmgp": {"method": "fedmgp-exact"},
     "sfvi": {"method": "sfvi"},
     "sfvi multinomial": {"method": "sfvi", "sfvi__model": "multinomial", "sfvi__classes": 3, "standardise": False},
 }

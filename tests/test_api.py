@@ -311,7 +311,7 @@ def test_every_strategy_is_in_the_namespace_and_the_same_class():
         }
     assert {name: getattr(fg.strategies, name) for name in expected} == expected
     assert dir(fg.strategies) == sorted(expected)
-    assert {"FSGPExact", "PVI", "ReplayPVI", "SFVIAvg", "FedMGPThenExact", "Pooled"} <= expected.keys()
+    assert {"FSGPExact", "PVI", "ReplayPVI", "SFVIAvg", "FedMGPExact", "Pooled"} <= expected.keys()
     with pytest.raises(AttributeError, match="no attribute 'Fly'"):
         fg.strategies.Fly  # noqa: B018
 

@@ -30,7 +30,7 @@ from fedgp_flower.methods.fedmgp.deviations import (
     bound,
     inducing_factor,
 )
-from fedgp_flower.methods.fedmgp.messages import Calibration, CalibrationRequest
+from fedgp_flower.methods.fedmgp.trend_messages import Calibration, CalibrationRequest
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
@@ -266,8 +266,7 @@ def series(seed: int = 0) -> pd.DataFrame:
 
 ROUGH = {
     "round_timeout": 60.0,
-    "method": "fedmgp",
-    "fedmgp__covariance": "deviations",
+    "method": "fedmgp-deviations",
     "model__num_inducing": 6,
     "num_server_rounds": 5,
 }
@@ -300,10 +299,9 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path: Path) -> None:
 def test_what_deviations_cannot_do_is_refused(tmp_path: Path) -> None:
     for changes in (
         {"fedmgp__latents": 2},
-        {"fedmgp__update": "pseudo-gradient"},
         {"fedmgp__aggregation": "agreement"},
     ):
-        with pytest.raises(ConfigError, match="'deviations' needs one latent function"):
+        with pytest.raises(ConfigError, match="'fedmgp-deviations' needs one latent function"):
             parse_config(configured(**ROUGH, **changes))
     with pytest.raises(RunError, match="needs one input, here are 2"):
         finished(tmp_path, series().assign(more=lambda own: own["y"] + np.arange(len(own)) % 7), "wide")

@@ -133,7 +133,7 @@ def test_every_kill(method: str, after: Callable[..., Any], tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("method", "phase"),
-    [("fedmgp", "train"), ("fedmgp natural", "train.natural"), ("sfvi", "train.gradient"), ("pvi", "train")],
+    [("fedmgp", "train"), ("sfvi", "train.gradient"), ("pvi", "train")],
 )
 def test_a_round_that_a_site_missed_is_repeated_where_it_is_to_be(method: str, phase: str) -> None:
     """The site's first attempt is lost, and those of the others do not count either."""
@@ -164,7 +164,7 @@ class OutageGrid(FaultyGrid):
         return crashed(reply) if reply is not None and visit.site == "1" and self.away() else reply
 
 
-@pytest.mark.parametrize("method", ["fsgp exact", "pvi", "fedmgp natural"])
+@pytest.mark.parametrize("method", ["fsgp exact", "pvi", "fedmgp"])
 def test_a_round_is_repeated_when_the_site_is_there_again(method: str) -> None:
     """Questions to a site that is away fail at once: three of them would leave it out for good."""
     grid = OutageGrid(keys(method) | REPEAT, seconds=4.0)

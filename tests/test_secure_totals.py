@@ -56,18 +56,10 @@ METHODS: dict[str, dict[str, Any]] = {
         "features": "mean radius,mean texture",
     },
     "local-only": {"method": "local-only"},
-    "fedmgp": {"method": "fedmgp", "fedmgp__covariance": "convolved"},  # both of them: test_fedmgp_judged
-    "fedmgp by pseudo-gradients": {
-        "method": "fedmgp",
-        "fedmgp__covariance": "convolved",
-        "fedmgp__update": "pseudo-gradient",
-        "fedmgp__final_rounds": 1,
-        **{"optimizer__name": "sgd", "optimizer__learning_rate": 0.001},  # the signs of Adam's first steps are rounding
-    },
+    "fedmgp": {"method": "fedmgp-exact"},
     "fedmgp of heavy tails": {
         "method": "fedmgp",
         "model__likelihood": "student-t",
-        "fedmgp__weights": "examples",
         "fedmgp__local_steps": 2,
     },
     "sfvi-avg": {"method": "sfvi-avg"},
@@ -395,8 +387,8 @@ def test_single_sites_cannot_be_asked_under_masks(kind):
 @pytest.mark.parametrize(
     ("method", "keys", "reason"),
     [
-        ("fedmgp", {"fedmgp__aggregation": "agreement"}, "weighs, compares or remembers single units"),
-        ("fedmgp", {"fedmgp__update": "pseudo-gradient", "fedmgp__aggregation": "median"}, "'median' weighs, compares"),
+        ("fedmgp-exact", {"fedmgp__aggregation": "agreement"}, "weighs, compares or remembers single units"),
+        ("fedmgp", {"fedmgp__aggregation": "median"}, "'median' weighs, compares"),
         ("sfvi-avg", {"sfvi__structure": "full"}, "full covariances is no sum"),
     ],
 )

@@ -20,7 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sfvi": {"method": "sfvi"},
     "sfvi stochastic": {"method": "sfvi", "sfvi__objective": "stochastic"},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 2},
-    "fedmgp": {"method": "fedmgp", "fedmgp__covariance": "convolved"},
+    "fedmgp": {"method": "fedmgp-exact"},
     "local-only": {"method": "local-only", "baselines__local_only": True},
 }
 TRAINING = {

@@ -66,14 +66,15 @@ _SFVI = Method(
     panels="fedgp_flower.methods.sfvi.panels:panels",
     at_site="fedgp_flower.methods.sfvi.posterior:site_model",
 )
-_MULTI_OUTPUT_REFERENCE = Method(
-    summary="Baseline, simulation only: every unit's sparse GP, joined by a multi-output GP",
-    paper="Moreno-Muñoz et al., Modular Gaussian processes for transfer learning (2021)",
-    options="fedgp_flower.methods.fedmgp.options:ReferenceOptions",
-    strategy="strategies.multi_output_references:ModularGP",
-    client="fedgp_flower.methods.fedmgp.client:MultiOutputReferenceClient",
-    why_no_posterior=_COMPARISON,
+_FEDMGP = Method(
+    summary="Federated multi-output GP: units are smoothed, scaled views of shared latent functions; pseudo-gradients",
+    paper="Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024)",
+    options="fedgp_flower.methods.fedmgp.options:FedMGPOptions",
+    strategy="strategies.fedmgp:FedMGP",
+    client="fedgp_flower.methods.fedmgp.client:FedMGPClient",
+    why_no_posterior=_WHAT_UNITS_SHARE,
     panels="fedgp_flower.methods.fedmgp.panels:panels",
+    at_site="fedgp_flower.methods.fedmgp.posterior:site_model",
 )
 _REFERENCE = Method(
     summary="Baseline: every site fits a GP of its own rows, nothing is shared",
@@ -150,22 +151,20 @@ BUILT_IN: Mapping[str, Method] = {
         options="fedgp_flower.methods.sfvi.options:SFVIAvgOptions",
         strategy="strategies.sfvi_avg:SFVIAvg",
     ),
-    "fedmgp": Method(
-        summary="Federated multi-output GP: units are smoothed, scaled views of shared latent functions",
-        paper="Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024)",
-        options="fedgp_flower.methods.fedmgp.options:FedMGPOptions",
+    "fedmgp": _FEDMGP,
+    "fedmgp-exact": replace(
+        _FEDMGP,
+        summary="The same model for Gaussian noise: exact posterior of the shared functions from sums over units",
+        options="fedgp_flower.methods.fedmgp.options:FedMGPExactOptions",
         strategy="strategies.fedmgp_exact:FedMGPExact",
-        client="fedgp_flower.methods.fedmgp.client:FedMGPClient",
-        why_no_posterior=_WHAT_UNITS_SHARE,
-        panels="fedgp_flower.methods.fedmgp.panels:panels",
-        at_site="fedgp_flower.methods.fedmgp.posterior:site_model",
     ),
-    "modular-gp": _MULTI_OUTPUT_REFERENCE,
-    "fed-poly": replace(
-        _MULTI_OUTPUT_REFERENCE,
-        summary="Baseline, simulation only: a federated polynomial that every unit bends to its rows",
-        paper="Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024)",
-        strategy="strategies.multi_output_references:FedPoly",
+    "fedmgp-deviations": replace(
+        _FEDMGP,
+        summary="One shared curve and a deviation of every unit, along one input",
+        options="fedgp_flower.methods.fedmgp.options:FedMGPDeviationsOptions",
+        strategy="strategies.fedmgp_deviations:FedMGPDeviations",
+        client="fedgp_flower.methods.fedmgp.deviating_client:DeviatingClient",
+        at_site="fedgp_flower.methods.fedmgp.deviating_client:site_model",
     ),
     "local-only": _REFERENCE,
     "pooled": replace(

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedgp_flower.methods.closed_form import Sums, posterior
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.fedmgp.deviations import DeviatingUnit, Theta
-from fedgp_flower.methods.fedmgp.messages import Calibration
+from fedgp_flower.methods.fedmgp.trend_messages import Calibration
 from fedgp_flower.typing import Array
 
 CUTS = np.linspace(0.1, 0.9, 9)

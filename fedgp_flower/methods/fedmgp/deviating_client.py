@@ -9,28 +9,26 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from fedgp_flower.clients.numpy_client import Prediction
+from fedgp_flower.clients.numpy_client import Prediction, SiteClient
+from fedgp_flower.data.sites import RawSite
 from fedgp_flower.methods.closed_form import Sums
 from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.fedmgp.calibration import calibration, widened
+from fedgp_flower.methods.fedmgp.client import drawn
 from fedgp_flower.methods.fedmgp.deviations import DeviatingUnit, Theta
-from fedgp_flower.methods.fedmgp.messages import (
-    PSEUDO_INPUTS,
-    Calibration,
-    CalibrationRequest,
-    Curve,
-    TrendCurveRequest,
-    TrendView,
-)
-from fedgp_flower.methods.fedmgp.unit_client import UnitClient
-from fedgp_flower.typing import Array
+from fedgp_flower.methods.fedmgp.messages import PSEUDO_INPUTS, Curve
+from fedgp_flower.methods.fedmgp.posterior import UnitPredictor, setting, standard_deviations
+from fedgp_flower.methods.fedmgp.trend_messages import Calibration, CalibrationRequest, TrendCurveRequest, TrendView
+from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.typing import Array, NamedArrays
 
 MOST_ROWS = 400
 """Of a longer series every so many-th row counts, so that no more are left: a unit factorises matrices of its rows."""
 
 
-class DeviatingClient(UnitClient):
+class DeviatingClient(SiteClient):
     """One unit: its deviation is integrated out, and predicted from its own rows."""
 
     def expansion(self, request: ExpansionRequest) -> ExpansionShare:
@@ -55,7 +53,7 @@ class DeviatingClient(UnitClient):
 
     def curve(self, request: TrendCurveRequest) -> Curve:
         """The unit as a report shows it; a real unit refuses."""
-        return self.drawn(request.view, request.grid)
+        return drawn(self, request.view, request.grid)
 
     def unit(self) -> DeviatingUnit:
         """The training rows, in the order of the input."""
@@ -75,3 +73,13 @@ def read_values(values: Mapping[str, ndarray]) -> tuple[Theta, GlobalPosterior]:
     """θ and q(u) of a message."""
     theta = {n.removeprefix("theta."): torch.from_numpy(np.array(v)) for n, v in values.items() if n[:6] == "theta."}
     return theta, GlobalPosterior.of({name: np.array(own) for name, own in values.items()})
+
+
+def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> UnitPredictor | None:
+    """The shared curve and the deviation that the unit's rows show, whether it took part or not."""
+    del state
+    if run.posterior is None:
+        return None
+    arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
+    view, client = TrendView(arrays, arrays["factors"]), DeviatingClient(setting(run, config, site, {}))
+    return lambda inputs: standard_deviations(client.predict(view, inputs))
