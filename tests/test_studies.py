@@ -84,6 +84,7 @@ MEASURING = {
 """Studies that do not go through ``fit``."""
 
 
+@pytest.mark.long
 @pytest.mark.data
 @pytest.mark.skipif("FEDGP_DATA" not in os.environ, reason="no data sets")
 @pytest.mark.usefixtures("_scratch")
