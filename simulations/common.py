@@ -104,7 +104,10 @@ def fit(keys: Keys, sites: int = 10, grid: Callable[..., Any] | None = None) -> 
     flat = {"data-dir": str(data_dir()), "evaluate-every": 0, "keep-predictions": False, **ALONE, **keys}
     known = {key: value for key, value in sorted(flat.items()) if key != "data-dir"}
     if CHECKING:
-        parse_config(flat)
+        try:
+            parse_config(flat)
+        except FedGPError as error:
+            return {"refused": str(error)}
         return Pretended(folder=RUNS, test=SCORES, test_standardised=SCORES, converged=True)
     digest = hashlib.sha256(json.dumps([known, sites], default=str).encode()).hexdigest()[:12]
     name = "-".join(str(flat.get(key, "")) for key in ("method", "name") if flat.get(key)) + f"-{digest}"

@@ -84,7 +84,6 @@ MEASURING = {
 """Studies that do not go through ``fit``."""
 
 
-@pytest.mark.long
 @pytest.mark.data
 @pytest.mark.skipif("FEDGP_DATA" not in os.environ, reason="no data sets")
 @pytest.mark.usefixtures("_scratch")
@@ -97,7 +96,8 @@ def test_the_keys_of_every_run_are_known(name, monkeypatch):
         monkeypatch.setattr(module, "scores", lambda *of: {"bound": 1.0})
     rows = list(module.study())
     assert rows
-    assert not [row for row in rows if "refused" in row]
+    refused = [row["refused"] for row in rows if "refused" in row]
+    assert len(refused) <= (name == "defaults"), refused  # hierarchical-gp takes no classes
 
 
 @pytest.mark.data
