@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import strategies as strategies
-    from fedgp_flower.clients.app import make_client_app as make_client_app
+    from fedgp_flower.client_app import make_client_app as make_client_app
     from fedgp_flower.estimators import FederatedGPClassifier as FederatedGPClassifier
     from fedgp_flower.estimators import FederatedGPRegressor as FederatedGPRegressor
     from fedgp_flower.run.api import Run as Run
@@ -28,7 +28,7 @@ _EXPORTS = {
     "FederatedGPRegressor": "fedgp_flower.estimators:FederatedGPRegressor",
     "Run": "fedgp_flower.run.api:Run",
     "print_round": "fedgp_flower.run.api:print_round",
-    "make_client_app": "fedgp_flower.clients.app:make_client_app",
+    "make_client_app": "fedgp_flower.client_app:make_client_app",
     "load_run": "fedgp_flower.run.api:load_run",
     "run": "fedgp_flower.run",
     "strategies": "strategies",

@@ -250,7 +250,7 @@ def check(
 
 def _show_checked(found: Checked) -> None:
     """What is known of tables before training; the exit status is 2 where one cannot be used."""
-    from fedgp_flower.run.overview import TITLES, described, rows
+    from fedgp_flower.data.overview import TITLES, described, rows
     from fedgp_flower.run.terminal import table
 
     console = _console()
@@ -336,19 +336,6 @@ def forget(
         folder = run_in_process(going_on.flat, nodes=going_on.nodes, progress=progress)
     forgetting.record(run, folder, site, rounds)
     show_result(folder)
-
-
-@app.command()
-def attack(run: RunArgument) -> None:
-    """Attack a simulated run: what its server, and a reader of its posterior, can tell of rows. Beside chance."""
-    from fedgp_flower.run.attack import TITLES, cells
-    from fedgp_flower.run.attack import attack as try_all
-    from fedgp_flower.run.report import write_report
-    from fedgp_flower.run.terminal import table
-
-    found = try_all(run)
-    _console().print(table(TITLES, cells(found)))
-    write_report(run)
 
 
 @app.command()

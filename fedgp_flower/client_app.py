@@ -2,6 +2,55 @@
 
 from __future__ import annotations
 
-from fedgp_flower.clients.app import SiteApp
+from collections.abc import Callable
 
-app = SiteApp()
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+
+from fedgp_flower.clients.app import LoadSite, SiteApp
+from fedgp_flower.config import RunConfig
+from fedgp_flower.data.sites import Data, RawSite, site_of
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.run.registry import client_class, parse_config
+
+
+def site_app(
+    load: LoadSite | None = None, mods: list[Mod] | None = None, train_mods: list[Mod] | None = None
+) -> SiteApp:
+    """The app of every method in the registry; see :class:`~fedgp_flower.clients.app.SiteApp`."""
+    return SiteApp(parse_config, client_class, load, mods, train_mods)
+
+
+def make_client_app(
+    method: str,
+    load_data: Callable[[Context], Data],
+    mods: list[Mod] | None = None,
+    train_mods: list[Mod] | None = None,
+) -> ClientApp:
+    """The sites' app of a method, with rows of one's own.
+
+    A site is called by ``site`` in its node configuration, in simulation by its ``partition-id``. All else that a site
+    needs to know comes with the server's messages.
+
+    Args:
+        method: Name of the method; a server that runs another one is refused.
+        load_data: Returns ``(X, y)``, ``(X, y, X_test, y_test)``, or ``(frame, target)`` with a DataFrame and the name
+            of a column. Without test rows a share ``test_fraction`` of the rows is held out.
+        mods: Flower's mods, applied to every message.
+        train_mods: Mods of training messages alone, such as ``fixedclipping_mod``.
+    """
+    kept: dict[tuple[int, int], tuple[RunConfig, RawSite]] = {}
+
+    def load(config: RunConfig, context: Context) -> RawSite:
+        if config.method != method:
+            raise ConfigError(f"the server runs the method `{config.method}`; this app was made for `{method}`")
+        key = context.run_id, context.node_id
+        if key not in kept or kept[key][0] != config:
+            kept[key] = config, site_of(config, context.node_config, load_data(context))
+        return kept[key][1]
+
+    return site_app(load, mods, train_mods)
+
+
+app = site_app()

@@ -1,6 +1,6 @@
 """What both halves of every method read: sections of the configuration as frozen, validated records.
 
-A method brings its own table (``fsgp.objective``) as a subclass of :class:`MethodOptions`.
+A method brings its own table (``sgpr.exchanges``) as a subclass of :class:`MethodOptions`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 if TYPE_CHECKING:
-    from fedgp_flower.run.config import CoreConfig
+    from fedgp_flower.config import CoreConfig
 
 Value: TypeAlias = bool | int | float | str
 FlatConfig: TypeAlias = Mapping[str, Value]
@@ -90,26 +90,19 @@ class ModelSection(Section):
     ard: bool = True
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0
-    """M; 0 is the method's own number: 300 for ``fsgp.objective`` = ``profiled``, 50 otherwise."""
-    inducing_init: Literal["normal", "copula"] = "copula"
-    """Where inducing points start: drawn from the histograms and correlations that sites add up (``copula``), or from a
-    standard normal (``normal``). Neither needs a row."""
+    """M; 0 leaves it to the method: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
     likelihood: Annotated[Literal["gaussian", "bernoulli", "poisson", "student-t"], BASIC] = "gaussian"
     """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
     Student-t."""
     lengthscale: Positive = 1.0
     """Initial lengthscale, and initial period of ``periodic``, in standardised units of the inputs."""
-    outputscale: Positive = 1.0
-    """Initial variance of the GP, in squared standardised units of the target."""
+    outputscale: Annotated[Positive, Field(exclude=True)] = 1.0
+    """Initial variance of the GP, in squared standardised units of the target. No key: targets are standardised."""
     noise: Positive = 0.1
     """Initial noise variance, in units of the standardised target."""
-    jitter: NonNegative = 1e-8
-    """Added to the diagonal of K_zz, relative to the prior variance."""
-    hyperparameters: Literal["auto", "point", "laplace"] = "auto"
-    """``laplace``: predictions mix over up to eleven values of kernel and noise, the best one (``point``) and draws
-    around it, for ``fsgp.objective`` = ``profiled`` and ``pvi.local-update`` = ``sums`` with Gaussian noise; ``auto``:
-    there, where all sites together have fewer than 2000 training rows and ``fsgp.exchanges``, or ``pvi.exchanges``, is
-    not below its usual number."""
+    jitter: Annotated[NonNegative, Field(exclude=True)] = 1e-8
+    """Added to the diagonal of K_zz, relative to the prior variance. No key: a saved posterior has the value of its
+    run."""
 
     @field_validator("kernel")
     @classmethod
@@ -140,11 +133,22 @@ class OptimizerSection(Section):
         return ", ".join(f"`optimizer.{name.replace('_', '-')}`" for name in changed)
 
 
+class AveragingSection(Section):
+    """How the server averages parameters; read by ``fsgp``, ``fgpr`` and ``deep-kernel``."""
+
+    fraction: Fraction = 1.0
+    """Share ρ of the sites that take part in a round; at least one does."""
+    server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "fedmedian", "fedtrimmedavg"] = "fedavg"
+    """Flower's rule that combines the sites' parameters; the last two withstand a few sites that lie."""
+    server_learning_rate: Positive = 0.1
+    """Of ``fedadam`` and ``fedyogi``."""
+
+
 class MethodOptions(Section):
     """A method's own table; methods that share a table share the class."""
 
     table: ClassVar[str] = ""
-    """Prefix of the keys, for example ``fsgp``; empty for a method without options."""
+    """Prefix of the keys, for example ``sgpr``; empty for a method without options."""
     budgets: ClassVar[frozenset[str]] = frozenset()
     """Keys that say how long to go on: a resumed run may have others."""
     variant_key: ClassVar[str] = ""
@@ -156,10 +160,10 @@ class MethodOptions(Section):
     other_clients: ClassVar[tuple[str, ...]] = ()
     """What :meth:`client_for` may choose."""
 
+    shared: ClassVar[type[MethodOptions] | None] = None
+    """The table of another method that this one reads too."""
     accounted: ClassVar[bool] = False
     """Whether the method can add the noise that ``privacy.epsilon`` asks for."""
-    mixes: ClassVar[bool] = False
-    """Whether the method can do what ``model.hyperparameters`` = ``laplace`` asks for."""
 
     def strategy_for(self, core: CoreConfig) -> str:
         """``module:attribute`` of the Strategy, where the table chooses among several; else empty."""
@@ -186,3 +190,6 @@ class MethodOptions(Section):
 
     def check(self, core: CoreConfig) -> None:
         """Raise ConfigError where the method cannot work with these core keys."""
+
+    def check_shared(self, shared: MethodOptions) -> None:
+        """Raise ConfigError where the method cannot work with these keys of the :attr:`shared` table."""

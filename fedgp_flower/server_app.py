@@ -11,12 +11,11 @@ from typing import Any, TypeAlias
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.options import FlatConfig
-from fedgp_flower.run.artefacts import RunFolder, RunMetrics, Snapshot, saved_posterior
-from fedgp_flower.run.config import RunConfig
+from fedgp_flower.outcome import Observer, Snapshot, Summary
+from fedgp_flower.run.artefacts import RunFolder, RunMetrics, saved_posterior
 from fedgp_flower.run.registry import parse_config, strategy_class
-from strategies.server.base import Observer
-from strategies.server.finalise import Summary
 
 app = ServerApp()
 logger = logging.getLogger("fedgp")

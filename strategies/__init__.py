@@ -1,4 +1,4 @@
-"""The Flower Strategies, each imported when it is first used: ``strategies.FSGPAveraging(num_inducing=50)``."""
+"""The Flower Strategies, each imported when it is first used: ``strategies.SGPR(num_inducing=50)``."""
 
 from __future__ import annotations
 
@@ -6,74 +6,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from strategies.async_pvi import AsynchronousPVI as AsynchronousPVI
     from strategies.deep_kernel import DeepKernelGP as DeepKernelGP
     from strategies.fedmgp import FedMGP as FedMGP
-    from strategies.fedmgp_deviations import FedMGPDeviations as FedMGPDeviations
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
-    from strategies.fedmgp_judged import FedMGPJudged as FedMGPJudged
-    from strategies.fedmgp_natural import FedMGPNatural as FedMGPNatural
-    from strategies.fedmgp_then_exact import FedMGPThenExact as FedMGPThenExact
     from strategies.fgpr import FGPR as FGPR
-    from strategies.fsgp import FSGPAveraging as FSGPAveraging
-    from strategies.fsgp_duals import FSGPDuals as FSGPDuals
-    from strategies.fsgp_exact import FSGPExact as FSGPExact
-    from strategies.fsgp_laplace import FSGPLaplace as FSGPLaplace
-    from strategies.fsgp_private import FSGPPrivate as FSGPPrivate
-    from strategies.fsgp_profiled import FSGPProfiled as FSGPProfiled
-    from strategies.multi_output_references import FedPoly as FedPoly
-    from strategies.multi_output_references import ModularGP as ModularGP
+    from strategies.fsgp import FSGP as FSGP
+    from strategies.hierarchical_gp import HierarchicalGP as HierarchicalGP
+    from strategies.private_sgpr import PrivateSGPR as PrivateSGPR
     from strategies.pvi import PVI as PVI
-    from strategies.pvi_duals import DualPVI as DualPVI
-    from strategies.pvi_mixed import AsynchronousMixedPVI as AsynchronousMixedPVI
-    from strategies.pvi_mixed import MixedPVI as MixedPVI
-    from strategies.pvi_sums import AsynchronousSummedPVI as AsynchronousSummedPVI
-    from strategies.pvi_sums import SummedPVI as SummedPVI
     from strategies.pvi_weights import PVIBNN as PVIBNN
     from strategies.pvi_weights import PVIGLM as PVIGLM
     from strategies.references import LocalOnly as LocalOnly
     from strategies.references import Pooled as Pooled
-    from strategies.replay_pvi import ParallelReplayPVI as ParallelReplayPVI
-    from strategies.replay_pvi import ReplayPVI as ReplayPVI
     from strategies.sfvi import SFVI as SFVI
     from strategies.sfvi_avg import SFVIAvg as SFVIAvg
-    from strategies.sfvi_closed import SFVIClosedForm as SFVIClosedForm
-    from strategies.sfvi_duals import SFVIDuals as SFVIDuals
+    from strategies.sgpr import SGPR as SGPR
+    from strategies.svgp import SVGP as SVGP
 
 _MODULES = {
-    "AsynchronousMixedPVI": "pvi_mixed",
-    "AsynchronousPVI": "async_pvi",
-    "AsynchronousSummedPVI": "pvi_sums",
-    "DualPVI": "pvi_duals",
     "DeepKernelGP": "deep_kernel",
     "FGPR": "fgpr",
-    "FSGPAveraging": "fsgp",
-    "FSGPDuals": "fsgp_duals",
-    "FSGPExact": "fsgp_exact",
-    "FSGPLaplace": "fsgp_laplace",
-    "FSGPPrivate": "fsgp_private",
-    "FSGPProfiled": "fsgp_profiled",
+    "FSGP": "fsgp",
     "FedMGP": "fedmgp",
-    "FedMGPDeviations": "fedmgp_deviations",
     "FedMGPExact": "fedmgp_exact",
-    "FedMGPJudged": "fedmgp_judged",
-    "FedMGPNatural": "fedmgp_natural",
-    "FedMGPThenExact": "fedmgp_then_exact",
-    "FedPoly": "multi_output_references",
+    "HierarchicalGP": "hierarchical_gp",
     "LocalOnly": "references",
-    "MixedPVI": "pvi_mixed",
-    "ModularGP": "multi_output_references",
     "PVI": "pvi",
     "PVIBNN": "pvi_weights",
     "PVIGLM": "pvi_weights",
-    "ParallelReplayPVI": "replay_pvi",
     "Pooled": "references",
-    "ReplayPVI": "replay_pvi",
+    "PrivateSGPR": "private_sgpr",
     "SFVI": "sfvi",
     "SFVIAvg": "sfvi_avg",
-    "SFVIClosedForm": "sfvi_closed",
-    "SFVIDuals": "sfvi_duals",
-    "SummedPVI": "pvi_sums",
+    "SGPR": "sgpr",
+    "SVGP": "svgp",
 }
 """Strategy → the module of its algorithm."""
 

@@ -1,9 +1,11 @@
-"""FedMGP by pseudo-gradients: Algorithm 2 of Chung and Al Kontar, Technometrics 66 (2024).
+"""FedMGP by pseudo-gradients: Algorithm 2 of Chung and Al Kontar, Technometrics 66 (2024), for any likelihood.
 
-θ = {S, q(u), W if learned} is shared, in the coordinates that units optimise: log S, mean and Cholesky factor of each
-q(u_i). In a round sampled units take local steps on (θ, φ_m) and send Δ_m = θ − θ_m; the server merges these by a rule
-of :mod:`strategies.server.aggregators`, which needs each of them unless it is the mean, and steps: θ ← θ − η v with
-v ← β v + Δ, or by Flower's Adam (Reddi et al., *Adaptive federated optimization*, ICLR 2021). φ_m stays at its unit.
+θ = {S, q(u)} is shared. In a round sampled units take local steps on (θ, φ_m) and send Δ_m = θ − θ_m; the server merges
+these by a rule of :mod:`strategies.fedmgp_rules` and steps: θ ← θ − Δ. φ_m stays at its unit.
+
+Where the noise is Gaussian q(u) is a precision λ and a shift h, whose average with weights p_m is a step on the pooled
+bound (:mod:`fedgp_flower.methods.fedmgp.local_steps`). Averages of means and Cholesky factors, which the paper takes
+and which other likelihoods need, drift away from its optimum.
 """
 
 from __future__ import annotations
@@ -11,11 +13,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
-from flwr.serverapp.strategy import FedAdam
 from jaxtyping import Float
 from numpy import ndarray
 
@@ -23,38 +24,44 @@ from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.fedmgp.latents import (
     FACTOR,
-    INDUCING,
     MEAN,
+    PRECISION,
     SCALES,
+    SHIFT,
     Latents,
     Posterior,
     from_parameters,
     product_factors,
+    still,
+    to_natural,
 )
 from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradient, PseudoGradientSum
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.messages import Parameters
-from fedgp_flower.typing import AnyShape, Array, NamedArrays
+from fedgp_flower.outcome import Observer, Snapshot
+from fedgp_flower.run.config import RunConfig
+from fedgp_flower.typing import AnyShape, NamedArrays
+from strategies.fedmgp_rules import AGREEMENT, RULES, Signals, aggregate, least_sites, merge_natural
 from strategies.fedmgp_shared import (
     EVERYONE,
-    Plan,
     Record,
-    Shared,
     SharedLatents,
     first_inducing,
     first_posterior,
     latents_at,
     notice_fresh,
-    still,
 )
-from strategies.server.aggregators import Signals, aggregate, least_sites
-from strategies.server.fedavg import applied, sampled
+from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
 
 logger = logging.getLogger("fedgp")
 
-WATCHED = 0.1
-"""Share of the first learning rate below which a flat objective says nothing: short steps raise it little."""
+FINAL_RATE = 0.005
+"""Learning rate of the last local steps over that of the first; it falls by the same factor every round."""
+WATCHED = math.log(0.1) / math.log(FINAL_RATE)
+"""Share of the rounds after which the learning rate is a tenth of the first: short steps raise the objective little."""
+PATIENCE = 5
+"""``staleness-weighted``: rounds after which a stand-in is forgotten."""
 
 
 @message()
@@ -67,48 +74,30 @@ class Late:
 
 @message()
 class PseudoState:
-    """θ, what the server's optimiser remembers, and the latest pseudo-gradient of units where a rule wants it."""
+    """θ, and the latest pseudo-gradient of units where a rule wants it."""
 
     parameters: Mapping[str, AnyShape]
-    velocity: Mapping[str, AnyShape]
-    """v of the momentum; with Adam the running mean of −Δ, in Flower's sign."""
-    squares: Mapping[str, AnyShape]
-    """Adam's running mean of Δ²."""
-    steps: int
-    """Adam's steps so far."""
     late: Mapping[str, Late]
     inducing: Float[ndarray, "J D"]
-    """W at the start."""
     jitter: float
     reports: Mapping[str, int]
     """Round in which a unit last answered."""
     record: Record
 
-    answer: ClassVar[type[PseudoGradient]] = PseudoGradient
+    @property
+    def latents(self) -> Latents:
+        """Latent functions at θ."""
+        return from_parameters(self.parameters, self.inducing, self.jitter)[0]
 
     @property
-    def shared(self) -> Shared:
-        """Latent functions and q(u) at θ."""
-        return Shared(*from_parameters(self.as_factors(), self.inducing, self.jitter))
-
-    def as_factors(self) -> Mapping[str, ndarray]:
-        """θ with each q(u_i) as mean and Cholesky factor.
-
-        Raises:
-            NumericsError: there is none.
-        """
-        return self.parameters
+    def posterior(self) -> Posterior:
+        """The joint q(u) at θ."""
+        return from_parameters(self.parameters, self.inducing, self.jitter)[1]
 
     @property
-    def bounds(self) -> tuple[float | None, list[float | None]]:
+    def bounds(self) -> dict[str, Any]:
         """None: pseudo-gradients have no pooled bound."""
-        return None, []
-
-    def merged(
-        self, updates: Mapping[str, NamedArrays], signals: Signals, options: FedMGPOptions
-    ) -> tuple[NamedArrays, Array]:
-        """Δ and the weight of every unit, by the rule of the configuration."""
-        return aggregate(options.aggregation, list(updates.values()), signals)
+        return {"bound": None}
 
     def known(self, site: str) -> Known:
         """When the unit last answered; its parameters stay as they are. The units of a sum are all sent the same."""
@@ -116,78 +105,85 @@ class PseudoState:
         return Known(0, self.reports.get(key, 0), still(self.parameters[SCALES].shape))
 
 
-def begin(latents: Latents, q: Posterior, *, learn_inducing: bool) -> PseudoState:
+def begin(latents: Latents, q: Posterior, *, gaussian: bool) -> PseudoState:
     """θ at shared latent functions with unit amplitudes; a joint q(u) becomes the nearest product over functions."""
     shape = len(latents.scales), len(latents.inducing)
-    factors = product_factors(q, shape[0])
-    parameters = {SCALES: np.log(latents.scales), MEAN: q.mean.reshape(shape), FACTOR: factors}
-    if learn_inducing:
-        parameters[INDUCING] = latents.inducing
-    zeros = {name: np.zeros_like(array) for name, array in parameters.items()}
-    return PseudoState(parameters, zeros, {}, 0, {}, latents.inducing, latents.jitter, {}, Record((), {}))
+    factors, mean = product_factors(q, shape[0]), q.mean.reshape(shape)
+    parameters = {SCALES: np.log(latents.scales)}
+    parameters |= dict(zip((PRECISION, SHIFT), to_natural(factors, mean), strict=True)) if gaussian else {}
+    parameters |= {} if gaussian else {MEAN: mean, FACTOR: factors}
+    return PseudoState(parameters, {}, latents.inducing, latents.jitter, {}, Record())
 
 
-def initialise(roster: Roster, plan: Plan) -> Asking[PseudoState]:
-    """θ at pseudo-inputs from where inputs lie, lengthscales from their spacing, and q(u) of one unit."""
-    inducing = yield from first_inducing(plan, roster)
-    latents = latents_at(inducing, plan.options.multiples, plan.config.model.jitter)
-    q = yield from first_posterior(latents, roster)
-    return begin(latents, q, learn_inducing=plan.options.learn_inducing)
+@dataclass(frozen=True, slots=True)
+class PseudoPlan:
+    """How a round goes."""
+
+    options: FedMGPOptions
+    config: RunConfig
+    units: int
+    """Number M of units that were ever known."""
+    rows: Mapping[str, int]
+    rounds: int
+    """Over which the learning rate falls."""
+
+    def broadcast(self, state: PseudoState, site: str, server_round: int) -> Broadcast:
+        """What a unit is asked; the learning rate falls from ``optimizer.learning-rate`` to ``FINAL_RATE`` of it."""
+        part = min((server_round - 1) / max(self.rounds - 1, 1), 1.0)
+        optimizer = self.config.optimizer
+        rate = float(optimizer.learning_rate * optimizer.decay ** (server_round - 1) * FINAL_RATE**part)
+        return Broadcast(state.parameters, state.inducing, state.known(site), rate, 1 / self.units)
 
 
-def one_round(state: PseudoState, roster: Roster, plan: Plan) -> Asking[tuple[PseudoState, Figures]]:
+def one_round(state: PseudoState, roster: Roster, plan: PseudoPlan) -> Asking[tuple[PseudoState, Figures]]:
     """A round of Algorithm 2."""
-    options = plan.options
-    chosen = sampled(roster, options.fraction, plan.config.seed)  # units that take part, max(⌈ρM⌉, 1)
-    require_enough(plan, len(chosen))
-    answers, rows, p = yield from (of_all if roster.totals_only else of_each)(state, chosen, roster.round, plan)
-    state, updates, staleness = with_late(state, answers, roster.round, plan)
-    fits = {site: own.fit for site, own in answers.items()}
+    chosen = sampled(roster, plan.options.fraction, plan.config.seed)  # units that take part, max(⌈ρM⌉, 1)
+    require_enough(plan.options, len(chosen))
+    answers, rows = yield from (of_all if roster.totals_only else of_each)(state, chosen, roster.round, plan)
+    state, updates, staleness = with_late(state, answers, roster.round, plan.options.aggregation)
     weights: dict[str, float] = {}
     if updates:
-        signals = signals_of(plan, [p[site] for site in updates], [fits.get(s, 0.0) for s in updates], staleness)
+        fits = [answers[site].fit if site in answers else 0.0 for site in updates]
         try:
-            state, weights = merge(state, updates, signals, plan)  # Δ, then θ ← θ − ηv
+            state, weights = step(state, updates, signals_of(plan.options, fits, staleness), plan.options)
         except (ConfigError, NumericsError) as error:
             logger.warning("the round changes nothing: %s", error)
     state = noted(state, answers, weights, roster.round)
     if not answers:
         return state, {}
-    return state, {"objective": sum(rows[s] * fit for s, fit in fits.items()) / max(sum(rows[s] for s in fits), 1)}
+    total = sum(rows[site] for site in answers)
+    return state, {"objective": sum(rows[site] * answer.fit for site, answer in answers.items()) / max(total, 1)}
 
 
-Answered: TypeAlias = tuple[Mapping[str, PseudoGradient], Mapping[str, int], Mapping[str, float]]
-"""Pseudo-gradients, the rows behind them, and their weights."""
+Answered: TypeAlias = tuple[Mapping[str, PseudoGradient], Mapping[str, int]]
+"""Pseudo-gradients, and the rows behind them."""
 
 
-def of_each(state: PseudoState, chosen: Sequence[str], server_round: int, plan: Plan) -> Asking[Answered]:
+def of_each(state: PseudoState, chosen: Sequence[str], server_round: int, plan: PseudoPlan) -> Asking[Answered]:
     """Δ_m = θ − θ_m of every unit that answers."""
-    rate, whole = local_rate(plan, server_round), whole_of(plan)
-    requests = {site: Broadcast(state.parameters, state.inducing, state.known(site), rate, whole) for site in chosen}
-    answers: Mapping[str, PseudoGradient] = yield Each(state.answer, requests)
-    return answers, plan.rows, shares(plan)
+    requests = {site: plan.broadcast(state, site, server_round) for site in chosen}
+    answers: Mapping[str, PseudoGradient] = yield Each(PseudoGradient, requests)
+    return answers, plan.rows
 
 
-def of_all(state: PseudoState, chosen: Sequence[str], server_round: int, plan: Plan) -> Asking[Answered]:
-    """Σ p_m Δ_m / Σ p_m, as if it came from one unit."""
-    rate = local_rate(plan, server_round)
-    request = Broadcast(state.parameters, state.inducing, state.known(EVERYONE), rate, whole_of(plan))
+def of_all(state: PseudoState, chosen: Sequence[str], server_round: int, plan: PseudoPlan) -> Asking[Answered]:
+    """The mean of Δ_m, as if it came from one unit."""
+    request = plan.broadcast(state, EVERYONE, server_round)
     summed: Summed[PseudoGradientSum] = yield Total(PseudoGradientSum, request, tuple(chosen))
     if summed.total is None:
-        return {}, {}, {}
+        return {}, {}
     mean = summed.total.mean(len(summed.sites) - summed.silent)
     if plan.config.model.likelihood != "gaussian":
         mean = replace(mean, flat=None)
-    return {EVERYONE: mean}, {EVERYONE: int(summed.total.rows)}, {EVERYONE: 1.0}
+    return {EVERYONE: mean}, {EVERYONE: int(summed.total.rows)}
 
 
-def require_enough(plan: Plan, asked: int) -> None:
+def require_enough(options: FedMGPOptions, asked: int) -> None:
     """With fewer units than a rule needs no round could ever change anything.
 
     Raises:
         RunError: fewer units are asked.
     """
-    options = plan.options
     least = least_sites(options.aggregation, options.malicious)
     if asked < least:
         raise RunError(
@@ -197,169 +193,112 @@ def require_enough(plan: Plan, asked: int) -> None:
         )
 
 
-def local_rate(plan: Plan, server_round: int) -> float:
-    """Learning rate of the local steps, from ``optimizer.learning-rate`` down to ``final-rate`` of it."""
-    options, optimizer = plan.options, plan.config.optimizer
-    part = (server_round - 1) / max(plan.pseudo_rounds - 1, 1)
-    rate = optimizer.learning_rate * optimizer.decay ** (server_round - 1)
-    return float(rate * options.final_rate ** min(part, 1.0))
-
-
-def whole_of(plan: Plan) -> float:
-    """M, or Σ N_m, over all units that are known."""
-    return float(len(plan.rows) if plan.options.weights == "equal" else sum(plan.rows.values()))
-
-
-def shares(plan: Plan) -> dict[str, float]:
-    """Weights p_m, over all units that are known."""
-    equal, whole = plan.options.weights == "equal", whole_of(plan)
-    return {site: (1 if equal else count) / whole for site, count in plan.rows.items()}
-
-
 def with_late(
-    state: PseudoState, answers: Mapping[str, PseudoGradient], server_round: int, plan: Plan
+    state: PseudoState, answers: Mapping[str, PseudoGradient], server_round: int, rule: str
 ) -> tuple[PseudoState, dict[str, NamedArrays], list[float]]:
     """This round's pseudo-gradients, joined by the last ones of absent units where the rule counts these; their ages.
 
-    A unit that is absent, or whose reply came after the timeout, is stood in for by what it sent last, again in every
-    round, as in MIFA (Gu et al., NeurIPS 2021). A stand-in more than ``patience`` rounds old is forgotten.
+    Under ``staleness-weighted`` the last Δ of a unit that is absent, or whose reply came too late, stands in for it, as
+    in MIFA (Gu et al., NeurIPS 2021), for :data:`PATIENCE` rounds.
     """
-    updates = {site: dict(own.parameters) for site, own in answers.items()}
-    if plan.options.aggregation != "staleness-weighted":
+    updates = {site: dict(answer.parameters) for site, answer in answers.items()}
+    if rule != "staleness-weighted":
         return state, updates, [0.0] * len(updates)
-    late = {site: own for site, own in state.late.items() if server_round - own.round <= plan.options.patience}
+    late = {site: kept for site, kept in state.late.items() if server_round - kept.round <= PATIENCE}
     late |= {site: Late(update, server_round) for site, update in updates.items()}
-    updates = {site: dict(own.update) for site, own in sorted(late.items())}
+    updates = {site: dict(kept.update) for site, kept in sorted(late.items())}
     return replace(state, late=late), updates, [float(server_round - late[site].round) for site in updates]
 
 
-def signals_of(plan: Plan, weights: list[float], fits: list[float], staleness: list[float]) -> Signals:
+def signals_of(options: FedMGPOptions, fits: Sequence[float], staleness: Sequence[float]) -> Signals:
     """What a rule may know beside the pseudo-gradients."""
-    options, p = plan.options, np.array(weights)
-    return Signals(
-        shares=p / p.sum(),
-        log_likelihoods=np.array(fits),
-        staleness=np.array(staleness),
-        threshold=options.clip_norm,
-        quantile=options.clip_quantile,
-        trim=options.trim,
-        malicious=options.malicious,
-        select=options.select,
-        decay=options.staleness_decay,
-    )
+    shares = np.full(len(fits), 1 / len(fits))
+    numbers = options.trim, options.malicious, options.select
+    return Signals(shares, np.array(fits), np.array(staleness), *numbers)
 
 
-def merge(
-    state: PseudoState, updates: Mapping[str, NamedArrays], signals: Signals, plan: Plan
+def step(
+    state: PseudoState, updates: Mapping[str, NamedArrays], signals: Signals, options: FedMGPOptions
 ) -> tuple[PseudoState, dict[str, float]]:
-    """θ after a step along the merged pseudo-gradient; also the weight of every unit.
+    """θ ← θ − Δ with the merged pseudo-gradient; also the weight of every unit.
 
     Raises:
         ConfigError: the rule cannot work with these updates.
         NumericsError: the step would leave the numbers that a model can have.
     """
-    options = plan.options
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        merged, weights = state.merged(updates, signals, options)
-        if options.server_optimizer == "fedadam":
-            moved = adam(state, merged, size=options.server_step)
+        if PRECISION in state.parameters:
+            moved = 1 - (1 - options.natural_step) ** options.local_steps
+            merged, weights = merge_natural(options.aggregation, state.parameters, updates, signals, moved)
         else:
-            moved = step(state, merged, size=options.server_step, momentum=options.server_momentum)
-        _require_usable(moved)
-    return moved, {site: float(weight) for site, weight in zip(updates, weights, strict=True)}
-
-
-def step(state: PseudoState, update: Mapping[str, Array], *, size: float, momentum: float) -> PseudoState:
-    """V ← βv + Δ, θ ← θ − ηv."""
-    velocity = {name: momentum * v + update[name] for name, v in state.velocity.items()}
-    parameters = {name: p - size * velocity[name] for name, p in state.parameters.items()}
-    return replace(state, parameters=parameters, velocity=velocity)
-
-
-def adam(state: PseudoState, update: Mapping[str, Array], *, size: float) -> PseudoState:
-    """One step of Flower's FedAdam on the merged Δ, at β = (0.9, 0.99), τ = 10⁻³ and rate ``size``.
-
-    Flower counts rounds from 0, so that with the number of steps before this one its bias correction is that of Adam.
-    """
-    target = {name: p - update[name] for name, p in state.parameters.items()}
-    start = state.parameters, {"m_t": state.velocity, "v_t": state.squares}
-    parameters, moments = applied(FedAdam(eta=size), start, [(target, 1)], state.steps)
-    velocity, squares = moments["m_t"], moments["v_t"]
-    return replace(state, parameters=parameters, velocity=velocity, squares=squares, steps=state.steps + 1)
-
-
-def _require_usable(state: PseudoState) -> None:
-    """θ, q(u), lengthscales and what the optimiser remembers are finite; a squared lengthscale is not 0."""
-    scales, factors = np.exp(state.parameters[SCALES]), state.as_factors()[FACTOR]
-    held = [*state.parameters.values(), *state.velocity.values(), *state.squares.values()]
-    finite = all(np.isfinite(array).all() for array in [*held, scales, factors @ np.swapaxes(factors, 1, 2)])
-    if not (finite and np.all(scales > 0)):
-        raise NumericsError(
-            "the merged pseudo-gradient leads to parameters that are not finite: a unit sent far too much. Lower "
-            "`fedmgp.server-step`, or set `fedmgp.aggregation` to a rule that bounds every unit, as 'norm-clipped'"
-        )
+            merged, weights = aggregate(options.aggregation, list(updates.values()), signals)
+        after = replace(state, parameters={name: p - merged[name] for name, p in state.parameters.items()})
+        latents, q = from_parameters(after.parameters, state.inducing, state.jitter)
+        usable = [*after.parameters.values(), latents.scales, q.covariance]
+        if not (all(np.isfinite(array).all() for array in usable) and np.all(latents.scales > 0)):
+            raise NumericsError(
+                "the merged pseudo-gradient leads to parameters that are not finite: a unit sent far too much. Set "
+                "`fedmgp.aggregation` to a rule that bounds every unit, as 'norm-clipped'"
+            )
+    return after, {site: float(weight) for site, weight in zip(updates, weights, strict=True)}
 
 
 def noted(
     state: PseudoState, answers: Mapping[str, PseudoGradient], weights: Mapping[str, float], server_round: int
 ) -> PseudoState:
     """Who answered, and what the report shows."""
-    notice_fresh((site for site, own in answers.items() if float(own.fresh)), state.reports)
-    flat = {site: float(own.flat) for site, own in answers.items() if own.flat is not None}
+    notice_fresh((site for site, answer in answers.items() if float(answer.fresh)), state.reports)
+    flat = {site: float(answer.flat) for site, answer in answers.items() if answer.flat is not None}
     reports = {**state.reports, **dict.fromkeys(answers, server_round)}
     return replace(state, reports=reports, record=state.record.after(weights, flat))
 
 
-S = TypeVar("S")
+class FedMGP(SharedLatents[PseudoState]):
+    """Algorithm 2 of the paper, for any likelihood and mini-batches."""
 
+    method = "fedmgp"
+    state_class = PseudoState
 
-class PseudoGradients(SharedLatents[S]):
-    """The base of runs of pseudo-gradients: once the objective is flat, their learning rate soon comes to its end."""
+    def _set(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None) -> None:
+        super()._set(config, observer, snapshot)
+        rules = (*RULES, AGREEMENT)
+        if self.options.aggregation not in rules:
+            raise ConfigError(f"`fedmgp.aggregation` = {self.options.aggregation!r}; allowed: {', '.join(rules)}")
 
     @property
-    def watched_share(self) -> float:
-        """Share of the rounds after which the learning rate has fallen to :data:`WATCHED` of the first."""
-        return min(1.0, math.log(WATCHED) / min(math.log(self.options.final_rate), -1e-9))
-
-    @property
-    def plan(self) -> Plan:
-        """The same, shortened where the objective was flat early."""
-        plan, flat = super().plan, self.course.flat_from
-        if flat is None:
-            return plan
-        return replace(plan, shortened=min(plan.pseudo_rounds, math.ceil(flat / self.watched_share)))
+    def rounds(self) -> int:
+        """Rounds over which the learning rate falls: fewer than planned where the objective was flat early."""
+        planned, flat = self.config.num_server_rounds, self.course.flat_from
+        return planned if flat is None else min(planned, math.ceil(flat / WATCHED))
 
     def watching(self) -> bool:
         """As long as steps are long enough to raise the objective."""
-        return self.round <= self.watched_share * super().plan.pseudo_rounds
+        return self.round <= WATCHED * self.config.num_server_rounds
 
-    def converged(self, state: S) -> bool:
+    def converged(self, state: PseudoState) -> bool:
         """Whether the objective was flat before the learning rate had fallen."""
         del state
         return self.course.flat_from is not None
 
-
-class FedMGP(PseudoGradients[PseudoState]):
-    """Algorithm 2 of the paper, for any likelihood and mini-batches."""
-
-    state_class = PseudoState
-    implied: ClassVar[Mapping[str, Any]] = {"update": "pseudo-gradient", "final_rounds": 0}
-
-    def phase(self, state: PseudoState) -> PseudoState:
-        """All of it."""
-        return state
+    def finished(self, state: PseudoState) -> bool:
+        """Whether the objective was flat and the learning rate has come down since."""
+        return self.converged(state) and self.round >= self.rounds
 
     def initialise(self, roster: Roster) -> Asking[PseudoState]:
         """Pseudo-inputs from where inputs lie, lengthscales from their spacing, q(u) from one unit."""
-        return (yield from initialise(roster, self.plan))
+        inducing = yield from first_inducing(self.config, roster)
+        latents = latents_at(inducing, self.options.multiples, self.config.model.jitter)
+        q = yield from first_posterior(latents, roster)
+        return begin(latents, q, gaussian=self.config.model.likelihood == "gaussian")
 
     def one_round(self, state: PseudoState, roster: Roster) -> Asking[tuple[PseudoState, Figures]]:
         """Algorithm 2."""
-        return (yield from one_round(state, roster, self.plan))
-
-    def finished(self, state: PseudoState) -> bool:
-        """Whether the objective was flat and the learning rate has come down since."""
-        return self.converged(state) and self.round >= self.plan.pseudo_rounds
+        rows = self.preparation.rows
+        return (
+            yield from one_round(
+                state, roster, PseudoPlan(self.options, self.config, len(rows), rows, max(self.rounds, 1))
+            )
+        )
 
     def public(self, state: PseudoState) -> NamedArrays:
         """θ."""

@@ -18,30 +18,37 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.errors import NumericsError, ProtocolError
-from fedgp_flower.messages import decode, message
-from fedgp_flower.methods.fedmgp.exact_q import best_scales, posterior
-from fedgp_flower.methods.fedmgp.latents import Hold, Latents, Move, Posterior, Statistics
+from fedgp_flower.messages import decode, encode, message
+from fedgp_flower.methods.fedmgp.latents import (
+    Hold,
+    Latents,
+    Move,
+    Posterior,
+    Statistics,
+    best_scales,
+    posterior,
+    still,
+)
 from fedgp_flower.methods.fedmgp.messages import Known, Trials, TrialStatistics
+from fedgp_flower.methods.fedmgp.options import FedMGPExactOptions
 from fedgp_flower.methods.fedmgp.trust import agreeing, consistent, possible
+from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.fedmgp_shared import (
     EVERYONE,
-    Plan,
     Record,
-    Shared,
     SharedLatents,
     first_inducing,
     first_posterior,
     latents_at,
     notice_fresh,
-    still,
     view,
 )
 from strategies.server.fedavg import sampled
@@ -55,6 +62,15 @@ GAIN: Hold = "gain"
 WIDTH: Hold = "width"
 _STEP_START, _STEP_MIN, _STEP_MAX, _STEP_GROW = 0.3, 0.02, 0.7, 1.5
 _STRETCH_MIN, _STRETCH_MAX = 1.5, 16.0
+
+
+@message()
+class Shared:
+    """What Flower's wrappers see: latent functions and q(u)."""
+
+    latents: Latents
+    posterior: Posterior
+
 
 Replies = Mapping[str, Sequence[Statistics]]
 """Statistics at every trial move, by site."""
@@ -107,14 +123,19 @@ class ExactRun:
         return self.starts[self.active]
 
     @property
-    def shared(self) -> Shared:
-        """Latent functions and q(u) of that start."""
-        return Shared(self.state.latents, self.state.posterior)
+    def latents(self) -> Latents:
+        """Latent functions of that start."""
+        return self.state.latents
 
     @property
-    def bounds(self) -> tuple[float | None, list[float | None]]:
-        """Of that start, and of all."""
-        return self.state.bound, [own.bound for own in self.starts]
+    def posterior(self) -> Posterior:
+        """The joint q(u) of that start."""
+        return self.state.posterior
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """The pooled bound of that start, and of all."""
+        return {"bound": self.state.bound, "bounds_of_starts": [start.bound for start in self.starts]}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -133,18 +154,30 @@ class ExactRun:
         return replace(self, starts=(*self.starts[: self.active], state, *self.starts[self.active + 1 :]))
 
 
-def start_state(latents: Latents, q: Posterior, *, unsmoothed: int = 0) -> ExactState:
-    """Before the first round from these latent functions."""
-    steps = np.full(latents.scales.shape, _STEP_START)
-    return ExactState(latents, q, None, steps, steps, unsmoothed=unsmoothed)
+@dataclass(frozen=True, slots=True)
+class ExactPlan:
+    """How a round goes."""
+
+    config: RunConfig
+    options: FedMGPExactOptions
+    rows: Mapping[str, int]
+    """Training rows of every unit that was ever known."""
+
+    @property
+    def agreement(self) -> bool:
+        """Whether only units that share g with most others count."""
+        return self.options.aggregation == "agreement"
 
 
-def first_state(inducing: Array, number: int, roster: Roster, plan: Plan) -> Asking[ExactState]:
+def first_state(inducing: Array, number: int, roster: Roster, plan: ExactPlan) -> Asking[ExactState]:
     """A start: lengthscales from the spacing of the pseudo-inputs, q(u) of one unit."""
-    multiples = [start_factor(number) * multiple for multiple in plan.options.multiples]
-    latents = latents_at(inducing, multiples, plan.config.model.jitter)
-    unsmoothed = plan.options.unsmoothed(plan.config, inducing.shape[1])
-    return start_state(latents, (yield from first_posterior(latents, roster)), unsmoothed=unsmoothed)
+    options, config = plan.options, plan.config
+    latents = latents_at(
+        inducing, [start_factor(number) * multiple for multiple in options.multiples], config.model.jitter
+    )
+    q = yield from first_posterior(latents, roster)
+    steps = np.full(latents.scales.shape, _STEP_START)
+    return ExactState(latents, q, None, steps, steps, unsmoothed=options.unsmoothed(config, inducing.shape[1]))
 
 
 def start_factor(number: int) -> float:
@@ -153,27 +186,13 @@ def start_factor(number: int) -> float:
     return 2.0**power if number % 2 else 2.0**-power
 
 
-def one_round(run: ExactRun, roster: Roster, plan: Plan) -> Asking[tuple[ExactRun, Figures]]:
-    """An exact round of the start that is being worked on, with max(⌈ρM⌉, 1) units."""
+def one_round(run: ExactRun, roster: Roster, plan: ExactPlan) -> Asking[tuple[ExactRun, Figures]]:
+    """An exact round of the start that is being worked on, with max(⌈ρM⌉, 1) units.
+
+    M-steps at these units, statistics at trial moves, and the move with the best pooled bound.
+    """
     run = yield from next_start(run, roster, plan)
-    return (yield from round_with(run, sampled(roster, plan.options.fraction, plan.config.seed), roster, plan))
-
-
-def next_start(run: ExactRun, roster: Roster, plan: Plan) -> Asking[ExactRun]:
-    """Begin another start, or choose the best one, when it is time."""
-    done, starts, each = roster.round - 1, plan.options.num_starts(plan.config), plan.options.start_rounds
-    if done and done % each == 0 and len(run.starts) < starts:
-        state = yield from first_state(run.state.latents.inducing, len(run.starts), roster, plan)
-        return replace(run, starts=(*run.starts, state), active=len(run.starts))
-    if starts > 1 and done == starts * each:
-        best = best_start(run.starts, agreement=plan.agreement)
-        logger.info("start %d of %d has the best bound", best + 1, starts)
-        return replace(run, active=best)
-    return run
-
-
-def round_with(run: ExactRun, chosen: Sequence[str], roster: Roster, plan: Plan) -> Asking[tuple[ExactRun, Figures]]:
-    """M-steps at some units, statistics at trial moves, and the move with the best pooled bound."""
+    chosen = sampled(roster, plan.options.fraction, plan.config.seed)
     moves = trial_moves(run.state)
     ask = the_sum if plan.options.aggregation == "sum" or roster.totals_only else individuals
     asked: Asked = yield from ask(run, moves, chosen, plan)
@@ -185,6 +204,19 @@ def round_with(run: ExactRun, chosen: Sequence[str], roster: Roster, plan: Plan)
     if not rows or state.bound is None or not math.isfinite(state.bound):
         return run, {}
     return run, {"bound": state.bound, "objective": state.bound / rows}
+
+
+def next_start(run: ExactRun, roster: Roster, plan: ExactPlan) -> Asking[ExactRun]:
+    """Begin another start, or choose the best one, when it is time."""
+    done, starts, each = roster.round - 1, plan.options.num_starts(plan.config), plan.options.start_rounds
+    if done and done % each == 0 and len(run.starts) < starts:
+        state = yield from first_state(run.state.latents.inducing, len(run.starts), roster, plan)
+        return replace(run, starts=(*run.starts, state), active=len(run.starts))
+    if starts > 1 and done == starts * each:
+        best = best_start(run.starts, agreement=plan.agreement)
+        logger.info("start %d of %d has the best bound", best + 1, starts)
+        return replace(run, active=best)
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,21 +231,26 @@ class Asked:
     """Whose the sum is."""
 
 
-def individuals(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], plan: Plan) -> Asking[Asked]:
+def individuals(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], plan: ExactPlan) -> Asking[Asked]:
     """Statistics of each unit, without those that its rows cannot have produced."""
     state = run.state
     requests = {site: Trials(view(run, site), tuple(moves), not state.unsmoothed) for site in chosen}
     answers: Mapping[str, TrialStatistics] = yield Each(TrialStatistics, requests)
     notice_fresh((site for site, own in answers.items() if float(own.fresh)), state.reported)
     replies = {site: own.each() for site, own in answers.items()}
-    refused = [site for site, own in replies.items() if not _plausible(own, moves, state.posterior, plan.rows[site])]
+    q, rows = state.posterior, plan.rows
+    refused = [
+        site
+        for site, given in replies.items()
+        if not (possible(given[0], q, rows[site]) and consistent(given, moves, q, rows[site]))
+    ]
     for site in refused:
         yield Refuse(site, "statistics that no rows can produce")
         del replies[site]
     return Asked(replies, refused, {site: float(own.flat) for site, own in answers.items()})
 
 
-def the_sum(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], plan: Plan) -> Asking[Asked]:
+def the_sum(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], plan: ExactPlan) -> Asking[Asked]:
     """Statistics of all units as if they were those of one; only those that answer count in this round."""
     del plan
     request = Trials(view(run, EVERYONE), tuple(moves), not run.state.unsmoothed)
@@ -224,12 +261,8 @@ def the_sum(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], plan: P
     return Asked({EVERYONE: summed.total.each()}, flat={EVERYONE: share}, sites=summed.sites)
 
 
-def _plausible(answers: Sequence[Statistics], moves: Sequence[Move], asked: Posterior, rows: int) -> bool:
-    return possible(answers[0], asked, rows) and consistent(answers, moves, asked, rows)
-
-
 def advance(
-    state: ExactState, asked: Asked, moves: Sequence[Move], server_round: int, plan: Plan
+    state: ExactState, asked: Asked, moves: Sequence[Move], server_round: int, plan: ExactPlan
 ) -> tuple[ExactState, dict[str, float]]:
     """The next state, and 1 or 0 for every site that has a report: whether it counts.
 
@@ -283,11 +316,10 @@ def trial_moves(state: ExactState) -> tuple[Move, ...]:
     """
     shape = state.latents.scales.shape
     turn = np.unravel_index(state.round % state.latents.scales.size, shape)
-    still = np.zeros(shape)
-    moves = [Move(still, 1.0, "gain"), Move(still, state.stretch, "gain")]
+    moves = [still(shape), replace(still(shape), stretch=state.stretch)]
     for kept, steps in ((GAIN, state.gain_steps), (WIDTH, state.width_steps))[: 1 if state.unsmoothed else 2]:
         for sign in (-1.0, 1.0):
-            offset = still.copy()
+            offset = np.zeros(shape)
             offset[turn] = sign * steps[turn]
             moves.append(Move(offset, state.stretch, kept))
     return tuple(moves)
@@ -413,18 +445,21 @@ def _next_steps(state: ExactState, moves: Sequence[Move], chosen: int) -> tuple[
 class FedMGPExact(SharedLatents[ExactRun]):
     """Exact rounds from the first to the last; for a Gaussian likelihood and whole batches."""
 
+    method = "fedmgp-exact"
+    options_class = FedMGPExactOptions
     state_class = ExactRun
-    implied: ClassVar[Mapping[str, Any]] = {"update": "exact"}
+    options: FedMGPExactOptions
 
-    def phase(self, state: ExactRun) -> ExactRun:
-        """All of it."""
-        return state
+    @property
+    def plan(self) -> ExactPlan:
+        """How a round goes."""
+        return ExactPlan(self.config, self.options, self.preparation.rows)
 
     def initialise(self, roster: Roster) -> Asking[ExactRun]:
         """One start, at pseudo-inputs from where inputs lie."""
-        inducing = yield from first_inducing(self.plan, roster)
+        inducing = yield from first_inducing(self.config, roster)
         first = yield from first_state(inducing, 0, roster, self.plan)
-        return ExactRun((first,), 0, Record((), {}))
+        return ExactRun((first,), 0, Record())
 
     def watching(self) -> bool:
         """Once the best start goes on, and units smooth."""
@@ -436,6 +471,10 @@ class FedMGPExact(SharedLatents[ExactRun]):
         """An exact round."""
         self.sizes |= state.sizes
         return (yield from one_round(state, roster, self.plan))
+
+    def public(self, state: ExactRun) -> NamedArrays:
+        """Latent functions and q(u)."""
+        return encode(Shared(state.latents, state.posterior))
 
     def adopt(self, state: ExactRun, arrays: NamedArrays) -> ExactRun:
         """Other latent functions and q(u); reports stay what they are."""

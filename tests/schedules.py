@@ -15,67 +15,55 @@ from flwr.app import Message, RecordDict
 from fedgp_flower.errors import FedGPError
 
 _CLASSES = {"dataset": "breast-cancer", "model__likelihood": "bernoulli", "features": "mean radius,mean texture"}
-_CLASSES |= {"sfvi__classes": 2, "sfvi__hidden": 3, "sfvi__prediction_draws": 5}
+_CLASSES |= {"sfvi__classes": 2, "sfvi__hidden": 3}
 METHODS: dict[str, dict[str, Any]] = {
-    "fsgp profiled": {"method": "fsgp", "fsgp__objective": "profiled", "fsgp__exchanges": 6}
-    | {"model__hyperparameters": "point"},
-    "fsgp exact": {"method": "fsgp", "fsgp__objective": "exact"},
-    "fsgp average": {"method": "fsgp", "fsgp__objective": "average"},
-    "fsgp classes": {"method": "fsgp", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
+    "sgpr": {"method": "sgpr", "sgpr__exchanges": 8},
+    "fsgp": {"method": "fsgp"},
+    "svgp": {"method": "svgp", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
     "fgpr": {"method": "fgpr"},
-    "pvi": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5, "pvi__refit_evaluations": 5},
-    "pvi whitened": {"method": "pvi", "pvi__inducing": "fixed", "pvi__hyper": "fixed", "pvi__schedule": "synchronous"}
-    | {"pvi__local_update": "adam", "pvi__steps": 5, "pvi__first_steps": 5},
+    "pvi": {"method": "pvi", "pvi__local_update": "adam", "pvi__steps": 5},
+    "pvi whitened": {"method": "pvi", "pvi__inducing": "fixed", "pvi__schedule": "synchronous"}
+    | {"pvi__local_update": "adam", "pvi__steps": 5},
     "pvi asynchronous": {"method": "pvi", "pvi__schedule": "asynchronous", "pvi__local_update": "adam"}
-    | {"pvi__steps": 3, "pvi__first_steps": 3},
-    "fedmgp exact": {"method": "fedmgp"},
-    "fedmgp": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__final_rounds": 0},
-    "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
-    "sfvi closed": {"method": "sfvi", "test_fraction": 0.8},
-    "sfvi duals": {"method": "sfvi", "sfvi__objective": "closed-form"}
-    | {"dataset": "breast-cancer", "model__likelihood": "bernoulli"}
-    | {"features": "mean radius,mean texture", "test_fraction": 0.9},
+    | {"pvi__steps": 3},
+    "fedmgp exact": {"method": "fedmgp-exact"},
+    "fedmgp": {"method": "fedmgp"},
+    "fedmgp heavy tails": {"method": "fedmgp", "model__likelihood": "student-t"},
+    "sfvi": {"method": "sfvi"},
+    "hierarchical-gp": {"method": "hierarchical-gp", "test_fraction": 0.8},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 3},
     "sfvi networks": {"method": "sfvi", "sfvi__model": "hierarchical-bnn", **_CLASSES},
     "sfvi-avg networks": {"method": "sfvi-avg", "sfvi__model": "fedpop", "sfvi__local_steps": 3, **_CLASSES},
     "pvi-glm": {"method": "pvi-glm"},
     "pvi-bnn": {"method": "pvi-bnn", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
-    | {"features": "mean radius,mean texture", "bnn__classes": 2, "bnn__hidden": 4, "bnn__steps": 5}
-    | {"bnn__batch_size": 0, "bnn__prediction_draws": 5},
+    | {"features": "mean radius,mean texture", "bnn__classes": 2, "bnn__hidden": 4, "pvi__steps": 5},
     "deep-kernel": {"method": "deep-kernel", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture", "deep__hidden": 4, "deep__features": 3, "deep__local_steps": 3},
-    "fsgp exact, masked": {"method": "fsgp", "fsgp__objective": "exact", "privacy__secure_aggregation": True},
-    "fsgp private": {"method": "fsgp", "privacy__epsilon": 1.0, "privacy__ranges": '{"x": [-1, 7], "y": [-2, 2]}'},
-    "fsgp laplace": {"method": "fsgp", "fsgp__objective": "profiled", "model__hyperparameters": "laplace"}
-    | {"fsgp__exchanges": 6},
-    "pvi sums": {"method": "pvi", "pvi__exchanges": 6, "model__hyperparameters": "point"},
-    "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"}
-    | {"model__hyperparameters": "point"},
-    "pvi mixed": {"method": "pvi", "pvi__exchanges": 7, "model__hyperparameters": "laplace", "num_server_rounds": 6},
-    "pvi mixed, asynchronous": {"method": "pvi", "pvi__exchanges": 7, "pvi__schedule": "asynchronous"}
-    | {"model__hyperparameters": "laplace", "num_server_rounds": 6},
+    "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 8, "privacy__secure_aggregation": True},
+    "sgpr-private": {
+        "method": "sgpr-private",
+        "privacy__epsilon": 1.0,
+        "privacy__ranges": '{"x": [-1, 7], "y": [-2, 2]}',
+    },
+    "pvi sums": {"method": "pvi", "pvi__exchanges": 6},
+    "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"},
     "pvi classes": {"method": "pvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
-    "pvi parallel": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5}
-    | {"pvi__refit_evaluations": 5, "pvi__schedule": "synchronous"},
-    "fedmgp convolved": {"method": "fedmgp", "fedmgp__covariance": "convolved"},
-    "fedmgp deviations": {"method": "fedmgp", "fedmgp__covariance": "deviations", "test_fraction": 0.8},
-    "fedmgp natural": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__parametrisation": "natural"},
+    "rough": {"method": "hierarchical-gp", "hierarchical__deviation": "rough", "test_fraction": 0.8},
     "sfvi glmm": {"method": "sfvi", "sfvi__model": "glmm", "sfvi__unit_column": "age", "sfvi__random_slopes": "bmi"}
-    | {"dataset": "diabetes", "features": "age,bmi", "sfvi__importance_samples": 2, "sfvi__prediction_draws": 5},
+    | {"dataset": "diabetes", "features": "age,bmi", "sfvi__importance_samples": 2},
     "sfvi vae": {"method": "sfvi", "sfvi__model": "vae", "standardise": False, **_CLASSES}
     | {"features": "mean smoothness,mean compactness"},
     "sfvi-avg prodlda": {"method": "sfvi-avg", "sfvi__model": "prodlda", "sfvi__local_steps": 3, "standardise": False}
     | _CLASSES,
-    "fedmgp then exact": {"method": "fedmgp", "fedmgp__update": "pseudo-gradient", "fedmgp__final_rounds": 1},
 }
 """A tiny run of every Strategy that trains."""
 
 
 def keys_of(method: str, **changes: Any) -> dict[str, Any]:
     """The tiny configuration of a method."""
-    return configured(**{"fsgp__objective": "exact", "num_server_rounds": 3} | METHODS[method] | changes)
+    return configured(**{"num_server_rounds": 3} | METHODS[method] | changes)
 
 
 Spoil = Callable[[Message, float], Message | None]
@@ -194,7 +182,7 @@ def _copied(reply: Message) -> Message:
 @contextmanager
 def quietly() -> Iterator[None]:
     """Lies overflow; what they overflow into is what is looked at."""
-    with np.errstate(all="ignore"), mock.patch("strategies.server.strategy.time", _Instant()):
+    with np.errstate(all="ignore"), mock.patch("strategies.server.session.time", _Instant()):
         yield
 
 

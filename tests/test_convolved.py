@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.polynomial.hermite_e import hermegauss
 
-from fedgp_flower.gp.convolved import ConvolvedKernel, CoregionalKernel, smoothed_covariance
+from fedgp_flower.gp.convolved import ConvolvedKernel, smoothed_covariance
 
 
 def kernel(num_latents: int, dims: int) -> ConvolvedKernel:
@@ -86,7 +86,8 @@ def test_no_smoothing_is_the_linear_model_of_coregionalisation() -> None:
     tiny = ConvolvedKernel(
         full.scales.detach(), torch.full((2, 2), 1e-13, dtype=torch.float64), full.amplitudes.detach()
     )
-    linear = CoregionalKernel(full.scales.detach(), full.amplitudes.detach())
+    none = torch.zeros(2, 2, dtype=torch.float64)
+    linear = ConvolvedKernel(full.scales.detach(), none, full.amplitudes.detach())
     by_hand = torch.stack(
         [
             s * (-0.5 * ((x[:, None] - w[None]) ** 2 / S).sum(-1)).exp()

@@ -11,10 +11,10 @@ from faults import FaultyGrid, configured
 from scipy import integrate, stats
 
 from fedgp_flower import server_app
-from fedgp_flower.clients.counts import central, count_quantiles, count_scores
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.run import figures
 from fedgp_flower.run.predict import QUANTILES, Predictor
+from fedgp_flower.scores import central, count_quantiles, count_scores
 
 CASES = ((0.3, 0.5, 0), (1.2, 0.2, 7), (-2.0, 0.9, 1), (3.0, 0.0, 20), (4.0, 0.3, 31))
 
@@ -75,15 +75,6 @@ def test_intervals_of_counts_are_drawn_as_such() -> None:
     assert central(rows["mean"].to_numpy(), rows["sd"].to_numpy(), counts=False)[0][0] < 0
 
 
-def test_rows_add_up() -> None:
-    mean, variance, counts = (np.array(column, dtype=float) for column in zip(*CASES, strict=True))
-    whole = count_scores(mean, variance, counts)
-    rows = [count_scores(*(np.array([value]) for value in case)) for case in zip(mean, variance, counts, strict=True)]
-    for name, value in whole.sums.items():
-        assert value == pytest.approx(sum(row.sums[name] for row in rows), rel=5e-3), name
-    assert count_scores(*(np.zeros(0),) * 3).sums["count"] == 0
-
-
 @pytest.mark.parametrize(("variance", "target"), [(-0.1, 1.0), (0.1, 1.5), (0.1, -1.0)])
 def test_what_are_no_counts(variance: float, target: float) -> None:
     with pytest.raises(NumericsError):
@@ -103,7 +94,6 @@ def test_counts_at_three_sites(tmp_path: Path) -> None:
         num_server_rounds=30,
         round_timeout=60.0,
         model__likelihood="poisson",
-        sfvi__site_inducing=5,
         sfvi__learning_rate=0.1,
         baselines__local_only=True,
         baselines__max_evaluations=30,

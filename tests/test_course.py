@@ -46,14 +46,6 @@ def test_a_flat_or_falling_series_ends_soon() -> None:
         assert np.median(found) <= 3 * LEAST
 
 
-def test_series_without_noise_end_where_nothing_is_left_to_gain() -> None:
-    """A steady rise never does; 1 − e^{−t/5} does, when a window rises by a thousandth."""
-    assert course(np.arange(200) * 1e-3).flat_from is None
-    found = course(1 - np.exp(-np.arange(200) / 5))
-    assert found.flat_from is not None
-    assert 1 - found.values[found.flat_from // 2] < 1e-2
-
-
 def test_a_line_is_that_of_least_squares() -> None:
     values = np.random.default_rng(1).standard_normal(30)
     found = rise(values)

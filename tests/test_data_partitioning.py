@@ -34,7 +34,6 @@ ALL = {
     "square": {},
     "exponential": {},
     "dirichlet": {"alpha": 1.0, "min-rows": 5},
-    "pathological": {"bins": 5, "classes-per-site": 2},
     "sizes": {"ratio": 4.0},
     "kmeans": {},
     "blocks": {},
@@ -115,7 +114,7 @@ def test_dirichlet_takes_a_categorical_column():
 def test_pathological_sites_see_few_classes():
     label = pd.Series(np.arange(N) % 6).astype(float)
     for sites in (6, 5, 12):
-        found = by("pathological", sites, label, **{"classes-per-site": 2})
+        found = by("pathological", sites, label)
         assert {label.iloc[part].nunique() for part in found.rows} == {2}
         assert sum(sizes(found)) == N
 
@@ -143,8 +142,6 @@ def test_impossible_requests_are_refused_with_the_key_to_change():
         by("dirichlet", 5, **{"alpha": 0.05, "min-rows": 50})
     with pytest.raises(DataError, match="cannot deal every class to a site; the partition column has 10 classes"):
         by("pathological", 5)
-    with pytest.raises(DataError, match="has 2 classes"):
-        by("pathological", 5, rows()["job"], **{"classes-per-site": 3})
     few = pd.DataFrame({"x": [0.0, 0.0, 1.0, 1.0, 1.0]})
     with pytest.raises(DataError, match="'kmeans' with 3 sites leaves a site without rows"):
         deal(few, few["x"], 3, CoreConfig.model_validate({"partitioner": "kmeans"}))

@@ -7,12 +7,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fedgp_flower.data import partitioning
+from fedgp_flower.data.agreement import Agreement, SiteDescription, agree
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site, site_id, write_partition
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
 from fedgp_flower.run.config import CoreConfig
-from strategies.server.standardisation import Agreement, SiteDescription, agree
 
 
 def config(**keys) -> CoreConfig:
@@ -133,11 +134,10 @@ def test_levels_that_occur_only_in_test_rows_are_counted(tmp_path):
     assert encoded.x_test.ravel().tolist() == [-1.0, -1.0, 1.0, -1.0]
 
 
-def test_classes_of_all_sites_are_numbered_alike():
-    sites = load_all_sites(
-        config(dataset="breast-cancer", model={"likelihood": "bernoulli"}, partitioner="pathological",
-               partition={"classes-per-site": 1}), 2
-    )  # fmt: skip
+def test_classes_of_all_sites_are_numbered_alike(monkeypatch):
+    monkeypatch.setattr(partitioning, "CLASSES_PER_SITE", 1)
+    flat = config(dataset="breast-cancer", model={"likelihood": "bernoulli"}, partitioner="pathological")
+    sites = load_all_sites(flat, 2)
     preparation = preparation_of(sites, likelihood="bernoulli")
     assert preparation.target.levels == ("benign", "malignant")
     assert [set(site.encode(preparation).y) for site in sites] == [{0.0}, {1.0}]

@@ -73,7 +73,6 @@ CASES = {
         {"dates": "days"},
         ["in `dose` day and month could be exchanged"],
     ),
-    "too many levels": (lines(), {"max-levels": 2}, ["`job` has 3 levels in 10 rows", "`max-levels` = 2"]),
     "counts below zero": (lines((2, "21,ax,1,-1")), {"model": {"likelihood": "poisson"}}, ["counts", "in row 2"]),
     "many classes": (lines(), {"model": {"likelihood": "bernoulli"}}, ["target `y` has 12 levels", "two classes"]),
     "zero under a logarithm": (lines(), {"transform": {"target": "log"}}, ["above zero", "in row 1"]),

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.run.metrics import bernoulli_scores, gaussian_scores
-from strategies.server.evaluation import as_baseline, combine, combine_histograms, natural_order
+from fedgp_flower.scores import bernoulli_scores, gaussian_scores
+from strategies.server.evaluation import combine, combine_histograms
 
 
 def predictions(n, seed=0):
@@ -75,13 +75,6 @@ def test_a_site_without_rows_has_no_figures_and_moves_nothing():
     assert math.isnan(both["per_site"][1]["rmse"])
 
 
-def test_a_baseline_entry_holds_test_figures_and_sites():
-    result = combine({k: v.sums for k, v in split(9, 3).items()}, 1.0)
-    entry = as_baseline(result)
-    assert entry["nll"] == result["test"]["nll"]
-    assert len(entry["per_site"]) == 3
-
-
 def test_histograms_add_over_sites():
     scores = split(53, 4)
     m, s, y = predictions(53)
@@ -90,18 +83,6 @@ def test_histograms_add_over_sites():
     assert combine_histograms([{}]) == {}
     with pytest.raises(ProtocolError, match="shape"):
         combine_histograms([{"evaluation.pit": np.ones(20)}, {"evaluation.pit": np.ones(10)}])
-
-
-def test_sites_come_in_natural_order():
-    assert sorted(["10", "2", "b1", "a", "B", "a10", "a9"], key=natural_order) == [
-        "2",
-        "10",
-        "B",
-        "a",
-        "a9",
-        "a10",
-        "b1",
-    ]
 
 
 @pytest.mark.parametrize(

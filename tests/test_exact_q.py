@@ -12,11 +12,19 @@ import torch
 from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.gp.convolved import smoothed_covariance
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.fedmgp.exact_q import best_scales, pooled_bound, posterior
-from fedgp_flower.methods.fedmgp.latents import Latents, Move, Posterior, Statistics, spacing
+from fedgp_flower.methods.fedmgp.latents import (
+    Latents,
+    Move,
+    Posterior,
+    Statistics,
+    best_scales,
+    pooled_bound,
+    posterior,
+    spacing,
+)
 from fedgp_flower.methods.fedmgp.messages import TrialStatistics
-from fedgp_flower.methods.fedmgp.multi_output import from_exact
-from fedgp_flower.methods.fedmgp.references import fit_pooled
+from fedgp_flower.methods.fedmgp.model import MultiOutputGP
+from fedgp_flower.methods.fedmgp.pooled import fit_pooled
 from fedgp_flower.methods.fedmgp.unit import (
     SearchOptions,
     UnitData,
@@ -30,8 +38,8 @@ from fedgp_flower.methods.fedmgp.unit import (
     starting_parameters,
     statistics,
 )
-from strategies.fedmgp_exact import merge, start_state, trial_moves
-from strategies.fedmgp_shared import is_flat, latents_at
+from strategies.fedmgp_exact import ExactState, merge, trial_moves
+from strategies.fedmgp_shared import Record, latents_at
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 OPTIONS = SearchOptions()
@@ -56,7 +64,8 @@ def signals(dims: int, seed: int = 0, num_units: int = 3, rows: int = 50) -> lis
 def start(inducing, multiples=(1.0,)):  # type: ignore[no-untyped-def]
     """Before the first round: lengthscales from the spacing of the pseudo-inputs, q(u) the prior."""
     latents = latents_at(inducing, list(multiples), 1e-8)
-    return start_state(latents, Posterior(np.zeros(latents.size), np.eye(latents.size)))
+    steps = np.full(latents.scales.shape, 0.3)
+    return ExactState(latents, Posterior(np.zeros(latents.size), np.eye(latents.size)), None, steps, steps)
 
 
 def federate(units, inducing, rounds, *, multiples=(1.0,), options=OPTIONS, reach=None):  # type: ignore[no-untyped-def]
@@ -101,10 +110,9 @@ def test_statistics_give_the_expected_log_likelihood_of_the_model(num_latents: i
     mean, variance = predict(x, latents, q, phi)
     by_hand = -0.5 * (np.log(2 * math.pi * phi.noise) + ((data.y - mean) ** 2 + variance) / phi.noise).sum()
     assert expected_fit(latents, q, data, phi) == pytest.approx(by_hand, rel=1e-10)
-    if num_latents == 1:
-        model = from_exact(latents, q, phi)
-        value = float(model.expected_log_likelihood(torch.from_numpy(x), torch.from_numpy(data.y)).sum().detach())
-        assert value == pytest.approx(by_hand, rel=1e-8)
+    model = MultiOutputGP.of(latents, q, phi)
+    value = float(model.expected_log_likelihood(torch.from_numpy(x), torch.from_numpy(data.y)).sum().detach())
+    assert value == pytest.approx(by_hand, rel=1e-8)
 
 
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
@@ -176,7 +184,7 @@ def test_rounds_reach_the_pooled_optimum(seed: int) -> None:
     states, phi, _ = federate(units, W, 20)
     assert min(np.diff([s.bound for s in states[1:]])) >= -1e-7
     order = [phi[s] for s in sorted(phi)]
-    assert states[-1].bound > fit_pooled(units, [(states[-1].latents, order), (states[8].latents, order)]).bound - 1
+    assert states[-1].bound > fit_pooled(units, states[-1].latents, order).bound - 1
     mean, variance = predict(missing[0], states[-1].latents, states[-1].posterior, phi["3"])
     assert np.mean((mean - missing[1]) ** 2) < 0.02
     inside95 = np.abs(mean - missing[1]) < 1.96 * np.sqrt(variance + phi["3"].noise)
@@ -336,12 +344,12 @@ def test_a_flat_g_is_noticed() -> None:
     states, phi, data = federate(units, W, 5)
     good = {s: explained_share(data[s], phi[s]) for s in data}
     assert min(good.values()) > 0.8
-    assert not is_flat({site: float(share < 0.1) for site, share in good.items()})
+    assert not Record((), {site: float(share < 0.1) for site, share in good.items()}).collapsed
     prior = Posterior(np.zeros(16), np.eye(16))
     stuck = {s: explained_share(data[s], maximise(data[s], states[0].latents, prior, phi[s], OPTIONS)) for s in data}
     assert max(stuck.values()) < 1e-9  # with m = 0 no amplitude explains anything
-    assert is_flat({site: float(share < 0.1) for site, share in stuck.items()})
-    assert not is_flat({})
+    assert Record((), {site: float(share < 0.1) for site, share in stuck.items()}).collapsed
+    assert not Record().collapsed
 
 
 def test_spacing_is_the_distance_of_neighbours_on_a_grid() -> None:

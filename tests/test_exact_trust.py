@@ -10,8 +10,7 @@ import pytest
 from test_exact_q import OPTIONS, SHAPES, federate, grid, random_unit, signals, start
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.methods.fedmgp.exact_q import posterior
-from fedgp_flower.methods.fedmgp.latents import Move, Statistics
+from fedgp_flower.methods.fedmgp.latents import Move, Statistics, posterior
 from fedgp_flower.methods.fedmgp.trust import START_NOISE, agreeing, best_lead, consistent, possible, possible_start
 from fedgp_flower.methods.fedmgp.unit import (
     SearchOptions,
@@ -24,12 +23,26 @@ from fedgp_flower.methods.fedmgp.unit import (
     statistics,
 )
 from fedgp_flower.run.registry import parse_config
-from strategies.fedmgp_exact import Asked, ExactState, advance, best_start, bound_of, carried, merge, trial_moves
-from strategies.fedmgp_shared import Plan
+from strategies.fedmgp_exact import (
+    Asked,
+    ExactPlan,
+    ExactState,
+    advance,
+    best_start,
+    bound_of,
+    carried,
+    merge,
+    trial_moves,
+)
 
 ROWS = 50
-AGREEMENT = parse_config({"method": "fedmgp", "fedmgp.aggregation": "agreement"})
+AGREEMENT = parse_config({"method": "fedmgp-exact", "fedmgp.aggregation": "agreement"})
 Answers = dict[str, tuple[Statistics, ...]]
+
+
+def planned(rows: dict[str, int]) -> ExactPlan:
+    """A plan whose rule is agreement."""
+    return ExactPlan(AGREEMENT, AGREEMENT.options, rows)
 
 
 def asked(num_units: int, rounds: int, dims: int = 1) -> tuple[ExactState, tuple[Move, ...], Answers]:
@@ -200,7 +213,7 @@ def test_who_answers_alone_is_compared_with_those_that_are_absent() -> None:
     known = {site: carried(report, state.latents) for site, report in state.reports.items()}
     found = agreeing({"s": told[0]}, asked=state.posterior, counts=rows, absent=known)
     assert found == ("0", "1", "2", "3", "4")
-    after, weights = advance(state, Asked({"s": told}), moves, 5, Plan(AGREEMENT, rows))
+    after, weights = advance(state, Asked({"s": told}), moves, 5, planned(rows))
     assert weights == {"0": 1.0, "1": 1.0, "2": 1.0, "3": 1.0, "4": 1.0, "s": 0.0}
     honest = merge(state, {}, moves=moves, quorum=0.5)
     np.testing.assert_allclose(after.posterior.mean, honest.posterior.mean, rtol=1e-9)
@@ -210,7 +223,7 @@ def test_the_first_unit_to_answer_is_kept_in_mind_and_not_believed() -> None:
     states, _, data = federate(signals(1, num_units=2), grid(1), 0)
     state, moves = states[-1], trial_moves(states[-1])
     replies = {s: respond(d, state.latents, state.posterior, moves, None, OPTIONS)[1] for s, d in data.items()}
-    plan = Plan(AGREEMENT, dict.fromkeys("01", ROWS))
+    plan = planned(dict.fromkeys("01", ROWS))
     first, weights = advance(state, Asked({"0": replies["0"]}), moves, 7, plan)
     assert weights == {"0": 0.0}
     assert first.reported == {"0": 7}
@@ -218,7 +231,7 @@ def test_the_first_unit_to_answer_is_kept_in_mind_and_not_believed() -> None:
     second, weights = advance(first, Asked({"1": replies["1"]}), moves, 8, plan)
     assert weights == {"0": 1.0, "1": 1.0}
     assert second.reported == {"0": 7, "1": 8}
-    alone, _ = advance(state, Asked({"0": replies["0"]}), moves, 7, Plan(AGREEMENT, {"0": ROWS}))
+    alone, _ = advance(state, Asked({"0": replies["0"]}), moves, 7, planned({"0": ROWS}))
     assert alone.trusted == ("0",)
 
 

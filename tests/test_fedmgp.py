@@ -11,22 +11,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, crashed, csv_nodes, lost, run
+from flwr.serverapp.strategy import Result
 
 from fedgp_flower.clients.state import load_state
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.messages import decode
-from fedgp_flower.methods.fedmgp.exact_q import pooled_bound, posterior
-from fedgp_flower.methods.fedmgp.latents import from_parameters
-from fedgp_flower.methods.fedmgp.learner import Memories, Memory, fit_alone
-from fedgp_flower.methods.fedmgp.multi_output import load, shared_parameters, unit_model
-from fedgp_flower.methods.fedmgp.unit import SearchOptions, UnitData, UnitParameters, predict, statistics
+from fedgp_flower.methods.fedmgp.latents import pooled_bound, posterior
+from fedgp_flower.methods.fedmgp.unit import Memories, Memory, UnitData, UnitParameters, predict, statistics
 from fedgp_flower.run.registry import parse_config
-from strategies.fedmgp_exact import ExactRun, ExactState
-from strategies.fedmgp_then_exact import TwoPhases
+from strategies.fedmgp_exact import ExactState
 
 UNITS = ("a", "b", "c", "d")
 
@@ -47,33 +43,23 @@ def nodes(folder: Path, units: tuple[str, ...] = UNITS, *, remember: bool = Fals
 
 
 def keys(**changes: Any) -> dict[str, Any]:
-    own = {"method": "fedmgp", "model__num_inducing": 14, "num_server_rounds": 5, "test_fraction": 0.2}
-    return configured(**(own | {"fedmgp__covariance": "convolved"} | changes))
+    usual = {"method": "fedmgp-exact", "model__num_inducing": 14, "num_server_rounds": 5, "test_fraction": 0.2}
+    return configured(**(usual | changes))
 
 
 def shared(strategy: Any) -> tuple[Any, Any]:
     """Latent functions and q(u) now."""
-    own = strategy.phase(strategy.current).shared
-    return own.latents, own.posterior
+    return strategy.current.latents, strategy.current.posterior
 
 
 def exact(strategy: Any) -> ExactState:
     """The start that is being worked on."""
-    state = strategy.current
-    run = state if isinstance(state, ExactRun) else state.exact
-    assert run is not None
-    return run.state
-
-
-def theta(strategy: Any) -> Mapping[str, np.ndarray]:
-    """Shared parameters of Algorithm 2."""
-    state = strategy.current
-    return state.pseudo.parameters if isinstance(state, TwoPhases) else state.parameters
+    return strategy.current.state
 
 
 def weights(strategy: Any) -> list[Mapping[str, float]]:
     """By round."""
-    return list(strategy.phase(strategy.current).record.weights)
+    return list(strategy.current.record.weights)
 
 
 def memory(grid: FaultyGrid, strategy: Any, site: str, start: int = 0) -> Memory | None:
@@ -89,7 +75,7 @@ def known(grid: FaultyGrid, strategy: Any, site: str) -> tuple[UnitParameters | 
     prepared = Preparation.from_wire(strategy.preparation.arrays, strategy.preparation.schema)
     rows = load_site(strategy.config, context.node_config).encode(prepared)
     data = UnitData.build(rows.x, rows.y, latents.inducing)
-    about = strategy.phase(strategy.current).known(site)
+    about = strategy.current.known(site)
     kept = memory(grid, strategy, site, about.start)
     phi = None if kept is None else kept.agreed(data, about)
     return phi, data, rows
@@ -143,29 +129,12 @@ def test_a_unit_predicts_with_what_it_alone_knows(tmp_path: Path) -> None:
     assert (np.abs(mean - truth) < 4 * np.sqrt(variance + phi.noise)).all()
 
 
-def test_a_unit_can_predict_with_its_own_deviation(tmp_path: Path) -> None:
-    """Training does not change, predictions do, and they are as good."""
-    found = []
-    for own in (False, True):
-        grid = FaultyGrid(keys(fedmgp__own_deviation=own), nodes(tmp_path))
-        strategy = run(grid)
-        strategy.begin_round()
-        strategy.evaluate()
-        found.append((shared(strategy)[1].mean, {row["site"]: row for row in strategy.evaluation["per_site"]}))
-    (q, plain), (same, wider) = found
-    assert np.array_equal(q, same)
-    assert all(wider[site]["rmse"] < 0.25 for site in UNITS)
-    assert any(wider[site]["nll"] != plain[site]["nll"] for site in UNITS)
-
-
 def test_targets_are_scaled_and_not_centred(tmp_path: Path) -> None:
     strategy = run(FaultyGrid(keys(num_server_rounds=1), nodes(tmp_path)))
     y = np.concatenate([wave(index)["y"] for index in range(4)])
     assert float(strategy.preparation.arrays["target.mean"]) == 0
     # 4 of 5 rows train, so the root mean square is nearly that of all rows
     assert float(strategy.preparation.arrays["target.scale"]) == pytest.approx(math.sqrt(np.mean(y**2)), rel=0.15)
-    centred = run(FaultyGrid(keys(num_server_rounds=1, fedmgp__center_target=True), nodes(tmp_path)))
-    assert float(centred.preparation.arrays["target.mean"]) != 0
 
 
 @pytest.mark.parametrize("change", [lost, crashed], ids=["lost", "crashed"])
@@ -213,12 +182,10 @@ def test_a_unit_with_a_folder_goes_on_as_if_nothing_had_happened(tmp_path: Path)
     assert [row["bound"] for row in broken.rows] == [row["bound"] for row in calm.rows]
 
 
-@pytest.mark.parametrize("mode", ["exact", "pseudo-gradient"])
-def test_a_resumed_run_ends_where_it_would_have_ended(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("method", ["fedmgp-exact", "fedmgp"])
+def test_a_resumed_run_ends_where_it_would_have_ended(tmp_path: Path, method: str) -> None:
     (tmp_path / "one").mkdir()
-    flat = keys(
-        fedmgp__update=mode, fedmgp__local_steps=3, fedmgp__final_rounds=2, fedmgp__server_momentum=0.3, min_sites=4
-    )
+    flat = keys(method=method, fedmgp__local_steps=3, min_sites=4)
     recorder, sites = Recorder(), nodes(tmp_path / "one", remember=True)
     kept: dict[Path, bytes] = {}
     folders = [Path(node["state-dir"]) / "site-state.safetensors" for node in sites]
@@ -283,37 +250,13 @@ def test_a_unit_that_joins_late_takes_part_and_one_that_comes_after_fits_alone(t
     recorder.at[8] = lambda: grid.join(every[3])
     strategy = run(grid, recorder)
     consistent(grid, strategy, UNITS[:3])
-    strategy.begin_round()
+    strategy.session.begin_round()
     before = shared(strategy)[1].mean.copy()
-    strategy.evaluate()
+    strategy._evaluate(Result())
     [late] = [row for row in strategy.evaluation["per_site"] if row["site"] == "d"]
     assert late["rmse"] < 0.35  # noise 0.1 on a signal of sd 1.4
     assert np.array_equal(shared(strategy)[1].mean, before)
     assert known(grid, strategy, "d")[0] is None
-
-
-def test_one_unit_and_one_step_is_a_plain_adam_step(tmp_path: Path) -> None:
-    flat = keys(
-        fedmgp__update="pseudo-gradient",
-        fedmgp__local_steps=1,
-        fedmgp__final_rounds=0,
-        optimizer__learning_rate=0.02,
-        num_server_rounds=0,
-        min_sites=1,
-        model__jitter=1e-6,
-    )
-    before = run(FaultyGrid(flat, nodes(tmp_path, ("b",))))
-    grid = FaultyGrid(flat | {"num-server-rounds": 1}, nodes(tmp_path, ("b",)))
-    strategy = run(grid)
-    start = theta(before)
-    latents, q = from_parameters(start, before.current.inducing, 1e-6)
-    _, data, rows = known(grid, strategy, "b")
-    model = unit_model(latents, fit_alone(data, latents, q, SearchOptions()))
-    load(shared_parameters(model), start)
-    (model.kl() - model.expected_log_likelihood(torch.from_numpy(rows.x), torch.from_numpy(rows.y)).sum()).backward()
-    torch.optim.Adam(model.parameters(), lr=0.02).step()
-    for name, value in shared_parameters(model).items():
-        np.testing.assert_allclose(theta(strategy)[name], value.detach().numpy(), atol=1e-9, err_msg=name)
 
 
 def test_a_collapse_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -348,7 +291,11 @@ def test_classes_are_predicted_by_the_unit(tmp_path: Path) -> None:
     frames = {unit: wave(index, 80) for index, unit in enumerate(UNITS)}
     frames = {unit: frame.assign(y=np.where(frame["y"] > 0, "up", "down")) for unit, frame in frames.items()}
     flat = keys(
-        model__likelihood="bernoulli", fedmgp__local_steps=10, num_server_rounds=4, optimizer__learning_rate=0.05
+        method="fedmgp",
+        model__likelihood="bernoulli",
+        fedmgp__local_steps=10,
+        num_server_rounds=4,
+        optimizer__learning_rate=0.05,
     )
     strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, frames)))
     assert strategy.evaluation["test"]["accuracy"] > 0.85
@@ -357,18 +304,21 @@ def test_classes_are_predicted_by_the_unit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fedmgp__aggregation": "median"}, "needs `fedmgp.update` = 'pseudo-gradient'"),
-        ({"fedmgp__update": "pseudo-gradient", "fedmgp__aggregation": "agreement"}, "needs exact rounds"),
-        ({"fedmgp__update": "exact", "optimizer__batch_size": 5}, "batch-size"),
+        ({"fedmgp__aggregation": "median"}, "needs `method` = 'fedmgp'"),
+        ({"method": "fedmgp", "fedmgp__aggregation": "agreement", "fedmgp__latents": 2}, "one latent function"),
+        ({"method": "fedmgp", "fedmgp__aggregation": "sum"}, "'fedmgp-exact'"),
+        ({"method": "fedmgp", "fedmgp__starts": 2}, "'fedmgp-exact'"),
+        ({"method": "fedmgp", "optimizer__name": "sgd"}, "adam"),
+        ({"optimizer__batch_size": 5}, "batch-size"),
         ({"model__kernel": "matern32"}, "rbf"),
         ({"fedmgp__starts": 3}, "must exceed"),
-        ({"model__likelihood": "poisson", "fedmgp__update": "exact"}, "gaussian"),
+        ({"model__likelihood": "poisson"}, "gaussian"),
         ({"precision": "float32"}, "precision"),
         ({"device": "cuda"}, "device"),
         ({"model__ard": False}, "ard"),
         ({"standardise": False}, "standardise"),
         ({"model__num_inducing": 1}, "num-inducing"),
-        ({"fedmgp__server_optimizer": "fedadam", "fedmgp__server_momentum": 0.5}, "server-momentum"),
+        ({"fedmgp__update": "exact"}, "'fedmgp-exact' for exact rounds"),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:

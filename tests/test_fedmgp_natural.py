@@ -9,20 +9,25 @@ import numpy as np
 import pytest
 from faults import FaultyGrid, run
 from test_exact_q import random_unit
-from test_fedmgp import keys, nodes, theta
+from test_fedmgp import keys, nodes
 
-from fedgp_flower.errors import ConfigError, NumericsError
-from fedgp_flower.methods.fedmgp.exact_q import posterior
-from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, from_natural, to_natural
-from fedgp_flower.methods.fedmgp.natural import natural_steps
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, from_natural, posterior, to_natural
+from fedgp_flower.methods.fedmgp.local_steps import LocalSteps, natural_steps
 from fedgp_flower.methods.fedmgp.unit import statistics
-from fedgp_flower.run.registry import parse_config
-from strategies.fedmgp_natural import Frame, NaturalState, statistics_of, within_averages
-from strategies.fedmgp_shared import Record
-from strategies.server.aggregators import Signals
+from strategies.fedmgp_rules import Frame, Signals, merge_natural, statistics_of, within_averages
 
-NATURAL = {"fedmgp__update": "pseudo-gradient", "fedmgp__parametrisation": "natural", "optimizer__learning_rate": 0.1}
-AGREEING = {"fedmgp__aggregation": "agreement", "fedmgp__natural_step": 0.2, "fedmgp__local_steps": 4}
+MOVED = 1 - 0.8**4
+
+
+def steps(count: int, rho: float, weight: float = 1.0, rows: np.ndarray | None = None) -> LocalSteps:
+    """Local steps that leave hyperparameters alone."""
+    return LocalSteps(count, 0.0, rho, weight, lambda: rows)
+
+
+def signals(count: int, **changes: object) -> Signals:
+    """Nothing is known of so many units."""
+    return replace(Signals(np.full(count, 1 / count), np.zeros(count), np.zeros(count)), **changes)
 
 
 def test_natural_parameters_are_those_of_the_gaussian() -> None:
@@ -39,10 +44,10 @@ def test_natural_parameters_are_those_of_the_gaussian() -> None:
 
 def test_a_whole_step_is_the_exact_posterior_of_the_unit() -> None:
     """ρ = 1, all rows, p = 1 and still hyperparameters: λ = I + G and h = b, and φ_m stays."""
-    latents, _, data, phi, x = random_unit(1, 1)
+    latents, _, data, phi, _ = random_unit(1, 1)
     J = len(latents.inducing)
     start = {SCALES: np.log(latents.scales), PRECISION: np.eye(J)[None], SHIFT: np.zeros((1, J))}
-    after, same = natural_steps(start, (x, data.y, latents, phi), lambda: None, (1, 0.0, 1.0), weight=1.0)
+    after, same = natural_steps(start, data, latents, phi, steps(1, 1.0))
     expected = posterior(statistics(data, latents, phi))
     mean, factors = from_natural(after[PRECISION], after[SHIFT])
     np.testing.assert_allclose(mean[0], expected.mean, rtol=1e-7, atol=1e-9)
@@ -52,29 +57,29 @@ def test_a_whole_step_is_the_exact_posterior_of_the_unit() -> None:
 
 def test_two_functions_know_of_each_other() -> None:
     """The best product of two functions has the mean of the joint posterior, and a step leaves it where it is."""
-    latents, _, data, phi, x = random_unit(2, 1)
+    latents, _, data, phi, _ = random_unit(2, 1)
     J, sums = len(latents.inducing), statistics(data, latents, phi)
     mean, whole = posterior(sums).mean.reshape(2, J), sums.precision.reshape(2, J, 2, J)
     precision = np.stack([np.eye(J) + whole[i, :, i] for i in range(2)])
     best = {SCALES: np.log(latents.scales), PRECISION: precision, SHIFT: np.einsum("iab,ib->ia", precision, mean)}
-    after, _ = natural_steps(best, (x, data.y, latents, phi), lambda: None, (1, 0.0, 0.5), weight=1.0)
+    after, _ = natural_steps(best, data, latents, phi, steps(1, 0.5))
     for name in (PRECISION, SHIFT):
         np.testing.assert_allclose(after[name], best[name], rtol=1e-7, atol=1e-7)
 
 
 def test_averages_over_units_settle_at_the_pooled_posterior() -> None:
     """Still hyperparameters, three units: λ = I + Σ G_m and h = Σ b_m."""
-    latents, _, data, phi, x = random_unit(1, 1)
+    latents, _, data, phi, _ = random_unit(1, 1)
     J, weights = len(latents.inducing), (0.5, 0.2, 0.3)
-    units = [(x, gain * data.y, latents, replace(phi, amplitudes=gain * phi.amplitudes)) for gain in (1.0, -0.5, 2.0)]
+    units = [
+        (replace(data, y=gain * data.y), latents, replace(phi, amplitudes=gain * phi.amplitudes))
+        for gain in (1.0, -0.5, 2.0)
+    ]
     theta = {SCALES: np.log(latents.scales), PRECISION: np.eye(J)[None], SHIFT: np.zeros((1, J))}
     for _ in range(10):
-        ends = [
-            natural_steps(theta, unit, lambda: None, (5, 0.0, 0.5), weight=p)[0]
-            for unit, p in zip(units, weights, strict=True)
-        ]
+        ends = [natural_steps(theta, *unit, steps(5, 0.5, p))[0] for unit, p in zip(units, weights, strict=True)]
         theta = {name: sum(p * end[name] for p, end in zip(weights, ends, strict=True)) for name in theta}
-    parts = [statistics(replace(data, y=y), latents, own) for _, y, _, own in units]
+    parts = [statistics(*unit) for unit in units]
     np.testing.assert_allclose(
         theta[PRECISION][0], np.eye(J) + sum(part.precision for part in parts), rtol=1e-6, atol=1e-6
     )
@@ -83,26 +88,23 @@ def test_averages_over_units_settle_at_the_pooled_posterior() -> None:
 
 def test_batches_add_up_to_the_whole() -> None:
     """A step on each half, from the same θ, is on average the step on all rows."""
-    latents, _, data, phi, x = random_unit(1, 1)
+    latents, _, data, phi, _ = random_unit(1, 1)
     J, n = len(latents.inducing), len(data.y)
     theta = {SCALES: np.log(latents.scales), PRECISION: np.eye(J)[None], SHIFT: np.zeros((1, J))}
     parts = [np.arange(n)[::2], np.arange(n)[1::2]]
-    whole, one, two = (
-        natural_steps(theta, (x, data.y, latents, phi), lambda rows=rows: rows, (1, 0.0, 0.4), weight=0.7)[0]
-        for rows in (None, *parts)
-    )
+    whole, one, two = (natural_steps(theta, data, latents, phi, steps(1, 0.4, 0.7, rows))[0] for rows in (None, *parts))
     shares = [len(part) / n for part in parts]
     for name in (PRECISION, SHIFT):
         np.testing.assert_allclose(shares[0] * one[name] + shares[1] * two[name], whole[name], atol=1e-8)
 
 
 def test_a_run_learns_and_ends_where_exact_rounds_do(tmp_path: Path) -> None:
-    flat = keys(**NATURAL, fedmgp__natural_step=0.1, num_server_rounds=30, optimizer__batch_size=16)
+    flat = keys(method="fedmgp", fedmgp__natural_step=0.1, num_server_rounds=30, optimizer__batch_size=16)
     natural, exact = (
         run(FaultyGrid(flat, nodes(tmp_path))),
         run(FaultyGrid(keys(num_server_rounds=10), nodes(tmp_path))),
     )
-    assert set(theta(natural)) == {SCALES, PRECISION, SHIFT}
+    assert set(natural.current.parameters) == {SCALES, PRECISION, SHIFT}
     error = natural.evaluation["test_standardised"]["rmse"] / exact.evaluation["test_standardised"]["rmse"]
     assert error < 1.25
 
@@ -111,52 +113,46 @@ def test_agreement_reads_what_rows_say_and_counts_out_another_process() -> None:
     """Δ_m of still hyperparameters is G_m and b_m; with a unit of another g the mean is as if it had no rows."""
     latents, _, data, phi, x = random_unit(1, 1)
     g, J, weight = np.sin(3 * x[:, 0]), len(latents.inducing), 0.2
-    units = [(x, gain * own, latents, phi) for own, gain in ((g, 1.0), (g, 0.9), (g, 1.1), (g, 1.2), (-g, 1.0))]
+    units = [(replace(data, y=gain * g), latents, phi) for gain in (1.0, 0.9, 1.1, 1.2, -1.0)]
     zeros = {SCALES: np.log(latents.scales), PRECISION: np.eye(J)[None], SHIFT: np.zeros((1, J))}
-    state = NaturalState(zeros, zeros, {}, 0, {}, latents.inducing, latents.jitter, {}, Record((), {}))
-    options = parse_config(keys(**NATURAL, **AGREEING)).options
-    ends = [natural_steps(zeros, unit, lambda: None, (4, 0.0, 0.2), weight=weight)[0] for unit in units]
+    ends = [natural_steps(zeros, *unit, steps(4, 0.2, weight))[0] for unit in units]
     updates = {str(m): {name: zeros[name] - end[name] for name in zeros} for m, end in enumerate(ends)}
-    parts = [statistics(replace(data, y=y), latents, own) for _, y, _, own in units]
-    moved = 1 - 0.8**4
-    for part, own in zip(parts, updates.values(), strict=True):
-        said = statistics_of(zeros, own, moved, weight)
+    parts = [statistics(*unit) for unit in units]
+    for part, update in zip(parts, updates.values(), strict=True):
+        said = statistics_of(zeros, update, MOVED, weight)
         np.testing.assert_allclose(said.precision, part.precision, rtol=1e-7, atol=1e-7)
         np.testing.assert_allclose(said.shift, part.shift, rtol=1e-7, atol=1e-7)
-    merged, weights = state.merged(updates, Signals(np.full(5, weight)), options)
+    merged, weights = merge_natural("agreement", zeros, updates, signals(5), MOVED)
     np.testing.assert_allclose(weights, [weight] * 4 + [0.0])
-    expected = np.eye(J) + moved * sum(part.precision for part in parts[:4])
+    expected = np.eye(J) + MOVED * sum(part.precision for part in parts[:4])
     np.testing.assert_allclose((zeros[PRECISION] - merged[PRECISION])[0], expected, rtol=1e-7, atol=1e-7)
-    flipped = {site: {name: -array for name, array in own.items()} for site, own in updates.items()}
+    flipped = {site: {name: -array for name, array in update.items()} for site, update in updates.items()}
     with pytest.raises(NumericsError, match="no unit sent what rows can produce"):
-        state.merged(flipped, Signals(np.full(5, weight)), options)
+        merge_natural("mean", zeros, flipped, signals(5), MOVED)
     spoilt = {**updates, "0": flipped["0"]}  # the same without unit 0, under any rule
+    rest = {site: update for site, update in updates.items() if site != "0"}
     for rule in ("mean", "median", "agreement"):
-        new = options.model_copy(update={"aggregation": rule})
-        rest = {site: own for site, own in updates.items() if site != "0"}
-        found, counted = state.merged(spoilt, Signals(np.full(5, weight)), new)
-        wanted, _ = state.merged(rest, Signals(np.full(4, weight)), new)
+        found, counted = merge_natural(rule, zeros, spoilt, signals(5), MOVED)
         assert counted[0] == 0
+        wanted, _ = merge_natural(rule, zeros, rest, signals(4), MOVED)
         np.testing.assert_allclose(found[PRECISION], wanted[PRECISION], rtol=1e-9)
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed-mean", "krum", "multi-krum"])
 def test_units_that_say_next_to_nothing_have_no_vote(rule: str) -> None:
     """Two of six have an amplitude near zero, as pure noise makes it: the rule does without them."""
-    latents, _, _, phi, x = random_unit(1, 1)
+    latents, _, data, phi, x = random_unit(1, 1)
     J, draw = len(latents.inducing), np.random.default_rng(0)
-    still = replace(phi, amplitudes=1e-3 * phi.amplitudes)
-    units = [(x, np.sin(3 * x[:, 0]) + 0.1 * draw.standard_normal(len(x)), latents, phi) for _ in range(4)]
-    units += [(x, draw.standard_normal(len(x)), latents, still) for _ in range(2)]
+    silent = replace(phi, amplitudes=1e-3 * phi.amplitudes)
+    noisy = [np.sin(3 * x[:, 0]) + 0.1 * draw.standard_normal(len(x)) for _ in range(4)]
+    units = [(replace(data, y=y), latents, phi) for y in noisy]
+    units += [(replace(data, y=draw.standard_normal(len(x))), latents, silent) for _ in range(2)]
     zeros = {SCALES: np.log(latents.scales), PRECISION: np.eye(J)[None], SHIFT: np.zeros((1, J))}
-    state = NaturalState(zeros, zeros, {}, 0, {}, latents.inducing, latents.jitter, {}, Record((), {}))
-    changes = {"fedmgp__aggregation": rule, "fedmgp__natural_step": 0.2, "fedmgp__local_steps": 4}
-    options = parse_config(keys(**NATURAL, **changes)).options
-    ends = [natural_steps(zeros, unit, lambda: None, (4, 0.0, 0.2), weight=1 / 6)[0] for unit in units]
+    ends = [natural_steps(zeros, *unit, steps(4, 0.2, 1 / 6))[0] for unit in units]
     updates = {str(m): {name: zeros[name] - end[name] for name in zeros} for m, end in enumerate(ends)}
-    found, weights = state.merged(updates, Signals(np.full(6, 1 / 6), malicious=2, select=3), options)
+    found, weights = merge_natural(rule, zeros, updates, signals(6, malicious=2, select=3), MOVED)
     first = {site: updates[site] for site in "0123"}
-    wanted, _ = state.merged(first, Signals(np.full(4, 0.25), select=3), options)
+    wanted, _ = merge_natural(rule, zeros, first, signals(4, select=3), MOVED)
     np.testing.assert_array_equal(weights[4:], 0)
     for name in wanted:
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-9, atol=1e-12)
@@ -179,11 +175,3 @@ def test_coordinates_of_q_change_no_mean() -> None:
     again = frame.back(frame.seen(other))
     np.testing.assert_allclose(again[SHIFT], other[SHIFT], atol=1e-10)
     np.testing.assert_allclose(again[PRECISION], other[PRECISION], atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"model__likelihood": "poisson"}, {"fedmgp__learn_inducing": True}, {"fedmgp__update": "exact"}]
-)
-def test_what_natural_parameters_cannot_do_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="'natural' needs"):
-        parse_config(keys(**{**NATURAL, **changes}))

@@ -16,7 +16,7 @@ from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 
 NOISE = 0.05
-ROUGH = {"method": "fedmgp", "fedmgp__covariance": "convolved", "model__num_inducing": 12, "num_server_rounds": 4}
+ROUGH = {"method": "fedmgp-exact", "model__num_inducing": 12, "num_server_rounds": 4}
 
 
 def shape(x: np.ndarray) -> np.ndarray:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from test_exact_q import grid, signals
+from test_exact_q import grid, signals, start
 from test_fedmgp import keys
 
-from fedgp_flower.methods.fedmgp.exact_q import posterior
-from fedgp_flower.methods.fedmgp.options import FedMGPOptions
+from fedgp_flower.methods.fedmgp.latents import posterior
+from fedgp_flower.methods.fedmgp.options import FedMGPExactOptions
 from fedgp_flower.methods.fedmgp.unit import (
     SearchOptions,
     UnitData,
@@ -22,7 +23,7 @@ from fedgp_flower.methods.fedmgp.unit import (
     statistics,
 )
 from fedgp_flower.run.registry import parse_config
-from strategies.fedmgp_exact import merge, start_state, trial_moves
+from strategies.fedmgp_exact import merge, trial_moves
 from strategies.fedmgp_shared import SharedLatents, latents_at
 
 
@@ -32,7 +33,7 @@ def test_smoothing_is_released_without_a_fall_of_the_bound() -> None:
     data = {str(m): UnitData.build(x, y, W) for m, (x, y) in enumerate(signals(2))}
     latents = latents_at(W, [1.0, 3.0], 1e-8)
     first = statistics(data["0"], latents, starting_parameters(data["0"], latents, SearchOptions()))
-    state = start_state(latents, posterior(first), unsmoothed=3)
+    state = replace(start(W, (1.0, 3.0)), posterior=posterior(first), unsmoothed=3)
     known: dict[str, UnitParameters | None] = dict.fromkeys(data)
     bounds, counts, widths = [], [], []
     for _ in range(6):
@@ -58,7 +59,6 @@ def test_smoothing_is_released_without_a_fall_of_the_bound() -> None:
         ({"fedmgp__latents": 2, "num_server_rounds": 50}, 1, 2, 10),
         ({"fedmgp__latents": 2, "num_server_rounds": 12}, 2, 1, 6),
         ({"fedmgp__latents": 2, "fedmgp__covariance": "lmc", "num_server_rounds": 12}, 2, 1, 0),
-        ({"fedmgp__latents": 2, "fedmgp__starts": 1, "fedmgp__lmc_rounds": 0}, 2, 1, 0),
     ],
 )
 def test_how_many_starts_and_rounds_without_smoothing(
@@ -66,7 +66,7 @@ def test_how_many_starts_and_rounds_without_smoothing(
 ) -> None:
     config = parse_config(keys(**{"num_server_rounds": 100, **changes}))
     options = config.options
-    assert isinstance(options, FedMGPOptions)
+    assert isinstance(options, FedMGPExactOptions)
     assert options.num_starts(config) == starts
     assert options.unsmoothed(config, inputs) == unsmoothed
 
@@ -75,4 +75,4 @@ def test_how_many_starts_and_rounds_without_smoothing(
 def test_a_run_that_is_worse_than_each_unit_alone_collapsed(federated: float, alone: float | None, worse: bool) -> None:
     known = None if alone is None else {"rmse": alone}
     seen: Any = SimpleNamespace(evaluation={"test": {"rmse": federated}}, local_only=known)
-    assert SharedLatents.worse_than_alone.fget(seen) is worse  # type: ignore[attr-defined]
+    assert SharedLatents._worse_than_alone(seen) is worse

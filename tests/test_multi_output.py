@@ -1,30 +1,44 @@
-"""The multi-output model against dense algebra: bound, optimum, prediction, one local step; and the baselines."""
+"""The multi-output model against dense algebra: bound, optimum, prediction, local steps; and the pooled fit."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-import gpytorch
 import numpy as np
 import pytest
 import torch
 
 from fedgp_flower.errors import NumericsError, ProtocolError
-from fedgp_flower.gp.convolved import ConvolvedKernel, CoregionalKernel, smoothed_covariance
-from fedgp_flower.methods.fedmgp.exact_q import pooled_bound, posterior
-from fedgp_flower.methods.fedmgp.gradient import GaussianRisk
-from fedgp_flower.methods.fedmgp.latents import Latents, Posterior
-from fedgp_flower.methods.fedmgp.learner import LocalSteps, local_update
-from fedgp_flower.methods.fedmgp.multi_output import (
-    MultiOutputModel,
-    from_exact,
-    load,
-    personal_parameters,
-    shared_parameters,
-    to_arrays,
-    to_exact,
+from fedgp_flower.gp.convolved import smoothed_covariance
+from fedgp_flower.methods.fedmgp.latents import (
+    FACTOR,
+    MEAN,
+    SCALES,
+    Latents,
+    Posterior,
+    pooled_bound,
+    posterior,
+    product_factors,
 )
-from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, predict, statistics
+from fedgp_flower.methods.fedmgp.local_steps import (
+    AMPLITUDES,
+    NOISE,
+    SMOOTHING,
+    LocalSteps,
+    factor_steps,
+    risk_slopes,
+)
+from fedgp_flower.methods.fedmgp.model import MultiOutputGP
+from fedgp_flower.methods.fedmgp.pooled import fit_pooled, starting_point
+from fedgp_flower.methods.fedmgp.unit import (
+    SearchOptions,
+    UnitData,
+    UnitParameters,
+    predict,
+    squared_gaps,
+    statistics,
+)
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
@@ -40,6 +54,15 @@ def problem(num_latents: int, dims: int, *, convolved: bool = True, num_units: i
         R = rng.uniform(0.05, 0.3, (num_latents, dims)) if convolved else np.zeros((num_latents, dims))
         phi.append(UnitParameters(R, rng.normal(size=num_latents), float(rng.uniform(0.05, 0.3))))
     return latents, units, phi
+
+
+def product(latents: Latents, q: Posterior, phi: UnitParameters) -> MultiOutputGP:
+    """The model at the product over latent functions that is nearest to q."""
+    count = len(latents.scales)
+    model = MultiOutputGP(latents, phi, count)
+    factors = product_factors(q, count)
+    model.load({SCALES: np.log(latents.scales), MEAN: q.mean.reshape(count, -1), FACTOR: factors})
+    return model
 
 
 def told(latents, units, phi):  # type: ignore[no-untyped-def]
@@ -81,7 +104,7 @@ def test_pooled_bound_is_the_sum_of_weighted_local_risks(num_latents: int, dims:
         if weights == "equal"
         else np.array([len(y) for _, y in units]) / sum(len(y) for _, y in units)
     )
-    models = [from_exact(latents, q, p) for p in phi]
+    models = [product(latents, q, p) for p in phi]
     risks = [
         float(m.local_risk(torch.from_numpy(x), torch.from_numpy(y), num_data=len(y), weight=w).detach())
         for m, (x, y), w in zip(models, units, shares, strict=True)
@@ -174,27 +197,32 @@ def test_prediction_is_the_exact_posterior_when_the_bound_is_tight() -> None:
     gain = np.linalg.solve(joint[:n, :n] + np.diag(noise), joint[:n, n:])
     np.testing.assert_allclose(mean, gain.T @ np.concatenate([u[1] for u in units]), atol=1e-6)
     np.testing.assert_allclose(variance, np.diag(joint[n:, n:] - gain.T @ joint[:n, n:]), atol=1e-6)
-    model = from_exact(dense, q, phi[1])
-    own_mean, _ = model.marginal(torch.from_numpy(x))
-    np.testing.assert_allclose(own_mean.detach().numpy(), mean, atol=1e-9)
+    model = MultiOutputGP.of(dense, q, phi[1]).eval()
+    with torch.no_grad():
+        jointly = model(torch.from_numpy(x))
+    np.testing.assert_allclose(jointly.mean.numpy(), mean, atol=1e-7)
+    np.testing.assert_allclose(jointly.covariance_matrix.numpy(), joint[n:, n:] - gain.T @ joint[:n, n:], atol=1e-6)
 
 
 @pytest.mark.parametrize("convolved", [True, False])
-def test_modes_are_interchangeable(convolved: bool) -> None:
-    """Exact parameters → torch model → exact parameters; the conditional variance Ω is the same and non-negative."""
-    latents, units, phi = problem(1, 2, convolved=convolved)
+@pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
+def test_the_model_of_gpytorch_predicts_what_the_fast_path_does(num_latents: int, dims: int, convolved: bool) -> None:
+    """With a joint q(u), in training and in prediction; and the model gives back the unit's parameters."""
+    latents, units, phi = problem(num_latents, dims, convolved=convolved)
     parts = told(latents, units, phi)
     q = posterior(sum(parts[1:], parts[0]))
-    model = from_exact(latents, q, phi[0])
+    model, x = MultiOutputGP.of(latents, q, phi[0]), torch.from_numpy(units[0][0])
     mean, variance = predict(units[0][0], latents, q, phi[0])
-    own = model.marginal(torch.from_numpy(units[0][0]))
-    np.testing.assert_allclose(own[0].detach().numpy(), mean, rtol=1e-8, atol=1e-10)
-    np.testing.assert_allclose(own[1].detach().numpy(), variance, rtol=1e-7, atol=1e-10)
-    back, parameters = to_exact(model)
-    np.testing.assert_allclose(back.scales, latents.scales)
-    np.testing.assert_allclose(parameters.amplitudes, phi[0].amplitudes * latents.amplitudes)
-    np.testing.assert_allclose(parameters.smoothing, phi[0].smoothing)
-    assert parameters.noise == pytest.approx(phi[0].noise)
+    with torch.no_grad():
+        for found in (model.train()(x), model.eval()(x)):
+            np.testing.assert_allclose(found.mean.numpy(), mean, rtol=1e-8, atol=1e-10)
+            np.testing.assert_allclose(found.variance.numpy(), variance, rtol=1e-7, atol=1e-10)
+        noisy = model.likelihood(model(x)).variance.numpy()
+    np.testing.assert_allclose(noisy, variance + phi[0].noise, rtol=1e-7)
+    same = model.unit_parameters()
+    np.testing.assert_allclose(same.amplitudes, phi[0].amplitudes * latents.amplitudes)
+    np.testing.assert_allclose(same.smoothing, phi[0].smoothing)
+    assert same.noise == pytest.approx(phi[0].noise)
 
 
 def test_joint_q_becomes_the_best_factorised_one() -> None:
@@ -202,7 +230,7 @@ def test_joint_q_becomes_the_best_factorised_one() -> None:
     latents, units, phi = problem(2, 1)
     parts = told(latents, units, phi)
     q = posterior(sum(parts[1:], parts[0]))
-    models = [from_exact(latents, q, p) for p in phi]
+    models = [product(latents, q, p) for p in phi]
 
     def elbo() -> torch.Tensor:
         fit = sum(
@@ -221,87 +249,70 @@ def test_mini_batches_are_unbiased() -> None:
     """The mean over all batches of N_m/|B| Σ_B is the full sum: the factor is in front of the data term alone."""
     latents, units, phi = problem(1, 1)
     q = posterior(told(latents, units, phi)[0])
-    model = from_exact(latents, q, phi[0])
+    model = MultiOutputGP.of(latents, q, phi[0])
     x, y = map(torch.from_numpy, units[0])
     full = model.local_risk(x, y, num_data=len(y), weight=0.3)
     each = [model.local_risk(x[i : i + 1], y[i : i + 1], num_data=len(y), weight=0.3) for i in range(len(y))]
     assert float(torch.stack(each).mean().detach()) == pytest.approx(float(full.detach()), rel=1e-12)
 
 
-@pytest.mark.parametrize("learn_inducing", [False, True])
-def test_one_site_one_step_is_a_plain_adam_step(learn_inducing: bool) -> None:
-    """M = 1, p = 1, E = 1, η = 1: θ − Δ and φ are what Adam makes of the negative bound, written out here."""
+def local(count: int, rate: float, rows: np.ndarray | None = None) -> LocalSteps:
+    """Local steps with p = 1."""
+    return LocalSteps(count, rate, 1.0, 1.0, lambda: rows)
+
+
+def test_one_site_one_step_is_a_plain_adam_step() -> None:
+    """M = 1, p = 1, E = 1: θ and φ are what Adam makes of the negative bound, written out here."""
     latents, units, phi = problem(2, 1)
     best = posterior(told(latents, units, phi)[0])
     q = Posterior(best.mean + 0.1, best.covariance + 0.05 * np.eye(14))  # at the best q Adam would scale up rounding
     x, y = map(torch.from_numpy, units[0])
-    federated, plain = (from_exact(latents, q, phi[0], learn_inducing=learn_inducing) for _ in range(2))
-    before = to_arrays(shared_parameters(federated))
-    update = local_update(
-        federated, x, y, LocalSteps(steps=1, learning_rate=0.05), weight=1.0, generator=torch.Generator()
-    )
-    plain.zero_grad()
+    federated, plain = (product(latents, q, phi[0]) for _ in range(2))
+    after = factor_steps(federated, x, y, local(1, 0.05))
     prior = torch.distributions.MultivariateNormal(torch.zeros(2, 7).double(), torch.eye(7).double().expand(2, 7, 7))
     T = plain.variational.chol_variational_covar
     own = torch.distributions.MultivariateNormal(plain.variational.variational_mean, T.tril() @ T.tril().mT)
-    mean, variance = plain.marginal(x)
-    noise = plain.likelihood.noise
-    fit = torch.distributions.Normal(mean, noise.sqrt()).log_prob(y).sum() - 0.5 * (variance / noise).sum()
+    function, noise = plain(x), plain.likelihood.noise
+    fit = torch.distributions.Normal(function.mean, noise.sqrt()).log_prob(y).sum()
+    fit = fit - 0.5 * (function.variance / noise).sum()
     (torch.distributions.kl_divergence(own, prior).sum() - fit).backward()
     torch.optim.Adam(plain.parameters(), lr=0.05).step()
-    for name, value in shared_parameters(plain).items():
-        np.testing.assert_allclose(before[name] - update[name], value.detach().numpy(), atol=1e-9, err_msg=name)
-    for name, value in personal_parameters(plain).items():
-        np.testing.assert_allclose(
-            personal_parameters(federated)[name].detach(), value.detach(), atol=1e-9, err_msg=name
-        )
-    assert ("inducing" in update) is learn_inducing
+    for name, value in plain.shared.items():
+        np.testing.assert_allclose(after[name], value.detach().numpy(), atol=1e-9, err_msg=name)
+    for value, expected in zip(federated.personal, plain.personal, strict=True):
+        np.testing.assert_allclose(value.detach(), expected.detach(), atol=1e-9)
 
 
 @pytest.mark.parametrize("convolved", [True, False])
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
-def test_risk_in_closed_form_is_that_of_the_model(num_latents: int, dims: int, convolved: bool) -> None:
-    """Value and gradient of a mini-batch against autograd, and the whole local optimisation against torch's Adam."""
+def test_slopes_of_the_risk_are_those_of_the_model(num_latents: int, dims: int, convolved: bool) -> None:
+    """The gradient of a mini-batch in the hyperparameters against autograd of the GPyTorch model."""
     latents, units, phi = problem(num_latents, dims, convolved=convolved)
-    rng = np.random.default_rng(3)
+    latents, rng = replace(latents, amplitudes=np.ones(num_latents)), np.random.default_rng(3)
     factor = 0.3 * rng.normal(size=(latents.size, latents.size))
     q = Posterior(rng.normal(size=latents.size), factor @ factor.T + 0.1 * np.eye(latents.size))
-    model = from_exact(latents, q, phi[0])
+    model = product(latents, q, phi[0])
     x, y = (torch.from_numpy(part) for part in units[0])
     rows = np.array([0, 2, 3])
-    expected = model.local_risk(x[rows], y[rows], num_data=len(y), weight=0.3)
-    expected.backward()
-    parameters = dict(model.named_parameters())
-    own = GaussianRisk(*units[0], latents.inducing, weight=0.3, jitter=latents.jitter)
-    value, gradient = own.gradient(to_arrays(parameters), rows)
-    assert value == pytest.approx(float(expected.detach()), rel=1e-9)
-    assert set(gradient) == set(parameters)
-    for name, p in parameters.items():
-        assert p.grad is not None
-        np.testing.assert_allclose(gradient[name], p.grad.numpy(), rtol=1e-7, atol=1e-8, err_msg=name)
-    for kind in ("adam", "sgd"):
-        ours, theirs = from_exact(latents, q, phi[0]), from_exact(latents, q, phi[0])
-        steps = LocalSteps(7, 1e-4, kind, 3)
-        local_update(ours, x, y, steps, weight=0.3, generator=torch.Generator().manual_seed(1))
-        optimizer = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[kind](theirs.parameters(), lr=1e-4)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(7):
-            batch = torch.randperm(len(y), generator=generator)[:3]
-            optimizer.zero_grad()
-            theirs.local_risk(x[batch], y[batch], num_data=len(y), weight=0.3).backward()
-            optimizer.step()
-        for name, p in theirs.named_parameters():
-            torch.testing.assert_close(dict(ours.named_parameters())[name].data, p.data, rtol=1e-6, atol=1e-8)
+    model.local_risk(x[rows], y[rows], num_data=len(y), weight=0.3).backward()
+    data = UnitData.build(units[0][0][rows], units[0][1][rows], latents.inducing)
+    moments = q.mean.reshape(num_latents, -1), product_factors(q, num_latents)
+    inner = squared_gaps(latents.inducing, latents.inducing)
+    slopes = risk_slopes(data, inner, latents, phi[0], moments, len(y) / 3 / 0.3)
+    expected = {SCALES: model.kernel.raw_scales, AMPLITUDES: model.kernel.amplitudes}
+    expected |= {NOISE: model.likelihood.noise_covar.raw_noise}
+    expected |= {SMOOTHING: model.kernel.raw_smoothing} if convolved else {}
+    for name, parameter in expected.items():
+        assert parameter.grad is not None
+        np.testing.assert_allclose(slopes[name], parameter.grad.numpy(), rtol=1e-7, atol=1e-8, err_msg=name)
 
 
-@pytest.mark.parametrize("learn_inducing", [False, True], ids=["closed form", "autograd"])
-@pytest.mark.parametrize("steps", [LocalSteps(9, 1e200), LocalSteps(1, 2000.0)], ids=["not finite", "noise of e^2000"])
-def test_local_steps_that_diverge_are_refused(learn_inducing: bool, steps: LocalSteps) -> None:
+@pytest.mark.parametrize("steps", [local(9, 1e200), local(1, 2000.0)], ids=["not finite", "noise of e^2000"])
+def test_local_steps_that_diverge_are_refused(steps: LocalSteps) -> None:
     latents, units, phi = problem(1, 1)
-    model = from_exact(latents, Posterior(np.zeros(7), np.eye(7)), phi[0], learn_inducing=learn_inducing)
-    x, y = (torch.from_numpy(part) for part in units[0])
+    model = product(latents, Posterior(np.zeros(7), np.eye(7)), phi[0])
     with pytest.raises(NumericsError):
-        local_update(model, x, y, steps, weight=1.0, generator=torch.Generator())
+        factor_steps(model, *(torch.from_numpy(part) for part in units[0]), steps)
 
 
 @pytest.mark.parametrize("convolved", [True, False])
@@ -317,11 +328,6 @@ def test_what_pseudo_inputs_cannot_explain_is_never_negative(num_latents: int, d
     assert omega.max() <= prior
     _, at_w = predict(latents.inducing, latents, known, phi[0])
     assert at_w.max() > 1e-3 * prior if convolved else at_w.max() < 1e-5 * prior
-    model = from_exact(latents, Posterior(known.mean, np.eye(latents.size)), phi[0])
-    with torch.no_grad():
-        model.variational.chol_variational_covar.zero_()
-        _, variance = model.marginal(torch.from_numpy(x))
-    np.testing.assert_allclose(variance.numpy(), omega, atol=1e-9 * prior)
     _, rows = predict(units[0][0], latents, known, phi[0])
     slack = told(latents, units, phi)[0].slack
     assert slack.sum() == pytest.approx(-0.5 * rows.sum() / phi[0].noise, rel=1e-8)
@@ -330,22 +336,20 @@ def test_what_pseudo_inputs_cannot_explain_is_never_negative(num_latents: int, d
 
 def test_other_likelihoods_and_wrong_arrays() -> None:
     latents, units, phi = problem(1, 1)
-    W = torch.from_numpy(latents.inducing)
-    kernel = ConvolvedKernel(*map(torch.from_numpy, (latents.scales, phi[0].smoothing, phi[0].amplitudes)))
-    model = MultiOutputModel(W, kernel, gpytorch.likelihoods.BernoulliLikelihood())
+    model = MultiOutputGP(latents, phi[0], 1, likelihood="bernoulli")
     x = torch.from_numpy(units[0][0])
     labels = (torch.from_numpy(units[0][1]) > 0).double()
-    mean, variance = model.marginal(x)
+    function = model(x)
     nodes = torch.linspace(-9, 9, 20001, dtype=torch.float64)
-    f = mean[:, None] + variance.sqrt()[:, None] * nodes
+    f = function.mean[:, None] + function.stddev[:, None] * nodes
     log_p = torch.special.log_ndtr((2 * labels - 1)[:, None] * f)
     by_hand = (log_p * torch.exp(-0.5 * nodes**2)).sum(1) * (nodes[1] - nodes[0]) / math.sqrt(2 * math.pi)
     torch.testing.assert_close(model.expected_log_likelihood(x, labels), by_hand, rtol=1e-4, atol=1e-4)  # 20 nodes
     with pytest.raises(ProtocolError, match=r"kernel\.raw_scales"):
-        load(shared_parameters(model), {"wrong": np.zeros(1)})
-    assert set(personal_parameters(model)) == {"kernel.raw_smoothing", "kernel.amplitudes"}
-    linear = MultiOutputModel(W, CoregionalKernel(kernel.scales.detach(), kernel.amplitudes.detach()), model.likelihood)
-    assert set(personal_parameters(linear)) == {"kernel.amplitudes"}
+        model.load({"wrong": np.zeros(1)})
+    assert len(model.personal) == 2
+    linear = MultiOutputGP(latents, replace(phi[0], smoothing=0 * phi[0].smoothing), 1, likelihood="bernoulli")
+    assert len(linear.personal) == 1
 
 
 def signals(num_units: int = 3):  # type: ignore[no-untyped-def]
@@ -369,3 +373,15 @@ def test_posterior_in_function_space() -> None:
         np.testing.assert_allclose(covariance[block, block], prior[i], atol=1e-7)
         np.testing.assert_allclose(mean[block], latents.amplitudes[i] * latents.whitening()[i] @ np.ones(J))
     assert np.abs(covariance[:J, J:]).max() == 0
+
+
+def test_a_pooled_fit_recovers_a_shared_sine() -> None:
+    units, gains = signals()
+    grid = np.linspace(-1.1, 1.1, 12)[:, None]
+    missing = [(units[0][0][:20], units[0][1][:20]), *units[1:]]
+    truth = gains[0] * np.sin(6 * units[0][0][20:, 0])
+    pooled = fit_pooled(missing, *starting_point(missing, grid, [1.0], SearchOptions()))
+    parts = told(pooled.latents, missing, pooled.units)
+    assert pooled.bound == pytest.approx(pooled_bound(sum(parts[1:], parts[0])), rel=1e-8)
+    found, _ = predict(units[0][0][20:], pooled.latents, pooled.posterior, pooled.units[0])
+    assert np.mean((found - truth) ** 2) < 0.02

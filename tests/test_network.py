@@ -10,9 +10,9 @@ from faults import Fault, FaultyGrid, arrays, configured, crashed, each, lost, n
 from flwr.app import Array, ConfigRecord, Message, MetricRecord
 
 from fedgp_flower.errors import RunError
-from strategies.server.finalise import scores_refusal, usable_scores
 from strategies.server.network import Network, pause_after
-from strategies.server.wire import Answer, ArraySpec, content_bytes, last_line
+from strategies.server.scoring import scores_refusal, usable_scores
+from strategies.server.wire import Answer, ArraySpec, last_line
 
 DESCRIBE = "query.describe"
 
@@ -99,13 +99,6 @@ def test_a_bad_reply_is_its_sites_failure_and_nobody_elses(change: Any, words: s
     assert net.traffic.communications == 2
 
 
-@pytest.mark.parametrize("change", [spoil, each(lambda array: array + np.inf)])
-def test_without_specs_arrays_must_still_be_readable_and_finite(change: Any) -> None:
-    grid, net = met()
-    grid.faults = [Fault("1", change)]
-    assert ask(net) == ["0", "2"]
-
-
 def test_a_reply_in_the_name_of_another_site_replaces_nothing() -> None:
     grid, net = met(2)
     honest = net.ask(DESCRIBE, nothing_for(net), None)
@@ -122,14 +115,9 @@ def test_one_lost_reply_is_asked_for_again_and_fails_once() -> None:
     assert [failure.site for failure in net.failures] == ["1"]
     assert net.healthy() == ["0", "1", "2"]
     assert [visit.site for visit in grid.visits[3:]] == ["0", "1", "2", "1"]
-
-
-def test_a_site_fails_once_in_an_exchange_however_often_it_is_asked() -> None:
-    grid, net = met()
     grid.faults = [Fault("1", lost)]
     ask(net, retries=3)
-    assert len(net.failures) == 1
-    assert net.streak["1"] == 1
+    assert (len(net.failures), net.streak["1"]) == (2, 1)  # once in an exchange, however often it is asked
 
 
 def test_max_failures_in_a_row_leave_a_site_out_until_it_answers() -> None:
@@ -160,16 +148,6 @@ def test_replies_refused_after_they_were_read_add_up_to_a_streak() -> None:
     assert net.healthy() == ["0", "1", "2"]
 
 
-def test_a_streak_that_an_answer_ended_does_not_return_with_the_next_loss() -> None:
-    grid, net = met(max_failures=3)
-    grid.faults = [Fault("1", lost, times=2)]
-    for _ in range(3):
-        ask(net)
-    grid.faults = [Fault("1", lost, times=1)]
-    ask(net)
-    assert net.streak["1"] == 1
-
-
 def test_too_few_sites_is_an_error_that_says_why() -> None:
     grid, net = met(2, max_failures=1)
     grid.faults = [Fault("1", crashed)]
@@ -189,14 +167,6 @@ def test_a_second_machine_of_a_site_is_refused_by_name_and_the_first_stays() -> 
     assert net.healthy() == ["0", "1", "2"]  # the mistake of the second machine is not held against the first
 
 
-def test_two_new_machines_of_one_site_are_one_site() -> None:
-    nodes = [{"partition-id": index, "num-partitions": 3} for index in (0, 1, 1)]
-    net = network(FaultyGrid(configured(), nodes))
-    assert list(net.introduce(DESCRIBE)) == ["0", "1"]
-    assert len(net.failures) == 1
-    assert "two machines say that they are site '1'" in net.failures[0].reason
-
-
 @pytest.mark.parametrize("ghost", [False, True])
 def test_a_restarted_site_is_recognised_even_while_its_old_node_is_still_listed(ghost: bool) -> None:
     grid, net = met()
@@ -207,16 +177,6 @@ def test_a_restarted_site_is_recognised_even_while_its_old_node_is_still_listed(
     assert net.nodes["1"] not in {old, net.nodes["0"], net.nodes["2"]}
     assert net.failures == []
     assert ask(net) == ["0", "1", "2"]
-
-
-def test_a_restarted_site_comes_back_to_training() -> None:
-    grid, net = met(max_failures=1)
-    grid.faults = [Fault("1", lost, times=1)]
-    ask(net)
-    assert net.healthy() == ["0", "2"]
-    grid.restart("1")
-    net.introduce(DESCRIBE)
-    assert net.healthy() == ["0", "1", "2"]
 
 
 def test_a_first_reply_that_gets_lost_is_asked_for_again() -> None:
@@ -233,12 +193,6 @@ def test_bytes_are_those_that_crossed_the_wire_lost_ones_included() -> None:
     ask(net, retries=1)
     assert net.traffic.bytes_down == sum(visit.down for visit in grid.visits)
     assert net.traffic.bytes_up == sum(visit.up for visit in grid.visits)
-
-
-def test_bytes_of_a_message_are_those_of_its_numbers_and_a_little() -> None:
-    _, net = met(1)
-    empty, full = (content_bytes(net.message("0", "train", {"a": np.zeros(n)})) for n in (0, 1000))
-    assert full - empty == 8000
 
 
 def test_answers_come_in_the_natural_order_of_sites() -> None:

@@ -16,20 +16,18 @@ from fedgp_flower.errors import DataError
 from fedgp_flower.run.registry import parse_config
 
 POLICY = "least-cell = 0\nleast-rows = 2"
-PVI = {"method": "pvi", "pvi__first_steps": 20, "pvi__evaluations": 20, "pvi__refit_evaluations": 20}
-PVI |= {"pvi__prediction_samples": 5, "pvi__refit_steps": 5, "num_server_rounds": 5}
+PVI = {"method": "pvi", "pvi__steps": 10, "num_server_rounds": 5}
 METHODS: dict[str, dict[str, Any]] = {
-    "fsgp average": {"method": "fsgp", "fsgp__objective": "average"},
+    "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
-    "pvi replay": PVI | {"pvi__local_update": "replay"},
     "pvi adam": PVI | {"pvi__local_update": "adam"},
     "sfvi": {"method": "sfvi"},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 5},
     "fedmgp": {"method": "fedmgp"},
 }
-"""The first site of a sequential method is the one with the constant target; FSGP by sums: `test_fsgp_profiled.py`."""
+"""The first site of a sequential method is the one with the constant target; FSGP by sums: `test_sgpr.py`."""
 CLASSES: dict[str, dict[str, Any]] = {
-    "fsgp": {"method": "fsgp", "fsgp__objective": "exact"},
+    "fsgp": {"method": "sgpr"},
     "pvi": PVI | {"pvi__local_update": "adam"},
     "sfvi": {"method": "sfvi"},
 }
@@ -74,14 +72,6 @@ def test_a_site_of_one_class_is_a_full_member(method: str, tmp_path: Path) -> No
     assert all(own["nll"] < 1.0 for own in found.values())
 
 
-def test_averages_keep_the_noise_that_a_constant_target_says_nothing_of(tmp_path: Path) -> None:
-    """Steps on its evidence would let the noise of all vanish; it sends back what it was sent."""
-    frames = {site: waves(20, 3).assign(y=float(site == "b")) for site in "ab"}
-    keys = configured(method="fgpr", num_server_rounds=10, test_fraction=0.0, sites=2)
-    end = run(FaultyGrid(keys, csv_nodes(tmp_path, frames)))
-    assert end.current.parameters["likelihood.log_noise"] == pytest.approx(math.log(0.1))
-
-
 def test_a_constant_target_is_not_fitted_alone() -> None:
     rows, new = (waves(20, seed)[["x1", "x2"]].to_numpy(copy=True) for seed in (0, 1))
     alone = local_only((rows, np.full(20, 0.7), new, np.full(20, 0.7)), parse_config({}))
@@ -94,6 +84,5 @@ def test_only_a_column_constant_over_all_sites_is_an_error(tmp_path: Path) -> No
     frames = {name: frame.assign(x3=3.0) for name, frame in landscape().items()}
     with pytest.raises(DataError, match=r"constant column `x3`: one value at all sites; leave it out of `features`"):
         scores(tmp_path, frames)
-    kept = scores(tmp_path, frames, constant_columns="keep")
     frames["islet"]["x3"] = 4.0
-    assert set(kept) == set(scores(tmp_path, frames)) == set(landscape())
+    assert set(scores(tmp_path, frames)) == set(landscape())

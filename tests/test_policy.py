@@ -11,21 +11,26 @@ import numpy as np
 import pandas as pd
 import pytest
 from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from violations import METHODS, NO_STATISTICS, VIOLATIONS, Transcript, refusal, require_others, violated, wards
 
+from fedgp_flower import client_app
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import ConfigError, PolicyError
 from fedgp_flower.messages import is_summand
-from fedgp_flower.methods.messages import ScoreSums, Shape
+from fedgp_flower.privacy import audit
 from fedgp_flower.privacy import policy as policies
 from fedgp_flower.privacy.disclosure import OTHER, kept_levels, merged_cells, names_rows
 from fedgp_flower.privacy.policy import Decision, Policy, Rules
-from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.records import numpy_arrays
+from fedgp_flower.run.in_process import NODE_OFFSET, InProcessGrid, run_in_process
 from fedgp_flower.run.leaves import all_answers
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import BUILT_IN, parse_config
+from fedgp_flower.scores import Scores
+from fedgp_flower.shared_messages import ScoreSums, Shape
 
-SHARED_PATH = {"sfvi stochastic", "sfvi-avg", "pvi-glm"}
+SHARED_PATH = {"sfvi-avg"}
 """Methods whose sites are asked as those of another one are: tried by the long tests."""
 
 
@@ -38,7 +43,7 @@ def violations(request, tmp_path_factory) -> Any:
 
 @pytest.mark.parametrize("site", VIOLATIONS)
 def test_a_violation_is_refused_by_name_before_it_leaves_and_the_run_goes_on(violations, site):
-    """The table of simulations/results/policy_violations.md; 40 of its lines are of the default policy."""
+    """The table of simulations/results/policy.md; 40 of its lines are of the default policy."""
     method, grid, strategy = violations
     assert refusal(method, site, grid, strategy) or (method, site) in NO_STATISTICS
     require_others(method, grid, strategy)
@@ -56,11 +61,7 @@ def test_a_rare_class_of_the_target_is_refused(method, tmp_path):
         ill = frame["y"].rank() > (58 if site == "c" else 30)
         frames[site] = frame.assign(y=np.where(ill, "ill", "well"))
     keys = {"method": method, "model__likelihood": "bernoulli", "num_server_rounds": 2, "sites": 3}
-    keys |= (
-        {"pvi__local_update": "adam", "pvi__factor": "free", "pvi__first_steps": 2, "pvi__steps": 2}
-        if method == "pvi"
-        else {}
-    )
+    keys |= {"pvi__local_update": "adam", "pvi__factor": "free", "pvi__steps": 2} if method == "pvi" else {}
     grid = Transcript(configured(**keys), csv_nodes(tmp_path, frames, ""))
     strategy = run(grid)
     assert set(blamed(strategy)) == {"c"}
@@ -229,19 +230,47 @@ def test_histograms_of_every_answer_are_coarse():
     np.testing.assert_array_equal(scores.ranks[[3, 4, 7]], [[1, 2], [0, 0], [5, 0]])
     reliability = np.zeros((10, 3))
     reliability[[1, 2]] = [[2, 0.3, 1], [4, 1.0, 0]]
-    flat = {"pit": pit, "reliability": reliability, "ranks": ranks}
-    said = own.numbers({"nll": 2.0, **{f"evaluation.{name}": table.ravel().tolist() for name, table in flat.items()}})
-    assert said["evaluation.ranks"] == scores.ranks.ravel().tolist()
-    assert said["evaluation.pit"] == scores.pit.tolist()
-    np.testing.assert_allclose(np.reshape(said["evaluation.reliability"], (10, 3))[2], [6, 1.3, 1])
-    assert said["nll"] == 2.0
+    found = own.answer(Scores({"nll": 2.0}, {"evaluation.pit": pit, "evaluation.ranks": ranks}), 60)
+    np.testing.assert_array_equal(found.arrays["evaluation.ranks"], scores.ranks)
+    np.testing.assert_array_equal(found.arrays["evaluation.pit"], scores.pit)
+    np.testing.assert_allclose(merged_cells(reliability, 3)[2], [6, 1.3, 1])
+
+
+@pytest.mark.parametrize("kinds", [["query.describe"], ["query.describe", "train*", "evaluate*"]])
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        ("query.describe", ""),  # the phase that it names beside its type is nothing that a site reads
+        ("query.moments", "`query.moments` is not answered: `kinds`"),
+        ("train.moments", "`train.moments`"),
+        ("evaluate.moments", "`evaluate.moments`"),
+    ],
+)
+def test_a_question_under_another_name_does_not_slip_past_the_policy(kind, refused, kinds, tmp_path):
+    """A message has one kind, its type: rules, masks, the audit log and the choice of the handler all read that."""
+    [node] = csv_nodes(tmp_path, {"a": waves(60, 0)}, "")
+    (tmp_path / "a.toml").write_text(f"kinds = {json.dumps(kinds)}")
+    node |= {"policy": str(tmp_path / "a.toml"), "audit": str(tmp_path / "audit.jsonl")}
+    settings = {"run": "r", "round": 1, "communication": 0, "phase": "query.moments", "kind": "query.moments"}
+    content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(settings)})
+    grid = InProcessGrid(client_app.app, configured(sites=1), [node])
+    reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type=kind))
+    said = reply.content.config_records["config"]
+    if refused:
+        assert refused in said["error"]
+        assert "arrays" not in reply.content
+    else:
+        assert {"schema", "label"} <= set(said)
+        assert "gram" not in numpy_arrays(reply.content.array_records["arrays"])
+    [line] = audit.read(tmp_path / "audit.jsonl").lines
+    assert line["kind"] == kind
 
 
 def test_cells_of_the_sketch_hold_as_many_rows_as_the_policy_wants(tmp_path):
     nodes = csv_nodes(tmp_path, {site: waves(100, seed) for seed, site in enumerate("ab")}, "")
     (tmp_path / "b.toml").write_text("least-cell = 11")
     nodes[1]["policy"] = str(tmp_path / "b.toml")
-    flat = configured(sites=2, fsgp__objective="profiled", model__num_inducing=3, num_server_rounds=0)
+    flat = configured(sites=2, method="sgpr", model__num_inducing=3, num_server_rounds=0)
     grid = Transcript(flat, nodes)
     run(grid)
     found = {site: own.content["arrays"]["rows"].numpy() for site, kind, own in grid.replies if kind == "query.sketch"}
@@ -292,5 +321,5 @@ def test_a_policy_that_is_none_is_refused(tmp_path):
 def test_keys_that_a_site_does_not_read_are_free(tmp_path):
     own = rules(Policy(keys=("model.num-inducing",)))
     own.admit(parse_config({"name": "x", "dataset": "sine", "model.num-inducing": 7}), "r", 1, None)
-    with pytest.raises(PolicyError, match=r"`model\.jitter`"):
-        own.admit(parse_config({"model.jitter": 1e-6}), "r", 1, None)
+    with pytest.raises(PolicyError, match=r"`model\.noise`"):
+        own.admit(parse_config({"model.noise": 0.2}), "r", 1, None)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgp_flower.data.standardisation import Preparation, describe, encode_inputs, encode_targets
+from fedgp_flower.data.agreement import Agreement, SiteDescription, agree
+from fedgp_flower.data.standardisation import Preparation, describe, encode_targets
 from fedgp_flower.errors import DataError
-from strategies.server.standardisation import Agreement, SiteDescription, agree
 
 
 def described(frame: pd.DataFrame, features=("x", "job"), target="y") -> SiteDescription:
@@ -75,26 +75,6 @@ def test_a_tiny_spread_beside_a_large_mean_is_not_constant():
     assert found.arrays["input.scale"][0] == pytest.approx(frame["x"].std(ddof=0), rel=1e-12)
 
 
-def test_a_column_constant_at_each_site_but_not_over_all_has_their_spread():
-    frame = rows(10, 0).assign(x=[0.0] * 4 + [5.0] * 6)
-    found = agreed(frame, np.array([0] * 4 + [1] * 6))
-    assert found.arrays["input.mean"][0] == pytest.approx(3.0)
-    assert found.arrays["input.scale"][0] == pytest.approx(np.sqrt(6.0))  # 25 · 0.4 · 0.6
-
-
-def test_encoded_rows_of_all_sites_are_the_standardised_pooled_table():
-    frame = rows(60, 3)
-    found = agreed(frame, np.arange(60) % 4)
-    preparation = Preparation.from_wire(found.arrays, found.schema)
-    x = np.concatenate([encode_inputs(frame[np.arange(60) % 4 == k], preparation) for k in range(4)])
-    y = np.concatenate([encode_targets(frame["y"][np.arange(60) % 4 == k], preparation) for k in range(4)])
-    assert found.names == preparation.names == ("x", "job=a", "job=b", "job=c")
-    assert x.mean(axis=0) == pytest.approx(np.zeros(4), abs=1e-14)
-    assert x.std(axis=0) == pytest.approx(np.ones(4), rel=1e-14)
-    assert y.mean() == pytest.approx(0, abs=1e-14)
-    assert y.std() == pytest.approx(1, rel=1e-14)
-
-
 def test_levels_are_the_sorted_union_and_counts_add_up():
     one = rows(4, 0).assign(job=["b", "b", "b", "z"])
     two = rows(6, 1).assign(job=["a", "b", "a", "a", "a", "a"])
@@ -124,15 +104,6 @@ def test_without_standardisation_and_for_counts_units_stay():
     assert counts["input.mean"][0] == pytest.approx(frame["x"].mean())
 
 
-def test_what_a_prediction_without_inputs_would_say_is_agreed_too():
-    frame = rows(60, 0, offset=5.0)
-    for keys in ({}, {"standardise": False}, {"likelihood": "poisson"}):
-        told = agreed(frame, np.arange(60) % 4, **keys).training_target
-        assert told == pytest.approx({"mean": frame["y"].mean(), "sd": frame["y"].std(ddof=0)})
-    classes = frame.assign(y=["no"] * 45 + ["yes"] * 15)
-    assert agreed(classes, np.arange(60) % 4).training_target == {"share": 0.25}
-
-
 def test_classes_are_indices_of_the_agreed_levels():
     frame = rows(8, 0).assign(y=["yes"] * 4 + ["no"] * 4)
     found = agreed(frame, np.arange(8) // 4)
@@ -160,26 +131,16 @@ def test_sites_that_differ_from_most_are_refused_by_column():
         "1": described(frame),
         "2": described(frame[["job", "y", "x"]], ("job", "x")),
         "3": described(frame.assign(x=["u", "v"] * 5)),
+        "4": described(frame.assign(z=1.0), target="z"),
     }
     found = agree(sites)
-    assert set(found.refused) == {"0", "3"}
+    assert set(found.refused) == {"0", "3", "4"}
+    assert "has as target `z`" in found.refused["4"]
     assert "lacks the column `job`" in found.refused["0"]
     assert "has the extra column `z`" in found.refused["0"]
     assert "has as another kind `x`" in found.refused["3"]
     assert found.names[0] == "x"  # the order of the first accepted site
     assert found.arrays["input.mean"][0] == pytest.approx(frame["x"].mean())
-
-
-def test_a_tie_goes_to_the_first_site():
-    frame = rows(6, 0)
-    found = agree({"b": described(frame), "a": described(frame, ("x",))})
-    assert list(found.refused) == ["b"]
-
-
-def test_another_target_is_refused():
-    frame = rows(6, 0).assign(z=1.0)
-    found = agree({"a": described(frame), "b": described(frame), "c": described(frame, target="z")})
-    assert "has as target `z`" in found.refused["c"]
 
 
 @pytest.mark.parametrize(
@@ -219,13 +180,6 @@ def test_a_malformed_schema_is_refused(schema):
     good = described(rows(10, 0))
     found = agree({"bad": SiteDescription(good.arrays, schema, 10), "good": good})
     assert list(found.refused) == ["bad"]
-
-
-def test_a_single_row_has_no_spread():
-    one = described(rows(1, 0))
-    spread = SiteDescription({**one.arrays, "features.squares": np.array([1.0])}, one.schema, 1)
-    assert agree({"one": one, "two": described(rows(9, 1))}).refused == {}
-    assert "single row" in agree({"one": spread, "two": described(rows(9, 1))}).refused["one"]
 
 
 def test_nobody_left_is_an_error():

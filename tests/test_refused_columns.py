@@ -13,12 +13,12 @@ from faults import Fault, FaultyGrid, configured, csv_nodes, no_waiting, run, wa
 from flwr.app import Message
 
 from fedgp_flower import server_app
+from fedgp_flower.data.agreement import SiteDescription, agree
 from fedgp_flower.data.cells import check_target, refuse_identifiers
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.standardisation import describe
 from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.run.config import CoreConfig
-from strategies.server.standardisation import SiteDescription, agree
 
 SECRET = b"SSN-7"
 
@@ -57,9 +57,12 @@ def executed(flat: dict[str, Any], grid: RecordingGrid) -> None:
 
 
 @pytest.mark.parametrize("most", [50, 10**6])
-def test_ids_that_repeat_are_refused_at_the_site_and_nothing_of_them_leaves(tmp_path: Path, most: int) -> None:
+def test_ids_that_repeat_are_refused_at_the_site_and_nothing_of_them_leaves(
+    tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nodes = csv_nodes(tmp_path, {f"{seed}": readmitted(60, seed) for seed in range(3)})
-    flat = configured(sites=3, num_server_rounds=1, output_dir=str(tmp_path), target="y", max_levels=most)
+    flat = configured(sites=3, num_server_rounds=1, output_dir=str(tmp_path), target="y")
+    monkeypatch.setattr(CoreConfig, "max_levels", most)
     refused, allowed = flat | {"name": "refused"}, flat | {"name": "left-out", "features": "-patient"}
     grids = [RecordingGrid(keys, nodes) for keys in (refused, allowed)]
     with pytest.raises(RunError, match=r"`patient` has \d+ levels in 48 rows, as an identifier has; leave it out"):
@@ -95,7 +98,7 @@ def words(levels: int, rows: int) -> pd.DataFrame:
         (3, 8, 50, "`word` has 3 levels in 8 rows, as an identifier has"),
         (34, 100, 10**9, "`word` has 34 levels in 100 rows, as an identifier has; leave it out (`features` = '-word')"),
         (33, 100, 50, ""),
-        (51, 10_000, 50, "`word` has 51 levels in 10000 rows; at most `max-levels` = 50 are allowed: leave it out"),
+        (51, 10_000, 50, "`word` has 51 levels in 10000 rows; at most 50 are allowed: leave it out"),
         (51, 10_000, 51, ""),
     ],
 )
@@ -109,12 +112,13 @@ def test_which_columns_are_refused(levels: int, rows: int, most: int, reason: st
     assert reason in str(caught.value)
 
 
-def test_a_simulated_data_set_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+def test_a_simulated_data_set_is_refused_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "all.csv"
     words(60, 600).assign(x=range(600), y=range(600)).to_csv(path, index=False)
-    with pytest.raises(DataError, match=r"all\.csv: `word` has 60 levels in 600 rows; at most `max-levels` = 50"):
+    with pytest.raises(DataError, match=r"all\.csv: `word` has 60 levels in 600 rows; at most 50"):
         load_table(CoreConfig.model_validate({"dataset": str(path)}))
-    assert load_table(CoreConfig.model_validate({"dataset": str(path), "max-levels": 60})).features == ("word", "x")
+    monkeypatch.setattr(CoreConfig, "max_levels", 60)
+    assert load_table(CoreConfig.model_validate({"dataset": str(path)})).features == ("word", "x")
 
 
 def test_a_target_of_identifiers_is_called_what_it_is() -> None:
@@ -134,12 +138,12 @@ def described(levels: range) -> SiteDescription:
 
 def test_the_server_refuses_a_union_of_levels_and_a_site_that_sends_too_many() -> None:
     apart = {str(k): described(range(40 * k, 40 * k + 40)) for k in range(2)}
-    with pytest.raises(DataError, match="`word` has 80 levels over all sites; at most `max-levels` = 50 are allowed"):
+    with pytest.raises(DataError, match="`word` has 80 levels over all sites; at most 50 are allowed"):
         agree(apart)
     assert len(json.loads(agree(apart, max_levels=80).schema)["features"][0]["levels"]) == 80
     found = agree({"a": described(range(40)), "b": described(range(60))})
     assert list(found.refused) == ["b"]
-    assert "`word` has 60 levels; at most `max-levels` = 50" in found.refused["b"]
+    assert "`word` has 60 levels; at most 50" in found.refused["b"]
 
 
 def test_a_union_of_too_many_levels_ends_the_run_before_training(tmp_path: Path) -> None:

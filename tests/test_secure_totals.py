@@ -20,7 +20,6 @@ from faults import (
     lost,
     parameters,
     run,
-    texts,
     waves,
 )
 from flwr.app import Message
@@ -28,13 +27,11 @@ from scipy.stats import chi2
 
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import ECHOED
-from fedgp_flower.methods.fsgp.client import FSGPClient
-from fedgp_flower.methods.fsgp.messages import Statistics
 from fedgp_flower.methods.messages import Step, Stepped
+from fedgp_flower.methods.sgpr.client import FSGPClient
+from fedgp_flower.methods.sgpr.messages import Statistics
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
-from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import parse_config
 from strategies.server.questions import Each, First
 from strategies.server.strategy import FederatedStrategy
@@ -42,13 +39,13 @@ from strategies.server.strategy import FederatedStrategy
 MASKED = {"privacy__secure_aggregation": True}
 METHODS: dict[str, dict[str, Any]] = {
     "exact": {"evaluate_every": 2},
-    "profiled": {"fsgp__objective": "profiled", "evaluate_every": 2},
-    "average": {"fsgp__objective": "average", "evaluate_every": 2},
-    "adam of averages": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
+    "profiled": {"method": "sgpr", "evaluate_every": 2},
+    "average": {"method": "fsgp", "evaluate_every": 2},
+    "adam of averages": {"method": "fsgp", "averaging__server_optimizer": "fedadam"},
     "student-t": {"model__likelihood": "student-t", "evaluate_every": 2},
     "fgpr": {"method": "fgpr"},
-    "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
-    "sfvi in closed form": {"method": "sfvi", "test_fraction": 0.8},
+    "sfvi": {"method": "sfvi"},
+    "hierarchical-gp": {"method": "hierarchical-gp", "test_fraction": 0.8},
     "sfvi of classes": {
         "method": "sfvi",
         "dataset": "breast-cancer",
@@ -56,28 +53,20 @@ METHODS: dict[str, dict[str, Any]] = {
         "features": "mean radius,mean texture",
     },
     "local-only": {"method": "local-only"},
-    "fedmgp": {"method": "fedmgp", "fedmgp__covariance": "convolved"},  # both of them: test_fedmgp_judged
-    "fedmgp by pseudo-gradients": {
-        "method": "fedmgp",
-        "fedmgp__covariance": "convolved",
-        "fedmgp__update": "pseudo-gradient",
-        "fedmgp__final_rounds": 1,
-        **{"optimizer__name": "sgd", "optimizer__learning_rate": 0.001},  # the signs of Adam's first steps are rounding
-    },
+    "fedmgp": {"method": "fedmgp-exact"},
     "fedmgp of heavy tails": {
         "method": "fedmgp",
         "model__likelihood": "student-t",
-        "fedmgp__weights": "examples",
         "fedmgp__local_steps": 2,
     },
     "sfvi-avg": {"method": "sfvi-avg"},
     "deep-kernel": {"method": "deep-kernel", "deep__hidden": 4, "deep__features": 3, "deep__local_steps": 2},
-    "sfvi after averages": {"method": "sfvi", "sfvi__objective": "stochastic", "sfvi__warm_start_rounds": 2},
+    "sfvi after averages": {"method": "sfvi", "sfvi__warm_start_rounds": 2},
 }
 LONG = {"adam of averages", "deep-kernel", "fedmgp of heavy tails", "sfvi after averages"}
 """What they send, others send too."""
-PUBLIC = {"query.model", "query.beginning"}
-OF_TOTALS = {"fedmgp", "sfvi-avg", "sfvi"}
+PUBLIC: set[str] = set()
+OF_TOTALS = {"fedmgp", "sfvi-avg", "sfvi", "hierarchical-gp"}
 """Methods that ask for totals only where there is nothing else."""
 
 
@@ -191,20 +180,6 @@ def test_single_masked_messages_are_uniform(pair):
     assert chi2.ppf(1e-6, 255) < statistic < chi2.ppf(1 - 1e-6, 255)
 
 
-def test_masks_cost_two_bytes_for_one(pair):
-    (_, _, plain), (_, _, masked) = pair
-    for kind in ("query.statistics", "train.gradient"):
-        sizes = [
-            [
-                sum(own.nbytes for own in numpy_arrays(reply.content.array_records["arrays"]).values())
-                for reply in grid.of(kind, "0")
-            ]
-            for grid in (plain, masked)
-        ]
-        for before, after in zip(*sizes, strict=True):
-            assert after <= 2.2 * before + 16
-
-
 def test_two_runs_on_the_same_rows_share_no_word():
     grids = [Transcript(configured(**MASKED, num_server_rounds=1), 3) for _ in range(2)]
     for grid in grids:
@@ -219,15 +194,6 @@ def test_two_runs_on_the_same_rows_share_no_word():
 
 def silent(site, *rounds, phase="query.statistics", times=10**9):
     return Fault(site, lost, (phase,), range(rounds[0], rounds[-1] + 1), times)
-
-
-def test_a_site_that_is_silent_once_is_asked_again_and_sends_the_same():
-    grid = Transcript(configured(**MASKED), 4, silent("1", 2, times=1))
-    strategy = run(grid)
-    calm = run(FaultyGrid(configured(**MASKED), 4))
-    assert strategy.details()["privacy"]["left_out"] == {}
-    assert strategy.details()["bound"] == pytest.approx(calm.details()["bound"], rel=1e-12)
-    assert len(blamed(strategy)["1"]) == 1
 
 
 def test_the_same_request_gets_the_same_bytes():
@@ -255,7 +221,7 @@ def test_the_same_request_gets_the_same_bytes():
 def test_a_third_of_the_sites_silent_in_a_round():
     """They are asked again, then the others without them; the report names them and what that may show."""
     faults = (silent("1", 2, 2), silent("4", 2, 2))
-    grid = Transcript(configured(**MASKED, fsgp__objective="average"), 6, *faults)
+    grid = Transcript(configured(**MASKED, method="fsgp"), 6, *faults)
     for fault in faults:
         fault.phases = ("train.weighted",)
     strategy = run(grid)
@@ -265,9 +231,7 @@ def test_a_third_of_the_sites_silent_in_a_round():
     later = [visit.site for visit in grid.visits if visit.phase == "train.weighted" and visit.round == 3]
     assert later == ["0", "2", "3", "5"]
     others = run(
-        FaultyGrid(
-            configured(fsgp__objective="average"), 6, *(Fault(site, lost, ("train",), range(2, 9)) for site in "14")
-        )
+        FaultyGrid(configured(method="fsgp"), 6, *(Fault(site, lost, ("train",), range(2, 9)) for site in "14"))
     )
     for name, array in parameters(others).items():
         assert parameters(strategy)[name] == pytest.approx(array, rel=1e-8, abs=1e-10)
@@ -275,7 +239,7 @@ def test_a_third_of_the_sites_silent_in_a_round():
 
 def test_the_sites_refuse_a_third_change_of_the_roster():
     faults = [Fault(site, lost, ("train.weighted",), range(number, 99)) for number, site in enumerate("123", 1)]
-    flat = configured(**MASKED, fsgp__objective="average", num_server_rounds=9)
+    flat = configured(**MASKED, method="fsgp", num_server_rounds=9)
     with pytest.raises(RunError, match=r"for the 3\. time in this run; this site accepts 2"):
         run(FaultyGrid(flat, 7, *faults))
 
@@ -304,30 +268,11 @@ def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):
         raise NumericsError("not positive definite")
 
     misbehaving(monkeypatch, "2", fails)
-    flat = configured(**MASKED, fsgp__objective="average", num_server_rounds=1)
+    flat = configured(**MASKED, method="fsgp", num_server_rounds=1)
     strategy = run(FaultyGrid(flat, 4))
     assert blamed(strategy) == {}
     assert strategy.details()["privacy"]["empty_summands"] == 1
     assert any("were empty. No message says whose" in line for line in strategy.outcome.metrics["warnings"])
-    rows = strategy.preparation.rows
-    assert float(strategy.last[1].count) == sum(rows.values()) - rows["2"]
-
-
-def test_an_optimiser_never_mixes_totals_of_other_rows(monkeypatch):
-    """A site adds nothing to one question: the segment ends, instead of an objective of fewer rows."""
-    calls = []
-
-    def sometimes(own):
-        calls.append(own)
-        if len(calls) == 2:
-            raise NumericsError("not positive definite")
-        return own
-
-    misbehaving(monkeypatch, "2", sometimes)
-    recorder = Recorder()
-    strategy = run(FaultyGrid(configured(**MASKED), 4), recorder)
-    assert [("bound" in row) for row in recorder.rows] == [True, False, True, True]
-    assert float(strategy.last[1].count) == sum(strategy.preparation.rows.values())
 
 
 def test_a_total_that_no_rows_have_ends_the_run(monkeypatch):
@@ -367,7 +312,7 @@ def test_what_is_said_beside_a_question_never_takes_a_site_out_of_a_total(aside)
     assert any("the context that all sites share, and by nothing beside it" in own for own in blamed(strategy)["1"])
     assert strategy.details()["privacy"]["empty_summands"] == 0
     assert "1" in strategy.details()["privacy"]["left_out"]
-    assert float(strategy.last[1].count) == sum(n for site, n in strategy.preparation.rows.items() if site != "1")
+    assert strategy.current.rows == sum(n for site, n in strategy.preparation.rows.items() if site != "1")
     assert not any("masked" in own.content.array_records.get("arrays", {}) for own in grid.of("query.statistics", "1"))
 
 
@@ -388,15 +333,15 @@ def test_single_sites_cannot_be_asked_under_masks(kind):
         yield kind(Stepped, {"0": Step(parameters(strategy), 0.1)})
 
     with pytest.raises(ConfigError, match="`fsgp` asks each site for its own `Stepped`"):
-        strategy.ask_through(asking())
+        strategy.session.run(asking())
     assert len(grid.visits) == before
 
 
 @pytest.mark.parametrize(
     ("method", "keys", "reason"),
     [
-        ("fedmgp", {"fedmgp__aggregation": "agreement"}, "weighs, compares or remembers single units"),
-        ("fedmgp", {"fedmgp__update": "pseudo-gradient", "fedmgp__aggregation": "median"}, "'median' weighs, compares"),
+        ("fedmgp-exact", {"fedmgp__aggregation": "agreement"}, "weighs, compares or remembers single units"),
+        ("fedmgp", {"fedmgp__aggregation": "median"}, "'median' weighs, compares"),
         ("sfvi-avg", {"sfvi__structure": "full"}, "full covariances is no sum"),
     ],
 )
@@ -407,16 +352,16 @@ def test_what_is_no_sum_is_refused_with_the_reason(method, keys, reason):
 
 @pytest.mark.parametrize("method", ["pvi", "pooled"])
 def test_methods_of_more_than_totals_are_refused_by_name(method):
-    grid = Transcript(configured(**MASKED, method=method, pvi__local_update="replay"), 3)
+    grid = Transcript(configured(**MASKED, method=method, pvi__local_update="adam"), 3)
     with pytest.raises(ConfigError, match=f"{method}.*more than their sum|'{method}' sees the rows"):
         run(grid)
     assert {kind for _, kind, _ in grid.replies} <= {
-        *("query.describe", "query.keys", "query.column_sums", "query.column_squares", "query.shape", "query.model")
+        *("query.describe", "query.keys", "query.column_sums", "query.column_squares", "query.shape")
     }
 
 
 def test_drawing_sites_in_every_round_is_refused():
-    for method in ("fsgp", "fgpr", "sfvi", "fedmgp"):
+    for method in ("fsgp", "fgpr", "fedmgp"):
         with pytest.raises(ConfigError, match=rf"`{method}.fraction` = 0.5 draws other sites"):
             run(FaultyGrid(configured(**MASKED, method=method, **{f"{method}__fraction": 0.5}), 3))
 
@@ -437,7 +382,7 @@ def test_a_resumed_run_asks_no_question_again_under_an_old_number():
     def killed(reply):
         raise KeyboardInterrupt
 
-    grid = Transcript(flat, 4, Fault("3", killed, ("train.gradient",), range(3, 4), 1))
+    grid = Transcript(flat, 4, Fault("3", killed, ("train.gradients",), range(3, 4), 1))
     with pytest.raises(KeyboardInterrupt):
         run(grid, recorder)
     resumed = run(grid, Recorder(), recorder.snapshots[-1])
@@ -465,7 +410,7 @@ def test_real_sites_with_keys_of_their_own(real_nodes):
     plain = [{k: v for k, v in node.items() if k not in {"site-key", "trust"}} for node in real_nodes]
     masked = run(FaultyGrid(configured(**MASKED), real_nodes))
     assert masked.details()["bound"] == pytest.approx(run(FaultyGrid(configured(), plain)).details()["bound"], rel=1e-8)
-    assert "simulated" not in masked.what_the_server_sees()
+    assert "simulated" not in masked.session.what_the_server_sees()
     with pytest.raises(RunError, match="need `site-key` and `trust`"):
         run(FaultyGrid(configured(**MASKED), plain))
 
@@ -521,35 +466,3 @@ def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
     for site in ("north", "west"):
         assert told[site]
         assert all("under masks alone" in line for line in told[site])
-
-
-def test_a_site_whose_columns_cannot_be_read_is_left_out():
-    flat = configured(**MASKED, num_server_rounds=1)
-    strategy = run(FaultyGrid(flat, 4, Fault("0", texts(schema="{"), ("query.describe",))))
-    assert blamed(strategy).keys() == {"0"}
-    assert strategy.roster().everyone == ("1", "2", "3")
-
-
-def test_a_site_that_a_trust_file_lacks_is_named(real_nodes, tmp_path):
-    trust = Trust.read(tmp_path / "trust.toml")
-    Trust({site: key for site, key in trust.keys.items() if site != "west"}).write(tmp_path / "small.toml")
-    real_nodes[0]["trust"] = str(tmp_path / "small.toml")
-    grid = Transcript(configured(**MASKED), real_nodes)
-    with pytest.raises(RunError, match="can take part"):
-        run(grid)
-    told = [
-        str(reply.content.config_records["config"].get("error", "")) for reply in grid.of("query.column_sums", "east")
-    ]
-    assert told == ["site 'west' of the roster is not in this site's trust file"] * len(told)
-    assert told
-
-
-def test_a_run_says_first_and_last_what_the_server_saw_and_its_report_can_be_read(tmp_path):
-    flat = configured(**MASKED, output_dir=str(tmp_path), name="masked", keep_predictions=True, num_server_rounds=1)
-    folder = run_in_process(flat, 3)
-    lines = [line for line in (folder / "log.txt").read_text().splitlines() if "INFO" in line]
-    assert sum("totals under masks, simulated" in line for line in lines) == 2
-    assert "totals under masks, simulated" in lines[-1]
-    assert read_run(folder).metrics.per_site == []
-    assert not (folder / "predictions.csv").exists()
-    assert (folder / "report.html").stat().st_size > 0

@@ -16,7 +16,7 @@ from fedgp_flower.messages import add
 from fedgp_flower.methods.messages import TargetMoments
 from fedgp_flower.run.metrics import gaussian_scores, mixture_scores
 from fedgp_flower.transforms import Log, Root, YeoJohnson
-from strategies.server.target import chosen
+from strategies.server.enrolment import chosen
 
 NO_CHANGE = YeoJohnson(1.0)
 Y = np.array([-3.0, -0.2, 0.0, 0.5, 7.0])
@@ -96,7 +96,7 @@ def skewed(rows=90):
 
 def few(transform, folder, **more):
     quick = {"model.num-inducing": 8, "baselines.local-only": False, "baselines.pooled": False}
-    return quick | {"transform.target": transform, "output-dir": str(folder), "fsgp.exchanges": 6} | more
+    return quick | {"transform.target": transform, "output-dir": str(folder), "sgpr.exchanges": 6} | more
 
 
 @pytest.fixture(scope="module", params=["log", "sqrt", "yeo-johnson"])

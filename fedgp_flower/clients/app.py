@@ -15,23 +15,23 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
+from numpy.typing import NDArray
 
 from fedgp_flower.clients import masking
-from fedgp_flower.clients.numpy_client import NAMES, Setting, SiteClient
+from fedgp_flower.clients.numpy_client import KIND, NAMES, Setting, SiteClient, answers_publicly
 from fedgp_flower.clients.prepared import prepared_site
-from fedgp_flower.clients.rows import require_same_rows
-from fedgp_flower.clients.state import SiteState, load_state, save_state
-from fedgp_flower.data.sites import Data, RawSite, load_site, site_id, site_of
+from fedgp_flower.clients.state import SiteState, load_state, require_same_rows, save_state
+from fedgp_flower.config import RunConfig
+from fedgp_flower.data.sites import RawSite, load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.errors import ConfigError, FedGPError
+from fedgp_flower.errors import FedGPError
 from fedgp_flower.gp.linalg import counting_repairs
 from fedgp_flower.messages import ECHOED
+from fedgp_flower.options import Value
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy.policy import Decision, Rules
 from fedgp_flower.privacy.questions import context_digest
 from fedgp_flower.records import APART, array_record, numpy_arrays, packed_record, record_of, settings_of
-from fedgp_flower.run.config import RunConfig
-from fedgp_flower.run.registry import client_class, parse_config
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
@@ -43,21 +43,32 @@ WARNING = "warning"
 """Config key of a reply: what the site's policy warns of, and what it suspects of its rows."""
 
 LoadSite: TypeAlias = Callable[[RunConfig, Context], RawSite]
+Answer: TypeAlias = tuple[NamedArrays, dict[str, Any], dict[str, Any]]
+"""Arrays, numbers and texts of a reply."""
 
 
 class SiteApp(ClientApp):
     """Answers every message of every method.
 
     Args:
+        parse: From keys of a run to its configuration.
+        client_of: From a configuration to the class of its method's client.
         load: The rows of a node, by the configuration of a run and the node's Context.
         mods: Flower's mods, applied to every message.
         train_mods: Mods of training messages alone, such as ``fixedclipping_mod``.
     """
 
     def __init__(
-        self, load: LoadSite | None = None, mods: list[Mod] | None = None, train_mods: list[Mod] | None = None
+        self,
+        parse: Callable[[dict[str, Value]], RunConfig],
+        client_of: Callable[[RunConfig], type[SiteClient]],
+        load: LoadSite | None = None,
+        mods: list[Mod] | None = None,
+        train_mods: list[Mod] | None = None,
     ) -> None:
         super().__init__(mods=mods)
+        self.parsed = lru_cache(maxsize=8)(lambda flat: parse(json.loads(flat)))
+        self.client_of = client_of
         self.load = load
         self.train_mods = train_mods or []
         self.known: set[str] = set()
@@ -67,9 +78,9 @@ class SiteApp(ClientApp):
         kind = message.metadata.message_type
         if kind not in self.known:
             category, _, action = kind.partition(".")
+            register = {"train": self.train, "query": self.query, "evaluate": self.evaluate}[category]
             mods = self.train_mods if category == "train" else []
-            register = getattr(self, category)(*([action] if action else []), mods=mods)
-            register(self.answer)
+            register(*([action] if action else []), mods=mods)(self.answer)
             self.known.add(kind)
         return super().__call__(message, context)
 
@@ -110,48 +121,51 @@ class SiteApp(ClientApp):
             metrics["seconds"] = time.perf_counter() - started
         return _reply(message, identity, arrays, metrics, texts)
 
-    def _computed(
-        self, message: Message, context: Context, decisions: list[Decision]
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Arrays, numbers and texts of the reply."""
+    def _computed(self, message: Message, context: Context, decisions: list[Decision]) -> Answer:
+        """Arrays, numbers and texts of the reply: the site's owner decides before any row is read."""
         given: dict[str, Any] = {**settings_of(message)}
-        if masking.REQUEST in given:
+        kind, masked = message.metadata.message_type, masking.REQUEST in given
+        if masked:
             masking.require_shared(given)
-        config = _parsed(self._configuration(message, context))
-        kind = message.metadata.message_type
-        rules = Rules.of(context.node_config, kind, masking.REQUEST in given, decisions)
+        config = self.parsed(self._configuration(message, context))
+        method = self.client_of(config)
+        rules = Rules.of(context.node_config, kind, masked, decisions)
         rules.admit(config, str(given["run"]), int(given["round"]), context.node_config.get("state-dir"))
         if kind == masking.KEYS:
             return masking.introduced(context, str(given["run"]))
+        if not masked:
+            public = answers_publicly(method, kind)
+            masking.require_masks(context, config.privacy.secure_aggregation, kind, public)
         state = load_state(context, str(given["run"]))
-        client = self._client(config, given, context, state, rules)
+        client = self._client(method, config, given, context, state, rules)
         arrays = numpy_arrays(record_of(message.content, "arrays", ArrayRecord) or ArrayRecord())
-        parameters = list(arrays.values())
-        given[NAMES] = "\n".join(arrays)
-        if masking.REQUEST in given:
-            summand = self._masked(message, context, client, arrays)
+        if masked:
+            answer = self._masked(message, context, client, arrays)
+        else:
+            given |= {KIND: kind, NAMES: "\n".join(arrays)}
+            answer = self._plain(client, list(arrays.values()), given, rules)
+            answer[1].update(masking.stance(context, kind))
+        if kind != "evaluate":
             save_state(context, state)
-            return summand
-        public = client.answers_publicly(kind)
-        masking.require_masks(context, config.privacy.secure_aggregation, kind, public)
-        if kind == "evaluate":
+        return answer
+
+    @staticmethod
+    def _plain(client: SiteClient, parameters: list[NDArray[Any]], given: dict[str, Any], rules: Rules) -> Answer:
+        """The reply to a question in the clear, through Flower's ``fit`` or ``evaluate``."""
+        if given[KIND] == "evaluate":
             loss, count, scores = client.evaluate(parameters, given)
             return {}, {"num-examples": count, "loss": loss, **scores}, {}
         outputs, count, mixed = client.fit(parameters, given)
-        save_state(context, state)
         said = str(mixed.pop(NAMES))
-        answered = said.split("\n") if said else []
         texts = {name: value for name, value in mixed.items() if isinstance(value, str)}
         numbers = {name: value for name, value in mixed.items() if name not in texts}
         warned = [words for words in (texts.get(WARNING), rules.warning) if words]
         texts |= {WARNING: ". ".join(warned)} if warned else {}
-        numbers |= masking.stance(context, kind)
-        return dict(zip(answered, outputs, strict=True)), {"num-examples": count, **numbers}, texts
+        named = dict(zip(said.split("\n") if said else [], outputs, strict=True))
+        return named, {"num-examples": count, **numbers}, texts
 
     @staticmethod
-    def _masked(
-        message: Message, context: Context, client: SiteClient, arrays: NamedArrays
-    ) -> tuple[NamedArrays, dict[str, Any], dict[str, Any]]:
+    def _masked(message: Message, context: Context, client: SiteClient, arrays: NamedArrays) -> Answer:
         """The reply to a question under masks."""
         kind, given = message.metadata.message_type, dict(settings_of(message))
         request = client.asked(kind, arrays, given)
@@ -169,10 +183,15 @@ class SiteApp(ClientApp):
         return json.dumps(context.run_config, sort_keys=True) if text is None else str(text)
 
     def _client(
-        self, config: RunConfig, given: Mapping[str, Any], context: Context, state: SiteState, rules: Rules
+        self,
+        method: type[SiteClient],
+        config: RunConfig,
+        given: Mapping[str, Any],
+        context: Context,
+        state: SiteState,
+        rules: Rules,
     ) -> SiteClient:
         """The client of the configured method, holding this node's data and state."""
-        method: type[SiteClient] = client_class(config)
         kept = record_of(context.state, CONTEXT, ConfigRecord) if given.get(CONTEXT) else None
         preparation = None if kept is None else _preparation(kept)
         site = self._site(config, context, (state.run, preparation), rules)
@@ -185,45 +204,14 @@ class SiteApp(ClientApp):
         """This node's rows as its policy lets messages know them; what a loader of one's own reads is not kept."""
         run, preparation = of
 
-        def checked(own: Rules) -> RawSite:
+        def checked(applied: Rules) -> RawSite:
             raw = load_site(config, context.node_config, run) if self.load is None else self.load(config, context)
             require_same_rows(context, run, raw)
-            return own.site(raw)
+            return applied.site(raw)
 
         if self.load is not None:
             return checked(rules)
         return prepared_site(context, (run, config, preparation), rules, checked)
-
-
-def make_client_app(
-    method: str,
-    load_data: Callable[[Context], Data],
-    mods: list[Mod] | None = None,
-    train_mods: list[Mod] | None = None,
-) -> ClientApp:
-    """The sites' app of a method, with rows of one's own.
-
-    A site is called by ``site`` in its node configuration, in simulation by its ``partition-id``. All else that a site
-    needs to know comes with the server's messages.
-
-    Args:
-        method: Name of the method; a server that runs another one is refused.
-        load_data: Returns ``(X, y)``, ``(X, y, X_test, y_test)``, or ``(frame, target)`` with a DataFrame and the name
-            of a column. Without test rows a share ``test_fraction`` of the rows is held out.
-        mods: Flower's mods, applied to every message.
-        train_mods: Mods of training messages alone, such as ``fixedclipping_mod``.
-    """
-    kept: dict[tuple[int, int], tuple[RunConfig, RawSite]] = {}
-
-    def load(config: RunConfig, context: Context) -> RawSite:
-        if config.method != method:
-            raise ConfigError(f"the server runs the method `{config.method}`; this app was made for `{method}`")
-        key = context.run_id, context.node_id
-        if key not in kept or kept[key][0] != config:
-            kept[key] = config, site_of(config, context.node_config, load_data(context))
-        return kept[key][1]
-
-    return SiteApp(load, mods, train_mods)
 
 
 def _lacks(message: Message, context: Context) -> bool:
@@ -256,11 +244,6 @@ def _agreed(schema: str, means: Any, scales: Any, mean: Any, scale: Any) -> Prep
     arrays = {"input.mean": np.array(means), "input.scale": np.array(scales)}
     arrays |= {"target.mean": np.reshape(mean, ()), "target.scale": np.reshape(scale, ())}
     return Preparation.from_wire(arrays, schema)
-
-
-@lru_cache(maxsize=8)
-def _parsed(flat: str) -> RunConfig:
-    return parse_config(json.loads(flat))
 
 
 def _identity(message: Message, context: Context) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.exact import ExactGP
@@ -19,7 +20,6 @@ from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.profiled import PENALTY
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, exact_posterior
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array
 
 MOST_POINTS = 100
@@ -60,9 +60,9 @@ def no_prior(model: WiredModel) -> Tensor:
 
 
 def penalty(model: WiredModel) -> Tensor:
-    """−.05 Σ (log ℓ − 1)², as :mod:`strategies.fsgp_profiled` has it."""
-    logs = [own for name, own in model.wire_parameters() if name.endswith("log_lengthscale")]
-    return -PENALTY * sum(((own - 1).square().sum() for own in logs), no_prior(model))
+    """−.05 Σ (log ℓ − 1)², the penalty of :mod:`fedgp_flower.gp.profiled`."""
+    logs = [value for name, value in model.wire_parameters() if name.endswith("log_lengthscale")]
+    return -PENALTY * sum(((value - 1).square().sum() for value in logs), no_prior(model))
 
 
 PRIORS = {"none": no_prior, "log-normal": log_prior, "lengthscales": penalty}
@@ -80,7 +80,7 @@ def fit(model: WiredModel, objective: Callable[[], Tensor], max_evaluations: int
 
 
 def local_only(site_data: tuple[Array, Array, Array, Array], config: RunConfig) -> Baseline:
-    """A GP of the site's own rows, hyperparameters at their mode: exact up to ``EXACT_ROWS`` rows, else sparse.
+    """A GP of the site's rows, hyperparameters at their mode: exact up to ``EXACT_ROWS`` rows, else sparse.
 
     Where all targets are one number, hyperparameters stay as configured: a fit would let noise vanish.
     """

@@ -250,8 +250,7 @@ def identifier_problems(frame: pd.DataFrame, names: Sequence[str], most: int) ->
             units = "; if they are numbers with a unit, write the numbers alone" if amounts else ""
             problems.append(f"{counted}, as an identifier has; {left_out(name)}{units}")
         elif levels > most:
-            counted = f"{counted}; at most `max-levels` = {most} are allowed"
-            problems.append(f"{counted}: {left_out(name)}, or raise `max-levels`")
+            problems.append(f"{counted}; at most {most} are allowed: {left_out(name)}")
     return problems
 
 

@@ -16,17 +16,20 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import kind_of, number_labels
 from fedgp_flower.data.seeds import derived_seed, generator
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
-from fedgp_flower.run.config import CoreConfig
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
 Indices: TypeAlias = NDArray[np.int64]
+
+BINS, CLASSES_PER_SITE = 10, 2
+"""Quantile bins that a numeric column is cut into to be dealt by; classes of a site, as in the paper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +131,9 @@ def _classes(task: _Task) -> Indices:
         return np.unique(task.column.to_numpy(dtype=object).astype(str), return_inverse=True)[1].astype(np.int64)
     numbers = task.column.to_numpy(dtype=np.float64)
     distinct, codes = np.unique(numbers, return_inverse=True)
-    bins = task.config.partition.bins
-    if distinct.size <= bins:
+    if distinct.size <= BINS:
         return codes.astype(np.int64)
-    edges = np.quantile(numbers, np.arange(1, bins) / bins)
+    edges = np.quantile(numbers, np.arange(1, BINS) / BINS)
     return np.unique(np.searchsorted(np.unique(edges), numbers, side="right"), return_inverse=True)[1].astype(np.int64)
 
 
@@ -148,16 +150,14 @@ def _dirichlet(task: _Task) -> list[Indices]:
 
 
 def _pathological(task: _Task) -> list[Indices]:
-    """Every site sees ``partition.classes-per-site`` classes, assigned as in the paper where that reaches all."""
+    """Every site sees two classes, assigned as in the paper where that reaches all."""
     from flwr_datasets.partitioner import PathologicalPartitioner  # noqa: PLC0415 - slow to import
 
-    classes, per_site = _classes(task), task.config.partition.classes_per_site
+    classes, per_site = _classes(task), CLASSES_PER_SITE
     count = int(classes.max()) + 1
-    advice = f"the partition column has {count} classes (`partition.bins` sets them for numbers)"
+    advice = f"the partition column has {count} classes"
     if not per_site <= count < task.sites + per_site:
-        raise DataError(
-            f"{task.key} and `partition.classes-per-site` = {per_site} cannot deal every class to a site; {advice}"
-        )
+        raise DataError(f"{task.key}, {per_site} classes per site, cannot deal every class to a site; {advice}")
     mode = "first-deterministic" if task.sites >= count else "deterministic"
     chosen = PathologicalPartitioner(task.sites, "class", per_site, mode, shuffle=False, seed=task.seed)
     rows = _shuffled(task)

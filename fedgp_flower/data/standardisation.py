@@ -1,6 +1,6 @@
 """A site's half of federated standardisation: describe its rows by sums, and encode them with what was agreed.
 
-The server's half is ``strategies.server.standardisation``. A column of numbers is described by its sum, its sum of
+The server's half is ``fedgp_flower.data.agreement``. A column of numbers is described by its sum, its sum of
 squares about the site's mean, and what rounding took from the sum; a categorical column by how often each level
 occurs. The agreed preparation turns numeric columns into one standardised input each and categorical ones into
 indicators. A level that is not among the agreed ones is :data:`OTHER` where the sites agreed on that one.
@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from fedgp_flower.data.cells import Kind, kind_of, typed
 from fedgp_flower.data.dates import source, with_numbers
-from fedgp_flower.data.tables import read_table, require_columns
+from fedgp_flower.data.tables import OTHER, read_table, require_columns
 from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.lazy import pd
-from fedgp_flower.privacy.disclosure import OTHER
 from fedgp_flower.transforms import Transform, transform_of
 from fedgp_flower.typing import Array, NamedArrays
 

@@ -21,6 +21,8 @@ from fedgp_flower.lazy import pd
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "<NA>")
 """Spellings of a missing cell. A question mark is an ordinary level of a text column."""
+OTHER = "other"
+"""The name of levels of text that have too few rows."""
 HELD_OUT = ".test"
 """How the stem of a file ends that holds the held-out rows of the file beside it."""
 SEPARATORS = (",", ";", "\t", "|")

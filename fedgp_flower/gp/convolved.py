@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gpytorch.constraints import Positive
 from gpytorch.kernels import Kernel
 from torch import Tensor
 
@@ -24,8 +23,8 @@ def smoothed_covariance(x: Tensor, other: Tensor, scales: Tensor, smoothing: Ten
     ``scales`` are the diagonals of S_i, the smoothings those of R_i of the two functions, all [I, D].
     """
     width = smoothing + smoothing_other + scales  # [I, D]
-    own, others = 2 * smoothing + scales, 2 * smoothing_other + scales
-    height = ((own * others).pow(0.25) / width.sqrt()).prod(-1)  # [I]
+    doubled, doubled_other = 2 * smoothing + scales, 2 * smoothing_other + scales
+    height = ((doubled * doubled_other).pow(0.25) / width.sqrt()).prod(-1)  # [I]
     gaps = (x[:, None, :] - other[None, :, :]).square()  # [N, N', D]
     exponent = torch.einsum("nkd,id->ink", gaps, -0.5 / width)
     covariance: Tensor = height[:, None, None] * exponent.exp()
@@ -33,36 +32,32 @@ def smoothed_covariance(x: Tensor, other: Tensor, scales: Tensor, smoothing: Ten
 
 
 class ConvolvedKernel(Kernel):
-    """Covariance of one unit's output: shared lengthscales S, the unit's own smoothing R and signed amplitudes s.
+    """Covariance of one unit's output: shared lengthscales S, the unit's smoothing R and signed amplitudes s.
 
-    Called like any GPyTorch kernel it is c_ff; :meth:`cross` and :meth:`latent` give c_fg and c_gg.
+    Called like any GPyTorch kernel it is c_ff; :meth:`cross` and :meth:`latent` give c_fg and c_gg. With R = 0 it is
+    the linear model of coregionalisation, and R is not learned.
     """
 
     is_stationary = True
 
     def __init__(self, scales: Tensor, smoothing: Tensor, amplitudes: Tensor) -> None:
         super().__init__()
-        log = Positive(transform=torch.exp, inv_transform=torch.log)
         self.register_parameter("raw_scales", torch.nn.Parameter(scales.log()))  # [I, D]
-        self.register_constraint("raw_scales", log)
-        self._register_smoothing(smoothing)
+        if bool((smoothing > 0).any()):
+            self.register_parameter("raw_smoothing", torch.nn.Parameter(smoothing.log()))  # [I, D]
+        else:
+            self.register_buffer("raw_smoothing", smoothing.log())
         self.register_parameter("amplitudes", torch.nn.Parameter(amplitudes.clone()))  # [I]
-
-    def _register_smoothing(self, smoothing: Tensor) -> None:
-        self.register_parameter("raw_smoothing", torch.nn.Parameter(smoothing.log()))  # [I, D]
-        self.register_constraint("raw_smoothing", Positive(transform=torch.exp, inv_transform=torch.log))
 
     @property
     def scales(self) -> Tensor:
         """Squared lengthscales S of the latent functions, [I, D]."""
-        scales: Tensor = self.raw_scales_constraint.transform(self.raw_scales)
-        return scales
+        return self.raw_scales.exp()
 
     @property
     def smoothing(self) -> Tensor:
         """Squared smoothing widths R of this unit, [I, D]."""
-        smoothing: Tensor = self.raw_smoothing_constraint.transform(self.raw_smoothing)
-        return smoothing
+        return self.raw_smoothing.exp()
 
     def latent(self, inducing: Tensor) -> Tensor:
         """c_gg at the pseudo-inputs [J, D], unit variance: [I, J, J]."""
@@ -72,14 +67,11 @@ class ConvolvedKernel(Kernel):
     def cross(self, x: Tensor, inducing: Tensor) -> Tensor:
         """c_fg between rows [N, D] and pseudo-inputs [J, D]: [I, N, J]."""
         none = torch.zeros_like(self.scales)
-        unit = smoothed_covariance(x, inducing, self.scales, self.smoothing, none)
-        cross: Tensor = self.amplitudes[:, None, None] * unit
-        return cross
+        return self.amplitudes[:, None, None] * smoothed_covariance(x, inducing, self.scales, self.smoothing, none)
 
     def prior_variance(self) -> Tensor:
         """Variance of f from each latent function, s_i²; the same everywhere.  [I]."""
-        variance: Tensor = self.amplitudes.square()
-        return variance
+        return self.amplitudes.square()
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
         """c_ff(x, x') = Σ_i s_i² exp(−½ (x − x')ᵀ (2R_i + S_i)⁻¹ (x − x'))."""
@@ -87,19 +79,3 @@ class ConvolvedKernel(Kernel):
             return self.prior_variance().sum().expand(x1.shape[:-1])
         unit = smoothed_covariance(x1, x2, self.scales, self.smoothing, self.smoothing)
         return (self.prior_variance()[:, None, None] * unit).sum(0)
-
-
-class CoregionalKernel(ConvolvedKernel):
-    """Linear model of coregionalisation: f_m = Σ_i s_mi g_i, nothing smoothed."""
-
-    def __init__(self, scales: Tensor, amplitudes: Tensor) -> None:
-        super().__init__(scales, torch.zeros_like(scales), amplitudes)
-
-    def _register_smoothing(self, smoothing: Tensor) -> None:
-        self.register_buffer("no_smoothing", smoothing)
-
-    @property
-    def smoothing(self) -> Tensor:
-        """Zero, [I, D]."""
-        smoothing: Tensor = self.no_smoothing
-        return smoothing

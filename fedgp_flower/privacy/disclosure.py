@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgp_flower.data.tables import OTHER
+
 if TYPE_CHECKING:
     import pandas as pd
 
-OTHER = "other"
-"""What levels of too few rows are called."""
 FEW_LEVELS = 10
 """Fewer levels than these are no identifier."""
 

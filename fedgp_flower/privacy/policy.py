@@ -14,18 +14,17 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-import numpy as np
 from pydantic import Field
 
+from fedgp_flower.config import RunConfig, defaults, validated
 from fedgp_flower.data.cells import kind_of
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import ConfigError, PolicyError
+from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Count, Positive, Section
-from fedgp_flower.privacy.disclosure import kept_levels, merged_cells, merged_classes, merged_levels, names_rows
-from fedgp_flower.run.config import RunConfig, defaults, validated
-from fedgp_flower.run.files import write_bytes
+from fedgp_flower.privacy.disclosure import kept_levels, merged_levels, names_rows
 
 A = TypeVar("A")
 Names: TypeAlias = Annotated[tuple[str, ...], Field(strict=False)]
@@ -33,12 +32,22 @@ Names: TypeAlias = Annotated[tuple[str, ...], Field(strict=False)]
 DEFAULT = "the default policy"
 HARMLESS = frozenset({"dataset", "data-dir", "output-dir", "name", "resume", "extra", "round-timeout", "wait-seconds"})
 """Keys that a real site does not read."""
-HISTOGRAMS = {
-    "evaluation.pit": (1, merged_cells),
-    "evaluation.reliability": (3, merged_cells),
-    "evaluation.ranks": (2, merged_classes),
-}
-"""Histograms among the numbers of a reply: numbers of a bin, and how small cells are merged."""
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """An answer that is estimated from rows."""
+
+    def num_parameters(self) -> int:
+        """How many numbers it estimates."""
+
+
+@runtime_checkable
+class Histograms(Protocol):
+    """An answer with histograms."""
+
+    def coarse(self, least: int) -> Any:
+        """The same with histograms whose cells have at least so many rows."""
 
 
 class Policy(Section):
@@ -122,18 +131,22 @@ class Rules:
             PolicyError: it may not.
             ConfigError: rounds are limited, and nothing remembers them.
         """
-        own = self.policy
-        self._judge("methods", not own.methods or config.method in own.methods, f"method `{config.method}` may not run")
-        odd = sorted(key for key in _changed(config) if not _matches(key, own.keys)) if own.keys else []
+        limits = self.policy
+        self._judge(
+            "methods", not limits.methods or config.method in limits.methods, f"method `{config.method}` may not run"
+        )
+        odd = sorted(key for key in _changed(config) if not _matches(key, limits.keys)) if limits.keys else []
         self._judge("keys", not odd, f"keys may not be set: {', '.join(f'`{key}`' for key in odd[:5])}")
-        self._judge("kinds", not own.kinds or _matches(self.kind, own.kinds), f"`{self.kind}` is not answered")
+        self._judge("kinds", not limits.kinds or _matches(self.kind, limits.kinds), f"`{self.kind}` is not answered")
         masked = config.privacy.secure_aggregation
-        self._judge("secure-aggregation", masked or not own.secure_aggregation, "totals under masks are required")
-        if own.rounds_per_day and number:
+        self._judge("secure-aggregation", masked or not limits.secure_aggregation, "totals under masks are required")
+        if limits.rounds_per_day and number:
             if not state_dir:
                 raise ConfigError(f"`rounds-per-day` in {self.file} needs a `state-dir` in the node configuration")
             rounds = Rounds.of_today(Path(str(state_dir)).expanduser()).after(run, number)
-            self._judge("rounds-per-day", rounds.count <= own.rounds_per_day, "no more rounds today", f"{rounds.count}")
+            self._judge(
+                "rounds-per-day", rounds.count <= limits.rounds_per_day, "no more rounds today", f"{rounds.count}"
+            )
             rounds.write(Path(str(state_dir)).expanduser())
 
     def site(self, raw: RawSite) -> RawSite:
@@ -145,41 +158,37 @@ class Rules:
         self.active = self.file != DEFAULT or not raw.simulated
         if not self.active:
             return raw
-        own, rows = self.policy, len(raw.train)
-        self._judge("least-rows", rows >= own.least_rows, "too few training rows", f"{rows} rows")
-        hidden = sorted({*raw.features, raw.target} & {*own.hidden_columns})
+        limits, rows = self.policy, len(raw.train)
+        self._judge("least-rows", rows >= limits.least_rows, "too few training rows", f"{rows} rows")
+        hidden = sorted({*raw.features, raw.target} & {*limits.hidden_columns})
         self._judge("hidden-columns", not hidden, f"column {', '.join(hidden)} may not be used")
-        train, test = raw.train.copy(), raw.test if len(raw.test) >= own.least_cell else raw.test.iloc[:0]
+        train, test = raw.train.copy(), raw.test if len(raw.test) >= limits.least_cell else raw.test.iloc[:0]
         test = test.copy()
         for name in (name for name in (*raw.features, raw.target) if kind_of(train[name]) == "categorical"):
             counts = train[name].value_counts()
             if name == raw.target:
-                self._judge("least-cell", bool(counts.min() >= own.least_cell), f"a class of `{name}` is too rare")
+                self._judge("least-cell", bool(counts.min() >= limits.least_cell), f"a class of `{name}` is too rare")
                 continue
-            odd = names_rows(counts, own.rows_per_level)
+            odd = names_rows(counts, limits.rows_per_level)
             self._judge("rows-per-level", not odd, f"`{name}` names rows, as an identifier does", f"`{name}`")
-            kept = kept_levels(counts, own.least_cell)
+            kept = kept_levels(counts, limits.least_cell)
             if len(kept) < len(counts):
                 found = f"{len(counts) - len(kept)} levels of `{name}`"
-                self.decisions.append(Decision("least-cell", own.least_cell, "merged", found))
+                self.decisions.append(Decision("least-cell", limits.least_cell, "merged", found))
                 train[name], test[name] = merged_levels(train[name], kept), merged_levels(test[name], kept)
         return replace(raw, train=train, test=test, _encoded={})
 
     def answer(self, answer: A, rows: int) -> A:
         """An answer as it may leave.
 
-        Its class may have ``num_parameters()``, how many numbers it estimates from the rows, and ``coarse(k)``, the
-        same with histograms whose cells have at least k rows.
-
         Raises:
             PolicyError: it says too much of so few rows.
         """
         if not self.active:
             return answer
-        counted, coarse = getattr(answer, "num_parameters", None), getattr(answer, "coarse", None)
-        if counted is not None and not self.masked:
-            self._weigh(counted(), rows)
-        return answer if coarse is None else coarse(self.policy.least_cell)
+        if isinstance(answer, Counted) and not self.masked:
+            self._weigh(answer.num_parameters(), rows)
+        return answer.coarse(self.policy.least_cell) if isinstance(answer, Histograms) else answer
 
     def _weigh(self, size: int, rows: int) -> None:
         limit = self.policy.parameters_per_row
@@ -190,16 +199,6 @@ class Rules:
             return
         self.decisions.append(Decision("parameters-per-row", limit, "warned", found))
         self.warning = f"{words}: `parameters-per-row` = {limit:g} in {self.file}, not strict"
-
-    def numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Numbers beside an answer, histograms with small cells joined."""
-        return {name: self._joined(name, value) for name, value in numbers.items()}
-
-    def _joined(self, name: str, value: Any) -> Any:
-        if not self.active or name not in HISTOGRAMS:
-            return value
-        columns, merged = HISTOGRAMS[name]
-        return merged(np.reshape(value, (-1, columns)), self.policy.least_cell).ravel().tolist()
 
 
 def read(path: Path) -> Policy:

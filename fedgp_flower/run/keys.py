@@ -13,8 +13,8 @@ from typing import NamedTuple, get_args
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from fedgp_flower.config import CoreConfig, defaults
 from fedgp_flower.options import Basic, Section, Value
-from fedgp_flower.run.config import CoreConfig, defaults
 from fedgp_flower.run.registry import option_classes
 
 SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
@@ -67,7 +67,7 @@ def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInf
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             tables[name] = field.annotation
-        else:
+        elif not field.exclude:
             yield f"{prefix}{field.alias}", field, words.get(name, "")
     for name, table in tables.items():
         yield from _fields(table, f"{prefix}{name}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from flwr.app import ArrayRecord
 
 from fedgp_flower import client_app
-from fedgp_flower.clients.numpy_client import Said, SiteClient, is_answered
+from fedgp_flower.clients.numpy_client import SiteClient, handlers
 from fedgp_flower.data.sites import site_id
 from fedgp_flower.errors import FedGPError
 from fedgp_flower.messages import is_message, is_public, is_summand, kind_of, table
@@ -45,12 +44,7 @@ WORDS: Mapping[str, str] = {
 
 def answers(client: type[SiteClient]) -> Iterator[tuple[str, Any]]:
     """The kinds that a method's sites answer, and the class of each answer; None where it is no declared message."""
-    for name in dir(client):
-        hint = typing.get_type_hints(getattr(client, name)).get("return") if is_answered(client, name) else None
-        if is_message(hint) and kind_of(typing.cast(type, hint)):
-            yield kind_of(typing.cast(type, hint)), hint
-        elif hint is Said:
-            yield f"query.{name}", None
+    yield from ((kind, handler.answer) for kind, handler in sorted(handlers(client).items()))
     yield from (("query.keys", None), ("evaluate", None))
 
 

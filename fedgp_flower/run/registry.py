@@ -14,9 +14,9 @@ from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from fedgp_flower.config import AUTO, RunConfig, defaults, parse, resolved
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import FlatConfig, MethodOptions, Value
-from fedgp_flower.run.config import CoreConfig, RunConfig, defaults, parse
 
 GROUP = "fedgp_flower.methods"
 
@@ -43,9 +43,6 @@ class Method:
     """A function from a :class:`~fedgp_flower.run.artefacts.RunData` to further sections of its report."""
     at_site: str = ""
     """A :class:`~fedgp_flower.run.predict.SiteModel`, where a site keeps something to predict with."""
-    attacks: str = ""
-    """A function from a run, its configuration and groups of sites' rows to what the sum or the factors of each group
-    give, :class:`~fedgp_flower.privacy.attacks.Seen`."""
     forget: str = ""
     """A function from a checkpoint and a site's id to the checkpoint without that site, where there can be one."""
     forgotten: str = ""
@@ -60,7 +57,7 @@ _WHAT_UNITS_SHARE = (
 )
 
 _SFVI = Method(
-    summary="Structured federated VI: shared trend, site deviations that stay at home; one gradient a round",
+    summary="Structured federated VI: shared latents, and latents that stay at their site; one gradient a round",
     paper="Hassan et al., Federated variational inference methods for structured latent variable models (2023)",
     options="fedgp_flower.methods.sfvi.options:SFVIOptions",
     strategy="strategies.sfvi:SFVI",
@@ -69,66 +66,91 @@ _SFVI = Method(
     panels="fedgp_flower.methods.sfvi.panels:panels",
     at_site="fedgp_flower.methods.sfvi.posterior:site_model",
 )
-_MULTI_OUTPUT_REFERENCE = Method(
-    summary="Baseline, simulation only: every unit's sparse GP, joined by a multi-output GP",
-    paper="Moreno-Muñoz et al., Modular Gaussian processes for transfer learning (2021)",
-    options="fedgp_flower.methods.fedmgp.options:ReferenceOptions",
-    strategy="strategies.multi_output_references:ModularGP",
-    client="fedgp_flower.methods.fedmgp.client:MultiOutputReferenceClient",
-    why_no_posterior=_COMPARISON,
+_FEDMGP = Method(
+    summary="Federated multi-output GP: units are smoothed, scaled views of shared latent functions; pseudo-gradients",
+    paper="Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024)",
+    options="fedgp_flower.methods.fedmgp.options:FedMGPOptions",
+    strategy="strategies.fedmgp:FedMGP",
+    client="fedgp_flower.methods.fedmgp.client:FedMGPClient",
+    why_no_posterior=_WHAT_UNITS_SHARE,
     panels="fedgp_flower.methods.fedmgp.panels:panels",
+    at_site="fedgp_flower.methods.fedmgp.posterior:site_model",
 )
 _REFERENCE = Method(
     summary="Baseline: every site fits a GP of its own rows, nothing is shared",
     paper="Rasmussen and Williams, Gaussian processes for machine learning (2006)",
     options="fedgp_flower.options:MethodOptions",
     strategy="strategies.references:LocalOnly",
-    client="fedgp_flower.clients.reference:ReferenceClient",
+    client="fedgp_flower.clients.numpy_client:SiteClient",
     federated=False,
     why_no_posterior=_FROM_ITS_ROWS,
 )
 
+_SGPR = Method(
+    summary="A sparse GP of all rows in about twenty exchanges of sums, Gaussian noise",
+    paper="Titsias (2009), by sums as Gal et al., Distributed variational inference in sparse GP regression (2014)",
+    options="fedgp_flower.methods.sgpr.options:SGPROptions",
+    strategy="strategies.sgpr:SGPR",
+    client="fedgp_flower.methods.sgpr.client:SGPRClient",
+    posterior="fedgp_flower.methods.sparse_posterior:saved_model",
+)
+
 BUILT_IN: Mapping[str, Method] = {
+    "sgpr": _SGPR,
+    "svgp": replace(
+        _SGPR,
+        summary="The same for classes, counts and outliers: the variational bound of all rows from sums",
+        paper="Hensman et al. (2015); dual form: Adam et al., Dual parameterization of sparse variational GPs (2021)",
+        options="fedgp_flower.methods.sgpr.options:SVGPOptions",
+        strategy="strategies.svgp:SVGP",
+        client="fedgp_flower.methods.sgpr.client:SVGPClient",
+    ),
+    "sgpr-private": replace(
+        _SGPR,
+        summary="SGPR from sums with noise: differential privacy for every training row",
+        paper="Honkela and Melkas, Gaussian processes with differential privacy (2021), by sums",
+        options="fedgp_flower.methods.sgpr.options:PrivateSGPROptions",
+        strategy="strategies.private_sgpr:PrivateSGPR",
+        client="fedgp_flower.methods.sgpr.private_client:PrivateSGPRClient",
+    ),
     "pvi": Method(
         summary="Partitioned variational inference: a factor per site, refined in turn; sites can be forgotten",
         paper="Ashman et al., Partitioned variational inference (2022); Federated learning of sparse GPs",
         options="fedgp_flower.methods.pvi.options:PVIOptions",
-        strategy="strategies.replay_pvi:ReplayPVI",
+        strategy="strategies.pvi:PVI",
         client="fedgp_flower.methods.pvi.client:PVIClient",
         posterior="fedgp_flower.methods.pvi.posterior:saved_model",
         panels="fedgp_flower.methods.pvi.panels:panels",
-        attacks="fedgp_flower.methods.pvi.attacks:seen",
         forget="strategies.pvi:forget_site",
-        forgotten="fedgp_flower.methods.pvi.forgetting:changes",
+        forgotten="fedgp_flower.methods.pvi.posterior:changes",
     ),
     "pvi-glm": Method(
         summary="Bayesian linear, logistic and Poisson regression by PVI: a factor of the weights per site",
         paper="Ashman et al., Partitioned variational inference (2022), Section 5.1",
-        options="fedgp_flower.methods.pvi.weights.options:GLMOptions",
+        options="fedgp_flower.methods.pvi_weights.options:GLMOptions",
         strategy="strategies.pvi_weights:PVIGLM",
-        client="fedgp_flower.methods.pvi.weights.client:GLMClient",
-        posterior="fedgp_flower.methods.pvi.weights.posterior:saved_model",
-        panels="fedgp_flower.methods.pvi.weights.panels:panels",
+        client="fedgp_flower.methods.pvi_weights.client:GLMClient",
+        posterior="fedgp_flower.methods.pvi_weights.posterior:saved_model",
+        panels="fedgp_flower.methods.pvi_weights.panels:panels",
         forget="strategies.pvi:forget_site",
     ),
     "pvi-bnn": Method(
         summary="Mean-field Bayesian neural networks for classes by PVI: a factor of the weights per site",
         paper="Ashman et al., Partitioned variational inference (2022), Section 5.3",
-        options="fedgp_flower.methods.pvi.network.options:NetworkOptions",
+        options="fedgp_flower.methods.pvi_weights.options:BNNOptions",
         strategy="strategies.pvi_weights:PVIBNN",
-        client="fedgp_flower.methods.pvi.network.client:NetworkClient",
-        posterior="fedgp_flower.methods.pvi.network.posterior:saved_model",
-        panels="fedgp_flower.methods.pvi.network.panels:panels",
+        client="fedgp_flower.methods.pvi_weights.client:BNNClient",
+        posterior="fedgp_flower.methods.pvi_weights.posterior:saved_network",
+        panels="fedgp_flower.methods.pvi_weights.panels:network_panels",
         forget="strategies.pvi:forget_site",
     ),
     "fsgp": Method(
-        summary="Federated sparse GP: averaged or exact training, exact posterior from sums",
-        paper="Guo et al., Federated sparse Gaussian processes (2022); exact mode: Gal et al. (2014)",
-        options="fedgp_flower.methods.fsgp.options:FSGPOptions",
-        strategy="strategies.fsgp:FSGPAveraging",
-        client="fedgp_flower.methods.fsgp.client:FSGPClient",
+        summary="Federated averaging of a sparse GP, then the exact posterior of all rows from sums",
+        paper="Guo et al., Federated sparse Gaussian processes (2022)",
+        options="fedgp_flower.methods.sgpr.options:FSGPOptions",
+        strategy="strategies.fsgp:FSGP",
+        client="fedgp_flower.methods.sgpr.client:FSGPClient",
         posterior="fedgp_flower.methods.sparse_posterior:saved_model",
-        attacks="fedgp_flower.methods.fsgp.attacks:seen",
     ),
     "fgpr": Method(
         summary="Averaged hyperparameters of exact GPs; every site predicts from its own rows",
@@ -148,6 +170,16 @@ BUILT_IN: Mapping[str, Method] = {
         panels="fedgp_flower.methods.deep_kernel.panels:panels",
         at_site="fedgp_flower.methods.deep_kernel.posterior:site_model",
     ),
+    "hierarchical-gp": Method(
+        summary="A shared trend and a deviation of each site or unit, exact from sums; Newton steps",
+        paper="Model: Hassan et al. (2023); bound: Titsias (2009); units: beside Chung and Al Kontar (2024)",
+        options="fedgp_flower.methods.hierarchical_gp.options:HierarchicalOptions",
+        strategy="strategies.hierarchical_gp:HierarchicalGP",
+        client="fedgp_flower.methods.hierarchical_gp.client:HierarchicalClient",
+        posterior="fedgp_flower.methods.hierarchical_gp.posterior:saved_model",
+        panels="fedgp_flower.methods.sfvi.panels:panels",
+        at_site="fedgp_flower.methods.hierarchical_gp.posterior:site_model",
+    ),
     "sfvi": _SFVI,
     "sfvi-avg": replace(
         _SFVI,
@@ -155,23 +187,12 @@ BUILT_IN: Mapping[str, Method] = {
         options="fedgp_flower.methods.sfvi.options:SFVIAvgOptions",
         strategy="strategies.sfvi_avg:SFVIAvg",
     ),
-    "fedmgp": Method(
-        summary="Federated multi-output GP: units are smoothed, scaled views of shared latent functions",
-        paper="Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024)",
-        options="fedgp_flower.methods.fedmgp.options:FedMGPOptions",
+    "fedmgp": _FEDMGP,
+    "fedmgp-exact": replace(
+        _FEDMGP,
+        summary="The same model for Gaussian noise: exact posterior of the shared functions from sums over units",
+        options="fedgp_flower.methods.fedmgp.options:FedMGPExactOptions",
         strategy="strategies.fedmgp_exact:FedMGPExact",
-        client="fedgp_flower.methods.fedmgp.client:FedMGPClient",
-        attacks="fedgp_flower.methods.fedmgp.attacks:seen",
-        why_no_posterior=_WHAT_UNITS_SHARE,
-        panels="fedgp_flower.methods.fedmgp.panels:panels",
-        at_site="fedgp_flower.methods.fedmgp.posterior:site_model",
-    ),
-    "modular-gp": _MULTI_OUTPUT_REFERENCE,
-    "fed-poly": replace(
-        _MULTI_OUTPUT_REFERENCE,
-        summary="Baseline, simulation only: a federated polynomial that every unit bends to its rows",
-        paper="Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024)",
-        strategy="strategies.multi_output_references:FedPoly",
     ),
     "local-only": _REFERENCE,
     "pooled": replace(
@@ -259,7 +280,7 @@ def option_classes() -> dict[str, type[MethodOptions]]:
 
 
 def parse_config(flat: FlatConfig) -> RunConfig:
-    """Validate a run configuration against the tables of all methods; see :func:`fedgp_flower.run.config.parse`."""
+    """Validate a run configuration against the tables of all methods; see :func:`fedgp_flower.config.parse`."""
     return parse(flat, _own_options(flat) or option_classes())
 
 
@@ -268,7 +289,7 @@ def _own_options(flat: FlatConfig) -> dict[str, type[MethodOptions]]:
 
     Flower starts a process for each message of a real site, which does without the tables of all other methods.
     """
-    name = str(flat.get("method", CoreConfig().method))
+    name = resolved(str(flat.get("method", AUTO)), flat)
     if name not in BUILT_IN or flat.get("extra"):
         return {}
     own = {name: load(BUILT_IN[name].options)}

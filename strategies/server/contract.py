@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,8 @@ from flwr.app import Message
 
 from fedgp_flower.errors import FedGPError, ProtocolError
 from fedgp_flower.messages import decode, join, misfit, verdict
-from fedgp_flower.methods.messages import Described
 from fedgp_flower.records import numpy_arrays
+from fedgp_flower.shared_messages import Described
 from strategies.server.wire import claimed_site
 
 
@@ -56,19 +56,24 @@ class Contract:
         if rows != described:
             return self._contradicted(site, f"claims {rows} rows, introduced itself with {described}")
         try:
-            own = self.read(reply)
+            answer = self.read(reply)
         except ProtocolError as error:
             return str(error)
         said = self.described.get(site)
-        if reason := verdict(own, "contradiction", rows) or (said and verdict(own, "disagreement", said)):
+        if reason := verdict(answer, "contradiction", rows) or (said and verdict(answer, "disagreement", said)):
             return self._contradicted(site, reason)
-        reason = misfit(self.requests[site], own) if site in self.requests else None
-        return reason or verdict(own, "glance" if self.glances else "refusal", rows)
+        reason = misfit(self.requests[site], answer) if site in self.requests else None
+        return reason or verdict(answer, "glance" if self.glances else "refusal", rows)
 
     @property
     def glances(self) -> bool:
         """Whether answers are judged at length by their total."""
         return self.added and hasattr(self.answer, "glance")
+
+    def outliers(self, answers: Mapping[str, Any]) -> dict[str, str]:
+        """Sites whose answers no honest site gives beside the others, and why."""
+        compare: Callable[[Any, Mapping[str, int]], dict[str, str]] | None = getattr(self.answer, "outliers", None)
+        return {} if compare is None else compare(answers, self.rows)
 
     def unfit(self, answers: Mapping[str, Any], total: Any) -> dict[str, str]:
         """Sites whose answers no rows have, and why, where no rows have their total, although each passed at a glance.
@@ -78,7 +83,7 @@ class Contract:
         rows = {site: self.rows.get(site, 0) for site in answers}
         if not self.glances or not verdict(total, "refusal", sum(rows.values())):
             return {}
-        found = {site: verdict(own, "refusal", rows[site]) for site, own in answers.items()}
+        found = {site: verdict(answer, "refusal", rows[site]) for site, answer in answers.items()}
         return {site: reason for site, reason in found.items() if reason}
 
     def _contradicted(self, site: str, reason: str) -> str | None:

@@ -1,6 +1,6 @@
 """The server's half of evaluation: sums of scores from the sites become the figures of a run.
 
-Sites send sums over their held-out rows in original units (see :mod:`fedgp_flower.run.metrics`); adding them weighs
+Sites send sums over their held-out rows in original units (see :mod:`fedgp_flower.scores`); adding them weighs
 every row alike. If the target is y = location + scale · t, densities obey p(y) = p(t) / scale, so in standardised units
 
     −log p(t) = −log p(y) − log(scale),
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, RANK_BINS, RANK_REACH, REGRESSION_SUMS, Scores
+from fedgp_flower.scores import CLASSIFICATION_SUMS, RANK_BINS, RANK_REACH, REGRESSION_SUMS, Scores
 
 HISTOGRAMS = {"evaluation.pit": "pit", "evaluation.reliability": "reliability", "evaluation.ranks": "ranks"}
 """Array of an evaluation reply → key of ``calibration`` in ``metrics.json``."""
@@ -121,14 +121,14 @@ def ranked(counts: Sequence[Sequence[float]] | None) -> Figures:
     if counts is None:
         return {}
     zeros, ones = np.asarray(counts, dtype=np.float64).T
-    others, own = float(zeros.sum()), float(ones.sum())
-    both = others > 0 and own > 0
+    others, cases = float(zeros.sum()), float(ones.sum())
+    both = others > 0 and cases > 0
     slope, error = _slope(zeros, ones) if both else (math.nan, math.nan)
     return {
-        "auc": float(ones @ (np.cumsum(zeros) - zeros / 2)) / (others * own) if both else math.nan,
+        "auc": float(ones @ (np.cumsum(zeros) - zeros / 2)) / (others * cases) if both else math.nan,
         "calibration_slope": slope,
         "calibration_slope_se": error,
-        "base_rate": own / (others + own) if others + own else math.nan,
+        "base_rate": cases / (others + cases) if others + cases else math.nan,
     }
 
 

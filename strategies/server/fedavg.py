@@ -13,11 +13,11 @@ import numpy as np
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, FedYogi
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import message, too_far
 from fedgp_flower.methods.messages import MOVE, Step, Stepped, WeightedStep
 from fedgp_flower.records import array_record, numpy_arrays
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
 
@@ -63,11 +63,12 @@ class AveragingPlan:
     """Learning rates that an optimiser goes in one round at most; no bound is known of SGD and L-BFGS."""
 
     @staticmethod
-    def of(config: RunConfig, fraction: float, rule: str, rate: float) -> AveragingPlan:
-        """From the configuration and a method's own keys."""
-        local = config.optimizer
+    def of(config: RunConfig) -> AveragingPlan:
+        """From the configuration."""
+        local, rule = config.optimizer, config.averaging
         steps = ADAM * local.steps if local.name == "adam" else math.inf
-        return AveragingPlan(fraction, rule, rate, local.learning_rate, local.decay, config.seed, steps)
+        rates = rule.server_learning_rate, local.learning_rate, local.decay
+        return AveragingPlan(rule.fraction, rule.server_optimizer, *rates, config.seed, steps)
 
     def step(self, values: Mapping[str, np.ndarray], server_round: int) -> Step:
         """What sites are asked in a round."""
@@ -94,8 +95,8 @@ def averaging_round(
     if not answers:
         return state, {}
     weights = [roster.rows[site] for site in answers]
-    objective = float(np.average([own.objective for own in answers.values()], weights=weights))
-    values = {site: (dict(own.values), roster.rows[site]) for site, own in answers.items()}
+    objective = float(np.average([answer.objective for answer in answers.values()], weights=weights))
+    values = {site: (dict(answer.values), roster.rows[site]) for site, answer in answers.items()}
     merged = combined(state, values, roster.round, plan)
     return merged, {"objective": objective}
 
@@ -124,7 +125,7 @@ def combined(
     }
     rule = RULES[plan.rule](plan.server_learning_rate)
     parameters, kept = applied(rule, (state.parameters, moments), list(values.values()), server_round)
-    return AveragingState(parameters, {f"{kind}.{n}": a for kind, own in kept.items() for n, a in own.items()})
+    return AveragingState(parameters, {f"{kind}.{n}": a for kind, arrays in kept.items() for n, a in arrays.items()})
 
 
 def applied(

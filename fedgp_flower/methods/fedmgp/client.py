@@ -1,39 +1,26 @@
-"""The site's half of FedMGP, one unit, and of the two reference methods that a simulation compares it with."""
+"""The site's half of FedMGP: one unit, which sees the shared latent functions smoothed and scaled."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from fedgp_flower.clients.baselines import Baseline
+from fedgp_flower.clients.baselines import Baseline, local_only
 from fedgp_flower.clients.counts import count_scores
-from fedgp_flower.clients.numpy_client import Prediction, Said
+from fedgp_flower.clients.numpy_client import Prediction, Said, SiteClient
 from fedgp_flower.data.sites import SiteData, load_all_sites
-from fedgp_flower.errors import ConfigError, NumericsError
+from fedgp_flower.errors import NumericsError
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.fedmgp.deviation import predict_with_deviation
-from fedgp_flower.methods.fedmgp.exact_q import posterior
 from fedgp_flower.methods.fedmgp.joining import MOST_ROWS, predict_joining
-from fedgp_flower.methods.fedmgp.latents import (
-    FACTOR,
-    INDUCING,
-    MEAN,
-    PRECISION,
-    SCALES,
-    SHIFT,
-    Latents,
-    from_natural,
-    from_parameters,
-    grid_side,
-)
-from fedgp_flower.methods.fedmgp.learner import LocalSteps, Memories, Memory, fit_alone, fit_personal, local_update
-from fedgp_flower.methods.fedmgp.likelihoods import Kind, log_density, moments, regression_targets
+from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, Latents, from_parameters, posterior
+from fedgp_flower.methods.fedmgp.local_steps import LocalSteps, factor_steps, natural_steps
 from fedgp_flower.methods.fedmgp.messages import (
     PSEUDO_INPUTS,
     AlignedStatistics,
@@ -43,7 +30,6 @@ from fedgp_flower.methods.fedmgp.messages import (
     Directions,
     FirstStatistics,
     Known,
-    NaturalGradient,
     PseudoGradient,
     PseudoGradientSum,
     Towards,
@@ -51,35 +37,41 @@ from fedgp_flower.methods.fedmgp.messages import (
     TrialStatistics,
     View,
 )
-from fedgp_flower.methods.fedmgp.multi_output import from_exact, load, shared_parameters, to_exact, unit_model
-from fedgp_flower.methods.fedmgp.natural import natural_steps
-from fedgp_flower.methods.fedmgp.options import FedMGPOptions
-from fedgp_flower.methods.fedmgp.references import (
-    MultiOutputFit,
-    fit_modular,
-    fit_polynomial,
-    fit_pooled,
-    starting_point,
+from fedgp_flower.methods.fedmgp.model import (
+    Kind,
+    MultiOutputGP,
+    fit_personal,
+    log_density,
+    moments,
+    regression_targets,
 )
+from fedgp_flower.methods.fedmgp.options import FedMGPOptions
+from fedgp_flower.methods.fedmgp.pooled import fit_pooled, starting_point
 from fedgp_flower.methods.fedmgp.unit import (
+    Memories,
+    Memory,
     SearchOptions,
     UnitData,
     UnitParameters,
     UnitState,
     explained_share,
+    fit_alone,
     predict,
     respond,
     starting_parameters,
     statistics,
 )
-from fedgp_flower.methods.fedmgp.unit_client import UnitClient
 from fedgp_flower.methods.messages import Nothing
 from fedgp_flower.run.metrics import Scores, bernoulli_scores
 from fedgp_flower.typing import Array, NamedArrays
 
+MOST_ROWS_SHOWN = 250
+FLAT = 0.1
+"""A unit counts as flat where g explains less than this share of its signal."""
 
-class FedMGPClient(UnitClient):
-    """One unit: shared latent functions from the server; smoothing, amplitudes and noise stay here."""
+
+class FedMGPClient(SiteClient):
+    """One unit: shared latent functions come from the server; smoothing, amplitudes and noise stay here."""
 
     @property
     def options(self) -> FedMGPOptions:
@@ -89,11 +81,11 @@ class FedMGPClient(UnitClient):
     @property
     def search(self) -> SearchOptions:
         """How the unit improves φ_m."""
-        return SearchOptions(convolved=self.options.covariance != "lmc")
+        return SearchOptions(convolved=self.options.covariance == "convolved")
 
     @property
     def likelihood(self) -> Kind:
-        """What observations are like."""
+        """How targets are observed."""
         return self.config.model.likelihood
 
     @property
@@ -105,14 +97,12 @@ class FedMGPClient(UnitClient):
         """The rows as seen from the pseudo-inputs, with targets that a regression can start from."""
         return UnitData.build(self.rows.x, regression_targets(self.likelihood, self.rows.y), latents.inducing)
 
-    # What the unit remembers.
-
     def memories(self) -> dict[str, Memory]:
-        """By start."""
+        """What the unit remembers, by start."""
         return dict(decode(Memories, self.state.arrays).starts) if self.state.arrays else {}
 
     def memory(self, known: Known) -> Memory | None:
-        """Of the start that a request is about."""
+        """What the unit remembers of the start that a request is about."""
         return self.memories().get(str(known.start))
 
     def remember(self, unit: UnitState, known: Known, began: UnitParameters | None = None) -> None:
@@ -134,9 +124,9 @@ class FedMGPClient(UnitClient):
 
     def aligned(self, request: Towards) -> AlignedStatistics:
         """Its first statistics with the sign of a direction."""
-        own = self.first(request.latents).statistics
-        sign = math.copysign(1.0, float(posterior(own).mean @ request.direction))
-        return AlignedStatistics(replace(own, shift=sign * own.shift))
+        first = self.first(request.latents).statistics
+        sign = math.copysign(1.0, float(posterior(first).mean @ request.direction))
+        return AlignedStatistics(replace(first, shift=sign * first.shift))
 
     def exact(self, request: Trials) -> TrialStatistics:
         """One exact round: improve φ_m with q fixed, answer with statistics at every trial move."""
@@ -149,69 +139,50 @@ class FedMGPClient(UnitClient):
 
     def train(self, request: Broadcast) -> PseudoGradient:
         """Local steps of Algorithm 2 on (θ, φ_m)."""
-        latents, q = from_parameters(request.parameters, request.inducing, self.config.model.jitter)
-        memory, optimizer = self.memory(request.known), self.config.optimizer
-        before = (
-            fit_alone(self.unit(latents), latents, q, self.search)
-            if memory is None
-            else memory.start(self.setting.round)
+        theta = request.parameters
+        latents, q = from_parameters(theta, request.inducing, self.config.model.jitter)
+        memory, data = self.memory(request.known), self.unit(latents)
+        before = fit_alone(data, latents, q, self.search) if memory is None else memory.start(self.setting.round)
+        steps = LocalSteps(
+            self.options.local_steps, request.learning_rate, self.options.natural_step, request.share, self.batches()
         )
-        model = unit_model(latents, before, likelihood=self.likelihood, learn_inducing=INDUCING in request.parameters)
-        load(shared_parameters(model), request.parameters)
-        x, y = torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y)
-        name: Literal["adam", "sgd"] = "sgd" if optimizer.name == "sgd" else "adam"
-        steps = LocalSteps(self.options.local_steps, request.learning_rate, name, optimizer.batch_size)
-        update = local_update(model, x, y, steps, weight=self.share(request), generator=self._generator())
-        with torch.no_grad():
-            fit = float(model.expected_log_likelihood(x, y).mean())
+        if PRECISION in theta:
+            after, phi = natural_steps(theta, data, latents, before, steps)
+            mean, variance = predict(self.rows.x, latents, q, phi)
+            misfit = float(np.mean((self.rows.y - mean) ** 2 + variance))
+            fit = -0.5 * (np.log(2 * np.pi * phi.noise) + misfit / phi.noise)
+        else:
+            model = MultiOutputGP(latents, before, len(latents.scales), likelihood=self.likelihood)
+            model.load(theta)
+            after, phi = factor_steps(model, *self.tensors, steps), model.unit_parameters()
+            with torch.no_grad():
+                fit = float(model.expected_log_likelihood(*self.tensors).mean())
         if not np.isfinite(fit):
             raise NumericsError("local steps diverged: the fit is not finite. Lower `optimizer.learning-rate`.")
-        latents, phi = to_exact(model)
-        self.remember(UnitState(phi, phi, latents.scales), request.known, before)
-        flat = np.array(float(self.is_flat(self.unit(latents), phi))) if self.gaussian else None
-        return PseudoGradient(update, fit, np.array(float(memory is None)), flat)
-
-    def natural(self, request: Broadcast) -> NaturalGradient:
-        """Local steps on natural parameters, φ_m as in :meth:`train`."""
-        given, optimizer, rows = request.parameters, self.config.optimizer, self.rows
-        mean, factors = from_natural(given[PRECISION], given[SHIFT])
-        as_factors = {SCALES: given[SCALES], MEAN: mean, FACTOR: factors}
-        latents, q = from_parameters(as_factors, request.inducing, self.config.model.jitter)
-        memory, data, batch = self.memory(request.known), self.unit(latents), optimizer.batch_size
-        before = fit_alone(data, latents, q, self.search) if memory is None else memory.start(self.setting.round)
-        rng = np.random.default_rng([self.config.seed, self.setting.round, *self.site.site.encode()])
-
-        def draw() -> NDArray[np.int64] | None:
-            return None if batch == 0 or batch >= len(rows.y) else rng.permutation(len(rows.y))[:batch]
-
-        steps = self.options.local_steps, request.learning_rate, self.options.natural_step
-        after, phi = natural_steps(given, (rows.x, rows.y, latents, before), draw, steps, weight=self.share(request))
         self.remember(UnitState(phi, phi, np.exp(after[SCALES])), request.known, before)
-        mean, variance = predict(rows.x, latents, q, phi)
-        misfit = float(np.mean((rows.y - mean) ** 2 + variance))
-        fit = -0.5 * (np.log(2 * np.pi * phi.noise) + misfit / phi.noise)
-        update = {name: given[name] - after[name] for name in after}
-        flat = np.array(float(self.is_flat(data, phi)))
-        return NaturalGradient(update, float(fit), np.array(float(memory is None)), flat)
+        flat = np.array(float(self.is_flat(data, phi))) if self.gaussian else None
+        update = {name: theta[name] - array for name, array in after.items()}
+        return PseudoGradient(update, float(fit), np.array(float(memory is None)), flat)
 
     def pseudo_sum(self, request: Broadcast) -> PseudoGradientSum:
         """The same as a summand."""
-        return PseudoGradientSum.of(self.train(request), self.share(request), self.num_examples)
-
-    def share(self, request: Broadcast) -> float:
-        """p_m (Algorithm 2): 1/M, or N_m / Σ N_m."""
-        return (self.num_examples if self.options.weights == "examples" else 1) / request.whole
+        return PseudoGradientSum.of(self.train(request), self.num_examples)
 
     def is_flat(self, data: UnitData, phi: UnitParameters) -> bool:
         """Whether noise explains nearly all of the signal; the share itself would reveal the unit's noise."""
-        return explained_share(data, phi) < self.options.flat_threshold
+        return explained_share(data, phi) < FLAT
 
-    def _generator(self) -> torch.Generator:
-        entropy = [self.config.seed, self.setting.round, *self.site.site.encode()]
-        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
-        return torch.Generator().manual_seed(seed)
+    def batches(self) -> Callable[[], NDArray[np.int64] | None]:
+        """Mini-batches without replacement, the same where a round is repeated."""
+        rng = np.random.default_rng([self.config.seed, self.setting.round, *self.site.site.encode()])
+        batch, rows = self.config.optimizer.batch_size, self.num_examples
+        return lambda: None if batch == 0 or batch >= rows else rng.permutation(rows)[:batch]
 
     # Prediction.
+
+    def model(self, view: View, phi: UnitParameters) -> MultiOutputGP:
+        """The unit as a GPyTorch model."""
+        return MultiOutputGP.of(view.latents, view.posterior, phi, likelihood=self.likelihood)
 
     def reported(self, request: View) -> UnitParameters | None:
         """φ_m behind the report that counts."""
@@ -220,24 +191,17 @@ class FedMGPClient(UnitClient):
 
     def fitted_alone(self, request: View) -> UnitParameters:
         """φ_m fitted to the unit's rows with what is shared as it is."""
-        latents, q = request.latents, request.posterior
-        phi = fit_alone(self.unit(latents), latents, q, self.search)
-        if self.gaussian:
-            return phi
-        model = from_exact(latents, q, phi, likelihood=self.likelihood)
-        return fit_personal(model, torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y))
+        phi = fit_alone(self.unit(request.latents), request.latents, request.posterior, self.search)
+        return phi if self.gaussian else fit_personal(self.model(request, phi), *self.tensors)
 
     def function(self, request: View, inputs: Array) -> tuple[Array, Array, UnitParameters]:
         """Mean and variance of f at standardised inputs [N, D], and the parameters that go with them."""
-        latents, q, rows = request.latents, request.posterior, (self.rows.x, self.rows.y)
+        latents, q = request.latents, request.posterior
         reported = self.reported(request)
         phi = self.fitted_alone(request) if reported is None else reported
-        if self.gaussian and self.options.own_deviation:
-            mean, variance, noise = predict_with_deviation(rows, inputs, latents, q, phi)
-            return mean, variance, replace(phi, noise=noise)
-        short = latents.scales.shape == (1, 1) and len(self.rows.y) <= MOST_ROWS
+        short = latents.scales.shape == (1, 1) and self.num_examples <= MOST_ROWS
         if reported is None and self.gaussian and self.search.convolved and short:
-            mean, variance, noise = predict_joining(rows, inputs, latents, q)
+            mean, variance, noise = predict_joining((self.rows.x, self.rows.y), inputs, latents, q)
             return mean, variance, replace(phi, noise=noise)
         return *predict(inputs, latents, q, phi), phi
 
@@ -276,65 +240,40 @@ class FedMGPClient(UnitClient):
         return arrays
 
     def curve(self, request: CurveRequest) -> Curve:
-        """The unit as a report shows it; a real unit refuses."""
-        return self.drawn(request.view, request.grid)
+        """Predictions along the one input with and without the other units, and rows; a real unit refuses."""
+        return drawn(self, request.view, request.grid)
 
     # Baselines.
+
+    def local_fit(self) -> Baseline:
+        """A GP of the unit's rows, fitted only where there is a held-out row to score."""
+        none = np.empty(0)
+        return super().local_fit() if len(self.rows.y_test) else Baseline(none, none, none, 0)
 
     def pooled(self, request: Nothing) -> Said:
         """The same multi-output model with the rows of all units in one place; only a simulation can do that."""
         if not self.gaussian:
             return super().pooled(request)
-        units, W = self.units(), self.setting.constants[PSEUDO_INPUTS]
-        rows, most = [(part.x, part.y) for part in units], self.config.baselines.max_evaluations
-        start = starting_point(rows, W, multiples=self.options.multiples, options=self.search)
-        return self._compared(units, fit_pooled(rows, [start], max_evaluations=most))
-
-    def units(self) -> list[SiteData]:
-        """The rows of all simulated units."""
         self._require_simulated("does not see the rows of other sites")
-        return [site.encode(self.preparation) for site in load_all_sites(self.config, self.site.partitions)]
-
-    def _compared(self, units: list[SiteData], fit: MultiOutputFit) -> Said:
-        """Scores of a multi-output GP fitted in one place."""
+        units: list[SiteData] = [
+            site.encode(self.preparation) for site in load_all_sites(self.config, self.site.partitions)
+        ]
+        rows, most = [(part.x, part.y) for part in units], self.config.baselines.max_evaluations
+        start = starting_point(rows, self.setting.constants[PSEUDO_INPUTS], self.options.multiples, self.search)
+        fit = fit_pooled(rows, *start, max_evaluations=most)
         parts = [predict(u.x_test, fit.latents, fit.posterior, phi) for u, phi in zip(units, fit.units, strict=True)]
         variance = np.concatenate([v + phi.noise for (_, v), phi in zip(parts, fit.units, strict=True)])
         mean, target = np.concatenate([m for m, _ in parts]), np.concatenate([part.y_test for part in units])
-        return self.compared(Baseline(mean, variance, target, self.config.baselines.max_evaluations))
+        return self.compared(Baseline(mean, variance, target, most))
 
 
-class MultiOutputReferenceClient(FedMGPClient):
-    """The one site that fits ModularGP or FedPoly for all."""
-
-    def units(self) -> list[SiteData]:
-        """Rows of all simulated units; both methods are regressions."""
-        if not self.gaussian:
-            raise ConfigError(f"method `{self.config.method}` needs `model.likelihood` = 'gaussian'")
-        return super().units()
-
-    def grid(self, low: Array, high: Array) -> Array:
-        """At most ``model.num-inducing`` pseudo-inputs over a box and a twentieth beyond it at each end."""
-        side = grid_side(self.config.model.num_inducing, len(low))
-        beyond = 0.05 * (high - low)
-        axes = [np.linspace(a, b, side) for a, b in zip(low - beyond, high + beyond, strict=True)]
-        return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(low))
-
-    def modular(self, request: Nothing) -> Said:
-        """Modules of all units at the same pseudo-inputs, joined by a multi-output GP."""
-        del request
-        units = self.units()
-        rows, x = [(part.x, part.y) for part in units], np.concatenate([part.x for part in units])
-        W, most = self.grid(x.min(axis=0), x.max(axis=0)), self.config.baselines.max_evaluations
-        start = starting_point(rows, W, multiples=self.options.multiples, options=self.search)
-        return self._compared(units, fit_modular(rows, W, start, max_evaluations=most))
-
-    def polynomial(self, request: Nothing) -> Said:
-        """FedPoly; its intervals take the spread of the unit's residuals, as the method itself has none."""
-        del request
-        units = self.units()
-        x = np.concatenate([part.x for part in units])
-        fit = fit_polynomial([(part.x, part.y) for part in units], x.min(axis=0), x.max(axis=0))
-        mean = np.concatenate([fit.predict(m, part.x_test) for m, part in enumerate(units)])
-        spread = [np.mean((fit.predict(m, part.x) - part.y) ** 2) for m, part in enumerate(units)]
-        variance = np.concatenate([np.full(len(part.y_test), v) for part, v in zip(units, spread, strict=True)])
-        return self.compared(Baseline(mean, variance, np.concatenate([part.y_test for part in units]), 1))
+def drawn(client: SiteClient, view: object, grid: Array) -> Curve:
+    """A simulated unit as a report shows it."""
+    client._require_simulated("does not send rows")
+    rows, every, agreed = client.rows, max(1, -(-client.num_examples // MOST_ROWS_SHOWN)), client.preparation
+    none = np.zeros(len(grid))
+    alone = local_only((rows.x, rows.y, grid, none), client.config)
+    mean, sd, y = client.original(client.predict(view, grid), rows.y[::every])
+    alone_mean, alone_sd, _ = client.original(Prediction(alone.mean, alone.variance), none)
+    x = rows.x[::every, 0] * agreed.input_scale[0] + agreed.input_mean[0]
+    return Curve(mean, sd, alone_mean, alone_sd, x, y)

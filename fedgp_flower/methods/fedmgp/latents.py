@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy import ndarray
-from scipy.linalg import solve_triangular
+from scipy.linalg import block_diag, cho_factor, cho_solve, solve_triangular
+from scipy.optimize import minimize
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.linalg import kernel_cholesky
@@ -23,13 +24,8 @@ from fedgp_flower.messages import leaves, message
 from fedgp_flower.typing import Array
 
 Hold = Literal["gain", "width"]
-SCALES, MEAN, FACTOR, INDUCING = (
-    "kernel.raw_scales",
-    "variational.variational_mean",
-    "variational.chol_variational_covar",
-    "inducing",
-)
-"""Names of the shared parameters θ of Algorithm 2: log S, mean and lower factor of each q(u_i), and W if learned."""
+SCALES, MEAN, FACTOR = "kernel.raw_scales", "variational.variational_mean", "variational.chol_variational_covar"
+"""Names of the shared parameters θ of Algorithm 2: log S, mean and lower factor of each q(u_i)."""
 PRECISION, SHIFT = "natural.precision", "natural.shift"
 """Names of λ and h, for q(u_i) = N(λ_i⁻¹h_i, λ_i⁻¹)."""
 
@@ -107,6 +103,11 @@ class Move:
     hold: Hold = leaves("what a unit keeps when S changes")
 
 
+def still(shape: tuple[int, ...]) -> Move:
+    """The move after which parameters are as they were, before a unit has a report."""
+    return Move(np.zeros(shape), 1.0, "gain")
+
+
 @message()
 class Statistics:
     """What exact rounds need of a unit's data: log of ∏ p(y_m | u), averaged over f_m given u, is quadratic in u.
@@ -157,14 +158,14 @@ def product_factors(posterior: Posterior, count: int) -> Array:
 
 
 def from_parameters(parameters: Mapping[str, Array], inducing: Array, jitter: float) -> tuple[Latents, Posterior]:
-    """Latent functions and q(u) at θ; ``inducing`` [J, D] is used where W is not learned."""
+    """Latent functions and q(u) at θ = {log S, λ, h} or {log S, mean, factor}."""
     scales = np.exp(parameters[SCALES])
-    latents = Latents(parameters.get(INDUCING, inducing), scales, np.ones(len(scales)), jitter)
-    count, J = parameters[MEAN].shape
-    covariance = np.zeros((count * J, count * J))
-    for i, factor in enumerate(np.tril(parameters[FACTOR])):
-        covariance[i * J : (i + 1) * J, i * J : (i + 1) * J] = factor @ factor.T
-    return latents, Posterior(parameters[MEAN].ravel(), covariance)
+    latents = Latents(inducing, scales, np.ones(len(scales)), jitter)
+    if PRECISION in parameters:
+        mean, factors = from_natural(parameters[PRECISION], parameters[SHIFT])
+    else:
+        mean, factors = parameters[MEAN], np.tril(parameters[FACTOR])
+    return latents, Posterior(mean.ravel(), block_diag(*(factor @ factor.T for factor in factors)))
 
 
 def from_natural(precision: Array, shift: Array) -> tuple[Array, Array]:
@@ -179,17 +180,80 @@ def from_natural(precision: Array, shift: Array) -> tuple[Array, Array]:
         turned = np.linalg.cholesky(precision[:, ::-1, ::-1])
     except np.linalg.LinAlgError:
         raise NumericsError(
-            f"a precision of q(u) is not positive definite, shape {precision.shape}: lower `fedmgp.server-step`, or "
-            "set `fedmgp.aggregation` to a rule that bounds every unit"
+            f"a precision of q(u) is not positive definite, shape {precision.shape}: set `fedmgp.aggregation` to a rule"
+            " that bounds every unit"
         ) from None
     eye = np.eye(shift.shape[1])
-    factors = np.stack([solve_triangular(own, eye, lower=True).T[::-1, ::-1] for own in turned])
+    factors = np.stack([solve_triangular(factor, eye, lower=True).T[::-1, ::-1] for factor in turned])
     return np.einsum("iab,icb,ic->ia", factors, factors, shift), factors
 
 
 def to_natural(factors: Array, mean: Array) -> tuple[Array, Array]:
     """λ and h of N(m_i, T_i T_iᵀ)."""
     eye = np.eye(mean.shape[1])
-    inverse = np.stack([solve_triangular(own, eye, lower=True) for own in factors])
+    inverse = np.stack([solve_triangular(factor, eye, lower=True) for factor in factors])
     precision = np.einsum("iba,ibc->iac", inverse, inverse)  # the inverse is the answer here
     return precision, np.einsum("iab,ib->ia", precision, mean)
+
+
+# The best q(u) from sums over units.
+
+_LOG_SCALE_BOUND = 2.0
+"""Largest change of a logarithm of an amplitude in one step."""
+
+
+def posterior(total: Statistics) -> Posterior:
+    """Optimal q(u): V = (I + ΣG)⁻¹, m = V Σb."""
+    factor = _factor(total)
+    covariance = cho_solve(factor, np.eye(total.shift.size))
+    return Posterior(cho_solve(factor, total.shift), covariance)
+
+
+def shared_evidence(total: Statistics) -> float:
+    """½ bᵀP⁻¹b − ½ log|P| with P = I + G: what these statistics say about u, as log evidence."""
+    lower, _ = _factor(total)
+    z = solve_triangular(lower, total.shift, lower=True)
+    return float(0.5 * z @ z - np.log(np.diag(lower)).sum())
+
+
+def pooled_bound(total: Statistics) -> float:
+    """The collapsed evidence lower bound, exact at the optimal q(u)."""
+    return total.evidence + float(total.slack.sum()) + shared_evidence(total)
+
+
+def _factor(total: Statistics) -> tuple[Array, bool]:
+    try:
+        return cho_factor(total.precision + np.eye(total.shift.size), lower=True)
+    except (np.linalg.LinAlgError, ValueError) as error:  # ValueError: the sum is not finite
+        raise NumericsError(
+            f"precision of q(u) is not positive definite, shape {total.precision.shape}: a unit sent statistics that "
+            "no data can produce. Use `fedmgp.aggregation = 'agreement'`."
+        ) from error
+
+
+def best_scales(total: Statistics, num_latents: int) -> tuple[float, Array]:
+    """The common amplitudes a [I] that maximise the bound of rescaled statistics, and that bound.
+
+    Its gradient in log a_i is 2 a_i² slack_i + Σ_{j in i} (m_j² + V_jj) − J. Without this step EM crawls along the
+    ridge on which all amplitudes grow and g shrinks.
+    """
+    J = total.shift.size // num_latents
+
+    def negative(log_a: Array) -> tuple[float, Array]:
+        trial = total.rescaled(np.exp(log_a))
+        q = posterior(trial)
+        moments = (q.mean**2 + np.diag(q.covariance)).reshape(num_latents, J).sum(axis=1)
+        return -pooled_bound(trial), J - 2 * trial.slack - moments
+
+    start = np.zeros(num_latents)
+    bounds = [(-_LOG_SCALE_BOUND, _LOG_SCALE_BOUND)] * num_latents
+    best = minimize(
+        negative,
+        start,
+        jac=True,
+        method="L-BFGS-B",
+        bounds=bounds,
+        options={"maxiter": 50, "ftol": 1e-12, "gtol": 1e-7},
+    )
+    value = negative(start)[0]
+    return (-float(best.fun), np.exp(best.x)) if best.fun < value else (-value, np.ones(num_latents))

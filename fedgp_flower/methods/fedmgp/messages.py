@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.errors import ProtocolError
 from fedgp_flower.messages import leaves, message, too_far
-from fedgp_flower.methods.fedmgp.latents import Latents, Move, Posterior, Statistics
+from fedgp_flower.methods.fedmgp.latents import PRECISION, SHIFT, Latents, Move, Posterior, Statistics
 from fedgp_flower.methods.fedmgp.trust import possible_start, semidefinite
 from fedgp_flower.methods.messages import MOVE, count_parameters
-from fedgp_flower.privacy.disclosure import merged_cells
 from fedgp_flower.typing import AnyShape
 
 PSEUDO_INPUTS = "pseudo-inputs"
@@ -162,10 +159,10 @@ class Broadcast:
     """θ as Algorithm 2 broadcasts it: take local steps from here."""
 
     parameters: Mapping[str, AnyShape] = leaves("θ")
-    inducing: Float[ndarray, "J D"] = leaves("W, where it is not learned")
+    inducing: Float[ndarray, "J D"] = leaves("W")
     known: Known
     learning_rate: float = leaves("of the first local step of this round")
-    whole: float = leaves("what a unit's rows, or 1, are divided by for p_m, its weight in the local risk")
+    share: float = leaves("p_m, the weight of a unit in the pooled bound: 1/M")
 
 
 @message("train")
@@ -185,27 +182,18 @@ class PseudoGradient:
         """Why this cannot be what a unit says of itself, or None."""
         del rows
         for name, array in self.parameters.items():
+            if name in (PRECISION, SHIFT):  # they grow with the rows
+                continue
             if reason := too_far(np.zeros_like(array), array, MOVE):
                 return f"`parameters.{name}`: {reason}"
         return _no_flag(self.fresh, *([] if self.flat is None else [self.flat]))
 
 
-@message("train.natural")
-class NaturalGradient(PseudoGradient):
-    """What local steps on natural parameters make of θ: log S, and λ and h of q(u), which grow with the rows."""
-
-    def refusal(self, rows: int) -> str | None:
-        """Why this cannot be what a unit says of itself, or None."""
-        del rows
-        return _no_flag(self.fresh, *([] if self.flat is None else [self.flat]))
-
-
 @message("train.pseudo_sum", summand=True)
 class PseudoGradientSum:
-    """The summand of a weighted mean of :class:`PseudoGradient`."""
+    """The summand of a mean of :class:`PseudoGradient`."""
 
-    parameters: Mapping[str, AnyShape] = leaves("p_m Δ_m", as_sent=True)
-    share: Float[ndarray, ""] = leaves("p_m")
+    parameters: Mapping[str, AnyShape] = leaves("Δ_m", as_sent=True)
     fit: Float[ndarray, ""] = leaves("sum over rows of E_q log p(y | f) after the steps")
     rows: Float[ndarray, ""] = leaves("number of rows")
     fresh: Float[ndarray, ""] = leaves("1 where the unit had no memory to go on from")
@@ -216,15 +204,15 @@ class PseudoGradientSum:
         return count_parameters(self.parameters)
 
     @staticmethod
-    def of(own: PseudoGradient, share: float, rows: int) -> PseudoGradientSum:
+    def of(update: PseudoGradient, rows: int) -> PseudoGradientSum:
         """A unit's summand."""
-        update = {name: np.asarray(share * array) for name, array in own.parameters.items()}
-        flat = 0.0 if own.flat is None else own.flat
-        return PseudoGradientSum(update, *map(np.asarray, (share, rows * own.fit, float(rows), own.fresh, flat)))
+        flat = 0.0 if update.flat is None else update.flat
+        parts = map(np.asarray, (rows * update.fit, float(rows), update.fresh, flat))
+        return PseudoGradientSum(update.parameters, *parts)
 
     def mean(self, units: int) -> PseudoGradient:
-        """Σ p_m Δ_m / Σ p_m of a total over so many units."""
-        update = {name: np.asarray(array / self.share) for name, array in self.parameters.items()}
+        """The mean Δ of a total over so many units."""
+        update = {name: np.asarray(array / units) for name, array in self.parameters.items()}
         fresh, flat = np.asarray(self.fresh > 0, float), np.asarray(self.flat / units)
         return PseudoGradient(update, float(self.fit / self.rows), fresh, flat)
 
@@ -251,90 +239,3 @@ class Curve:
     alone_sd: Float[ndarray, " G"] = leaves("by a GP of the unit's rows alone")
     x: Float[ndarray, " R"] = leaves("inputs of training rows")
     y: Float[ndarray, " R"] = leaves("targets of training rows")
-
-
-@message()
-class TrendView:
-    """The shared curve and what is known of deviations: with a unit's rows, all that predicts."""
-
-    values: Mapping[str, AnyShape] = leaves("θ and q(u)")
-    factors: Float[ndarray, " K"] = leaves("by cut, how much wider bands beyond the last row are")
-
-
-@message()
-class EitherView:
-    """What predicts a unit, as the one covariance or the other has it; a :class:`View` is one."""
-
-    latents: Latents | None = None
-    posterior: Posterior | None = None
-    known: Known | None = None
-    trend: TrendView | None = None
-
-    @property
-    def convolved(self) -> View:
-        """Of latent functions.
-
-        Raises:
-            ProtocolError: something of it is missing.
-        """
-        if self.latents is None or self.posterior is None or self.known is None:
-            raise ProtocolError("EitherView: neither latent functions with their posterior nor a shared curve")
-        return View(self.latents, self.posterior, self.known)
-
-
-@message()
-class EitherCurveRequest:
-    """Predict along the one input."""
-
-    view: EitherView
-    grid: Float[ndarray, "G 1"] = leaves("standardised inputs")
-
-
-@message()
-class CalibrationRequest:
-    """Predict yourself from your first rows and the others."""
-
-    values: Mapping[str, AnyShape] = leaves("θ and q(u)")
-    precision: Float[ndarray, "G G"] = leaves("the total P", symmetric=True)
-    shift: Float[ndarray, " G"] = leaves("the total p")
-
-
-@message("query.calibration", summand=True)
-class Calibration:
-    """How far the rows that a unit hid beyond K cuts were from what it predicted of them; only sums count."""
-
-    shares: Float[ndarray, "K B"] = leaves("share of the hidden rows by |y − mean| / sd, at each cut")
-    rows: Float[ndarray, " K"] = leaves("hidden rows, at each cut")
-
-    def num_parameters(self) -> int:
-        """A distribution at each cut."""
-        return len(self.rows)
-
-    def coarse(self, least: int) -> Calibration:
-        """The same without cells of fewer rows."""
-        counts = np.rint(self.shares * self.rows[:, None]).astype(np.int64)
-        merged = np.stack([merged_cells(own, least) for own in counts]).astype(np.float64)
-        return replace(self, shares=merged / np.maximum(self.rows, 1)[:, None])
-
-    def refusal(self, rows: int) -> str | None:
-        """Why this cannot come from so many rows, or None."""
-        units, known = self.shares.sum(axis=1), (self.rows >= 0) & (self.rows <= rows)
-        whole = np.abs(units - np.rint(units)).max() <= 1e-6 * max(float(units.max()), 1.0)
-        if not (known.all() and whole) or (self.shares < 0).any() or (np.rint(units) > self.rows).any():
-            return f"`shares` are no distributions of up to {rows} hidden rows"  # of a unit, or of several in a total
-        return None
-
-    @staticmethod
-    def outliers(answers: Mapping[str, Calibration], rows: Mapping[str, int]) -> dict[str, str]:
-        """Units that count as several."""
-        del rows
-        sums = {site: float(own.shares.sum(axis=1).max()) for site, own in answers.items()}
-        return {site: f"`shares` add up to {total:g} instead of 1" for site, total in sums.items() if total > 1 + 1e-6}
-
-
-@message()
-class TrendCurveRequest:
-    """Predict along the one input."""
-
-    view: TrendView
-    grid: Float[ndarray, "G 1"] = leaves("standardised inputs")

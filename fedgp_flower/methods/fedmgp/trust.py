@@ -14,8 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from fedgp_flower.errors import NumericsError, ProtocolError
-from fedgp_flower.methods.fedmgp.exact_q import shared_evidence
-from fedgp_flower.methods.fedmgp.latents import Move, Posterior, Statistics
+from fedgp_flower.methods.fedmgp.latents import Move, Posterior, Statistics, shared_evidence
 from fedgp_flower.typing import Array
 
 START_NOISE = 0.09

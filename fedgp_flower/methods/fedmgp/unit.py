@@ -7,7 +7,7 @@ takes a gradient step: amplitudes and noise have a closed form, each smoothing w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from scipy.optimize import minimize_scalar
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.fedmgp.latents import Latents, Move, Posterior, Statistics, spacing
+from fedgp_flower.methods.fedmgp.messages import Known
 from fedgp_flower.typing import Array
 
 
@@ -72,6 +73,8 @@ class UnitState:
     scales: Float[ndarray, "I D"]
 
 
+ALONE_SWEEPS = 20
+"""Sweeps of a unit that fits φ_m to a g it took no part in."""
 _GRID = np.log([0.003, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0])
 """First search of log R, relative to S."""
 _MAX_NOISE_STEP = 2.0
@@ -267,3 +270,44 @@ def predict(x: Array, latents: Latents, posterior: Posterior, parameters: UnitPa
 def explained_share(data: UnitData, parameters: UnitParameters) -> float:
     """1 − σ²/mean(y²): near 0 where the unit's noise explains all of its signal, the mark of a flat g."""
     return 1.0 - parameters.noise / float(np.mean(data.y**2))
+
+
+# What a unit remembers.
+
+
+@message()
+class Memory:
+    """A unit's state of one start."""
+
+    unit: UnitState
+    round: int
+    """Of the request that it answered with this."""
+    based_on: int
+    """Round of the report that counted then."""
+    began: UnitParameters | None = None
+    """Where the local steps of that round started."""
+
+    def agreed(self, data: UnitData, known: Known) -> UnitParameters | None:
+        """The parameters behind the report that counts; None where the unit must start afresh."""
+        if known.report == self.round:
+            return moved(data, self.unit, known.move)[1]
+        return self.unit.before if known.report == self.based_on and known.report > 0 else None
+
+    def start(self, server_round: int) -> UnitParameters:
+        """Where the local steps of a round start; a round that is asked for again starts where it started."""
+        return self.began if self.round == server_round and self.began is not None else self.unit.proposed
+
+
+@message()
+class Memories:
+    """A unit's memory, by start: what its site keeps and nobody is sent."""
+
+    starts: Mapping[str, Memory]
+
+
+def fit_alone(data: UnitData, latents: Latents, q: Posterior, options: SearchOptions) -> UnitParameters:
+    """φ_m fitted with g as it is: what a unit that joins late does, and nothing of it goes back."""
+    phi = starting_parameters(data, latents, options)
+    for sweep in range(ALONE_SWEEPS):
+        phi = maximise(data, latents, q, phi, options, coarse=sweep == 0)
+    return phi

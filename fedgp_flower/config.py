@@ -1,0 +1,441 @@
+"""The run configuration: flat dotted keys, validated once, the same on the server and at every site.
+
+Keys are written with dashes and dots (``model.num-inducing``) in ``pyproject.toml``, ``--run-config`` and TOML files. A
+method brings a table of keys as a subclass of :class:`MethodOptions`; the registry knows them all. Flower refuses keys
+that ``pyproject.toml`` does not list, such as those of a method from another package: ``extra`` carries them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import shlex
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.options import (
+    BASIC,
+    AveragingSection,
+    Count,
+    FlatConfig,
+    MethodOptions,
+    ModelSection,
+    NonNegative,
+    OptimizerSection,
+    Positive,
+    PositiveInt,
+    Section,
+    Value,
+)
+from fedgp_flower.run.moved import MOVED_KEYS, MOVED_METHODS
+
+AUTO = "auto"
+"""The value of ``method`` that leaves the choice to the likelihood."""
+
+
+class PartitionSection(Section):
+    """How a data set is dealt to simulated sites; read only by the partitioners that need the key."""
+
+    column: Annotated[str, BASIC] = ""
+    """Column to partition by (``natural``, ``dirichlet``, ``pathological``); empty means the target."""
+    alpha: Positive = 0.5
+    """Concentration of ``dirichlet``: small is uneven."""
+    ratio: Annotated[float, Field(ge=1)] = 10.0
+    """Rows of the largest site over rows of the smallest, for ``sizes``."""
+    min_rows: PositiveInt = 10
+    """A natural group with fewer rows is left out; ``dirichlet`` deals until every site has as many."""
+
+
+class TransformSection(Section):
+    """How the target is turned into what is modelled as Gaussian; predictions and scores are in units of the target."""
+
+    target: Annotated[Literal["none", "log", "sqrt", "yeo-johnson"], BASIC] = "none"
+    """``log`` and ``sqrt`` need targets above zero; ``yeo-johnson`` takes any, its power is agreed from sums. Needs
+    ``model.likelihood`` = ``gaussian``."""
+
+
+class BaselineSection(Section):
+    """Comparisons computed beside the method, shown in ``metrics.json`` and the report."""
+
+    linear: bool = True
+    """The mean of the target, and linear or logistic regression, from sums; counts by their mean only."""
+    local_only: bool = True
+    """Also fit a GP of its rows at every site."""
+    pooled: bool = True
+    """Simulation only: one process sees the rows of all sites. Ignored where sites are real machines."""
+    max_evaluations: PositiveInt = 200
+    """L-BFGS evaluations of each baseline."""
+
+
+class RoundSection(Section):
+    """What a round is worth that a site missed."""
+
+    incomplete: Literal["accept", "repeat"] = "accept"
+    """A round that a site failed in counts without it; or is repeated from where it started, by all sites, until that
+    site is back or has missed the round ``max-failures`` times. Asynchronous schedules have no rounds to repeat."""
+
+
+class PrivacySection(Section):
+    """What the server learns of a site."""
+
+    secure_aggregation: Annotated[bool, BASIC] = False
+    """Sums over sites are asked under masks that cancel in the sum: the server sees no site's summand. Methods that ask
+    single sites are refused. See ``docs/privacy.md``."""
+    min_sites: Annotated[int, Field(ge=3)] = 3
+    """Fewest sites in a sum under masks; a site may insist on more."""
+    epsilon: Annotated[NonNegative, BASIC] = 0.0
+    """Differential privacy for a training row that is replaced by another: ε of everything that training tells, by
+    noise in the sums (``sgpr-private``); 0: none. See ``docs/privacy.md``."""
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """δ of it."""
+    ranges: str = ""
+    """Public range of every column that is used, as JSON: ``{"age": [0, 110], "y": [-3, 3]}``. With ``epsilon`` they
+    stand for means and scales, targets are clipped to theirs, and sites describe nothing of their rows but how many."""
+
+    @property
+    def bounds(self) -> dict[str, tuple[float, float]]:
+        """The ranges, by column."""
+        return TypeAdapter(dict[str, tuple[float, float]]).validate_json(self.ranges) if self.ranges else {}
+
+    @field_validator("ranges")
+    @classmethod
+    def _known_ranges(cls, text: str) -> str:
+        """JSON of columns with their lower and upper end."""
+        found = TypeAdapter(dict[str, tuple[float, float]]).validate_json(text) if text else {}
+        if odd := [name for name, (low, high) in found.items() if not -math.inf < low < high < math.inf]:
+            raise ValueError(f"the range of `{odd[0]}` should be [low, high] with low < high, both finite")
+        return text
+
+
+Partitioner: TypeAlias = Literal[
+    "iid", "linear", "square", "exponential", "dirichlet", "pathological", "natural", "sizes", "kmeans", "blocks"
+]
+
+
+class CoreConfig(Section):
+    """The keys every method shares."""
+
+    method: Annotated[str, BASIC] = AUTO
+    """What is run; `fedgp methods` lists them. ``auto`` is ``sgpr`` with Gaussian noise and ``svgp`` with any other
+    ``model.likelihood``."""
+    dataset: Annotated[str, BASIC] = "diabetes"
+    """Simulation: a name from `fedgp datasets`, the path of a table, or `openml/<name>`. Real sites ignore it."""
+    data_dir: str = ""
+    """Folder that ``dataset`` names live in; empty means the environment variable ``FEDGP_DATA``."""
+    split: Annotated[Annotated[int, Field(ge=-1)], BASIC] = -1
+    """Standard split to use (its test rows are the pooled held-out set); -1: every site holds out its own rows."""
+    target: Annotated[str, BASIC] = ""
+    """Target column; empty means ``y``, else the last column."""
+    features: Annotated[str, BASIC] = ""
+    """Comma-separated feature columns, or each with a minus those to leave out; empty means all but the target."""
+    test_fraction: Annotated[Annotated[float, Field(ge=0, lt=1)], BASIC] = 0.2
+    """Share of a site's rows that it holds out, where `split` is -1 and no `test-path` is given."""
+    max_levels: ClassVar[int] = 50
+    """Most levels of a column of text, at a site and over all sites: a column with more is an identifier."""
+    missing: Annotated[Literal["error", "drop", "impute", "indicator"], BASIC] = "error"
+    """Missing cells of features: an error; their rows are left out; the mean over all sites stands for them; or also a
+    further input says where they are. Rows without a target are left out unless it is ``error``. New rows alike."""
+    dates: Annotated[Literal["error", "days", "season", "days-and-season"], BASIC] = "error"
+    """Columns of dates: an error; days since 1 January 2000; sine and cosine of the day of the year; or all three."""
+    standardise: bool = True
+    """Scale inputs and target by means and standard deviations agreed from sums; ``false`` leaves them as they are."""
+    partitioner: Annotated[Partitioner, BASIC] = "iid"
+    """How rows are dealt to simulated sites: at random in equal (``iid``) or growing shares (``linear``, ``square``,
+    ``exponential``, ``sizes``), unevenly by the values of a column (``dirichlet``, ``pathological``), by a column that
+    names the site (``natural``), or by where the inputs lie (``kmeans``, ``blocks``)."""
+    num_server_rounds: Annotated[Count, BASIC] = 100
+    """Most rounds. A run ends earlier when its method has converged."""
+    seed: Annotated[Count, BASIC] = 0
+    """Everything random follows from it: dealing, held-out rows, inducing points, sampling of sites."""
+    output_dir: Annotated[str, BASIC] = "results"
+    """Folder that the run's folder goes into."""
+    name: Annotated[str, BASIC] = ""
+    """Name of the run's folder; empty means method-dataset-timestamp."""
+    resume: Annotated[bool, BASIC] = False
+    """Go on with the run called `name` from its last complete round."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where sites compute."""
+    precision: Literal["float64", "float32"] = "float64"
+    """Floating-point type of the sites' computations."""
+    threads: PositiveInt = 1
+    """Threads of linear algebra at a site. One thread makes simulation engines agree to the last digit."""
+    evaluate_every: Annotated[Count, BASIC] = 10
+    """Rounds between evaluations; 0 evaluates only after the last round."""
+    sites: Count = 0
+    """Sites the server waits for before it starts; 0 waits for all simulated sites, or for ``min-sites`` real ones."""
+    min_sites: Annotated[PositiveInt, BASIC] = 2
+    """Usable sites below which the run stops."""
+    wait_seconds: Positive = 120.0
+    """Seconds the server waits for sites; then it starts with those that are there."""
+    round_timeout: Positive = 3600.0
+    """Seconds after which a missing reply counts as that site's failure."""
+    max_failures: PositiveInt = 3
+    """Consecutive failures after which a site is left out of training until it answers an evaluation or query again."""
+    extra: str = ""
+    """Further ``key=value`` words with blanks between them, for keys that Flower does not know: those of a method from
+    another package, such as ``toy.steps=3 toy.rate=0.1``. They are checked like all others."""
+    keep_predictions: bool = True
+    """Keep held-out predictions row by row in the run folder. Simulation only: real sites never send rows."""
+    partition: PartitionSection = PartitionSection()
+    transform: TransformSection = TransformSection()
+    model: ModelSection = ModelSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    averaging: AveragingSection = AveragingSection()
+    baselines: BaselineSection = BaselineSection()
+    privacy: PrivacySection = PrivacySection()
+    round: RoundSection = RoundSection()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> CoreConfig:
+        if self.partitioner == "natural" and not self.partition.column:
+            raise ValueError(
+                "`partitioner` = 'natural' needs `partition.column`, the column that names the site of a row"
+            )
+        if self.transform.target != "none" and not self.standardise:
+            raise ValueError(f"`transform.target` = '{self.transform.target}' needs `standardise` = true")
+        if self.transform.target != "none" and self.model.likelihood != "gaussian":
+            raise ValueError(
+                f"`transform.target` = '{self.transform.target}' makes a Gaussian model of a number; with"
+                f" `model.likelihood` = '{self.model.likelihood}' it must be 'none'"
+            )
+        return self
+
+    def require_whole_rosters(self, key: str, fraction: float) -> None:
+        """Refuse to draw sites anew in every round under masks.
+
+        Raises:
+            ConfigError: totals over different sites at nearly the same parameters differ by the summands of a few.
+        """
+        if fraction < 1 and self.privacy.secure_aggregation:
+            raise ConfigError(
+                f"`{key}` = {fraction:g} draws other sites in every round, and the difference of two totals under"
+                " masks is what a few sites added; set it to 1, or `privacy.secure-aggregation` to false"
+            )
+
+    def require_whole_batches(self) -> None:
+        """Refuse mini-batches.
+
+        Raises:
+            ConfigError: a batch size is set.
+        """
+        if self.optimizer.batch_size:
+            raise ConfigError(
+                f"`optimizer.batch-size`: `method` = {self.method!r} takes all rows of a site; set it to 0"
+            )
+
+    def require_gaussian(self) -> None:
+        """Refuse other likelihoods than the Gaussian one.
+
+        Raises:
+            ConfigError: naming the method to take.
+        """
+        if self.model.likelihood != "gaussian":
+            raise ConfigError(
+                f"`model.likelihood` = {self.model.likelihood!r}: `method` = {self.method!r} needs 'gaussian'; take"
+                " 'svgp'"
+            )
+
+    def require_accounted(self, options: MethodOptions) -> None:
+        """Refuse a budget where anything is told that is not paid for from it.
+
+        Raises:
+            ConfigError: naming the key that stands in the way.
+        """
+        if not self.privacy.epsilon:
+            if self.privacy.ranges:
+                raise ConfigError("`privacy.ranges` is read where `privacy.epsilon` is set; leave it out")
+            return
+        told = [f"`baselines.{name.replace('_', '-')}`" for name in ("linear", "local_only", "pooled")]
+        told = [key for key, on in zip(told, dict(self.baselines).values(), strict=False) if on]
+        wrong = {
+            f"`method` = {self.method!r} adds no noise; take 'sgpr-private'": not options.accounted,
+            f"{', '.join(told)}: baselines tell of rows and are not paid for; set them to false": bool(told),
+            "`privacy.ranges` is empty: means and scales of rows are not paid for, so public ranges must be given": (
+                not self.privacy.ranges
+            ),
+            "`standardise` = false: set it to true; the ranges are what columns are scaled by": not self.standardise,
+            f"`missing` = {self.missing!r} tells how many cells are; set it to 'error'": self.missing != "error",
+        }
+        if reasons := [reason for reason, holds in wrong.items() if holds]:
+            raise ConfigError(f"`privacy.epsilon` = {self.privacy.epsilon:g} cannot be promised: {'; '.join(reasons)}")
+
+
+class RunConfig(CoreConfig):
+    """Core keys plus the table of the chosen method as ``options``."""
+
+    options: MethodOptions = MethodOptions()
+    shared: MethodOptions = MethodOptions()
+    """The table of another method that it reads too; where there is none, ``options`` again."""
+
+    def flat(self) -> dict[str, Value]:
+        """Every key with its resolved value, the method's table under the method's own prefix."""
+        out = dict(_flatten(self.model_dump(by_alias=True, exclude={"options", "shared"})))
+        out |= dict(_flatten({self.shared.table: self.shared.model_dump(by_alias=True)}))
+        return out | dict(_flatten({self.options.table: self.options.model_dump(by_alias=True)}))
+
+    def digest(self) -> str:
+        """Short hash of all keys that shape the result; equal digests mean interchangeable site state."""
+        ignored = {"resume", "output-dir", "name", "num-server-rounds", "round-timeout", "wait-seconds"}
+        ignored |= {f"{self.options.table}.{name}" for name in self.options.budgets}
+        keep = {k: v for k, v in sorted(self.flat().items()) if k not in ignored}
+        return hashlib.sha256(json.dumps(keep).encode()).hexdigest()[:16]
+
+
+def _flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def flatten(nested: Mapping[str, Any]) -> dict[str, Value]:
+    """Nested TOML tables as flat dotted keys: ``{"model": {"kernel": "rbf"}}`` becomes ``{"model.kernel": "rbf"}``."""
+    return dict(_flatten(nested))
+
+
+def nest(flat: FlatConfig) -> dict[str, Any]:
+    """Flat dotted keys as nested tables, the inverse of :func:`flatten`."""
+    out: dict[str, Any] = {}
+    for key, value in flat.items():
+        *tables, leaf = key.split(".")
+        node = out
+        for table in tables:
+            node = node.setdefault(table, {})
+        node[leaf] = value
+    return out
+
+
+def with_shared(options: Iterable[type[MethodOptions]]) -> list[type[MethodOptions]]:
+    """The classes of tables, and those that they share."""
+    return [section for own in options for section in (own, own.shared) if section is not None]
+
+
+def defaults(options: Iterable[type[MethodOptions]]) -> dict[str, Value]:
+    """Every key a run knows, with its default: the content of ``[tool.flwr.app.config]``."""
+    out = dict(_flatten(CoreConfig().model_dump(by_alias=True)))
+    for section in with_shared(options):
+        if section.table:
+            out |= dict(_flatten({section.table: section().model_dump(by_alias=True)}))
+    return out
+
+
+def resolved(method: str, flat: FlatConfig) -> str:
+    """The method that a configuration runs: ``auto`` becomes ``sgpr`` or ``svgp`` by the likelihood."""
+    if method != AUTO:
+        return method
+    return "sgpr" if flat.get("model.likelihood", "gaussian") == "gaussian" else "svgp"
+
+
+def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunConfig:
+    """Validate flat keys; ``options`` maps every method to the class of its table.
+
+    Raises:
+        ConfigError: naming every wrong key, its value and what is allowed.
+    """
+    known = defaults(options.values())
+    given = _with_extra(flat, known)
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ConfigError("\n".join(_unknown(key, known) for key in unknown))
+    method = resolved(str(given.get("method", AUTO)), given)
+    if method not in options and method in MOVED_METHODS:
+        raise ConfigError(f"`method` = {method!r} is gone: {MOVED_METHODS[method]}")
+    if method not in options:
+        raise ConfigError(f"`method` = {method!r} is not a method; allowed: {', '.join(sorted(options))}")
+    nested = nest({k: _number(v, known[k]) for k, v in given.items()} | {"method": method})
+    own = options[method]
+    tables = {section.table: section for section in with_shared((*options.values(), own)) if section.table}
+    options_of = {name: validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
+    core = validated(CoreConfig, nested, "")
+    chosen = options_of[own.table] if own.table else own()
+    if not core.model.num_inducing:
+        model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
+        core = core.model_copy(update={"model": model})
+    chosen.check(core)
+    shared = options_of[own.shared.table] if own.shared else chosen
+    chosen.check_shared(shared)
+    core.require_accounted(chosen)
+    of_core = {name: getattr(core, name) for name in CoreConfig.model_fields}
+    return RunConfig.model_construct(**of_core, options=chosen, shared=shared)
+
+
+def assignments(words: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
+    """``KEY=VALUE`` words with the types their keys have: the text itself for a string, else a TOML scalar.
+
+    Raises:
+        ConfigError: for a word without ``=``.
+    """
+    out: dict[str, Value] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"`{word}` is not of the form KEY=VALUE")
+        out[key] = text if isinstance(known.get(key), str) else _scalar(text)
+    return out
+
+
+def _scalar(text: str) -> Value:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return value if isinstance(value, bool | int | float | str) else text
+
+
+def _with_extra(flat: FlatConfig, known: Mapping[str, Value]) -> FlatConfig:
+    """The keys, with those that ``extra`` carries among them.
+
+    Raises:
+        ConfigError: for words that are no assignments, or a key that is given by itself too.
+    """
+    if not flat.get("extra"):
+        return flat
+    try:
+        words = shlex.split(str(flat["extra"]))
+    except ValueError as error:
+        raise ConfigError(
+            f"`extra` = {flat['extra']!r}: {error}; expected KEY=VALUE words, quoted like a shell's"
+        ) from None
+    further = assignments(words, known)
+    if twice := [key for key in further if key in flat and flat[key] != known.get(key, further[key])]:
+        raise ConfigError(f"given by itself and in `extra`: {', '.join(f'`{key}`' for key in twice)}; leave one out")
+    return {**flat, "extra": "", **further}
+
+
+def _number(value: Value, default: Value) -> Value:
+    """TOML writes 1 for 1.0; everything else keeps its type and is judged strictly."""
+    return float(value) if isinstance(default, float) and type(value) is int else value
+
+
+def _unknown(key: str, known: Mapping[str, Value]) -> str:
+    if key in MOVED_KEYS:
+        return f"the configuration key `{key}` is gone: {MOVED_KEYS[key]}"
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+    hint = (
+        f"did you mean {' or '.join(f'`{k}`' for k in close)}?" if close else f"known keys: {', '.join(sorted(known))}"
+    )
+    return f"unknown configuration key `{key}`; {hint}"
+
+
+def validated(section: type[Section], values: Mapping[str, Any], prefix: str) -> Any:
+    """A section of nested values.
+
+    Raises:
+        ConfigError: naming every wrong key, after ``prefix``, its value and what is allowed.
+    """
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            key = prefix + ".".join(str(part) for part in item["loc"])
+            found = "" if key == prefix else f" = {item['input']!r}"
+            lines.append(f"`{key or prefix.rstrip('.') or 'configuration'}`{found}: {item['msg']}")
+        raise ConfigError("\n".join(lines)) from None

@@ -1,0 +1,181 @@
+"""A hierarchical GP with Gaussian noise in closed form: the sums of a site, the bound of all rows, and a step on θ.
+
+At fixed θ the best q(Z_G) ∏ₖ q(Z_Lk | Z_G) is known. With a site's deviation integrated out, y_k = Φ_kᵀ Z_G + e_k with
+e_k ~ N(0, R_k). The posterior of Z_G ~ N(0, I) needs no more of its rows than
+
+    P_k = Φ_k R_k⁻¹ Φ_kᵀ,   p_k = Φ_k R_k⁻¹ y_k,   c_k = log N(y_k | 0, R_k) − r_k / 2s_k² − ½z_k²,
+
+where r_k is the variance that the inducing values leave open, s_k the noise and z_k its whitened offset. With the sums,
+q(Z_G) = N(m, S), S = (I + P)⁻¹, m = Sp, and F = c − ½ log|I + P| + ½ pᵀm, the bound of Titsias (2009) for all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fedgp_flower.gp.linalg import cholesky, symmetric
+from fedgp_flower.methods.family import GlobalPosterior
+from fedgp_flower.typing import Scalar, Square, Vector
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """P, p and c, of a site or of all."""
+
+    precision: Square
+    shift: Vector
+    constant: Scalar
+
+    def expected(self, q_global: GlobalPosterior) -> Scalar:
+        """J = E log p(y, z | Z_G) under q(Z_G) = N(m, S): c − ½ tr[(S + mmᵀ)P] + mᵀp."""
+        return self.constant - 0.5 * (second_moment(q_global) * self.precision).sum() + q_global.mean @ self.shift
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """P, p, c."""
+        return self.precision, self.shift, self.constant
+
+    def flat(self) -> Float[Tensor, " Q"]:
+        """Lower entries of P row by row, then p, then c."""
+        rows, columns = torch.tril_indices(len(self.shift), len(self.shift))
+        return torch.cat([self.precision[rows, columns], self.shift, self.constant[None]])
+
+
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """Derivatives of the sums by θ, along which sites move their z_k."""
+
+    precision: Float[Tensor, "T M M"]
+    shift: Float[Tensor, "T M"]
+    constant: Float[Tensor, " T"]
+
+    @staticmethod
+    def of(flat: Float[Tensor, "T Q"], size: int) -> Slopes:
+        """From a row of :meth:`Sums.flat` for each entry of θ."""
+        rows, columns = torch.tril_indices(size, size)
+        precision = flat.new_zeros(len(flat), size, size)
+        precision[:, rows, columns] = flat[:, : len(rows)]
+        precision[:, columns, rows] = flat[:, : len(rows)]
+        return Slopes(precision, flat[:, len(rows) : -1], flat[:, -1])
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """F to second order at a θ, and q(Z_G) there."""
+
+    value: float
+    gradient: Float[Tensor, " T"]
+    hessian: Float[Tensor, "T T"]
+    q_global: GlobalPosterior
+
+
+def second_moment(q_global: GlobalPosterior) -> Square:
+    """S + mmᵀ."""
+    factor = q_global.factor()
+    return factor @ factor.mT + torch.outer(q_global.mean, q_global.mean)
+
+
+def posterior(precision: Square, shift: Vector) -> tuple[GlobalPosterior, Square]:
+    """q(Z_G) = N(m, S) from P and p, and the Cholesky factor of I + P.
+
+    Raises:
+        NumericsError: I + P is not positive definite.
+    """
+    factor = cholesky(torch.eye(len(shift)).to(shift) + precision, of="precision of q(Z_G)")
+    mean = torch.cholesky_solve(shift[:, None], factor)[:, 0]
+    covariance = symmetric(torch.cholesky_inverse(factor))  # the inverse is the answer here
+    return GlobalPosterior.normal(mean, covariance), factor
+
+
+def transported(
+    precision: Square, shift: Vector, before: Float[Tensor, "Z Z"], after: Float[Tensor, "Z Z"]
+) -> tuple[Square, Vector]:
+    """P and p guessed at another θ: what the rows say of the values at the inducing inputs is taken to stay.
+
+    With L Lᵀ = K_zz before and after, P becomes RᵀPR and p becomes Rᵀp, R = L_before⁻¹ L_after; linear terms stay.
+    """
+    size = len(before)
+    turn = torch.eye(len(shift)).to(shift)
+    turn[:size, :size] = torch.linalg.solve_triangular(before, after, upper=False)
+    return symmetric(turn.mT @ precision @ turn), turn.mT @ shift
+
+
+def expansion(sums: Sums, slopes: Slopes, curvature: Float[Tensor, "T T"]) -> Expansion:
+    """Value, exact gradient and Hessian of F from sums over sites.
+
+    With u_i = ∂_i p − ∂_i P m,
+
+        ∂_i F = ∂_i c − ½ tr[(S + mmᵀ) ∂_i P] + mᵀ ∂_i p,   ∂²F = ΣJ″ + ½ tr(S ∂_i P S ∂_j P) + u_iᵀ S u_j.
+
+    Args:
+        sums: P, p and c.
+        slopes: Their derivatives.
+        curvature: ΣJ″ at fixed q(Z_G). Sites take it at the q(Z_G) they were sent; it is exact where that has settled.
+    """
+    q_global, factor = posterior(sums.precision, sums.shift)
+    mean = q_global.mean
+    value = sums.constant - factor.diagonal().log().sum() + 0.5 * sums.shift @ mean
+    second = torch.einsum("tij,ij->t", slopes.precision, second_moment(q_global))
+    gradient = slopes.constant - 0.5 * second + slopes.shift @ mean
+    residual = slopes.shift - slopes.precision @ mean  # u [T, M]
+    moved = torch.linalg.solve_triangular(factor, residual.mT, upper=False)
+    left = torch.linalg.solve_triangular(factor, slopes.precision, upper=False)
+    whole = torch.linalg.solve_triangular(factor, left.mT, upper=False).flatten(1)  # C⁻¹ ∂P C⁻ᵀ
+    hessian = symmetric(curvature + 0.5 * whole @ whole.mT + moved.mT @ moved)
+    return Expansion(float(value), gradient, hessian, q_global)
+
+
+def newton_step(
+    gradient: Float[Tensor, " T"], hessian: Float[Tensor, "T T"], radius: float
+) -> tuple[Float[Tensor, " T"], float]:
+    """A step uphill in units of prior standard deviations, and the rise it promises to second order.
+
+    It is H⁻¹∇ with every eigenvalue of −H taken as at least 1 in size, the curvature of the prior alone, and shortened
+    where an entry would exceed ``radius``.
+    """
+    curvatures, directions = torch.linalg.eigh(-hessian)
+    step = directions @ ((directions.mT @ gradient) / curvatures.abs().clamp(min=1.0))
+    step = step * min(1.0, radius / max(float(step.abs().max()), 1e-300))
+    return step, float(gradient @ step + 0.5 * step @ hessian @ step)
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """For the widths of priors: z_k² at the mode of a site, and 1 − var z_k by Laplace's approximation."""
+
+    squares: Float[Tensor, " W"]
+    known: Float[Tensor, " W"]
+
+
+@dataclass(frozen=True, slots=True)
+class Derivatives:
+    """Sums at the mode of z_k, their derivatives by θ, flat as in :meth:`Sums.flat`, and J″."""
+
+    sums: Sums
+    slopes: Float[Tensor, "T Q"]
+    curvature: Float[Tensor, "T T"]
+    width: Width
+
+
+def flattened(tensors: tuple[Tensor, ...]) -> Tensor:
+    """The tensors as one vector."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def rows_of_jacobian(values: Float[Tensor, " V"], leaves: list[Tensor]) -> Float[Tensor, "V T"]:
+    """Derivatives of a few values, in one backward pass for all."""
+    unit = torch.eye(len(values)).to(values)
+    slopes = torch.autograd.grad(values, leaves, unit, retain_graph=True, is_grads_batched=True, allow_unused=True)
+    pairs = zip(slopes, leaves, strict=True)
+    none = unit.new_zeros(len(unit), 1)
+    return torch.cat([none.expand(-1, at.numel()) if s is None else s.reshape(len(unit), -1) for s, at in pairs], 1)
+
+
+def jacobian(values: Float[Tensor, " Q"], leaves: list[Tensor]) -> Float[Tensor, "T Q"]:
+    """Derivatives of many values by a few numbers: Jᵀw is linear in w, and its Jacobian by w is Jᵀ."""
+    probe = torch.zeros_like(values, requires_grad=True)
+    pulled = flattened(torch.autograd.grad(values, leaves, probe, create_graph=True, materialize_grads=True))
+    return rows_of_jacobian(pulled, [probe])

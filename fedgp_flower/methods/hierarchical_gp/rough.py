@@ -1,0 +1,218 @@
+"""A rough deviation of a unit along one input; all units share the hyperparameters.
+
+With x in [0, 1], u ~ N(0, I) and J pseudo-inputs, unit m has y = Φᵀu + d_m + ε. The trend is Φ = a L⁻¹ k_ℓ(W, x), and
+given its roughness b_h the deviation d_m is a Gaussian process with covariance
+
+    K_h(x, x') = τ² k_ℓ'(x, x') + c² + λ² x x' + b_h² min(x, x'),
+
+k the Matérn-3/2 correlation and p(h) = π_h over a short grid. All of θ = (a, ℓ, τ, ℓ', c, λ, σ, π) is shared and
+learned from sums. Given q(u) = N(m, V) a unit weighs roughness h by r_h ∝ π_h e^{ℓ_h} with Σ_h = K_h + σ²I and
+
+    ℓ_h = log N(y | Φᵀm, Σ_h) − ½ tr(Σ_h⁻¹ Φᵀ V Φ),
+
+and adds P = Σ_h r_h Φ Σ_h⁻¹ Φᵀ, p = Σ_h r_h Φ Σ_h⁻¹ y and c = Σ_h r_h (log N(y | 0, Σ_h) + log π_h − log r_h), from
+which :mod:`fedgp_flower.methods.hierarchical_gp.newton` has the bound of all rows, and a Newton step on θ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
+from fedgp_flower.methods.family import GlobalPosterior
+from fedgp_flower.methods.hierarchical_gp.newton import Derivatives, Sums, Width, flattened, jacobian, rows_of_jacobian
+from fedgp_flower.typing import Targets
+
+Theta: TypeAlias = Mapping[str, Tensor]
+"""θ by name: logarithms, and of π logits."""
+START = {
+    "amplitude": 1.0,
+    "lengthscale": 0.3,
+    "level": math.exp(-1),
+    "noise": 0.03,
+    "slope": math.exp(-1),
+    "spread": math.exp(-2),
+    "spread_lengthscale": 0.3,
+}
+"""a, ℓ, c, σ, λ, τ and ℓ' at the start, where targets have mean square 1."""
+ROUGHNESS = (0.0, 0.005, 0.015, 0.05, 0.15)
+"""b_h."""
+NOISY = ("level", "noise", "slope", "spread", "spread_lengthscale")
+"""What Σ_h depends on."""
+PRIOR_SD = 2.0
+"""Of every entry of θ, around the start."""
+
+
+def first_theta() -> dict[str, Tensor]:
+    """θ at the start: the mode of its prior; every roughness is as likely."""
+    theta = {name: torch.tensor([math.log(value)], dtype=torch.float64) for name, value in START.items()}
+    return theta | {"roughness": torch.zeros(len(ROUGHNESS), dtype=torch.float64)}
+
+
+def matern32(x: Float[Tensor, " N"], other: Float[Tensor, " K"], log_lengthscale: Tensor) -> Float[Tensor, "N K"]:
+    """(1 + √3 r) e^{−√3 r} with r = |x − x'| / ℓ."""
+    scaled = math.sqrt(3) * (x[:, None] - other).abs() / log_lengthscale.exp()
+    correlation: Tensor = (1 + scaled) * (-scaled).exp()
+    return correlation
+
+
+def inducing_factor(theta: Theta, inducing: Float[Tensor, " J"], jitter: float) -> Float[Tensor, "J J"]:
+    """L with L Lᵀ = k_ℓ(W, W), and jitter."""
+    correlation = matern32(inducing, inducing, theta["lengthscale"])
+    return kernel_cholesky(correlation, variance=correlation.new_ones(()), jitter=jitter, of="k(W, W) of the trend")
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """The sums of a unit for each roughness, and the weights of these."""
+
+    precision: Float[Tensor, "H J J"]
+    shift: Float[Tensor, "H J"]
+    constant: Float[Tensor, " H"]
+    """Log N(y | 0, Σ_h) + log π_h."""
+
+    def responsibilities(self, q: GlobalPosterior) -> Float[Tensor, " H"]:
+        """The weights r_h."""
+        return self.evidence(q).softmax(0)
+
+    def evidence(self, q: GlobalPosterior) -> Float[Tensor, " H"]:
+        """The sum log π_h + ℓ_h."""
+        factor = q.factor()
+        second = factor @ factor.mT + torch.outer(q.mean, q.mean)
+        return self.constant + self.shift @ q.mean - 0.5 * (self.precision * second).sum((1, 2))
+
+    def sums(self, q: GlobalPosterior) -> Sums:
+        """P, p and c at the best weights for a q(u)."""
+        log_r = self.evidence(q).log_softmax(0)
+        r = log_r.exp()
+        return Sums(torch.einsum("h,hij->ij", r, self.precision), r @ self.shift, r @ (self.constant - log_r))
+
+
+@dataclass(frozen=True, slots=True)
+class RoughDeviation:
+    """The rows of one unit at a θ."""
+
+    x: Float[Tensor, " N"]
+    """Inputs in [0, 1]."""
+    y: Targets
+    inducing: Float[Tensor, " J"]
+    """Pseudo-inputs in [0, 1]."""
+    theta: Theta
+    jitter: float = 1e-8
+    """On the diagonal of k(W, W)."""
+
+    def weighing(self) -> Weighing:
+        """Sums for every roughness."""
+        rows, factor = self._rows(), self._factor()
+        solved = torch.linalg.solve_triangular(factor, rows.expand(len(factor), -1, -1), upper=False)
+        return self._weighed(solved.mT @ solved, 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1))
+
+    def expanded(self) -> Weighing:
+        """As :meth:`weighing`, with its first and second derivatives at this θ, for one factorisation of Σ_h.
+
+        With S = Σ_h⁻¹ here and E = Σ_i δ_i ∂_iΣ + … the change of Σ_h, which has no part of b_h, to second order
+
+            Σ_h⁻¹ = S − S E S + S E S E S,    log|Σ_h| = log|S⁻¹| + tr(S E) − ½ Σ_ij δ_i δ_j tr(S ∂_iΣ S ∂_jΣ),
+
+        so that no derivative goes through a factor.
+        """
+        entries = [self.theta[name] for name in NOISY]
+        here = [value.detach().requires_grad_() for value in entries]
+        still = self._of_every_roughness(here)
+        parts = jacobian(still.flatten(), here).unflatten(1, still.shape)  # ∂_iΣ [T, N, N]
+        with torch.no_grad():
+            factor = self._factor()
+            inverse = torch.cholesky_inverse(factor)  # for traces alone
+            scaled = inverse[:, None] @ parts
+            curvature = torch.einsum("hinm,hjmn->hij", scaled, scaled)
+        change = self._of_every_roughness(entries) - still.detach()
+        step = torch.cat(entries) - torch.cat(here).detach()
+        rows = self._rows()
+        solved = torch.cholesky_solve(rows.expand(len(factor), -1, -1), factor)
+        moved = change @ solved  # E S R
+        products = rows.mT @ solved - solved.mT @ moved + moved.mT @ torch.cholesky_solve(moved, factor)
+        log_determinant = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
+        rise = (inverse * change).sum((1, 2)) - 0.5 * torch.einsum("i,hij,j->h", step, curvature, step)
+        return self._weighed(products, log_determinant + rise)
+
+    def derivatives(self, q: GlobalPosterior) -> Derivatives:
+        """Sums, their total derivatives by θ in the order of its names, and J″ with J = log Σ_h π_h e^{ℓ_h}."""
+        names = sorted(self.theta)
+        leaves = [self.theta[name].detach().clone().requires_grad_() for name in names]
+        weighing = replace(self, theta=dict(zip(names, leaves, strict=True))).expanded()
+        sums = weighing.sums(q)
+        slopes = jacobian(sums.flat(), leaves)
+        gradient = flattened(torch.autograd.grad(weighing.evidence(q).logsumexp(0), leaves, create_graph=True))
+        curvature = rows_of_jacobian(gradient, leaves)
+        no_shape = Width(self.y.new_zeros(0), self.y.new_zeros(0))
+        return Derivatives(
+            Sums(*(part.detach() for part in sums.parts())), slopes.detach(), curvature.detach(), no_shape
+        )
+
+    @torch.no_grad()
+    def predict(self, x: Float[Tensor, " K"], q: GlobalPosterior) -> tuple[Tensor, Tensor]:
+        """Mean and variance of an observation, mixed over the roughness.
+
+        With A = Σ_h⁻¹k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀVw + σ².
+        """
+        r, factor = self.weighing().responsibilities(q), self._factor()
+        across, prior = self._covariances(self.x, x), self._covariances(x, x).diagonal(dim1=1, dim2=2)
+        gain = torch.cholesky_solve(across, factor)  # A [H, N, K]
+        left = self._features(x) - self._features(self.x) @ gain  # w [H, J, K]
+        means = torch.einsum("hnk,n->hk", gain, self.y) + torch.einsum("hjk,j->hk", left, q.mean)
+        spread = prior - (across * gain).sum(1) + (q.factor().mT @ left).square().sum(1)
+        mean = r @ means
+        variance = r @ (spread + (means - mean).square()) + (2 * self.theta["noise"]).exp()
+        return mean, variance
+
+    @torch.no_grad()
+    def trend(self, x: Float[Tensor, " K"], q: GlobalPosterior) -> Float[Tensor, " K"]:
+        """Mean of the shared curve."""
+        return q.mean @ self._features(x)
+
+    def _rows(self) -> Float[Tensor, "N J1"]:
+        """The features and the target of every row."""
+        return torch.cat([self._features(self.x), self.y[None]]).mT
+
+    def _weighed(self, products: Float[Tensor, "H J1 J1"], log_determinant: Float[Tensor, " H"]) -> Weighing:
+        """From RᵀΣ_h⁻¹R with R the rows, and log|Σ_h|."""
+        fit = products[:, -1, -1] + log_determinant
+        prior = self.theta["roughness"].log_softmax(0)
+        constant = prior - 0.5 * (fit + len(self.y) * math.log(2 * math.pi))
+        return Weighing(products[:, :-1, :-1], products[:, :-1, -1], constant)
+
+    def _features(self, x: Float[Tensor, " N"]) -> Float[Tensor, "J N"]:
+        """The features Φ."""
+        factor = inducing_factor(self.theta, self.inducing, self.jitter)
+        cross = matern32(self.inducing, x, self.theta["lengthscale"])
+        return self.theta["amplitude"].exp() * torch.linalg.solve_triangular(factor, cross, upper=False)
+
+    def _covariances(self, x: Tensor, other: Tensor) -> Float[Tensor, "H N K"]:
+        """K_h between inputs."""
+        rough = torch.tensor(ROUGHNESS, dtype=x.dtype).square()[:, None, None]
+        walk = torch.minimum(x.clamp(min=0)[:, None], other.clamp(min=0))
+        return _smooth(self.theta, x, other) + rough * walk
+
+    def _of_every_roughness(self, entries: list[Tensor]) -> Float[Tensor, "N N"]:
+        """Σ_h without its roughness."""
+        theta = dict(zip(NOISY, entries, strict=True))
+        return _smooth(theta, self.x, self.x) + (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
+
+    def _factor(self) -> Float[Tensor, "H N N"]:
+        """Cholesky factors of Σ_h."""
+        noise = (2 * self.theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
+        whole = self._covariances(self.x, self.x) + noise
+        return cholesky(whole, of="covariance of a unit's rows")
+
+
+def _smooth(theta: Theta, x: Tensor, other: Tensor) -> Float[Tensor, "N K"]:
+    """K_h without its roughness."""
+    smooth: Tensor = (2 * theta["spread"]).exp() * matern32(x, other, theta["spread_lengthscale"])
+    return smooth + (2 * theta["level"]).exp() + (2 * theta["slope"]).exp() * x[:, None] * other

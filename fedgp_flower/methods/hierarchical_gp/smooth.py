@@ -1,0 +1,333 @@
+"""A smooth deviation of a site, integrated out: sites differ in the shape of their deviation and in their noise.
+
+    noise σ exp(w₁z₁),   h_k = s₀ + s₁ᵀx + GP with amplitude exp(w₂z₂) and lengthscales exp(w₃z₃) times those of k_L
+
+z_k ~ N(0, I) belongs to the site; the widths w say how much sites differ; w₂ and w₃ are learned. Lengthscales stretch
+by dividing inputs, so that a period stretches as well. The covariance of a site's rows given the trend is
+
+    R_k = s_k² I + K_k(X_k, X_k) + X̃ᵀ diag(τ²) X̃.
+
+Sums are those at the mode of J_k. Predictions average over the Laplace approximation of z_k, because the mode of a
+small site is uncertain. Beyond :data:`DENSE_ROWS` rows the deviation rests on as many of the site's rows, far apart,
+by the bound of Titsias.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+import torch
+from gpytorch import settings
+from gpytorch.kernels import Kernel
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fedgp_flower.gp.linalg import cholesky
+from fedgp_flower.methods.family import GlobalPosterior
+from fedgp_flower.methods.hierarchical_gp.newton import (
+    Derivatives,
+    Sums,
+    Width,
+    flattened,
+    jacobian,
+    newton_step,
+    rows_of_jacobian,
+)
+from fedgp_flower.methods.sfvi.gp import GPOptions, HierarchicalModel, farthest_points, linear_terms, parts_of
+from fedgp_flower.methods.sfvi.structured import PredictiveMoments
+from fedgp_flower.options import ModelSection
+from fedgp_flower.typing import Rows, Scalar, Targets
+
+NOISE, AMPLITUDE, LENGTHSCALE = range(3)
+WIDTHS = "log_width"
+"""Name of log w among the parameters."""
+FIRST_WIDTHS = (0.5, 0.5, 0.3)
+"""w of noise, amplitude and lengthscale at the start."""
+DENSE_ROWS = 400
+SETTLED, MODE_STEPS = 1e-12, 100
+"""A Newton step that promises so few nats is the last one to the mode of z_k; and the most steps to it."""
+ROUNDING = 1e-9
+"""Nats by which equal sums may differ."""
+NODES = {0: 1, 1: 7, 2: 5, 3: 3}
+"""Of the Gauss–Hermite rule along each entry of z_k, by how many there are."""
+
+
+class ShapedGP(HierarchicalModel):
+    """The hierarchical GP whose sites differ in the shape of their deviation.
+
+    Args:
+        trend: k_G.
+        deviation: k_L.
+        inputs: Shared inducing inputs.
+        options: Likelihood, noise and linear terms.
+        widths: Initial w of noise, amplitude and lengthscale; where 0 all sites are the same.
+    """
+
+    def __init__(
+        self,
+        trend: Kernel,
+        deviation: Kernel,
+        inputs: Rows,
+        options: GPOptions,
+        widths: Sequence[float] = FIRST_WIDTHS,
+    ) -> None:
+        super().__init__(trend, deviation, inputs, options)
+        self.varied = [which for which, width in enumerate(widths) if width > 0]
+        if self.varied:
+            start = inputs.new_tensor([widths[which] for which in self.varied])
+            self.log_width = nn.Parameter(start.log())  # WIDTHS
+
+    @classmethod
+    def of(cls, section: ModelSection, num_inputs: int, inputs: Rows | None = None) -> ShapedGP:
+        """The model at its initial θ; without inducing inputs it has the right shapes only."""
+        return cls(*parts_of(section, num_inputs, inputs))
+
+    def shape(self, offset: Float[Tensor, " W"]) -> Float[Tensor, 3]:
+        """What noise, amplitude and lengthscale are multiplied by at a z_k."""
+        whole = offset.new_zeros(3)
+        if self.varied:
+            whole = whole.index_add(0, torch.tensor(self.varied), self.log_width.exp() * offset)
+        return whole.exp()
+
+    def width(self, which: int) -> float:
+        """A w, 0 where sites do not differ."""
+        return float(self.log_width.detach()[self.varied.index(which)].exp()) if which in self.varied else 0.0
+
+    @property
+    def noise_spread(self) -> float:
+        """The width w of noise."""
+        return self.width(NOISE)
+
+    @property
+    def deviation_factor(self) -> float:
+        """E exp(2 w₂ z₂)."""
+        return math.exp(2 * self.width(AMPLITUDE) ** 2)
+
+
+class Dense:
+    """R = s² I + K."""
+
+    def __init__(self, noise: Scalar, own: Float[Tensor, "N N"]) -> None:
+        self.factor = cholesky(own + noise * torch.eye(len(own)).to(own), of="covariance of a site's rows")
+        self.log_det = 2 * self.factor.diagonal().log().sum()
+
+    def inner(self, left: Float[Tensor, "A N"], right: Float[Tensor, "B N"]) -> Float[Tensor, "A B"]:
+        """Left R⁻¹ rightᵀ."""
+        a, b = (torch.linalg.solve_triangular(self.factor, rows.mT, upper=False) for rows in (left, right))
+        return a.mT @ b
+
+
+class LowRank:
+    """R = s² I + UᵀU, by D = I + UUᵀ / s²."""
+
+    def __init__(self, noise: Scalar, own: Float[Tensor, "W N"]) -> None:
+        self.own, self.noise = own, noise
+        self.factor = cholesky(torch.eye(len(own)).to(own) + own @ own.mT / noise, of="I + UUᵀ/s² of a site's rows")
+        self.log_det = own.shape[1] * noise.log() + 2 * self.factor.diagonal().log().sum()
+
+    def inner(self, left: Float[Tensor, "A N"], right: Float[Tensor, "B N"]) -> Float[Tensor, "A B"]:
+        """Left R⁻¹ rightᵀ."""
+        a, b = (
+            torch.linalg.solve_triangular(self.factor, self.own @ rows.mT / self.noise, upper=False)
+            for rows in (left, right)
+        )
+        return left @ right.mT / self.noise - a.mT @ b
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Features and covariance of the rows of a site at a θ and a z_k."""
+
+    shared: Float[Tensor, "M N"]
+    covariance: Dense | LowRank
+    """R_k."""
+    noise: Scalar
+    """s_k²."""
+    left_over: Scalar
+    """Variance that inducing values leave open, summed over rows."""
+
+
+class SmoothDeviation:
+    """The rows of a site under a model that holds θ.
+
+    Args:
+        model: With Gaussian noise.
+        features: [N, D].
+        targets: [N].
+    """
+
+    def __init__(self, model: ShapedGP, features: Rows, targets: Targets) -> None:
+        self.model, self.features, self.targets = model, features, targets
+        self.dense = len(features) <= DENSE_ROWS
+        self.width = len(model.varied)
+
+    @cached_property
+    def anchors(self) -> Rows:
+        """Inputs that the deviation of a large site rests on."""
+        return farthest_points(self.features, DENSE_ROWS)
+
+    def parts(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Parts:
+        """At the model's θ; traced, because GPyTorch's faster kernels of one lengthscale have no second derivative."""
+        with settings.trace_mode():
+            shape, (shared, left_over) = self.model.shape(offset), known or self._shared(self.features)
+            noise = self.model.log_noise.exp() * shape[NOISE].square()
+            if self.dense:
+                covariance: Dense | LowRank = Dense(noise, self._covariance(self.features, self.features, shape))
+                return Parts(shared, covariance, noise, left_over.sum())
+            own, open_deviation = self._weights(self.features, shape)
+            return Parts(shared, LowRank(noise, own), noise, left_over.sum() + open_deviation.sum())
+
+    def sums(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Sums:
+        """P_k, p_k and c_k at a z_k; ``known`` is Φ and what it leaves open, which do not depend on z_k."""
+        parts = self.parts(offset, known)
+        rows = torch.cat([parts.shared, self.targets[None]])
+        products = parts.covariance.inner(rows, rows)
+        fit = parts.covariance.log_det + products[-1, -1] + len(self.targets) * math.log(2 * math.pi)
+        constant = -0.5 * (fit + parts.left_over / parts.noise + offset.square().sum())
+        return Sums(products[:-1, :-1], products[:-1, -1], constant)
+
+    def mode(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
+        """The z_k that maximises J_k at a q(Z_G), and H = −J_k″ there; found anew each time: nothing is kept."""
+        with torch.no_grad():
+            known = self._shared(self.features)
+
+        def expanded(offset: Tensor) -> tuple[float, Tensor, Tensor]:
+            offset = offset.detach().requires_grad_()
+            with held(self.model):
+                value = self.sums(offset, known).expected(q_global)
+            [slope] = torch.autograd.grad(value, offset, create_graph=True)
+            return float(value.detach()), slope.detach(), rows_of_jacobian(slope, [offset])
+
+        offset, radius = self.targets.new_zeros(self.width), 1.0
+        if not self.width:
+            return offset, offset.new_zeros(0, 0)
+        value, slope, curvature = expanded(offset)
+        for _ in range(MODE_STEPS):
+            step, rise = newton_step(slope, curvature, radius)
+            tried = expanded(offset + step)
+            if tried[0] < value - ROUNDING:
+                radius = 0.25 * float(step.abs().max())
+                continue
+            offset, (value, slope, curvature) = offset + step, tried
+            if rise < SETTLED:
+                break
+        return offset, -curvature
+
+    def derivatives(self, q_global: GlobalPosterior) -> Derivatives:
+        """Sums at the mode, and *total* derivatives by θ without w: z_k follows θ by T = H⁻¹ J_zθ."""
+        offset, precision = self.mode(q_global)
+        offset.requires_grad_()
+        leaves = [*(own for name, own in sorted(self.model.theta().items()) if name != WIDTHS), offset]
+        sums = self.sums(offset)
+        slopes = jacobian(sums.flat(), leaves)
+        gradient = flattened(torch.autograd.grad(sums.expected(q_global), leaves, create_graph=True))
+        hessian = rows_of_jacobian(gradient, leaves)
+        size = len(slopes) - self.width
+        factor = cholesky(precision, of="curvature of a site's shape")
+        follow = torch.cholesky_solve(hessian[size:, :size], factor)
+        total = slopes[:size] + follow.mT @ slopes[size:]
+        curvature = hessian[:size, :size] + hessian[:size, size:] @ follow
+        variance = torch.linalg.solve_triangular(factor, torch.eye(self.width).to(factor), upper=False).square().sum(0)
+        width = Width(offset.detach().square(), 1 - variance)
+        return Derivatives(Sums(*(own.detach() for own in sums.parts())), total, curvature, width)
+
+    @torch.no_grad()
+    def predict(self, features: Rows, q_global: GlobalPosterior) -> PredictiveMoments:
+        """Mean and variance of a noisy observation, averaged over z_k."""
+        offsets, shares = self.mixture(q_global)
+        here, there, found = self._shared(self.features), self._shared(features), []
+        for offset in offsets:
+            parts = self.parts(offset, here)
+            mean, variance = self.function(features, offset, q_global, parts, there)
+            found.append(torch.stack([mean, variance + parts.noise]))
+        means, variances = torch.stack(found, 1)
+        centre = shares @ means
+        return PredictiveMoments(centre, shares @ variances + shares @ (means - centre).square())
+
+    def trend(self, features: Rows, q_global: GlobalPosterior) -> Float[Tensor, " n"]:
+        """Mean of the shared trend."""
+        return self.model.trend_moments(features, q_global)[0]
+
+    def function(
+        self,
+        features: Rows,
+        offset: Float[Tensor, " W"],
+        q_global: GlobalPosterior,
+        parts: Parts,
+        there: tuple[Tensor, Tensor],
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """Mean and variance of f at a z_k, given the parts of the site's rows and the features of these.
+
+        With A = R⁻¹ k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²).
+        """
+        (shared, left_over), (cross, prior) = there, self._cross(features, self.model.shape(offset))
+        weight = shared - parts.covariance.inner(parts.shared, cross)
+        own = prior - parts.covariance.inner(cross, cross).diagonal()
+        mean = parts.covariance.inner(cross, self.targets[None])[:, 0] + q_global.mean @ weight
+        return mean, own + (q_global.factor().mT @ weight).square().sum(0) + left_over
+
+    @torch.no_grad()
+    def mixture(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, "J W"], Float[Tensor, " J"]]:
+        """Values of z_k and their shares, by a Gauss–Hermite rule laid around the mode.
+
+        At nodes ẑ + H^{−½} ξ_j with weights ω_j the shares are proportional to ω_j exp(J_k(z_j) + ½|ξ_j|²).
+        """
+        with torch.enable_grad():
+            mode, precision = self.mode(q_global)
+        nodes, weights = np.polynomial.hermite_e.hermegauss(NODES[self.width])
+        grid = torch.tensor([*product(nodes, repeat=self.width)], dtype=torch.float64)
+        log_weight = torch.tensor([*product(np.log(weights), repeat=self.width)], dtype=torch.float64).sum(-1)
+        scale = cholesky(precision, of="curvature of a site's shape")
+        offsets = mode + torch.linalg.solve_triangular(scale.mT, grid.mT, upper=True).mT
+        known = self._shared(self.features)
+        value = torch.stack([self.sums(offset, known).expected(q_global) for offset in offsets])
+        return offsets, (log_weight + value + 0.5 * grid.square().sum(-1)).softmax(0)
+
+    def _shared(self, features: Rows) -> tuple[Tensor, Tensor]:
+        """Φ [M, N], and what the shared inducing values leave open [N]."""
+        values, left_over = self.model.project(self.model.trend, self.model.inputs, features)
+        return torch.cat([values, linear_terms(features)]), left_over
+
+    def _slopes(self, features: Rows) -> Tensor:
+        """τ ∘ X̃ [D + 1, N]."""
+        return self.model.log_site_slope.exp()[:, None] * linear_terms(features)
+
+    def _covariance(self, left: Rows, right: Float[Tensor, "K D"], shape: Float[Tensor, 3]) -> Tensor:
+        """Of d_k between rows."""
+        size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
+        own: Tensor = size.square() * self.model.deviation(left / stretch, right / stretch).to_dense()
+        return own + self._slopes(left).mT @ self._slopes(right)
+
+    def _weights(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
+        """U [W, N], and what it leaves open of the deviation [N]."""
+        size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
+        values, left_over = self.model.project(self.model.deviation, self.anchors / stretch, features / stretch)
+        return torch.cat([size * values, self._slopes(features)]), size.square() * left_over
+
+    def _cross(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
+        """Covariance of d_k at new rows with that at the site's [n, N], and its prior variance [n]."""
+        if self.dense:
+            own = self.model.deviation(features / shape[LENGTHSCALE], diag=True)
+            prior = shape[AMPLITUDE].square() * own + self._slopes(features).square().sum(0)
+            return self._covariance(features, self.features, shape), prior
+        (here, left_over), (there, _) = self._weights(features, shape), self._weights(self.features, shape)
+        return here.mT @ there, here.square().sum(0) + left_over
+
+
+@contextmanager
+def held(model: torch.nn.Module) -> Iterator[None]:
+    """Parameters as constants: what is differentiated by z_k alone needs no graph of them."""
+    learned = [own for own in model.parameters() if own.requires_grad]
+    for own in learned:
+        own.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for own in learned:
+            own.requires_grad_(True)

@@ -1,0 +1,90 @@
+"""Sections that PVI over weights adds to a report: the weights with their intervals, and what each factor says."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from fedgp_flower.methods.pvi_weights.posterior import deviations, q_of
+from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.figures import DPI, FEDERATED, Z95
+from fedgp_flower.run.report import Panel, html_table
+from fedgp_flower.run.summary import number, show
+
+MOST = 30
+"""Weights in the figure."""
+PRUNED = 0.1
+"""Nats of KL from the prior below which a weight counts as pruned (Ashman et al. 2022, footnote 14)."""
+
+
+def panels(run: RunData) -> list[Panel]:
+    """The weights furthest from zero, factors by site, and the free energy."""
+    if run.posterior is None:
+        return []
+    q = q_of(run.posterior)
+    mean, sd = q.mean().numpy(), deviations(q)
+    names = ["intercept", *run.posterior.inputs]
+    order = np.argsort(-np.abs(mean / sd), kind="stable")[:MOST]
+    which = "" if len(order) == len(mean) else f" Shown are the {len(order)} of {len(mean)} furthest from zero."
+    caption = f"Mean and 95 % interval under q, for standardised inputs.{which}"
+    sections = [Panel("Weights", weights([names[i] for i in order], mean[order], sd[order]), caption)]
+    return [*sections, factors(run), *free_energy(run)]
+
+
+def network_panels(run: RunData) -> list[Panel]:
+    """Pruned weights, factors by site, and the free energy."""
+    if run.posterior is None:
+        return []
+    mean, variance = (part.numpy() for part in q_of(run.posterior).moments())
+    precision = prior_precision(run)
+    divergence = 0.5 * (precision * (variance + mean**2) - 1 - np.log(precision * variance))
+    count = int((divergence < PRUNED).sum())
+    body = html_table(("weights", "pruned"), [(f"{len(mean):,}", f"{count:,}")])
+    caption = f"A weight whose KL from its prior is below {PRUNED:g} nats says nothing; many of them mean over-pruning."
+    return [Panel("Pruned weights", body, caption), factors(run), *free_energy(run)]
+
+
+def factors(run: RunData) -> Panel:
+    """What the sites' factors say."""
+    details, labels = run.metrics.method_details, run.metrics.labels
+    rows = [
+        (
+            labels.get(site, site),
+            str(details["visits"].get(site, 0)),
+            f"{own['rows']:,.0f}",
+            show(number(own["weights"])),
+        )
+        for site, own in details["factors"].items()
+    ]
+    body = html_table(("site", "visits", "training rows", "mean precision"), rows)
+    caption = f"Mean over weights of the precision that a factor adds; the prior has {prior_precision(run):g}."
+    return Panel("What each factor says", body, caption)
+
+
+def free_energy(run: RunData) -> list[Panel]:
+    """The free energy, where all sites told their term."""
+    parts = run.metrics.method_details.get("free_energy")
+    if not parts:
+        return []
+    lines = [("expected log likelihood of all training rows", show(parts["fit"]))]
+    lines += [("− KL of q(θ) from its prior", show(-parts["kl_weights"])), ("free energy", show(parts["total"]))]
+    caption = "A lower bound of the log evidence of the standardised training rows."
+    return [Panel("Free energy", html_table(("part", "nats"), lines), caption)]
+
+
+def prior_precision(run: RunData) -> float:
+    """1/s² of the prior."""
+    [scale] = [value for key, value in run.config.items() if key.endswith(".prior-scale")]
+    return float(scale) ** -2
+
+
+def weights(names: list[str], mean: np.ndarray, sd: np.ndarray) -> Figure:
+    """A line per weight."""
+    figure = Figure(figsize=(5.6, 0.8 + 0.24 * len(mean)), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    rows = np.arange(len(mean))[::-1]
+    axes.axvline(0, color="0.6", linewidth=0.8)
+    axes.hlines(rows, mean - Z95 * sd, mean + Z95 * sd, color=FEDERATED, linewidth=2)
+    axes.plot(mean, rows, "o", color=FEDERATED, markersize=4)
+    axes.set(xlabel="weight", yticks=rows, yticklabels=names)
+    return figure

@@ -1,0 +1,153 @@
+"""Sparse variational GPs in dual form: what rows say of whitened inducing values, and how it moves with the parameters.
+
+With L Lᵀ = K_zz, W = L⁻¹ K_zx and v = L⁻¹(u − c) ~ N(0, I), the optimal q(v) = N(μ, S) of any factorising likelihood is
+that of pseudo-observations: S = (I + B)⁻¹, μ = S b with B = W diag(β) Wᵀ and b = B μ + W α. Here α = ∂/∂m and
+β = −2 ∂/∂s of E log p(y | f), f ~ N(m, s), so that (B, b) and the bound are sums over rows, and a step of the natural
+gradient is (B, b) ← (1 − ρ)(B, b) + ρ (B̄, B̄ μ + W α). With Gaussian noise and ρ = 1 that is Titsias' posterior.
+
+References:
+    Khan and Lin, Conjugate-computation variational inference (AISTATS 2017).
+    Adam et al., Dual parameterization of sparse variational Gaussian processes (NeurIPS 2021).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fedgp_flower.gp.latent import CONSTANT, OWN, LatentGP
+from fedgp_flower.gp.linalg import cholesky, symmetric
+from fedgp_flower.gp.placement import to_array
+from fedgp_flower.gp.sparse import CHUNK
+from fedgp_flower.gp.sums import WhitenedPosterior
+from fedgp_flower.methods.sgpr.messages import Expectations
+from fedgp_flower.typing import NamedArrays, Rows, Scalar, Square, Targets, Vector
+
+
+@dataclass(frozen=True, slots=True)
+class Duals:
+    """What all rows say of v: N(v; B⁻¹b, B⁻¹) up to a constant, where B need not be invertible."""
+
+    precision: Square  # B  [M, M]
+    shift: Vector  # b  [M]
+
+    @staticmethod
+    def nothing(size: int) -> Duals:
+        """Of no rows."""
+        return Duals(torch.zeros(size, size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64))
+
+    def factor(self) -> Square:
+        """C with C Cᵀ = I + B.
+
+        Raises:
+            NumericsError: if I + B is not positive definite.
+        """
+        return cholesky(torch.eye(len(self.shift)).to(self.precision) + self.precision, of="I + B")
+
+    def posterior(self) -> WhitenedPosterior:
+        """The posterior q(v) = N(S b, S), S = (I + B)⁻¹."""
+        factor = self.factor()
+        covariance = torch.cholesky_solve(torch.eye(len(self.shift)).to(factor), factor)
+        return WhitenedPosterior(covariance @ self.shift, symmetric(covariance))
+
+    def divergence(self) -> Scalar:
+        """KL(q(v) ‖ N(0, I)) in nats."""
+        q, log_determinant = self.posterior(), 2 * self.factor().diagonal().log().sum()
+        return 0.5 * (q.covariance.diagonal().sum() + q.mean.square().sum() - len(q.mean) + log_determinant)
+
+    def stepped(self, found: Expectations, rho: float) -> Duals:
+        """A natural-gradient step of length ρ from the q(v) at which the expectations were taken."""
+        curvature, slope = torch.from_numpy(found.curvature), torch.from_numpy(found.slope)
+        shift = curvature @ self.posterior().mean + slope
+        return Duals(torch.lerp(self.precision, curvature, rho), torch.lerp(self.shift, shift, rho))
+
+
+def carried(duals: Duals, old: LatentGP, new: LatentGP, factor: Square) -> Duals:
+    """The same pseudo-observations of f at the old Z, under new parameters; differentiable by these.
+
+    f(Z₀) = c + k(Z₀, Z) L⁻ᵀ v at its conditional mean, so that v₀ = R v + δ with R = L₀⁻¹ k(Z₀, Z) L⁻ᵀ and
+    δ = L₀⁻¹ 1 (c − c₀): B = Rᵀ B₀ R, b = Rᵀ (b₀ − B₀ δ). Nothing changes where the parameters do not.
+
+    Args:
+        duals: (B₀, b₀) at the old parameters.
+        old: Model at these.
+        new: Model at the new ones.
+        factor: L of the new model.
+    """
+    points = old.inducing_points.detach()
+    with torch.no_grad():
+        before = old.factor()
+    eye = torch.eye(len(points)).to(points)
+    cross = new.kernel(points, new.inducing_points).to_dense() + new.nugget() * eye
+    half = torch.linalg.solve_triangular(before, cross, upper=False)
+    move = torch.linalg.solve_triangular(factor, half.mT, upper=False)  # Rᵀ
+    offset = (new.constant - old.constant.detach()).expand(len(points), 1)
+    shift = duals.shift - duals.precision @ torch.linalg.solve_triangular(before, offset, upper=False)[:, 0]
+    return Duals(symmetric(move @ duals.precision @ move.mT), move @ shift)
+
+
+def expectations(
+    model: LatentGP, inputs: Rows, targets: Targets, posterior: WhitenedPosterior, factor: Square | None = None
+) -> Expectations:
+    """What rows say at q(v): Σ E log p(y | f) with its derivatives, L and q held fixed in those by parameters.
+
+    With W̄ = μ αᵀ + (W − S W) diag(β) and K̄_zx = L⁻ᵀ W̄ the derivative by a parameter of the kernel is
+    ⟨K̄_zx, dK_zx⟩ − ½ Σ β dk(x, x). ``factor`` is L where it is known.
+    """
+    with torch.no_grad():
+        factor = model.factor() if factor is None else factor
+    moving = {name: parameter for name, parameter in model.wire_parameters() if name not in (CONSTANT, OWN)}
+    gradient = {name: torch.zeros_like(parameter) for name, parameter in model.wire_parameters()}
+    size = len(factor)
+    fit, slope, curvature = factor.new_zeros(()), factor.new_zeros(size), factor.new_zeros(size, size)
+    for x, y in zip(inputs.split(CHUNK), targets.split(CHUNK), strict=True):
+        with torch.enable_grad():
+            cross, prior = model.kernel(model.inducing_points, x).to_dense(), model.kernel(x, diag=True)
+            nugget = model.nugget()
+        with torch.no_grad():
+            whitened = torch.linalg.solve_triangular(factor, cross, upper=False)
+            mean, variance, spread = model.moments(whitened, prior, posterior)
+        value, alpha, beta, own = model.observed.slopes(y, mean, variance, model.own.detach())
+        with torch.no_grad():
+            alpha, beta = alpha.to(whitened), beta.to(whitened)
+            incoming = torch.outer(posterior.mean.to(whitened), alpha) + (whitened - spread) * beta
+            incoming = torch.linalg.solve_triangular(factor.mT, incoming, upper=True)
+            fit, slope = fit + value, slope + whitened @ alpha
+            curvature = curvature + (whitened * beta) @ whitened.mT
+        outputs = [cross, prior, nugget]
+        grads = torch.autograd.grad(
+            outputs, [*moving.values()], [incoming, -beta / 2, -beta.sum() / 2], allow_unused=True
+        )
+        for name, grad in zip(moving, grads, strict=True):
+            if grad is not None:
+                gradient[name] += grad
+        gradient[CONSTANT] += alpha.sum()
+        if OWN in gradient:
+            gradient[OWN] += own
+    values = {name: to_array(grad) for name, grad in gradient.items()}
+    return Expectations(values, to_array(fit), to_array(slope), to_array(symmetric(curvature)))
+
+
+def gradient_at_server(duals: Duals, old: LatentGP, new: LatentGP, found: Expectations) -> NamedArrays:
+    """The part of the gradient of F + log p(w) that totals determine.
+
+    It comes through L, through q(v), which :func:`carried` moves with w, and from the prior.
+    L̄ = −tril L⁻ᵀ [μ (W α)ᵀ + (I − S) B̄], and at q the bound has the slopes W α − μ by μ and ½ (B − B̄) by S.
+    """
+    named = dict(new.wire_parameters())
+    with torch.enable_grad():
+        factor = new.factor()
+        moved = carried(duals, old, new, factor)
+        q, prior = moved.posterior(), new.log_prior()
+    with torch.no_grad():
+        slope, curvature = torch.from_numpy(found.slope), torch.from_numpy(found.curvature)
+        products = torch.outer(q.mean, slope) + curvature - q.covariance @ curvature
+        by_factor = -torch.linalg.solve_triangular(factor.mT, products, upper=True).tril()
+        adjoints = [by_factor, slope - q.mean, (moved.precision - curvature) / 2, None]
+    outputs = [factor, q.mean, q.covariance, prior]
+    grads = torch.autograd.grad(outputs, [*named.values()], adjoints, allow_unused=True)
+    return {
+        name: to_array(torch.zeros_like(parameter) if grad is None else grad)
+        for (name, parameter), grad in zip(named.items(), grads, strict=True)
+    }

@@ -1,0 +1,356 @@
+"""The messages of sgpr, svgp, sgpr-private and fsgp. Training and prediction need sums over sites and no more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+
+from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior
+from fedgp_flower.messages import leaves, message, packed, unpacked
+from fedgp_flower.shared_messages import Described, along, count_parameters, dwarfing, odd_variances
+from fedgp_flower.typing import AnyShape
+
+SLACK, SINGLE_SLACK = 1e-6, 1e-5
+"""Of rounding, as a part of the largest entry: of sums, and of expectations, also in single precision."""
+NO_GRAM, TOO_LARGE = "`gram` is not a Gram matrix", "`projection` is larger than the targets allow"
+
+
+@message("query.statistics", summand=True)
+class Statistics:
+    """What follows from a site's rows at given kernel and inducing points (Guo et al. 2022, Eqs. 14-15, whitened)."""
+
+    gram: Float[ndarray, "M M"] = leaves("A = W Wᵀ, W = L⁻¹ k(Z, X)", symmetric=True)
+    projection: Float[ndarray, " M"] = leaves("b = W y")
+    target_squares: Float[ndarray, ""] = leaves("s = yᵀ y")
+    prior_variance: Float[ndarray, ""] = leaves("c = Σ k(x, x)")
+    count: Float[ndarray, ""] = leaves("number of rows")
+
+    def num_parameters(self) -> int:
+        """M."""
+        return len(self.projection)
+
+    @staticmethod
+    def of(sums: SparseSums) -> Statistics:
+        """From sums as tensors."""
+        arrays = sums.to_arrays()
+        return Statistics(**{name.removeprefix("sums."): array for name, array in arrays.items()})
+
+    def sums(self) -> SparseSums:
+        """As tensors."""
+        return SparseSums.from_arrays({f"sums.{name}": array for name, array in vars(self).items()})
+
+    def disagreement(self, described: Described) -> str | None:
+        """What shows that the site has other rows than it described, or None."""
+        return described.unlike("target_squares", self.target_squares, described.target_square)
+
+    @staticmethod
+    def outliers(answers: Mapping[str, Statistics], rows: Mapping[str, int]) -> dict[str, str]:
+        """Prior variances that are not those of most sites."""
+        return odd_variances({site: float(own.prior_variance) / rows[site] for site, own in answers.items()})
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def refusal(self, rows: int) -> str | None:
+        """Why sums cannot come from so many rows, or None: necessary conditions that every honest site meets.
+
+        A = W Wᵀ is positive semi-definite, tr A ≤ Σ k(x, x) because the whitened projection cannot explain more than
+        the prior variance, and b = W y gives bᵀ A⁻¹ b ≤ yᵀ y. Where they hold there are such W and y.
+        """
+        size = self._size()
+        if reason := self._miscounted(rows, size):
+            return reason
+        scaled = torch.from_numpy(self.gram / size)  # units first: a liar's numbers may be huge
+        scaled.diagonal().add_(SLACK)
+        factor, failed = torch.linalg.cholesky_ex(scaled)
+        if failed:
+            return NO_GRAM
+        scaled_projection = torch.from_numpy(self.projection / math.sqrt(size))[:, None]
+        explained = torch.linalg.solve_triangular(factor, scaled_projection, upper=False)
+        return None if float(explained.norm()) <= self._length() else TOO_LARGE
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def glance(self, rows: int) -> str | None:
+        """What of :meth:`refusal` shows in O(M²), by |A_ij| ≤ max A_ii, vᵀ A v ≥ 0 and (bᵀv)² ≤ yᵀy vᵀAv for some v.
+
+        Where only a total matters, this is asked of every site, and all of :meth:`refusal` of the total. What passes
+        both may be no sums of so many rows, yet the total is one that as many rows as all sites have can give.
+        """
+        size, diagonal = self._size(), np.diagonal(self.gram)
+        if reason := self._miscounted(rows, size):
+            return reason
+        units, forms = along(self.gram, self.projection)
+        forms = forms / size + SLACK
+        if not (forms >= 0).all() or diagonal.max() < (1 - SLACK) * size:
+            return NO_GRAM
+        within = np.abs(units.T @ (self.projection / math.sqrt(size))) <= self._length() * np.sqrt(forms)
+        return None if within.all() else TOO_LARGE
+
+    def _miscounted(self, rows: int, size: float) -> str | None:
+        if float(self.count) != rows:
+            return f"sums of {float(self.count):g} rows, introduced itself with {rows}"
+        if (np.diagonal(self.gram) / size).sum() > float(self.prior_variance) / size * (1 + SLACK):
+            return "`gram` explains more than the prior variance of the rows"
+        return None
+
+    def _size(self) -> float:
+        return max(float(self.gram.max()), -float(self.gram.min()), 1e-300)
+
+    def _length(self) -> float:
+        return math.sqrt(max(float(self.target_squares), 0.0)) * (1 + SLACK)
+
+
+@message()
+class Adjoints:
+    """The parameters, and the derivatives of the pooled bound by the sums: what a site needs for its share of dF/dw."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
+    gram: Float[ndarray, "M M"] = leaves("∂F/∂A", symmetric=True)
+    projection: Float[ndarray, " M"] = leaves("∂F/∂b")
+    prior_variance: Float[ndarray, ""] = leaves("∂F/∂c")
+
+
+@message()
+class Anchors:
+    """Points where inputs of all sites lie, one for each slot that cells of rows are added up in."""
+
+    points: Float[ndarray, "C D"] = leaves("drawn from the sums of all sites' histograms, in standardised units")
+
+
+@message("query.sketch", summand=True)
+class Sketch:
+    """Where a site's rows lie, in cells of at least five, and what its rows alone say of the hyperparameters θ."""
+
+    rows: Float[ndarray, " C"] = leaves("rows of the cells in each slot")
+    first: Float[ndarray, "C D"] = leaves("Σ x of these rows, standardised")
+    second: Float[ndarray, "C D"] = leaves("Σ x² of these rows, standardised")
+    precision: Float[ndarray, "H H"] = leaves("H, curvature at the mode of the site's log posterior", symmetric=True)
+    shift: Float[ndarray, " H"] = leaves("H θ")
+
+    def num_parameters(self) -> int:
+        """Cells that hold rows, and hyperparameters."""
+        return int(np.count_nonzero(self.rows)) + len(self.shift)
+
+    def contradiction(self, rows: int) -> str | None:
+        """What shows that the site has other rows than it described, or None."""
+        if self.rows.sum() != rows:
+            return f"`rows` counts {self.rows.sum():g} rows, introduced itself with {rows}"
+        return None
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot come from so many rows, or None: counts, variances and curvature are not negative."""
+        slack = 1e-6 * max(float(self.second.max(initial=0.0)), 1e-300)
+        if (self.rows < 0).any() or (self.second * self.rows[:, None] + slack * rows < self.first**2).any():
+            return f"its cells are not those of {rows} rows"
+        return None if np.linalg.eigvalsh(self.precision)[0] > 0 else "`precision` is not positive definite"
+
+
+@message()
+class Trials:
+    """Several parameters at once."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates, under `number.name`")
+
+
+@message("query.trials", summand=True)
+class TrialSums:
+    """:class:`Statistics` at each of several parameters, the matrices packed."""
+
+    grams: Float[ndarray, "T Q"] = leaves("lower triangle of A = W Wᵀ, W = L⁻¹ k(Z, X), at each parameters")
+    projections: Float[ndarray, "T M"] = leaves("b = W y")
+    target_squares: Float[ndarray, " T"] = leaves("s = yᵀ y")
+    prior_variances: Float[ndarray, " T"] = leaves("c = Σ k(x, x)")
+    counts: Float[ndarray, " T"] = leaves("number of rows")
+
+    @staticmethod
+    def of(each: Sequence[Statistics]) -> TrialSums:
+        """From the sums at each parameters."""
+        columns = ("projection", "target_squares", "prior_variance", "count")
+        grams = np.stack([packed(own.gram) for own in each])
+        return TrialSums(grams, *(np.stack([vars(own)[c] for own in each]) for c in columns))
+
+    def num_parameters(self) -> int:
+        """M, of sums at parameters that differ little."""
+        return self.projections.shape[1]
+
+    def each(self) -> list[Statistics]:
+        """The sums at each parameters."""
+        return [
+            Statistics(unpacked(gram, self.projections.shape[1]), *map(np.asarray, rest))
+            for gram, *rest in zip(*(vars(self).values()), strict=True)
+        ]
+
+    def disagreement(self, described: Described) -> str | None:
+        """What shows that the site has other rows than it described, or None."""
+        expected = np.full(len(self.target_squares), described.target_square)
+        return described.unlike("target_squares", self.target_squares, expected)
+
+    @staticmethod
+    def outliers(answers: Mapping[str, TrialSums], rows: Mapping[str, int]) -> dict[str, str]:
+        """Prior variances that are not those of most sites, at any of the parameters."""
+        trials = len(next(iter(answers.values())).counts) if answers else 0
+        found: dict[str, str] = {}
+        for trial in range(trials):
+            sizes = {site: float(own.prior_variances[trial]) / rows[site] for site, own in answers.items()}
+            found |= odd_variances(sizes)
+        return found
+
+    def refusal(self, rows: int) -> str | None:
+        """Why any of the sums cannot come from so many rows, or None."""
+        return next((why for why in (own.refusal(rows) for own in self.each()) if why), None)
+
+    def glance(self, rows: int) -> str | None:
+        """What of it shows in O(M²)."""
+        return next((why for why in (own.glance(rows) for own in self.each()) if why), None)
+
+
+@message()
+class TrialAdjoints:
+    """:class:`Adjoints` at each of several parameters."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates, under `number.name`")
+    grams: Float[ndarray, "T Q"] = leaves("lower triangle of ∂F/∂A at each parameters")
+    projections: Float[ndarray, "T M"] = leaves("∂F/∂b")
+    prior_variances: Float[ndarray, " T"] = leaves("∂F/∂c")
+
+    @staticmethod
+    def of(each: Sequence[Adjoints]) -> TrialAdjoints:
+        """From the adjoints at each parameters."""
+        grams, rest = [packed(own.gram) for own in each], ("projection", "prior_variance")
+        return TrialAdjoints(
+            numbered([own.values for own in each]),
+            np.stack(grams),
+            *(np.stack([vars(own)[name] for own in each]) for name in rest),
+        )
+
+    def each(self) -> list[Adjoints]:
+        """The adjoints at each parameters."""
+        return [
+            Adjoints(values, unpacked(gram, self.projections.shape[1]), *map(np.asarray, rest))
+            for values, gram, *rest in zip(
+                apart(self.values), self.grams, self.projections, self.prior_variances, strict=True
+            )
+        ]
+
+
+@message("train.gradients", summand=True)
+class TrialGradients:
+    """⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw of a site's rows at each of several parameters.
+
+    The rest of the gradient comes through K_zz and follows from the totals.
+
+    What lies here can only cost time: a step is taken where the totals of sums bear out that the bound rises.
+    """
+
+    values: Mapping[str, AnyShape] = leaves("a site's share of dF/dw, under each parameter's name", as_sent=True)
+
+    def num_parameters(self) -> int:
+        """M and hyperparameters."""
+        return max(count_parameters(own) for own in apart(self.values))
+
+
+def numbered(each: Sequence[Mapping[str, ndarray]]) -> dict[str, ndarray]:
+    """Several named arrays as one, under ``number.name``."""
+    return {f"{number}.{name}": array for number, own in enumerate(each) for name, array in own.items()}
+
+
+def apart(arrays: Mapping[str, ndarray]) -> list[dict[str, ndarray]]:
+    """The inverse of :func:`numbered`."""
+    found: dict[str, dict[str, ndarray]] = {}
+    for name, array in arrays.items():
+        number, _, own = name.partition(".")
+        found.setdefault(number, {})[own] = array
+    return [found[number] for number in sorted(found, key=int)]
+
+
+@message()
+class PooledPosterior:
+    """Parameters, and q(v) = N(m, S) of the whitened inducing values v = L⁻¹ f(Z): all that predicts."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
+    mean: Float[ndarray, " M"] = leaves("m")
+    covariance: Float[ndarray, "M M"] = leaves("S", symmetric=True)
+
+    def whitened(self) -> WhitenedPosterior:
+        """As tensors."""
+        return WhitenedPosterior.from_arrays({"inducing.mean": self.mean, "inducing.covariance": self.covariance})
+
+
+# Labels, counts and outliers: expectations at a posterior.
+
+
+@message("train.expectations", summand=True)
+class Expectations:
+    """The expected log likelihood of rows under q(v), and its derivatives: value, gradient and step in one exchange."""
+
+    values: Mapping[str, AnyShape] = leaves("Σ ∂/∂w E log p(y | f) at fixed L and q, by parameter", as_sent=True)
+    fit: Float[ndarray, ""] = leaves("Σ E log p(y | f), nats")
+    slope: Float[ndarray, " M"] = leaves("W α, α = ∂/∂m of E log p(y | f), f ~ N(m, s)")
+    curvature: Float[ndarray, "M M"] = leaves("B̄ = W diag(β) Wᵀ, β = −2 ∂/∂s of the same", symmetric=True)
+
+    def num_parameters(self) -> int:
+        """M and hyperparameters."""
+        return count_parameters(self.values)
+
+    @staticmethod
+    def outliers(answers: Mapping[str, Expectations], rows: Mapping[str, int]) -> dict[str, str]:
+        """Curvatures and slopes that dwarf those of the other sites."""
+        found: dict[str, str] = {}
+        for name in ("curvature", "slope"):
+            sizes = {site: float(np.abs(getattr(own, name)).max()) / rows[site] for site, own in answers.items()}
+            found |= dwarfing(sizes, name)
+        return found
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot come from rows with labels or counts, or None: log p(y | f) ≤ 0, and it is concave in f.
+
+        Student-t noise, which has parameters of its own, knows neither limit.
+        """
+        return self._judged(rows, lambda: np.linalg.eigvalsh(self.curvature)[:1])
+
+    def glance(self, rows: int) -> str | None:
+        """What of it shows in O(M²); all of it is asked of the total alone."""
+        return self._judged(rows, lambda: along(self.curvature)[1])
+
+    def _judged(self, rows: int, bends: Callable[[], ndarray]) -> str | None:
+        if any(name.startswith("likelihood.") for name in self.values):
+            return None
+        if float(self.fit) > SINGLE_SLACK * rows:
+            return f"`fit` is {float(self.fit):g}: no probability is above 1"
+        least = -SINGLE_SLACK * abs(float(np.trace(self.curvature)))
+        return None if (bends() >= least).all() else "`curvature` is not that of concave terms"
+
+
+# With differential privacy.
+
+
+@message()
+class PrivateRequest:
+    """Where noisy sums are wanted."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
+    sharing: int = leaves("how many sites add up to the noise of one total; 1 where sites are seen by themselves")
+
+
+@message("query.private", summand=True)
+class PrivateSums:
+    """Sums of clipped rows with Gaussian noise; see :mod:`fedgp_flower.methods.sgpr.private`."""
+
+    gram: Float[ndarray, "M M"] = leaves("A = W Wᵀ and noise, W = L⁻¹ k(Z, X)", symmetric=True)
+    projection: Float[ndarray, " M"] = leaves("b = W y and noise")
+    target_squares: Float[ndarray, ""] = leaves("s = yᵀ y and noise")
+
+    def num_parameters(self) -> int:
+        """M."""
+        return len(self.projection)
+
+    @staticmethod
+    def outliers(answers: Mapping[str, PrivateSums], rows: Mapping[str, int]) -> dict[str, str]:
+        """Sums that dwarf those of the other sites; noise is that of any number of rows."""
+        usual = float(np.median([rows[site] for site in answers] or [0]))
+        parts = {site: (own.gram, own.projection, own.target_squares) for site, own in answers.items()}
+        largest = {site: max(float(np.abs(part).max()) for part in own) for site, own in parts.items()}
+        return dwarfing({site: size / (rows[site] + usual) for site, size in largest.items()}, "largest entry")

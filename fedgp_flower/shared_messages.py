@@ -1,0 +1,381 @@
+"""Messages that every method shares, and those of the baselines that are linear in the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+from fedgp_flower.gp.sums import INPUT_EDGES
+from fedgp_flower.messages import leaves, message
+from fedgp_flower.privacy.disclosure import merged_cells
+from fedgp_flower.scores import CLASSIFICATION_SUMS, PIT_BINS, RANK_BINS, REGRESSION_SUMS, RELIABILITY_BINS, Scores
+from fedgp_flower.typing import AnyShape
+
+MOVE = 10.0
+"""Farthest that a site's local steps take a logarithm, or a standardised input, in one round: a factor of 22 000."""
+OUTLIER = 300.0
+"""A gradient or a precision so many times larger per row than the median site's is not taken for one."""
+DIRECTIONS = 4
+"""Along so many a matrix is looked at before the total that it is added to is judged."""
+_directions = np.random.default_rng()
+HISTOGRAM_SHAPES = {
+    "evaluation.pit": (PIT_BINS,),
+    "evaluation.reliability": (RELIABILITY_BINS, 3),
+    "evaluation.ranks": (RANK_BINS, 2),
+}
+"""Histograms of an evaluation, in the order of :class:`ScoreSums`."""
+
+
+@message()
+class Nothing:
+    """A request that needs no arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What follows of a site's standardised rows from how it described them; NaN where cells were missing."""
+
+    rows: int
+    input_squares: ndarray
+    """Σx² of each input, [D]."""
+    target_square: float
+    """yᵀy."""
+    middles: ndarray
+    """Mean of each input, [D]."""
+    reaches: ndarray
+    """How far a row lies from these means at most, [D]: √(N − 1) times the site's sd (Samuelson's inequality)."""
+
+    def unlike(self, name: str, found: ndarray, expected: ndarray | float) -> str | None:
+        """Why sums of squares are not those of the rows described, or None; single precision is no lie."""
+        found, expected = np.atleast_1d(found), np.atleast_1d(expected)
+        known = ~np.isnan(expected)
+        gap = np.abs(found[known] - expected[known]) - 1e-3 * expected[known]
+        if found.shape != expected.shape or (gap > 1e-6 * self.rows).any():
+            return f"`{name}` is not the sum of squares of the {self.rows} rows it described"
+        return None
+
+
+def dwarfing(sizes: Mapping[str, float], what: str) -> dict[str, str]:
+    """Sites whose size per row dwarfs the usual one, and the reason; with fewer than three nobody can tell."""
+    usual = float(np.median(list(sizes.values()))) if len(sizes) > 2 else 0.0
+    return {
+        site: f"its {what} is {size / usual:.1e} times the usual one per row"
+        for site, size in sizes.items()
+        if not size <= OUTLIER * usual and usual > 0
+    }
+
+
+def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
+    """Sites whose Σ k(x, x) per row differs where most sites have the same, as under a stationary kernel they must."""
+    usual = float(np.median(list(variances.values()))) if len(variances) > 2 else np.nan
+    odd = [site for site, entry in variances.items() if not abs(entry - usual) <= 1e-3 * usual]
+    if len(odd) > (len(variances) - 1) // 2:
+        return {}
+    return {
+        site: f"`prior_variance` is {variances[site] / usual:.3g} times that of most sites, per row" for site in odd
+    }
+
+
+def along(matrix: ndarray, *vectors: ndarray) -> tuple[ndarray, ndarray]:
+    """Unit vectors v [M, V], some drawn anew each time and those given, and vᵀ A v along each of them [V].
+
+    Where A is positive semi-definite none is negative; who sends another A does not know beforehand where they will be.
+    """
+    drawn = _directions.standard_normal((DIRECTIONS, len(matrix)))
+    every = np.vstack([drawn, *vectors])
+    units = every.T / np.maximum(np.linalg.norm(every, axis=1), np.finfo(float).tiny)
+    return units, np.einsum("mv,mv->v", units, matrix @ units)
+
+
+@message("query.shape", summand=True)
+class Shape:
+    """Where a site's standardised inputs lie, and the initial hyperparameters that the configuration means."""
+
+    histogram: Int[ndarray, "D B"] = leaves("counts of each input in fixed bins")
+    products: Float[ndarray, "D D"] = leaves("XᵀX of the standardised inputs")
+    square: Float[ndarray, ""] = leaves("yᵀy of the standardised target, as follows from `query.describe`")
+    start: Mapping[str, AnyShape] = leaves("initial hyperparameters, from the configuration alone")
+
+    def num_parameters(self) -> int:
+        """D."""
+        return len(self.products)
+
+    def coarse(self, least: int) -> Shape:
+        """The same without cells of fewer rows."""
+        return replace(self, histogram=np.stack([merged_cells(entry, least) for entry in self.histogram]))
+
+    def contradiction(self, rows: int) -> str | None:
+        """What shows that the site has other rows than it described, or None."""
+        if (self.histogram.sum(axis=1) != rows).any():
+            return f"`histogram` is not one of the {rows} rows it introduced itself with"
+        return None
+
+    def disagreement(self, described: Described) -> str | None:
+        """What shows that the site has other rows than it described, or None."""
+        return (
+            described.unlike("products", np.diag(self.products), described.input_squares)
+            or described.unlike("square", self.square, described.target_square)
+            or self._elsewhere(described)
+        )
+
+    def _elsewhere(self, described: Described) -> str | None:
+        """That rows lie where none of those described can; sums of squares are the same at x and −x."""
+        edges = np.concatenate([[-np.inf], INPUT_EDGES[1:-1], [np.inf]])
+        slack = 1e-3 * (1 + np.abs(described.middles))
+        low, high = (described.middles + sign * (described.reaches + slack) for sign in (-1, 1))
+        beyond = (edges[1:] < low[:, None]) | (edges[:-1] > high[:, None])  # no bin is where nothing is known: NaN
+        if self.histogram.shape == beyond.shape and (beyond & (self.histogram > 0)).any():
+            return f"`histogram` has rows where none of the {described.rows} rows it described can lie"
+        return None
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot come from so many rows, or None."""
+        if (self.histogram < 0).any():
+            return f"`histogram` has negative counts of {rows} rows"
+        eigenvalues = np.linalg.eigvalsh(self.products / 2 + self.products.T / 2)
+        slack = 1e-6 * max(float(eigenvalues[-1]), 1e-300)
+        if np.abs(self.products - self.products.T).max() > slack or eigenvalues[0] < -slack:
+            return "`products` is not XᵀX of any rows"
+        return None
+
+
+@message()
+class TargetPowers:
+    """Powers of a transformation of the target, and what to subtract from t: sums of squares stay small."""
+
+    powers: Float[ndarray, " J"] = leaves("powers to try")
+    centres: Float[ndarray, " J"] = leaves("t at the mean of the target, for each")
+
+
+@message("query.target", summand=True)
+class TargetMoments:
+    """Sums over training rows of t = g(y) less the centre c, for each power of a transformation."""
+
+    first: Float[ndarray, " J"] = leaves("Σ (t − c), t = g(y) the transformed target, for each power tried")
+    second: Float[ndarray, " J"] = leaves("Σ (t − c)²")
+    slopes: Float[ndarray, " J"] = leaves("Σ log g'(y)")
+    count: Float[ndarray, ""] = leaves("number of rows")
+
+    def num_parameters(self) -> int:
+        """Two for each power, and one."""
+        return 2 * len(self.first) + 1
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot come from so many rows, or None."""
+        if float(self.count) != rows:
+            return f"`count` is not {rows} rows"
+        if (self.second * rows < self.first**2 * (1 - 1e-9)).any():
+            return "`second` is less than the square of `first` allows"
+        return None
+
+
+@message("query.column_sums", summand=True)
+class ColumnSums:
+    """What means are made of: under masks in place of the description of a site."""
+
+    sums: Float[ndarray, " columns"] = leaves("Σ x of each numeric column")
+    sizes: Float[ndarray, " columns"] = leaves("Σ |x|")
+    missing: Float[ndarray, " columns"] = leaves("missing cells")
+    levels: Float[ndarray, " levels"] = leaves("rows of each level of each column of text")
+    dropped: Float[ndarray, ""] = leaves("rows left out for a missing cell")
+
+    def num_parameters(self) -> int:
+        """Columns and levels."""
+        return len(self.sums) + len(self.levels)
+
+
+@message()
+class Centres:
+    """About what, and in what units, squares are wanted."""
+
+    centre: Float[ndarray, " columns"] = leaves("means over all sites")
+    scale: Float[ndarray, " columns"] = leaves("mean sizes over all sites")
+
+
+@message("query.column_squares", summand=True)
+class ColumnSquares:
+    """What spreads are made of."""
+
+    residual: Float[ndarray, " columns"] = leaves("Σ (x − c)/s of each numeric column")
+    squares: Float[ndarray, " columns"] = leaves("Σ (x − c)²/s²")
+
+    def num_parameters(self) -> int:
+        """Columns."""
+        return len(self.squares)
+
+
+def count_parameters(values: Mapping[str, np.ndarray]) -> int:
+    """M and hyperparameters: a point [M, D] counts once, however many coordinates it has."""
+    return sum(len(array) if array.ndim > 1 and len(array) > 1 else array.size for array in values.values())
+
+
+@message()
+class Parameters:
+    """Named parameters in unconstrained coordinates, such as ``kernel.log_lengthscale`` or ``inducing.locations``."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
+
+
+@message()
+class Step:
+    """Take local steps from these parameters."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
+    learning_rate: float = leaves("of this round")
+    reach: float = leaves("farthest that an honest site's steps lead from here", default=MOVE)
+
+
+@message("train")
+class Stepped:
+    """Parameters after local steps: what federated averaging averages."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates", as_sent=True, within="reach")
+    objective: float = leaves("mean over rows of the local objective after the steps")
+
+    def num_parameters(self) -> int:
+        """M and hyperparameters."""
+        return count_parameters(self.values)
+
+    @staticmethod
+    def of(request: Step, arrays: Mapping[str, np.ndarray], objective: float) -> Stepped:
+        """The parameters that were sent, after the steps, in the order and shapes in which they came."""
+        return Stepped({name: arrays[name].reshape(sent.shape) for name, sent in request.values.items()}, objective)
+
+
+@message("train.weighted", summand=True)
+class WeightedStep:
+    """Parameters after local steps times the rows behind them: the summand of a weighted mean."""
+
+    values: Mapping[str, AnyShape] = leaves("N times the parameters after local steps", as_sent=True)
+    objective: Float[ndarray, ""] = leaves("N times the mean over rows of the local objective")
+    rows: Float[ndarray, ""] = leaves("N, number of rows")
+
+    def num_parameters(self) -> int:
+        """M and hyperparameters."""
+        return count_parameters(self.values)
+
+    @staticmethod
+    def of(step: Stepped, rows: int) -> WeightedStep:
+        """A site's step, weighted by its rows."""
+        values = {name: np.asarray(rows * array) for name, array in step.values.items()}
+        return WeightedStep(values, np.array(rows * step.objective), np.array(float(rows)))
+
+    def mean(self) -> Stepped:
+        """The weighted mean of a total."""
+        rows = float(self.rows)
+        return Stepped(
+            {name: np.asarray(array / rows) for name, array in self.values.items()}, float(self.objective / rows)
+        )
+
+
+@message("query.score_sums", summand=True)
+class ScoreSums:
+    """Scores of held-out rows, see :mod:`fedgp_flower.run.metrics`; those of the other kind of task are zero."""
+
+    regression: Float[ndarray, " 8"] = leaves("rows, squared and absolute errors, NLL, CRPS, rows inside intervals")
+    classification: Float[ndarray, " 4"] = leaves("rows, right ones, NLL, Brier score")
+    pit: Float[ndarray, " 20"] = leaves("histogram of the PIT")
+    reliability: Float[ndarray, "10 3"] = leaves("rows, probabilities and outcomes by predicted probability")
+    ranks: Float[ndarray, "80 2"] = leaves("rows of each class by predicted log odds")
+
+    def coarse(self, least: int) -> ScoreSums:
+        """The same without cells of fewer rows."""
+        arrays = {f"evaluation.{name}": getattr(self, name) for name in ("pit", "reliability", "ranks")}
+        merged = Scores({}, arrays).coarse(least).arrays
+        return replace(self, **{name.removeprefix("evaluation."): array for name, array in merged.items()})
+
+    @classmethod
+    def of(cls, scores: Scores) -> Self:
+        """From the scores of a site."""
+        parts = [
+            np.array([scores.sums[name] for name in names] if set(names) <= set(scores.sums) else np.zeros(len(names)))
+            for names in (REGRESSION_SUMS, CLASSIFICATION_SUMS)
+        ]
+        for name, shape in HISTOGRAM_SHAPES.items():
+            parts.append(np.asarray(scores.arrays.get(name, np.zeros(shape)), np.float64).reshape(shape))
+        return cls(*parts)
+
+    def scores(self) -> Scores:
+        """The scores that a total is of."""
+        if self.classification[0] > 0:
+            arrays = {"evaluation.reliability": self.reliability, "evaluation.ranks": self.ranks}
+            known = {name: array for name, array in arrays.items() if array.any()}
+            return Scores(dict(zip(CLASSIFICATION_SUMS, self.classification.tolist(), strict=True)), known)
+        counts = {"evaluation.pit": np.rint(self.pit).astype(np.int64)}
+        return Scores(dict(zip(REGRESSION_SUMS, self.regression.tolist(), strict=True)), counts)
+
+
+@message("query.local_scores", summand=True)
+class LocalScoreSums(ScoreSums):
+    """Scores of a GP of each site's rows alone, on its held-out rows."""
+
+
+@message("query.moments", summand=True)
+class Moments:
+    """All that linear regression needs of a site's rows. X̃ = (1, X), P = 1 + D, standardised like y."""
+
+    gram: Float[ndarray, "P P"] = leaves("X̃ᵀX̃, X̃ the standardised inputs beside a column of ones", symmetric=True)
+    products: Float[ndarray, " P"] = leaves("X̃ᵀy")
+    square: Float[ndarray, ""] = leaves("yᵀy")
+
+    def num_parameters(self) -> int:
+        """P."""
+        return len(self.products)
+
+    def disagreement(self, described: Described) -> str | None:
+        """What shows that the site has other rows than it described, or None."""
+        return described.unlike("square", self.square, described.target_square)
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot come from so many rows, or None."""
+        return None if round(float(self.gram[0, 0])) == rows else f"`gram` is not one of {rows} rows"
+
+
+@message()
+class Coefficients:
+    """Intercept and weights, in standardised inputs."""
+
+    values: Float[ndarray, " P"] = leaves("intercept and weights")
+
+
+@message("query.logistic", summand=True)
+class LogisticSums:
+    """The log likelihood of a site's classes, log σ(±X̃w), and its derivatives by w."""
+
+    likelihood: Float[ndarray, ""] = leaves("Σ log σ((2y − 1) x̃ᵀw)")
+    gradient: Float[ndarray, " P"] = leaves("X̃ᵀ(y − p), p = σ(X̃w)")
+    information: Float[ndarray, "P P"] = leaves("X̃ᵀ diag(p (1 − p)) X̃", symmetric=True)
+
+    def num_parameters(self) -> int:
+        """P."""
+        return len(self.gradient)
+
+
+@message()
+class LinearPredictor:
+    """f(x) = intercept + (x − centre)ᵀ weights, in standardised coordinates; what it means depends on the likelihood.
+
+    Gaussian or Student-t: y ~ N(f, variance + ‖spread (x − centre)‖²). Bernoulli: P(y = 1) = σ(f). Poisson: a log rate
+    ~ N(f, variance).
+    """
+
+    centre: Float[ndarray, " D"] = leaves("means of the training inputs")
+    weights: Float[ndarray, " D"] = leaves("regression weights; zero for the mean of the target")
+    intercept: float = leaves("prediction at the centre")
+    variance: float = leaves("of a new row at the centre")
+    spread: Float[ndarray, "D D"] | None = leaves("S, with SᵀS the covariance of the weights", default=None)
+
+
+@message("query.linear_scores", summand=True)
+class LinearScoreSums(ScoreSums):
+    """Scores of a linear predictor on a site's held-out rows."""
+
+
+def with_ones(inputs: ndarray) -> ndarray:
+    """X̃ = (1, X), [N, P]."""
+    return np.column_stack([np.ones(len(inputs)), inputs])

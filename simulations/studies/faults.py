@@ -1,0 +1,71 @@
+"""What lies and lost messages do.
+
+Tiny runs of 4 rounds, four sites, test NLL (original units). First one site of four spoils the real numbers of every
+reply from round 1 on; *drop*: its replies are lost instead; a dash behind a figure: the site was refused by name;
+`ends`: the run ended with words, and no result. Then schedules of faults that are drawn from a seed: every reply is hit
+with probability .3 by one of drop, delay, duplicate, out of order, replay, scale, flip, shift, one entry, NaN, wrong
+shape, wrong schema, garbage, state lost; factors from 0 to 1e300; of one site, or every other time of all. A run
+*fails* where it raises anything but its own words, where its posterior holds a number that is not finite, or where one
+site was spoilt and another is blamed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from simulations.common import ROOT, Row, remembered
+
+ROUNDS = 4
+LIES = (("honest", 0.0), ("drop", 0.0), ("scale", 1.1), ("scale", 2.0), ("scale", 10.0), ("scale", 1e3), ("flip", -1.0))
+LIES += (("entry", 3.0), ("entry", 1e300))
+
+
+def forms() -> Any:
+    """The module of the tests that draws faults: a tiny run of every Strategy."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import schedules
+
+    return schedules
+
+
+def lied(method: str, kind: str, size: float) -> Row:
+    """One site of four spoils the real numbers of every reply from round 1 on."""
+    tests = forms()
+    lie = tests.Schedule(0, liar="1", rate=float(kind != "honest"), kinds=(kind,), size=size, first=1)
+    ending = tests.ended(method, lie, num_server_rounds=ROUNDS)
+    return {"cell": "ends" if ending.words else f"{ending.nll:.3f}" + " –" * ("1" in ending.blamed)}
+
+
+def scheduled(seed: int) -> Row:
+    """A run under a drawn schedule."""
+    try:
+        ending = forms().drawn(seed)
+    except Exception as error:
+        return {"nll": None, "failed": repr(error)}
+    return {"nll": None if ending.words else ending.nll, "failed": ""}
+
+
+def study(lies: bool = True, count: int = 500, methods: tuple[str, ...] = ("",)) -> Iterator[Row]:
+    """Tables of lies and of schedules."""
+    known = list(forms().METHODS)
+    for method in known if methods == ("",) else methods:
+        row: Row = {"table": "One site spoils every reply", "method": method}
+        for kind, size in LIES if lies else ():
+            found = remembered("faults", [method, kind, size], lambda m=method, k=kind, s=size: lied(m, k, s))
+            row[kind if kind in {"honest", "drop", "flip"} else f"{kind} {size:g}"] = found["cell"]
+        if lies:
+            yield row
+    found = [
+        (known[s % len(known)], remembered("faults", ["drawn", s], lambda k=s: scheduled(k))) for s in range(count)
+    ]
+    for method in known:
+        runs = [run for name, run in found if name == method]
+        nll, failed = [run["nll"] for run in runs if run["nll"] is not None], sum(bool(run["failed"]) for run in runs)
+        row = {"table": "Schedules", "method": method, "runs": len(runs), "completed": len(nll), "failed": failed}
+        row["ended with words"] = len(runs) - len(nll) - failed
+        if runs:
+            yield row | ({"median NLL": float(np.median(nll)), "worst": float(np.max(nll))} if nll else {})

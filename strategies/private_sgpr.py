@@ -1,0 +1,169 @@
+"""SGPR with differential privacy: the exact posterior from sums with noise, hyperparameters within the budget.
+
+Inducing points are drawn in the box of the public ranges; a round asks for the noisy sums at one lengthscale, and
+amplitude and noise are at their best for these sums at no cost (:mod:`fedgp_flower.gp.profiled`). With one trial the
+lengthscale is given. The mechanism is :mod:`fedgp_flower.methods.sgpr.private`; centrally it is Honkela and Melkas,
+*Gaussian processes with differential privacy* (2021), with a posterior from sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.gp.profiled import profiled, scaled
+from fedgp_flower.messages import encode, message
+from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums, Statistics
+from fedgp_flower.methods.sgpr.options import PrivateSGPROptions
+from fedgp_flower.methods.sgpr.private import EDGE, Budget, cleaned
+from fedgp_flower.options import ModelSection
+from fedgp_flower.shared_messages import Parameters
+from fedgp_flower.typing import AnyShape, NamedArrays
+from strategies.pooled_bound import LOCATIONS, LOG_NOISE, noise_of, posterior_at, saved, sizes_at
+from strategies.server.finalise import Predicted
+from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from strategies.server.strategy import FederatedStrategy
+from strategies.sgpr import empty_model
+
+AMPLITUDE = "kernel.log_outputscale"
+
+
+@message()
+class Tried:
+    """Parameters with the amplitude and noise that are best for the noisy sums at them."""
+
+    values: Mapping[str, AnyShape]
+    totals: Statistics
+    """Cleaned, at these amplitudes."""
+    height: float
+    """The bound, nats."""
+    left_out: int
+    """Directions that noise alone would look like."""
+
+
+@message()
+class PrivateState:
+    """What was tried so far."""
+
+    start: Mapping[str, AnyShape]
+    """Z, and hyperparameters at unit amplitude."""
+    tried: tuple[Tried, ...] = ()
+
+    @property
+    def best(self) -> Tried:
+        """The highest bound."""
+        return max(self.tried, key=lambda tried: tried.height)
+
+    @property
+    def values(self) -> Mapping[str, AnyShape]:
+        """Parameters of the best, or to start from."""
+        return self.best.values if self.tried else self.start
+
+
+def first_values(model: ModelSection, num_inputs: int, seed: int) -> NamedArrays:
+    """Z drawn in the box of the public ranges, hyperparameters as configured at unit amplitude."""
+    points = np.random.default_rng([seed, *b"inducing"]).uniform(-EDGE, EDGE, (model.num_inducing, num_inputs))
+    start = empty_model(model, num_inputs)
+    return {**start, AMPLITUDE: np.zeros_like(start[AMPLITUDE]), LOCATIONS: points}
+
+
+def wider(values: Mapping[str, np.ndarray], number: int, trials: int) -> NamedArrays:
+    """Parameters of a trial: lengthscales by factors of two around the given one."""
+    by = (number - (trials - 1) / 2) * math.log(2)
+    return {
+        name: np.asarray(array + by) if name.endswith("log_lengthscale") else array for name, array in values.items()
+    }
+
+
+def evaluated(values: Mapping[str, np.ndarray], told: PrivateSums, rows: int, noise: float) -> Tried:
+    """What noisy sums of so many rows are worth; ``noise`` is that of the total, in its units."""
+    sums, left_out = cleaned(told, rows, 1.0, noise)
+    best = profiled(sums)
+    found = {**values, AMPLITUDE: np.asarray(values[AMPLITUDE] + math.log(best.amplitude))}
+    found[LOG_NOISE] = np.full_like(values[LOG_NOISE], math.log(best.noise))
+    return Tried(found, Statistics.of(scaled(sums, best.amplitude)), best.value, left_out)
+
+
+class PrivateSGPR(FederatedStrategy[PrivateState]):
+    """Noisy sums at a few lengthscales, and the exact posterior at the best of them."""
+
+    method = "sgpr-private"
+    options_class = PrivateSGPROptions
+    state_class = PrivateState
+    options: PrivateSGPROptions
+
+    @property
+    def budget(self) -> Budget:
+        """What all rounds together may spend."""
+        return Budget.of(self.config)
+
+    def initialise(self, roster: Roster) -> Asking[PrivateState]:
+        """Z in the box of the public ranges; no site is asked."""
+        yield from ()
+        return PrivateState(first_values(self.config.model, self.preparation.num_inputs, self.config.seed))
+
+    def one_round(self, state: PrivateState, roster: Roster) -> Asking[tuple[PrivateState, Figures]]:
+        """Noisy sums at the next lengthscale."""
+        values = wider(state.start, len(state.tried), self.options.trials)
+        sizes, sharing = sizes_at(len(values[LOCATIONS])), len(roster.sites) if roster.totals_only else 1
+        summed: Summed[PrivateSums] = yield Total(
+            PrivateSums, PrivateRequest(values, sharing), roster.sites, retries=0, sizes=sizes
+        )
+        if summed.total is None or summed.silent:
+            raise RunError("some sites added nothing to the noisy sums; asked again they would tell more than is paid")
+        rows = sum(roster.rows[site] for site in summed.sites)
+        noise = self.budget.noise * math.sqrt(len(summed.sites) / sharing)
+        found = evaluated(values, summed.total, rows, noise)
+        figures = {"objective": found.height / rows, "noise": noise_of(found.values)}
+        return replace(state, tried=(*state.tried, found)), figures
+
+    def finished(self, state: PrivateState) -> bool:
+        """Whether the budget is spent."""
+        return len(state.tried) >= self.options.trials
+
+    def predictive(self, state: PrivateState, roster: Roster) -> Asking[Predicted]:
+        """The exact posterior of the cleaned sums; no site is asked."""
+        del roster
+        yield from ()
+        found = posterior_at(state.best.values, state.best.totals)
+        return Predicted(found, saved(found, self.config.model), self._details(state))
+
+    def _details(self, state: PrivateState) -> dict[str, Any]:
+        """What was spent, and what noise left."""
+        budget, done = self.budget, len(state.tried)
+        return {
+            "differential_privacy": {
+                "epsilon": budget.spent(done),
+                "delta": budget.delta,
+                "releases": done,
+                "neighbours": "one training row replaced by any other",
+                "noise": "of every site's sums" if self.masking is None else "of the total alone",
+                "noise_sd": budget.noise,
+            },
+            "directions_left_out": state.best.left_out,
+            "num_inducing": len(state.start[LOCATIONS]),
+        }
+
+    def public(self, state: PrivateState) -> NamedArrays:
+        """The parameters."""
+        return encode(Parameters(state.values))
+
+    def warnings(self) -> list[str]:
+        """What is promised, for the report."""
+        budget = self.budget
+        told = f"ε = {budget.spent(len(self.current.tried)):.3g} at δ = {budget.delta:g}"
+        noise = (
+            "the noise is split among sites, so that this is promised of totals, and where no sites collude"
+            if self.masking is not None
+            else "every site adds the whole noise to its own sums, seen by the server"
+        )
+        return [
+            *super().warnings(),
+            f"Differential privacy for a training row, replaced by any other: {told}; {noise}. Numbers of rows, ranges"
+            " and scores of held-out rows are not covered.",
+        ]

@@ -1,0 +1,184 @@
+"""What a method supplies, and what it may look at while it computes; nothing here knows Flower."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+from fedgp_flower.config import RunConfig
+from fedgp_flower.messages import encode
+from fedgp_flower.methods.messages import ScoreSums
+from fedgp_flower.options import MethodOptions
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.typing import NamedArrays
+from strategies.server.course import Course
+from strategies.server.enrolment import Preparation
+from strategies.server.evaluation import Evaluation
+from strategies.server.masking import Masking
+from strategies.server.network import Network
+from strategies.server.questions import Asking, Figures, Roster
+from strategies.server.scoring import Scoring
+from strategies.server.session import Session
+
+S = TypeVar("S")
+
+
+class Algorithm(ABC, Generic[S]):
+    """A method: how its state begins, what a round asks, and what a state predicts with.
+
+    A subclass names its ``method``, its ``options_class`` and its ``state_class``, and supplies :meth:`initialise`,
+    :meth:`one_round` and :meth:`predictive`. All else has a default.
+    """
+
+    method: ClassVar[str]
+    options_class: ClassVar[type[MethodOptions]] = MethodOptions
+    state_class: ClassVar[type]
+    implied: ClassVar[Mapping[str, Any]] = {}
+    """Keywords that the class stands for."""
+    exchanges_a_round: ClassVar[int] = 1
+    """Where exchanges are limited."""
+    watched: ClassVar[str] = ""
+    """The figure whose course tells a stochastic method whether it has converged, in nats a row."""
+    evaluation_kind: ClassVar[str] = "evaluate"
+    """The kind of message that asks sites for their scores."""
+    score_sums: ClassVar[type[ScoreSums]] = ScoreSums
+    """The total that stands for these scores under masks."""
+    predicts = True
+    """Whether sites can predict single rows with what :meth:`predictive` returns."""
+    trains = True
+    """Whether rounds change the state by what sites answer."""
+    row_arrays: tuple[str, ...] = ()
+    """Arrays that a simulated site sends for its held-out rows besides target, prediction and inputs."""
+
+    config: RunConfig
+    options: MethodOptions
+    """The method's table of the configuration; a subclass names its class."""
+    planned_rounds: int
+    session: Session
+    scoring: Scoring
+
+    @abstractmethod
+    def initialise(self, roster: Roster) -> Asking[S]:
+        """The state before the first round; sites may be asked."""
+
+    @abstractmethod
+    def one_round(self, state: S, roster: Roster) -> Asking[tuple[S, Figures]]:
+        """The next state, and the figures of the round."""
+
+    @abstractmethod
+    def predictive(self, state: S, roster: Roster) -> Asking[Any]:
+        """What a state predicts with, as :class:`~strategies.server.finalise.Predicted`."""
+
+    def resumed(self, state: S, roster: Roster) -> Asking[S]:
+        """The state with which a resumed run goes on; sites may be asked, for a state that was changed in between."""
+        del roster
+        yield from ()
+        return state
+
+    def public(self, state: S) -> NamedArrays:
+        """The arrays that ``result.arrays`` holds: those that Flower's wrappers clip, disturb and save."""
+        return encode(state)
+
+    def adopt(self, state: S, arrays: NamedArrays) -> S:
+        """The state with public arrays that come from elsewhere, such as noise added by a wrapper."""
+        del arrays
+        return state
+
+    def adjusted(self, preparation: Preparation) -> Preparation:
+        """The agreed standardisation, changed where the model needs another one."""
+        return preparation
+
+    def constants(self, state: S) -> NamedArrays:
+        """Arrays that sites need besides every message and that no round changes: a site is sent them once."""
+        del state
+        return {}
+
+    def finished(self, state: S) -> bool:
+        """Whether more rounds change nothing."""
+        del state
+        return False
+
+    def watching(self) -> bool:
+        """Whether this round's figure says anything: not where steps are made small on purpose."""
+        return True
+
+    def converged(self, state: S) -> bool | None:
+        """Whether training had come to its end by itself; None where the method cannot tell."""
+        del state
+        return self.course.flat if self.watched else None
+
+    def exchanges_to_come(self, state: S) -> int | None:
+        """With how many exchanges training ends at the latest, from here on; None where it cannot be said."""
+        del state
+        return None
+
+    def warnings(self) -> list[str]:
+        """What a reader of the results should know of this method's run."""
+        return []
+
+    def final(self, state: S, roster: Roster) -> Asking[dict[str, Any]]:
+        """Facts for ``metrics.json`` that sites are asked for after training."""
+        del state, roster
+        yield from ()
+        return {}
+
+    def posterior_of(self, state: S) -> Posterior | None:
+        """The posterior of a method whose :meth:`predictive` returns the request alone."""
+        del state
+        return None
+
+    def details_of(self, state: S) -> dict[str, Any]:
+        """The details of a method whose :meth:`predictive` returns the request alone."""
+        del state
+        return {}
+
+    # What an algorithm may look at.
+
+    def roster(self) -> Roster:
+        """The sites as they are now."""
+        return self.session.roster()
+
+    def called(self, sites: Sequence[str]) -> str:
+        """What people call these sites, five at most by name."""
+        names = ", ".join(self.preparation.labels.get(site, site) for site in sites[:5])
+        return names + (f" and {len(sites) - 5} more" if len(sites) > 5 else "")
+
+    @property
+    def preparation(self) -> Preparation:
+        """The columns and scales that the sites agreed on."""
+        return self.session.preparation
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of dimensions that hold in the whole run."""
+        return self.session.sizes
+
+    @sizes.setter
+    def sizes(self, sizes: dict[str, int]) -> None:
+        self.session.sizes = sizes
+
+    @property
+    def round(self) -> int:
+        """The number of the round that runs or has just ended; 0 before the first."""
+        return self.session.network.round
+
+    @property
+    def course(self) -> Course:
+        """The values of the watched figure so far."""
+        return self.session.course
+
+    @property
+    def network(self) -> Network:
+        """The sites behind the Grid."""
+        return self.session.network
+
+    @property
+    def masking(self) -> Masking | None:
+        """How totals are masked; None where they are plain."""
+        return self.session.masking
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The latest evaluation."""
+        return self.scoring.evaluation

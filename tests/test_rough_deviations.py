@@ -1,0 +1,322 @@
+"""One shared curve and deviations: bound, derivatives and predictions are those of the dense Gaussian written out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from faults import configured
+from scipy.special import logsumexp
+from scipy.stats import multivariate_normal
+
+from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.methods.family import GlobalPosterior, initial_global
+from fedgp_flower.methods.hierarchical_gp.calibration import CUTS, EDGES, calibration, factors, widened
+from fedgp_flower.methods.hierarchical_gp.client import theta_of
+from fedgp_flower.methods.hierarchical_gp.messages import (
+    Calibration,
+    CalibrationRequest,
+    ExpansionRequest,
+    ExpansionShare,
+)
+from fedgp_flower.methods.hierarchical_gp.newton import Expansion, Slopes, Sums, expansion, posterior
+from fedgp_flower.methods.hierarchical_gp.rough import (
+    ROUGHNESS,
+    RoughDeviation,
+    Theta,
+    Weighing,
+    first_theta,
+    inducing_factor,
+)
+from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.predict import Predictor
+from fedgp_flower.run.registry import parse_config
+from strategies.hierarchical_gp import calibrated, one_round, rough_factor, rough_start
+from strategies.server.questions import Roster, drive
+
+INDUCING = torch.linspace(0, 1, 6, dtype=torch.float64)
+SURE = 500.0
+"""A logit that leaves no other choice."""
+
+
+def theta(*, sure: int | None = 3) -> dict[str, torch.Tensor]:
+    """Hyperparameters of no particular kind; ``sure``: the one roughness."""
+    draw = torch.Generator().manual_seed(1)
+    own = {n: v + 0.3 * torch.randn(v.shape, generator=draw, dtype=torch.float64) for n, v in first_theta().items()}
+    own["noise"] = torch.tensor([math.log(0.1)], dtype=torch.float64)
+    if sure is not None:
+        own["roughness"] = torch.zeros(len(ROUGHNESS), dtype=torch.float64)
+        own["roughness"][sure] = SURE
+    return own
+
+
+def units() -> list[RoughDeviation]:
+    draw, found = np.random.default_rng(4), []
+    for rows, gain in ((7, 1.0), (5, 1.3), (6, 0.8)):
+        x = np.sort(draw.uniform(0.02, 0.98, rows))
+        y = gain * np.sin(4 * x) + 0.1 * draw.standard_normal(rows)
+        found.append(RoughDeviation(torch.from_numpy(x), torch.from_numpy(y), INDUCING, {}))
+    return found
+
+
+def settled(every: list[RoughDeviation], own: Theta, sweeps: int = 60) -> tuple[Sums, GlobalPosterior]:
+    """The fixed point of q(u) and the weights of roughness at a θ."""
+    q = initial_global(len(INDUCING), scale=1.0, triangular=True)
+    for _ in range(sweeps):
+        parts = [replace(unit, theta=own).weighing().sums(q) for unit in every]
+        total = Sums(*(sum(own) for own in zip(*(part.parts() for part in parts), strict=True)))
+        q = posterior(total.precision, total.shift)[0]
+    return total, q
+
+
+def matern(a: np.ndarray, b: np.ndarray, lengthscale: float) -> np.ndarray:
+    r = np.sqrt(3) * np.abs(a[:, None] - b) / lengthscale
+    return (1 + r) * np.exp(-r)
+
+
+def bound(total: Sums) -> torch.Tensor:
+    """F = c − ½ log|I + P| + ½ pᵀ(I + P)⁻¹p."""
+    precision = torch.eye(len(total.shift), dtype=torch.float64) + total.precision
+    fit = total.shift @ torch.linalg.solve(precision, total.shift)
+    return total.constant - 0.5 * torch.logdet(precision) + 0.5 * fit
+
+
+def dense(
+    every: list[RoughDeviation], own: Theta, chosen: tuple[int, ...], more: np.ndarray | None = None
+) -> np.ndarray:
+    """Covariance of all rows, and of more rows of the first unit, without one line of the code under test."""
+    h = {name: np.exp(float(value[0])) for name, value in own.items() if name != "roughness"}
+    xs = [unit.x.numpy() for unit in every] + ([] if more is None else [more])
+    owner = np.repeat([*range(len(every)), 0][: len(xs)], [len(x) for x in xs])
+    x, z = np.concatenate(xs), INDUCING.numpy()
+    across = h["amplitude"] * matern(x, z, h["lengthscale"])
+    trend = across @ np.linalg.solve(matern(z, z, h["lengthscale"]) + 1e-8 * np.eye(len(z)), across.T)
+    rough = np.array([ROUGHNESS[k] for k in chosen])[owner] ** 2
+    smooth = h["spread"] ** 2 * matern(x, x, h["spread_lengthscale"])
+    deviation = smooth + h["level"] ** 2 + h["slope"] ** 2 * np.outer(x, x) + rough * np.minimum(x[:, None], x)
+    return trend + deviation * (owner[:, None] == owner) + h["noise"] ** 2 * np.eye(len(x))
+
+
+def test_with_one_roughness_the_bound_is_the_dense_evidence() -> None:
+    every, own = units(), theta()
+    total, _ = settled(every, own, sweeps=2)
+    y = np.concatenate([unit.y.numpy() for unit in every])
+    assert float(bound(total)) == pytest.approx(
+        multivariate_normal(cov=dense(every, own, (3, 3, 3))).logpdf(y), abs=1e-8
+    )
+
+
+def test_with_several_the_bound_is_below_the_evidence_and_near_it() -> None:
+    """The evidence sums over all choices of all units; q(u) ∏ q(h_m) leaves out how they depend on one another."""
+    every, own = units(), theta(sure=None)
+    total, _ = settled(every, own)
+    y, log_prior = np.concatenate([unit.y.numpy() for unit in every]), own["roughness"].log_softmax(0).numpy()
+    choices = itertools.product(range(len(ROUGHNESS)), repeat=len(every))
+    terms = [multivariate_normal(cov=dense(every, own, k)).logpdf(y) + log_prior[list(k)].sum() for k in choices]
+    evidence = logsumexp(terms)
+    assert evidence - 0.1 < float(bound(total)) < evidence
+
+
+def expanded(every: list[RoughDeviation], own: Theta, sweeps: int) -> Expansion:
+    """The settled bound to second order, from sums over units."""
+    _, q = settled(every, own, sweeps)
+    parts = [replace(unit, theta=own).derivatives(q) for unit in every]
+    sums = Sums(*(sum(each) for each in zip(*(part.sums.parts() for part in parts), strict=True)))
+    slopes = Slopes.of(sum(part.slopes for part in parts), len(INDUCING))
+    return expansion(sums, slopes, sum(part.curvature for part in parts))
+
+
+def moved(own: Theta, name: str, by: float) -> Theta:
+    """Another first entry of a part of θ."""
+    return {**own, name: own[name] + by * torch.eye(len(own[name]), dtype=torch.float64)[0]}
+
+
+@pytest.mark.parametrize("name", ["amplitude", "noise", "roughness", "spread_lengthscale"])
+def test_the_gradient_from_sums_is_that_of_the_bound(name: str) -> None:
+    """Central differences of the settled bound."""
+    every, own, step = units(), theta(sure=None), 1e-4
+    low, high = (float(bound(settled(every, moved(own, name, by), sweeps=25)[0])) for by in (-step, step))
+    entry = sum(len(own[other]) for other in sorted(own) if other < name)
+    found = float(expanded(every, own, 25).gradient[entry])
+    assert found == pytest.approx((high - low) / (2 * step), rel=1e-4, abs=1e-5)
+
+
+def test_derivatives_for_one_factorisation_are_those_through_the_factor() -> None:
+    unit, own, q = units()[0], theta(sure=None), initial_global(len(INDUCING), scale=1.0, triangular=True)
+    names = sorted(own)
+    at = torch.cat([own[name] for name in names])
+
+    def weighing(flat: torch.Tensor) -> Weighing:
+        parts = flat.split([len(own[name]) for name in names])
+        return replace(unit, theta=dict(zip(names, parts, strict=True))).weighing()
+
+    found = replace(unit, theta=own).derivatives(q)
+    slopes = torch.autograd.functional.jacobian(lambda flat: weighing(flat).sums(q).flat(), at)
+    curvature = torch.autograd.functional.hessian(lambda flat: weighing(flat).evidence(q).logsumexp(0), at)
+    torch.testing.assert_close(found.sums.flat(), weighing(at).sums(q).flat(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.slopes, slopes.mT, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.curvature, curvature, rtol=1e-9, atol=1e-9)
+
+
+def test_derivatives_are_finite_where_a_roughness_is_out_of_the_question() -> None:
+    start = initial_global(len(INDUCING), scale=1.0, triangular=True)
+    sure = replace(units()[0], theta=theta()).derivatives(start)
+    impossible = {**theta(), "roughness": torch.tensor([0.0, 0, 0, 0, -2000], dtype=torch.float64)}
+    found = replace(units()[0], theta=impossible).derivatives(start)
+    assert all(bool(torch.isfinite(own.slopes).all()) for own in (sure, found))
+
+
+@pytest.mark.parametrize("name", ["lengthscale", "slope"])
+def test_the_hessian_is_exact_where_one_roughness_is_sure(name: str) -> None:
+    """With several their weights follow q(u) too, which it leaves out."""
+    every, own, step = units(), theta(), 1e-4
+    low, high = (expanded(every, moved(own, name, by), 2).gradient for by in (-step, step))
+    entry = sum(len(own[other]) for other in sorted(own) if other < name)
+    curved = ((high - low) / (2 * step)).numpy()
+    np.testing.assert_allclose(expanded(every, own, 2).hessian[entry].numpy(), curved, rtol=1e-4, atol=1e-4)
+
+
+def test_prediction_is_the_conditional_of_the_joint() -> None:
+    every, own, new = units(), theta(), np.array([0.3, 0.7, 0.99])
+    mean, variance = replace(every[0], theta=own).predict(torch.from_numpy(new), settled(every, own, sweeps=2)[1])
+    joint, y = dense(every, own, (3, 3, 3), new), np.concatenate([unit.y.numpy() for unit in every])
+    gain = np.linalg.solve(joint[: len(y), : len(y)], joint[: len(y), len(y) :]).T
+    np.testing.assert_allclose(mean, gain @ y, rtol=1e-7)
+    expected = np.diag(joint)[len(y) :] - np.sum(gain * joint[len(y) :, : len(y)], axis=1)
+    np.testing.assert_allclose(variance, expected, rtol=1e-7)
+
+
+def test_a_unit_is_judged_by_its_first_rows_and_the_others_alone() -> None:
+    """At each cut the histogram is that of the dense conditional on the other units and the rows before the cut."""
+    every, own = units(), theta()
+    total, q = settled(every, own, sweeps=2)
+    found = calibration(replace(every[0], theta=own), q, total)
+    y, x = np.concatenate([unit.y.numpy() for unit in every]), every[0].x.numpy()
+    joint = dense(every, own, (3, 3, 3))
+    for c, cut in enumerate(CUTS):
+        hidden = np.flatnonzero(x > cut)
+        if len(hidden) == 0 or len(x) - len(hidden) < 3:
+            assert not found.shares[c].any()
+            continue
+        seen = np.setdiff1d(np.arange(len(y)), hidden)
+        gain = np.linalg.solve(joint[np.ix_(seen, seen)], joint[np.ix_(seen, hidden)]).T
+        sd = np.sqrt(np.diag(joint)[hidden] - np.sum(gain * joint[np.ix_(hidden, seen)], axis=1))
+        z = np.abs(y[hidden] - gain @ y[seen]) / sd
+        expected = np.histogram(z, [-1.0, *EDGES, np.inf])[0] / len(hidden)
+        np.testing.assert_allclose(found.shares[c], expected, atol=1e-12)
+
+
+def test_bands_are_widened_by_the_quantile_of_units() -> None:
+    """Ten thousand units of which .95 are within 3 sd: three over 1.96. Few units: Student's t, and nobody: 1."""
+    shares = np.zeros((len(CUTS), len(EDGES) + 1))
+    shares[0, np.searchsorted(EDGES, [1.0, 3.0, 9.0])] = 5000, 4600, 400
+    shares[1, 0] = 4.0
+    by = factors(Calibration(shares, np.ones(len(CUTS))))
+    assert by[0] == pytest.approx(3 / 1.96, rel=0.03)
+    assert by[1] == pytest.approx(2.776 / 1.96, rel=1e-3)
+    assert (by[2:] == 1).all()
+    x = np.array([0.1, 0.19, 0.21, 0.9])
+    np.testing.assert_allclose(widened(np.ones(4), x, 0.2, by) ** 0.5, [1, 1, by[1], by[1]])
+
+
+def test_the_guess_at_another_lengthscale_keeps_the_curve() -> None:
+    own = theta()
+    factor = inducing_factor(own, INDUCING, 1e-8).numpy()
+    z = INDUCING.numpy()
+    expected = matern(z, z, float(own["lengthscale"].exp())) + 1e-8 * np.eye(len(z))
+    np.testing.assert_allclose(factor @ factor.T, expected, atol=1e-12)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A unit that answers."""
+
+    unit: RoughDeviation
+
+    def at(self, values: Mapping[str, np.ndarray]) -> RoughDeviation:
+        return replace(self.unit, theta=theta_of(values))
+
+    def expansion(self, request: ExpansionRequest) -> ExpansionShare:
+        found = self.at(request.values).derivatives(GlobalPosterior.of(request.values))
+        parts = [own.numpy() for own in (*found.sums.parts(), found.slopes, found.curvature)]
+        return ExpansionShare(*parts, np.array(float(len(self.unit.y))), np.zeros(0), np.zeros(0))
+
+    def calibration(self, request: CalibrationRequest) -> Calibration:
+        total = Sums(torch.tensor(request.precision), torch.tensor(request.shift), torch.zeros(()))
+        return calibration(self.at(request.values), GlobalPosterior.of(request.values), total)
+
+
+def test_the_order_of_units_does_not_matter() -> None:
+    every, ends = {f"{k}": Site(unit) for k, unit in enumerate(units())}, []
+    for names in (list(every), list(every)[::-1]):
+        inducing = INDUCING.numpy()[:, None]
+        state, factor_at = rough_start(inducing), partial(rough_factor, inducing, 1e-8)
+        sites = {n: every[n] for n in names}
+        for number in (1, 2):
+            roster = Roster({name: len(every[name].unit.y) for name in names}, tuple(names), (), number)
+            state, figures = drive(one_round(state, roster, factor_at), sites)
+        state = drive(calibrated(state), sites)
+        assert state.factors is not None
+        ends.append((state.trial, state.factors, figures["objective"]))
+    for one, other in zip(*ends, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+def series(seed: int = 0) -> pd.DataFrame:
+    """Six units, one curve, a random walk and a level of their own; the first is masked beyond the middle."""
+    draw, t = np.random.default_rng(seed), np.linspace(0, 10, 25)[1:]
+    frames = []
+    for unit in "abcdef":
+        own = 0.1 * draw.standard_normal() + np.cumsum(0.04 * draw.standard_normal(len(t)))
+        y = 1 + np.sin(0.4 * t) + own + 0.02 * draw.standard_normal(len(t))
+        split = np.where((unit == "a") & (t > 5), "test", "train")
+        frames.append(pd.DataFrame({"t": t, "unit": unit, "y": y, "split": split}))
+    return pd.concat(frames)
+
+
+ROUGH = {
+    "round_timeout": 60.0,
+    "method": "hierarchical-gp",
+    "hierarchical__deviation": "rough",
+    "model__num_inducing": 6,
+    "num_server_rounds": 5,
+}
+
+
+def finished(folder: Path, frame: pd.DataFrame, name: str) -> Path:
+    frame.to_csv(folder / f"{name}.csv", index=False)
+    own = {"dataset": str(folder / f"{name}.csv"), "split": 0, "partitioner": "natural", "partition__column": "unit"}
+    return run_in_process(
+        configured(**ROUGH, **own, target="y", keep_predictions=True, output_dir=str(folder), name=name)
+    )
+
+
+def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path: Path) -> None:
+    frame = series()
+    folder = finished(tmp_path, frame, "run")
+    told = pd.read_csv(folder / "predictions.csv")
+    assert (np.abs(told["mean"] - told["target"]) < 1.96 * told["sd"]).mean() > 0.8
+    assert np.sqrt(np.mean((told["mean"] - told["target"]) ** 2)) < 0.3
+    details = pd.read_json(folder / "metrics.json", typ="series")["method_details"]
+    assert max(details["widened"].values()) > 1
+    again = Predictor.at_site(folder, "a").predict(told.rename(columns={"input.t": "t"}))
+    np.testing.assert_allclose(again["sd"], told["sd"], rtol=1e-9)
+    (new := frame[frame["unit"] == "c"].iloc[:9][["t", "y"]]).to_csv(tmp_path / "new.csv", index=False)
+    joined = Predictor.joined(folder, "new", tmp_path / "new.csv").predict(frame[frame["unit"] == "c"])
+    assert len(new) == 9
+    assert np.abs(joined["mean"].to_numpy() - frame.loc[frame["unit"] == "c", "y"].to_numpy()).max() < 0.6
+
+
+def test_what_rough_deviations_cannot_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs 'gaussian'"):
+        parse_config(configured(**ROUGH, model__likelihood="poisson"))
+    with pytest.raises(RunError, match="needs one input, here are 2"):
+        finished(tmp_path, series().assign(more=lambda own: own["y"] + np.arange(len(own)) % 7), "wide")

@@ -1,0 +1,480 @@
+"""SGPR in few exchanges: the profile, the envelope gradient from totals, cells, local modes, and whole runs."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import pytest
+import torch
+from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, parameters, rows_of, run, waves
+
+from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.gp.ascent import direction, forgotten, outlook
+from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, grouped
+from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
+from fedgp_flower.gp.placement import Placement
+from fedgp_flower.gp.profiled import LEAST_NOISE, prior, profiled, scaled
+from fedgp_flower.gp.selection import explaining, restricted
+from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
+from fedgp_flower.gp.sums import SparseSums, collapsed_bound_value
+from fedgp_flower.messages import add
+from fedgp_flower.methods.sgpr.client import SGPRClient
+from fedgp_flower.methods.sgpr.learner import curvature, local_mode
+from fedgp_flower.options import ModelSection
+from fedgp_flower.run.registry import parse_config
+from strategies import sgpr
+from strategies.pooled_bound import LOCATIONS, known_lengthscales, objective, pooled
+from strategies.server.questions import Roster, Summed, drive
+from strategies.sgpr import Problem, SGPRState, chain_at, one_round
+
+D, P = 2, 7
+
+
+def rows(count: int = 60, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = np.random.default_rng(seed)
+    x = draw.uniform(-1.7, 1.7, (count, D))
+    y = 1.5 * np.sin(1.5 * x[:, 0]) + 0.5 * x[:, 1] + 0.2 * draw.standard_normal(count)
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def unit_values(kernel: str = "rbf", shift: float = 0.0) -> dict[str, np.ndarray]:
+    """Parameters of unit amplitude."""
+    draw = np.random.default_rng(1)
+    model = SparseGP(ModelSection(kernel=kernel), torch.from_numpy(draw.uniform(-1.5, 1.5, (P, D))))
+    values = model.to_arrays()
+    for name in model.amplitude_names:
+        values[name] = values[name] - np.log(len(model.amplitude_names))
+    return {n: a + shift + 0.1 * np.arange(a.size).reshape(a.shape) if "scale" in n and "output" not in n else a
+            for n, a in values.items()}  # fmt: skip
+
+
+def unit_sums(count: int = 60) -> SparseSums:
+    return pooled_sums(SparseGP.from_arrays(ModelSection(), unit_values()), *rows(count))
+
+
+# ---- the profile ----------------------------------------------------------------------------------------------------
+
+
+def test_the_profile_is_the_highest_of_a_fine_grid():
+    """No pair (log a, log σ²) around it does better, and it is met by the textbook bound."""
+    sums = unit_sums()
+    found = profiled(sums)
+    at = lambda a, noise: collapsed_bound_value(scaled(sums, a), noise)  # noqa: E731
+    assert at(found.amplitude, found.noise) == pytest.approx(found.value, abs=1e-9)
+    moves = np.linspace(-4, 4, 21)
+    others = [at(found.amplitude * np.exp(i), found.noise * np.exp(j)) for i in moves for j in moves]
+    assert max(others) <= found.value + 1e-9
+    step = 1e-3  # and it is stationary: a step costs O(step²)
+    near = [at(found.amplitude * np.exp(i * step), found.noise * np.exp(j * step)) for i in (-1, 1) for j in (-1, 1)]
+    assert min(near) > found.value - 1e3 * step**2
+
+
+def test_a_target_without_noise_stops_at_the_floor():
+    sums = unit_sums()
+    found = profiled(SparseSums(sums.gram, 0 * sums.projection, 0 * sums.target_squares, *vars_of(sums)[3:]))
+    assert found.noise == LEAST_NOISE
+
+
+def vars_of(sums: SparseSums) -> list[torch.Tensor]:
+    return [sums.gram, sums.projection, sums.target_squares, sums.prior_variance, sums.count]
+
+
+# ---- the gradient ---------------------------------------------------------------------------------------------------
+
+
+class Site(SGPRClient):
+    """The real handlers on rows at hand."""
+
+    def __init__(self, kernel: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.config, self.own = parse_config({"model.kernel": kernel}), (x, y)
+        self.placement = Placement.of(self.config)
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.own
+
+
+def problem(kernel: str = "rbf") -> Problem:
+    return Problem(ModelSection(kernel=kernel), D)
+
+
+def federation(parts: list[int], kernel: str = "rbf") -> dict[str, Site]:
+    """Sites with so many rows each."""
+    x, y = rows()
+    return {str(k): Site(kernel, *pair) for k, pair in enumerate(zip(x.split(parts), y.split(parts), strict=True))}
+
+
+def roster(sites: dict[str, Site]) -> Roster:
+    return Roster({name: len(site.own[1]) for name, site in sites.items()}, tuple(sites), (), 1)
+
+
+def starting(kernel: str = "rbf") -> SGPRState:
+    chains = (chain_at(unit_values(kernel)), chain_at(unit_values(kernel, 0.4)))
+    return SGPRState(chains, (), 2)
+
+
+def differentiated(kernel: str, parts: list[int]) -> SGPRState:
+    """The state after the first question and the first gradient."""
+    sites = federation(parts, kernel)
+    state = drive(sgpr._evaluated(problem(kernel), starting(kernel), tuple(sites)), sites)
+    return drive(sgpr._differentiated(problem(kernel), state), sites)
+
+
+def height(kernel: str, values: dict[str, np.ndarray]) -> float:
+    """J from the rows."""
+    sums = pooled_sums(SparseGP.from_arrays(ModelSection(kernel=kernel), values), *rows())
+    logs = np.concatenate([a.ravel() for n, a in values.items() if n.endswith("log_lengthscale")])
+    return profiled(sums).value - 0.05 * ((logs - 1) ** 2).sum()
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "matern52 + linear"])
+def test_the_gradient_is_that_of_the_profiled_bound_whatever_the_partition(kernel):
+    """Finite differences of max over (a, σ²) of the textbook bound of all rows, less the penalty of log ℓ."""
+    whole = differentiated(kernel, [60])
+    for parts in ([20, 40], [1, 9, 15, 35]):
+        for chain, other in zip(whole.chains, differentiated(kernel, parts).chains, strict=True):
+            assert other.gradient == pytest.approx(chain.gradient, abs=1e-9 * np.abs(chain.gradient).max())
+            assert other.height == pytest.approx(chain.height, abs=1e-9)
+    for chain in whole.chains:
+        start, slopes, step = chain.coordinates, [], 1e-5
+        for index in range(len(start)):
+            ends = [height(kernel, chain.at(start + sign * step * np.eye(len(start))[index])) for sign in (1, -1)]
+            slopes.append((ends[0] - ends[1]) / (2 * step))
+        assert chain.gradient == pytest.approx(np.array(slopes), abs=2e-6 * np.abs(slopes).max())
+
+
+def test_amplitude_and_noise_are_stationary_in_the_whole_gradient():
+    """At the profile the autograd gradient of the pooled bound has zeros for both, and the rest is what was sent."""
+    chain = differentiated("rbf", [60]).chains[0]
+    model = SparseGP.from_arrays(ModelSection(), problem().folded(chain)[0])
+    pooled_bound(model, *rows()).backward()
+    by_name = {name: parameter.grad.numpy() for name, parameter in model.wire_parameters()}
+    for name in ("kernel.log_outputscale", "likelihood.log_noise"):
+        assert by_name[name] == pytest.approx(0, abs=1e-6)
+    expected = chain.with_gradient(by_name).gradient
+    assert chain.gradient == pytest.approx(expected, abs=1e-7 * np.abs(expected).max())
+
+
+def test_one_site_is_many_sites_for_whole_rounds():
+    ends = []
+    for parts in ([60], [10, 30, 20]):
+        sites, state = federation(parts), starting()
+        for _ in range(4):
+            state, figures = drive(one_round(problem(), state, roster(sites)), sites)
+        ends.append((state, figures))
+    (one, first), (many, second) = ends
+    assert one.exchanges == many.exchanges == 2 + 1 + 4 * 2
+    assert second["bound"] == pytest.approx(first["bound"], abs=1e-6)
+    assert many.best.values[LOCATIONS] == pytest.approx(one.best.values[LOCATIONS], abs=1e-5)
+
+
+# ---- how well lengthscales are known --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "matern52 + linear"])
+def test_lengthscales_are_known_as_well_as_the_bound_is_curved(kernel):
+    """√ diag (−∂²J)⁻¹ by second differences of the textbook bound, amplitude and noise at their best everywhere."""
+    sites, state = federation([60], kernel), starting(kernel)
+    for _ in range(4):
+        state, _ = drive(one_round(problem(kernel), state, roster(sites)), sites)
+    values = state.best.values
+    [name] = [key for key in values if key.endswith("log_lengthscale")]
+    step, eye = 1e-3, np.eye(D)
+
+    def at(move: np.ndarray) -> float:
+        return height(kernel, {**values, name: values[name] + step * move})
+
+    bends = [
+        [(at(i + j) - at(i - j) - at(j - i) + at(-i - j)) / (2 * step) ** 2 if (i != j).any() else
+         (at(i) - 2 * at(0 * i) + at(-i)) / step**2 for j in eye] for i in eye
+    ]  # fmt: skip
+    expected = np.sqrt(np.diag(np.linalg.solve(-np.array(bends), eye)))
+    for parts in ([60], [9, 31, 20]):
+        sites = federation(parts, kernel)
+        found = drive(known_lengthscales(values, tuple(sites), ModelSection(kernel=kernel)), sites)
+        assert found[name].ravel() == pytest.approx(expected, rel=0.03)
+
+
+def test_a_lengthscale_that_data_leave_open_is_known_as_its_prior():
+    """J = F − .05 Σ (log ℓ − 1)² is bent by .1 where F is flat: far beyond the data, of an input without effect."""
+    values, (x, y) = unit_values(), rows()
+    values["kernel.log_lengthscale"][:, 1] = 9.0
+    values[LOCATIONS][:, 0] = np.linspace(-1.6, 1.6, P)
+    sites = {"one": Site("rbf", x, y - 0.5 * x[:, 1])}
+    found = drive(known_lengthscales(values, tuple(sites), ModelSection()), sites)
+    assert found["kernel.log_lengthscale"][0, 1] == pytest.approx(np.sqrt(10), rel=1e-3)
+
+
+def test_without_the_same_sites_for_both_questions_nothing_is_said():
+    sites = federation([30, 30])
+    asking = known_lengthscales(unit_values(), tuple(sites), ModelSection())
+    question = next(asking)
+    answers = [site.trials(question.request) for site in sites.values()]
+    question = asking.send(Summed(add(answers), tuple(sites)))
+    left = sites["0"].gradients(question.request)
+    with pytest.raises(StopIteration) as done:
+        asking.send(Summed(left, ("0",)))
+    assert done.value.value is None
+
+
+# ---- L-BFGS ---------------------------------------------------------------------------------------------------------
+
+
+def test_with_all_pairs_of_a_quadratic_the_direction_is_newtons():
+    """J = gᵀx − ½ xᵀC x: n independent pairs with their changes C s give H g = C⁻¹ g."""
+    draw = np.random.default_rng(0)
+    root = draw.standard_normal((4, 4))
+    hessian, gradient = root @ root.T + np.eye(4), draw.standard_normal(4)
+    vectors = np.linalg.eigh(hessian)[1].T  # conjugate steps
+    memory = forgotten(4)
+    for step in vectors:
+        memory = memory.after(step, hessian @ step)
+    wide = np.full(4, 1e9)
+    way, _ = direction(gradient, memory, np.array([0, 0, 1, 1]), wide, wide)
+    assert way == pytest.approx(np.linalg.solve(hessian, gradient), rel=1e-10)
+    assert forgotten(4).after(vectors[0], -vectors[0]).steps.shape == (0, 4)  # not concave: no pair
+
+
+def test_a_first_step_goes_as_far_as_allowed_in_each_block():
+    gradient, first = np.array([3.0, -1.0, 1e-3, 2e-3]), np.array([0.25, 0.25, 0.4, 0.4])
+    way, memory = direction(gradient, forgotten(4), np.array([0, 0, 1, 1]), first, 2 * first)
+    assert way == pytest.approx([0.25, -0.25 / 3, 0.2, 0.4])
+    assert memory.scales == pytest.approx([0.25 / 3, 200])
+
+
+def test_the_outlook_goes_on_as_a_geometric_series_does():
+    """Σ of the next terms; where gains do not shrink, as many more of their mean; nothing where nothing is gained."""
+    gains = 0.7 ** np.arange(5)
+    assert outlook(gains, 6) == pytest.approx((0.7 ** np.arange(5, 11)).sum(), rel=1e-12)
+    assert outlook(np.array([1.0, 3.0, 2.0]), 4) == pytest.approx(8.0)
+    assert outlook(np.zeros(4), 3) == 0.0
+    assert outlook(np.array([2.0, 1.0]), 3) is None
+
+
+# ---- the sketch -----------------------------------------------------------------------------------------------------
+
+
+def test_cells_count_every_row_once_and_none_alone():
+    draw, anchors = np.random.default_rng(0), np.random.default_rng(1).standard_normal((64, 3))
+    parts = [draw.standard_normal((count, 3)) for count in (3, 40, 301)]
+    sums = [cells(part, anchors) for part in parts]
+    for part, (count, first, second) in zip(parts, sums, strict=True):
+        assert count.sum() == len(part)
+        assert count[count > 0].min() >= min(LEAST_ROWS, len(part))
+        assert first.sum(0) == pytest.approx(part.sum(0))
+        assert second.sum(0) == pytest.approx((part**2).sum(0))
+    total = [sum(own) for own in zip(*sums, strict=True)]
+    draws, everyone = drawn(*total, np.random.default_rng(0)), np.concatenate(parts)
+    assert draws.mean(0) == pytest.approx(everyone.mean(0), abs=0.05)
+    assert np.cov(draws.T) == pytest.approx(np.cov(everyone.T), abs=0.1)
+
+
+def test_cells_hold_between_five_and_nine_rows_that_lie_together():
+    """Halves of halves: as many cells as the floor allows, each far narrower than all rows."""
+    inputs = np.random.default_rng(0).standard_normal((203, 2))
+    labels = grouped(inputs)
+    sizes = np.bincount(labels)
+    assert sizes.min() >= LEAST_ROWS
+    assert sizes.max() < 2 * LEAST_ROWS
+    within = sum(float(inputs[labels == k].var(0).sum()) * size for k, size in enumerate(sizes)) / len(inputs)
+    assert within < 0.2 * float(inputs.var(0).sum())
+
+
+# ---- choosing inducing points ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("near", [1.0, 1e-4])
+def test_sums_at_some_candidates_follow_from_those_at_all(near):
+    """Against the sums of the rows themselves, also where candidates nearly meet: σ² = 1e-6 must leave B definite."""
+    kept, values = np.array([0, 2, 3, 6]), unit_values()
+    values[LOCATIONS] = near * values[LOCATIONS]
+    few = values | {LOCATIONS: values[LOCATIONS][kept]}
+    model, fewer = (SparseGP.from_arrays(ModelSection(), own) for own in (values, few))
+    with torch.no_grad():
+        found = restricted(pooled_sums(model, *rows()), model.factor(), kept, fewer.factor())
+    expected = pooled_sums(fewer, *rows())
+    for own, other in zip(vars_of(found), vars_of(expected), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-8)
+    assert float(torch.linalg.eigvalsh(found.gram)[0]) > -1e-10
+
+
+def test_points_are_taken_in_the_order_of_what_they_explain():
+    """Each is the best one to add by the trace of the sums at the set, tr A = Σ k_xz K_zz⁻¹ k_zx, computed anew."""
+    x, _ = rows()
+    points = torch.from_numpy(np.random.default_rng(3).uniform(-2, 2, (12, D)))
+    kernel = lambda a, b: torch.exp(-0.5 * torch.cdist(a, b).square())  # noqa: E731
+    covariance, cross = kernel(points, points), kernel(points, x)
+    explained = lambda s: float(torch.linalg.solve(covariance[s][:, s], cross[s] @ cross[s].T).trace())  # noqa: E731
+    taken: list[int] = []
+    for count in (1, 2, 3, 4):
+        taken.append(max(set(range(12)) - set(taken), key=lambda j: explained([*taken, j])))
+        assert list(explaining(covariance.numpy(), (cross @ cross.T).numpy(), count)) == sorted(taken)
+
+
+def test_candidates_beyond_the_inducing_points_are_dropped_at_the_first_totals():
+    """The height that the server finds for the points kept is that of the sums of all rows there."""
+    sites = federation([20, 40])
+    state = drive(sgpr._evaluated(problem(), SGPRState(starting().chains, (), 3, 4), tuple(sites)), sites)
+    for chain in state.chains:
+        assert len(chain.values[LOCATIONS]) == 4
+        anew = drive(pooled(chain.values, tuple(sites)), sites)
+        assert chain.height == pytest.approx(objective(chain.values, anew), abs=1e-6)
+
+
+def test_a_curvature_is_that_of_a_quadratic():
+    precision = torch.tensor([[2.0, 0.3, 0.1], [0.3, 1.0, -0.2], [0.1, -0.2, 3.0]], dtype=torch.float64)
+    at = [
+        torch.zeros(1, 2, dtype=torch.float64, requires_grad=True),
+        torch.zeros(1, dtype=torch.float64).requires_grad_(),
+    ]
+
+    def objective() -> torch.Tensor:
+        whole = torch.cat([own.view(-1) for own in at])
+        return -0.5 * whole @ precision @ whole
+
+    assert curvature(objective, at) == pytest.approx(precision.numpy(), abs=1e-9)
+
+
+def test_a_local_mode_is_stationary_with_its_own_curvature():
+    """Against the textbook log posterior log N(y | 0, K + σ²I) + log p(θ), differentiated by autograd."""
+    x, y = rows(30)
+    precision, shift = local_mode(ModelSection(), x, y, np.random.default_rng(0))
+    mode = torch.from_numpy(np.linalg.solve(precision, shift))
+
+    def log_posterior(theta: torch.Tensor) -> torch.Tensor:
+        amplitude, scale, noise = theta[0].exp(), theta[1 : 1 + D].exp(), theta[-1].exp()
+        squares = (((x[:, None] - x) / scale) ** 2).sum(-1)
+        covariance = amplitude * (-0.5 * squares).exp() + noise * torch.eye(len(x), dtype=torch.float64)
+        normal = torch.distributions.MultivariateNormal(torch.zeros_like(y), covariance)
+        names = ["kernel.log_outputscale", *["kernel.log_lengthscale"] * D, "likelihood.log_noise"]
+        priors = [prior(name, D) for name in names]
+        return normal.log_prob(y) - 0.5 * sum(((t - m) / s) ** 2 for t, (m, s) in zip(theta, priors, strict=True))
+
+    names = [name for name, _ in SparseGP(ModelSection(), x[:1]).wire_parameters()]
+    assert names[1:] == ["kernel.log_outputscale", "kernel.log_lengthscale", "likelihood.log_noise"]
+    gradient = torch.autograd.functional.jacobian(log_posterior, mode)
+    hessian = -torch.autograd.functional.hessian(log_posterior, mode)
+    values, vectors = np.linalg.eigh(hessian.numpy())
+    expected = (vectors * np.maximum(values, 0.25)) @ vectors.T
+    assert precision == pytest.approx(expected, abs=1e-3 * np.abs(expected).max())
+    assert gradient.numpy() == pytest.approx(np.zeros(len(mode)), abs=0.05)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+KEYS = {"method": "sgpr", "sgpr__exchanges": 0, "model__num_inducing": 12}
+
+
+def test_a_site_whose_target_is_constant_is_a_full_member(tmp_path):
+    """A site of sea in a map of heights: its rows count, and its posterior is right there."""
+    frames = {name: waves(40, seed) for seed, name in enumerate("abc")}
+    sea = waves(40, 9)
+    frames["sea"] = sea.assign(x1=sea["x1"] + 6, y=-1.0)
+    keys = KEYS | {"num_server_rounds": 8, "test_fraction": 0.25}
+    end = run(FaultyGrid(configured(**keys), csv_nodes(tmp_path, frames)))
+    assert (blamed(end), set(end.preparation.rows)) == ({}, set(frames))
+    by_site = {row["site"]: row for row in end.outcome.metrics["per_site"]}
+    assert by_site["sea"]["rmse"] < 0.25
+    with pytest.raises(DataError, match="`y` is the same number at every site"):
+        run(FaultyGrid(configured(**keys), csv_nodes(tmp_path, {n: f.assign(y=2.0) for n, f in frames.items()})))
+
+
+def test_a_run_says_with_how_many_rounds_it_ends(tmp_path):
+    """Ten exchanges: three before the first round, which takes three, and two for every other one."""
+    nodes, recorder = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("ab")}), Recorder()
+    run(FaultyGrid(configured(sgpr__exchanges=10), nodes), recorder)
+    assert [row["round"] for row in recorder.rows] == [1, 2, 3]
+    assert recorder.totals == [3, 3, 3]
+
+
+def test_twenty_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkeypatch):
+    monkeypatch.setattr(sgpr, "TOLERANCE", 0.0)
+    grid = FaultyGrid(configured(**KEYS, num_server_rounds=100), 5)
+    few = run(grid)
+    details, count = few.details(), sum(few.preparation.rows.values())
+    model = SparseGP.from_arrays(few.config.model, parameters(few))
+    data = rows_of(grid, few, "01234")
+    named = list(model.wire_parameters())
+    bounds = [LOGARITHM if ".log_" in name else FREE for name, _ in named]
+    best = maximise(lambda: pooled_bound(model, *data), [p for _, p in named], max_evaluations=400, bounds=bounds)
+    assert (details["exchanges"], few.round, details["num_inducing"]) == (20, 8, 12)
+    assert details["expected_exchanges"] == 17
+    assert 0 <= details["expected_seconds"] < 60  # the clock of the test stands still between messages
+    assert 0 <= details["forecast_rise"] < 0.1 * abs(details["bound"])
+    assert details["bound"] > best.value - 0.02 * count
+
+
+def test_a_resumed_run_ends_where_the_whole_one_does(monkeypatch):
+    monkeypatch.setattr(sgpr, "TOLERANCE", 0.0)
+    flat, whole = configured(**KEYS), Recorder()
+    end = run(FaultyGrid(flat, 3), whole)
+    for snapshot in whole.snapshots[:2]:
+        again = run(FaultyGrid(flat, 3), Recorder(), snapshot)
+        assert again.round == end.round == 4
+        for name, array in end.public(end.current).items():
+            assert np.array_equal(again.public(again.current)[name], array), name
+    longer = parse_config(flat | {"sgpr.exchanges": 22, "num-server-rounds": 9})
+    assert longer.digest() == parse_config(flat).digest()  # a finished run may go on
+    more = run(FaultyGrid(longer.flat(), 3), Recorder(), whole.snapshots[-1])
+    assert more.details()["exchanges"] == 3 + 1 + 9 * 2
+    assert more.details()["bound"] > end.details()["bound"]
+
+
+def test_more_exchanges_go_on_until_nothing_is_gained():
+    flat = configured(**KEYS | {"sgpr__exchanges": 200, "num_server_rounds": 90})
+    recorder = Recorder()
+    end = run(FaultyGrid(flat, 3), recorder)
+    assert end.converged(end.current)
+    assert end.round < 90
+    assert abs(end.details()["latest_gain_per_row"]) < 1e-4
+    assert np.diff([row["objective"] for row in recorder.rows]).min() > -1e-3  # J never falls, F by the penalty alone
+
+
+def test_a_site_with_a_constant_target_sends_a_proper_gaussian():
+    x, y = rows(30)
+    for target in (torch.full_like(y, 0.7), torch.zeros_like(y)):
+        precision, shift = local_mode(ModelSection(), x, target, np.random.default_rng(0))
+        assert np.linalg.eigvalsh(precision)[0] >= 0.25 - 1e-9
+        assert np.isfinite(np.linalg.solve(precision, shift)).all()
+
+
+def test_a_lost_site_is_left_out_and_the_others_go_on(tmp_path):
+    """What is known afterwards is the bound of the rows that are left."""
+    nodes = csv_nodes(tmp_path, {name: waves(40, seed) for seed, name in enumerate("abc")})
+    recorder = Recorder()
+    faults = [Fault("b", lost, (phase,), range(2, 9)) for phase in ("query.trials", "train.gradients")]
+    end = run(FaultyGrid(configured(**KEYS, num_server_rounds=6), nodes, *faults), recorder)
+    assert set(blamed(end)) == {"b"}
+    assert end.current.sites == ("a", "c")
+    assert recorder.rows[-1]["bound"] > recorder.rows[2]["bound"]
+    back = run(
+        FaultyGrid(configured(**KEYS, num_server_rounds=3), nodes, Fault("b", lost, ("query.trials",), range(2, 3), 2))
+    )
+    assert back.current.sites == ("a", "b", "c")
+
+
+def test_small_sites_are_named_capped_or_sent_under_masks(tmp_path, caplog):
+    """Sites of 40 and 21 rows, 24 points among 48 candidates: three rows for each are 144, and all have 141."""
+    frames = {"big": waves(100, 0), "mid": waves(50, 1), "low": waves(26, 2)}
+    keys = KEYS | {"model__num_inducing": 24, "num_server_rounds": 1}
+    grid = lambda **more: FaultyGrid(configured(**keys, **more), csv_nodes(tmp_path, frames))  # noqa: E731
+    named = run(grid())
+    assert (named.details()["num_inducing"], named.preparation.rows["low"]) == (24, 21)
+    assert [text.split(" have ")[0] for text in named.warnings() if "have fewer" in text] == ["site(s) big, low, mid"]
+    told = "141 rows of all sites are fewer than 3 for each of 48 points"
+    before, after = caplog.text, "\n".join(named.warnings())
+    assert told in before
+    assert told in after
+    assert "`model.num-inducing` = 23 or less" in before  # 6 × 23 ≤ 141 < 6 × 24
+    capped = run(grid(sgpr__small_sites="cap"))
+    assert capped.details()["num_inducing"] == 7
+    assert not any("rows of all sites" in text for text in capped.warnings())
+    assert any("7 inducing points instead of 24" in text and "site low has 21" in text for text in capped.warnings())
+    with pytest.raises(ConfigError, match="low, mid have fewer than 3 rows"):
+        run(grid(sgpr__small_sites="masks"))
+    masked = configured(**keys, sgpr__small_sites="masks", privacy__secure_aggregation=True)
+    hidden = run(FaultyGrid(masked, 12))
+    assert 3 * hidden.details()["num_inducing"] == 72 > min(hidden.preparation.rows.values())
+    assert not any("inducing points" in text for text in hidden.warnings())
+    assert not any("rows of all sites" in text for text in hidden.warnings())  # of more rows

@@ -1,0 +1,356 @@
+"""SVGP in dual form: exact where there is an exact answer, the same for every partition, a gradient that is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, run
+from gpytorch.mlls import VariationalELBO
+
+import fedgp_flower as fg
+from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.gp.latent import CONSTANT, LatentGP
+from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.sums import WhitenedPosterior, collapsed_bound, exact_posterior
+from fedgp_flower.methods.sgpr.duals import Duals, carried, expectations, gradient_at_server
+from fedgp_flower.methods.sgpr.messages import PooledPosterior
+from fedgp_flower.methods.sparse_posterior import SavedLatentGP
+from fedgp_flower.options import ModelSection
+from fedgp_flower.run.registry import parse_config, strategy_class
+from strategies.server.questions import Roster, drive
+from strategies.svgp import SVGP, LatentProblem, at, finished, improved, one_round, taken_back, trial, two_loops
+
+KINDS = ("bernoulli", "poisson", "student-t")
+INDUCING = 7
+
+
+def rows_of(likelihood: str, rows: int = 60) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((rows, 2))
+    f = np.sin(2 * x[:, 0]) + 0.3 * x[:, 1]
+    targets = {
+        "gaussian": f + 0.3 * draw.standard_normal(rows),
+        "bernoulli": (f + draw.standard_normal(rows) > 0).astype(float),
+        "poisson": draw.poisson(np.exp(f + 0.5)).astype(float),
+        "student-t": f + 0.2 * draw.standard_t(3, rows),
+    }
+    return torch.from_numpy(x), torch.from_numpy(targets[likelihood])
+
+
+def section(likelihood: str, **keys: Any) -> ModelSection:
+    return ModelSection(likelihood=likelihood, **keys)
+
+
+def latent(likelihood: str, **keys: Any) -> LatentGP:
+    points = torch.from_numpy(np.random.default_rng(1).standard_normal((INDUCING, 2)))
+    return LatentGP(section(likelihood, **keys), points)
+
+
+def moved_by(model: LatentGP, size: float) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(2)
+    return {name: array + size * draw.standard_normal(array.shape) for name, array in model.to_arrays().items()}
+
+
+def factor(model: SparseGP) -> torch.Tensor:
+    with torch.no_grad():
+        return model.factor()
+
+
+def settled(model: LatentGP, data: tuple[torch.Tensor, torch.Tensor], steps: int, rho: float) -> Duals:
+    duals = Duals.nothing(INDUCING)
+    for _ in range(steps):
+        duals = duals.stepped(expectations(model, *data, duals.posterior()), rho)
+    return duals
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "matern52 + linear"])
+def test_one_step_under_gaussian_noise_is_the_posterior_of_titsias(kernel: str) -> None:
+    data, model = rows_of("gaussian"), latent("gaussian", kernel=kernel, noise=0.2, jitter=0.0)
+    duals = settled(model, data, 1, 1.0)
+    exact = SparseGP(section("gaussian", kernel=kernel, noise=0.2, jitter=0.0), model.inducing_points.detach())
+    exact.load(model.to_arrays() | {"likelihood.log_noise": np.log([0.2])})
+    with torch.no_grad():
+        sums = pooled_sums(exact, *data)
+        bound = collapsed_bound(sums, exact.noise)
+    whitened, q = exact_posterior(sums, 0.2), duals.posterior()
+    torch.testing.assert_close(q.mean, whitened.mean, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(q.covariance, whitened.covariance, rtol=1e-10, atol=1e-10)
+    fit = expectations(model, *data, q).fit
+    assert float(fit) - float(duals.divergence()) == pytest.approx(float(bound), abs=1e-9)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "matern32 + linear"])
+@pytest.mark.parametrize("likelihood", KINDS)
+def test_the_gradient_is_that_of_the_bound_along_the_way_q_moves(likelihood: str, kernel: str) -> None:
+    """Central differences of F + log p(w), q carried from an anchor that is neither w nor settled."""
+    data, old = rows_of(likelihood), latent(likelihood, kernel=kernel)
+    duals, point = settled(old, data, 2, 0.6), moved_by(old, 0.1)
+
+    def evaluated(values: dict[str, np.ndarray]) -> tuple[float, Any, LatentGP]:
+        new = LatentGP.from_arrays(section(likelihood, kernel=kernel), values)
+        with torch.no_grad():
+            moved = carried(duals, old, new, factor(new))
+        found = expectations(new, *data, moved.posterior())
+        return float(found.fit) - float(moved.divergence()) + float(new.log_prior().detach()), found, new
+
+    _, found, new = evaluated(point)
+    local, draw, size = gradient_at_server(duals, old, new, found), np.random.default_rng(3), 1e-5
+    assert set(local) == set(point)
+    for name, array in point.items():
+        direction = draw.standard_normal(array.shape)
+        up, down = (evaluated(point | {name: array + sign * size * direction})[0] for sign in (1, -1))
+        slope = ((found.values[name] + local[name]) * direction).sum()
+        assert slope == pytest.approx((up - down) / (2 * size), rel=2e-6, abs=1e-6), name
+
+
+def test_information_stays_as_it_is_where_the_parameters_do() -> None:
+    data, model = rows_of("bernoulli"), latent("bernoulli")
+    duals = settled(model, data, 3, 1.0)
+    with torch.no_grad():
+        same = carried(duals, model, model, factor(model))
+    torch.testing.assert_close(same.precision, duals.precision, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(same.shift, duals.shift, rtol=1e-9, atol=1e-10)
+
+
+def test_information_of_rows_at_the_old_inducing_points_moves_exactly() -> None:
+    """Under Gaussian noise (B, b) at Z₀ = X are the rows themselves, whatever Z, kernel and mean come next."""
+    old = latent("gaussian", jitter=0.0)
+    data = old.inducing_points.detach(), rows_of("gaussian", INDUCING)[1]
+    old.load(old.to_arrays() | {CONSTANT: np.array([0.4])})
+    new = LatentGP.from_arrays(
+        section("gaussian", jitter=0.0), moved_by(old, 0.3) | {"likelihood.log_parameters": old.own.detach().numpy()}
+    )
+    with torch.no_grad():
+        moved = carried(settled(old, data, 1, 1.0), old, new, factor(new))
+    fresh = settled(new, data, 1, 1.0)
+    torch.testing.assert_close(moved.precision, fresh.precision, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(moved.shift, fresh.shift, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("likelihood", ["poisson", "student-t"])
+def test_the_bound_is_what_gpytorch_computes_of_the_exported_posterior(likelihood: str) -> None:
+    data, model = rows_of(likelihood), latent(likelihood)
+    model.load(model.to_arrays() | {CONSTANT: np.array([0.3])})
+    duals = settled(model, data, 4, 0.7)
+    found = expectations(model, *data, duals.posterior())
+    [(exported, noise)] = SavedLatentGP(model, duals.posterior()).export()
+    theirs = VariationalELBO(noise, exported, num_data=len(data[1]))(exported(data[0]), data[1]) * len(data[1])
+    assert float(found.fit) - float(duals.divergence()) == pytest.approx(float(theirs), abs=1e-5)  # jitter in s
+
+
+class Site:
+    """Rows that answer."""
+
+    def __init__(self, model: ModelSection, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.model, self.rows = model, (x, y)
+
+    def expectations(self, request: PooledPosterior) -> Any:
+        return expectations(LatentGP.from_arrays(self.model, request.values), *self.rows, request.whitened())
+
+
+def dealt(likelihood: str, *sizes: int) -> dict[str, Site]:
+    x, y = rows_of(likelihood, sum(sizes))
+    parts = zip(x.split(sizes), y.split(sizes), strict=True)
+    return {str(k): Site(section(likelihood), *part) for k, part in enumerate(parts)}
+
+
+def roster(sites: dict[str, Site]) -> Roster:
+    return Roster({name: len(site.rows[1]) for name, site in sites.items()}, tuple(sites), (), 1)
+
+
+def rounds(sites: dict[str, Site], likelihood: str, number: int) -> Any:
+    state = at(latent(likelihood).to_arrays())
+    for _ in range(number):
+        state, _ = drive(one_round(LatentProblem(section(likelihood)), state, roster(sites)), sites)
+    return state
+
+
+@pytest.mark.parametrize("likelihood", KINDS)
+def test_a_run_does_not_depend_on_the_partition(likelihood: str) -> None:
+    """Steps in (B, b) to rounding; L-BFGS amplifies it."""
+    for number, slack in ((3, 1e-9), (8, 1e-6)):
+        one = rounds(dealt(likelihood, 60), likelihood, number)
+        for sizes in ((20, 20, 20), (1, 9, 50)):
+            many = rounds(dealt(likelihood, *sizes), likelihood, number)
+            assert many.precision == pytest.approx(one.precision, rel=slack, abs=slack)
+            assert many.bound == pytest.approx(one.bound, rel=slack)
+            for name, array in one.values.items():
+                assert many.values[name] == pytest.approx(array, rel=slack, abs=slack)
+
+
+@pytest.mark.parametrize("likelihood", KINDS)
+def test_the_bound_rises_until_its_slope_is_small(likelihood: str) -> None:
+    sites = dealt(likelihood, 60)
+    state, bounds = at(latent(likelihood).to_arrays()), []
+    for _ in range(40):
+        state, figures = drive(one_round(LatentProblem(section(likelihood)), state, roster(sites)), sites)
+        bounds.append(figures["objective"])
+    assert (np.diff(bounds) >= 0).all()
+    assert bounds[-1] > bounds[2] + 0.01
+    assert np.abs(state.gradients[-1]).max() < 0.03
+
+
+@pytest.mark.parametrize("likelihood", KINDS)
+def test_steps_settle_where_the_bound_has_no_slope_by_q(likelihood: str) -> None:
+    """∂F/∂μ = W α − μ and ∂F/∂S = ½ (B − B̄) vanish."""
+    data, model = rows_of(likelihood), latent(likelihood)
+    duals = settled(model, data, 60, 0.6)
+    found = expectations(model, *data, duals.posterior())
+    assert found.slope == pytest.approx(duals.posterior().mean.numpy(), abs=1e-7)
+    assert found.curvature == pytest.approx(duals.precision.numpy(), rel=1e-6, abs=1e-6)
+
+
+def test_a_trial_that_loses_is_taken_back_with_half_the_steps() -> None:
+    likelihood = "poisson"
+    sites, state = dealt(likelihood, 30, 30), rounds(dealt(likelihood, 30, 30), likelihood, 5)
+    proud = replace(state, objectives=np.append(state.objectives[:-1], 1e9))
+    back, figures = drive(one_round(LatentProblem(section(likelihood)), proud, roster(sites)), sites)
+    assert figures["objective"] == 1e9
+    assert back.halvings == 1
+    model = section(likelihood)
+    for name, value in state.values.items():
+        whole, half = trial(proud, model)[name] - value, trial(back, model)[name] - value
+        assert half == pytest.approx(whole / 2, rel=1e-12, abs=1e-15)
+    whole, half = improved(proud).precision - state.duals.precision, improved(back).precision - state.duals.precision
+    torch.testing.assert_close(half, whole / 2)
+    for _ in range(3):
+        back = taken_back(back)
+    assert len(back.points) == len(back.objectives) == 1  # the memory is cleared
+
+
+def test_the_precision_stays_definite_where_outliers_bend_the_likelihood() -> None:
+    state = rounds(dealt("student-t", 60), "student-t", 2)
+    concave = replace(state.found, curvature=-50 * np.eye(INDUCING))
+    after = torch.linalg.eigvalsh(torch.eye(INDUCING) + improved(replace(state, found=concave)).precision)
+    assert float(after[0]) >= 0.3 * min(1.0, 1 + float(torch.linalg.eigvalsh(state.duals.precision)[0]))
+
+
+def test_two_loops_know_a_quadratic_after_as_many_pairs_as_it_has_axes() -> None:
+    curvatures, eye = np.array([0.5, 2.0, 30.0]), np.eye(3)
+    pairs = [(eye[i], curvatures[i] * eye[i]) for i in range(3)]
+    gradient = np.array([1.0, -2.0, 3.0])
+    assert two_loops(gradient, pairs) == pytest.approx(gradient / curvatures)
+    assert two_loops(gradient, []) == pytest.approx(gradient)
+
+
+# Through Flower.
+
+CLASSES = {"method": "svgp", "sgpr__exchanges": 0, "num_server_rounds": 5}
+CLASSES |= {"dataset": "breast-cancer", "model__likelihood": "bernoulli"}
+
+
+def test_a_likelihood_alone_chooses_the_algorithm() -> None:
+    for likelihood in KINDS:
+        assert strategy_class(parse_config({"model.likelihood": likelihood})) is SVGP
+    for method in ("sgpr", "fsgp"):
+        with pytest.raises(ConfigError, match=f"`method` = '{method}' needs 'gaussian'; take 'svgp'"):
+            parse_config({"model.likelihood": "poisson", "method": method})
+    with pytest.raises(ConfigError, match="with Gaussian noise take 'sgpr'"):
+        parse_config({"method": "svgp"})
+
+
+def test_a_run_ends_with_its_exchanges_and_says_that_it_had_not_converged() -> None:
+    """Two before training; one a round, evaluations aside; sixty where nothing is said."""
+    keys = CLASSES | {"num_server_rounds": 100, "sgpr__exchanges": 6, "model__num_inducing": 10}
+    end = run(FaultyGrid(configured(**keys), 4))
+    details = end.details()
+    assert (end.round, details["exchanges"], details["expected_exchanges"]) == (4, 6, 4)
+    assert not end.converged(end.current)
+    assert details["forecast_rise"] > 0
+    assert end.network.traffic.exchanges >= 6
+    assert end.warnings() == []
+    state = replace(end.current, exchanges=59)
+    assert not finished(LatentProblem(section("bernoulli")), state)
+    assert finished(LatentProblem(section("bernoulli")), replace(state, exchanges=60))
+
+
+def test_a_resumed_run_is_the_unbroken_one_and_single_precision_comes_near() -> None:
+    recorder = Recorder()
+    plain = run(FaultyGrid(configured(**CLASSES), 4), recorder)
+    resumed = run(FaultyGrid(configured(**CLASSES), 4), Recorder(), recorder.snapshots[2])
+    assert resumed.round == 5
+    assert np.array_equal(resumed.current.precision, plain.current.precision)
+    for name, array in plain.current.values.items():
+        assert np.array_equal(resumed.current.values[name], array), name
+    single = run(FaultyGrid(configured(**CLASSES, precision="float32"), 4))
+    assert single.outcome.metrics["test"]["nll"] == pytest.approx(plain.outcome.metrics["test"]["nll"], abs=2e-3)
+
+
+def test_a_site_that_stays_silent_is_waited_for_and_then_left_out() -> None:
+    recorder = Recorder()
+    silent = Fault("1", lost, ("train.expectations",), range(3, 99))
+    strategy = run(FaultyGrid(configured(**{**CLASSES, "num_server_rounds": 8}), 3, silent), recorder)
+    assert len(blamed(strategy)["1"]) >= 3
+    assert ["objective" in row for row in recorder.rows] == [True, True, False, False, False, True, True, True]
+    assert strategy.current.sites == ("0", "2")
+
+
+def one_class(rows: int, seed: int, label: str | None) -> pd.DataFrame:
+    draw = np.random.default_rng(seed)
+    x = draw.standard_normal(rows)
+    return pd.DataFrame({"x": x, "y": label or np.where(x + 0.5 * draw.standard_normal(rows) > 0, "b", "a")})
+
+
+def test_a_site_with_a_single_class_is_a_full_member(tmp_path: Any) -> None:
+    frames = {"north": one_class(40, 0, None), "south": one_class(30, 1, None), "west": one_class(20, 2, "b")}
+    flat = configured(
+        method="svgp", model__likelihood="bernoulli", target="y", num_server_rounds=4, baselines__local_only=True
+    )
+    strategy = run(FaultyGrid(flat | {"model.num-inducing": 25}, csv_nodes(tmp_path, frames)))
+    assert any("72 rows of all sites are fewer than 3 for each of 25" in text for text in strategy.warnings())
+    strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, frames)))
+    assert blamed(strategy) == {}
+    assert strategy.current.sites == ("north", "south", "west")
+    whole = run(FaultyGrid(flat | {"min-sites": 1}, csv_nodes(tmp_path / "..", {"all": pd.concat(frames.values())})))
+    assert strategy.outcome.metrics["local_only"]["nll"] > 0
+    assert sum(strategy.preparation.rows.values()) == pytest.approx(sum(whole.preparation.rows.values()), abs=2)
+    nodes = csv_nodes(tmp_path, {site: one_class(20, seed, "b") for seed, site in enumerate("abc")})
+    with pytest.raises(DataError, match="same class at every site"):
+        run(FaultyGrid(flat, nodes))
+
+
+def table_of(likelihood: str) -> pd.DataFrame:
+    x, y = (part.numpy() for part in rows_of(likelihood, 90))
+    target = np.where(y > 0, "yes", "no") if likelihood == "bernoulli" else y
+    return pd.DataFrame({"x1": x[:, 0], "x2": 5 * x[:, 1] + 3, "target": target})
+
+
+@pytest.mark.parametrize("likelihood", KINDS)
+def test_what_is_saved_predicts_what_the_sites_predict(likelihood: str, tmp_path: Any) -> None:
+    frame = table_of(likelihood)
+    options = {"output-dir": str(tmp_path), "model.likelihood": likelihood, "model.num-inducing": 8}
+    options |= {"baselines.max-evaluations": 30, "evaluate-every": 0}
+    finished = fg.run(frame, target="target", sites=3, num_rounds=6, options=options)
+    metrics, posterior = finished.metrics, fg.load_run(finished.path).posterior
+    for figures in (metrics.test, metrics.local_only, metrics.pooled):
+        assert np.isfinite(figures["nll"])
+    table, inputs, f = posterior.predict(frame), posterior.inputs(frame), posterior.distribution(frame)
+    model, observed = finished.posterior.to_gpytorch()
+    if likelihood == "bernoulli":
+        np.testing.assert_allclose(table["probability of yes"], observed(model(inputs)).mean, rtol=1e-6)
+        assert "probability" in pd.read_csv(finished.path / "predictions.csv")
+    elif likelihood == "poisson":
+        np.testing.assert_allclose(table["mean"], (f.mean + f.variance / 2).exp(), rtol=1e-6)
+    else:
+        np.testing.assert_allclose(table["mean"], f.mean, rtol=1e-6)
+    with pytest.raises(Exception, match="not normal"):
+        posterior.distribution(frame, noise=True)
+
+
+@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson", "student-t"])
+def test_expectations_that_no_rows_have_are_refused(likelihood: str) -> None:
+    """Probabilities are at most 1 and log-concave in f; outliers of Student-t noise know no such limit."""
+    model, data = latent(likelihood), rows_of(likelihood)
+    size = len(model.inducing_points)
+    standard = WhitenedPosterior(torch.zeros(size).double(), torch.eye(size).double())
+    honest = expectations(model, *data, standard, factor(model))
+    assert honest.refusal(len(data[1])) is honest.glance(len(data[1])) is None
+    discrete = likelihood != "student-t"
+    for lie in (replace(honest, fit=np.asarray(-honest.fit)), replace(honest, curvature=-honest.curvature)):
+        assert (lie.refusal(len(data[1])) is not None) == discrete
+        assert (lie.glance(len(data[1])) is not None) == discrete
