@@ -45,7 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
     | {"features": "mean radius,mean texture", "bnn__classes": 2, "bnn__hidden": 4, "bnn__steps": 5}
     | {"bnn__batch_size": 0, "bnn__prediction_draws": 5},
     "deep-kernel": {"method": "deep-kernel", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
-    | {"features": "mean radius,mean texture", "deep__hidden": 4, "deep__features": 3, "deep__local_steps": 3},
+    | {"features": "mean radius,mean texture", "deep__features": 3, "deep__local_steps": 3},
     "fsgp exact, masked": {"method": "fsgp", "fsgp__objective": "exact", "privacy__secure_aggregation": True},
     "fsgp private": {"method": "fsgp", "privacy__epsilon": 1.0, "privacy__ranges": '{"x": [-1, 7], "y": [-2, 2]}'},
     "fsgp laplace": {"method": "fsgp", "fsgp__objective": "profiled", "model__hyperparameters": "laplace"}
