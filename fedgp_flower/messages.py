@@ -129,23 +129,23 @@ class _Field:
 @cache
 def _fields(cls: Any) -> tuple[_Field, ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    return tuple(_field(own, hints[own.name]) for own in dataclasses.fields(cls))
+    return tuple(_field(spec, hints[spec.name]) for spec in dataclasses.fields(cls))
 
 
-def _field(own: dataclasses.Field[Any], hint: Any) -> _Field:
+def _field(spec: dataclasses.Field[Any], hint: Any) -> _Field:
     arguments = typing.get_args(hint)
     optional = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     optional = optional and type(None) in arguments
     if optional:
         [hint] = [argument for argument in arguments if argument is not type(None)]
     form, inner = _form(hint)
-    has_default = own.default is not dataclasses.MISSING or own.default_factory is not dataclasses.MISSING
-    facts = own.metadata
+    has_default = spec.default is not dataclasses.MISSING or spec.default_factory is not dataclasses.MISSING
+    facts = spec.metadata
     marks = facts.get("symmetric", False), facts.get("as_sent", False), facts.get("within", np.inf)
     shape = tuple(inner.dim_str.split()) if form in ("array", "arrays") else ()
     wanted = inner.dtypes if form in ("array", "arrays") else ()
     dtypes = frozenset(name for name in wanted if name == "float64" or "float" not in name)
-    return _Field(own.name, form, inner, optional, facts.get("meaning", ""), *marks, has_default, shape, dtypes)
+    return _Field(spec.name, form, inner, optional, facts.get("meaning", ""), *marks, has_default, shape, dtypes)
 
 
 def _form(hint: Any) -> tuple[str, Any]:
@@ -178,35 +178,35 @@ def encode(value: Any) -> NamedArrays:
     """
     arrays: NamedArrays = {}
     cls: Any = type(value)
-    for own in _fields(cls):
-        content = getattr(value, own.name)
-        if content is not None or not own.optional:
-            arrays |= _ENCODERS[own.form](own, content)
+    for spec in _fields(cls):
+        content = getattr(value, spec.name)
+        if content is not None or not spec.optional:
+            arrays |= _ENCODERS[spec.form](spec, content)
     return arrays
 
 
-def _encode_array(own: _Field, content: Any) -> NamedArrays:
-    return {own.name: packed(np.asarray(content)) if own.symmetric else np.asarray(content)}
+def _encode_array(spec: _Field, content: Any) -> NamedArrays:
+    return {spec.name: packed(np.asarray(content)) if spec.symmetric else np.asarray(content)}
 
 
-def _encode_parts(own: _Field, content: Any) -> NamedArrays:
+def _encode_parts(spec: _Field, content: Any) -> NamedArrays:
     """A count or the keys under the field's name, and each part under its number."""
-    keyed = own.form == "mapping"
+    keyed = spec.form == "mapping"
     head = _text(TypeAdapter(list[str]).dump_json(list(content))) if keyed else np.array(len(content))
-    arrays: NamedArrays = {own.name: head}
+    arrays: NamedArrays = {spec.name: head}
     for index, item in enumerate(content.values() if keyed else content):
-        arrays |= _under(f"{own.name}.{index}", encode(item))
+        arrays |= _under(f"{spec.name}.{index}", encode(item))
     return arrays
 
 
 _ENCODERS: Mapping[str, Callable[[_Field, Any], NamedArrays]] = {
     "array": _encode_array,
-    "number": lambda own, content: {own.name: np.array(own.inner(content))},
-    "message": lambda own, content: _under(own.name, encode(content)),
+    "number": lambda spec, content: {spec.name: np.array(spec.inner(content))},
+    "message": lambda spec, content: _under(spec.name, encode(content)),
     "messages": _encode_parts,
     "mapping": _encode_parts,
-    "arrays": lambda own, content: _under(own.name, {key: np.asarray(item) for key, item in content.items()}),
-    "json": lambda own, content: {own.name: _text(own.inner.dump_json(content))},
+    "arrays": lambda spec, content: _under(spec.name, {key: np.asarray(item) for key, item in content.items()}),
+    "json": lambda spec, content: {spec.name: _text(spec.inner.dump_json(content))},
 }
 
 
@@ -219,23 +219,23 @@ def decode(cls: type[M], arrays: Mapping[str, NDArray[Any]], sizes: Mapping[str,
         ProtocolError: naming the field, what is wrong with it and what was expected.
     """
     reader = _Reader(cls.__name__, dict(sizes or {}))
-    own = reader.read(cls, arrays, "")
+    spec = reader.read(cls, arrays, "")
     unknown = sorted(set(arrays) - reader.seen)
     if unknown:
         raise ProtocolError(f"{cls.__name__}: unknown arrays {', '.join(unknown[:5])}")
-    return typing.cast(M, own)
+    return typing.cast(M, spec)
 
 
 def split(cls: Any, arrays: Mapping[str, NDArray[Any]]) -> tuple[NamedArrays, dict[str, float | int]]:
     """What travels as arrays, and the numbers that travel as Flower's metrics, which know no bool, or configuration."""
-    numbers = {own.name: own.inner for own in _fields(cls) if own.form == "number" and own.name in arrays}
+    numbers = {spec.name: spec.inner for spec in _fields(cls) if spec.form == "number" and spec.name in arrays}
     rest = {name: array for name, array in arrays.items() if name not in numbers}
     return rest, {name: (int if number is bool else number)(arrays[name]) for name, number in numbers.items()}
 
 
 def join(cls: Any, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, Any]) -> NamedArrays:
     """The inverse of :func:`split`; numbers that the message does not declare are left out."""
-    declared = {own.name: own.inner for own in _fields(cls) if own.form == "number" and own.name in numbers}
+    declared = {spec.name: spec.inner for spec in _fields(cls) if spec.form == "number" and spec.name in numbers}
     found = {name: np.asarray(numbers[name]) for name in declared}
     truths = {name: array == 1 for name, array in found.items() if declared[name] is bool and array in (0, 1)}
     return {**arrays, **found, **truths}
@@ -249,39 +249,41 @@ class _Reader:
 
     def read(self, cls: type, arrays: Mapping[str, NDArray[Any]], prefix: str) -> Any:
         values = {}
-        for own in _fields(cls):
-            name = f"{prefix}{own.name}"
+        for spec in _fields(cls):
+            name = f"{prefix}{spec.name}"
             there = name in arrays or any(key.startswith(f"{name}.") for key in arrays)
-            if there or (own.form == "arrays" and not own.optional):
-                values[own.name] = self._value(own, name, arrays)
-            elif own.optional:
-                values[own.name] = None
-            elif not own.has_default:
+            if there or (spec.form == "arrays" and not spec.optional):
+                values[spec.name] = self._value(spec, name, arrays)
+            elif spec.optional:
+                values[spec.name] = None
+            elif not spec.has_default:
                 raise self._error(name, "is missing")
         return cls(**values)
 
-    def _value(self, own: _Field, name: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
-        if own.form == "message":
-            return self.read(own.inner, arrays, f"{name}.")
-        if own.form == "arrays":
+    def _value(self, spec: _Field, name: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
+        if spec.form == "message":
+            return self.read(spec.inner, arrays, f"{name}.")
+        if spec.form == "arrays":
             keys = [key for key in arrays if key.startswith(f"{name}.")]
-            return {key.removeprefix(f"{name}."): self._array(own, key, arrays[key]) for key in keys}
+            return {key.removeprefix(f"{name}."): self._array(spec, key, arrays[key]) for key in keys}
         if name not in arrays:
             raise self._error(name, "is missing")
         self.seen.add(name)
-        if own.form in ("messages", "mapping"):
-            return self._parts(own, name, arrays)
+        if spec.form in ("messages", "mapping"):
+            return self._parts(spec, name, arrays)
         readers = {"array": self._array, "number": self._number, "json": self._json}
-        return readers[own.form](own, name, np.asarray(arrays[name]))
+        return readers[spec.form](spec, name, np.asarray(arrays[name]))
 
-    def _parts(self, own: _Field, name: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
-        if own.form == "messages":
-            return tuple(self.read(own.inner, arrays, f"{name}.{index}.") for index in range(self._count(name, arrays)))
+    def _parts(self, spec: _Field, name: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
+        if spec.form == "messages":
+            return tuple(
+                self.read(spec.inner, arrays, f"{name}.{index}.") for index in range(self._count(name, arrays))
+            )
         keys = self._text(TypeAdapter(list[str]), name, np.asarray(arrays[name]))
-        return {key: self.read(own.inner, arrays, f"{name}.{index}.") for index, key in enumerate(keys)}
+        return {key: self.read(spec.inner, arrays, f"{name}.{index}.") for index, key in enumerate(keys)}
 
-    def _json(self, own: _Field, name: str, value: NDArray[Any]) -> Any:
-        return self._text(own.inner, name, value)
+    def _json(self, spec: _Field, name: str, value: NDArray[Any]) -> Any:
+        return self._text(spec.inner, name, value)
 
     def _text(self, adapter: TypeAdapter[Any], name: str, value: NDArray[Any]) -> Any:
         try:
@@ -289,12 +291,12 @@ class _Reader:
         except (ValidationError, ValueError, TypeError) as error:
             raise self._error(name, "is not the JSON that was expected") from error
 
-    def _number(self, own: _Field, name: str, value: NDArray[Any]) -> Any:
-        if value.shape != () or value.dtype.kind not in _NUMBERS[own.inner]:
-            raise self._error(name, f"expected a single {own.inner.__name__}")
+    def _number(self, spec: _Field, name: str, value: NDArray[Any]) -> Any:
+        if value.shape != () or value.dtype.kind not in _NUMBERS[spec.inner]:
+            raise self._error(name, f"expected a single {spec.inner.__name__}")
         if not np.isfinite(value):
             raise self._error(name, "is not finite")
-        return own.inner(value)
+        return spec.inner(value)
 
     def _count(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> int:
         count = np.asarray(arrays[name])
@@ -302,16 +304,16 @@ class _Reader:
             raise self._error(name, "is not a count of parts")
         return int(count)
 
-    def _array(self, own: _Field, name: str, array: NDArray[Any]) -> NDArray[Any]:
+    def _array(self, spec: _Field, name: str, array: NDArray[Any]) -> NDArray[Any]:
         self.seen.add(name)
-        size = self._size(name, array, len(own.letters)) if own.symmetric else 0
-        if _name(array.dtype) not in own.dtypes:
-            wanted = [dtype for dtype in own.inner.dtypes if dtype in own.dtypes]
+        size = self._size(name, array, len(spec.letters)) if spec.symmetric else 0
+        if _name(array.dtype) not in spec.dtypes:
+            wanted = [dtype for dtype in spec.inner.dtypes if dtype in spec.dtypes]
             raise self._error(name, f"type {array.dtype}, expected {' or '.join(wanted)}")
-        self._match(name, (*array.shape[:-1], size, size) if own.symmetric else array.shape, own.letters)
+        self._match(name, (*array.shape[:-1], size, size) if spec.symmetric else array.shape, spec.letters)
         if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
             raise self._error(name, f"{int((~np.isfinite(array)).sum())} of {array.size} entries are not finite")
-        return unpacked(array, size) if own.symmetric else array
+        return unpacked(array, size) if spec.symmetric else array
 
     def _match(self, name: str, shape: tuple[int, ...], letters: tuple[str, ...]) -> None:
         if letters == ("*_",):
@@ -321,7 +323,9 @@ class _Reader:
             known = int(letter) if letter.isdigit() else self.sizes.setdefault(letter, length)
             fits = fits and (letter == "_" or known == length)
         if not fits:
-            known_sizes = ", ".join(f"{own} = {self.sizes[own]}" for own in dict.fromkeys(letters) if own in self.sizes)
+            known_sizes = ", ".join(
+                f"{spec} = {self.sizes[spec]}" for spec in dict.fromkeys(letters) if spec in self.sizes
+            )
             wanted = " ".join(letters) or "a single number"
             raise self._error(name, f"shape {shape}, expected {wanted!r}{' with ' if known_sizes else ''}{known_sizes}")
 
@@ -348,16 +352,16 @@ def add(parts: Iterable[M]) -> M:
     first = summands[0]
     totals: dict[str, Any] = {}
     cls: Any = type(first)
-    for own in _fields(cls):
-        values = [getattr(summand, own.name) for summand in summands]
-        if own.form == "message":
-            totals[own.name] = add(values)
-        elif own.form == "number":
-            totals[own.name] = own.inner(sum(values))
-        elif own.form == "arrays":
-            totals[own.name] = {key: _sum([value[key] for value in values]) for key in values[0]}
+    for spec in _fields(cls):
+        values = [getattr(summand, spec.name) for summand in summands]
+        if spec.form == "message":
+            totals[spec.name] = add(values)
+        elif spec.form == "number":
+            totals[spec.name] = spec.inner(sum(values))
+        elif spec.form == "arrays":
+            totals[spec.name] = {key: _sum([value[key] for value in values]) for key in values[0]}
         else:
-            totals[own.name] = _sum(values)
+            totals[spec.name] = _sum(values)
     return type(first)(**totals)
 
 
@@ -374,40 +378,42 @@ def layout(cls: type, sizes: Mapping[str, int], request: Any) -> Layout | None:
     Arrays of the request that are sent back have the shapes they came with.
     """
     cells: Layout = []
-    for own in _fields(cls):
+    for spec in _fields(cls):
         inner: Layout | None = None
-        if own.form == "array" and not own.optional:
-            inner = _cell(own, sizes)
-        elif own.form == "number" and own.inner is not bool:
-            inner = [[own.name, [], "float64" if own.inner is float else "int64"]]
-        elif own.form == "message":
-            nested = layout(own.inner, sizes, request)
-            inner = nested and [[f"{own.name}.{name}", shape, dtype] for name, shape, dtype in nested]
-        elif own.form == "arrays" and own.as_sent:
-            sent = getattr(request, own.name)
-            inner = [[f"{own.name}.{key}", list(np.shape(array)), "float64"] for key, array in sent.items()]
+        if spec.form == "array" and not spec.optional:
+            inner = _cell(spec, sizes)
+        elif spec.form == "number" and spec.inner is not bool:
+            inner = [[spec.name, [], "float64" if spec.inner is float else "int64"]]
+        elif spec.form == "message":
+            nested = layout(spec.inner, sizes, request)
+            inner = nested and [[f"{spec.name}.{name}", shape, dtype] for name, shape, dtype in nested]
+        elif spec.form == "arrays" and spec.as_sent:
+            sent = getattr(request, spec.name)
+            inner = [[f"{spec.name}.{key}", list(np.shape(array)), "float64"] for key, array in sent.items()]
         if inner is None:
             return None
         cells += inner
     return cells
 
 
-def _cell(own: _Field, sizes: Mapping[str, int]) -> Layout | None:
-    shape = [int(letter) if letter.isdigit() else sizes.get(letter, -1) for letter in own.letters]
+def _cell(spec: _Field, sizes: Mapping[str, int]) -> Layout | None:
+    shape = [int(letter) if letter.isdigit() else sizes.get(letter, -1) for letter in spec.letters]
     if -1 in shape:
         return None
-    shape = [*shape[:-2], shape[-1] * (shape[-1] + 1) // 2] if own.symmetric else shape
-    return [[own.name, shape, "float64" if "float64" in own.dtypes else "int64"]]
+    shape = [*shape[:-2], shape[-1] * (shape[-1] + 1) // 2] if spec.symmetric else shape
+    return [[spec.name, shape, "float64" if "float64" in spec.dtypes else "int64"]]
 
 
 def misfit(request: Any, answer: Any) -> str | None:
     """In what the arrays that an answer sends back differ from those of the request: names, shapes, or too far."""
     cls: Any = type(answer)
-    for name, within in [(own.name, own.within) for own in _fields(cls) if own.as_sent]:
-        sent, back = ({key: np.shape(array) for key, array in getattr(own, name).items()} for own in (request, answer))
+    for name, within in [(spec.name, spec.within) for spec in _fields(cls) if spec.as_sent]:
+        sent, back = (
+            {key: np.shape(array) for key, array in getattr(spec, name).items()} for spec in (request, answer)
+        )
         odd = sorted(key for key in {**sent, **back} if sent.get(key) != back.get(key))
         if odd:
-            shapes = [str(own.get(odd[0], "nothing")) for own in (sent, back)]
+            shapes = [str(spec.get(odd[0], "nothing")) for spec in (sent, back)]
             return f"`{name}.{odd[0]}`: expected {shapes[0]}, the shape that was sent, found {shapes[1]}"
         reach = getattr(request, within) if isinstance(within, str) else within
         for key, array in getattr(answer, name).items():
@@ -442,15 +448,17 @@ def verdict(answer: Any, name: str, known: Any) -> str | None:
 
 def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """Rows (name, shape, meaning) of what a message holds: the page *what leaves a site* is made of them."""
-    for own in _fields(cls):
-        name = f"{prefix}{own.name}"
-        if own.form in ("message", "messages", "mapping"):
-            yield from table(own.inner, f"{name}." if own.form == "message" else f"{name}.*.")
+    for spec in _fields(cls):
+        name = f"{prefix}{spec.name}"
+        if spec.form in ("message", "messages", "mapping"):
+            yield from table(spec.inner, f"{name}." if spec.form == "message" else f"{name}.*.")
         else:
             shape = (
-                f"[{', '.join(own.letters)}]" if own.form in ("array", "arrays") else own.form.replace("json", "text")
+                f"[{', '.join(spec.letters)}]"
+                if spec.form in ("array", "arrays")
+                else spec.form.replace("json", "text")
             )
-            yield f"{name}.*" if own.form == "arrays" else name, shape, own.meaning
+            yield f"{name}.*" if spec.form == "arrays" else name, shape, spec.meaning
 
 
 def _under(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> NamedArrays:

@@ -53,7 +53,7 @@ def array_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
 def packed_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """The same in which neighbours of float64 that are small travel as one array, in the same order."""
     record = ArrayRecord()
-    for small, group in groupby(arrays.items(), lambda own: _is_small(own[1])):
+    for small, group in groupby(arrays.items(), lambda entry: _is_small(entry[1])):
         part = {name: np.asarray(array) for name, array in group}
         if small and len(part) > 1:
             numbers = np.concatenate([array.ravel() for array in part.values()])

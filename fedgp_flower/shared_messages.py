@@ -73,7 +73,7 @@ def dwarfing(sizes: Mapping[str, float], what: str) -> dict[str, str]:
 def odd_variances(variances: Mapping[str, float]) -> dict[str, str]:
     """Sites whose Σ k(x, x) per row differs where most sites have the same, as under a stationary kernel they must."""
     usual = float(np.median(list(variances.values()))) if len(variances) > 2 else np.nan
-    odd = [site for site, own in variances.items() if not abs(own - usual) <= 1e-3 * usual]
+    odd = [site for site, entry in variances.items() if not abs(entry - usual) <= 1e-3 * usual]
     if len(odd) > (len(variances) - 1) // 2:
         return {}
     return {
@@ -107,7 +107,7 @@ class Shape:
 
     def coarse(self, least: int) -> Shape:
         """The same without cells of fewer rows."""
-        return replace(self, histogram=np.stack([merged_cells(own, least) for own in self.histogram]))
+        return replace(self, histogram=np.stack([merged_cells(entry, least) for entry in self.histogram]))
 
     def contradiction(self, rows: int) -> str | None:
         """What shows that the site has other rows than it described, or None."""
@@ -176,7 +176,7 @@ class TargetMoments:
 
 @message("query.column_sums", summand=True)
 class ColumnSums:
-    """What means are made of: under masks in place of a site's own description."""
+    """What means are made of: under masks in place of the description of a site."""
 
     sums: Float[ndarray, " columns"] = leaves("Σ x of each numeric column")
     sizes: Float[ndarray, " columns"] = leaves("Σ |x|")

@@ -62,12 +62,6 @@ def test_the_run_is_as_without_the_site_that_lied(method: str, tmp_path: Path) -
     assert saved is None or all(np.array_equal(saved.arrays[name], array) for name, array in expected.arrays.items())
 
 
-def test_too_few_honest_sites_end_the_run_with_the_reason(tmp_path: Path) -> None:
-    fault = Fault("b", numbers(num_examples=10**9), ("query.describe",))
-    with pytest.raises(RunError, match=r"1 usable.*introduced itself with"):
-        finished(tmp_path, ("a", "b"), {}, fault)
-
-
 @pytest.mark.parametrize("method", ["fsgp exact", "fgpr"])
 def test_of_two_sites_one_cannot_say_that_its_rows_are_where_they_are_not(method: str, tmp_path: Path) -> None:
     """Between the means of two sites that are a billion apart, all squares are those of the mirror image."""

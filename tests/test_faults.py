@@ -34,7 +34,7 @@ from faults import (
     waves,
 )
 
-from fedgp_flower import cli, client_app, server_app
+from fedgp_flower import client_app, server_app
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import NumericsError, RunError
@@ -196,11 +196,6 @@ def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_ro
     assert [row["failures"] for row in recorder.rows] == [1, 2, 3, 3, 3]
 
 
-def test_a_metric_that_only_one_site_sends_does_not_end_the_run() -> None:
-    grid = FaultyGrid(configured(fsgp__objective="average"), 2, Fault("1", numbers(odd=1.0), ("train",)))
-    assert run(grid).network.failures == []
-
-
 @pytest.mark.parametrize(
     ("phase", "change", "words"),
     [
@@ -283,27 +278,6 @@ def test_exact_mode_goes_on_without_a_site_to_the_optimum_of_the_others(
     assert strategy.outcome.metrics["test"]["rmse"] == pytest.approx(expected.outcome.metrics["test"]["rmse"], rel=1e-2)
 
 
-def test_a_site_that_was_away_enters_again_and_the_optimum_is_that_of_all(tmp_path: Path) -> None:
-    everyone = optimum(tmp_path, SITES)
-    back = optimum(tmp_path, SITES, Fault("b", lost, rounds=range(2, 8)), evaluate_every=10)
-    assert back.current.converged
-    assert back.current.sites == ("a", "b", "c")
-    assert float(back.last[1].count) == float(everyone.last[1].count)
-    rows = float(everyone.last[1].count)
-    assert back.details()["bound"] / rows == pytest.approx(everyone.details()["bound"] / rows, abs=1e-6)
-
-
-def test_a_site_that_lies_again_whenever_it_is_let_back_cannot_keep_the_optimiser_from_its_end(
-    tmp_path: Path, optimum_of_a_and_c: Any
-) -> None:
-    liar = Fault("b", scaled(count=2.0), WITH_SUMS)
-    strategy = optimum(tmp_path, SITES, liar, evaluate_every=2)  # every evaluation it answers lets it back in
-    assert strategy.current.converged
-    assert strategy.current.sites == ("a", "c")
-    assert strategy.details()["bound"] == pytest.approx(optimum_of_a_and_c.details()["bound"], rel=1e-9)
-    assert strategy.network.healthy() == list(SITES)
-
-
 def test_a_run_without_held_out_rows_completes(tmp_path: Path) -> None:
     flat = configured(test_fraction=0.0, name="run", output_dir=str(tmp_path), num_server_rounds=1)
     with no_waiting():
@@ -337,14 +311,6 @@ def test_a_site_that_restarts_goes_on_as_if_nothing_had_happened(objective: str,
     calm = run(FaultyGrid(flat, 3))
     assert strategy.network.failures == []
     assert strategy.outcome.metrics["test"] == calm.outcome.metrics["test"]
-
-
-def test_a_second_machine_with_the_same_site_id_changes_nothing() -> None:
-    grid = FaultyGrid(configured(), 3)
-    strategy = run(grid, Recorder(at={1: lambda: grid.join({"partition-id": 1, "num-partitions": 3})}))
-    assert [(f.round, f.site) for f in strategy.network.failures] == [(2, "1")]
-    assert "two machines say that they are site '1'" in strategy.network.failures[0].reason
-    assert strategy.outcome.metrics["test"] == run(FaultyGrid(configured(), 3)).outcome.metrics["test"]
 
 
 @pytest.mark.parametrize("objective", ["exact", "average"])
@@ -411,21 +377,6 @@ def test_too_few_sites_end_the_run_with_the_reason(count: int, faults: list[Faul
     assert "`min-sites` = 2" in str(caught.value) or "wanted 2" in str(caught.value)
 
 
-@pytest.mark.parametrize("objective", ["exact", "average"])
-def test_bytes_of_the_history_and_of_the_closing_phase_are_all_bytes(objective: str) -> None:
-    flat = configured(fsgp__objective=objective, evaluate_every=2, keep_predictions=True)
-    grid, recorder = FaultyGrid(flat, 3, Fault("1", lost, rounds=range(2, 3), times=1)), Recorder()
-    metrics = run(grid, recorder).outcome.metrics
-    for name, of in (("up", lambda visit: visit.up), ("down", lambda visit: visit.down)):
-        assert metrics["bytes"][name] == sum(of(visit) for visit in grid.visits)
-        counted = sum(row[f"bytes_{name}"] for row in recorder.rows)
-        last = max(i for i, visit in enumerate(grid.visits) if visit.phase in {"train", "train.gradient"})
-        # the last round ends with its evaluation: three scores, and in averaging three sums before them
-        closing = grid.visits[last + 1 + (6 if objective == "average" else 3) :]
-        assert metrics["bytes"][name] - counted == sum(of(visit) for visit in closing)
-    assert len(metrics["failures"]) == recorder.rows[-1]["failures"] == 1
-
-
 TRAINERS: dict[str, dict[str, Any]] = {
     "fsgp exact": {},
     "fsgp average": {"fsgp__objective": "average"},
@@ -482,24 +433,9 @@ def test_a_site_whose_answers_no_round_used_is_not_counted_and_tables_are_the_si
     assert "method fsgp on the sites' own tables" in caplog.text
 
 
-def test_exact_rounds_without_sums_are_no_training_either() -> None:
-    with broken("query.statistics"), pytest.raises(RunError, match=r"in 2 round\(s\), so nothing was learned"):
-        run(FaultyGrid(configured(num_server_rounds=2), 2))
-
-
 def test_one_answer_in_one_round_is_a_result_also_after_a_resume() -> None:
     flat, recorder = configured(method="fgpr", evaluate_every=1, num_server_rounds=2), Recorder()
     run(FaultyGrid(flat, 2, Fault("0", crashed, ("train",)), Fault("1", crashed, ("train",), range(2, 9))), recorder)
     lone = [Fault(site, crashed, ("train",)) for site in "01"]
     again = run(FaultyGrid(flat | {"num-server-rounds": 3}, 2, *lone), snapshot=recorder.snapshots[-1])
     assert again.round == 3
-
-
-def test_the_command_fails_with_the_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    words = ["method=fgpr", "dataset=sine", "num-server-rounds=2", f"output-dir={tmp_path}", "name=run"]
-    monkeypatch.setattr("sys.argv", ["fedgp", "run", "--sites", "2", *words])
-    with broken("train"), pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 1
-    assert "nothing was learned" in capsys.readouterr().err
-    assert not (tmp_path / "run" / "metrics.json").exists()

@@ -118,12 +118,6 @@ def test_a_few_kills(method: str, tmp_path: Path) -> None:
     sweep(method, tmp_path, 3)
 
 
-def test_visits_that_began_before_anybody_asked_for_a_gradient_are_resumed(tmp_path: Path) -> None:
-    """Two rounds are too few for exchanges of sums: candidates of the first sums are thinned, and visits begin."""
-    expected, messages = calm("pvi sums", tmp_path / "calm")
-    require_same(resumed("pvi sums", tmp_path / "killed", messages - 4, answered=False), expected)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("after", [resumed, repeated])
 @pytest.mark.parametrize("method", METHODS)
@@ -178,10 +172,3 @@ def test_a_site_that_stays_away_ends_the_repetition() -> None:
     strategy = run(FaultyGrid(flat, 3, Fault("1", lost, ("train",), range(2, 9))))
     assert [failure.round for failure in strategy.network.failures] == [2, 2, 2, 3, 3, 3]  # an evaluation forgives
     assert strategy.round == 3
-
-
-def test_a_site_that_answers_a_part_of_every_attempt_ends_the_repetition() -> None:
-    """One question is always too much for it: it never fails three times in a row."""
-    strategy = run(FaultyGrid(keys("fsgp exact") | REPEAT, 3, Fault("1", lost, ("train.gradient",), range(1, 2))))
-    assert [failure.round for failure in strategy.network.failures] == [1, 1, 1]
-    assert strategy.round == 2

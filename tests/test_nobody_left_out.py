@@ -74,14 +74,6 @@ def test_a_site_of_one_class_is_a_full_member(method: str, tmp_path: Path) -> No
     assert all(own["nll"] < 1.0 for own in found.values())
 
 
-def test_averages_keep_the_noise_that_a_constant_target_says_nothing_of(tmp_path: Path) -> None:
-    """Steps on its evidence would let the noise of all vanish; it sends back what it was sent."""
-    frames = {site: waves(20, 3).assign(y=float(site == "b")) for site in "ab"}
-    keys = configured(method="fgpr", num_server_rounds=10, test_fraction=0.0, sites=2)
-    end = run(FaultyGrid(keys, csv_nodes(tmp_path, frames)))
-    assert end.current.parameters["likelihood.log_noise"] == pytest.approx(math.log(0.1))
-
-
 def test_a_constant_target_is_not_fitted_alone() -> None:
     rows, new = (waves(20, seed)[["x1", "x2"]].to_numpy(copy=True) for seed in (0, 1))
     alone = local_only((rows, np.full(20, 0.7), new, np.full(20, 0.7)), parse_config({}))

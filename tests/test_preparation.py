@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedgp_flower.data.agreement import Agreement, SiteDescription, agree
-from fedgp_flower.data.standardisation import Preparation, describe, encode_inputs, encode_targets
+from fedgp_flower.data.standardisation import Preparation, describe, encode_targets
 from fedgp_flower.errors import DataError
 
 
@@ -75,19 +75,6 @@ def test_a_tiny_spread_beside_a_large_mean_is_not_constant():
     assert found.arrays["input.scale"][0] == pytest.approx(frame["x"].std(ddof=0), rel=1e-12)
 
 
-def test_encoded_rows_of_all_sites_are_the_standardised_pooled_table():
-    frame = rows(60, 3)
-    found = agreed(frame, np.arange(60) % 4)
-    preparation = Preparation.from_wire(found.arrays, found.schema)
-    x = np.concatenate([encode_inputs(frame[np.arange(60) % 4 == k], preparation) for k in range(4)])
-    y = np.concatenate([encode_targets(frame["y"][np.arange(60) % 4 == k], preparation) for k in range(4)])
-    assert found.names == preparation.names == ("x", "job=a", "job=b", "job=c")
-    assert x.mean(axis=0) == pytest.approx(np.zeros(4), abs=1e-14)
-    assert x.std(axis=0) == pytest.approx(np.ones(4), rel=1e-14)
-    assert y.mean() == pytest.approx(0, abs=1e-14)
-    assert y.std() == pytest.approx(1, rel=1e-14)
-
-
 def test_levels_are_the_sorted_union_and_counts_add_up():
     one = rows(4, 0).assign(job=["b", "b", "b", "z"])
     two = rows(6, 1).assign(job=["a", "b", "a", "a", "a", "a"])
@@ -115,15 +102,6 @@ def test_without_standardisation_and_for_counts_units_stay():
     counts = agreed(frame, np.arange(20) % 2, likelihood="poisson").arrays
     assert (counts["target.mean"], counts["target.scale"]) == (0, 1)
     assert counts["input.mean"][0] == pytest.approx(frame["x"].mean())
-
-
-def test_what_a_prediction_without_inputs_would_say_is_agreed_too():
-    frame = rows(60, 0, offset=5.0)
-    for keys in ({}, {"standardise": False}, {"likelihood": "poisson"}):
-        told = agreed(frame, np.arange(60) % 4, **keys).training_target
-        assert told == pytest.approx({"mean": frame["y"].mean(), "sd": frame["y"].std(ddof=0)})
-    classes = frame.assign(y=["no"] * 45 + ["yes"] * 15)
-    assert agreed(classes, np.arange(60) % 4).training_target == {"share": 0.25}
 
 
 def test_classes_are_indices_of_the_agreed_levels():

@@ -18,8 +18,7 @@ from fedgp_flower.errors import ConfigError, ProtocolError
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.fsgp.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
 from fedgp_flower.methods.fsgp.private_messages import PrivateSums
-from fedgp_flower.privacy.accounting import composed, delta_of, epsilon_of, mu_of
-from fedgp_flower.privacy.discrete import discrete_normal
+from fedgp_flower.privacy.noise import composed, delta_of, discrete_normal, epsilon_of, mu_of
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.registry import client_class, parse_config
 from strategies.fsgp import LOG_NOISE, noise_of, posterior_at

@@ -6,18 +6,16 @@ import csv
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from faults import Fault, FaultyGrid, Recorder, configured, lost, no_waiting, run
+from faults import Fault, FaultyGrid, Recorder, configured, no_waiting, run
 
 from fedgp_flower import server_app
 from fedgp_flower.errors import RunError
-from fedgp_flower.run.artefacts import RunFolder, read_posterior
-from fedgp_flower.run.registry import parse_config
+from fedgp_flower.run.artefacts import read_posterior
 
 KINDS: dict[str, dict[str, Any]] = {
     "exact": {"fsgp__objective": "exact"},
@@ -115,19 +113,6 @@ def test_bytes_and_seconds_of_a_resumed_history_are_those_of_each_round(
     assert sum(float(row["seconds"]) for row in own) <= found["seconds"]["total"] * (1 + 1e-9)
 
 
-def test_failures_before_the_kill_are_listed_once(tmp_path: Path) -> None:
-    away = lambda: Fault("1", lost, ("train",), range(1, 4))  # noqa: E731
-    keys = {**KINDS["fedavg"], "fsgp__fraction": 1.0, "max_failures": 2}
-    whole = execute(tmp_path / "whole", away(), **keys)
-    with pytest.raises(Killed):
-        execute(tmp_path / "cut", away(), kill_at=3, **keys)
-    cut = execute(tmp_path / "cut", away(), resume=True, **keys)
-    (expected, _), (found, _) = read(whole), read(cut)
-    assert [(f["round"], f["site"]) for f in expected["failures"]] == [(1, "1"), (2, "1")]
-    assert found["failures"] == expected["failures"]
-    assert found["test"] == expected["test"]  # the site stays left out where it was left out
-
-
 def test_a_site_still_broken_at_the_resume_fails_in_the_round_of_the_resume() -> None:
     nodes = [{"partition-id": index, "num-partitions": 2} for index in (0, 1, 2)]  # the last is not one of two
     recorder = Recorder()
@@ -142,31 +127,6 @@ def test_more_rounds_go_on_where_a_finished_run_stopped(tmp_path: Path, calm: tu
     found, own = read(execute(tmp_path, resume=True, **keys))
     assert found["test"] == pytest.approx(read(path)[0]["test"], rel=1e-12)
     assert len(own) == ROUNDS
-
-
-def test_a_converged_run_resumed_asks_for_no_new_gradient() -> None:
-    flat = configured(num_server_rounds=60, fsgp__tolerance=1e-3)
-    recorder = Recorder()
-    first = run(FaultyGrid(flat, 2), recorder)
-    assert first.current.converged
-    grid = FaultyGrid(flat, 2)
-    again = run(grid, Recorder(), recorder.snapshots[-1])
-    assert again.current.converged
-    assert again.details() == first.details()
-    assert "train.gradient" not in {visit.phase for visit in grid.visits}
-
-
-def test_a_record_that_the_optimiser_does_not_follow_is_not_replayed() -> None:
-    recorder = Recorder()
-    whole = run(FaultyGrid(configured(), 2), recorder)
-    saved = recorder.snapshots[2]
-    points = saved.arrays["state.points"].copy()
-    points[1] += 0.5  # as if another optimiser had chosen it
-    values = saved.arrays["state.values"] + [0.0, 100.0, 0.0]
-    odd = replace(saved, arrays={**saved.arrays, "state.points": points, "state.values": values})
-    resumed = run(FaultyGrid(configured(num_server_rounds=6), 2), Recorder(), odd)
-    assert [*resumed.current.values[:3]] == pytest.approx(whole.current.values[:3], rel=1e-12)
-    assert np.array_equal(resumed.current.points[1], whole.current.points[1])
 
 
 @pytest.mark.parametrize("missing", ["0", "2"])
@@ -188,30 +148,3 @@ def test_another_configuration_is_refused_by_key(tmp_path: Path) -> None:
         execute(tmp_path, resume=True, model__num_inducing=6)
     with pytest.raises(RunError, match=r"`seed` was 0, now 1"):
         execute(tmp_path, resume=True, seed=1)
-
-
-def test_a_folder_that_is_there_is_refused_without_resume(tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        execute(tmp_path, kill_at=1)
-    with pytest.raises(RunError, match=r"choose another `name`, or set `resume` .* did not finish; or delete"):
-        execute(tmp_path)
-    with pytest.raises(RunError, match="nothing to resume"):
-        execute(tmp_path, name="other", resume=True)
-
-
-def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
-    config = parse_config(configured(num_server_rounds=ROUNDS, evaluate_every=3, name="run", output_dir=str(tmp_path)))
-    RunFolder.open(config)
-    found, own = read(execute(tmp_path, resume=True))
-    assert len(own) == ROUNDS
-    assert found["rounds"] == ROUNDS
-
-
-def test_the_log_of_a_run_tells_what_happened(tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        execute(tmp_path, Fault("1", lost, ("query.statistics",), times=1), kill_at=3)
-    path = execute(tmp_path, resume=True)
-    log = (path / "log.txt").read_text()
-    assert "WARNING fedgp: round 1: site 1 failed: no reply within 5 s" in log
-    assert "INFO fedgp: resumed after round 2" in log
-    assert log.count("site 1 is back") == 1

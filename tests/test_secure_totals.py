@@ -20,7 +20,6 @@ from faults import (
     lost,
     parameters,
     run,
-    texts,
     waves,
 )
 from flwr.app import Message
@@ -33,8 +32,6 @@ from fedgp_flower.methods.fsgp.messages import Statistics
 from fedgp_flower.methods.messages import Step, Stepped
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
-from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import parse_config
 from strategies.server.questions import Each, First
 from strategies.server.strategy import FederatedStrategy
@@ -183,20 +180,6 @@ def test_single_masked_messages_are_uniform(pair):
     assert chi2.ppf(1e-6, 255) < statistic < chi2.ppf(1 - 1e-6, 255)
 
 
-def test_masks_cost_two_bytes_for_one(pair):
-    (_, _, plain), (_, _, masked) = pair
-    for kind in ("query.statistics", "train.gradient"):
-        sizes = [
-            [
-                sum(own.nbytes for own in numpy_arrays(reply.content.array_records["arrays"]).values())
-                for reply in grid.of(kind, "0")
-            ]
-            for grid in (plain, masked)
-        ]
-        for before, after in zip(*sizes, strict=True):
-            assert after <= 2.2 * before + 16
-
-
 def test_two_runs_on_the_same_rows_share_no_word():
     grids = [Transcript(configured(**MASKED, num_server_rounds=1), 3) for _ in range(2)]
     for grid in grids:
@@ -211,15 +194,6 @@ def test_two_runs_on_the_same_rows_share_no_word():
 
 def silent(site, *rounds, phase="query.statistics", times=10**9):
     return Fault(site, lost, (phase,), range(rounds[0], rounds[-1] + 1), times)
-
-
-def test_a_site_that_is_silent_once_is_asked_again_and_sends_the_same():
-    grid = Transcript(configured(**MASKED), 4, silent("1", 2, times=1))
-    strategy = run(grid)
-    calm = run(FaultyGrid(configured(**MASKED), 4))
-    assert strategy.details()["privacy"]["left_out"] == {}
-    assert strategy.details()["bound"] == pytest.approx(calm.details()["bound"], rel=1e-12)
-    assert len(blamed(strategy)["1"]) == 1
 
 
 def test_the_same_request_gets_the_same_bytes():
@@ -303,23 +277,6 @@ def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):
     assert any("were empty. No message says whose" in line for line in strategy.outcome.metrics["warnings"])
     rows = strategy.preparation.rows
     assert float(strategy.last[1].count) == sum(rows.values()) - rows["2"]
-
-
-def test_an_optimiser_never_mixes_totals_of_other_rows(monkeypatch):
-    """A site adds nothing to one question: the segment ends, instead of an objective of fewer rows."""
-    calls = []
-
-    def sometimes(own):
-        calls.append(own)
-        if len(calls) == 2:
-            raise NumericsError("not positive definite")
-        return own
-
-    misbehaving(monkeypatch, "2", sometimes)
-    recorder = Recorder()
-    strategy = run(FaultyGrid(configured(**MASKED), 4), recorder)
-    assert [("bound" in row) for row in recorder.rows] == [True, False, True, True]
-    assert float(strategy.last[1].count) == sum(strategy.preparation.rows.values())
 
 
 def test_a_total_that_no_rows_have_ends_the_run(monkeypatch):
@@ -513,35 +470,3 @@ def test_a_site_with_a_trust_file_answers_under_masks_alone(real_nodes):
     for site in ("north", "west"):
         assert told[site]
         assert all("under masks alone" in line for line in told[site])
-
-
-def test_a_site_whose_columns_cannot_be_read_is_left_out():
-    flat = configured(**MASKED, num_server_rounds=1)
-    strategy = run(FaultyGrid(flat, 4, Fault("0", texts(schema="{"), ("query.describe",))))
-    assert blamed(strategy).keys() == {"0"}
-    assert strategy.roster().everyone == ("1", "2", "3")
-
-
-def test_a_site_that_a_trust_file_lacks_is_named(real_nodes, tmp_path):
-    trust = Trust.read(tmp_path / "trust.toml")
-    Trust({site: key for site, key in trust.keys.items() if site != "west"}).write(tmp_path / "small.toml")
-    real_nodes[0]["trust"] = str(tmp_path / "small.toml")
-    grid = Transcript(configured(**MASKED), real_nodes)
-    with pytest.raises(RunError, match="can take part"):
-        run(grid)
-    told = [
-        str(reply.content.config_records["config"].get("error", "")) for reply in grid.of("query.column_sums", "east")
-    ]
-    assert told == ["site 'west' of the roster is not in this site's trust file"] * len(told)
-    assert told
-
-
-def test_a_run_says_first_and_last_what_the_server_saw_and_its_report_can_be_read(tmp_path):
-    flat = configured(**MASKED, output_dir=str(tmp_path), name="masked", keep_predictions=True, num_server_rounds=1)
-    folder = run_in_process(flat, 3)
-    lines = [line for line in (folder / "log.txt").read_text().splitlines() if "INFO" in line]
-    assert sum("totals under masks, simulated" in line for line in lines) == 2
-    assert "totals under masks, simulated" in lines[-1]
-    assert read_run(folder).metrics.per_site == []
-    assert not (folder / "predictions.csv").exists()
-    assert (folder / "report.html").stat().st_size > 0

@@ -7,15 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from faults import Fault, FaultyGrid, Recorder, csv_nodes, run, waves
 from flwr.app import Message, RecordDict
 from schedules import METHODS, keys_of, quietly
 from test_killed import ASYNCHRONOUS, REPEAT, require_same
 
-from fedgp_flower.clients.state import SiteState, save_state
-from fedgp_flower.errors import RunError
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy.keys import Identity, Trust
 
@@ -83,32 +80,6 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(method: str, tmp_path: Pa
     assert log.problems == ()
     answers = sum(visit.site == "b" for visit in grid.visits) - len(said)
     assert len(log.lines) == answers
-
-
-def test_a_line_that_was_not_finished_is_gone_with_the_next_one(tmp_path: Path) -> None:
-    """A power cut leaves half a line; no reply has left then."""
-    nodes = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("ab")})
-    nodes[0]["audit"] = str(tmp_path / "audit.jsonl")
-    flat = keys_of("fsgp exact", num_server_rounds=2, sites=2)
-    del flat["dataset"]
-
-    def cut() -> None:
-        with (tmp_path / "audit.jsonl").open("ab") as file:
-            file.write(b'{"line": 9, "time"')
-
-    strategy = run(FaultyGrid(flat, nodes), Recorder(at={1: cut}))
-    assert strategy.network.failures == []
-    assert audit.read(tmp_path / "audit.jsonl").problems == ()
-
-
-def test_a_state_that_cannot_be_written_is_not_kept_in_memory_either(disk: Path) -> None:
-    from test_state import context
-
-    node = context(**{"state-dir": str(disk)})
-    fill(disk)
-    with pytest.raises(RunError, match="No space left"):
-        save_state(node, SiteState("r1", 1, {"a": np.zeros(9)}))
-    assert not node.state
 
 
 class LateGrid(FaultyGrid):

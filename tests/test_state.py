@@ -13,8 +13,7 @@ from flwr.app import Context, RecordDict
 
 from fedgp_flower.clients import app
 from fedgp_flower.clients.prepared import FILE, PreparedSite, prepared_site
-from fedgp_flower.clients.rows import require_same_rows
-from fedgp_flower.clients.state import SiteState, load_state, save_state
+from fedgp_flower.clients.state import SiteState, load_state, require_same_rows, save_state
 from fedgp_flower.data.sites import RawSite, load_site
 from fedgp_flower.data.standardisation import Column, Preparation
 from fedgp_flower.errors import DataError

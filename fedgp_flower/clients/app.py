@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from fedgp_flower.clients import masking
 from fedgp_flower.clients.numpy_client import KIND, NAMES, Setting, SiteClient, answers_publicly
 from fedgp_flower.clients.prepared import prepared_site
-from fedgp_flower.clients.rows import require_same_rows
-from fedgp_flower.clients.state import SiteState, load_state, save_state
+from fedgp_flower.clients.state import SiteState, load_state, require_same_rows, save_state
 from fedgp_flower.data.sites import RawSite, load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import FedGPError
@@ -205,10 +204,10 @@ class SiteApp(ClientApp):
         """This node's rows as its policy lets messages know them; what a loader of one's own reads is not kept."""
         run, preparation = of
 
-        def checked(own: Rules) -> RawSite:
+        def checked(applied: Rules) -> RawSite:
             raw = load_site(config, context.node_config, run) if self.load is None else self.load(config, context)
             require_same_rows(context, run, raw)
-            return own.site(raw)
+            return applied.site(raw)
 
         if self.load is not None:
             return checked(rules)

@@ -61,8 +61,8 @@ def no_prior(model: WiredModel) -> Tensor:
 
 def penalty(model: WiredModel) -> Tensor:
     """−.05 Σ (log ℓ − 1)², as :mod:`strategies.fsgp_profiled` has it."""
-    logs = [own for name, own in model.wire_parameters() if name.endswith("log_lengthscale")]
-    return -PENALTY * sum(((own - 1).square().sum() for own in logs), no_prior(model))
+    logs = [value for name, value in model.wire_parameters() if name.endswith("log_lengthscale")]
+    return -PENALTY * sum(((value - 1).square().sum() for value in logs), no_prior(model))
 
 
 PRIORS = {"none": no_prior, "log-normal": log_prior, "lengthscales": penalty}
@@ -80,7 +80,7 @@ def fit(model: WiredModel, objective: Callable[[], Tensor], max_evaluations: int
 
 
 def local_only(site_data: tuple[Array, Array, Array, Array], config: RunConfig) -> Baseline:
-    """A GP of the site's own rows, hyperparameters at their mode: exact up to ``EXACT_ROWS`` rows, else sparse.
+    """A GP of the site's rows, hyperparameters at their mode: exact up to ``EXACT_ROWS`` rows, else sparse.
 
     Where all targets are one number, hyperparameters stay as configured: a fit would let noise vanish.
     """

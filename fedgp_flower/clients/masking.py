@@ -156,7 +156,7 @@ class Journal:
         if self.folder is not None and (self.folder / f"{self.name}.json").exists():
             texts.append((self.folder / f"{self.name}.json").read_text(encoding="utf-8"))
         found = [TypeAdapter(History).validate_json(text) for text in texts if text]
-        return max(found, key=lambda own: (own.number, own.changes), default=History(self.run))
+        return max(found, key=lambda entry: (entry.number, entry.changes), default=History(self.run))
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -103,7 +103,7 @@ def _write(path: Path, key: str, site: RawSite, data: SiteData, decisions: list[
     arrays: NamedArrays = {name: np.ascontiguousarray(getattr(data, name)) for name in ("x", "y", "x_test", "y_test")}
     facts = {name: getattr(site, name) for name in FACTS} | {"features": site.features}
     facts |= {"unknown_levels": data.unknown_levels}
-    words = {"facts": json.dumps(facts), "decisions": json.dumps([asdict(own) for own in decisions])}
+    words = {"facts": json.dumps(facts), "decisions": json.dumps([asdict(entry) for entry in decisions])}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, save(arrays, {"key": key, "sum": _sum(arrays, words), **words}), mode=0o600)
 
@@ -117,7 +117,7 @@ def _read(path: Path, key: str) -> tuple[dict[str, Any], NamedArrays, list[Decis
         if words.pop("key") != key or words.pop("sum") != _sum(arrays, words):
             return None
         facts = json.loads(words["facts"])
-        decisions = [Decision(**own) for own in json.loads(words["decisions"])]
+        decisions = [Decision(**entry) for entry in json.loads(words["decisions"])]
         return {**facts, "features": tuple(facts["features"])}, arrays, decisions
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return None

@@ -2,12 +2,18 @@
 
 Flower keeps a Context in memory only, so a SuperNode that is restarted has lost it. With ``state-dir`` in the node
 configuration the state is also a file, replaced as a whole. It carries the run's id: another run starts empty. The
-server compares the count of updates a site reports with its own and so knows when a site starts afresh.
+server compares the count of updates that a site reports with its count and so knows when a site starts afresh.
+
+A site also remembers with which rows it entered a run, and refuses to answer with others. It keeps HMAC(salt, table), a
+hash with a salt drawn for the run: neither says anything of the rows to anybody who does not have them.
 """
 
 from __future__ import annotations
 
+import hmac
+import json
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +23,22 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedgp_flower.errors import RunError
+from fedgp_flower.data.sites import RawSite
+from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.lazy import pd
 from fedgp_flower.records import array_record, numpy_arrays, record_of
+from fedgp_flower.run.files import read_json, write_bytes
 from fedgp_flower.typing import NamedArrays
 
-ARRAYS, FACTS = "site-state.arrays", "site-state.facts"
+ARRAYS, FACTS, ROWS = "site-state.arrays", "site-state.facts", "site-rows"
+"""Records of the Context."""
+STATE_FILE, ROWS_FILE = "site-state.safetensors", "site-rows.json"
+
+
+def file_of(context: Context, name: str) -> Path | None:
+    """A file in the folder that the node has for its state."""
+    folder = context.node_config.get("state-dir")
+    return None if not folder else Path(str(folder)).expanduser() / name
 
 
 @dataclass(slots=True)
@@ -44,7 +61,7 @@ def load_state(context: Context, run: str) -> SiteState:
     record = record_of(context.state, ARRAYS, ArrayRecord)
     if facts is not None and record is not None and facts["run"] == run:
         return SiteState(run, int(str(facts["updates"])), numpy_arrays(record))
-    path = _file(context)
+    path = file_of(context, STATE_FILE)
     return (_read(path, run) if path is not None else None) or SiteState(run)
 
 
@@ -52,7 +69,7 @@ def save_state(context: Context, state: SiteState) -> None:
     """Keep the state in the Context and, where the node has a ``state-dir``, on disk."""
     if not state.updates:
         return
-    path = _file(context)
+    path = file_of(context, STATE_FILE)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
@@ -78,6 +95,48 @@ def _read(path: Path, run: str) -> SiteState | None:
         return None
 
 
-def _file(context: Context) -> Path | None:
-    folder = context.node_config.get("state-dir")
-    return None if not folder else Path(str(folder)).expanduser() / "site-state.safetensors"
+def require_same_rows(context: Context, run: str, site: RawSite) -> None:
+    """Remember the rows of a real site at its first message of a run, and refuse others later.
+
+    Raises:
+        DataError: the table changed while the run went on.
+    """
+    if site.simulated:
+        return
+    kept = _kept(context)
+    if kept.get("run") != run:
+        salt = secrets.token_hex(16)
+        _keep(context, {"run": run, "salt": salt, "rows": _fingerprint(site, salt)})
+    elif not hmac.compare_digest(kept["rows"], _fingerprint(site, kept["salt"])):
+        table = Path(str(context.node_config.get("data-path", "the table"))).name
+        raise DataError(
+            f"{table} is no longer the table with which this site entered the run; put that one back, or start a new"
+            " run with this one"
+        )
+
+
+def _fingerprint(site: RawSite, salt: str) -> str:
+    digest = hmac.new(bytes.fromhex(salt), digestmod="sha256")
+    for frame in (site.train, site.test):
+        digest.update(json.dumps([list(map(str, frame.columns)), len(frame)]).encode())
+        digest.update(pd.util.hash_pandas_object(frame, index=False).to_numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _kept(context: Context) -> dict[str, str]:
+    record = record_of(context.state, ROWS, ConfigRecord)
+    if record is not None:
+        return {name: str(value) for name, value in record.items()}
+    try:
+        path = file_of(context, ROWS_FILE)
+        return {} if path is None else {name: str(value) for name, value in read_json(path).items()}
+    except RunError:
+        return {}
+
+
+def _keep(context: Context, facts: dict[str, str]) -> None:
+    path = file_of(context, ROWS_FILE)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, json.dumps(facts).encode(), mode=0o600)
+    context.state[ROWS] = ConfigRecord(dict(facts))

@@ -54,12 +54,12 @@ def record(path: Path, message: Message, reply: Message, decisions: Sequence[Dec
         "round": asked["round"],
         "kind": message.metadata.message_type,
         "masked": masked,
-        "arrays": {name: _shape_and_norm(own) for name, own in arrays.items()},
+        "arrays": {name: _shape_and_norm(entry) for name, entry in arrays.items()},
         "numbers": {name: value for name, value in numbers.items() if not isinstance(value, list)},
         "texts": {name: len(value) for name, value in said.items() if isinstance(value, str) and name != "error"},
-        "bytes": sum(own.count_bytes() for own in content.values()),
+        "bytes": sum(entry.count_bytes() for entry in content.values()),
         "refused": said.get("error", ""),
-        "rules": [asdict(own) for own in decisions],
+        "rules": [asdict(entry) for entry in decisions],
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,8 +116,8 @@ def _head(path: Path) -> Path:
 
 def cells(line: Mapping[str, Any]) -> list[str]:
     """A line as a row of a table."""
-    arrays = ", ".join(f"{name} {own['shape']}" for name, own in line["arrays"].items())
-    odd = [f"{own['rule']} {own['verdict']}" for own in line["rules"] if own["verdict"] != "passed"]
+    arrays = ", ".join(f"{name} {entry['shape']}" for name, entry in line["arrays"].items())
+    odd = [f"{entry['rule']} {entry['verdict']}" for entry in line["rules"] if entry["verdict"] != "passed"]
     rules = ", ".join(odd) or f"{len(line['rules'])} passed"
     plain = (line["line"], line["time"], line["run"], line["round"], line["kind"], line["bytes"])
     return [*map(str, plain), "yes" if line["masked"] else "no", arrays or line["refused"], rules]
@@ -154,7 +154,7 @@ def read(path: Path, seen: str = "") -> Log:
         count, digest = _head(path).read_text(encoding="ascii").split()
         if int(count) > len(texts) or digest not in hashes:
             problems.append(f"line {len(texts) + 1}: the log had {count} lines, the end is gone or was written anew")
-    if seen and not any(own.startswith(seen) for own in hashes):
+    if seen and not any(entry.startswith(seen) for entry in hashes):
         problems.append(f"no line has the hash {seen}: the log was cut before it, or written anew")
     return Log(tuple(lines), tuple(problems), hashes[-1] if hashes else BEGINNING)
 
@@ -165,17 +165,17 @@ def _verified(texts: Sequence[str], lines: list[Mapping[str, Any]]) -> Iterator[
     for place, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)
-            own, named, found = line["hash"], int(line["line"]), line["before"]
+            entry, named, found = line["hash"], int(line["line"]), line["before"]
         except (ValueError, KeyError, TypeError):
             yield f"line {place}: cannot be read"
             number += 1
             continue
         lines.append(line)
-        plain = text.removesuffix(f', "hash": "{own}"}}') + "}"
-        if hashlib.sha256(plain.encode()).hexdigest() != own:
+        plain = text.removesuffix(f', "hash": "{entry}"}}') + "}"
+        if hashlib.sha256(plain.encode()).hexdigest() != entry:
             yield f"line {place}: was edited"
         elif named != number + 1:
             yield f"line {place}: is numbered {named} after {number}; lines were removed or moved"
         elif found != before:
             yield f"line {place}: does not follow the line before, which was written anew"
-        before, number = own, named
+        before, number = entry, named

@@ -160,4 +160,4 @@ def total(parts: Iterable[Words]) -> tuple[int, Array]:
 def exact(words: Words) -> Sequence[int]:
     """Residues as integers in [−2^127, 2^127), for proofs."""
     whole = [int(low) | int(high) << 64 for low, high in words]
-    return [own - (1 << 128) if own >> 127 else own for own in whole]
+    return [entry - (1 << 128) if entry >> 127 else entry for entry in whole]

@@ -131,18 +131,22 @@ class Rules:
             PolicyError: it may not.
             ConfigError: rounds are limited, and nothing remembers them.
         """
-        own = self.policy
-        self._judge("methods", not own.methods or config.method in own.methods, f"method `{config.method}` may not run")
-        odd = sorted(key for key in _changed(config) if not _matches(key, own.keys)) if own.keys else []
+        limits = self.policy
+        self._judge(
+            "methods", not limits.methods or config.method in limits.methods, f"method `{config.method}` may not run"
+        )
+        odd = sorted(key for key in _changed(config) if not _matches(key, limits.keys)) if limits.keys else []
         self._judge("keys", not odd, f"keys may not be set: {', '.join(f'`{key}`' for key in odd[:5])}")
-        self._judge("kinds", not own.kinds or _matches(self.kind, own.kinds), f"`{self.kind}` is not answered")
+        self._judge("kinds", not limits.kinds or _matches(self.kind, limits.kinds), f"`{self.kind}` is not answered")
         masked = config.privacy.secure_aggregation
-        self._judge("secure-aggregation", masked or not own.secure_aggregation, "totals under masks are required")
-        if own.rounds_per_day and number:
+        self._judge("secure-aggregation", masked or not limits.secure_aggregation, "totals under masks are required")
+        if limits.rounds_per_day and number:
             if not state_dir:
                 raise ConfigError(f"`rounds-per-day` in {self.file} needs a `state-dir` in the node configuration")
             rounds = Rounds.of_today(Path(str(state_dir)).expanduser()).after(run, number)
-            self._judge("rounds-per-day", rounds.count <= own.rounds_per_day, "no more rounds today", f"{rounds.count}")
+            self._judge(
+                "rounds-per-day", rounds.count <= limits.rounds_per_day, "no more rounds today", f"{rounds.count}"
+            )
             rounds.write(Path(str(state_dir)).expanduser())
 
     def site(self, raw: RawSite) -> RawSite:
@@ -154,23 +158,23 @@ class Rules:
         self.active = self.file != DEFAULT or not raw.simulated
         if not self.active:
             return raw
-        own, rows = self.policy, len(raw.train)
-        self._judge("least-rows", rows >= own.least_rows, "too few training rows", f"{rows} rows")
-        hidden = sorted({*raw.features, raw.target} & {*own.hidden_columns})
+        limits, rows = self.policy, len(raw.train)
+        self._judge("least-rows", rows >= limits.least_rows, "too few training rows", f"{rows} rows")
+        hidden = sorted({*raw.features, raw.target} & {*limits.hidden_columns})
         self._judge("hidden-columns", not hidden, f"column {', '.join(hidden)} may not be used")
-        train, test = raw.train.copy(), raw.test if len(raw.test) >= own.least_cell else raw.test.iloc[:0]
+        train, test = raw.train.copy(), raw.test if len(raw.test) >= limits.least_cell else raw.test.iloc[:0]
         test = test.copy()
         for name in (name for name in (*raw.features, raw.target) if kind_of(train[name]) == "categorical"):
             counts = train[name].value_counts()
             if name == raw.target:
-                self._judge("least-cell", bool(counts.min() >= own.least_cell), f"a class of `{name}` is too rare")
+                self._judge("least-cell", bool(counts.min() >= limits.least_cell), f"a class of `{name}` is too rare")
                 continue
-            odd = names_rows(counts, own.rows_per_level)
+            odd = names_rows(counts, limits.rows_per_level)
             self._judge("rows-per-level", not odd, f"`{name}` names rows, as an identifier does", f"`{name}`")
-            kept = kept_levels(counts, own.least_cell)
+            kept = kept_levels(counts, limits.least_cell)
             if len(kept) < len(counts):
                 found = f"{len(counts) - len(kept)} levels of `{name}`"
-                self.decisions.append(Decision("least-cell", own.least_cell, "merged", found))
+                self.decisions.append(Decision("least-cell", limits.least_cell, "merged", found))
                 train[name], test[name] = merged_levels(train[name], kept), merged_levels(test[name], kept)
         return replace(raw, train=train, test=test, _encoded={})
 

@@ -80,16 +80,16 @@ class MaskedQuestion:
     @property
     def digest(self) -> str:
         """H."""
-        return _hash([self.subject, [[own.site, own.key, own.signature] for own in self.members]])
+        return _hash([self.subject, [[entry.site, entry.key, entry.signature] for entry in self.members]])
 
     def secrets(self, identity: Identity, site: str) -> dict[str, bytes]:
         """What a site shares with each of the others."""
         private = identity.run_key(self.run)
-        [own] = [member for member in self.members if member.site == site]
+        [entry] = [member for member in self.members if member.site == site]
         found = {}
         for member in self.members:
             if member.site != site:
-                both = sorted([[own.site, own.key], [member.site, member.key]])
+                both = sorted([[entry.site, entry.key], [member.site, member.key]])
                 info = json.dumps(["fedgp pair 1", self.run, both]).encode()
                 found[member.site] = masks.pair_secret(private, bytes.fromhex(member.key), info)
         return found
@@ -152,7 +152,7 @@ def length(layout: Layout) -> int:
 def layout_of(arrays: NamedArrays) -> Layout:
     """The layout of a summand at hand."""
     kinds = {"i": "int64", "u": "int64", "b": "int64"}
-    return [[name, list(own.shape), kinds.get(own.dtype.kind, "float64")] for name, own in arrays.items()]
+    return [[name, list(entry.shape), kinds.get(entry.dtype.kind, "float64")] for name, entry in arrays.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def admitted(question: MaskedQuestion, member: Member, trust: Trust, policy: Sit
     """
     _check_roster(question, member, trust, policy)
     _check_order(question, history)
-    roster = tuple((own.site, own.key) for own in question.members)
+    roster = tuple((entry.site, entry.key) for entry in question.members)
     changes = history.changes + (bool(history.roster) and roster != history.roster)
     if changes > policy.max_changes:
         raise ProtocolError(
@@ -204,7 +204,7 @@ def admitted(question: MaskedQuestion, member: Member, trust: Trust, policy: Sit
 
 
 def _check_roster(question: MaskedQuestion, member: Member, trust: Trust, policy: SitePolicy) -> None:
-    sites, keys = question.sites, [own.key for own in question.members]
+    sites, keys = question.sites, [entry.key for entry in question.members]
     if list(sites) != sorted(sites) or len(set(sites)) < len(sites) or len(set(keys)) < len(keys):
         raise ProtocolError("the roster names a site or a key twice, or is not sorted")
     if len(sites) < max(policy.least_sites, LEAST_SITES):
@@ -226,6 +226,6 @@ def _check_order(question: MaskedQuestion, history: History) -> None:
         return
     if question.subject != history.subject:
         raise ProtocolError(f"another question under number {question.number}, which this site has answered")
-    roster = {(own.site, own.key) for own in question.members}
+    roster = {(entry.site, entry.key) for entry in question.members}
     if not roster < set(history.roster):
         raise ProtocolError(f"the roster of question {question.number} does not shrink: it may only lose sites")

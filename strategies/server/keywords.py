@@ -2,8 +2,8 @@
 
 ``ReplayPVI(num_inducing=100, damping=0.5, seed=1)`` and the run configuration ``model.num-inducing = 100``,
 ``pvi.damping = 0.5``, ``seed = 1`` are the same thing: every keyword is a field of the configuration, validated alike.
-A field that two sections share belongs to the method's own table; the other one is reached by its section's name,
-``optimizer_learning_rate``.
+Every field has one spelling: its name, and behind the name of its section, as in ``optimizer_learning_rate``, where the
+method's table has a field of that name.
 """
 
 from __future__ import annotations
@@ -47,19 +47,17 @@ class Keyword:
 def keys(options: type[MethodOptions], implied: Mapping[str, Any]) -> dict[str, Keyword]:
     """The keywords for a method's table and the shared sections, without those that a class implies."""
     found: dict[str, Keyword] = {}
-    nested: list[tuple[str, type[Section]]] = [(options.table, options)] if options.table else []
+    tables: list[tuple[str, type[Section]]] = [(options.table, options)] if options.table else []
     for name, info in CoreConfig.model_fields.items():
-        if name in NOT_FOR_A_STRATEGY:
-            continue
         if isinstance(info.default, Section):
-            nested.append((name, type(info.default)))
-        else:
+            tables.append((name, type(info.default)))
+        elif name not in NOT_FOR_A_STRATEGY:
             found[name] = _keyword("", name, CoreConfig)
-    for table, section in nested:
-        for name in section.model_fields:
-            keyword = _keyword(f"{table}.", name, section)
-            found.setdefault(name, keyword) if table != options.table else found.update({name: keyword})
-            found[f"{table}_{name}".replace("-", "_")] = keyword
+    for table, section in tables:
+        for name, info in section.model_fields.items():
+            if not info.exclude and not (table in NOT_FOR_A_STRATEGY and table != options.table):
+                spelling = f"{table}_{name}" if name in found else name
+                found[spelling] = _keyword(f"{table}.", name, section)
     fixed = {found[name].key for name in implied}
     return {name: keyword for name, keyword in found.items() if keyword.key not in fixed}
 

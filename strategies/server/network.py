@@ -113,17 +113,17 @@ class Network:
         return [site for site in self.sites() if self.streak.get(site, 0) < self.max_failures]
 
     def message(
-        self, site: str, phase: str, arrays: Mapping[str, np.ndarray] | ArrayRecord, settings: Texts | None = None
+        self, site: str, kind: str, arrays: Mapping[str, np.ndarray] | ArrayRecord, settings: Texts | None = None
     ) -> Message:
-        """A message of a phase for one site."""
-        message = self._message(self.nodes[site], phase, arrays, settings or {})
+        """A message of a kind for one site."""
+        message = self._message(self.nodes[site], kind, arrays, settings or {})
         self.asked[site] = echo_of(message)
         if self.context is not None:
             self.context.attach(message)
         return message
 
     def _message(
-        self, node: int, phase: str, arrays: Mapping[str, np.ndarray] | ArrayRecord, settings: Texts
+        self, node: int, kind: str, arrays: Mapping[str, np.ndarray] | ArrayRecord, settings: Texts
     ) -> Message:
         config: dict[str, Any] = {
             **settings,
@@ -134,7 +134,7 @@ class Network:
         }
         record = arrays if isinstance(arrays, ArrayRecord) else packed_record(arrays)
         content = RecordDict({"arrays": record, "config": ConfigRecord(config)})
-        return Message(content, dst_node_id=node, message_type=phase, group_id=str(self.round))
+        return Message(content, dst_node_id=node, message_type=kind, group_id=str(self.round))
 
     def exchange(self, messages: Sequence[Message], specs: Expected, *, retries: int = 0) -> list[Message]:
         """Send, wait, and keep what is valid, in site order; everything else becomes a failure of its site.
@@ -187,7 +187,7 @@ class Network:
 
     def ask(
         self,
-        phase: str,
+        kind: str,
         arrays: Mapping[str, Mapping[str, np.ndarray]],
         specs: Expected,
         settings: Texts | None = None,
@@ -195,20 +195,20 @@ class Network:
         retries: int = 0,
     ) -> dict[str, Answer]:
         """Send each site its arrays and return the valid answers by site."""
-        messages = [self.message(site, phase, own, settings) for site, own in arrays.items()]
+        messages = [self.message(site, kind, own, settings) for site, own in arrays.items()]
         return answers(self.exchange(messages, specs, retries=retries))
 
-    def introduce(self, phase: str) -> dict[str, Answer]:
+    def introduce(self, kind: str) -> dict[str, Answer]:
         """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it.
 
         What goes wrong is noted, but not held against a site of the same name that already takes part.
         """
         online = set(self.grid.get_node_ids())
         found: dict[str, Answer] = {}
-        for node, reply in self._first_replies(sorted(online - self.heard), phase).items():
+        for node, reply in self._first_replies(sorted(online - self.heard), kind).items():
             site = claimed_site(reply)
             reason = self.refusal(reply, None)
-            if reason is None and site is not None and (site in found or self._taken(site, online, phase)):
+            if reason is None and site is not None and (site in found or self._taken(site, online, kind)):
                 reason = f"two machines say that they are site {site!r}; give each its own `site` in --node-config"
             self.heard.add(node)
             if reason is None and reply is not None and site is not None:
@@ -220,22 +220,22 @@ class Network:
                 self._record(site or f"node {len(self.heard)}", reason or "no reply")
         return dict(sorted(found.items(), key=lambda item: natural_order(item[0])))
 
-    def _first_replies(self, nodes: Sequence[int], phase: str) -> dict[int, Message | None]:
+    def _first_replies(self, nodes: Sequence[int], kind: str) -> dict[int, Message | None]:
         """Replies of nodes never heard of; one that gets lost is asked for again."""
         replies: dict[int, Message | None] = dict.fromkeys(nodes)
         self.traffic.exchanges += bool(replies)
         for _ in range(2):
             waiting = [node for node, reply in replies.items() if reply is None or reply.has_error()]
-            messages = [self._message(node, phase, {}, self.introduction) for node in waiting]
+            messages = [self._message(node, kind, {}, self.introduction) for node in waiting]
             replies |= dict(zip(waiting, self.round_trip(messages), strict=True))
         return replies
 
-    def _taken(self, site: str, online: set[int], phase: str) -> bool:
+    def _taken(self, site: str, online: set[int], kind: str) -> bool:
         """Whether the node that has a site id still answers: Flower lists one that was killed for some time."""
         node = self.nodes.get(site)
         if node is None or node not in online:
             return False
-        [reply] = self.round_trip([self._message(node, phase, {}, self.introduction)])
+        [reply] = self.round_trip([self._message(node, kind, {}, self.introduction)])
         return claimed_site(reply) == site
 
     def round_trip(self, messages: Sequence[Message]) -> list[Message | None]:

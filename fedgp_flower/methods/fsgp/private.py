@@ -15,10 +15,10 @@ by w, w + τ/√w, is never negative, hence w = 1; 4 + 2τ − 2τ² is largest 
     Δ² = 9/2,
 
 and noise of standard deviation Δ/μ in these units, in coordinates of the symmetric matrix that keep lengths (an
-off-diagonal entry stands for two), makes a release that :mod:`fedgp_flower.privacy.accounting` knows the worth of.
+off-diagonal entry stands for two), makes a release that :mod:`fedgp_flower.privacy.noise` accounts for.
 What noise a sum of K sites needs, each adds by 1/√K of its standard deviation where only the total is seen.
 
-Noise is discrete (:mod:`fedgp_flower.privacy.discrete`): sums are rounded to a grid whose step is the share
+Noise is discrete (:mod:`fedgp_flower.privacy.noise`): sums are rounded to a grid whose step is the share
 :data:`GRID` of the noise, and integers are added. Rounding moves each of the M² + M + 1 coordinates of neighbours apart
 by a step at most, which counts:
 
@@ -37,8 +37,7 @@ import torch
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.methods.fsgp.private_messages import PrivateSums
-from fedgp_flower.privacy import accounting
-from fedgp_flower.privacy.discrete import discrete_normal
+from fedgp_flower.privacy.noise import composed, discrete_normal, epsilon_of, mu_of
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array
 
@@ -69,7 +68,7 @@ class Budget:
     @property
     def mu(self) -> float:
         """μ of one release."""
-        return accounting.mu_of(self.epsilon, self.delta) / math.sqrt(self.releases)
+        return mu_of(self.epsilon, self.delta) / math.sqrt(self.releases)
 
     @property
     def noise(self) -> float:
@@ -78,7 +77,7 @@ class Budget:
 
     def spent(self, releases: int) -> float:
         """ε at δ after so many of them."""
-        return accounting.epsilon_of(accounting.composed([self.mu] * releases), self.delta)
+        return epsilon_of(composed([self.mu] * releases), self.delta)
 
 
 def units_of(amplitude: float) -> tuple[float, float, float]:
