@@ -72,7 +72,7 @@ LABELS = "dataset=breast-cancer model.likelihood=bernoulli evaluate-every=0"
 UNITS = "dataset=convolved-signals partitioner=natural partition.column=unit split=0 model.num-inducing=25"
 EXACT = f"method=fedmgp-exact {UNITS} evaluate-every=0 num-server-rounds"
 FEDMGP = f"method=fedmgp {UNITS} fedmgp.local-steps=5 evaluate-every=0 num-server-rounds=8"
-SHAPES = "evaluate-every=0 model.kernel=matern52 model.num-inducing=15 sfvi.site-inducing=8"
+SHAPES = "evaluate-every=0 model.kernel=matern52 model.num-inducing=15"
 CLINICS = "dataset=clinics.csv features=age,weight,ward,smoker partitioner=natural partition.column=clinic"
 
 RUNS = (
@@ -121,19 +121,19 @@ RUNS = (
     Run("fedmgp-median", 0, f"{FEDMGP} fedmgp.aggregation=median"),
     Run("fedmgp-krum", 0, f"{FEDMGP} fedmgp.aggregation=krum fedmgp.malicious=1"),
     Run("hierarchical-gp", 4, f"method=hierarchical-gp dataset=diabetes {SHAPES} num-server-rounds=4", resume_to=7),
-    Run("hierarchical-gp-units", 0, f"method=hierarchical-gp {UNITS} evaluate-every=0 num-server-rounds=5"),
+    Run("hierarchical-gp-units", 0, "method=hierarchical-gp "
+        f"hierarchical.deviation=rough {UNITS} evaluate-every=0 num-server-rounds=5"),
     Run("deep-kernel", 3, f"method=deep-kernel {LABELS} num-server-rounds=3 deep.prediction-draws=30"),
     Run("sfvi", 4, f"method=sfvi dataset=diabetes {SHAPES} num-server-rounds=12", resume_to=20),
-    Run("sfvi-avg", 4, f"method=sfvi-avg dataset=diabetes {SHAPES} num-server-rounds=4 sfvi.local-steps=5 "
-        "sfvi.fraction=0.8"),
+    Run("sfvi-avg", 4, f"method=sfvi-avg dataset=diabetes {SHAPES} num-server-rounds=4 sfvi.local-steps=5"),
     Run("sfvi-full-warm-start", 0, f"method=sfvi dataset=five-blocks split=0 partitioner=natural partition.column=site "
         f"{SHAPES} num-server-rounds=12 sfvi.warm-start-rounds=3 sfvi.local-steps=5 sfvi.structure=full"),
     Run("sfvi-glmm", 0, "method=sfvi dataset=ohio features=id,smoke,age target=resp standardise=false "
         "partitioner=natural partition.column=smoke model.likelihood=bernoulli sfvi.model=glmm sfvi.unit-column=id "
-        "sfvi.structure=full sfvi.importance-samples=5 sfvi.prediction-draws=20 num-server-rounds=15 evaluate-every=0",
+        "sfvi.structure=full sfvi.importance-samples=5 num-server-rounds=15 evaluate-every=0",
         needs="ohio.csv.gz"),
     Run("sfvi-multinomial", 3, "method=sfvi dataset=classes.csv target=label standardise=false sfvi.model=multinomial "
-        "sfvi.classes=3 sfvi.prediction-draws=20 num-server-rounds=15 evaluate-every=0"),
+        "sfvi.classes=3 num-server-rounds=15 evaluate-every=0"),
     Run("sfvi-fedpop", 3, f"method=sfvi {LABELS} sfvi.model=fedpop sfvi.classes=2 sfvi.hidden=5 num-server-rounds=10 "
         "sfvi.samples=1"),
 )  # fmt: skip

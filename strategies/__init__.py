@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from strategies.async_pvi import AsynchronousPVI as AsynchronousPVI
     from strategies.deep_kernel import DeepKernelGP as DeepKernelGP
     from strategies.fedmgp import FedMGP as FedMGP
-    from strategies.fedmgp_deviations import FedMGPDeviations as FedMGPDeviations
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
     from strategies.fgpr import FGPR as FGPR
     from strategies.fsgp import FSGPAveraging as FSGPAveraging
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from strategies.fsgp_laplace import FSGPLaplace as FSGPLaplace
     from strategies.fsgp_private import FSGPPrivate as FSGPPrivate
     from strategies.fsgp_profiled import FSGPProfiled as FSGPProfiled
+    from strategies.hierarchical_gp import HierarchicalGP as HierarchicalGP
     from strategies.pvi import PVI as PVI
     from strategies.pvi_duals import DualPVI as DualPVI
     from strategies.pvi_mixed import AsynchronousMixedPVI as AsynchronousMixedPVI
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from strategies.replay_pvi import ReplayPVI as ReplayPVI
     from strategies.sfvi import SFVI as SFVI
     from strategies.sfvi_avg import SFVIAvg as SFVIAvg
-    from strategies.sfvi_closed import SFVIClosedForm as SFVIClosedForm
-    from strategies.sfvi_duals import SFVIDuals as SFVIDuals
 
 _MODULES = {
     "AsynchronousMixedPVI": "pvi_mixed",
@@ -49,8 +47,8 @@ _MODULES = {
     "FSGPPrivate": "fsgp_private",
     "FSGPProfiled": "fsgp_profiled",
     "FedMGP": "fedmgp",
-    "FedMGPDeviations": "fedmgp_deviations",
     "FedMGPExact": "fedmgp_exact",
+    "HierarchicalGP": "hierarchical_gp",
     "LocalOnly": "references",
     "MixedPVI": "pvi_mixed",
     "PVI": "pvi",
@@ -61,8 +59,6 @@ _MODULES = {
     "ReplayPVI": "replay_pvi",
     "SFVI": "sfvi",
     "SFVIAvg": "sfvi_avg",
-    "SFVIClosedForm": "sfvi_closed",
-    "SFVIDuals": "sfvi_duals",
     "SummedPVI": "pvi_sums",
 }
 """Strategy → the module of its algorithm."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,35 +18,30 @@ from fedgp_flower.methods.family import GlobalPosterior, expected_global_term, s
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
 from fedgp_flower.typing import Array, NamedArrays
 from strategies import sfvi_avg
-from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
-from strategies.sfvi_avg import Plan
-from strategies.sfvi_state import Prior, SFVIState, SteppedVI, began_anew
+from strategies.sfvi_avg import SFVIPlan
+from strategies.sfvi_state import Prior, SFVIState, StructuredVI
 
 LEARNED_PRIOR = "theta.prior_log_scales"
 
 
-def one_round(state: SFVIState, roster: Roster, plan: Plan) -> Asking[tuple[SFVIState, Figures]]:
-    """Algorithm 1 of the paper. The server asks for a :class:`Total`: it needs the sum of the gradients alone.
-
-    Only where some site says that it lost its state does the server ask each which one it was, to count it.
-    """
+def one_round(state: SFVIState, roster: Roster, plan: SFVIPlan) -> Asking[tuple[SFVIState, Figures]]:
+    """Algorithm 1 of the paper. The server asks for a :class:`Total`: it needs the sum of the gradients alone."""
     noise = None
-    if not plan.options.known_expectations:  # 1. ε_G ~ N(0, I)
+    if not plan.options.row.known_expectations:  # 1. ε_G ~ N(0, I)
         noise = global_noise(plan.seed, roster.round, plan.options.samples, len(state.prior.fixed))
     request = GradientRequest(state.parameters, plan.rate, noise)  # 2. ∇ of the sites' terms, summed
-    chosen = tuple(sampled(roster, plan.options.fraction, plan.seed))
-    summed: Summed[GradientShare] = yield Total(GradientShare, request, chosen, retries=0)
-    if summed.total is None or summed.silent:  # of whose rows the sum is, is not known then
+    summed: Summed[GradientShare] = yield Total(GradientShare, request, retries=0)
+    if summed.total is None or summed.silent:  # the rows behind the sum are not known then
         return state, {}
     rows = sum(roster.rows.values())
     scale = rows / sum(roster.rows[site] for site in summed.sites)  # the sum stands in for sites that are absent
     value, gradient = server_term(state.parameters, state.prior, noise)  # 3. and of log p_θ(Z_G) − log q(Z_G)
     moves, adam = state.adam.update(plus(gradient, summed.total.values, scale=scale), plan.rate)  # 4. a step of Adam
     parameters = {name: np.asarray(array + moves[name]) for name, array in state.parameters.items()}
-    fresh = yield from began_anew(state, summed)
     bound = value + scale * summed.total.objective
-    state = replace(state.joined(summed.sites, fresh).with_moments(adam), parameters=parameters, bound=bound)
+    state = state.joined(summed.sites, summed.total.fresh).with_moments(adam)
+    state = replace(state, parameters=parameters, bound=bound)
     return state, {"objective": bound / rows}
 
 
@@ -80,14 +74,13 @@ def plus(server: Mapping[str, np.ndarray], sites: Mapping[str, np.ndarray], *, s
     return total | {name: np.asarray(value + total.get(name, 0.0)) for name, value in server.items()}
 
 
-class SFVI(SteppedVI):
+class SFVI(StructuredVI):
     """Rounds of gradients; before them, where ``warm_start_rounds`` says so, rounds of SFVI-Avg."""
 
     method = "sfvi"
-    implied: ClassVar[Mapping[str, Any]] = {"objective": "stochastic"}
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 1 of the paper, after a warm start by Algorithm 2 if there is one."""
-        plan = Plan(self.options, self.config.seed, self.rate(roster.round))
+        plan = SFVIPlan(self.options, self.config.seed, self.rate(roster.round))
         algorithm = sfvi_avg.one_round if roster.round <= self.options.warm_start_rounds else one_round
         return (yield from algorithm(state, roster, plan))

@@ -19,9 +19,8 @@ from fedgp_flower.gp.barycentre import Barycentre, barycentre, wasserstein_dista
 from fedgp_flower.methods.sfvi.messages import LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import SFVIAvgOptions, SFVIOptions
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Each, Figures, Refuse, Roster, Summed, Total
-from strategies.sfvi_state import Averaged, SFVIState, SteppedVI, began_anew
+from strategies.sfvi_state import Averaged, SFVIState, StructuredVI
 
 logger = logging.getLogger("fedgp")
 
@@ -30,7 +29,7 @@ DECAYS = (0.9, 0.999)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SFVIPlan:
     """How a round of SFVI-Avg goes."""
 
     options: SFVIOptions
@@ -39,7 +38,7 @@ class Plan:
     """Of the sites' steps in this round."""
 
 
-def one_round(state: SFVIState, roster: Roster, plan: Plan) -> Asking[tuple[SFVIState, Figures]]:
+def one_round(state: SFVIState, roster: Roster, plan: SFVIPlan) -> Asking[tuple[SFVIState, Figures]]:
     """Algorithm 2 of the paper. The server asks :class:`Each` site: a barycentre is not made of a sum.
 
     That of diagonal Gaussians is, so that where there are totals only, it asks for one.
@@ -48,23 +47,22 @@ def one_round(state: SFVIState, roster: Roster, plan: Plan) -> Asking[tuple[SFVI
     request = LocalStepsRequest(state.parameters, plan.rate, float(rows))  # 1. sites take m steps from {θ, η_G}
     if roster.totals_only:
         return (yield from _averaged_total(state, request, roster))
-    chosen = sampled(roster, plan.options.fraction, plan.seed)
-    answers: dict[str, LocalEnd] = yield Each(LocalEnd, dict.fromkeys(chosen, request))
+    answers: dict[str, LocalEnd] = yield Each(LocalEnd, dict.fromkeys(roster.sites, request))
     limit = move_limit(plan.rate, plan.options.local_steps)
     for site, reason in too_far(answers, state.parameters, limit).items():
         yield Refuse(site, reason)
         del answers[site]
     if not answers:
         return state, {}
-    state = state.joined(answers, [site for site, own in answers.items() if own.fresh and site in state.trained])
-    weights = np.array([float(roster.rows[site]) if plan.options.weights == "rows" else 1.0 for site in answers])
+    state = state.joined(answers, sum(end.fresh for end in answers.values()))
+    weights = np.array([float(roster.rows[site]) for site in answers])
     try:
-        mean = average([own.values for own in answers.values()], weights)  # 2. mean of θ, barycentre of q(Z_G)
+        mean = average([end.values for end in answers.values()], weights)  # 2. mean of θ, barycentre of q(Z_G)
     except NumericsError as error:
         logger.warning("round %d: parameters stay as they were: %s", roster.round, error)
         return state, {}
     spread = dict(zip(answers, mean.spread, strict=True))
-    estimate = float(np.average([own.objective for own in answers.values()], weights=weights))
+    estimate = float(np.average([end.objective for end in answers.values()], weights=weights))
     state, figures = averaged(state, mean, spread, estimate, rows)
     return state, {**figures, "spread": float(np.mean(mean.spread))}
 
@@ -74,9 +72,8 @@ def _averaged_total(state: SFVIState, request: LocalStepsRequest, roster: Roster
     summed: Summed[LocalEndSum] = yield Total(LocalEndSum, request, retries=0)
     if summed.total is None or summed.silent:
         return state, {}
-    fresh = yield from began_anew(state, summed)
     end = summed.total.mean()
-    state = state.joined(summed.sites, fresh)
+    state = state.joined(summed.sites, summed.total.fresh)
     return averaged(state, average([end.values], np.ones(1)), {}, end.objective, sum(roster.rows.values()))
 
 
@@ -84,9 +81,9 @@ def averaged(
     state: SFVIState, mean: Average, spread: Mapping[str, float], estimate: float, rows: int
 ) -> tuple[SFVIState, Figures]:
     """The state at an average, and how it was reached."""
-    found = mean.centre
-    how = Averaged(found.iterations, found.residual, spread, estimate)
-    figures = {"barycentre_iterations": float(found.iterations), "barycentre_residual": found.residual}
+    centre = mean.centre
+    how = Averaged(centre.iterations, centre.residual, spread, estimate)
+    figures = {"barycentre_iterations": float(centre.iterations), "barycentre_residual": centre.residual}
     return replace(state, parameters=mean.parameters, averaged=how), {"site_estimate": estimate / rows, **figures}
 
 
@@ -146,8 +143,8 @@ def move_limit(rate: float, steps: int) -> float:
 def too_far(answers: Mapping[str, LocalEnd], sent: Mapping[str, np.ndarray], limit: float) -> dict[str, str]:
     """Sites whose parameters are farther from those sent than local steps can have gone."""
     refused = {}
-    for site, own in answers.items():
-        for name, array in own.values.items():
+    for site, end in answers.items():
+        for name, array in end.values.items():
             farthest = float(np.abs(array - sent[name]).max(initial=0.0))
             if farthest > limit * (1 + 1e-9):
                 refused[site] = f"`{name}` moved by {farthest:.3g}; its steps reach no farther than {limit:.3g}"
@@ -155,7 +152,7 @@ def too_far(answers: Mapping[str, LocalEnd], sent: Mapping[str, np.ndarray], lim
     return refused
 
 
-class SFVIAvg(SteppedVI):
+class SFVIAvg(StructuredVI):
     """Rounds of local steps and averages."""
 
     method = "sfvi-avg"
@@ -164,4 +161,4 @@ class SFVIAvg(SteppedVI):
 
     def one_round(self, state: SFVIState, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
         """Algorithm 2 of the paper."""
-        return (yield from one_round(state, roster, Plan(self.options, self.config.seed, self.rate(roster.round))))
+        return (yield from one_round(state, roster, SFVIPlan(self.options, self.config.seed, self.rate(roster.round))))

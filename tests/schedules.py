@@ -15,7 +15,7 @@ from flwr.app import Message, RecordDict
 from fedgp_flower.errors import FedGPError
 
 _CLASSES = {"dataset": "breast-cancer", "model__likelihood": "bernoulli", "features": "mean radius,mean texture"}
-_CLASSES |= {"sfvi__classes": 2, "sfvi__hidden": 3, "sfvi__prediction_draws": 5}
+_CLASSES |= {"sfvi__classes": 2, "sfvi__hidden": 3}
 METHODS: dict[str, dict[str, Any]] = {
     "fsgp profiled": {"method": "fsgp", "fsgp__objective": "profiled", "fsgp__exchanges": 6}
     | {"model__hyperparameters": "point"},
@@ -32,11 +32,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedmgp exact": {"method": "fedmgp-exact"},
     "fedmgp": {"method": "fedmgp"},
     "fedmgp heavy tails": {"method": "fedmgp", "model__likelihood": "student-t"},
-    "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
-    "sfvi closed": {"method": "sfvi", "test_fraction": 0.8},
-    "sfvi duals": {"method": "sfvi", "sfvi__objective": "closed-form"}
-    | {"dataset": "breast-cancer", "model__likelihood": "bernoulli"}
-    | {"features": "mean radius,mean texture", "test_fraction": 0.9},
+    "sfvi": {"method": "sfvi"},
+    "hierarchical-gp": {"method": "hierarchical-gp", "test_fraction": 0.8},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 3},
     "sfvi networks": {"method": "sfvi", "sfvi__model": "hierarchical-bnn", **_CLASSES},
     "sfvi-avg networks": {"method": "sfvi-avg", "sfvi__model": "fedpop", "sfvi__local_steps": 3, **_CLASSES},
@@ -60,9 +57,9 @@ METHODS: dict[str, dict[str, Any]] = {
     | {"features": "mean radius,mean texture"},
     "pvi parallel": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5}
     | {"pvi__refit_evaluations": 5, "pvi__schedule": "synchronous"},
-    "fedmgp deviations": {"method": "fedmgp-deviations", "test_fraction": 0.8},
+    "rough": {"method": "hierarchical-gp", "hierarchical__deviation": "rough", "test_fraction": 0.8},
     "sfvi glmm": {"method": "sfvi", "sfvi__model": "glmm", "sfvi__unit_column": "age", "sfvi__random_slopes": "bmi"}
-    | {"dataset": "diabetes", "features": "age,bmi", "sfvi__importance_samples": 2, "sfvi__prediction_draws": 5},
+    | {"dataset": "diabetes", "features": "age,bmi", "sfvi__importance_samples": 2},
     "sfvi vae": {"method": "sfvi", "sfvi__model": "vae", "standardise": False, **_CLASSES}
     | {"features": "mean smoothness,mean compactness"},
     "sfvi-avg prodlda": {"method": "sfvi-avg", "sfvi__model": "prodlda", "sfvi__local_steps": 3, "standardise": False}

@@ -18,16 +18,16 @@ from fedgp_flower.methods.family import (
     on_the_wire,
     with_named,
 )
-from fedgp_flower.methods.sfvi.gp import GPOptions, HierarchicalGP
+from fedgp_flower.methods.hierarchical_gp.smooth import ShapedGP
+from fedgp_flower.methods.sfvi.gp import GPOptions, HierarchicalModel
 from fedgp_flower.methods.sfvi.learner import Learner, step_local
 from fedgp_flower.methods.sfvi.messages import GradientShare
 from fedgp_flower.methods.sfvi.mixed import MixedModel
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.shaped import ShapedGP
 from fedgp_flower.methods.sfvi.structured import SampledModel
 from fedgp_flower.options import ModelSection
 from strategies.server.questions import Roster
-from strategies.sfvi_avg import Plan
+from strategies.sfvi_avg import SFVIPlan
 from strategies.sfvi_state import Prior, SFVIState
 
 
@@ -48,11 +48,11 @@ def children(generator, *, units=21, visits=3):
     return features, targets, groups
 
 
-def mixed_model(*, centred=False):
-    return MixedModel(2, prior_scale=2.0, centred=centred)
+def mixed_model():
+    return MixedModel(2, prior_scale=2.0)
 
 
-class DrawnGP(HierarchicalGP, SampledModel):
+class DrawnGP(HierarchicalModel, SampledModel):
     """The hierarchical GP given draws of its latents: what its closed forms are the averages of."""
 
     def log_local(self, site, z_global, z_local):
@@ -84,7 +84,7 @@ def shaped_gp(*, inputs, widths=(0.5, 0.4, 0.3), jitter=1e-8):
     return ShapedGP(base.trend, base.deviation, base.inputs, base.options, widths)
 
 
-def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8, learn_inputs=False, deviates=True):
+def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8, deviates=True):
     """A hierarchical GP in one input with different kernels for trend and deviation."""
     trend = build_kernel(ModelSection(kernel="rbf", lengthscale=1.0), inputs.shape[1])
     deviation = build_kernel(ModelSection(kernel="matern52", lengthscale=0.5, outputscale=0.4), inputs.shape[1])
@@ -94,7 +94,6 @@ def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8, l
         noise=0.2,
         noise_spread=noise_spread,
         jitter=jitter,
-        learn_inputs=learn_inputs,
     )
     return DrawnGP(trend, deviation, inputs, options)
 
@@ -198,7 +197,9 @@ def state_of(model, q_global):
 
 def plan_of(**options):
     """How a round goes: seed 5, rate 0.05."""
-    return Plan(SFVIOptions.model_validate({name.replace("_", "-"): value for name, value in options.items()}), 5, 0.05)
+    return SFVIPlan(
+        SFVIOptions.model_validate({name.replace("_", "-"): value for name, value in options.items()}), 5, 0.05
+    )
 
 
 def gradient_of(state):

@@ -116,9 +116,9 @@ POSTERIORS = {
     "pvi": ("pvi", {}),
     "pvi by replay": ("pvi", SHORT),
     "pvi with points": ("pvi", SHORT | {"pvi.hyper": "fixed", "pvi.inducing": "fixed"}),
+    "hierarchical-gp": ("hierarchical-gp", {}),
     "sfvi": ("sfvi", {}),
-    "sfvi stochastic": ("sfvi", {"sfvi.objective": "stochastic", "sfvi.site-inducing": 4}),
-    "sfvi-avg": ("sfvi-avg", {"sfvi.site-inducing": 4, "sfvi.local-steps": 3}),
+    "sfvi-avg": ("sfvi-avg", {"sfvi.local-steps": 3}),
 }
 SAME = {"rtol": 1e-9, "atol": 1e-9}
 """Rounding of the same operations in another order, at values around 300."""
@@ -267,7 +267,7 @@ def test_classes_are_no_single_mixture_but_f_is(tmp_path):
 
 
 def test_a_posterior_predicts_at_a_site_where_the_site_keeps_something(tmp_path, run):
-    options = FEW | {"output-dir": str(tmp_path), "sfvi.site-inducing": 4}
+    options = FEW | {"output-dir": str(tmp_path)}
     frame = admissions().assign(ward=lambda frame: (frame["age"] > 50).map({True: "old", False: "young"}))
     finished = fg.run(frame, method="sfvi", target="outcome", site="ward", num_rounds=3, options=options)
     there, anywhere = finished.posterior.predict(frame, site="old"), finished.posterior.predict(frame)

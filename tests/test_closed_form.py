@@ -8,13 +8,11 @@ import pytest
 import torch
 from structured_problems import gp_sites, shaped_gp
 
-from fedgp_flower.methods.closed_form import Slopes, Sums, expansion, newton_step, transported
 from fedgp_flower.methods.family import initial_global
-from fedgp_flower.methods.sfvi import exact_deviation
-from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation, flattened
-from fedgp_flower.methods.sfvi.gp import linear_terms
-from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.shaped import WIDTHS, ShapedGP
+from fedgp_flower.methods.hierarchical_gp import smooth
+from fedgp_flower.methods.hierarchical_gp.newton import Slopes, Sums, expansion, flattened, newton_step, transported
+from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, ShapedGP, SmoothDeviation
+from fedgp_flower.methods.sfvi.gp import linear_terms, parts_of
 from fedgp_flower.options import ModelSection
 
 POINTS = torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None]
@@ -27,7 +25,7 @@ def problem():
     model = shaped_gp(inputs=POINTS)
     with torch.no_grad():
         model.log_site_slope += torch.tensor([0.2, -0.3], dtype=torch.float64)
-    return model, [ExactDeviation(model, rows.features, rows.targets) for rows in gp_sites(model, generator)]
+    return model, [SmoothDeviation(model, rows.features, rows.targets) for rows in gp_sites(model, generator)]
 
 
 def total(parts):
@@ -98,7 +96,7 @@ def test_the_bound_is_that_of_a_dense_pooled_gp(problem, monkeypatch, rows):
         model.options = model.options.__class__(**{**vars_of(model.options), "jitter": 1e-12})
         for site in sites:
             site.dense = False
-    monkeypatch.setattr(exact_deviation, "DENSE_ROWS", 100)
+    monkeypatch.setattr(smooth, "DENSE_ROWS", 100)
     with torch.no_grad():
         sums = total([site.sums(own) for site, own in zip(sites, offsets, strict=True)])
         expected = dense_bound(model, sites, offsets)
@@ -173,7 +171,7 @@ def test_sites_of_one_shape_have_the_bound_without_shapes(problem):
         expected = dense_bound(plain, sites, torch.zeros(3, 0))
     q_global = initial_global(6, scale=1.0, triangular=True)
     for own in (model, plain):
-        units = [ExactDeviation(own, site.features, site.targets) for site in sites]
+        units = [SmoothDeviation(own, site.features, site.targets) for site in sites]
         found = [unit.derivatives(q_global).sums for unit in units]
         assert float(bound(total(found))) == pytest.approx(float(expected), abs=1e-8)
 
@@ -232,9 +230,8 @@ def test_matern_kernels_have_second_derivatives_between_few_rows():
     generator, section = torch.Generator().manual_seed(3), ModelSection(kernel="matern32")
     x, y = (torch.randn(own, generator=generator, dtype=torch.float64) for own in ((6, 2), (6,)))
     points = torch.randn(4, 2, generator=generator, dtype=torch.float64)
-    options = SFVIOptions.model_validate({"site-noise": 0, "site-amplitude": 0, "site-lengthscale": 0})
-    model = ShapedGP.configured(options, section, 2, points)
-    site, q_global = ExactDeviation(model, x, y), initial_global(model.global_size, scale=0.7, triangular=True)
+    model = ShapedGP(*parts_of(section, 2, points), widths=(0.0, 0.0, 0.0))
+    site, q_global = SmoothDeviation(model, x, y), initial_global(model.global_size, scale=0.7, triangular=True)
     start, nothing = theta_of(model), torch.zeros(0, dtype=torch.float64)
     along = torch.randn(len(start), generator=generator, dtype=torch.float64)
 

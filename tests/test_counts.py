@@ -103,7 +103,6 @@ def test_counts_at_three_sites(tmp_path: Path) -> None:
         num_server_rounds=30,
         round_timeout=60.0,
         model__likelihood="poisson",
-        sfvi__site_inducing=5,
         sfvi__learning_rate=0.1,
         baselines__local_only=True,
         baselines__max_evaluations=30,

@@ -386,8 +386,8 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "pvi asynchronous": {"method": "pvi", "pvi__schedule": "asynchronous", "pvi__local_update": "adam"},
     "fedmgp exact": {"method": "fedmgp-exact"},
     "fedmgp pseudo-gradients": {"method": "fedmgp"},
-    "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
-    "sfvi in closed form": {"method": "sfvi", "test_fraction": 0.9},
+    "sfvi": {"method": "sfvi"},
+    "hierarchical-gp": {"method": "hierarchical-gp", "test_fraction": 0.9},
     "sfvi-avg": {"method": "sfvi-avg"},
 }
 
@@ -396,13 +396,13 @@ TRAINERS: dict[str, dict[str, Any]] = {
 def broken(*phases: str) -> Iterator[None]:
     """Every handler of these phases raises, at every site."""
 
-    def answer(self: SiteClient, kind: str, *request: Any) -> Any:
+    def asked(self: SiteClient, kind: str, *request: Any) -> Any:
         if self.setting.round > 0 and kind.startswith(phases):
             raise NumericsError("the handler is broken")
         return original(self, kind, *request)
 
-    original = SiteClient.answer
-    with mock.patch.object(SiteClient, "answer", answer):
+    original = SiteClient.asked
+    with mock.patch.object(SiteClient, "asked", asked):
         yield
 
 

@@ -204,8 +204,10 @@ def test_a_key_with_two_meanings_is_refused():
 
 
 def test_keys_of_another_model_are_named():
-    with pytest.raises(ConfigError, match=r"`sfvi.concentration`: `sfvi.model` = 'vae' does not read it; only prodlda"):
-        parse_config({"method": "sfvi", "sfvi.model": "vae", "standardise": False, "sfvi.concentration": 0.2})
+    with pytest.raises(
+        ConfigError, match=r"`sfvi.latents`: `sfvi.model` = 'fedpop' does not read it; only vae, prodlda"
+    ):
+        parse_config({"method": "sfvi", "sfvi.model": "fedpop", "standardise": False, "sfvi.latents": 3})
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "adam of averages": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
     "student-t": {"model__likelihood": "student-t", "evaluate_every": 2},
     "fgpr": {"method": "fgpr"},
-    "sfvi": {"method": "sfvi", "sfvi__objective": "stochastic"},
-    "sfvi in closed form": {"method": "sfvi", "test_fraction": 0.8},
+    "sfvi": {"method": "sfvi"},
+    "hierarchical-gp": {"method": "hierarchical-gp", "test_fraction": 0.8},
     "sfvi of classes": {
         "method": "sfvi",
         "dataset": "breast-cancer",
@@ -61,12 +61,12 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "sfvi-avg": {"method": "sfvi-avg"},
     "deep-kernel": {"method": "deep-kernel", "deep__features": 3, "deep__local_steps": 2},
-    "sfvi after averages": {"method": "sfvi", "sfvi__objective": "stochastic", "sfvi__warm_start_rounds": 2},
+    "sfvi after averages": {"method": "sfvi", "sfvi__warm_start_rounds": 2},
 }
 LONG = {"adam of averages", "deep-kernel", "fedmgp of heavy tails", "sfvi after averages"}
 """What they send, others send too."""
-PUBLIC = {"query.model", "query.beginning"}
-OF_TOTALS = {"fedmgp", "sfvi-avg", "sfvi"}
+PUBLIC: set[str] = set()
+OF_TOTALS = {"fedmgp", "sfvi-avg", "sfvi", "hierarchical-gp"}
 """Methods that ask for totals only where there is nothing else."""
 
 
@@ -360,12 +360,12 @@ def test_methods_of_more_than_totals_are_refused_by_name(method):
     with pytest.raises(ConfigError, match=f"{method}.*more than their sum|'{method}' sees the rows"):
         run(grid)
     assert {kind for _, kind, _ in grid.replies} <= {
-        *("query.describe", "query.keys", "query.column_sums", "query.column_squares", "query.shape", "query.model")
+        *("query.describe", "query.keys", "query.column_sums", "query.column_squares", "query.shape")
     }
 
 
 def test_drawing_sites_in_every_round_is_refused():
-    for method in ("fsgp", "fgpr", "sfvi", "fedmgp"):
+    for method in ("fsgp", "fgpr", "fedmgp"):
         with pytest.raises(ConfigError, match=rf"`{method}.fraction` = 0.5 draws other sites"):
             run(FaultyGrid(configured(**MASKED, method=method, **{f"{method}__fraction": 0.5}), 3))
 

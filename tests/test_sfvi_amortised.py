@@ -15,8 +15,8 @@ from structured_problems import PlainSite, gradient_of, plan_of, roster_of, star
 from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
 from fedgp_flower.errors import DataError
-from fedgp_flower.methods.sfvi.amortised import AmortisedModel, Autoencoder, TopicModel
-from fedgp_flower.methods.sfvi.estimators import unit_noise
+from fedgp_flower.methods.sfvi.amortised import CONCENTRATION, AmortisedModel, Autoencoder, TopicModel
+from fedgp_flower.methods.sfvi.learner import unit_noise
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
@@ -27,7 +27,7 @@ from strategies.sfvi import global_noise, one_round
 WORDS = "ball,goal,disk,file,say"
 V, W, H, C, N = 6, 2, 4, 3, 9
 MODELS = {"vae": Autoencoder, "prodlda": TopicModel}
-OPTIONS = SFVIOptions.model_validate({"hidden": H, "latents": W, "classes": C, "concentration": 0.3})
+OPTIONS = SFVIOptions.model_validate({"hidden": H, "latents": W, "classes": C})
 
 
 def model_and_rows(name: str) -> tuple[AmortisedModel, torch.Tensor, torch.Tensor]:
@@ -79,7 +79,7 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(name: str) -> N
         if name == "vae":
             prior, code = Normal(0.0, 1.0), torch.relu(model.get_submodule("decoder")(z))
         else:
-            wide = torch.tensor(0.5 / 0.3, dtype=torch.float64).sqrt()  # τ² = (1 − 1/W)/α
+            wide = torch.tensor(0.5 / CONCENTRATION, dtype=torch.float64).sqrt()  # τ² = (1 − 1/W)/α
             prior, code = Normal(torch.zeros_like(wide), wide), z.softmax(-1)
         outputs = torch.cat([code, torch.ones(N, 1).double()], 1) @ layer.T
         if name == "vae":
@@ -142,7 +142,7 @@ def test_a_run_is_scored_saved_and_predicts(tmp_path: Path, method: str, name: s
         "sfvi__model": name,
         "sfvi__classes": 2,
     }
-    keys |= {"sfvi__hidden": 8, "sfvi__samples": 1, "sfvi__prediction_draws": 20, "sfvi__initial_scale": 0.1}
+    keys |= {"sfvi__hidden": 8, "sfvi__samples": 1, "sfvi__initial_scale": 0.1}
     keys |= {
         "sfvi__learning_rate": 0.1 if method == "sfvi" else 0.05,
         "sfvi__local_steps": 10,
@@ -168,7 +168,7 @@ def test_a_site_that_restarts_has_lost_nothing(tmp_path: Path) -> None:
     documents(60).assign(theme=lambda own: own["theme"].map({0.0: "disk", 1.0: "game"})).to_csv(path, index=False)
     keys = {"model__likelihood": "bernoulli", "target": "theme", "standardise": False, "features": WORDS}
     keys |= {"sfvi__model": "prodlda", "sfvi__classes": 2, "sfvi__hidden": 4, "sfvi__samples": 1, "method": "sfvi"}
-    flat = configured(**keys, dataset=str(path), num_server_rounds=4, sfvi__prediction_draws=2)
+    flat = configured(**keys, dataset=str(path), num_server_rounds=4)
     calm, grid, recorder = run(FaultyGrid(flat, 3)), FaultyGrid(flat, 3), Recorder()
     recorder.at[2] = lambda: grid.restart("1")
     late = run(grid, recorder)

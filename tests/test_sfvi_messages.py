@@ -66,7 +66,7 @@ def multinomial(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def gaussian_process(structure: str) -> dict[str, Any]:
     """The default model."""
-    return configured(method="sfvi", sfvi__objective="stochastic", sfvi__site_inducing=4, sfvi__structure=structure)
+    return configured(method="sfvi", sfvi__structure=structure)
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "full"])
@@ -98,7 +98,7 @@ def test_bytes_of_a_round_keep_to_the_bound(tmp_path: Path) -> None:
     assert len(later) == 9
     assert max(later) <= 1.1 * (2 * numbers + draws) * 8
     with_context = [phase for (phase, _, _), once in zip(grid.down, grid.once, strict=True) if once]
-    assert with_context == ["query.model"] * 3  # the first message that needs it
+    assert with_context == ["train.gradient"] * 3  # the first message that needs it
 
 
 @pytest.mark.parametrize("every", [0, 1])
@@ -114,31 +114,6 @@ def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path: Path,
     assert strategy.evaluation["test"] == calm.evaluation["test"]
     asked = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train.gradient"]
     assert {key for key in asked if asked.count(key) > 1} == {(3, "1")}
-
-
-def test_a_site_that_forgot_is_sent_it_again_for_an_evaluation(tmp_path: Path) -> None:
-    """It scores its rows, and keeps what it was told for the next training round."""
-    flat = multinomial(tmp_path, evaluate_every=2, num_server_rounds=3)
-    grid = Watched(flat, 3)
-    forgetful = Fault("2", forgetting(grid), ("train.gradient",), range(2, 3))
-    grid.faults.append(forgetful)
-    strategy = run(grid)
-    assert not blamed(strategy)
-    assert len(strategy.evaluation["per_site"]) == 3
-    evaluated = [visit for visit in grid.visits if visit.phase == "evaluate" and visit.round == 2]
-    assert [visit.site for visit in evaluated].count("2") == 2
-    asked = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train.gradient"]
-    assert asked.count((3, "2")) == 1
-
-
-def forgetting(grid: Watched) -> Any:
-    """The site loses its memory as soon as it has answered."""
-
-    def change(reply: Message) -> Message:
-        grid.forget("2")
-        return reply
-
-    return change
 
 
 def test_a_site_that_claims_to_forget_for_ever_fails(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from torch.distributions import Categorical, Normal, kl_divergence
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.family import named
-from fedgp_flower.methods.sfvi.estimators import sampled_site_term, unit_noise
-from fedgp_flower.methods.sfvi.networks import FedPop, HierarchicalNetwork, half_normal
+from fedgp_flower.methods.sfvi.classes import FedPop, HierarchicalNetwork, half_normal
+from fedgp_flower.methods.sfvi.learner import sampled_site_term, unit_noise
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
@@ -141,7 +141,7 @@ def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, method: st
     own: dict[str, Any] = {"sfvi__local_steps": 5, "num_server_rounds": 8} if method == "sfvi-avg" else {}
     keys = {"method": method, "target": "label", "standardise": False, "partitioner": "natural"}
     keys |= {"partition__column": "silo", "sfvi__model": name, "sfvi__classes": 3, "sfvi__hidden": 8}
-    keys |= {"sfvi__initial_scale": 0.1, "sfvi__initial_local_scale": 0.1, "sfvi__prediction_draws": 20}
+    keys |= {"sfvi__initial_scale": 0.1}
     keys |= {"num_server_rounds": 40, "sfvi__samples": 2, "name": "run", "output_dir": str(tmp_path)}
     flat = configured(**keys | own, dataset=str(path), features="a,b")
     folder = run_in_process(flat, 3)

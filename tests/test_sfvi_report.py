@@ -67,7 +67,7 @@ def test_trend_and_deviations_of_many_inputs(tmp_path: Path, likelihood: str) ->
 def test_deviation_of_units_is_their_intercept(tmp_path: Path) -> None:
     """On the scale of the logit it is the same for all rows of a unit."""
     flat = mixed(visits_csv(tmp_path, rows=8), "three", test_fraction=0.4, num_server_rounds=15)
-    folder = finished(tmp_path, flat | {"sfvi.coupling": False, "sfvi.learning-rate": 0.2})
+    folder = finished(tmp_path, flat | {"sfvi.learning-rate": 0.2})
     rows = pd.read_csv(folder / "predictions.csv")
     assert {"probability", "trend", "deviation"} <= set(rows.columns)
     assert rows["deviation"].round(9).nunique() < len(rows) - 5

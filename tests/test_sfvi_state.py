@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from structured_problems import plan_of
 
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.sfvi.messages import Beginning, GradientShare, LocalEnd
+from fedgp_flower.methods.sfvi.messages import GradientShare, LocalEnd
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from strategies import sfvi, sfvi_avg
 from strategies.server.course import Course
@@ -24,17 +26,20 @@ def test_learning_rate_is_constant_then_falls_to_its_final_fraction():
 def test_a_flat_bound_ends_the_run_in_proportion():
     """Flat after 20 rounds: the rate falls from there and ends in round 25."""
     strategy = sfvi.SFVI(learning_rate=0.2)
-    strategy.planned_rounds, strategy.round = 100, 20
-    assert [strategy.horizon(), strategy.rate(41), strategy.finished(start())] == [100, 0.2, False]
-    assert strategy.converged(start()) is False
-    strategy.course = Course([0.0] * 20, 20)
-    assert [strategy.horizon(), strategy.rate(21), strategy.finished(start())] == [25, 0.2, False]
+    strategy.planned_rounds = 100
+
+    def at(number, course):
+        strategy.session = SimpleNamespace(network=SimpleNamespace(round=number), course=course)
+        return strategy
+
+    early, flat = at(20, Course()), Course([0.0] * 20, 20)
+    assert [early.horizon(), early.rate(41), early.finished(start())] == [100, 0.2, False]
+    assert early.converged(start()) is False
+    assert [at(20, flat).horizon(), strategy.rate(21), strategy.finished(start())] == [25, 0.2, False]
     assert strategy.rate(26) == pytest.approx(0.002)
-    strategy.round = 25
-    assert strategy.finished(start())
+    assert at(25, flat).finished(start())
     assert strategy.converged(start())
-    strategy.course = Course([0.0] * 90, 90)
-    assert strategy.horizon() == 100
+    assert at(90, Course([0.0] * 90, 90)).horizon() == 100
 
 
 def test_missing_sites_are_made_up_for_by_scale():
@@ -54,7 +59,7 @@ class Site:
     """Answers by heart."""
 
     def __init__(self, *, fresh=False, move=0.0):
-        self.fresh, self.move, self.asked = fresh, move, 0
+        self.fresh, self.move = fresh, move
 
     def gradient(self, request):
         slopes = {name: np.ones_like(array) for name, array in request.values.items()}
@@ -64,29 +69,17 @@ class Site:
         values = {name: array + self.move for name, array in request.values.items()}
         return LocalEnd(values, -2.0, self.fresh)
 
-    def beginning(self, request):
-        self.asked += 1
-        return Beginning(self.fresh)
-
 
 ROSTER = Roster({"a": 3, "b": 1, "c": 2}, ("a", "b", "c"), (), 4)
 
 
 @pytest.mark.parametrize("algorithm", [sfvi, sfvi_avg])
 def test_who_began_anew_is_counted_where_it_had_taken_part(algorithm):
-    """b is new and c comes back without its state; the sum alone does not say which, so the server asks once."""
+    """b is new, and c comes back without its state."""
     sites = {"a": Site(), "b": Site(fresh=True), "c": Site(fresh=True)}
     state, _ = drive(algorithm.one_round(start(trained=("a", "c")), ROSTER, plan_of()), sites)
     assert state.trained == ("a", "b", "c")
-    assert state.fresh == {"c": 1}
-    assert [site.asked for site in sites.values()] == ([1, 0, 1] if algorithm is sfvi else [0, 0, 0])
-
-
-def test_nobody_is_asked_where_only_newcomers_are_new():
-    sites = {"a": Site(), "b": Site(fresh=True), "c": Site()}
-    state, _ = drive(sfvi.one_round(start(trained=("a", "c")), ROSTER, plan_of()), sites)
-    assert state.fresh == {}
-    assert not any(site.asked for site in sites.values())
+    assert state.fresh == 1
 
 
 def test_a_round_of_gradients_is_a_step_of_adam_and_one_of_averages_is_none():
@@ -107,12 +100,12 @@ def test_a_round_of_gradients_is_a_step_of_adam_and_one_of_averages_is_none():
 
 def test_a_state_survives_its_checkpoint():
     last = Averaged(3, 1e-13, {"a": 0.25, "b": 0.1}, -7.5)
-    state = start(trained=("a", "b"), fresh={"b": 2}, bound=-1.25, averaged=last, steps=1)
+    state = start(trained=("a", "b"), fresh=2, bound=-1.25, averaged=last, steps=1)
     back = decode(SFVIState, encode(state))
-    assert (back.trained, back.fresh, back.bound, back.averaged, back.steps) == (("a", "b"), {"b": 2}, -1.25, last, 1)
+    assert (back.trained, back.fresh, back.bound, back.averaged, back.steps) == (("a", "b"), 2, -1.25, last, 1)
     assert back.prior.block.dtype == np.int64
     none = decode(SFVIState, encode(start()))
-    assert (none.bound, none.averaged, none.fresh) == (None, None, {})
+    assert (none.bound, none.averaged, none.fresh) == (None, None, 0)
 
 
 def test_gradients_that_dwarf_the_others_are_outliers_where_three_can_be_compared():

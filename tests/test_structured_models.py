@@ -23,17 +23,14 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.methods.family import (
     GlobalPosterior,
-    initial_amortised,
     initial_global,
     initial_local,
     named,
     normal_log_density,
-    with_named,
 )
-from fedgp_flower.methods.sfvi.estimators import gradients, sampled_site_term, unit_noise, whole_term
+from fedgp_flower.methods.sfvi.classes import Multinomial
 from fedgp_flower.methods.sfvi.gp import farthest_points
-from fedgp_flower.methods.sfvi.learner import Learner
-from fedgp_flower.methods.sfvi.multinomial import Multinomial
+from fedgp_flower.methods.sfvi.learner import Learner, unit_noise
 from fedgp_flower.methods.sfvi.structured import predict_by_draws
 
 FIVE_ERRORS = 5.0
@@ -66,9 +63,8 @@ def test_family_density_is_that_of_the_transformed_draws(generator):
     torch.testing.assert_close(local.entropy(), sum(normal.entropy() for normal in entropies))
 
 
-@pytest.mark.parametrize("centred", [True, False])
-def test_logistic_mixed_density_by_unit(generator, centred):
-    model = mixed_model(centred=centred)
+def test_logistic_mixed_density_by_unit(generator):
+    model = mixed_model()
     features, targets, groups = children(generator, units=3, visits=2)
     site = model.prepare(features, targets, groups)
     z = torch.tensor([0.3, -0.5, 0.8, 0.6], dtype=torch.float64)
@@ -76,19 +72,18 @@ def test_logistic_mixed_density_by_unit(generator, centred):
     found = model.log_local(site, z, latent[:, None]).numpy()
     scale = math.exp(-0.6)
     for unit in range(3):
-        intercept = float(latent[unit]) * (1.0 if centred else scale)
+        intercept = float(latent[unit]) * scale
         rows = slice(2 * unit, 2 * unit + 2)
         probability = special.expit(0.3 + features[rows].numpy() @ [-0.5, 0.8] + intercept)
         expected = stats.bernoulli.logpmf(targets[rows].numpy(), probability).sum()
-        expected += stats.norm.logpdf(float(latent[unit]), scale=scale if centred else 1.0)
+        expected += stats.norm.logpdf(float(latent[unit]), scale=1.0)
         assert found[unit] == pytest.approx(expected, rel=1e-12)
     prior = stats.norm.logpdf(z.numpy(), scale=2.0).sum()
     assert float(normal_log_density(z, model.prior_log_scale(), None)) == pytest.approx(prior, rel=1e-12)
 
 
-@pytest.mark.parametrize("centred", [True, False])
-def test_new_child_is_predicted_by_integrating_its_intercept(generator, centred):
-    model = mixed_model(centred=centred)
+def test_new_child_is_predicted_by_integrating_its_intercept(generator):
+    model = mixed_model()
     features, targets, groups = children(generator, units=1, visits=3)
     site = model.prepare(features, targets, groups)
     point = GlobalPosterior(torch.tensor([0.3, -0.5, 0.8, -0.4]).double(), torch.full((4,), -40.0).double(), None)
@@ -250,13 +245,12 @@ def test_gp_prediction_agrees_with_draws(generator, known):
 
 
 def test_gradient_reaches_every_parameter_of_the_gp(generator):
-    """Hyperparameters of both kernels, inputs, site scales and noise, checked by finite differences."""
+    """Hyperparameters of both kernels, site scales and noise, checked by finite differences."""
     inputs = torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None]
-    model = sparse_gp(inputs=inputs, noise_spread=0.5, learn_inputs=True)
+    model = sparse_gp(inputs=inputs, noise_spread=0.5)
     site = gp_sites(model, generator, sizes=(6,), num_inducing=3)[0]
     q_global, (q_local,) = start_posteriors(model, [site], generator)
     assert set(model.theta()) == {
-        "inputs",
         "log_noise",
         "log_site_slope",
         "trend.log_lengthscale",
@@ -276,19 +270,6 @@ def test_gradient_reaches_every_parameter_of_the_gp(generator):
                 parameter.add_(direction, alpha=-sign * 1e-5)
         slope = (ends[0] - ends[1]) / 2e-5
         assert float((gradient * direction).sum()) == pytest.approx(slope, rel=1e-5, abs=1e-6)
-
-
-def test_sites_may_have_latents_of_different_number(generator):
-    """A site with fewer different rows than inducing points uses what it has."""
-    model = sparse_gp(inputs=torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None], noise_spread=0.5)
-    small, large = gp_sites(model, generator, sizes=(3, 9), num_inducing=5)
-    assert (model.local_width(small), model.local_width(large)) == (3 + 2 + 1, 5 + 2 + 1)
-    q_global, q_local = start_posteriors(model, [small, large], generator)
-    noise = torch.zeros(1, model.global_size, dtype=torch.float64)
-    for site, q in zip((small, large), q_local, strict=True):
-        own = unit_noise(0, 0, site.keys, (1, 1), model.local_width(site))
-        term = sampled_site_term(model, site, q_global, q, noise=(noise, own))
-        assert bool(torch.isfinite(term))
 
 
 def test_farthest_points_spread_and_do_not_repeat():
@@ -312,47 +293,6 @@ def test_theta_from_another_model_is_refused():
         model.load_theta({name: value for name, value in values.items() if name != "log_noise"})
 
 
-def test_amortised_posterior_is_a_network_of_what_a_unit_has_seen(generator):
-    """Its numbers by hand, its gradient by finite differences, its shift, and equal data giving an equal posterior."""
-    model = mixed_model()
-    features, targets, groups = children(generator, units=4, visits=3)
-    features[3:6], targets[3:6] = features[:3], targets[:3]  # the second child is like the first
-    site = model.prepare(features, targets, groups)
-    summary = model.summary(site)
-    by_hand = [
-        float(targets[:3].mean()),
-        *features[:3].mean(0),
-        *(features * targets[:, None])[:3].mean(0),
-        math.log(3),
-    ]
-    np.testing.assert_allclose(summary[0], by_hand, rtol=1e-13)
-    start = initial_amortised(summary, 1, 4, scale=0.5, hidden=3, coupled=True, generator=generator)
-    torch.testing.assert_close(start.unfold().mean, torch.zeros(4, 1, dtype=torch.float64))
-    torch.testing.assert_close(start.unfold().log_scale.exp(), torch.full((4, 1), 0.5, dtype=torch.float64))
-    q_local = randomised(start, generator)
-    assert set(named(q_local)) == {"hidden", "output", "coupling"}
-    own = q_local.unfold()
-    activation = np.tanh(q_local.hidden.numpy() @ [*by_hand, 1.0])
-    found = [float(own.mean[1, 0]), float(own.log_scale[1, 0])]
-    np.testing.assert_allclose(found, q_local.output.numpy() @ [*activation, 1.0], rtol=1e-12)
-    q_global = randomised(initial_global(4, scale=0.5, triangular=True), generator)
-    shifted = q_local.shifted(q_global.mean, q_global.mean + 1.5).unfold()
-    expected = own.shifted(q_global.mean, q_global.mean + 1.5)
-    torch.testing.assert_close(shifted.mean, expected.mean)
-    noise = torch.randn(2, 4, generator=generator, dtype=torch.float64)
-    noise_local = unit_noise(0, 0, site.keys, (1, 2), 1)
-
-    def term(eta, q, *, sticking=False):
-        return sampled_site_term(model, site, eta, q, noise=(noise, noise_local), sticking=sticking)
-
-    torch.testing.assert_close(term(q_global, q_local), term(q_global, own))
-    slopes = gradients(model, q_global, q_local, term).local
-    for name, value in named(q_local).items():
-        direction = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-        ends = [float(term(q_global, with_named(q_local, {name: value + step * direction}))) for step in (1e-5, -1e-5)]
-        assert float((slopes[name] * direction).sum()) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6, abs=1e-7)
-
-
 def test_local_steps_are_those_of_torchs_adam(generator):
     """Three steps, and two more that go on with the moments, on θ, η_G and η_Lk at once."""
     rates, ratio = (0.1, 0.05, 0.02, 0.04, 0.03), 3.0
@@ -364,8 +304,8 @@ def test_local_steps_are_those_of_torchs_adam(generator):
         return Learner(model, site, 0, 0, 1, 1), (q_global, q_local, AdamState())
 
     learner, start = parts()
-    middle, _ = learner.local_steps(start, whole_term(ratio), first_step=0, rates=rates[:3])
-    end, value = learner.local_steps(middle, whole_term(ratio), first_step=3, rates=rates[3:])
+    middle, _ = learner.local_steps(start, ratio, first_step=0, rates=rates[:3])
+    end, value = learner.local_steps(middle, ratio, first_step=3, rates=rates[3:])
     other, (q_global, q_local, _) = parts()
     eta, own = ({name: value.requires_grad_() for name, value in named(q).items()} for q in (q_global, q_local))
     adam = torch.optim.Adam([*other.model.theta().values(), *eta.values(), *own.values()], maximize=True)
@@ -373,8 +313,7 @@ def test_local_steps_are_those_of_torchs_adam(generator):
     for rate in rates:
         adam.param_groups[0]["lr"] = rate
         adam.zero_grad()
-        site_term = other.site_term(q_global, q_local, None, 0, whole_term(ratio))
-        bound = other.global_term(q_global, None) + site_term
+        bound = other.global_term(q_global, None) + ratio * other.site_term(q_global, q_local, None, 0)
         bound.backward()
         adam.step()
         values.append(bound.item())

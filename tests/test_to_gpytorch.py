@@ -20,8 +20,8 @@ from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.pvi.factors import InducingFactor, PseudoObservations, WhitenedFactor
 from fedgp_flower.methods.pvi.hierarchical import Draws, SparseModel, predict
 from fedgp_flower.methods.pvi.posterior import SavedFactors
-from fedgp_flower.methods.sfvi.export import export as export_sfvi
-from fedgp_flower.methods.sfvi.structured import SiteData
+from fedgp_flower.methods.sfvi.gp import export as export_sfvi
+from fedgp_flower.methods.sfvi.structured import SiteRows
 from fedgp_flower.options import ModelSection
 
 EQUAL = {"rtol": 1e-9, "atol": 1e-10}
@@ -158,7 +158,7 @@ def test_structured_posteriors_predict_a_new_site(name, deviates):
     model = sparse_gp(inputs=inputs, likelihood=name, noise_spread=spread, deviates=deviates)
     q_global = randomised(initial_global(model.global_size, scale=0.5, triangular=True), generator)
     x = 2 * rand(15, 2, seed=3)
-    site = SiteData(x, x[:, 0], torch.zeros(15, dtype=torch.int64), torch.tensor([9]), x[:0])
+    site = SiteRows(x, x[:, 0], torch.zeros(15, dtype=torch.int64), torch.tensor([9]), x[:0])
     exported, likelihood = export_sfvi(model, q_global)
     expected = model.predict(site, q_global, None)
     observed = likelihood(exported(x))

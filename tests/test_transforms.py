@@ -16,7 +16,7 @@ from fedgp_flower.messages import add
 from fedgp_flower.methods.messages import TargetMoments
 from fedgp_flower.run.metrics import gaussian_scores, mixture_scores
 from fedgp_flower.transforms import Log, Root, YeoJohnson
-from strategies.server.target import chosen
+from strategies.server.enrolment import chosen
 
 NO_CHANGE = YeoJohnson(1.0)
 Y = np.array([-3.0, -0.2, 0.0, 0.5, 7.0])

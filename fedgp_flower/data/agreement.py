@@ -84,7 +84,7 @@ def _parse(description: SiteDescription) -> _Described:
     names = tuple(c["name"] for c in features)
     kinds = {c["name"]: c["kind"] for c in columns}
     filled = dict.fromkeys(kinds, description.num_examples)
-    filled |= {name: sum(own.values()) for name, own in counts.items()}
+    filled |= {name: sum(counted.values()) for name, counted in counts.items()}
     filled |= {name: description.num_examples - int(n) for name, n in zip(numeric, gone, strict=True)}
     return _Described(description.num_examples, names, target["name"], kinds, sums, counts, filled)
 
@@ -286,16 +286,16 @@ class _Combined:
 
 def _combined(sites: Sequence[_Described], name: str, missing: str = "error") -> _Combined:
     """A column of all sites, with what stands for its missing cells."""
-    own = _of_filled(sites, name)
+    column = _of_filled(sites, name)
     if missing not in {"impute", "indicator"}:
-        return own
+        return column
     share = 1 - sum(site.filled[name] for site in sites) / sum(site.num_examples for site in sites)
     flagged = missing == "indicator" and share > 0
-    own = replace(own, missing={"fill": own.mean.tolist(), "indicator": flagged})
+    column = replace(column, missing={"fill": column.mean.tolist(), "indicator": flagged})
     if not flagged:
-        return own
-    mean, scale = np.append(own.mean, share), np.append(own.scale, np.sqrt(share * (1 - share)))
-    return replace(own, names=(*own.names, f"{name} missing"), mean=mean, scale=scale)
+        return column
+    mean, scale = np.append(column.mean, share), np.append(column.scale, np.sqrt(share * (1 - share)))
+    return replace(column, names=(*column.names, f"{name} missing"), mean=mean, scale=scale)
 
 
 FAR = 3.0
@@ -308,7 +308,7 @@ def _summary(sites: Mapping[Site, _Described], column: _Combined) -> dict[str, A
     facts: dict[str, Any] = {
         "name": column.name,
         "inputs": len(column.names),
-        "missing": sum(own.num_examples - own.filled[column.name] for own in described),
+        "missing": sum(site.num_examples - site.filled[column.name] for site in described),
     }
     if column.levels:
         return facts | {"kind": "text", "levels": len(column.levels)}
@@ -318,9 +318,9 @@ def _summary(sites: Mapping[Site, _Described], column: _Combined) -> dict[str, A
 
 def _far(sites: Mapping[Site, _Described], name: str) -> list[Site]:
     """Sites whose mean is far from the median of the sites' means, by the median spread within a site."""
-    filled = {site: own for site, own in sites.items() if own.filled[name]}
-    rows = np.array([own.filled[name] for own in filled.values()])
-    total, _, squares = np.stack([own.sums[name] for own in filled.values()], axis=1)
+    filled = {site: told for site, told in sites.items() if told.filled[name]}
+    rows = np.array([told.filled[name] for told in filled.values()])
+    total, _, squares = np.stack([told.sums[name] for told in filled.values()], axis=1)
     distance = np.abs(total / rows - np.median(total / rows))
     return [site for site, far in zip(filled, distance > FAR * np.median(np.sqrt(squares / rows)), strict=True) if far]
 
@@ -365,14 +365,14 @@ def encoded_sums(description: SiteDescription, schema: str) -> Array:
     Raises:
         ProtocolError: the description is malformed.
     """
-    own, agreed = _parse(description), json.loads(schema)
+    told, agreed = _parse(description), json.loads(schema)
     rows: list[list[float]] = []
     for column in [*agreed["features"], agreed["target"]]:
         name, levels = column["name"], column.get("levels", [])
-        whole = own.filled[name] == own.num_examples
+        whole = told.filled[name] == told.num_examples
         shown = levels[1:] if len(levels) == 2 else levels
-        held = [float(own.counts[name].get(level, 0)) for level in shown] if levels else []
-        found = [[n, 0.0, n - n**2 / own.num_examples] for n in held] if levels else [own.sums[name].tolist()]
+        held = [float(told.counts[name].get(level, 0)) for level in shown] if levels else []
+        found = [[n, 0.0, n - n**2 / told.num_examples] for n in held] if levels else [told.sums[name].tolist()]
         found += [[np.nan] * 3] * bool(column.get("missing", {}).get("indicator"))
         rows += found if whole else [[np.nan] * 3] * len(found)
     return np.array(rows)
@@ -391,16 +391,16 @@ def _other_columns(sites: Mapping[Site, _Described]) -> dict[Site, str]:
         return {}
     layout = {site: (described.target, frozenset(described.kinds.items())) for site, described in sites.items()}
     agreed = Counter(layout.values()).most_common(1)[0][0]  # equal counts come in order of first appearance
-    differing = [site for site, own in layout.items() if own != agreed]
+    differing = [site for site, found in layout.items() if found != agreed]
     return {site: _difference(sites[site], dict(agreed[1]), agreed[0]) for site in differing}
 
 
 def _difference(described: _Described, agreed: Mapping[str, str], target: str) -> str:
-    own = described.kinds
+    kinds = described.kinds
     parts = {
-        "lacks the column": [name for name in agreed if name not in own],
-        "has the extra column": [name for name in own if name not in agreed],
-        "has as another kind": [name for name in own if name in agreed and own[name] != agreed[name]],
+        "lacks the column": [name for name in agreed if name not in kinds],
+        "has the extra column": [name for name in kinds if name not in agreed],
+        "has as another kind": [name for name in kinds if name in agreed and kinds[name] != agreed[name]],
         "has as target": [described.target] if described.target != target else [],
     }
     said = [f"{what} {', '.join(f'`{n}`' for n in sorted(names))}" for what, names in parts.items() if names]

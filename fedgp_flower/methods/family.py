@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeAlias, TypeVar, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -108,10 +108,6 @@ class LocalPosterior:
         """−E log q(Z_Lk | Z_G) = Σ log σ + ½ U W log 2πe, whatever Z_G is."""
         return self.log_scale.sum() + 0.5 * self.mean.numel() * math.log(2 * math.pi * math.e)
 
-    def unfold(self) -> LocalPosterior:
-        """The posterior of every unit: this one."""
-        return self
-
     def shifted(self, old_mean: Float[Tensor, " M"], new_mean: Float[Tensor, " M"]) -> LocalPosterior:
         """The same q(Z_Lk | Z_G) read around a new μ_G: μ̄ ← μ̄ + C (μ_G,new − μ_G,old).
 
@@ -122,51 +118,15 @@ class LocalPosterior:
         return replace(self, mean=self.mean + self.coupling @ (new_mean - old_mean))
 
 
-@dataclass(frozen=True, slots=True)
-class AmortisedPosterior:
-    """q(Z_Lu | Z_G) read off what unit u has seen, by one network for all units of the site, and one C for all.
-
-    (μ̄_u, log σ_u) = B [tanh(A [s_u, 1]), 1], L_k = I. Its size does not grow with the number of units, and a unit that
-    was not there in training has a posterior as soon as it has data. The network is the site's own and stays there.
-    """
-
-    summary: Float[Tensor, "U E"] = field(metadata={"learned": False})
-    """s_u: what a unit has seen."""
-    hidden: Float[Tensor, "H E1"]
-    output: Float[Tensor, "W2 H1"]
-    coupling: Float[Tensor, "W M"] | None
-
-    def unfold(self) -> LocalPosterior:
-        """The posterior of every unit."""
-        one = self.summary.new_ones(len(self.summary), 1)
-        activation = torch.tanh(torch.cat([self.summary, one], -1) @ self.hidden.mT)
-        mean, log_scale = (torch.cat([activation, one], -1) @ self.output.mT).chunk(2, -1)
-        coupling = None if self.coupling is None else self.coupling.expand(len(self.summary), *self.coupling.shape)
-        return LocalPosterior(mean, log_scale, coupling, None)
-
-    def shifted(self, old_mean: Float[Tensor, " M"], new_mean: Float[Tensor, " M"]) -> AmortisedPosterior:
-        """The same q(Z_Lk | Z_G) read around a new μ_G: the constant of μ̄ moves."""
-        if self.coupling is None:
-            return self
-        output = self.output.clone()
-        output[: len(output) // 2, -1] += self.coupling @ (new_mean - old_mean)
-        return replace(self, output=output)
-
-
 def sampled_global_term(
-    log_scale: Float[Tensor, " M"],
-    q_global: GlobalPosterior,
-    noise_global: Float[Tensor, "S M"],
-    *,
-    sticking: bool = True,
+    log_scale: Float[Tensor, " M"], q_global: GlobalPosterior, noise_global: Float[Tensor, "S M"]
 ) -> Scalar:
     """The server's bracket log p_θ(Z_G) − log q(Z_G), p_θ = N(0, diag s²), averaged over draws.
 
-    The parameters inside log q are held constant (sticking the landing, Roeder et al. 2017) unless ``sticking`` is off.
+    The parameters inside log q are held constant (sticking the landing, Roeder et al. 2017).
     """
     z_global = q_global.transform(noise_global)
-    inside = held(q_global) if sticking else q_global
-    return (normal_log_density(z_global, log_scale, None) - inside.log_density(z_global)).mean()
+    return (normal_log_density(z_global, log_scale, None) - held(q_global).log_density(z_global)).mean()
 
 
 def expected_global_term(log_scale: Float[Tensor, " M"], q_global: GlobalPosterior) -> Scalar:
@@ -176,8 +136,7 @@ def expected_global_term(log_scale: Float[Tensor, " M"], q_global: GlobalPosteri
     return q_global.entropy() - cross
 
 
-LocalFamily: TypeAlias = LocalPosterior | AmortisedPosterior
-Posterior = TypeVar("Posterior", bound=GlobalPosterior | LocalPosterior | AmortisedPosterior)
+Family = TypeVar("Family", bound=GlobalPosterior | LocalPosterior)
 
 
 def initial_global(size: int, *, scale: float, triangular: bool) -> GlobalPosterior:
@@ -197,26 +156,7 @@ def initial_local(
     return LocalPosterior(zero, zero + math.log(scale), coupling, lower)
 
 
-def initial_amortised(
-    summary: Float[Tensor, "U E"],
-    width: int,
-    global_size: int,
-    *,
-    scale: float,
-    hidden: int,
-    coupled: bool,
-    generator: torch.Generator,
-) -> AmortisedPosterior:
-    """N(0, scale² I) for every unit; the first layer is random so that its gradient is not zero for ever."""
-    inputs = summary.shape[1] + 1
-    first = torch.randn(hidden, inputs, generator=generator, dtype=torch.float64) / math.sqrt(inputs)
-    output = torch.zeros(2 * width, hidden + 1, dtype=torch.float64)
-    output[width:, -1] = math.log(scale)
-    coupling = torch.zeros(width, global_size, dtype=torch.float64) if coupled else None
-    return AmortisedPosterior(summary, first, output, coupling)
-
-
-def named(posterior: GlobalPosterior | LocalFamily) -> dict[str, Tensor]:
+def named(posterior: GlobalPosterior | LocalPosterior) -> dict[str, Tensor]:
     """The learned parameters that are present, by the name of their field."""
     learned = [entry.name for entry in fields(posterior) if entry.metadata.get("learned", True)]
     values = {name: getattr(posterior, name) for name in learned}
@@ -230,13 +170,13 @@ def on_the_wire(theta: Mapping[str, Tensor], eta: Mapping[str, Tensor]) -> Named
     return {name: value.detach().numpy().copy() for name, value in values.items()}
 
 
-def with_named(posterior: Posterior, values: Mapping[str, Tensor]) -> Posterior:
+def with_named(posterior: Family, values: Mapping[str, Tensor]) -> Family:
     """The posterior with the named parameters replaced."""
-    changed: Posterior = replace(cast(Any, posterior), **values)
+    changed: Family = replace(cast(Any, posterior), **values)
     return changed
 
 
-def held(posterior: Posterior) -> Posterior:
+def held(posterior: Family) -> Family:
     """The posterior with its parameters held constant, for the density inside the sticking-the-landing estimator."""
     return with_named(posterior, {name: value.detach() for name, value in named(posterior).items()})
 

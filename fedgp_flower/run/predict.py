@@ -369,9 +369,12 @@ def row_of(run: RunData) -> Method:
 def why_no_posterior(run: RunData) -> str:
     """Why nothing predicts from a run's folder alone; empty where a saved posterior does."""
     row = row_of(run)
+    reason = row.why_no_posterior or "this run saved none"
     if row.posterior and run.posterior is not None:
-        return ""
-    return f"with `method` = {run.metrics.method!r} {row.why_no_posterior or 'this run saved none'}"
+        if "why_no_posterior" not in run.posterior.model:
+            return ""
+        reason = str(run.posterior.model["why_no_posterior"])
+    return f"with `method` = {run.metrics.method!r} {reason}"
 
 
 def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path) -> tuple[int, int]:

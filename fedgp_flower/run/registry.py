@@ -57,7 +57,7 @@ _WHAT_UNITS_SHARE = (
 )
 
 _SFVI = Method(
-    summary="Structured federated VI: shared trend, site deviations that stay at home; one gradient a round",
+    summary="Structured federated VI: shared latents, and latents that stay at their site; one gradient a round",
     paper="Hassan et al., Federated variational inference methods for structured latent variable models (2023)",
     options="fedgp_flower.methods.sfvi.options:SFVIOptions",
     strategy="strategies.sfvi:SFVI",
@@ -144,6 +144,16 @@ BUILT_IN: Mapping[str, Method] = {
         panels="fedgp_flower.methods.deep_kernel.panels:panels",
         at_site="fedgp_flower.methods.deep_kernel.posterior:site_model",
     ),
+    "hierarchical-gp": Method(
+        summary="A shared trend and a deviation of each site or unit, exact from sums; Newton steps",
+        paper="Model: Hassan et al. (2023); bound: Titsias (2009); units: beside Chung and Al Kontar (2024)",
+        options="fedgp_flower.methods.hierarchical_gp.options:HierarchicalOptions",
+        strategy="strategies.hierarchical_gp:HierarchicalGP",
+        client="fedgp_flower.methods.hierarchical_gp.client:HierarchicalClient",
+        posterior="fedgp_flower.methods.hierarchical_gp.posterior:saved_model",
+        panels="fedgp_flower.methods.sfvi.panels:panels",
+        at_site="fedgp_flower.methods.hierarchical_gp.posterior:site_model",
+    ),
     "sfvi": _SFVI,
     "sfvi-avg": replace(
         _SFVI,
@@ -157,14 +167,6 @@ BUILT_IN: Mapping[str, Method] = {
         summary="The same model for Gaussian noise: exact posterior of the shared functions from sums over units",
         options="fedgp_flower.methods.fedmgp.options:FedMGPExactOptions",
         strategy="strategies.fedmgp_exact:FedMGPExact",
-    ),
-    "fedmgp-deviations": replace(
-        _FEDMGP,
-        summary="One shared curve and a deviation of every unit, along one input",
-        options="fedgp_flower.methods.fedmgp.options:FedMGPDeviationsOptions",
-        strategy="strategies.fedmgp_deviations:FedMGPDeviations",
-        client="fedgp_flower.methods.fedmgp.deviating_client:DeviatingClient",
-        at_site="fedgp_flower.methods.fedmgp.deviating_client:site_model",
     ),
     "local-only": _REFERENCE,
     "pooled": replace(

@@ -33,7 +33,7 @@ TARGET = {"vae": "digit", "prodlda": "mentioned"}
 KEYS: dict[str, dict[str, Any]] = {
     "vae": {"sfvi.classes": 10, "sfvi.hidden": 64, "sfvi.latents": 2, "sfvi.learning-rate": 0.02},
     "prodlda": {"model.likelihood": "bernoulli", "sfvi.classes": 2, "sfvi.hidden": 32, "sfvi.latents": 20}
-    | {"sfvi.concentration": 0.1, "sfvi.learning-rate": 0.03},
+    | {"sfvi.learning-rate": 0.03},
 }
 COMMON: dict[str, Any] = {
     "split": 0,
@@ -43,7 +43,6 @@ COMMON: dict[str, Any] = {
     "partition.column": "silo",
     "sfvi.samples": 1,
     "sfvi.initial-scale": 0.1,
-    "sfvi.prediction-draws": 20,
 }
 INFERENCE: dict[str, dict[str, Any]] = {
     "SFVI": {"method": "sfvi", "num-server-rounds": 300},
@@ -102,7 +101,7 @@ def scores(run: Row, new: pd.DataFrame, train: pd.DataFrame) -> Row:
     """Held-out bound, and what is known of topics."""
     from fedgp_flower.methods.family import GlobalPosterior
     from fedgp_flower.methods.sfvi.amortised import AmortisedModel
-    from fedgp_flower.methods.sfvi.models import model_at
+    from fedgp_flower.methods.sfvi.learner import model_at
     from fedgp_flower.run.registry import parse_config
     from fedgp_flower.run.user_config import read_config
 

@@ -59,6 +59,7 @@ def target_table(family: str, number: int, cut: float, every: int) -> str:
 
 KEYS = {
     "method": "hierarchical-gp",
+    "hierarchical.deviation": "rough",
     "split": 0,
     "target": "y",
     "partitioner": "natural",

@@ -27,7 +27,6 @@ KEYS: dict[str, Any] = {
     "evaluate-every": 20,
     "sfvi.model": "multinomial",
     "sfvi.samples": 1,
-    "sfvi.prediction-draws": 10,
 }
 AVERAGE: dict[str, Any] = {"method": "sfvi-avg", "sfvi.learning-rate": 0.01, "sfvi.initial-scale": 0.03}
 GRADIENTS: dict[str, Any] = {"method": "sfvi", "sfvi.learning-rate": 0.03, "sfvi.initial-scale": 0.03}

@@ -34,8 +34,6 @@ KEYS: dict[str, Any] = {
     "sfvi.hidden": HIDDEN,
     "sfvi.samples": 1,
     "sfvi.initial-scale": 0.1,
-    "sfvi.initial-local-scale": 0.1,
-    "sfvi.prediction-draws": 20,
 }
 PAPER = {
     ("Hierarchical BNN", "SFVI-Avg"): {10: "96.6 (0.68)", 50: "93.6 (1.68)"},

@@ -32,7 +32,6 @@ KEYS: dict[str, Any] = {
     "sfvi.model": "glmm",
     "sfvi.unit-column": "child",
     "sfvi.structure": "full",
-    "sfvi.initial-local-scale": 1.0,
     "sfvi.learning-rate": 0.02,
 }
 GRADIENT: dict[str, Any] = {"method": "sfvi", "num-server-rounds": 2000, "sfvi.importance-samples": 1}
@@ -40,7 +39,6 @@ AVERAGE: dict[str, Any] = {"method": "sfvi-avg", "num-server-rounds": 20, "sfvi.
 ARMS: dict[str, dict[str, Any]] = {
     "SFVI-Avg, R = 20": {**AVERAGE, "sfvi.importance-samples": 20},
     "SFVI-Avg, R = 1": {**AVERAGE, "sfvi.importance-samples": 1},
-    "SFVI-Avg, the paper's scaling": {**AVERAGE, "sfvi.importance-samples": 1, "sfvi.scaling": "likelihood"},
     "SFVI": GRADIENT,
     "SFVI, diagonal L_G": {**GRADIENT, "sfvi.structure": "diagonal"},
     "SFVI, R = 50": {**GRADIENT, "num-server-rounds": 4000, "sfvi.importance-samples": 50},

@@ -56,14 +56,14 @@ class Contract:
         if rows != described:
             return self._contradicted(site, f"claims {rows} rows, introduced itself with {described}")
         try:
-            own = self.read(reply)
+            answer = self.read(reply)
         except ProtocolError as error:
             return str(error)
         said = self.described.get(site)
-        if reason := verdict(own, "contradiction", rows) or (said and verdict(own, "disagreement", said)):
+        if reason := verdict(answer, "contradiction", rows) or (said and verdict(answer, "disagreement", said)):
             return self._contradicted(site, reason)
-        reason = misfit(self.requests[site], own) if site in self.requests else None
-        return reason or verdict(own, "glance" if self.glances else "refusal", rows)
+        reason = misfit(self.requests[site], answer) if site in self.requests else None
+        return reason or verdict(answer, "glance" if self.glances else "refusal", rows)
 
     @property
     def glances(self) -> bool:
@@ -83,7 +83,7 @@ class Contract:
         rows = {site: self.rows.get(site, 0) for site in answers}
         if not self.glances or not verdict(total, "refusal", sum(rows.values())):
             return {}
-        found = {site: verdict(own, "refusal", rows[site]) for site, own in answers.items()}
+        found = {site: verdict(answer, "refusal", rows[site]) for site, answer in answers.items()}
         return {site: reason for site, reason in found.items() if reason}
 
     def _contradicted(self, site: str, reason: str) -> str | None:

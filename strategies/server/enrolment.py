@@ -13,10 +13,19 @@ import numpy as np
 
 from fedgp_flower.data.agreement import SiteDescription, agree, encoded_sums, squares_about, summed_arrays
 from fedgp_flower.errors import DataError, ProtocolError, RunError
-from fedgp_flower.methods.messages import Centres, ColumnSquares, ColumnSums, Described, Nothing
+from fedgp_flower.methods.messages import (
+    Centres,
+    ColumnSquares,
+    ColumnSums,
+    Described,
+    Nothing,
+    TargetMoments,
+    TargetPowers,
+)
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.overview import described
+from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.network import Network, pause_after
 from strategies.server.questions import Asking, Summed, Total
@@ -108,8 +117,10 @@ class Preparation:
         """What ``metrics.json`` says of the training rows."""
         counted = {"sites": len(self.rows), "rows": sum(self.rows.values()), "inputs": self.num_inputs}
         called = [
-            {**own, "differs": [self.labels.get(site, site) for site in own["differs"]]} if "differs" in own else own
-            for own in self.columns
+            {**column, "differs": [self.labels.get(site, site) for site in column["differs"]]}
+            if "differs" in column
+            else column
+            for column in self.columns
         ]
         return {**counted, "dropped": self.dropped, "columns": called}
 
@@ -196,7 +207,7 @@ class Enrolment:
 
     def without(self, sites: Iterable[str]) -> Enrolment:
         """What the other sites agree on, as if these had never been there."""
-        left = {site: own for site, own in self.described.items() if site not in set(sites)}
+        left = {site: answer for site, answer in self.described.items() if site not in set(sites)}
         return Enrolment.of(left, self.config)
 
 
@@ -208,7 +219,7 @@ def meet(network: Network, config: RunConfig) -> Enrolment:
     """
     described = _gather(network, config)
     network.require(config.min_sites)
-    hidden = [site for site, own in described.items() if own.number(BARE)]
+    hidden = [site for site, answer in described.items() if answer.number(BARE)]
     if hidden and len(hidden) == len(described):  # what is known of the columns, their totals will say
         return _without_refused(network, Enrolment.of(described, config))
     for site in hidden:
@@ -290,7 +301,7 @@ def meet_again(network: Network, config: RunConfig, saved: Preparation) -> Prepa
 
 def _require_same_deal(saved: Preparation, described: Mapping[str, Answer]) -> None:
     """Simulated rows dealt otherwise would make training rows of the first half held-out rows of the second."""
-    changed = [site for site, own in described.items() if saved.rows.get(site) != own.num_examples]
+    changed = [site for site, answer in described.items() if saved.rows.get(site) != answer.num_examples]
     if saved.simulated and changed:
         raise RunError(
             f"cannot resume: the run has {len(saved.rows)} simulated sites, and the rows of {len(changed)} of the "
@@ -303,7 +314,7 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
     deadline = time.monotonic() + config.wait_seconds
     while True:
         described |= _introduced(network)
-        partitions = max((int(own.number("partitions")) for own in described.values()), default=0)
+        partitions = max((int(answer.number("partitions")) for answer in described.values()), default=0)
         wanted = config.sites or partitions or config.min_sites
         known = bool(config.sites or partitions or not described)  # else more sites may be on their way
         if len(network.heard if known else described) >= wanted:
@@ -323,7 +334,7 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
 def _introduced(network: Network) -> dict[str, Answer]:
     """Descriptions by nodes never heard of."""
     described = network.introduce("query.describe")
-    for site in [site for site, own in described.items() if not {"schema", "label"} <= set(own.texts)]:
+    for site in [site for site, answer in described.items() if not {"schema", "label"} <= set(answer.texts)]:
         dismiss(network, site, "its description lacks a schema or a label: other version of the app")
         del described[site]
     return described
@@ -352,19 +363,19 @@ def reunite(network: Network, preparation: Preparation, sites: Iterable[str]) ->
 
 
 def _welcome(network: Network, preparation: Preparation, described: Mapping[str, Answer]) -> None:
-    own_columns = _columns(preparation.schema)
-    for site, own in described.items():
-        if _columns(own.texts["schema"]) != own_columns:
+    agreed = _columns(preparation.schema)
+    for site, answer in described.items():
+        if _columns(answer.texts["schema"]) != agreed:
             dismiss(network, site, "its columns are not those the other sites agreed on")
             continue
         try:
-            preparation.sums[site] = encoded_sums(_description(own), preparation.schema)
+            preparation.sums[site] = encoded_sums(_description(answer), preparation.schema)
         except ProtocolError as error:
             dismiss(network, site, str(error))
             continue
         logger.info("site %s %s", site, "is back" if site in preparation.rows else "joined")
-        preparation.labels[site] = own.texts["label"]
-        preparation.rows[site] = own.num_examples
+        preparation.labels[site] = answer.texts["label"]
+        preparation.rows[site] = answer.num_examples
 
 
 def dismiss(network: Network, site: str, reason: str) -> None:
@@ -382,5 +393,45 @@ def _columns(schema: str) -> set[tuple[str, str]] | None:
         return None
 
 
-def _description(own: Answer) -> SiteDescription:
-    return SiteDescription(arrays=own.arrays, schema=own.texts["schema"], num_examples=own.num_examples)
+def _description(answer: Answer) -> SiteDescription:
+    return SiteDescription(arrays=answer.arrays, schema=answer.texts["schema"], num_examples=answer.num_examples)
+
+
+def transformed(preparation: Preparation, family: type[Transform], sites: tuple[str, ...]) -> Asking[Preparation]:
+    """What the sites agreed on, with a transformed target; see :mod:`fedgp_flower.transforms`.
+
+    The power λ maximises −½ N log σ²(λ) + Σ log g'(y; λ) over a grid, at which the choice does not move with rounding.
+
+    Raises:
+        DataError: nobody answers, or the transformed target is the same number everywhere.
+    """
+    powers = np.array(family.powers)
+    middle = np.array(preparation.training_target["mean"])
+    centres = np.array([float(family(power).forward(middle)) for power in powers])
+    summed: Summed[TargetMoments] = yield Total(TargetMoments, TargetPowers(powers, centres), sites)
+    if summed.total is None:
+        raise DataError(f"no site answered how its target is spread under `transform.target` = '{family.name}'")
+    best, mean, scale = chosen(summed.total, centres)
+    if not scale > 0:
+        raise DataError(f"the target is one number everywhere under `transform.target` = '{family.name}'")
+    schema = json.loads(preparation.schema)
+    schema["target"]["transform"] = family(float(powers[best])).as_json()
+    scales = {"target.mean": np.array(mean), "target.scale": np.array(scale)}
+    sums = {site: with_last_unknown(known) for site, known in preparation.sums.items()}
+    return replace(preparation, schema=json.dumps(schema), arrays={**preparation.arrays, **scales}, sums=sums)
+
+
+def with_last_unknown(sums: Array) -> Array:
+    """What a site said of its columns, [D + 1, 3], but of the target: that was before the transformation."""
+    return np.vstack([sums[:-1], np.full((1, sums.shape[1]), np.nan)])
+
+
+def chosen(sums: TargetMoments, centres: np.ndarray) -> tuple[int, float, float]:
+    """Position of the best power, and mean and standard deviation of t there."""
+    rows = float(sums.count)
+    offset = sums.first / rows
+    variance = sums.second / rows - offset**2
+    with np.errstate(divide="ignore", invalid="ignore"):
+        likelihood = np.where(variance > 0, -rows / 2 * np.log(variance) + sums.slopes, -np.inf)
+    best = int(np.argmax(likelihood))
+    return best, float(centres[best] + offset[best]), float(np.sqrt(max(variance[best], 0.0)))

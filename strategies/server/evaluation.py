@@ -121,14 +121,14 @@ def ranked(counts: Sequence[Sequence[float]] | None) -> Figures:
     if counts is None:
         return {}
     zeros, ones = np.asarray(counts, dtype=np.float64).T
-    others, own = float(zeros.sum()), float(ones.sum())
-    both = others > 0 and own > 0
+    others, cases = float(zeros.sum()), float(ones.sum())
+    both = others > 0 and cases > 0
     slope, error = _slope(zeros, ones) if both else (math.nan, math.nan)
     return {
-        "auc": float(ones @ (np.cumsum(zeros) - zeros / 2)) / (others * own) if both else math.nan,
+        "auc": float(ones @ (np.cumsum(zeros) - zeros / 2)) / (others * cases) if both else math.nan,
         "calibration_slope": slope,
         "calibration_slope_se": error,
-        "base_rate": own / (others + own) if others + own else math.nan,
+        "base_rate": cases / (others + cases) if others + cases else math.nan,
     }
 
 

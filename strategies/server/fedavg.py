@@ -94,8 +94,8 @@ def averaging_round(
     if not answers:
         return state, {}
     weights = [roster.rows[site] for site in answers]
-    objective = float(np.average([own.objective for own in answers.values()], weights=weights))
-    values = {site: (dict(own.values), roster.rows[site]) for site, own in answers.items()}
+    objective = float(np.average([answer.objective for answer in answers.values()], weights=weights))
+    values = {site: (dict(answer.values), roster.rows[site]) for site, answer in answers.items()}
     merged = combined(state, values, roster.round, plan)
     return merged, {"objective": objective}
 
@@ -124,7 +124,7 @@ def combined(
     }
     rule = RULES[plan.rule](plan.server_learning_rate)
     parameters, kept = applied(rule, (state.parameters, moments), list(values.values()), server_round)
-    return AveragingState(parameters, {f"{kind}.{n}": a for kind, own in kept.items() for n, a in own.items()})
+    return AveragingState(parameters, {f"{kind}.{n}": a for kind, arrays in kept.items() for n, a in arrays.items()})
 
 
 def applied(

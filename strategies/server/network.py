@@ -195,7 +195,7 @@ class Network:
         retries: int = 0,
     ) -> dict[str, Answer]:
         """Send each site its arrays and return the valid answers by site."""
-        messages = [self.message(site, kind, own, settings) for site, own in arrays.items()]
+        messages = [self.message(site, kind, request, settings) for site, request in arrays.items()]
         return answers(self.exchange(messages, specs, retries=retries))
 
     def introduce(self, kind: str) -> dict[str, Answer]:

@@ -18,7 +18,7 @@ from fedgp_flower.records import APART, array_record, packed_record
 from fedgp_flower.run.config import RunConfig, defaults
 from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import NamedArrays
-from strategies.server import enrolment, target
+from strategies.server import enrolment
 from strategies.server.context import SharedContext, settings_text
 from strategies.server.contract import Contract, ContradictionError
 from strategies.server.course import Course
@@ -116,7 +116,7 @@ class Session:
         family = TRANSFORMS.get(self.config.transform.target)
         if family is not None:
             self._agreed(preparation)
-            preparation = self.run(target.transformed(preparation, family, self.roster().everyone))
+            preparation = self.run(enrolment.transformed(preparation, family, self.roster().everyone))
         self._agreed(adjusted(preparation))
 
     def agree_without(self, contradicted: Mapping[str, str]) -> None:

@@ -43,7 +43,7 @@ def note_ranges(question: Question, reply: Any, columns: Sequence[dict[str, Any]
     if not isinstance(question, Each | Total) or question.answer is not Shape:
         return
     shapes = [reply.total] if isinstance(reply, Summed) else reply.values()
-    sent = [own.histogram for own in shapes if own and own.histogram.shape[1] == len(INPUT_EDGES) - 1]
+    sent = [shape.histogram for shape in shapes if shape and shape.histogram.shape[1] == len(INPUT_EDGES) - 1]
     counts = np.sum(sent, axis=0) if sent else np.empty((0, 0))
     starts = np.cumsum([0, *(column["inputs"] for column in columns)])
     for start, column in zip(starts, columns, strict=False):
@@ -63,12 +63,12 @@ def middle(counts: Array) -> list[float]:
 
 def usual_answers(answers: Mapping[str, A], reason: str) -> Asking[dict[str, A]]:
     """Answers with the names and shapes that most sites send; the others are refused, for the reason given."""
-    layouts = {site: frozenset((n, a.shape) for n, a in encode(own).items()) for site, own in answers.items()}
+    layouts = {site: frozenset((n, a.shape) for n, a in encode(answer).items()) for site, answer in answers.items()}
     usual = Counter(layouts.values()).most_common(1)
     odd = [site for site, layout in layouts.items() if layout != usual[0][0]]
     for site in odd:
         yield Refuse(site, reason)
-    return {site: own for site, own in answers.items() if site not in odd}
+    return {site: answer for site, answer in answers.items() if site not in odd}
 
 
 def _of_all() -> Asking[Shape]:
@@ -84,7 +84,7 @@ def _of_all() -> Asking[Shape]:
 def initial_hyperparameters(answers: Mapping[str, Shape]) -> NamedArrays:
     """Every honest site sends the same, so the median is theirs."""
     names = next(iter(answers.values())).start
-    return {name: np.asarray(np.median([own.start[name] for own in answers.values()], axis=0)) for name in names}
+    return {name: np.asarray(np.median([shape.start[name] for shape in answers.values()], axis=0)) for name in names}
 
 
 def initial_locations(answers: Mapping[str, Shape], model: ModelSection, seed: int) -> Array:

@@ -108,7 +108,7 @@ def again(message: Message) -> Message:
 
 def answers(replies: Iterable[Message]) -> dict[str, Answer]:
     """Valid replies unpacked, by site."""
-    return {own.site: own for own in map(answer, replies)}
+    return {found.site: found for found in map(answer, replies)}
 
 
 def answer(reply: Message) -> Answer:

@@ -3,7 +3,7 @@
 import torch
 
 from fedgp_flower.methods.sfvi.rows import ModelRow
-from fedgp_flower.methods.sfvi.structured import ClosedFormModel, Prediction, Section
+from fedgp_flower.methods.sfvi.structured import ClosedFormModel, PredictiveMoments, ReportTable
 from fedgp_flower.options import Positive
 from fedgp_flower.options import Section as Keys
 
@@ -39,11 +39,11 @@ class ToyLinear(ClosedFormModel):
 
     def predict(self, site, q_global, q_local):
         mean, variance = self.latent(site, q_global, q_local)
-        return Prediction(mean.detach(), variance.detach() + self.noise)
+        return PredictiveMoments(mean.detach(), variance.detach() + self.noise)
 
     def sections(self, q_global, names):
         rows = list(zip(["intercept", *names], q_global.mean.tolist(), strict=True))
-        return [Section("Weights of the toy model", ("weight", "mean"), rows, "Of standardised inputs.")]
+        return [ReportTable("Weights of the toy model", ("weight", "mean"), rows, "Of standardised inputs.")]
 
 
 ROW = ModelRow("toy_model:ToyLinear", "linear regression", ToyKeys, known_expectations=True)

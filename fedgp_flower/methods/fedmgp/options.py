@@ -128,15 +128,3 @@ class FedMGPExactOptions(FedMGPOptions):
                 f"`num-server-rounds` = {core.num_server_rounds} must exceed `fedmgp.starts` × `fedmgp.start-rounds` = "
                 f"{self.starts * self.start_rounds}"
             )
-
-
-class FedMGPDeviationsOptions(FedMGPExactOptions):
-    """The same table, for one shared curve and a deviation of each unit."""
-
-    def check(self, core: CoreConfig) -> None:
-        """Refuse what deviations cannot do."""
-        super().check(core)
-        if self.latents > 1 or self.aggregation not in OF_TOTALS:
-            raise ConfigError(
-                "`method` = 'fedmgp-deviations' needs one latent function and `fedmgp.aggregation` = 'mean' or 'sum'"
-            )

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from fedgp_flower.errors import DataError
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
-from fedgp_flower.methods.sfvi.catalogue.amortised import LatentKeys, TopicKeys
-from fedgp_flower.methods.sfvi.classifier import Classifier
+from fedgp_flower.methods.sfvi.classes import Classifier
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import IndexVector, Section, SiteData
+from fedgp_flower.methods.sfvi.rows import LatentKeys
+from fedgp_flower.methods.sfvi.structured import IndexVector, ReportTable, SiteRows
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
 
@@ -40,12 +40,14 @@ START = 0
 """Seed of the networks' first weights: they are the same at every site."""
 APART, LENGTH = 30.0, 3.0
 """``prodlda``: factor of the encoder's last layer at the start, and the length of what its first one sees."""
+CONCENTRATION = 0.1
+"""``prodlda``: α of the Dirichlet prior of a document's topics, as in ``simulations/results/amortised_prodlda.md``."""
 SHOWN = 10
 """Words of a topic in a report."""
 
 
 @dataclass(frozen=True, slots=True)
-class Noise(LocalPosterior):
+class StandardNormal(LocalPosterior):
     """N(0, I), of which nothing is learned."""
 
     mean: Float[Tensor, "U W"] = field(metadata={"learned": False})
@@ -103,29 +105,29 @@ class AmortisedModel(Classifier):
     def log_features(self, features: Rows, outputs: Float[Tensor, "*S N V"]) -> Float[Tensor, "*S N"]:
         """The log density log p(x_n | o_n)."""
 
-    def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteData:
+    def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
         """Every row is a unit."""
         self.seen(features)
         site, each = super().prepare(features, targets, groups, key=key), torch.arange(len(features))
         return replace(site, unit=each, keys=key + each)
 
     def located(
-        self, site: SiteData, features: Rows, groups: IndexVector, *, trained: bool
-    ) -> Iterator[tuple[Tensor, SiteData, bool]]:
+        self, site: SiteRows, features: Rows, groups: IndexVector, *, trained: bool
+    ) -> Iterator[tuple[Tensor, SiteRows, bool]]:
         """New rows, whose q the encoder makes."""
         del site, groups, trained
         every = torch.ones(len(features), dtype=torch.bool)
         yield every, self.prepare(features, features.new_zeros(len(features))), False
 
-    def local_width(self, site: SiteData) -> int:
+    def local_width(self, site: SiteRows) -> int:
         """That of ε."""
         return self.latents
 
-    def initial_local(self, site: SiteData, *, scale: float, coupled: bool, triangular: bool) -> LocalPosterior:
+    def initial_local(self, site: SiteRows, *, scale: float, coupled: bool, triangular: bool) -> LocalPosterior:
         """N(0, I), now and later."""
         del scale, coupled, triangular
         zero = torch.zeros(len(site.keys), self.latents, dtype=torch.float64)
-        return Noise(zero, zero, None, None)
+        return StandardNormal(zero, zero, None, None)
 
     def encoded(self, features: Rows) -> tuple[Float[Tensor, "N W"], Float[Tensor, "N W"]]:
         """Mean m and log s of q(z | x)."""
@@ -133,14 +135,14 @@ class AmortisedModel(Classifier):
         return mean, log_scale
 
     def log_local(
-        self, site: SiteData, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
+        self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
     ) -> Float[Tensor, "*S U"]:
         """The row's bound given ε and Z_G, + log N(ε | 0, I), which q takes away again."""
         noise = -0.5 * z_local.square().sum(-1) - 0.5 * self.latents * math.log(2 * math.pi)
         return self.bound(site, z_global, z_local) + self.log_likelihood(site, z_global, z_local) + noise
 
     def bound(
-        self, site: SiteData, z_global: Float[Tensor, "*S M"], noise: Float[Tensor, "*S N W"]
+        self, site: SiteRows, z_global: Float[Tensor, "*S M"], noise: Float[Tensor, "*S N W"]
     ) -> Float[Tensor, "*S N"]:
         """The bound log p(x_n | z_n, Z_G) − KL of the features alone, without classes."""
         mean, log_scale = self.encoded(site.features)
@@ -150,7 +152,7 @@ class AmortisedModel(Classifier):
         divergence = 0.5 * (squares - 1 + math.log(variance)).sum(-1) - log_scale.sum(-1)
         return self.log_features(site.features, outputs) - divergence
 
-    def logits(self, site: SiteData, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]) -> Tensor:
+    def logits(self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]) -> Tensor:
         """Of the classes."""
         mean, log_scale = self.encoded(site.features)
         return self._outputs(z_global, self.code(mean + log_scale.exp() * z_local), slice(self.num_inputs, None))
@@ -195,14 +197,14 @@ class Autoencoder(AmortisedModel):
 class TopicModel(AmortisedModel):
     """Counts of words; a latent is a topic."""
 
-    def __init__(self, num_inputs: int, latents: int, width: int, keys: TopicKeys, *, binary: bool) -> None:
+    def __init__(self, num_inputs: int, latents: int, width: int, keys: LatentKeys, *, binary: bool) -> None:
         super().__init__(num_inputs, latents, width, keys, binary=binary)
-        self.concentration = keys.concentration
+        self.concentration = CONCENTRATION
 
     @classmethod
     def of(cls, options: SFVIOptions, num_inputs: int, *, binary: bool) -> TopicModel:
         """Topics as configured."""
-        keys = options.of(TopicKeys)
+        keys = options.of(LatentKeys)
         return cls(num_inputs, keys.latents, keys.latents, keys, binary=binary)
 
     def _build(self, keys: LatentKeys) -> None:
@@ -233,12 +235,12 @@ class TopicModel(AmortisedModel):
         """Σ_v x_v log softmax(o)_v, without the multinomial coefficient."""
         return (features * outputs.log_softmax(-1)).sum(-1)
 
-    def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[Section]:
+    def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
         """The first words of every topic."""
         count = min(SHOWN, len(names))
         caption = f"The {count} words that each topic makes likeliest, beyond what the background does."
         words = [", ".join(own[:count]) for own in self.topics(q_global.mean, names)]
-        return [Section("Topics", ("topic", "words"), [(str(k + 1), own) for k, own in enumerate(words)], caption)]
+        return [ReportTable("Topics", ("topic", "words"), [(str(k + 1), own) for k, own in enumerate(words)], caption)]
 
     def topics(self, mean: Float[Tensor, " M"], names: Sequence[str]) -> list[list[str]]:
         """All words by how much each topic makes them likelier than the background does, most first."""

@@ -14,104 +14,64 @@ from numpy import ndarray
 from fedgp_flower.clients import baselines
 from fedgp_flower.clients.counts import count_scores
 from fedgp_flower.clients.numpy_client import Prediction, Said, SiteClient, scored
-from fedgp_flower.data.sites import SiteData as Encoded
+from fedgp_flower.data.sites import SiteData
+from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.classes import Confusion
-from fedgp_flower.methods.family import GlobalPosterior, LocalFamily, initial_global, named, on_the_wire
+from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, initial_global, named, on_the_wire
 from fedgp_flower.methods.messages import Nothing, Parameters
-from fedgp_flower.methods.sfvi.estimators import UNSCALED, likelihood_only, whole_term
 from fedgp_flower.methods.sfvi.gp import farthest_points
-from fedgp_flower.methods.sfvi.learner import Learner, LocalState, initial_local, step_local
-from fedgp_flower.methods.sfvi.memory import SiteMemory, remembered, scaled
-from fedgp_flower.methods.sfvi.messages import (
-    Beginning,
-    GradientRequest,
-    GradientShare,
-    LocalEnd,
-    LocalEndSum,
-    LocalStepsRequest,
-    ModelStart,
+from fedgp_flower.methods.sfvi.learner import (
+    Learner,
+    LocalState,
+    ModelInputs,
+    configured,
+    initial_local,
+    model_and_rows,
+    rows_of,
+    site_number,
+    step_local,
 )
-from fedgp_flower.methods.sfvi.models import Rows, configured, model_and_rows, rows_of, site_number
-from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.methods.sfvi.memory import SiteMemory, remembered, scaled
+from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
+from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
 from fedgp_flower.methods.sfvi.posterior import StructuredPosterior
-from fedgp_flower.methods.sfvi.structured import SiteData, StructuredModel
+from fedgp_flower.methods.sfvi.structured import SiteRows, StructuredModel
 from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array, NamedArrays
 
-AGAIN = 2**32
-"""A site's further steps in a round are numbered so far apart, so that they share no draw with another round."""
 
-
-class StructuredClient(SiteClient):
-    """What sites of every form of SFVI have."""
-
-    def model(self, request: Nothing) -> ModelStart:
-        """θ and the prior of Z_G at the start: the same at every site, from the configuration alone."""
-        del request
-        width = self.rows_of(self.rows.x).features.shape[1]
-        model = configured(self.options, self.config.model, width)
-        theta = {name: value.detach().numpy().copy() for name, value in model.theta().items()}
-        return ModelStart(theta, model.fixed_log_scale.numpy(), model.block.numpy())
-
-    @property
-    def options(self) -> SFVIOptions:
-        """The table ``sfvi.*``."""
-        return cast(SFVIOptions, self.config.options)
-
-    def rows_of(self, inputs: Array) -> Rows:
-        """Encoded inputs without the unit column, and its values in original units."""
-        return rows_of(self.preparation, inputs, self.options)
-
-    def parts(self, trend: Array, whole: Array) -> NamedArrays:
-        """Trend and deviation in original units; of a transformed target the median, and what the site adds to it."""
-        mean, scale = self.preparation.target_mean, self.preparation.target_scale
-        own, both, transform = trend * scale + mean, whole * scale + mean, self.preparation.transform
-        if transform is not None:
-            own, both = transform.inverse(own), transform.inverse(both)
-        return {"prediction.trend": own, "prediction.deviation": both - own}
-
-
-class SFVIClient(StructuredClient):
-    """q(Z_Lk | Z_G) of this site, fitted around whatever q(Z_G) and θ the server sends."""
+class SFVIClient(SiteClient):
+    """q(Z_Lk | Z_G) of this site, fitted around the q(Z_G) and θ that the server sends."""
 
     def gradient(self, request: GradientRequest) -> GradientShare:
         """SFVI: the gradient by θ and η_G, and a step on η_Lk (paper, Algorithm 1)."""
         learner, q_global = self.learner(request.values), GlobalPosterior.of(request.values)
         q_local, moments, fresh = self.begin(learner, q_global)
         noise = None if request.noise is None else torch.from_numpy(request.noise)
-        for again in range(self.options.own_steps):
-            share = learner.gradient(q_global, q_local, noise, self.setting.round + again * AGAIN)
-            q_local, moments = step_local(q_local, share, moments, request.learning_rate)
+        share = learner.gradient(q_global, q_local, noise, self.setting.round)
+        q_local, moments = step_local(q_local, share, moments, request.learning_rate)
         answer = GradientShare(on_the_wire(share.theta, share.eta), share.value, int(fresh))
-        self.remember(learner, (q_global, q_local, moments), answer, averaged=False, fresh=fresh)
+        self.remember(learner, (q_global, q_local, moments), answer, averaged=False)
         return answer
 
     def average(self, request: LocalStepsRequest) -> LocalEnd:
         """SFVI-Avg: steps on θ, η_G and η_Lk; the first two are sent (paper, Algorithm 2)."""
         learner, q_global = self.learner(request.values), GlobalPosterior.of(request.values)
         q_local, moments, fresh = self.begin(learner, q_global)
-        ratio, options = request.total_rows / self.num_examples, self.options
-        scaling, factor = (whole_term(ratio), ratio) if options.scaling == "whole" else (likelihood_only(ratio), 1.0)
-        start = (q_global, q_local, scaled(moments, factor) if options.keep_moments else AdamState())
-        rates, first = [request.learning_rate] * options.local_steps, self.setting.round * options.local_steps
-        (q_global, q_local, moments), value = learner.local_steps(start, scaling, first_step=first, rates=rates)
+        ratio, steps = request.total_rows / self.num_examples, self.options.local_steps
+        start, rates = (q_global, q_local, scaled(moments, ratio)), [request.learning_rate] * steps
+        end, value = learner.local_steps(start, ratio, first_step=self.setting.round * steps, rates=rates)
+        q_global, q_local, moments = end
         answer = LocalEnd(on_the_wire(learner.model.theta(), named(q_global)), value, fresh)
-        end = (q_global, q_local, scaled(moments, 1 / factor))
-        self.remember(learner, end, answer, averaged=True, fresh=fresh)
+        self.remember(learner, (q_global, q_local, scaled(moments, 1 / ratio)), answer, averaged=True)
         return answer
 
     def average_sum(self, request: LocalStepsRequest) -> LocalEndSum:
         """The same as a summand."""
-        weight = float(self.num_examples) if self.options.weights == "rows" else 1.0
-        return LocalEndSum.of(self.average(request), weight)
-
-    def beginning(self, request: Nothing) -> Beginning:
-        """Whether this site began anew in the latest round."""
-        del request
-        return Beginning(self.memory.latest is not None and self.memory.latest.fresh)
+        return LocalEndSum.of(self.average(request), float(self.num_examples))
 
     def predict(self, request: Parameters, inputs: Array) -> Prediction:
         """Personal prediction: shared latents of the request, local ones of this site."""
@@ -130,8 +90,8 @@ class SFVIClient(StructuredClient):
         """Held-out rows with their predictions, and how they add up; for classes the probability of the second one."""
         posterior, site, q_local = self.posterior(request.values)
         rows, arrays = self.rows_of(self.rows.x_test), super().shown(request)
-        trend, whole = (posterior.moments(site, own, rows, link=True)[0] for own in (None, q_local))
-        arrays |= self.parts(trend, whole)
+        trend, whole = (posterior.moments(site, q, rows, link=True)[0] for q in (None, q_local))
+        arrays |= trend_and_deviation(self.preparation, trend, whole)
         if self.config.model.likelihood == "bernoulli":
             arrays["prediction.probability"] = arrays.pop("prediction.mean")
             del arrays["prediction.sd"]
@@ -145,11 +105,20 @@ class SFVIClient(StructuredClient):
         """What one analyst with all rows could do; unless it is a Gaussian process, by the same model with one site."""
         if self.plain or not self.site.simulated:
             return super().pooled(request)
-        rows = Encoded(*baselines.all_rows(self.config, self.site.partitions, self.preparation), 0)
+        rows = SiteData(*baselines.all_rows(self.config, self.site.partitions, self.preparation), 0)
         scores, evaluations = self.alone(rows)
         return scored(scores, evaluations=evaluations)
 
     # What the handlers work with.
+
+    @property
+    def options(self) -> SFVIOptions:
+        """The table ``sfvi.*``."""
+        return cast(SFVIOptions, self.config.options)
+
+    def rows_of(self, inputs: Array) -> ModelInputs:
+        """Encoded inputs without the unit column, and its values in original units."""
+        return rows_of(self.preparation, inputs, self.options)
 
     @property
     def plain(self) -> bool:
@@ -173,46 +142,46 @@ class SFVIClient(StructuredClient):
         model, site = model_and_rows(self.config, self.preparation, self.site, {**values, **self.setting.constants})
         return self.learner_of(model, site, self.seed)
 
-    def begin(self, learner: Learner, q_global: GlobalPosterior) -> tuple[LocalFamily, AdamState[torch.Tensor], bool]:
+    def begin(
+        self, learner: Learner, q_global: GlobalPosterior
+    ) -> tuple[LocalPosterior, AdamState[torch.Tensor], bool]:
         """q(Z_Lk | Z_G) as the latest round left it, read around the given μ_G, its moments, and whether it is new.
 
         A round that is asked for again starts where it started. A site without a memory that fits its rows begins
         anew, and catches up if the others are ahead and its model learns anything that stays at a site.
         """
         server_round = self.setting.round
-        start = initial_local(learner.model, learner.site, self.options, self.seed)
+        start = initial_local(learner.model, learner.site, self.options)
         memory = self.memory.at(server_round)
         if memory is not None and memory.fits(learner.site, start):
             return memory.read_around(start, q_global.mean, server_round), memory.moments, False
-        if server_round == 1 or not any(own.numel() for own in named(start).values()):
+        if server_round == 1 or not any(array.numel() for array in named(start).values()):
             return start, AdamState(), False
-        return *learner.caught_up(q_global, start, self.options.catch_up_rates()), True
+        rates = [self.options.rate(step, CATCH_UP_STEPS) for step in range(CATCH_UP_STEPS)]
+        return *learner.caught_up(q_global, start, rates), True
 
-    def remember(
-        self, learner: Learner, end: LocalState, answer: GradientShare | LocalEnd, *, averaged: bool, fresh: bool
-    ) -> None:
+    def remember(self, learner: Learner, end: LocalState, answer: GradientShare | LocalEnd, *, averaged: bool) -> None:
         """Keep where the steps of this round led.
 
         Raises:
             NumericsError: for steps that led to numbers that are not finite; what was kept before stays.
         """
-        memory = remembered(self.setting.round, learner.site, end, averaged=averaged, fresh=fresh)
+        memory = remembered(self.setting.round, learner.site, end, averaged=averaged)
         if not all(np.isfinite(array).all() for array in (*encode(memory).values(), *encode(answer).values())):
             raise NumericsError(
                 "a step led to numbers that are not finite, so the site stays where it was. Lower `sfvi.learning-rate`?"
             )
         self.state.replace(encode(self.memory.after(memory, None if self.site.simulated else self.seed)))
 
-    def posterior(self, values: Mapping[str, ndarray]) -> tuple[StructuredPosterior, SiteData, LocalFamily | None]:
+    def posterior(self, values: Mapping[str, ndarray]) -> tuple[StructuredPosterior, SiteRows, LocalPosterior | None]:
         """What predicts at given θ and η_G: the posterior, the training rows, and the local posterior if any."""
         learner, q_global = self.learner(values), GlobalPosterior.of(values)
-        start = initial_local(learner.model, learner.site, self.options, self.seed)
+        start = initial_local(learner.model, learner.site, self.options)
         q_local = self.memory.posterior(learner.site, start, q_global.mean, self.setting.round)
-        posterior = StructuredPosterior(learner.model, q_global, self.options.prediction_draws)
-        return posterior, learner.site, q_local
+        return StructuredPosterior(learner.model, q_global), learner.site, q_local
 
     def scores(
-        self, posterior: StructuredPosterior, site: SiteData, q_local: LocalFamily | None, data: Encoded
+        self, posterior: StructuredPosterior, site: SiteRows, q_local: LocalPosterior | None, data: SiteData
     ) -> Scores:
         """Scores of held-out rows: of class probabilities, of counts, or Gaussian in original units."""
         rows, target, likelihood = self.rows_of(data.x_test), data.y_test, self.config.model.likelihood
@@ -225,21 +194,30 @@ class SFVIClient(StructuredClient):
             return bernoulli_scores(mean, target)
         return self.gaussian_scores(Prediction(mean, variance), target)
 
-    def alone(self, data: Encoded) -> tuple[Scores, int]:
+    def alone(self, data: SiteData) -> tuple[Scores, int]:
         """Fit the model to these rows as if there were no others, by the run's schedule, and score."""
-        rows, own, section = self.rows_of(data.x), self.options, self.config.model
-        points = farthest_points(rows.features, section.num_inducing) if own.model == "gp" else None
-        model = configured(own, section, rows.features.shape[1], points)
+        rows, options, section = self.rows_of(data.x), self.options, self.config.model
+        points = farthest_points(rows.features, section.num_inducing) if options.row.inducing else None
+        model = configured(options, section, rows.features.shape[1], points)
         site = model.prepare(rows.features, torch.from_numpy(data.y), rows.groups, key=site_number(self.site.site))
         learner = self.learner_of(model, site, self.config.seed)
-        q_global = initial_global(model.global_size, scale=own.initial_scale, triangular=own.structure == "full")
-        start = (q_global, initial_local(model, site, own, self.config.seed), AdamState[torch.Tensor]())
-        rates = own.rates(self.config.num_server_rounds)
-        (q_global, q_local, _), _ = learner.local_steps(start, UNSCALED, first_step=0, rates=rates)
-        posterior = StructuredPosterior(model, q_global, own.prediction_draws)
-        return self.scores(posterior, site, q_local, data), len(rates)
+        q_global = initial_global(
+            model.global_size, scale=options.initial_scale, triangular=options.structure == "full"
+        )
+        start = (q_global, initial_local(model, site, options), AdamState[torch.Tensor]())
+        rates = options.rates(self.config.num_server_rounds)
+        (q_global, q_local, _), _ = learner.local_steps(start, 1.0, first_step=0, rates=rates)
+        return self.scores(StructuredPosterior(model, q_global), site, q_local, data), len(rates)
 
-    def learner_of(self, model: StructuredModel, site: SiteData, seed: int) -> Learner:
+    def learner_of(self, model: StructuredModel, site: SiteRows, seed: int) -> Learner:
         """A learner of a model and rows."""
-        own = self.options
-        return Learner(model, site, seed, site_number(self.site.site), own.samples, own.weighted_draws)
+        options = self.options
+        return Learner(model, site, seed, site_number(self.site.site), options.samples, options.weighted_draws)
+
+
+def trend_and_deviation(agreed: Preparation, trend: Array, whole: Array) -> NamedArrays:
+    """Trend and deviation in original units; of a transformed target the median, and what the site adds to it."""
+    trend, whole = (part * agreed.target_scale + agreed.target_mean for part in (trend, whole))
+    if agreed.transform is not None:
+        trend, whole = agreed.transform.inverse(trend), agreed.transform.inverse(whole)
+    return {"prediction.trend": trend, "prediction.deviation": whole - trend}

@@ -1,35 +1,41 @@
-"""Hierarchical sparse GP: a shared trend, each site's deviation from it, and site-own noise.
+"""Hierarchical sparse GP: a shared trend, each site's deviation from it, and the noise of each site.
 
     f_k = g + h_k,   g = c₀ + c₁ᵀx + GP(0, k_G),   h_k = s₀ + s₁ᵀx + GP(0, k_L),   y = f_k + σ exp(ζ_k) ε
 
 Z_G holds the whitened values of g's GP at the shared inputs Z, then c; Z_Lk those of h_k's GP at inputs of the site's
 own, then s / τ, then ζ_k / s_ζ. All are N(0, I) a priori, and f_k is linear in them. θ holds the hyperparameters of
-both kernels, log τ, log σ² and, if learned, Z. Counts and binary targets have no ζ.
-Where sites do not deviate, h_k is zero and has no parameters.
+both kernels, log τ and log σ². Counts and binary targets have no ζ. Where sites do not deviate, h_k is zero and has no
+parameters.
 """
 
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
-from gpytorch.kernels import Kernel
+from gpytorch.kernels import Kernel, ScaleKernel
+from gpytorch.likelihoods import Likelihood
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from fedgp_flower.gp.kernels import build_kernel
-from fedgp_flower.gp.likelihoods import Noise, build_point_likelihood
-from fedgp_flower.gp.projections import whitened
+from fedgp_flower.gp.likelihoods import NONE, Noise, build_point_likelihood, gaussian_likelihood
+from fedgp_flower.gp.projections import whitened, whitened_projection
+from fedgp_flower.gp.sums import WhitenedPosterior
+from fedgp_flower.gp.to_gpytorch import SparsePosterior
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import ClosedFormModel, IndexVector, Prediction, SiteData
+from fedgp_flower.methods.sfvi.structured import ClosedFormModel, IndexVector, PredictiveMoments, SiteRows
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Scalar, Targets
 
 QUADRATURE_NODES = 32
 """Error below 1e-9 for standard deviations of f up to 3."""
+DEVIATION = 0.3
+"""Initial prior variance of a site's deviation, relative to ``model.outputscale``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,6 @@ class GPOptions:
     """Prior standard deviation s_ζ of a site's log noise offset; 0 gives all sites the same noise."""
     site_slope: float = 0.3
     """Initial standard deviation τ of a site's intercept and slopes."""
-    learn_inputs: bool = False
     jitter: float = 1e-8
     """Relative to the prior variance."""
 
@@ -55,7 +60,7 @@ class GPOptions:
         return self.site_inducing > 0
 
 
-class HierarchicalGP(ClosedFormModel):
+class HierarchicalModel(ClosedFormModel):
     """Shared trend + site deviation, with closed-form or quadrature expectations.
 
     Args:
@@ -65,12 +70,14 @@ class HierarchicalGP(ClosedFormModel):
         options: Likelihood, noise and linear terms.
     """
 
+    inputs: Tensor
+
     def __init__(self, trend: Kernel, deviation: Kernel, inputs: Rows, options: GPOptions) -> None:
         super().__init__(torch.zeros(len(inputs) + inputs.shape[1] + 1, dtype=torch.float64))
         self.options = options
         self.likelihood = build_point_likelihood(options.likelihood, nodes=QUADRATURE_NODES)
         self.trend = trend
-        self.inputs = nn.Parameter(inputs.clone(), requires_grad=options.learn_inputs)
+        self.register_buffer("inputs", inputs.clone())
         if options.deviates:
             self.deviation = deviation
             self.log_site_slope = nn.Parameter(inputs.new_full((inputs.shape[1] + 1,), math.log(options.site_slope)))
@@ -80,11 +87,12 @@ class HierarchicalGP(ClosedFormModel):
     @classmethod
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
-    ) -> HierarchicalGP:
-        """Both kernels as ``model.kernel`` says, the deviation's variance relative to the trend's."""
-        return cls(*parts_of(options, section, num_inputs, inputs))
+    ) -> HierarchicalModel:
+        """Both kernels as ``model.kernel`` says."""
+        del options
+        return cls(*parts_of(section, num_inputs, inputs))
 
-    def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteData:
+    def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
         """Rows of a site, and the inputs of its deviation: rows of the site that are far apart."""
         site = super().prepare(features, targets, groups, key=key)
         if not self.options.deviates:
@@ -106,12 +114,12 @@ class HierarchicalGP(ClosedFormModel):
         """Prior variance of a new site's deviation over that of k_L."""
         return 1.0
 
-    def local_width(self, site: SiteData) -> int:
+    def local_width(self, site: SiteRows) -> int:
         """Whitened inducing values, intercept and slopes, noise offset."""
         deviation = len(site.anchors) + site.features.shape[1] + 1 if self.options.deviates else 0
         return deviation + int(self.own_noise)
 
-    def expected_log_local(self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
+    def expected_log_local(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
         """Σ_n E_q log p(y_n | f_n, ζ) + E_q log N(Z_L | 0, I); the first by quadrature for Bernoulli."""
         mean, variance, noise = self._moments(site, q_global, q_local)
         rows = self.likelihood.expected_with(site.targets, mean, variance, noise)
@@ -121,17 +129,17 @@ class HierarchicalGP(ClosedFormModel):
         return rows.sum() - 0.5 * second - 0.5 * q_local.mean.numel() * math.log(2 * math.pi)
 
     def latent(
-        self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior | None
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None
     ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         """Mean and variance of f at ``site.features``; without ``q_local``, of g plus a deviation from its prior."""
         with torch.no_grad():
             mean, variance, _ = self._moments(site, q_global, q_local)
         return mean, variance
 
-    def predict(self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior | None) -> Prediction:
+    def predict(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None) -> PredictiveMoments:
         """Mean and variance of a noisy observation, with the offset ζ integrated out."""
         with torch.no_grad():
-            return Prediction(*self.likelihood.moments_with(*self._moments(site, q_global, q_local)))
+            return PredictiveMoments(*self.likelihood.moments_with(*self._moments(site, q_global, q_local)))
 
     def trend_moments(self, features: Rows, q_global: GlobalPosterior) -> tuple[Tensor, Tensor]:
         """Mean and variance of the shared trend g alone."""
@@ -141,7 +149,7 @@ class HierarchicalGP(ClosedFormModel):
             return q_global.mean @ weights, left_over + q_global.mixed(weights.mT).square().sum(-1)
 
     def _moments(
-        self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior | None
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None
     ) -> tuple[Tensor, Tensor, Noise]:
         """Moments of f and ζ under q, and their covariance, through the weights they have on ε_G and ε_L."""
         if q_local is None:
@@ -162,7 +170,7 @@ class HierarchicalGP(ClosedFormModel):
         joint = on_global @ offset + on_local @ own_factor[-1]
         return mean, variance, self._noise(q_local.mean[0, -1], spread, joint)
 
-    def _new_site(self, site: SiteData, q_global: GlobalPosterior) -> tuple[Tensor, Tensor, Noise]:
+    def _new_site(self, site: SiteRows, q_global: GlobalPosterior) -> tuple[Tensor, Tensor, Noise]:
         """Moments where h and ζ have their priors."""
         mean, variance = self.trend_moments(site.features, q_global)
         zero = mean.new_zeros(())
@@ -177,7 +185,7 @@ class HierarchicalGP(ClosedFormModel):
         spread = self.noise_spread
         return Noise(log_noise, spread * mean, spread**2 * variance, spread * covariance)
 
-    def _basis(self, site: SiteData) -> Basis:
+    def _basis(self, site: SiteRows) -> Basis:
         linear = linear_terms(site.features)
         shared, left_over = self.project(self.trend, self.inputs, site.features)
         own = linear.new_zeros(int(self.own_noise), len(site.features))
@@ -205,22 +213,13 @@ class Basis:
     left_over: Float[Tensor, " N"]
 
 
-def parts_of(
-    options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None
-) -> tuple[Kernel, Kernel, Rows, GPOptions]:
+def parts_of(section: ModelSection, num_inputs: int, inputs: Rows | None) -> tuple[Kernel, Kernel, Rows, GPOptions]:
     """Kernels of trend and deviation, shared inducing inputs, and options, as the configuration has them."""
-    deviation = section.model_copy(update={"outputscale": options.deviation * section.outputscale})
-    own = GPOptions(
-        likelihood=cast(Literal["gaussian", "bernoulli", "poisson"], section.likelihood),
-        site_inducing=options.site_inducing,
-        noise=section.noise,
-        noise_spread=options.site_noise,
-        site_slope=options.site_slope,
-        learn_inputs=options.learn_inputs,
-        jitter=section.jitter,
-    )
+    deviation = section.model_copy(update={"outputscale": DEVIATION * section.outputscale})
+    likelihood = cast(Literal["gaussian", "bernoulli", "poisson"], section.likelihood)
+    options = GPOptions(likelihood=likelihood, noise=section.noise, jitter=section.jitter)
     points = torch.zeros(section.num_inducing, num_inputs, dtype=torch.float64) if inputs is None else inputs
-    return build_kernel(section, num_inputs), build_kernel(deviation, num_inputs), points, own
+    return build_kernel(section, num_inputs), build_kernel(deviation, num_inputs), points, options
 
 
 def linear_terms(features: Float[Tensor, "*B N D"]) -> Tensor:
@@ -237,3 +236,57 @@ def farthest_points(features: Rows, count: int) -> Float[Tensor, "C D"]:
         chosen.append(int(distance.argmax()))
         distance = torch.minimum(distance, (features - features[chosen[-1]]).square().sum(-1))
     return features[chosen]
+
+
+# The posterior as a model of GPyTorch.
+
+
+class LinearTerms(Kernel):
+    """Covariance Σ_i s_i² φ_i(x) φ_i(x') of a linear function with φ(x) = (1, x) and independent weights N(0, s_i²)."""
+
+    def __init__(self, scales: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scales", scales)
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **_: Any) -> Tensor:
+        """The covariance."""
+        left, right = (self.scales * torch.cat([torch.ones_like(x[..., :1]), x], -1) for x in (x1, x2))
+        return (left * right).sum(-1) if diag else left @ right.mT
+
+
+class SharedTrend(SparsePosterior):
+    """The trend g with q(Z_G) of its whitened inducing values and linear terms, plus a deviation from its prior."""
+
+    def __init__(
+        self, trend: Kernel, kernel: Kernel, inputs: Rows, posterior: WhitenedPosterior, jitter: float
+    ) -> None:
+        super().__init__(kernel, inputs, posterior, jitter)
+        self.trend = trend.requires_grad_(False).eval()
+
+    def project(self, inducing_points: Tensor, inputs: Tensor) -> Tensor:
+        """The weights of g(x) on Z_G."""
+        values = whitened_projection(self.trend, inducing_points, inputs, jitter=self.jitter)
+        return torch.cat([values, linear_terms(inputs)], -2)
+
+
+@torch.no_grad()
+def export(
+    model: HierarchicalModel, q_global: GlobalPosterior, *, deviation: bool = True
+) -> tuple[SparsePosterior, Likelihood]:
+    """Model and likelihood of a new site, in evaluation mode and standardised coordinates.
+
+    f includes h_k from its prior; without ``deviation`` it is the trend g.
+    """
+    trend, width = deepcopy(model.trend), model.inputs.shape[1] + 1
+    kernel = trend + LinearTerms(torch.ones(width, dtype=torch.float64))
+    if deviation and model.options.deviates:
+        scaled = ScaleKernel(deepcopy(model.deviation)).to(q_global.mean)
+        scaled.outputscale = q_global.mean.new_tensor(model.deviation_factor)  # a float would pass through float32
+        kernel = kernel + scaled + LinearTerms(model.log_site_slope.exp())
+    factor = q_global.factor()
+    posterior = WhitenedPosterior(q_global.mean, factor @ factor.mT)
+    exported = SharedTrend(trend, kernel, model.inputs, posterior, model.options.jitter)
+    if model.options.likelihood != "gaussian":
+        return exported, model.likelihood.to_gpytorch(NONE).eval()
+    noise = float((model.log_noise + 2 * model.noise_spread**2).exp())  # E σ² e^{2ζ}
+    return exported, gaussian_likelihood(noise).requires_grad_(False).eval()

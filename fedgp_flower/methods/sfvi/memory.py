@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import message
-from fedgp_flower.methods.family import AmortisedPosterior, GlobalPosterior, LocalFamily, named, with_named
-from fedgp_flower.methods.sfvi.structured import SiteData
+from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, named, with_named
+from fedgp_flower.methods.sfvi.structured import SiteRows
 from fedgp_flower.typing import AnyShape, NamedArrays
 
 LOCAL = "local."
@@ -22,14 +22,12 @@ LOCAL = "local."
 
 
 @message()
-class Memory:
+class RoundMemory:
     """q(Z_Lk | Z_G) after a round, the moments of its optimiser, and the μ_G that it was fitted around."""
 
     round: int
     averaged: bool
     """Whether the site took steps on q(Z_G): then it owes its latents the shift to the average."""
-    fresh: bool
-    """Whether it began anew in this round."""
     about: str
     """What the latents belong to; see :func:`subject`."""
     centre: Float[ndarray, " G"]
@@ -43,16 +41,16 @@ class Memory:
         """As the optimiser wants them."""
         return AdamState(self.steps, _tensors(self.first), _tensors(self.second))
 
-    def with_moments(self, moments: AdamState[Tensor]) -> Memory:
+    def with_moments(self, moments: AdamState[Tensor]) -> RoundMemory:
         """The same with other moments."""
         return replace(self, steps=moments.step, first=_arrays(moments.first), second=_arrays(moments.second))
 
-    def fits(self, site: SiteData, start: LocalFamily) -> bool:
+    def fits(self, site: SiteRows, start: LocalPosterior) -> bool:
         """Whether it is about latents like these of the same units: a site may come back with other rows."""
         shapes = {name: array.shape for name, array in self.local.items()}
-        return self.about == subject(site, start) and shapes == {n: tuple(v.shape) for n, v in named(start).items()}
+        return self.about == subject(site) and shapes == {n: tuple(v.shape) for n, v in named(start).items()}
 
-    def read_around(self, start: LocalFamily, centre: Tensor, server_round: int) -> LocalFamily:
+    def read_around(self, start: LocalPosterior, centre: Tensor, server_round: int) -> LocalPosterior:
         """q(Z_Lk | Z_G) around another μ_G, for a site whose q(Z_G) was averaged or that missed rounds.
 
         A site that sends gradients every round owes no shift: the step of μ̄_k was taken together with that of μ_G.
@@ -68,47 +66,46 @@ class Memory:
 class SiteMemory:
     """All a site keeps of a run."""
 
-    latest: Memory | None = None
-    before: Memory | None = None
+    latest: RoundMemory | None = None
+    before: RoundMemory | None = None
     """What a repetition of the latest round starts from."""
     seed: int | None = None
     """Of the site's draws, where nobody else knows it."""
 
-    def at(self, server_round: int) -> Memory | None:
+    def at(self, server_round: int) -> RoundMemory | None:
         """What a round starts from: what the latest one left, or, asked for the latest again, what it started from."""
         repeated = self.latest is not None and self.latest.round >= server_round
         return self.before if repeated else self.latest
 
-    def posterior(self, site: SiteData, start: LocalFamily, centre: Tensor, server_round: int) -> LocalFamily | None:
+    def posterior(
+        self, site: SiteRows, start: LocalPosterior, centre: Tensor, server_round: int
+    ) -> LocalPosterior | None:
         """q(Z_Lk | Z_G) to predict with; None at a site that has not trained, or has other rows now."""
         if self.latest is None or not self.latest.fits(site, start):
             return None
         return self.latest.read_around(start, centre, server_round)
 
-    def after(self, memory: Memory, seed: int | None = None) -> SiteMemory:
+    def after(self, memory: RoundMemory, seed: int | None = None) -> SiteMemory:
         """With what a round left; a repeated round replaces what its first attempt left."""
         return SiteMemory(memory, self.at(memory.round), seed)
 
 
 def remembered(
     server_round: int,
-    site: SiteData,
-    end: tuple[GlobalPosterior, LocalFamily, AdamState[Tensor]],
+    site: SiteRows,
+    end: tuple[GlobalPosterior, LocalPosterior, AdamState[Tensor]],
     *,
     averaged: bool,
-    fresh: bool,
-) -> Memory:
+) -> RoundMemory:
     """The memory of a round from where its steps ended."""
     q_global, q_local, moments = end
     local, centre = _arrays(named(q_local)), q_global.mean.detach().numpy()
-    empty = Memory(server_round, averaged, fresh, subject(site, q_local), centre, local, 0, {}, {})
+    empty = RoundMemory(server_round, averaged, subject(site), centre, local, 0, {}, {})
     return empty.with_moments(moments)
 
 
-def subject(site: SiteData, start: LocalFamily) -> str:
-    """A digest of the units whose latents q is about, and of the inputs they refer to; a network reads any units."""
-    if isinstance(start, AmortisedPosterior):
-        return "any"
+def subject(site: SiteRows) -> str:
+    """A digest of the units whose latents q is about, and of the inputs they refer to."""
     parts = (site.keys, site.anchors)
     return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
@@ -19,15 +19,6 @@ from fedgp_flower.typing import AnyShape
 MOVE = 100.0
 """Farthest that local steps take a parameter in one round; coefficients have units of their own."""
 SCALE = "q.log_scale"
-
-
-@message("query.model", public=True)
-class ModelStart:
-    """The model that the configuration means: the same at every honest site."""
-
-    theta: Mapping[str, AnyShape] = leaves("θ at the start")
-    fixed: Float[ndarray, " G"] = leaves("log s of p(Z_G) = N(0, diag s²), without learned parts")
-    block: Int[ndarray, " B"] = leaves("which learned scale multiplies each entry of s; empty where none is learned")
 
 
 def _counted(values: Mapping[str, ndarray]) -> int:
@@ -96,7 +87,7 @@ class LocalEndSum:
     """The summand of the average of :class:`LocalEnd`: of diagonal Gaussians the barycentre is the mean of μ and σ."""
 
     values: Mapping[str, AnyShape] = leaves("w θ and w μ_G, and under `q.log_scale` w σ_G", as_sent=True)
-    weight: Float[ndarray, ""] = leaves("w, the rows of the site, or 1")
+    weight: Float[ndarray, ""] = leaves("w, the rows of the site")
     objective: Float[ndarray, ""] = leaves("w times what the site takes for the bound of all rows")
     fresh: int = leaves("1 where the site had no memory of earlier rounds and caught up")
 
@@ -105,11 +96,11 @@ class LocalEndSum:
         return _counted(self.values)
 
     @staticmethod
-    def of(own: LocalEnd, weight: float) -> LocalEndSum:
+    def of(end: LocalEnd, weight: float) -> LocalEndSum:
         """A site's summand."""
-        natural = {**own.values, SCALE: np.exp(own.values[SCALE])}
+        natural = {**end.values, SCALE: np.exp(end.values[SCALE])}
         values = {name: np.asarray(weight * array) for name, array in natural.items()}
-        return LocalEndSum(values, np.array(weight), np.array(weight * own.objective), int(own.fresh))
+        return LocalEndSum(values, np.array(weight), np.array(weight * end.objective), int(end.fresh))
 
     def mean(self) -> LocalEnd:
         """The average that a total is of."""
@@ -120,10 +111,3 @@ class LocalEndSum:
         """Why this is no weighted Gaussian, or None."""
         del rows
         return None if self.weight > 0 and (self.values[SCALE] > 0).all() else "`weight` and `q.log_scale` are positive"
-
-
-@message("query.beginning", public=True)
-class Beginning:
-    """Whether a site began anew in the latest round."""
-
-    fresh: bool = leaves("it had no memory of earlier rounds and caught up")

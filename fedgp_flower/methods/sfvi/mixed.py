@@ -1,10 +1,10 @@
 """Generalised linear mixed models: fixed effects for all, random intercepts and slopes of units that stay at a site.
 
-    g(E y_ij) = β₀ + βᵀx_ij + b_i0 + b_iᵀz_ij,   b_iw | ω ~ N(0, exp(−2ω_w)),   β_k, ω_w, ς ~ N(0, s²)
+    g(E y_ij) = β₀ + βᵀx_ij + b_i0 + b_iᵀz_ij,   b_iw = exp(−ω_w) Z_iw,   Z_iw ~ N(0, 1),   β_k, ω_w, ς ~ N(0, s²)
 
 with z_ij the features that have random slopes, y Gaussian (standard deviation e^{−ς}), Bernoulli (logit) or Poisson
 (log). Z_G = (β₀, β, ω), and ς where y is Gaussian. With a random intercept alone and two classes it is the model of
-Hassan et al. (2023), Section S3.1. Units are the groups that share effects, so L_k couples the effects of one unit.
+Hassan et al. (2023), ReportTable S3.1. Units are the groups that share effects, so L_k couples the effects of one unit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from torch import Tensor
 
 from fedgp_flower.gp.logit import canonical_likelihood
 from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.methods.sfvi.catalogue.mixed import SlopeKeys
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import IndexVector, SampledModel, Section, SiteData
+from fedgp_flower.methods.sfvi.rows import MixedKeys
+from fedgp_flower.methods.sfvi.structured import IndexVector, ReportTable, SampledModel, SiteRows
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
 
 Z95 = NormalDist().inv_cdf(0.975)
+PRIOR_SCALE = 10.0
+"""Prior standard deviation of β, ω and ς, that of Hassan et al.: nearly flat for standardised inputs."""
 
 
 class MixedModel(SampledModel):
@@ -36,8 +38,6 @@ class MixedModel(SampledModel):
         num_slopes: Q; the last Q columns of the features are z, beside the D of x.
         likelihood: ``gaussian``, ``bernoulli`` or ``poisson``.
         prior_scale: Standard deviation s of β, ω and ς a priori.
-        centred: Local latents are b_i themselves; otherwise b_iw = exp(−ω_w) Z_iw with Z_iw ~ N(0, 1), which averages
-            better because the scale of the latents no longer depends on Z_G.
     """
 
     def __init__(
@@ -46,13 +46,12 @@ class MixedModel(SampledModel):
         num_slopes: int = 0,
         *,
         likelihood: str = "bernoulli",
-        prior_scale: float = 10.0,
-        centred: bool = False,
+        prior_scale: float = PRIOR_SCALE,
     ) -> None:
         self.width, self.fixed = 1 + num_slopes, 1 + num_inputs
         size = self.fixed + self.width + (likelihood == "gaussian")
         super().__init__(torch.full((size,), math.log(prior_scale), dtype=torch.float64))
-        self.observed, self.centred = canonical_likelihood(likelihood), centred
+        self.observed = canonical_likelihood(likelihood)
 
     @classmethod
     def configured(
@@ -60,20 +59,19 @@ class MixedModel(SampledModel):
     ) -> MixedModel:
         """Needs no shared inputs; ``num_inputs`` counts the columns of x and z."""
         del inputs
-        keys = options.of(SlopeKeys)
-        slopes, scale, centred = len(keys.slopes), keys.prior_scale, keys.centred
-        return cls(num_inputs - slopes, slopes, likelihood=section.likelihood, prior_scale=scale, centred=centred)
+        slopes = len(options.of(MixedKeys).slopes)
+        return cls(num_inputs - slopes, slopes, likelihood=section.likelihood)
 
-    def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteData:
+    def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
         """Rows of a site; equal numbers in ``groups`` share effects and key their draws."""
         del key
         assert groups is not None
         keys, unit = torch.unique(groups, return_inverse=True)
-        return SiteData(features, targets, unit, keys, features.new_zeros(0, features.shape[1]))
+        return SiteRows(features, targets, unit, keys, features.new_zeros(0, features.shape[1]))
 
     def located(
-        self, site: SiteData, features: Rows, groups: IndexVector, *, trained: bool
-    ) -> Iterator[tuple[Tensor, SiteData, bool]]:
+        self, site: SiteRows, features: Rows, groups: IndexVector, *, trained: bool
+    ) -> Iterator[tuple[Tensor, SiteRows, bool]]:
         """Rows of units that the site knows, then those of others, whose effects have their prior."""
         unit = torch.searchsorted(site.keys, groups).clamp(max=len(site.keys) - 1)
         known = (site.keys[unit] == groups) & trained
@@ -83,15 +81,7 @@ class MixedModel(SampledModel):
             new = ~known
             yield new, self.prepare(features[new], features.new_zeros(int(new.sum())), groups[new]), False
 
-    def summary(self, site: SiteData) -> Float[Tensor, "U E"]:
-        """What an amortised posterior sees of a unit: means of y, x and x y over its rows, and log of their number."""
-        features = site.features[:, : self.fixed - 1]
-        rows = torch.cat([site.targets[:, None], features, features * site.targets[:, None]], 1)
-        count = rows.new_zeros(len(site.keys)).index_add(0, site.unit, rows.new_ones(len(rows)))[:, None]
-        sums = rows.new_zeros(len(site.keys), rows.shape[1]).index_add(0, site.unit, rows)
-        return torch.cat([sums / count, count.log()], 1)
-
-    def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[Section]:
+    def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
         """Fixed effects, and the standard deviations of random effects and noise."""
         caption = (
             "Median and 95 % interval under q, for standardised inputs and target, on the scale where effects add."
@@ -102,7 +92,7 @@ class MixedModel(SampledModel):
             low, high = mean - Z95 * sd, mean + Z95 * sd
             ends = [math.exp(-own) for own in (mean, high, low)] if is_scale else [mean, low, high]
             rows.append((words, *ends))
-        return [Section("Effects", ("effect", "median", "2.5 %", "97.5 %"), rows, caption)]
+        return [ReportTable("Effects", ("effect", "median", "2.5 %", "97.5 %"), rows, caption)]
 
     def entries(self, names: Sequence[str]) -> list[tuple[str, bool]]:
         """What each entry of Z_G is, and whether it is −log of a scale."""
@@ -111,33 +101,28 @@ class MixedModel(SampledModel):
         spreads = ["intercept of a unit, sd", *(f"slope of a unit in {name}, sd" for name in slopes), "noise, sd"]
         return means + [(words, True) for words in spreads[: self.global_size - self.fixed]]
 
-    def local_width(self, site: SiteData) -> int:
+    def local_width(self, site: SiteRows) -> int:
         """An intercept, and the slopes."""
         return self.width
 
     def log_local(
-        self, site: SiteData, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
+        self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
     ) -> Float[Tensor, "*S U"]:
-        """Σ_j log p(y_ij | β, b_i) + log p(b_i | ω), or + log N(Z_i | 0, I) when not centred."""
+        """Σ_j log p(y_ij | β, b_i) + log N(Z_i | 0, I)."""
         rows = self.observed.log_density(site.targets, self.link(site, z_global, z_local), self._hyper(z_global))
-        log_scale = -self._omega(z_global) if self.centred else z_local.new_zeros(1)
-        prior = -0.5 * (z_local / log_scale.exp()).square() - log_scale - 0.5 * math.log(2 * math.pi)
+        prior = -0.5 * z_local.square() - 0.5 * math.log(2 * math.pi)
         return prior.sum(-1).index_add(-1, site.unit, rows)
 
-    def draw_local(self, z_global: Float[Tensor, "*S M"], noise: Float[Tensor, "*S U W"]) -> Float[Tensor, "*S U W"]:
-        """Effects of new units."""
-        return noise * (-self._omega(z_global)).exp() if self.centred else noise
-
     def observation(
-        self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]
+        self, site: SiteRows, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]
     ) -> tuple[Tensor, Tensor]:
         """Mean and variance of y given all effects."""
         link = self.link(site, z_global, z_local)
         return self.observed.moments(link, torch.zeros_like(link), self._hyper(z_global))
 
-    def link(self, site: SiteData, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]) -> Tensor:
+    def link(self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]) -> Tensor:
         """The linear predictor [*S, N]."""
-        effects = z_local if self.centred else z_local * (-self._omega(z_global)).exp()
+        effects = z_local * (-self._omega(z_global)).exp()
         fixed = z_global[..., :1] + z_global[..., 1 : self.fixed] @ site.features[:, : self.fixed - 1].mT
         own = effects.index_select(-2, site.unit)  # [*S, N, W]
         return fixed + own[..., 0] + (own[..., 1:] * site.features[:, self.fixed - 1 :]).sum(-1)

@@ -1,4 +1,4 @@
-"""Sections that SFVI and SFVI-Avg add to a report: what a new site would see, deviations, bound, distances of sites.
+"""Sections of a report by SFVI and by hierarchical-gp: a new site, deviations, the bound, distances between sites.
 
 Trend and deviation are shown on the scale where they add up: that of the target, of a probit or logit, of a log rate.
 """
@@ -14,10 +14,12 @@ from matplotlib.figure import Figure
 from fedgp_flower.data.standardisation import Column
 from fedgp_flower.methods.sfvi.options import MODELS, SFVIOptions
 from fedgp_flower.methods.sfvi.posterior import saved_model
+from fedgp_flower.methods.sfvi.rows import ModelRow
 from fedgp_flower.run.artefacts import Posterior, RunData
 from fedgp_flower.run.effects import ranges_of
 from fedgp_flower.run.figures import BAND, DPI, FEDERATED, LOCAL, Z95, Predictor, confusion
 from fedgp_flower.run.predict import Predictor as SavedPredictor
+from fedgp_flower.run.predict import why_no_posterior
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import show
 from fedgp_flower.typing import Array
@@ -30,7 +32,7 @@ REACH = 2.5
 
 
 def panels(run: RunData) -> list[Panel]:
-    """What a new site would see, deviations, the bound where it is not known to all, and distances between sites."""
+    """Prediction for a new site, deviations, the bound of SFVI-Avg, and distances between sites."""
     if run.posterior is None:
         return []
     predictor = trend_predictor(run)
@@ -40,23 +42,23 @@ def panels(run: RunData) -> list[Panel]:
     if rows is not None and "deviation" in rows:
         columns = [str(name) for name in rows.columns if str(name).startswith("input.")] or ["trend"]
         caption = (
-            "What a simulated site predicts at its held-out rows less what a new site would: the posterior mean of its "
-            "deviation from the trend. A real site shows it to nobody."
+            "The prediction of a simulated site at its held-out rows less the shared trend: the posterior mean of its "
+            "deviation. A real site shows it to nobody."
         )
         sections.append(Panel("Deviations", deviations(rows, columns, scale_of(run.posterior)), caption))
     if counts := run.metrics.method_details.get("confusion"):
-        caption = "Held-out rows of all sites; cells of a site that are too small to leave it are not in it."
+        caption = "Held-out rows of all sites, without the cells of a site that are too small to leave it."
         sections.append(Panel("Confusion of classes", confusion(np.array(counts)), caption))
     if "site_estimate" in run.history:
         caption = (
-            "Dashed: rounds of SFVI-Avg, in which nobody knows the bound. Shown is the mean over sites and local steps "
-            "of what each site by itself takes for the bound of all rows; it is the bound of no posterior."
+            "Dashed: rounds of SFVI-Avg, in which the bound is not known. The line is the mean over sites and local "
+            "steps of each site's estimate of the bound of all rows; it is the bound of no posterior."
         )
         sections.append(Panel("Bound of all rows", bound(run.history), caption))
     apart: Mapping[str, float] = run.metrics.method_details.get("spread", {})
     if apart and "spread" in run.history:
         caption = (
-            "Wasserstein distance from a site's q(Z_G), after its own steps, to the barycentre of all: the mean over "
+            "Wasserstein distance from a site's q(Z_G), after its local steps, to the barycentre of all: the mean over "
             "sites by round, and the sites of the latest average."
         )
         named = {run.metrics.labels.get(site, site): distance for site, distance in apart.items()}
@@ -64,12 +66,19 @@ def panels(run: RunData) -> list[Panel]:
     return sections
 
 
+def row_of_model(posterior: Posterior) -> ModelRow:
+    """The row of the model; that of a hierarchical GP is ``gp``."""
+    return MODELS[posterior.model.get("structure", {"model": "gp"})["model"]]
+
+
 def tables(posterior: Posterior) -> list[Panel]:
-    """What the model says of its shared latents."""
-    own = saved_model(posterior, tuple(posterior.inputs))
-    names = [posterior.inputs[index] for index in own.columns]
+    """Tables that the model makes of its shared latents."""
+    if "structure" not in posterior.model:
+        return []
+    saved = saved_model(posterior, tuple(posterior.inputs))
+    names = [posterior.inputs[index] for index in saved.columns]
     found = []
-    for title, head, rows, caption in own.posterior.model.sections(own.posterior.q_global, names):
+    for title, head, rows, caption in saved.posterior.model.sections(saved.posterior.q_global, names):
         cells = [tuple(cell if isinstance(cell, str) else show(cell) for cell in row) for row in rows]
         found.append(Panel(title, html_table(head, cells), caption))
     return found
@@ -77,9 +86,9 @@ def tables(posterior: Posterior) -> list[Panel]:
 
 def trend_predictor(run: RunData) -> Predictor | None:
     """Prediction for a new site at encoded inputs in original units, on the scale of :func:`scale_of`, or None."""
-    if run.posterior is None:
+    if run.posterior is None or why_no_posterior(run):
         return None
-    row = MODELS[run.posterior.model["structure"]["model"]]
+    row = row_of_model(run.posterior)
     if not row.along or (row.classes and run.posterior.likelihood != "bernoulli"):
         return None
     predictor = SavedPredictor.of(run)
@@ -91,18 +100,19 @@ def trend_predictor(run: RunData) -> Predictor | None:
 
 
 def scale_of(posterior: Posterior) -> str:
-    """What trend and deviation are in: the target itself, or what its distribution depends on."""
+    """The scale of trend and deviation: the target itself, or what its distribution depends on."""
     target = str(posterior.schema["target"]["name"])
     if posterior.likelihood == "gaussian":
         return target
     if posterior.likelihood == "poisson":
         return f"log rate of {target}"
-    return f"{MODELS[posterior.model['structure']['model']].link} of {target}"
+    return f"{row_of_model(posterior).link} of {target}"
 
 
 def _trend_panels(posterior: Posterior, predictor: Predictor, ranges: Mapping[str, tuple[float, float]]) -> list[Panel]:
     names = [(c.kind, name) for c in map(Column.from_json, posterior.schema["features"]) for name in c.names]
-    aside = SFVIOptions.model_validate(posterior.model["structure"]).groups_by
+    structure = posterior.model.get("structure")
+    aside = SFVIOptions.model_validate(structure).groups_by if structure else ""
     numeric = [i for i, (kind, name) in enumerate(names) if kind == "numeric" and name != aside]
     if not numeric:
         return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -16,22 +16,23 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.to_gpytorch import SparsePosterior
 from fedgp_flower.messages import decode
-from fedgp_flower.methods.family import GlobalPosterior, LocalFamily
-from fedgp_flower.methods.sfvi.estimators import unit_noise
-from fedgp_flower.methods.sfvi.exact_deviation import ExactDeviation
-from fedgp_flower.methods.sfvi.export import export
-from fedgp_flower.methods.sfvi.gp import HierarchicalGP
-from fedgp_flower.methods.sfvi.learner import initial_local
+from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
+from fedgp_flower.methods.sfvi.gp import HierarchicalModel, export
+from fedgp_flower.methods.sfvi.learner import (
+    ModelInputs,
+    initial_local,
+    model_and_rows,
+    model_at,
+    rows_of,
+    unit_noise,
+)
 from fedgp_flower.methods.sfvi.memory import SiteMemory
-from fedgp_flower.methods.sfvi.models import Rows, model_and_rows, model_at, rows_of
-from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.pseudo_observed import PseudoObserved
-from fedgp_flower.methods.sfvi.shaped import ShapedGP
+from fedgp_flower.methods.sfvi.options import PREDICTION_DRAWS, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import (
     ClosedFormModel,
-    Prediction,
+    PredictiveMoments,
     SampledModel,
-    SiteData,
+    SiteRows,
     StructuredModel,
     predict_by_draws,
 )
@@ -52,11 +53,9 @@ class StructuredPosterior:
     model: StructuredModel
     """Holding θ."""
     q_global: GlobalPosterior
-    draws: int
-    """For a model whose expectations are not known."""
 
     def moments(
-        self, site: SiteData, q_local: LocalFamily | None, rows: Rows, *, link: bool = False
+        self, site: SiteRows, q_local: LocalPosterior | None, rows: ModelInputs, *, link: bool = False
     ) -> tuple[Array, Array]:
         """Mean and variance of an observation [N], or of indicators of the classes [N, C].
 
@@ -67,7 +66,7 @@ class StructuredPosterior:
             link: On the scale of the link function, where trend and deviation add up, instead of an observation's.
         """
         if isinstance(self.model, ClosedFormModel):
-            where = (site.at(rows.features), self.q_global, None if q_local is None else q_local.unfold())
+            where = (site.at(rows.features), self.q_global, q_local)
             mean, variance = self.model.latent(*where) if link else self.model.predict(*where)
             return mean.numpy(), variance.numpy()
         assert isinstance(self.model, SampledModel)
@@ -84,11 +83,15 @@ class StructuredPosterior:
         mean, variance = joined
         return mean.numpy(), variance.numpy()
 
-    def _by_draws(self, model: SampledModel, site: SiteData, q_local: LocalFamily | None, link: bool) -> Prediction:
+    def _by_draws(
+        self, model: SampledModel, site: SiteRows, q_local: LocalPosterior | None, link: bool
+    ) -> PredictiveMoments:
         rng = np.random.default_rng(PREDICTION_SEED)
-        noise = torch.from_numpy(rng.standard_normal((self.draws, model.global_size)))
-        own = unit_noise(PREDICTION_SEED, 0, site.keys, (self.draws,), model.local_width(site))
-        return predict_by_draws(model, site, self.q_global, q_local, noise_global=noise, noise_local=own, link=link)
+        noise = torch.from_numpy(rng.standard_normal((PREDICTION_DRAWS, model.global_size)))
+        noise_local = unit_noise(PREDICTION_SEED, 0, site.keys, (PREDICTION_DRAWS,), model.local_width(site))
+        return predict_by_draws(
+            model, site, self.q_global, q_local, noise_global=noise, noise_local=noise_local, link=link
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +106,9 @@ class NewSite:
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and sd of a noisy observation at standardised inputs [N, D]."""
         features = torch.from_numpy(inputs[:, self.columns])
-        rows = Rows(features, torch.arange(len(features), dtype=torch.int64))
+        rows = ModelInputs(features, torch.arange(len(features), dtype=torch.int64))
         nothing, unit = features[:0], torch.zeros(1, dtype=torch.int64)
-        nobody = SiteData(nothing, nothing[:, 0], unit[:0], unit, nothing)
+        nobody = SiteRows(nothing, nothing[:, 0], unit[:0], unit, nothing)
         mean, variance = self.posterior.moments(nobody, None, rows, link=self.link)
         return mean, np.sqrt(variance)
 
@@ -116,7 +119,7 @@ class NewSite:
             RunError: the model is no Gaussian process.
         """
         model = self.posterior.model
-        if not isinstance(model, HierarchicalGP):
+        if not isinstance(model, HierarchicalModel):
             raise RunError(
                 f"{type(model).__name__} is no Gaussian process; with `sfvi.model` = 'gp' it is. Use `predict`"
             )
@@ -125,46 +128,26 @@ class NewSite:
 
 def saved_model(saved: Posterior, names: tuple[str, ...], *, link: bool = False) -> NewSite:
     """The posterior of a finished run, on the scale of an observation or of the link function."""
-    options = SFVIOptions.model_validate({"objective": "stochastic", **saved.model["structure"]})
+    options = SFVIOptions.model_validate(saved.model["structure"])
     columns = options.columns(names)
     arrays = {name: np.array(array) for name, array in saved.arrays.items()}
     model = model_at(options, ModelSection.model_validate(dict(saved.model["model"])), len(columns), arrays)
-    return NewSite(StructuredPosterior(model, GlobalPosterior.of(arrays), options.prediction_draws), columns, link)
-
-
-def exact_site(
-    config: RunConfig, preparation: Preparation, site: RawSite, arrays: Mapping[str, np.ndarray]
-) -> ExactDeviation:
-    """The rows of a site under the model at some parameters, for SFVI in closed form."""
-    model, rows = model_and_rows(config, preparation, site, arrays)
-    kind = ExactDeviation if config.model.likelihood == "gaussian" else PseudoObserved
-    return kind(cast(ShapedGP, model), rows.features, rows.targets)
+    return NewSite(StructuredPosterior(model, GlobalPosterior.of(arrays)), columns, link)
 
 
 def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:
-    """The same with the local posterior of a site; None where its state is about other rows or another run.
-
-    In closed form the site keeps no state: its rows are enough, also those of a site that took no part.
-    """
-    if run.posterior is None:
+    """The same with the local posterior of a site; None where its state is about other rows or another run."""
+    if run.posterior is None or not state:
         return None
     options = cast(SFVIOptions, config.options)
     arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
     preparation = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
-    if options.in_closed_form(config.model):
-        exact, shared = exact_site(config, preparation, site, arrays), GlobalPosterior.of(arrays)
-
-        def predict_exactly(inputs: Array) -> tuple[Array, Array]:
-            mean, variance = exact.predict(torch.from_numpy(inputs), shared)
-            return mean.numpy(), variance.sqrt().numpy()
-
-        return predict_exactly
     model, rows = model_and_rows(config, preparation, site, arrays)
-    q_global, start = GlobalPosterior.of(arrays), initial_local(model, rows, options, seed=0)
+    q_global, start = GlobalPosterior.of(arrays), initial_local(model, rows, options)
     q_local = decode(SiteMemory, state).posterior(rows, start, q_global.mean, run.metrics.rounds)
     if q_local is None:
         return None
-    posterior = StructuredPosterior(model, q_global, options.prediction_draws)
+    posterior = StructuredPosterior(model, q_global)
 
     def predict(inputs: Array) -> tuple[Array, Array]:
         mean, variance = posterior.moments(rows, q_local, rows_of(preparation, inputs, options))

@@ -1,23 +1,21 @@
-"""A row for each model of SFVI: what it asks of a configuration, its keys, and where it is.
+"""A row for each model of SFVI: its keys, what it asks of a configuration, and where its class is.
 
-Built-in rows are those of the modules in :mod:`fedgp_flower.methods.sfvi.catalogue`, each a mapping ``ROWS``; further
-ones come from installed packages through the entry-point group ``fedgp_flower.sfvi_models``, by the entry's name.
-Reading them imports no model.
+Further rows come from installed packages through the entry-point group ``fedgp_flower.sfvi_models``, by the name of the
+entry. Reading them imports no model.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from fedgp_flower.errors import ConfigError
-from fedgp_flower.methods.sfvi import catalogue
-from fedgp_flower.options import Section
+from pydantic import Field
+
+from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.options import PositiveInt, Section
 
 if TYPE_CHECKING:
     from fedgp_flower.methods.sfvi.options import CommonKeys
@@ -67,17 +65,121 @@ class ModelRow:
         del options
         return list(range(len(names)))
 
-    def amortised_units(self, options: CommonKeys) -> int:
-        """Hidden units of a network that reads q of a unit's latents off its rows; 0: no network."""
-        del options
-        return 0
+
+class MixedKeys(Section):
+    """Units that share random effects."""
+
+    unit_column: str = ""
+    """``glmm``: numeric feature whose value names the unit that shares random effects."""
+    random_slopes: str = ""
+    """``glmm``: features with a slope for every unit beside its intercept, with commas between them."""
+
+    @property
+    def slopes(self) -> tuple[str, ...]:
+        """The features with random slopes."""
+        return tuple(name.strip() for name in self.random_slopes.split(",") if name.strip())
 
 
-def built_in() -> dict[str, ModelRow]:
-    """The rows of this project, by name; the first module's first."""
-    names = [own.name for own in pkgutil.iter_modules(catalogue.__path__)]
-    modules = [importlib.import_module(f"{catalogue.__name__}.{name}") for name in names]
-    return {name: row for module in modules for name, row in module.ROWS.items()}
+@dataclass(frozen=True, slots=True)
+class MixedRow(ModelRow):
+    """A model with units."""
+
+    def check(self, options: CommonKeys, core: CoreConfig) -> None:
+        """Units have a name."""
+        del core
+        if not self.units_by(options):
+            raise ConfigError(f"`sfvi.model` = {options.model!r} needs `sfvi.unit-column`, which names the units")
+
+    def units_by(self, options: CommonKeys) -> str:
+        """The key."""
+        return options.of(MixedKeys).unit_column
+
+    def columns(self, options: CommonKeys, names: Sequence[str]) -> list[int]:
+        """Features without the one that names units, then those with slopes."""
+        keys = options.of(MixedKeys)
+        for key, wanted in (("unit-column", (keys.unit_column,)), ("random-slopes", keys.slopes)):
+            if missing := [name for name in wanted if name not in names]:
+                known = ", ".join(names)
+                raise DataError(f"`sfvi.{key}`: {missing[0]!r} is not a numeric feature; there are {known}")
+        fixed = [index for index, name in enumerate(names) if name != keys.unit_column]
+        return fixed + [list(names).index(name) for name in keys.slopes]
+
+
+class ClassKeys(Section):
+    """How many classes."""
+
+    classes: Annotated[int, Field(ge=2)] = 10
+    """Of models of classes: the target holds the numbers 0 to ``classes`` − 1."""
+
+
+class HiddenKeys(ClassKeys):
+    """A hidden layer."""
+
+    hidden: PositiveInt = 50
+    """``hierarchical-bnn``, ``fedpop``, ``vae``, ``prodlda``: units of a hidden layer."""
+
+
+class LatentKeys(HiddenKeys):
+    """Latents of a row."""
+
+    latents: PositiveInt = 2
+    """``vae``: latents of a row; ``prodlda``: topics."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRow(ModelRow):
+    """Class numbers, or two classes by name."""
+
+    keys: type[Section] = ClassKeys
+    likelihoods: tuple[str, ...] = ("gaussian", "bernoulli")
+    classes: bool = True
+
+    def check(self, options: CommonKeys, core: CoreConfig) -> None:
+        """Numbers are read as they are, and two classes are two."""
+        if options.numbers_classes(core.model) and core.standardise:
+            raise ConfigError(
+                f"`sfvi.model` = {options.model!r} reads class numbers off the target: set `standardise` false"
+            )
+        if core.model.likelihood == "bernoulli" and options.of(ClassKeys).classes != 2:
+            raise ConfigError("`model.likelihood` = 'bernoulli' is two classes: set `sfvi.classes` to 2")
+
+
+_FAMILY = ("gaussian", "bernoulli", "poisson")
+_HERE = "fedgp_flower.methods.sfvi"
+_NETWORK = "a Bayesian neural network {} at every site, Section 4.1"
+BUILT_IN: dict[str, ModelRow] = {
+    "gp": ModelRow(
+        f"{_HERE}.gp:HierarchicalModel",
+        "shared trend + site deviation + site noise",
+        likelihoods=_FAMILY,
+        link="probit",
+        known_expectations=True,
+        inducing=True,
+    ),
+    "glmm": MixedRow(
+        f"{_HERE}.mixed:MixedModel",
+        "generalised linear mixed models, Gaussian, logistic or Poisson, Section S3.1",
+        MixedKeys,
+        _FAMILY,
+    ),
+    "multinomial": ClassRow(f"{_HERE}.classes:Multinomial", "logistic regression of several classes, Section S3.2"),
+    "hierarchical-bnn": ClassRow(
+        f"{_HERE}.classes:HierarchicalNetwork", _NETWORK.format("with other weights"), HiddenKeys, mean_field=True
+    ),
+    "fedpop": ClassRow(
+        f"{_HERE}.classes:FedPop", _NETWORK.format("with another last layer"), HiddenKeys, mean_field=True
+    ),
+    "vae": ClassRow(
+        f"{_HERE}.amortised:Autoencoder",
+        "an autoencoder, one encoder for all sites",
+        LatentKeys,
+        mean_field=True,
+        along=False,
+    ),
+    "prodlda": ClassRow(
+        f"{_HERE}.amortised:TopicModel", "topics of counts of words, likewise", LatentKeys, mean_field=True, along=False
+    ),
+}
 
 
 def installed(known: Mapping[str, ModelRow]) -> dict[str, ModelRow]:
@@ -103,13 +205,13 @@ def sections_of(rows: Iterable[ModelRow]) -> list[type[Section]]:
         ConfigError: two sections have a field of one name.
     """
     every = list(dict.fromkeys(row.keys for row in rows if row.keys is not Section))
-    for name in {name for own in every for name in own.model_fields}:
+    for name in {name for section in every for name in section.model_fields}:
         owners = {
-            next(base for base in reversed(own.__mro__) if name in inspect.get_annotations(base))
-            for own in every
-            if name in own.model_fields
+            next(base for base in reversed(section.__mro__) if name in inspect.get_annotations(base))
+            for section in every
+            if name in section.model_fields
         }
         if len(owners) > 1:
-            modules = ", ".join(sorted(f"{own.__module__}:{own.__name__}" for own in owners))
+            modules = ", ".join(sorted(f"{owner.__module__}:{owner.__name__}" for owner in owners))
             raise ConfigError(f"`sfvi.{name.replace('_', '-')}` is a key of two sections: {modules}; rename one")
-    return [own for own in every if not any(other is not own and issubclass(other, own) for other in every)]
+    return [one for one in every if not any(other is not one and issubclass(other, one) for other in every)]

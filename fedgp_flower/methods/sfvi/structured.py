@@ -1,7 +1,7 @@
 """What a model is to SFVI: log p_θ(Z_G), log p_θ(y_k, Z_Lk | Z_G), their shapes and a prediction.
 
 A model is one file with one subclass, and a row with its keys, see :mod:`fedgp_flower.methods.sfvi.rows`. Its
-parameters (``nn.Parameter``) are θ and are shared; everything that belongs to a site is in :class:`SiteData` and stays
+parameters (``nn.Parameter``) are θ and are shared; everything that belongs to a site is in :class:`SiteRows` and stays
 there.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import wire_name
-from fedgp_flower.methods.family import GlobalPosterior, LocalFamily, LocalPosterior, initial_local
+from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, initial_local
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Scalar, Targets
 
@@ -29,7 +29,7 @@ IndexVector = Int64[Tensor, " N"]
 
 
 @dataclass(frozen=True, slots=True)
-class SiteData:
+class SiteRows:
     """The rows of one site, dealt to units whose local latents are independent given Z_G."""
 
     features: Rows
@@ -41,20 +41,20 @@ class SiteData:
     anchors: Float[Tensor, "A D"]
     """Inputs that the site's own latents refer to; empty for most models."""
 
-    def at(self, features: Rows, unit: IndexVector | None = None) -> SiteData:
+    def at(self, features: Rows, unit: IndexVector | None = None) -> SiteRows:
         """The same site with other rows, to predict at; all of unit 0 unless told."""
         where = torch.zeros(len(features), dtype=torch.int64) if unit is None else unit
         return replace(self, features=features, targets=features.new_zeros(len(features)), unit=where)
 
 
-class Prediction(NamedTuple):
+class PredictiveMoments(NamedTuple):
     """Mean and variance of a noisy observation, [N]; of indicators of the classes, [N, C], for a classifier."""
 
     mean: Tensor
     variance: Tensor
 
 
-class Section(NamedTuple):
+class ReportTable(NamedTuple):
     """A table that a model adds to a report."""
 
     title: str
@@ -107,28 +107,24 @@ class StructuredModel(nn.Module, ABC):
             return self.fixed_log_scale
         return self.fixed_log_scale + self.prior_log_scales[self.block]
 
-    def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteData:
+    def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
         """Rows of a site, dealt to units by equal ``groups``; here the site is one unit, and ``key`` its number."""
         del groups
         unit = torch.zeros(len(features), dtype=torch.int64)
-        return SiteData(features, targets, unit, torch.tensor([key]), features[:0])
-
-    def summary(self, site: SiteData) -> Float[Tensor, "U E"]:
-        """What an amortised posterior sees of a unit: nothing, unless a site has many units."""
-        return site.features.new_zeros(len(site.keys), 0)
+        return SiteRows(features, targets, unit, torch.tensor([key]), features[:0])
 
     @abstractmethod
-    def local_width(self, site: SiteData) -> int:
+    def local_width(self, site: SiteRows) -> int:
         """W, the number of latents of a unit; may differ from site to site."""
 
-    def initial_local(self, site: SiteData, *, scale: float, coupled: bool, triangular: bool) -> LocalPosterior:
+    def initial_local(self, site: SiteRows, *, scale: float, coupled: bool, triangular: bool) -> LocalPosterior:
         """N(0, scale² I) over the latents of a site."""
         size = self.local_width(site)
         return initial_local(
             len(site.keys), size, self.global_size, scale=scale, coupled=coupled, triangular=triangular
         )
 
-    def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[Section]:
+    def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
         """Tables of a report that say what Z_G is, given the model's columns; nothing to say here."""
         del q_global, names
         return []
@@ -157,8 +153,8 @@ class SampledModel(StructuredModel):
     """A model whose expectations are averages over draws of its latents."""
 
     def located(
-        self, site: SiteData, features: Rows, groups: IndexVector, *, trained: bool
-    ) -> Iterator[tuple[Tensor, SiteData, bool]]:
+        self, site: SiteRows, features: Rows, groups: IndexVector, *, trained: bool
+    ) -> Iterator[tuple[Tensor, SiteRows, bool]]:
         """Rows to predict at: which they are, as the model has them, and whether the site's posterior is about them.
 
         ``groups`` are their units, ``trained`` says whether the site has a posterior at all.
@@ -168,7 +164,7 @@ class SampledModel(StructuredModel):
 
     @abstractmethod
     def log_local(
-        self, site: SiteData, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
+        self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
     ) -> Float[Tensor, "*S U"]:
         """The log density log p_θ(y_u, Z_Lu | Z_G) of every unit."""
 
@@ -179,12 +175,12 @@ class SampledModel(StructuredModel):
 
     @abstractmethod
     def observation(
-        self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]
+        self, site: SiteRows, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]
     ) -> tuple[Tensor, Tensor]:
         """Mean and variance of an observation at every row given the latents, [S, N] or [S, N, C]."""
 
     @abstractmethod
-    def link(self, site: SiteData, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]) -> Tensor:
+    def link(self, site: SiteRows, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]) -> Tensor:
         """What an observation depends on, on the scale where effects add up: [S, N] or [S, N, C]."""
 
 
@@ -192,30 +188,30 @@ class ClosedFormModel(StructuredModel):
     """A model whose expected local part is known, so that a site needs no draws and its gradients have no noise."""
 
     @abstractmethod
-    def expected_log_local(self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
+    def expected_log_local(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
         """E_q log p_θ(y_k, Z_Lk | Z_G), summed over units."""
 
     @abstractmethod
     def latent(
-        self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior | None
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None
     ) -> tuple[Tensor, Tensor]:
         """Mean and variance on the scale of the link function, where effects add up; for a new site without q."""
 
     @abstractmethod
-    def predict(self, site: SiteData, q_global: GlobalPosterior, q_local: LocalPosterior | None) -> Prediction:
+    def predict(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None) -> PredictiveMoments:
         """Prediction at ``site.features``; without ``q_local``, for a new site."""
 
 
 def predict_by_draws(
     model: SampledModel,
-    site: SiteData,
+    site: SiteRows,
     q_global: GlobalPosterior,
-    q_local: LocalFamily | None,
+    q_local: LocalPosterior | None,
     *,
     noise_global: Float[Tensor, "S M"],
     noise_local: Float[Tensor, "S U W"],
     link: bool = False,
-) -> Prediction:
+) -> PredictiveMoments:
     """The mixture over draws: its mean, and variance E var + var E.
 
     Without ``q_local`` the site is new: its latents come from their prior given Z_G. With ``link`` the prediction is on
@@ -226,9 +222,9 @@ def predict_by_draws(
         if q_local is None:
             z_local = model.draw_local(z_global, noise_local)
         else:
-            z_local = q_local.unfold().transform(z_global, q_global.mean, noise_local)
+            z_local = q_local.transform(z_global, q_global.mean, noise_local)
         if link:
             values = model.link(site, z_global, z_local)
-            return Prediction(values.mean(0), values.var(0, correction=0))
+            return PredictiveMoments(values.mean(0), values.var(0, correction=0))
         mean, variance = model.observation(site, z_global, z_local)
-        return Prediction(mean.mean(0), variance.mean(0) + mean.var(0, correction=0))
+        return PredictiveMoments(mean.mean(0), variance.mean(0) + mean.var(0, correction=0))

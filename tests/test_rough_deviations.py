@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,25 +18,28 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
 from fedgp_flower.errors import ConfigError, RunError
-from fedgp_flower.methods.closed_form import Expansion, Slopes, Sums, expansion, posterior
-from fedgp_flower.methods.expansions import ExpansionRequest, ExpansionShare
 from fedgp_flower.methods.family import GlobalPosterior, initial_global
-from fedgp_flower.methods.fedmgp.calibration import CUTS, EDGES, calibration, factors, widened
-from fedgp_flower.methods.fedmgp.deviating_client import read_values
-from fedgp_flower.methods.fedmgp.deviations import (
+from fedgp_flower.methods.hierarchical_gp.calibration import CUTS, EDGES, calibration, factors, widened
+from fedgp_flower.methods.hierarchical_gp.client import theta_of
+from fedgp_flower.methods.hierarchical_gp.messages import (
+    Calibration,
+    CalibrationRequest,
+    ExpansionRequest,
+    ExpansionShare,
+)
+from fedgp_flower.methods.hierarchical_gp.newton import Expansion, Slopes, Sums, expansion, posterior
+from fedgp_flower.methods.hierarchical_gp.rough import (
     ROUGHNESS,
-    DeviatingUnit,
+    RoughDeviation,
     Theta,
     Weighing,
-    beginning,
-    bound,
+    first_theta,
     inducing_factor,
 )
-from fedgp_flower.methods.fedmgp.trend_messages import Calibration, CalibrationRequest
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
-from strategies.fedmgp_deviations import one_round, start_state
+from strategies.hierarchical_gp import calibrated, one_round, rough_factor, rough_start
 from strategies.server.questions import Roster, drive
 
 INDUCING = torch.linspace(0, 1, 6, dtype=torch.float64)
@@ -45,7 +50,7 @@ SURE = 500.0
 def theta(*, sure: int | None = 3) -> dict[str, torch.Tensor]:
     """Hyperparameters of no particular kind; ``sure``: the one roughness."""
     draw = torch.Generator().manual_seed(1)
-    own = {n: v + 0.3 * torch.randn(v.shape, generator=draw, dtype=torch.float64) for n, v in beginning().items()}
+    own = {n: v + 0.3 * torch.randn(v.shape, generator=draw, dtype=torch.float64) for n, v in first_theta().items()}
     own["noise"] = torch.tensor([math.log(0.1)], dtype=torch.float64)
     if sure is not None:
         own["roughness"] = torch.zeros(len(ROUGHNESS), dtype=torch.float64)
@@ -53,20 +58,20 @@ def theta(*, sure: int | None = 3) -> dict[str, torch.Tensor]:
     return own
 
 
-def units() -> list[DeviatingUnit]:
+def units() -> list[RoughDeviation]:
     draw, found = np.random.default_rng(4), []
     for rows, gain in ((7, 1.0), (5, 1.3), (6, 0.8)):
         x = np.sort(draw.uniform(0.02, 0.98, rows))
         y = gain * np.sin(4 * x) + 0.1 * draw.standard_normal(rows)
-        found.append(DeviatingUnit(torch.from_numpy(x), torch.from_numpy(y), INDUCING))
+        found.append(RoughDeviation(torch.from_numpy(x), torch.from_numpy(y), INDUCING, {}))
     return found
 
 
-def settled(every: list[DeviatingUnit], own: Theta, sweeps: int = 60) -> tuple[Sums, GlobalPosterior]:
+def settled(every: list[RoughDeviation], own: Theta, sweeps: int = 60) -> tuple[Sums, GlobalPosterior]:
     """The fixed point of q(u) and the weights of roughness at a θ."""
     q = initial_global(len(INDUCING), scale=1.0, triangular=True)
     for _ in range(sweeps):
-        parts = [unit.weighing(own).sums(q) for unit in every]
+        parts = [replace(unit, theta=own).weighing().sums(q) for unit in every]
         total = Sums(*(sum(own) for own in zip(*(part.parts() for part in parts), strict=True)))
         q = posterior(total.precision, total.shift)[0]
     return total, q
@@ -77,8 +82,15 @@ def matern(a: np.ndarray, b: np.ndarray, lengthscale: float) -> np.ndarray:
     return (1 + r) * np.exp(-r)
 
 
+def bound(total: Sums) -> torch.Tensor:
+    """F = c − ½ log|I + P| + ½ pᵀ(I + P)⁻¹p."""
+    precision = torch.eye(len(total.shift), dtype=torch.float64) + total.precision
+    fit = total.shift @ torch.linalg.solve(precision, total.shift)
+    return total.constant - 0.5 * torch.logdet(precision) + 0.5 * fit
+
+
 def dense(
-    every: list[DeviatingUnit], own: Theta, chosen: tuple[int, ...], more: np.ndarray | None = None
+    every: list[RoughDeviation], own: Theta, chosen: tuple[int, ...], more: np.ndarray | None = None
 ) -> np.ndarray:
     """Covariance of all rows, and of more rows of the first unit, without one line of the code under test."""
     h = {name: np.exp(float(value[0])) for name, value in own.items() if name != "roughness"}
@@ -113,10 +125,10 @@ def test_with_several_the_bound_is_below_the_evidence_and_near_it() -> None:
     assert evidence - 0.1 < float(bound(total)) < evidence
 
 
-def expanded(every: list[DeviatingUnit], own: Theta, sweeps: int) -> Expansion:
+def expanded(every: list[RoughDeviation], own: Theta, sweeps: int) -> Expansion:
     """The settled bound to second order, from sums over units."""
     _, q = settled(every, own, sweeps)
-    parts = [unit.derivatives(own, q) for unit in every]
+    parts = [replace(unit, theta=own).derivatives(q) for unit in every]
     sums = Sums(*(sum(each) for each in zip(*(part.sums.parts() for part in parts), strict=True)))
     slopes = Slopes.of(sum(part.slopes for part in parts), len(INDUCING))
     return expansion(sums, slopes, sum(part.curvature for part in parts))
@@ -143,9 +155,10 @@ def test_derivatives_for_one_factorisation_are_those_through_the_factor() -> Non
     at = torch.cat([own[name] for name in names])
 
     def weighing(flat: torch.Tensor) -> Weighing:
-        return unit.weighing(dict(zip(names, flat.split([len(own[name]) for name in names]), strict=True)))
+        parts = flat.split([len(own[name]) for name in names])
+        return replace(unit, theta=dict(zip(names, parts, strict=True))).weighing()
 
-    found = unit.derivatives(own, q)
+    found = replace(unit, theta=own).derivatives(q)
     slopes = torch.autograd.functional.jacobian(lambda flat: weighing(flat).sums(q).flat(), at)
     curvature = torch.autograd.functional.hessian(lambda flat: weighing(flat).evidence(q).logsumexp(0), at)
     torch.testing.assert_close(found.sums.flat(), weighing(at).sums(q).flat(), rtol=1e-12, atol=1e-12)
@@ -154,9 +167,10 @@ def test_derivatives_for_one_factorisation_are_those_through_the_factor() -> Non
 
 
 def test_derivatives_are_finite_where_a_roughness_is_out_of_the_question() -> None:
-    sure = units()[0].derivatives(theta(), initial_global(len(INDUCING), scale=1.0, triangular=True))
+    start = initial_global(len(INDUCING), scale=1.0, triangular=True)
+    sure = replace(units()[0], theta=theta()).derivatives(start)
     impossible = {**theta(), "roughness": torch.tensor([0.0, 0, 0, 0, -2000], dtype=torch.float64)}
-    found = units()[0].derivatives(impossible, initial_global(len(INDUCING), scale=1.0, triangular=True))
+    found = replace(units()[0], theta=impossible).derivatives(start)
     assert all(bool(torch.isfinite(own.slopes).all()) for own in (sure, found))
 
 
@@ -172,7 +186,7 @@ def test_the_hessian_is_exact_where_one_roughness_is_sure(name: str) -> None:
 
 def test_prediction_is_the_conditional_of_the_joint() -> None:
     every, own, new = units(), theta(), np.array([0.3, 0.7, 0.99])
-    mean, variance = every[0].predict(torch.from_numpy(new), own, settled(every, own, sweeps=2)[1])
+    mean, variance = replace(every[0], theta=own).predict(torch.from_numpy(new), settled(every, own, sweeps=2)[1])
     joint, y = dense(every, own, (3, 3, 3), new), np.concatenate([unit.y.numpy() for unit in every])
     gain = np.linalg.solve(joint[: len(y), : len(y)], joint[: len(y), len(y) :]).T
     np.testing.assert_allclose(mean, gain @ y, rtol=1e-7)
@@ -184,7 +198,7 @@ def test_a_unit_is_judged_by_its_first_rows_and_the_others_alone() -> None:
     """At each cut the histogram is that of the dense conditional on the other units and the rows before the cut."""
     every, own = units(), theta()
     total, q = settled(every, own, sweeps=2)
-    found = calibration(every[0], own, q, total)
+    found = calibration(replace(every[0], theta=own), q, total)
     y, x = np.concatenate([unit.y.numpy() for unit in every]), every[0].x.numpy()
     joint = dense(every, own, (3, 3, 3))
     for c, cut in enumerate(CUTS):
@@ -225,29 +239,33 @@ def test_the_guess_at_another_lengthscale_keeps_the_curve() -> None:
 class Site:
     """A unit that answers."""
 
-    unit: DeviatingUnit
+    unit: RoughDeviation
+
+    def at(self, values: Mapping[str, np.ndarray]) -> RoughDeviation:
+        return replace(self.unit, theta=theta_of(values))
 
     def expansion(self, request: ExpansionRequest) -> ExpansionShare:
-        found = self.unit.derivatives(*read_values(request.values))
+        found = self.at(request.values).derivatives(GlobalPosterior.of(request.values))
         parts = [own.numpy() for own in (*found.sums.parts(), found.slopes, found.curvature)]
         return ExpansionShare(*parts, np.array(float(len(self.unit.y))), np.zeros(0), np.zeros(0))
 
     def calibration(self, request: CalibrationRequest) -> Calibration:
         total = Sums(torch.tensor(request.precision), torch.tensor(request.shift), torch.zeros(()))
-        return calibration(self.unit, *read_values(request.values), total)
+        return calibration(self.at(request.values), GlobalPosterior.of(request.values), total)
 
 
 def test_the_order_of_units_does_not_matter() -> None:
     every, ends = {f"{k}": Site(unit) for k, unit in enumerate(units())}, []
     for names in (list(every), list(every)[::-1]):
-        state = start_state(INDUCING.numpy()[:, None])
+        inducing = INDUCING.numpy()[:, None]
+        state, factor_at = rough_start(inducing), partial(rough_factor, inducing, 1e-8)
+        sites = {n: every[n] for n in names}
         for number in (1, 2):
             roster = Roster({name: len(every[name].unit.y) for name in names}, tuple(names), (), number)
-            state, figures = drive(
-                one_round(state, roster, last=number == 2, jitter=1e-8), {n: every[n] for n in names}
-            )
-        assert state.calibrated
-        ends.append((state.newton.trial, state.factors, figures["objective"]))
+            state, figures = drive(one_round(state, roster, factor_at), sites)
+        state = drive(calibrated(state), sites)
+        assert state.factors is not None
+        ends.append((state.trial, state.factors, figures["objective"]))
     for one, other in zip(*ends, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)
 
@@ -266,7 +284,8 @@ def series(seed: int = 0) -> pd.DataFrame:
 
 ROUGH = {
     "round_timeout": 60.0,
-    "method": "fedmgp-deviations",
+    "method": "hierarchical-gp",
+    "hierarchical__deviation": "rough",
     "model__num_inducing": 6,
     "num_server_rounds": 5,
 }
@@ -296,12 +315,8 @@ def test_a_run_covers_what_it_hid_and_a_new_unit_joins(tmp_path: Path) -> None:
     assert np.abs(joined["mean"].to_numpy() - frame.loc[frame["unit"] == "c", "y"].to_numpy()).max() < 0.6
 
 
-def test_what_deviations_cannot_do_is_refused(tmp_path: Path) -> None:
-    for changes in (
-        {"fedmgp__latents": 2},
-        {"fedmgp__aggregation": "agreement"},
-    ):
-        with pytest.raises(ConfigError, match="'fedmgp-deviations' needs one latent function"):
-            parse_config(configured(**ROUGH, **changes))
+def test_what_rough_deviations_cannot_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs 'gaussian'"):
+        parse_config(configured(**ROUGH, model__likelihood="poisson"))
     with pytest.raises(RunError, match="needs one input, here are 2"):
         finished(tmp_path, series().assign(more=lambda own: own["y"] + np.arange(len(own)) % 7), "wide")

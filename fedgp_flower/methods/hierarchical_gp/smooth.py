@@ -1,15 +1,21 @@
-"""A site of SFVI in closed form: its deviation stays exact, its shape is at the mode or mixed around it.
+"""A smooth deviation of a site, integrated out: sites differ in the shape of their deviation and in their noise.
 
-R_k = s_k² I + K_k(X_k, X_k) + X̃ᵀ diag(τ²) X̃, where noise, amplitude and lengthscale follow z_k ~ N(0, I) as
-:mod:`fedgp_flower.methods.sfvi.shaped` has it. Sums are those at the mode of J_k; predictions mix over the Laplace
-approximation of z_k, because a small site's mode says too little. Beyond :data:`DENSE_ROWS` rows the deviation rests on
-as many of the site's own rows, far apart, by the bound of Titsias.
+    noise σ exp(w₁z₁),   h_k = s₀ + s₁ᵀx + GP with amplitude exp(w₂z₂) and lengthscales exp(w₃z₃) times those of k_L
+
+z_k ~ N(0, I) belongs to the site; the widths w say how much sites differ; w₂ and w₃ are learned. Lengthscales stretch
+by dividing inputs, so that a period stretches as well. The covariance of a site's rows given the trend is
+
+    R_k = s_k² I + K_k(X_k, X_k) + X̃ᵀ diag(τ²) X̃.
+
+Sums are those at the mode of J_k. Predictions average over the Laplace approximation of z_k, because the mode of a
+small site is uncertain. Beyond :data:`DENSE_ROWS` rows the deviation rests on as many of the site's rows, far apart,
+by the bound of Titsias.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,11 +24,13 @@ from itertools import product
 import numpy as np
 import torch
 from gpytorch import settings
+from gpytorch.kernels import Kernel
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedgp_flower.gp.linalg import cholesky
-from fedgp_flower.methods.closed_form import (
+from fedgp_flower.methods.family import GlobalPosterior
+from fedgp_flower.methods.hierarchical_gp.newton import (
     Derivatives,
     Sums,
     Width,
@@ -31,12 +39,16 @@ from fedgp_flower.methods.closed_form import (
     newton_step,
     rows_of_jacobian,
 )
-from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.methods.sfvi.gp import farthest_points, linear_terms
-from fedgp_flower.methods.sfvi.shaped import AMPLITUDE, LENGTHSCALE, NOISE, WIDTHS, ShapedGP
-from fedgp_flower.methods.sfvi.structured import Prediction
+from fedgp_flower.methods.sfvi.gp import GPOptions, HierarchicalModel, farthest_points, linear_terms, parts_of
+from fedgp_flower.methods.sfvi.structured import PredictiveMoments
+from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Scalar, Targets
 
+NOISE, AMPLITUDE, LENGTHSCALE = range(3)
+WIDTHS = "log_width"
+"""Name of log w among the parameters."""
+FIRST_WIDTHS = (0.5, 0.5, 0.3)
+"""w of noise, amplitude and lengthscale at the start."""
 DENSE_ROWS = 400
 SETTLED, MODE_STEPS = 1e-12, 100
 """A Newton step that promises so few nats is the last one to the mode of z_k; and the most steps to it."""
@@ -44,6 +56,58 @@ ROUNDING = 1e-9
 """Nats by which equal sums may differ."""
 NODES = {0: 1, 1: 7, 2: 5, 3: 3}
 """Of the Gauss–Hermite rule along each entry of z_k, by how many there are."""
+
+
+class ShapedGP(HierarchicalModel):
+    """The hierarchical GP whose sites differ in the shape of their deviation.
+
+    Args:
+        trend: k_G.
+        deviation: k_L.
+        inputs: Shared inducing inputs.
+        options: Likelihood, noise and linear terms.
+        widths: Initial w of noise, amplitude and lengthscale; where 0 all sites are the same.
+    """
+
+    def __init__(
+        self,
+        trend: Kernel,
+        deviation: Kernel,
+        inputs: Rows,
+        options: GPOptions,
+        widths: Sequence[float] = FIRST_WIDTHS,
+    ) -> None:
+        super().__init__(trend, deviation, inputs, options)
+        self.varied = [which for which, width in enumerate(widths) if width > 0]
+        if self.varied:
+            start = inputs.new_tensor([widths[which] for which in self.varied])
+            self.log_width = nn.Parameter(start.log())  # WIDTHS
+
+    @classmethod
+    def of(cls, section: ModelSection, num_inputs: int, inputs: Rows | None = None) -> ShapedGP:
+        """The model at its initial θ; without inducing inputs it has the right shapes only."""
+        return cls(*parts_of(section, num_inputs, inputs))
+
+    def shape(self, offset: Float[Tensor, " W"]) -> Float[Tensor, 3]:
+        """What noise, amplitude and lengthscale are multiplied by at a z_k."""
+        whole = offset.new_zeros(3)
+        if self.varied:
+            whole = whole.index_add(0, torch.tensor(self.varied), self.log_width.exp() * offset)
+        return whole.exp()
+
+    def width(self, which: int) -> float:
+        """A w, 0 where sites do not differ."""
+        return float(self.log_width.detach()[self.varied.index(which)].exp()) if which in self.varied else 0.0
+
+    @property
+    def noise_spread(self) -> float:
+        """The width w of noise."""
+        return self.width(NOISE)
+
+    @property
+    def deviation_factor(self) -> float:
+        """E exp(2 w₂ z₂)."""
+        return math.exp(2 * self.width(AMPLITUDE) ** 2)
 
 
 class Dense:
@@ -78,7 +142,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the model makes of a site's rows at a θ and a z_k."""
+    """Features and covariance of the rows of a site at a θ and a z_k."""
 
     shared: Float[Tensor, "M N"]
     covariance: Dense | LowRank
@@ -89,7 +153,7 @@ class Parts:
     """Variance that inducing values leave open, summed over rows."""
 
 
-class ExactDeviation:
+class SmoothDeviation:
     """The rows of a site under a model that holds θ.
 
     Args:
@@ -174,21 +238,21 @@ class ExactDeviation:
         return Derivatives(Sums(*(own.detach() for own in sums.parts())), total, curvature, width)
 
     @torch.no_grad()
-    def predict(self, features: Rows, q_global: GlobalPosterior) -> Prediction:
-        """Mean and variance of a noisy observation, mixed over z_k."""
-        return self.mixed(features, q_global, noise=1.0)
-
-    def mixed(self, features: Rows, q_global: GlobalPosterior, noise: float) -> Prediction:
-        """Mean and variance of f with so much of its noise s², mixed over z_k."""
+    def predict(self, features: Rows, q_global: GlobalPosterior) -> PredictiveMoments:
+        """Mean and variance of a noisy observation, averaged over z_k."""
         offsets, shares = self.mixture(q_global)
         here, there, found = self._shared(self.features), self._shared(features), []
         for offset in offsets:
             parts = self.parts(offset, here)
             mean, variance = self.function(features, offset, q_global, parts, there)
-            found.append(torch.stack([mean, variance + noise * parts.noise]))
+            found.append(torch.stack([mean, variance + parts.noise]))
         means, variances = torch.stack(found, 1)
         centre = shares @ means
-        return Prediction(centre, shares @ variances + shares @ (means - centre).square())
+        return PredictiveMoments(centre, shares @ variances + shares @ (means - centre).square())
+
+    def trend(self, features: Rows, q_global: GlobalPosterior) -> Float[Tensor, " n"]:
+        """Mean of the shared trend."""
+        return self.model.trend_moments(features, q_global)[0]
 
     def function(
         self,
@@ -198,7 +262,7 @@ class ExactDeviation:
         parts: Parts,
         there: tuple[Tensor, Tensor],
     ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """Mean and variance of f at a z_k, from what the model makes of the site's rows and of these.
+        """Mean and variance of f at a z_k, given the parts of the site's rows and the features of these.
 
         With A = R⁻¹ k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²).
         """

@@ -1,7 +1,7 @@
-"""SFVI in closed form: what sites of a Gaussian process with Gaussian noise add up to, the bound, and a step on θ.
+"""A hierarchical GP with Gaussian noise in closed form: the sums of a site, the bound of all rows, and a step on θ.
 
 At fixed θ the best q(Z_G) ∏ₖ q(Z_Lk | Z_G) is known. With a site's deviation integrated out, y_k = Φ_kᵀ Z_G + e_k with
-e_k ~ N(0, R_k), and all that Z_G ~ N(0, I) sees of its rows is
+e_k ~ N(0, R_k). The posterior of Z_G ~ N(0, I) needs no more of its rows than
 
     P_k = Φ_k R_k⁻¹ Φ_kᵀ,   p_k = Φ_k R_k⁻¹ y_k,   c_k = log N(y_k | 0, R_k) − r_k / 2s_k² − ½z_k²,
 
@@ -90,19 +90,6 @@ def posterior(precision: Square, shift: Vector) -> tuple[GlobalPosterior, Square
     return GlobalPosterior.normal(mean, covariance), factor
 
 
-def naturals(q_global: GlobalPosterior) -> tuple[Square, Vector]:
-    """P and p whose :func:`posterior` a q(Z_G) is."""
-    eye = torch.eye(len(q_global.mean)).to(q_global.mean)
-    precision = torch.cholesky_solve(eye, q_global.factor())  # the inverse is the answer here
-    return symmetric(precision - eye), precision @ q_global.mean
-
-
-def divergence(q_global: GlobalPosterior) -> Scalar:
-    """KL(q(Z_G) ‖ N(0, I)) in nats."""
-    spread = q_global.factor().square().sum() + q_global.mean.square().sum() - len(q_global.mean)
-    return 0.5 * spread - q_global.log_scale.sum()
-
-
 def transported(
     precision: Square, shift: Vector, before: Float[Tensor, "Z Z"], after: Float[Tensor, "Z Z"]
 ) -> tuple[Square, Vector]:
@@ -157,7 +144,7 @@ def newton_step(
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """What a site says of the widths of priors: z_k² at the mode, and how well it is known, 1 − var z_k by Laplace."""
+    """For the widths of priors: z_k² at the mode of a site, and 1 − var z_k by Laplace's approximation."""
 
     squares: Float[Tensor, " W"]
     known: Float[Tensor, " W"]
@@ -174,8 +161,8 @@ class Derivatives:
 
 
 def flattened(tensors: tuple[Tensor, ...]) -> Tensor:
-    """As one vector."""
-    return torch.cat([own.flatten() for own in tensors])
+    """The tensors as one vector."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def rows_of_jacobian(values: Float[Tensor, " V"], leaves: list[Tensor]) -> Float[Tensor, "V T"]:

@@ -1,4 +1,4 @@
-"""How much wider bands beyond a unit's last row must be: every unit is predicted from its first rows and the others.
+"""The calibration of bands beyond a unit's last row: each unit is predicted from its first rows and the other units.
 
 At each cut c a unit takes what it added out of the totals, hides its rows beyond c, and predicts these; the histogram
 of z = |y − mean| / sd, in which a unit weighs 1, is a summand. Bands beyond c are then max(t, q̂) sd wide, t the .975
@@ -7,14 +7,16 @@ point of Student's t with as many degrees of freedom as units took part, q̂ the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from scipy.stats import t as student
 from torch import Tensor
 
-from fedgp_flower.methods.closed_form import Sums, posterior
 from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.methods.fedmgp.deviations import DeviatingUnit, Theta
-from fedgp_flower.methods.fedmgp.trend_messages import Calibration
+from fedgp_flower.methods.hierarchical_gp.messages import Calibration
+from fedgp_flower.methods.hierarchical_gp.newton import Sums, posterior
+from fedgp_flower.methods.hierarchical_gp.rough import RoughDeviation
 from fedgp_flower.typing import Array
 
 CUTS = np.linspace(0.1, 0.9, 9)
@@ -27,24 +29,24 @@ LEAST_SEEN = 3
 """Rows from which a unit can be predicted."""
 
 
-def calibration(unit: DeviatingUnit, theta: Theta, q: GlobalPosterior, total: Sums) -> Calibration:
+def calibration(unit: RoughDeviation, q: GlobalPosterior, total: Sums) -> Calibration:
     """The histograms of one unit, with q(u) from all the others."""
-    own = unit.weighing(theta).sums(q)
-    others = Sums(total.precision - own.precision, total.shift - own.shift, own.constant)
+    share = unit.weighing().sums(q)
+    others = Sums(total.precision - share.precision, total.shift - share.shift, share.constant)
     rows = np.zeros((len(CUTS), len(EDGES) + 1))
     for c, cut in enumerate(CUTS):
         seen = unit.x <= float(cut)
         if LEAST_SEEN <= int(seen.sum()) < len(seen):
-            rows[c] = _histogram(unit, seen, theta, others)
+            rows[c] = _histogram(unit, seen, others)
     hidden = rows.sum(axis=1)
     return Calibration(rows / np.maximum(hidden, 1)[:, None], hidden)
 
 
-def _histogram(unit: DeviatingUnit, seen: Tensor, theta: Theta, others: Sums) -> Array:
-    part = DeviatingUnit(unit.x[seen], unit.y[seen], unit.inducing, jitter=unit.jitter)
-    first = part.weighing(theta).sums(posterior(others.precision, others.shift)[0])
+def _histogram(unit: RoughDeviation, seen: Tensor, others: Sums) -> Array:
+    part = replace(unit, x=unit.x[seen], y=unit.y[seen])
+    first = part.weighing().sums(posterior(others.precision, others.shift)[0])
     q = posterior(others.precision + first.precision, others.shift + first.shift)[0]
-    mean, variance = part.predict(unit.x[~seen], theta, q)
+    mean, variance = part.predict(unit.x[~seen], q)
     z = ((unit.y[~seen] - mean).abs() / variance.sqrt()).numpy()
     return np.bincount(np.searchsorted(EDGES, z), minlength=len(EDGES) + 1).astype(np.float64)
 

@@ -1,4 +1,4 @@
-"""Units that are one shared curve and a deviation of their own, whose hyperparameters all units share.
+"""A rough deviation of a unit along one input; all units share the hyperparameters.
 
 With x in [0, 1], u ~ N(0, I) and J pseudo-inputs, unit m has y = Φᵀu + d_m + ε. The trend is Φ = a L⁻¹ k_ℓ(W, x), and
 given its roughness b_h the deviation d_m is a Gaussian process with covariance
@@ -11,14 +11,14 @@ learned from sums. Given q(u) = N(m, V) a unit weighs roughness h by r_h ∝ π_
     ℓ_h = log N(y | Φᵀm, Σ_h) − ½ tr(Σ_h⁻¹ Φᵀ V Φ),
 
 and adds P = Σ_h r_h Φ Σ_h⁻¹ Φᵀ, p = Σ_h r_h Φ Σ_h⁻¹ y and c = Σ_h r_h (log N(y | 0, Σ_h) + log π_h − log r_h), from
-which :mod:`fedgp_flower.methods.closed_form` has the bound of all rows, and a Newton step on θ.
+which :mod:`fedgp_flower.methods.hierarchical_gp.newton` has the bound of all rows, and a Newton step on θ.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -26,9 +26,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
-from fedgp_flower.methods.closed_form import Derivatives, Sums, Width, flattened, jacobian, rows_of_jacobian
 from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.typing import Scalar, Targets
+from fedgp_flower.methods.hierarchical_gp.newton import Derivatives, Sums, Width, flattened, jacobian, rows_of_jacobian
+from fedgp_flower.typing import Targets
 
 Theta: TypeAlias = Mapping[str, Tensor]
 """θ by name: logarithms, and of π logits."""
@@ -50,7 +50,7 @@ PRIOR_SD = 2.0
 """Of every entry of θ, around the start."""
 
 
-def beginning() -> dict[str, Tensor]:
+def first_theta() -> dict[str, Tensor]:
     """θ at the start: the mode of its prior; every roughness is as likely."""
     theta = {name: torch.tensor([math.log(value)], dtype=torch.float64) for name, value in START.items()}
     return theta | {"roughness": torch.zeros(len(ROUGHNESS), dtype=torch.float64)}
@@ -71,7 +71,7 @@ def inducing_factor(theta: Theta, inducing: Float[Tensor, " J"], jitter: float) 
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """What a unit thinks of each roughness, and what it adds for it."""
+    """The sums of a unit for each roughness, and the weights of these."""
 
     precision: Float[Tensor, "H J J"]
     shift: Float[Tensor, "H J"]
@@ -95,28 +95,26 @@ class Weighing:
         return Sums(torch.einsum("h,hij->ij", r, self.precision), r @ self.shift, r @ (self.constant - log_r))
 
 
-class DeviatingUnit:
-    """The rows of one unit.
+@dataclass(frozen=True, slots=True)
+class RoughDeviation:
+    """The rows of one unit at a θ."""
 
-    Args:
-        x: Inputs in [0, 1].
-        y: Targets.
-        inducing: Pseudo-inputs in [0, 1].
-        jitter: On the diagonal of k(W, W).
-    """
+    x: Float[Tensor, " N"]
+    """Inputs in [0, 1]."""
+    y: Targets
+    inducing: Float[Tensor, " J"]
+    """Pseudo-inputs in [0, 1]."""
+    theta: Theta
+    jitter: float = 1e-8
+    """On the diagonal of k(W, W)."""
 
-    def __init__(
-        self, x: Float[Tensor, " N"], y: Targets, inducing: Float[Tensor, " J"], *, jitter: float = 1e-8
-    ) -> None:
-        self.x, self.y, self.inducing, self.jitter = x, y, inducing, jitter
-
-    def weighing(self, theta: Theta) -> Weighing:
+    def weighing(self) -> Weighing:
         """Sums for every roughness."""
-        rows, factor = self._rows(theta), self._factor(theta)
+        rows, factor = self._rows(), self._factor()
         solved = torch.linalg.solve_triangular(factor, rows.expand(len(factor), -1, -1), upper=False)
-        return self._weighed(theta, solved.mT @ solved, 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1))
+        return self._weighed(solved.mT @ solved, 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1))
 
-    def expanded(self, theta: Theta) -> Weighing:
+    def expanded(self) -> Weighing:
         """As :meth:`weighing`, with its first and second derivatives at this θ, for one factorisation of Σ_h.
 
         With S = Σ_h⁻¹ here and E = Σ_i δ_i ∂_iΣ + … the change of Σ_h, which has no part of b_h, to second order
@@ -125,99 +123,96 @@ class DeviatingUnit:
 
         so that no derivative goes through a factor.
         """
-        own = [theta[name] for name in NOISY]
-        here = [value.detach().requires_grad_() for value in own]
+        entries = [self.theta[name] for name in NOISY]
+        here = [value.detach().requires_grad_() for value in entries]
         still = self._of_every_roughness(here)
         parts = jacobian(still.flatten(), here).unflatten(1, still.shape)  # ∂_iΣ [T, N, N]
         with torch.no_grad():
-            factor = self._factor(theta)
+            factor = self._factor()
             inverse = torch.cholesky_inverse(factor)  # for traces alone
             scaled = inverse[:, None] @ parts
             curvature = torch.einsum("hinm,hjmn->hij", scaled, scaled)
-        change = self._of_every_roughness(own) - still.detach()
-        step = torch.cat(own) - torch.cat(here).detach()
-        rows = self._rows(theta)
+        change = self._of_every_roughness(entries) - still.detach()
+        step = torch.cat(entries) - torch.cat(here).detach()
+        rows = self._rows()
         solved = torch.cholesky_solve(rows.expand(len(factor), -1, -1), factor)
         moved = change @ solved  # E S R
         products = rows.mT @ solved - solved.mT @ moved + moved.mT @ torch.cholesky_solve(moved, factor)
         log_determinant = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
         rise = (inverse * change).sum((1, 2)) - 0.5 * torch.einsum("i,hij,j->h", step, curvature, step)
-        return self._weighed(theta, products, log_determinant + rise)
+        return self._weighed(products, log_determinant + rise)
 
-    def derivatives(self, theta: Theta, q: GlobalPosterior) -> Derivatives:
+    def derivatives(self, q: GlobalPosterior) -> Derivatives:
         """Sums, their total derivatives by θ in the order of its names, and J″ with J = log Σ_h π_h e^{ℓ_h}."""
-        leaves = [theta[name].detach().clone().requires_grad_() for name in sorted(theta)]
-        weighing = self.expanded(dict(zip(sorted(theta), leaves, strict=True)))
+        names = sorted(self.theta)
+        leaves = [self.theta[name].detach().clone().requires_grad_() for name in names]
+        weighing = replace(self, theta=dict(zip(names, leaves, strict=True))).expanded()
         sums = weighing.sums(q)
         slopes = jacobian(sums.flat(), leaves)
         gradient = flattened(torch.autograd.grad(weighing.evidence(q).logsumexp(0), leaves, create_graph=True))
         curvature = rows_of_jacobian(gradient, leaves)
-        no_shape = Width(torch.zeros(0), torch.zeros(0))
-        return Derivatives(Sums(*(own.detach() for own in sums.parts())), slopes.detach(), curvature.detach(), no_shape)
+        no_shape = Width(self.y.new_zeros(0), self.y.new_zeros(0))
+        return Derivatives(
+            Sums(*(part.detach() for part in sums.parts())), slopes.detach(), curvature.detach(), no_shape
+        )
 
     @torch.no_grad()
-    def predict(self, x: Float[Tensor, " K"], theta: Theta, q: GlobalPosterior) -> tuple[Tensor, Tensor]:
+    def predict(self, x: Float[Tensor, " K"], q: GlobalPosterior) -> tuple[Tensor, Tensor]:
         """Mean and variance of an observation, mixed over the roughness.
 
         With A = Σ_h⁻¹k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀVw + σ².
         """
-        r, factor = self.weighing(theta).responsibilities(q), self._factor(theta)
-        across, prior = self._covariances(theta, self.x, x), self._covariances(theta, x, x).diagonal(dim1=1, dim2=2)
+        r, factor = self.weighing().responsibilities(q), self._factor()
+        across, prior = self._covariances(self.x, x), self._covariances(x, x).diagonal(dim1=1, dim2=2)
         gain = torch.cholesky_solve(across, factor)  # A [H, N, K]
-        left = self._trend(theta, x) - self._trend(theta, self.x) @ gain  # w [H, J, K]
+        left = self._features(x) - self._features(self.x) @ gain  # w [H, J, K]
         means = torch.einsum("hnk,n->hk", gain, self.y) + torch.einsum("hjk,j->hk", left, q.mean)
-        own = prior - (across * gain).sum(1) + (q.factor().mT @ left).square().sum(1)
+        spread = prior - (across * gain).sum(1) + (q.factor().mT @ left).square().sum(1)
         mean = r @ means
-        variance = r @ (own + (means - mean).square()) + (2 * theta["noise"]).exp()
+        variance = r @ (spread + (means - mean).square()) + (2 * self.theta["noise"]).exp()
         return mean, variance
 
-    def _rows(self, theta: Theta) -> Float[Tensor, "N J1"]:
-        """The features and the target of every row."""
-        return torch.cat([self._trend(theta, self.x), self.y[None]]).mT
+    @torch.no_grad()
+    def trend(self, x: Float[Tensor, " K"], q: GlobalPosterior) -> Float[Tensor, " K"]:
+        """Mean of the shared curve."""
+        return q.mean @ self._features(x)
 
-    def _weighed(
-        self, theta: Theta, products: Float[Tensor, "H J1 J1"], log_determinant: Float[Tensor, " H"]
-    ) -> Weighing:
+    def _rows(self) -> Float[Tensor, "N J1"]:
+        """The features and the target of every row."""
+        return torch.cat([self._features(self.x), self.y[None]]).mT
+
+    def _weighed(self, products: Float[Tensor, "H J1 J1"], log_determinant: Float[Tensor, " H"]) -> Weighing:
         """From RᵀΣ_h⁻¹R with R the rows, and log|Σ_h|."""
         fit = products[:, -1, -1] + log_determinant
-        prior = theta["roughness"].log_softmax(0)
+        prior = self.theta["roughness"].log_softmax(0)
         constant = prior - 0.5 * (fit + len(self.y) * math.log(2 * math.pi))
         return Weighing(products[:, :-1, :-1], products[:, :-1, -1], constant)
 
-    def _trend(self, theta: Theta, x: Float[Tensor, " N"]) -> Float[Tensor, "J N"]:
+    def _features(self, x: Float[Tensor, " N"]) -> Float[Tensor, "J N"]:
         """The features Φ."""
-        factor = inducing_factor(theta, self.inducing, self.jitter)
-        cross = matern32(self.inducing, x, theta["lengthscale"])
-        return theta["amplitude"].exp() * torch.linalg.solve_triangular(factor, cross, upper=False)
+        factor = inducing_factor(self.theta, self.inducing, self.jitter)
+        cross = matern32(self.inducing, x, self.theta["lengthscale"])
+        return self.theta["amplitude"].exp() * torch.linalg.solve_triangular(factor, cross, upper=False)
 
-    def _covariances(self, theta: Theta, x: Tensor, other: Tensor) -> Float[Tensor, "H N K"]:
+    def _covariances(self, x: Tensor, other: Tensor) -> Float[Tensor, "H N K"]:
         """K_h between inputs."""
         rough = torch.tensor(ROUGHNESS, dtype=x.dtype).square()[:, None, None]
         walk = torch.minimum(x.clamp(min=0)[:, None], other.clamp(min=0))
-        return self._smooth(theta, x, other) + rough * walk
+        return _smooth(self.theta, x, other) + rough * walk
 
-    def _smooth(self, theta: Theta, x: Tensor, other: Tensor) -> Float[Tensor, "N K"]:
-        """K_h without its roughness."""
-        smooth: Tensor = (2 * theta["spread"]).exp() * matern32(x, other, theta["spread_lengthscale"])
-        return smooth + (2 * theta["level"]).exp() + (2 * theta["slope"]).exp() * x[:, None] * other
-
-    def _of_every_roughness(self, own: list[Tensor]) -> Float[Tensor, "N N"]:
+    def _of_every_roughness(self, entries: list[Tensor]) -> Float[Tensor, "N N"]:
         """Σ_h without its roughness."""
-        theta = dict(zip(NOISY, own, strict=True))
-        return self._smooth(theta, self.x, self.x) + self._noise(theta)
+        theta = dict(zip(NOISY, entries, strict=True))
+        return _smooth(theta, self.x, self.x) + (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
 
-    def _noise(self, theta: Theta) -> Float[Tensor, "N N"]:
-        return (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
-
-    def _factor(self, theta: Theta) -> Float[Tensor, "H N N"]:
+    def _factor(self) -> Float[Tensor, "H N N"]:
         """Cholesky factors of Σ_h."""
-        whole = self._covariances(theta, self.x, self.x) + self._noise(theta)
+        noise = (2 * self.theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
+        whole = self._covariances(self.x, self.x) + noise
         return cholesky(whole, of="covariance of a unit's rows")
 
 
-def bound(total: Sums) -> Scalar:
-    """F = c − ½ log|I + P| + ½ pᵀ(I + P)⁻¹p."""
-    factor = cholesky(torch.eye(len(total.shift)).to(total.shift) + total.precision, of="precision of q(u)")
-    half = torch.linalg.solve_triangular(factor, total.shift[:, None], upper=False)
-    value: Tensor = total.constant - factor.diagonal().log().sum() + 0.5 * half.square().sum()
-    return value
+def _smooth(theta: Theta, x: Tensor, other: Tensor) -> Float[Tensor, "N K"]:
+    """K_h without its roughness."""
+    smooth: Tensor = (2 * theta["spread"]).exp() * matern32(x, other, theta["spread_lengthscale"])
+    return smooth + (2 * theta["level"]).exp() + (2 * theta["slope"]).exp() * x[:, None] * other

@@ -1,0 +1,116 @@
+"""What the server and the sites of a hierarchical GP say to each other.
+
+A site integrates its deviation out. Its sums and their derivatives give a Newton step on the bound of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+from fedgp_flower.messages import leaves, message
+from fedgp_flower.methods.messages import dwarfing
+from fedgp_flower.privacy.disclosure import merged_cells
+from fedgp_flower.typing import AnyShape
+
+
+@message()
+class ExpansionRequest:
+    """Where sums and their derivatives are wanted."""
+
+    values: Mapping[str, AnyShape] = leaves("θ, and η_G of the best θ so far")
+
+
+@message("train.expansion", summand=True)
+class ExpansionShare:
+    """What Z_G sees of a site's rows once its deviation is integrated out, and how it changes with θ; only sums count.
+
+    Derivatives are total ones: the site's shape z follows θ.
+    """
+
+    precision: Float[ndarray, "G G"] = leaves("P = Φ R⁻¹ Φᵀ", symmetric=True)
+    shift: Float[ndarray, " G"] = leaves("p = Φ R⁻¹ y")
+    constant: Float[ndarray, ""] = leaves("c = log N(y | 0, R) − what inducing values leave open − ½|z|²")
+    slopes: Float[ndarray, "T Q"] = leaves("derivatives by θ of lower entries of P, of p, of c")
+    curvature: Float[ndarray, "T T"] = leaves("second derivatives of c − ½ tr[(S + mmᵀ)P] + mᵀp", symmetric=True)
+    count: Float[ndarray, ""] = leaves("number of rows")
+    squares: Float[ndarray, " W"] = leaves("z² of each entry of the site's shape, at its mode")
+    known: Float[ndarray, " W"] = leaves("1 less the variance of each entry")
+
+    def num_parameters(self) -> int:
+        """Z_G, entries of θ, and widths of shapes."""
+        return len(self.shift) + len(self.curvature) + len(self.squares)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def refusal(self, rows: int) -> str | None:
+        """Why sums cannot come from so many rows, or None."""
+        if float(self.count) != rows:
+            return f"sums of {float(self.count):g} rows, introduced itself with {rows}"
+        if (self.squares < 0).any() or (self.known > rows).any():  # holds of a total too: a site has a row or more
+            return "`squares` or `known` are those of no shape"
+        size = max(float(np.abs(self.precision).max()), 1e-300)
+        if not np.linalg.eigvalsh(self.precision / size)[0] >= -1e-6:
+            return "`precision` is not positive semi-definite"
+        return None
+
+    @staticmethod
+    def outliers(answers: Mapping[str, ExpansionShare], rows: Mapping[str, int]) -> dict[str, str]:
+        """Precisions that dwarf those of the other sites."""
+        sizes = {site: float(np.trace(share.precision)) / rows[site] for site, share in answers.items()}
+        return dwarfing(sizes, "precision")
+
+
+@message()
+class HierarchicalView:
+    """What predicts at a site, together with the rows of the site."""
+
+    values: Mapping[str, AnyShape] = leaves("θ and η_G")
+    factors: Float[ndarray, " K"] | None = leaves(
+        "by cut, how much wider bands beyond the last row of a unit are", default=None
+    )
+
+
+@message()
+class CalibrationRequest:
+    """A unit is to be predicted from its first rows and the other units."""
+
+    values: Mapping[str, AnyShape] = leaves("θ and q(u)")
+    precision: Float[ndarray, "G G"] = leaves("the total P", symmetric=True)
+    shift: Float[ndarray, " G"] = leaves("the total p")
+
+
+@message("query.calibration", summand=True)
+class Calibration:
+    """How far the rows that a unit hid beyond K cuts were from what it predicted of them; only sums count."""
+
+    shares: Float[ndarray, "K B"] = leaves("share of the hidden rows by |y − mean| / sd, at each cut")
+    rows: Float[ndarray, " K"] = leaves("hidden rows, at each cut")
+
+    def num_parameters(self) -> int:
+        """A distribution at each cut."""
+        return len(self.rows)
+
+    def coarse(self, least: int) -> Calibration:
+        """The same without cells of fewer rows."""
+        counts = np.rint(self.shares * self.rows[:, None]).astype(np.int64)
+        merged = np.stack([merged_cells(row, least) for row in counts]).astype(np.float64)
+        return replace(self, shares=merged / np.maximum(self.rows, 1)[:, None])
+
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot come from so many rows, or None."""
+        units, known = self.shares.sum(axis=1), (self.rows >= 0) & (self.rows <= rows)
+        whole = np.abs(units - np.rint(units)).max() <= 1e-6 * max(float(units.max()), 1.0)
+        if not (known.all() and whole) or (self.shares < 0).any() or (np.rint(units) > self.rows).any():
+            return f"`shares` are no distributions of up to {rows} hidden rows"  # of a unit, or of several in a total
+        return None
+
+    @staticmethod
+    def outliers(answers: Mapping[str, Calibration], rows: Mapping[str, int]) -> dict[str, str]:
+        """Units that count as several."""
+        del rows
+        sums = {site: float(share.shares.sum(axis=1).max()) for site, share in answers.items()}
+        return {site: f"`shares` add up to {total:g} instead of 1" for site, total in sums.items() if total > 1 + 1e-6}

@@ -1,0 +1,39 @@
+"""The table ``hierarchical.*``."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.options import BASIC, MethodOptions
+from fedgp_flower.run.config import CoreConfig
+
+
+class HierarchicalOptions(MethodOptions):
+    """How sites deviate from the shared trend."""
+
+    table: ClassVar[str] = "hierarchical"
+
+    deviation: Annotated[Literal["smooth", "rough"], BASIC] = "smooth"
+    """``smooth``: sites, such as countries. Each deviates by a Gaussian process of all inputs with its own amplitude,
+    lengthscale and noise. ``rough``: units, such as batteries, that are curves along one input. Each deviates by a
+    smooth curve and a Brownian motion of uncertain roughness; bands are calibrated beyond a unit's last row."""
+
+    @property
+    def rough(self) -> bool:
+        """Whether sites are units along one input."""
+        return self.deviation == "rough"
+
+    def check(self, core: CoreConfig) -> None:
+        """Gaussian noise, whole batches, and no keys that closed forms do not read."""
+        if core.model.likelihood != "gaussian":
+            raise ConfigError(
+                f"`model.likelihood` = {core.model.likelihood!r}: hierarchical-gp needs 'gaussian'; take `method` = "
+                "'sfvi', which learns the same model by gradients"
+            )
+        if core.optimizer.batch_size:
+            raise ConfigError("`optimizer.batch-size`: hierarchical-gp takes all rows of a site; set it to 0")
+        if unread := core.optimizer.unread("batch_size"):
+            raise ConfigError(f"{unread}: hierarchical-gp takes Newton steps and reads none of them")
+        if core.device == "cuda" or core.precision != "float64":
+            raise ConfigError("`device`, `precision`: hierarchical-gp computes on the CPU in float64")

@@ -1,0 +1,476 @@
+"""A shared trend and a deviation of each site or unit, in closed form: Newton steps on θ, one exchange a step.
+
+At fixed θ the structured posterior of Hassan, Salomone and Mengersen (2023) is known. A site integrates its deviation
+out and sends sums. From their total the server has the bound F, its exact gradient and its Hessian
+(:mod:`fedgp_flower.methods.hierarchical_gp.newton`); it needs no site's summand. Sites have ``smooth`` deviations
+(:mod:`~fedgp_flower.methods.hierarchical_gp.smooth`), units along one input have ``rough`` ones
+(:mod:`~fedgp_flower.methods.hierarchical_gp.rough`).
+
+Every logarithm of θ has a weak normal prior, whose mode is where a run starts and whose standard deviations are the
+units of a step. The size of smooth deviations, the amplitude of k_L and the sds τ of intercepts and slopes, has an
+exponential prior besides, which penalises leaving the model without deviations (Simpson et al., *Penalising model
+component complexity*, 2017): it exceeds its first value with probability .05.
+
+After the last step each unit with a rough deviation says how well the other units and its first rows predict the rest
+of it, and a summed histogram widens the bands beyond a unit's last row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import field, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from numpy import ndarray
+
+from fedgp_flower.errors import RunError
+from fedgp_flower.gp.kernels import prior_variance
+from fedgp_flower.gp.linalg import kernel_cholesky, laplace_deviations
+from fedgp_flower.gp.sums import INPUT_EDGES
+from fedgp_flower.messages import encode, leaves, message
+from fedgp_flower.methods.family import initial_global, named, on_the_wire
+from fedgp_flower.methods.hierarchical_gp import rough
+from fedgp_flower.methods.hierarchical_gp.calibration import CUTS, factors
+from fedgp_flower.methods.hierarchical_gp.messages import (
+    Calibration,
+    CalibrationRequest,
+    ExpansionRequest,
+    ExpansionShare,
+    HierarchicalView,
+)
+from fedgp_flower.methods.hierarchical_gp.newton import (
+    Expansion,
+    Slopes,
+    Sums,
+    expansion,
+    newton_step,
+    posterior,
+    transported,
+)
+from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
+from fedgp_flower.methods.hierarchical_gp.smooth import NOISE, WIDTHS, ShapedGP
+from fedgp_flower.methods.messages import Parameters, Shape
+from fedgp_flower.methods.sfvi.options import SHARED
+from fedgp_flower.typing import AnyShape, Array, NamedArrays
+from strategies.fsgp_exact import pack, unpack
+from strategies.server.enrolment import Preparation
+from strategies.server.finalise import Posterior, Predicted, lengthscale_facts
+from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from strategies.server.shapes import initial_locations, shapes_of_inputs
+from strategies.server.strategy import FederatedStrategy
+
+TOLERANCE = {"smooth": 0.1, "rough": 0.05}
+"""A step that promises a smaller rise of the bound of all rows, in nats, is not taken."""
+FIRST_RADIUS, LARGEST_RADIUS = 1.0, 1.5
+"""Farthest that a step moves any entry of θ, in prior standard deviations."""
+GOOD, POOR = 0.6, 0.25
+"""Shares of the promised rise from which on the radius doubles, and below which it is a third of the step."""
+SLACK = 0.05
+"""Nats by which F may fall: q(Z_G) and the shapes of sites lag a step behind."""
+SETTLING, WIDER = 1.0, 0.05
+"""Widths of shapes are learned where a step promises less than so many nats, and if some logarithm moves by so much."""
+USUAL_SITES = 4.0
+"""Sites of the initial widths that those of the run are averaged with."""
+HOW = "the curvature of the bound at its end (Laplace's approximation); straight lines have separate terms"
+VARIANCES = ("outputscale", "variance", "noise")
+SHRINKAGE = math.log(20)
+"""Rate of the exponential prior of the size of deviations, over its first value."""
+LEAST_POINTS, MARGIN = 3, 0.025
+"""Fewest pseudo-inputs of units, and how far the grid goes beyond the inputs at each end, as a share of their range."""
+
+
+@message()
+class NewtonState:
+    """The best θ so far with F to second order around it, and the θ to ask about next."""
+
+    parameters: Mapping[str, AnyShape]
+    """The best θ as ``theta.*``, and its q(Z_G)."""
+    shared: Mapping[str, AnyShape]
+    mode: Float[ndarray, " T"]
+    """Of the prior of θ."""
+    scale: Float[ndarray, " T"]
+    """Its standard deviations."""
+    powers: Float[ndarray, " T"]
+    """κ of the amplitudes e^(κ(θ − mode)) that have an exponential prior; 0 of what has none."""
+    trial: Float[ndarray, " T"]
+    asked: Mapping[str, AnyShape]
+    """A guess of q(Z_G) there, around which sites find their shapes."""
+    widths: Mapping[str, AnyShape] = field(default_factory=dict)
+    """Logarithms of the widths of priors of shapes, as part of ``theta.*``."""
+    first_widths: Float[ndarray, " W"] | None = None
+    squares: Float[ndarray, " W"] | None = None
+    """Sum of z² over sites at the best θ."""
+    known: Float[ndarray, " W"] | None = None
+    """Sum of 1 − var z."""
+    precision: Float[ndarray, "G G"] | None = leaves("P at the best θ", symmetric=True, default=None)
+    shift: Float[ndarray, " G"] | None = None
+    """Of the total at the best θ: p."""
+    sites: tuple[str, ...] = ()
+    count: float = 0.0
+    """Rows of these sites."""
+    value: float | None = None
+    """F plus the log prior, nats; none before the first total."""
+    bound: float | None = None
+    """F."""
+    gradient: Float[ndarray, " T"] | None = None
+    """Of ``value``, like the Hessian in prior standard deviations."""
+    hessian: Float[ndarray, "T T"] | None = None
+    radius: float = FIRST_RADIUS
+    promised: float = math.inf
+    """Rise of ``value`` that the step to ``trial`` promises."""
+    rise: float = math.inf
+    """Rise that a step promises which no radius shortens."""
+    factors: Float[ndarray, " K"] | None = leaves(
+        "by cut, how much wider bands beyond a unit's last row are at the best θ; none before the end", default=None
+    )
+
+    @property
+    def theta(self) -> NamedArrays:
+        """The best θ that steps move."""
+        return {
+            name: array
+            for name, array in self.parameters.items()
+            if name.startswith("theta.") and name not in self.widths
+        }
+
+
+FactorAt: TypeAlias = Callable[[Mapping[str, ndarray]], torch.Tensor]
+"""L with L Lᵀ = K_zz of the trend at θ and widths."""
+
+
+def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking[tuple[NewtonState, Figures]]:
+    """One exchange, one step. Totals of other sites than before belong to another F: then the trial point is taken."""
+    del roster
+    request = ExpansionRequest({**unpack(state.trial, state.theta), **state.widths, **state.asked})
+    summed: Summed[ExpansionShare] = yield Total(ExpansionShare, request)
+    if summed.total is None:
+        return state, {}
+    found, count = with_prior(state, summed.total), float(summed.total.count)
+    if state.value is None or (summed.sites, count) != (state.sites, state.count):
+        radius, taken = FIRST_RADIUS, True
+    else:
+        radius = next_radius(state, found.value)
+        taken = found.value > state.value - SLACK
+    if taken:
+        theta = unpack(state.trial, state.theta)
+        state = replace(
+            state,
+            **of_total(summed.total, found),
+            parameters={**theta, **state.widths, **on_the_wire({}, named(found.q_global))},
+            sites=summed.sites,
+            count=count,
+            value=found.value,
+            bound=found.value - log_prior(state)[0],
+        )
+    state = replace(stepped(state, radius, factor_at), factors=None)
+    assert state.bound is not None
+    return state, {"objective": state.bound / state.count, "promised_rise": state.rise}
+
+
+def of_total(total: ExpansionShare, found: Expansion) -> dict[str, Any]:
+    """What a state keeps of a total that counts, and of F to second order."""
+    kept = {name: getattr(total, name) for name in ("precision", "shift", "squares", "known")}
+    return kept | {"gradient": found.gradient.numpy(), "hessian": found.hessian.numpy()}
+
+
+def shaped_round(state: NewtonState, roster: Roster, model: ShapedGP) -> Asking[tuple[NewtonState, Figures]]:
+    """The same, and a step on the widths of the priors of shapes once it is due."""
+    state, figures = yield from one_round(state, roster, partial(smooth_factor, model))
+    return widened(state, np.array(model.varied) != NOISE) if figures else state, figures
+
+
+def widened(state: NewtonState, learned: Bool[ndarray, " W"]) -> NewtonState:
+    """MacKay's step on widths, w² ← (Σₖ(w zₖ)² + n₀ w₀²) / (Σₖ(1 − var zₖ) + n₀), once steps on θ promise little.
+
+    It rests where EM does, at w² = mean E(w zₖ)². F is another one then, so that the next point is taken. That of noise
+    stays: one site with next to no noise would widen it for all.
+    """
+    if state.rise > SETTLING or not state.widths:
+        return state
+    assert state.squares is not None
+    assert state.known is not None
+    [(name, now)], start = state.widths.items(), state.first_widths
+    squares = state.squares + USUAL_SITES * np.exp(2 * (start - now))
+    moved = np.where(learned, now + 0.5 * np.log(squares / (state.known + USUAL_SITES)), now)
+    if np.abs(moved - now).max() < WIDER:
+        return state
+    return replace(state, widths={name: moved}, value=None, promised=math.inf)
+
+
+def prior_of(name: str) -> tuple[float, float]:
+    """Standard deviation of a logarithm of θ under its normal prior, and κ of its exponential one."""
+    variance = any(kind in name for kind in VARIANCES)
+    if "site_slope" in name or ("deviation." in name and variance):
+        return 4.0, 0.5 if variance else 1.0
+    return 2.0 if variance else 1.0, 0.0
+
+
+def log_prior(state: NewtonState) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """Log p(θ) at the trial point up to a constant, its first and second derivatives in prior standard deviations."""
+    away, rate = (state.trial - state.mode) / state.scale, state.scale * state.powers
+    shrunk = SHRINKAGE * np.exp(rate * away) * (rate > 0)
+    slope, curvature = -away - rate * shrunk, -1 - rate**2 * shrunk
+    return float(-0.5 * away @ away - shrunk.sum()), torch.from_numpy(slope), torch.from_numpy(curvature)
+
+
+def with_prior(state: NewtonState, total: ExpansionShare) -> Expansion:
+    """F + log p(θ) to second order around the trial point, by θ in prior standard deviations."""
+    precision, shift, constant, flat, curvature = (
+        torch.from_numpy(np.asarray(own))
+        for own in (total.precision, total.shift, total.constant, total.slopes, total.curvature)
+    )
+    found = expansion(Sums(precision, shift, constant), Slopes.of(flat, len(shift)), curvature)
+    scale, (value, slope, bend) = torch.from_numpy(state.scale), log_prior(state)
+    return replace(
+        found,
+        value=found.value + value,
+        gradient=scale * found.gradient + slope,
+        hessian=scale[:, None] * found.hessian * scale + torch.diag(bend),
+    )
+
+
+def next_radius(state: NewtonState, value: float) -> float:
+    """By the share of the promised rise that came."""
+    assert state.value is not None
+    share = (value - state.value) / state.promised
+    if share > GOOD:
+        return min(2 * state.radius, LARGEST_RADIUS)
+    length = float(np.abs((state.trial - pack(state.theta)) / state.scale).max())
+    return length / 3 if share < POOR else state.radius
+
+
+def stepped(state: NewtonState, radius: float, factor_at: FactorAt) -> NewtonState:
+    """The next trial point, from the best one, and a guess of q(Z_G) there."""
+    assert state.gradient is not None
+    assert state.hessian is not None
+    assert state.precision is not None
+    assert state.shift is not None
+    gradient, hessian = torch.from_numpy(state.gradient), torch.from_numpy(state.hessian)
+    step, promised = newton_step(gradient, hessian, radius)
+    _, rise = newton_step(gradient, hessian, math.inf)
+    trial = pack(state.theta) + state.scale * step.numpy()
+    turned = transported(
+        torch.from_numpy(state.precision),
+        torch.from_numpy(state.shift),
+        factor_at({**state.theta, **state.widths}),
+        factor_at({**unpack(trial, state.theta), **state.widths}),
+    )
+    asked = on_the_wire({}, named(posterior(*turned)[0]))
+    return replace(state, trial=trial, asked=asked, radius=radius, promised=promised, rise=rise)
+
+
+def deviations(state: NewtonState) -> Array:
+    """Standard deviations of θ at the best one, by Laplace's approximation [T]."""
+    assert state.hessian is not None
+    return np.asarray(state.scale * laplace_deviations(-state.hessian - np.eye(len(state.scale)), prior=1.0))
+
+
+# What the two kinds of deviations do not share.
+
+
+@torch.no_grad()
+def smooth_factor(model: ShapedGP, theta: Mapping[str, ndarray]) -> torch.Tensor:
+    """L with L Lᵀ = K_zz of the trend at a θ."""
+    model.load_theta({name.removeprefix("theta."): torch.from_numpy(array) for name, array in theta.items()})
+    kzz = model.trend(model.inputs).to_dense()
+    return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.options.jitter)
+
+
+def rough_factor(inducing: Array, jitter: float, theta: Mapping[str, ndarray]) -> torch.Tensor:
+    """L with L Lᵀ = k(W, W) of the shared curve at a θ, for pseudo-inputs [J, 1]."""
+    placed = torch.from_numpy((inducing[:, 0] - inducing.min()) / np.ptp(inducing))
+    return rough.inducing_factor(
+        {name.removeprefix("theta."): torch.from_numpy(array) for name, array in theta.items()}, placed, jitter
+    )
+
+
+def smooth_start(parameters: Mapping[str, ndarray], points: Array, size: int) -> NewtonState:
+    """θ as configured, but lengthscales √D times as long, because so are distances; q(Z_G) = p(Z_G)."""
+    theta = {name: array for name, array in parameters.items() if name.startswith("theta.")}
+    widths = {name: theta.pop(name) for name in [f"theta.{WIDTHS}"] if name in theta}
+    wider = 0.5 * math.log(points.shape[1])
+    theta = {name: array + wider * name.endswith("lengthscale") for name, array in theta.items()}
+    scales, powers = ({n: np.full(array.shape, prior_of(n)[k]) for n, array in theta.items()} for k in (0, 1))
+    mode = pack(theta)
+    eta = on_the_wire({}, named(initial_global(size, scale=1.0, triangular=True)))
+    state = NewtonState({**theta, **widths, **eta}, {SHARED: points}, mode, pack(scales), pack(powers), mode, eta)
+    return replace(state, widths=widths, first_widths=next(iter(widths.values()), None))
+
+
+def rough_start(inducing: Array) -> NewtonState:
+    """The mode of the prior of θ, with pseudo-inputs [J, 1]; q(u) = p(u)."""
+    theta = {f"theta.{name}": array.numpy() for name, array in rough.first_theta().items()}
+    eta = on_the_wire({}, named(initial_global(len(inducing), scale=1.0, triangular=True)))
+    mode = pack(theta)
+    sds, none = np.full_like(mode, rough.PRIOR_SD), np.zeros_like(mode)
+    return NewtonState({**theta, **eta}, {SHARED: inducing}, mode, sds, none, mode, eta)
+
+
+def pseudo_inputs(shapes: Mapping[str, Shape], count: int) -> Array:
+    """An even grid [J, 1] from the first to the last bin of the one input that holds a row, and beyond by the margin.
+
+    Raises:
+        RunError: there are several inputs, or fewer than three points.
+    """
+    histogram = np.sum([shape.histogram for shape in shapes.values()], axis=0)
+    if len(histogram) > 1:
+        raise RunError(
+            f"`hierarchical.deviation` = 'rough' needs one input, here are {len(histogram)}: pick one with `features`, "
+            "or take 'smooth'"
+        )
+    if count < LEAST_POINTS:
+        raise RunError(f"`model.num-inducing` = {count}: 'rough' deviations need {LEAST_POINTS} points or more")
+    filled = np.flatnonzero(histogram[0])
+    low, high = INPUT_EDGES[filled[0]], INPUT_EDGES[filled[-1] + 1]
+    beyond = MARGIN * (high - low)
+    return np.linspace(low - beyond, high + beyond, count)[:, None]
+
+
+def calibrated(state: NewtonState) -> Asking[NewtonState]:
+    """The state with the factors of bands: the sums of units at the best θ and q(u), then how each unit is predicted.
+
+    Sums are asked again, because weights of roughness depend on q(u): a unit can only take out what it put in.
+    """
+    summed: Summed[ExpansionShare] = yield Total(ExpansionShare, ExpansionRequest(state.parameters))
+    if summed.total is None:
+        return state
+    request = CalibrationRequest(state.parameters, summed.total.precision, summed.total.shift)
+    answered: Summed[Calibration] = yield Total(Calibration, request, summed.sites)
+    return state if answered.total is None else replace(state, factors=factors(answered.total))
+
+
+# What a run leaves.
+
+SMOOTH_EQUATION = (
+    "q(Z_G) = N(μ_G, diag(σ_G) L_G L_Gᵀ diag(σ_G)). f(x) = a(x)ᵀ Z_G[:M] + [1, x]ᵀ Z_G[M:] + h(x) with "
+    "L Lᵀ = k_G(Z, Z) + jitter · k_G(z, z) · I, a(x) = L⁻¹ k_G(Z, x). At a site that nobody has seen "
+    "h(x) ~ N(0, e^(2 w₂²) k_L(x, x) + [1, x²]ᵀ exp(2 theta.log_site_slope)), and its noise is a log-normal mixture; "
+    "theta.log_width has log w of noise, amplitude and lengthscale. x and y are standardised."
+)
+ROUGH_EQUATION = (
+    "y = aᵀ(x) u + d(x) + noise with u ~ q(u) = N(μ, diag(σ) L Lᵀ diag(σ)), a(x) = e^amplitude L⁻¹ k(W, x), k the "
+    "Matérn-3/2 correlation of lengthscale e^lengthscale, L Lᵀ = k(W, W); d belongs to the unit and has covariance "
+    "e^(2 spread) k'(x, x') + e^(2 level) + e^(2 slope) x x' + b² min(x, x'), b of five values with softmax("
+    "roughness); the noise has sd e^noise. Here x runs from 0 to 1 over the pseudo-inputs."
+)
+NEEDS_A_UNIT = (
+    "what is saved is shared by all units; a prediction also takes the rows of a unit: name the unit with `--site`, or "
+    "a new one's table with `fedgp join`"
+)
+MEANINGS = {
+    "q.mean": "μ_G, mean of the shared latents Z_G",
+    "q.log_scale": "log σ_G, by entry of Z_G",
+    "q.lower": "strictly lower entries of L_G, row by row",
+    SHARED: "Z, shared inducing inputs",
+    "factors": "widths of bands beyond the last row, by cut, over normal ones",
+}
+
+
+class HierarchicalGP(FederatedStrategy[NewtonState]):
+    """Newton steps on θ, until the next one promises too little."""
+
+    method = "hierarchical-gp"
+    options_class = HierarchicalOptions
+    state_class = NewtonState
+    row_arrays = ("prediction.trend", "prediction.deviation")
+    options: HierarchicalOptions
+
+    def adjusted(self, preparation: Preparation) -> Preparation:
+        """Targets of units are divided by their root mean square and not centred: a curve of zeros is no curve."""
+        if not (self.options.rough and self.config.standardise):
+            return preparation
+        power = math.hypot(float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"]))
+        scales = {"target.mean": np.array(0.0), "target.scale": np.array(power)}
+        return replace(preparation, arrays={**preparation.arrays, **scales})
+
+    def initialise(self, roster: Roster) -> Asking[NewtonState]:
+        """The mode of the prior of θ, and inducing inputs from where inputs lie."""
+        section = self.config.model
+        shapes = yield from shapes_of_inputs(roster)
+        if self.options.rough:
+            return rough_start(pseudo_inputs(shapes, section.num_inducing))
+        points = initial_locations(shapes, section, self.config.seed)
+        model = ShapedGP.of(section, points.shape[1], torch.from_numpy(points))
+        return smooth_start(on_the_wire(model.theta(), {}), points, model.global_size)
+
+    def one_round(self, state: NewtonState, roster: Roster) -> Asking[tuple[NewtonState, Figures]]:
+        """One exchange; units are calibrated after the last one."""
+        section, points = self.config.model, state.shared[SHARED]
+        if not self.options.rough:
+            model = ShapedGP.of(section, points.shape[1], torch.from_numpy(points))
+            return (yield from shaped_round(state, roster, model))
+        state, figures = yield from one_round(state, roster, partial(rough_factor, points, section.jitter))
+        if roster.round >= self.config.num_server_rounds or self.settled(state, roster):
+            state = yield from calibrated(state)
+        return state, figures
+
+    def settled(self, state: NewtonState, roster: Roster) -> bool:
+        """Whether no step promises more than the tolerance, and no healthy site is missing from the total."""
+        return state.promised < TOLERANCE[self.options.deviation] and set(roster.sites) <= set(state.sites)
+
+    def finished(self, state: NewtonState) -> bool:
+        """Whether Newton's method has settled and bands are calibrated."""
+        return self.settled(state, self.roster()) and not (self.options.rough and state.factors is None)
+
+    def converged(self, state: NewtonState) -> bool:
+        """Whether another step would promise less than the tolerance."""
+        return state.value is not None and state.rise < TOLERANCE[self.options.deviation]
+
+    def predictive(self, state: NewtonState, roster: Roster) -> Asking[Predicted]:
+        """θ, q(Z_G) and the factors; a site adds its deviation."""
+        yield from ()
+        view = HierarchicalView(state.parameters, state.factors)
+        return Predicted(view, self._saved(state), self._facts(state))
+
+    def constants(self, state: NewtonState) -> NamedArrays:
+        """The shared inducing inputs."""
+        return dict(state.shared)
+
+    def public(self, state: NewtonState) -> NamedArrays:
+        """θ and η_G."""
+        return encode(Parameters(state.parameters))
+
+    def adopt(self, state: NewtonState, arrays: NamedArrays) -> NewtonState:
+        """Other parameters are the next trial point, whatever their bound."""
+        given = {name.removeprefix("values."): array for name, array in arrays.items()}
+        if all(np.array_equal(given[name], array) for name, array in state.parameters.items()):
+            return state
+        state = replace(state, parameters=given, value=None, promised=math.inf)
+        eta = {name: array for name, array in given.items() if name.startswith("q.")}
+        widths = {name: given[name] for name in state.widths}
+        return replace(state, trial=pack(state.theta), asked=eta, widths=widths)
+
+    def _saved(self, state: NewtonState) -> Posterior:
+        """What predicts for a new site, or with the rows of a unit."""
+        arrays = {**state.parameters, **state.shared}
+        arrays |= {} if state.factors is None else {"factors": state.factors}
+        coordinates = {name: "standardised" if name == SHARED else "unconstrained" for name in arrays}
+        section = self.config.model.model_dump(by_alias=True)
+        model = {"family": "hierarchical", "model": section, "deviation": self.options.deviation}
+        if self.options.rough:
+            model["why_no_posterior"] = NEEDS_A_UNIT
+        equation = ROUGH_EQUATION if self.options.rough else SMOOTH_EQUATION
+        meanings = {name: MEANINGS.get(name, "hyperparameter") for name in arrays}
+        return Posterior(arrays, meanings, coordinates, equation, model)
+
+    def _facts(self, state: NewtonState) -> dict[str, Any]:
+        """The bound in nats, what the next step would promise, and the hyperparameters."""
+        facts: dict[str, Any] = {"shared_latents": len(state.parameters["q.mean"])}
+        if state.bound is None:
+            return facts
+        facts |= {"bound": state.bound, "promised_rise": state.rise}
+        if not self.options.rough:
+            facts["relevance"] = lengthscale_facts(state.theta, unpack(deviations(state), state.theta), HOW)
+            return facts | {"widths": {name: np.exp(log).tolist() for name, log in state.widths.items()}}
+        theta = {name.removeprefix("theta."): array for name, array in state.theta.items()}
+        weights = np.exp(theta.pop("roughness"))
+        facts["hyperparameters"] = {name: float(np.exp(log[0])) for name, log in theta.items()}
+        facts["roughness"] = (weights / weights.sum()).tolist()
+        if state.factors is not None:
+            facts["widened"] = {f"{cut:.1f}": by for cut, by in zip(CUTS, state.factors.tolist(), strict=True)}
+        return facts
