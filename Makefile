@@ -14,7 +14,7 @@
 
 PYTHON ?= python3
 SITES ?= 0
-CONFIG ?= simulations/fsgp-makers.toml
+CONFIG ?= simulations/sgpr-makers.toml
 # Runs on Ray and on SuperNodes wait as much as they compute.
 WORKERS ?= 3
 ARGS ?=

@@ -38,7 +38,7 @@ class _FederatedGP(BaseEstimator):
 
     def __init__(
         self,
-        method: str = "fsgp",
+        method: str = "auto",
         *,
         sites: int = 5,
         num_rounds: int | None = None,
@@ -79,7 +79,7 @@ class FederatedGPRegressor(RegressorMixin, _FederatedGP):
 
     Example::
 
-        model = FederatedGPRegressor(method="fsgp").fit(X, y, groups=hospital)
+        model = FederatedGPRegressor(method="sgpr").fit(X, y, groups=hospital)
         mean, sd = model.predict(X_new, return_std=True)
     """
 

@@ -1,6 +1,6 @@
 """What both halves of every method read: sections of the configuration as frozen, validated records.
 
-A method brings its own table (``fsgp.objective``) as a subclass of :class:`MethodOptions`.
+A method brings its own table (``sgpr.exchanges``) as a subclass of :class:`MethodOptions`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ModelSection(Section):
     ard: bool = True
     """A lengthscale for each input."""
     num_inducing: Annotated[Count, BASIC] = 0
-    """M; 0 is the method's own number: 300 for ``fsgp.objective`` = ``profiled``, 50 otherwise."""
+    """M; 0 leaves it to the method: 300 for ``sgpr``, ``svgp`` and ``sgpr-private``, 50 otherwise."""
     likelihood: Annotated[Literal["gaussian", "bernoulli", "poisson", "student-t"], BASIC] = "gaussian"
     """Distribution of an observation around the GP: normal; two classes with probability Φ(f); counts with rate eᶠ;
     Student-t."""
@@ -103,11 +103,6 @@ class ModelSection(Section):
     jitter: Annotated[NonNegative, Field(exclude=True)] = 1e-8
     """Added to the diagonal of K_zz, relative to the prior variance. No key: a saved posterior has the value of its
     run."""
-    hyperparameters: Literal["auto", "point", "laplace"] = "auto"
-    """``laplace``: predictions mix over up to eleven values of kernel and noise, the best one (``point``) and draws
-    around it, for ``fsgp.objective`` = ``profiled`` and ``pvi.local-update`` = ``sums`` with Gaussian noise; ``auto``:
-    there, where all sites together have fewer than 2000 training rows and ``fsgp.exchanges``, or ``pvi.exchanges``, is
-    not below its usual number."""
 
     @field_validator("kernel")
     @classmethod
@@ -138,11 +133,22 @@ class OptimizerSection(Section):
         return ", ".join(f"`optimizer.{name.replace('_', '-')}`" for name in changed)
 
 
+class AveragingSection(Section):
+    """How the server averages parameters; read by ``fsgp``, ``fgpr`` and ``deep-kernel``."""
+
+    fraction: Fraction = 1.0
+    """Share ρ of the sites that take part in a round; at least one does."""
+    server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "fedmedian", "fedtrimmedavg"] = "fedavg"
+    """Flower's rule that combines the sites' parameters; the last two withstand a few sites that lie."""
+    server_learning_rate: Positive = 0.1
+    """Of ``fedadam`` and ``fedyogi``."""
+
+
 class MethodOptions(Section):
     """A method's own table; methods that share a table share the class."""
 
     table: ClassVar[str] = ""
-    """Prefix of the keys, for example ``fsgp``; empty for a method without options."""
+    """Prefix of the keys, for example ``sgpr``; empty for a method without options."""
     budgets: ClassVar[frozenset[str]] = frozenset()
     """Keys that say how long to go on: a resumed run may have others."""
     variant_key: ClassVar[str] = ""
@@ -156,8 +162,6 @@ class MethodOptions(Section):
 
     accounted: ClassVar[bool] = False
     """Whether the method can add the noise that ``privacy.epsilon`` asks for."""
-    mixes: ClassVar[bool] = False
-    """Whether the method can do what ``model.hyperparameters`` = ``laplace`` asks for."""
 
     def strategy_for(self, core: CoreConfig) -> str:
         """``module:attribute`` of the Strategy, where the table chooses among several; else empty."""

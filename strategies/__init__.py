@@ -1,4 +1,4 @@
-"""The Flower Strategies, each imported when it is first used: ``strategies.FSGPAveraging(num_inducing=50)``."""
+"""The Flower Strategies, each imported when it is first used: ``strategies.SGPR(num_inducing=50)``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ if TYPE_CHECKING:
     from strategies.fedmgp import FedMGP as FedMGP
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
     from strategies.fgpr import FGPR as FGPR
-    from strategies.fsgp import FSGPAveraging as FSGPAveraging
-    from strategies.fsgp_duals import FSGPDuals as FSGPDuals
-    from strategies.fsgp_exact import FSGPExact as FSGPExact
-    from strategies.fsgp_laplace import FSGPLaplace as FSGPLaplace
-    from strategies.fsgp_private import FSGPPrivate as FSGPPrivate
-    from strategies.fsgp_profiled import FSGPProfiled as FSGPProfiled
+    from strategies.fsgp import FSGP as FSGP
     from strategies.hierarchical_gp import HierarchicalGP as HierarchicalGP
+    from strategies.private_sgpr import PrivateSGPR as PrivateSGPR
     from strategies.pvi import PVI as PVI
     from strategies.pvi_duals import DualPVI as DualPVI
-    from strategies.pvi_mixed import AsynchronousMixedPVI as AsynchronousMixedPVI
-    from strategies.pvi_mixed import MixedPVI as MixedPVI
     from strategies.pvi_sums import AsynchronousSummedPVI as AsynchronousSummedPVI
     from strategies.pvi_sums import SummedPVI as SummedPVI
     from strategies.pvi_weights import PVIBNN as PVIBNN
@@ -32,33 +26,31 @@ if TYPE_CHECKING:
     from strategies.replay_pvi import ReplayPVI as ReplayPVI
     from strategies.sfvi import SFVI as SFVI
     from strategies.sfvi_avg import SFVIAvg as SFVIAvg
+    from strategies.sgpr import SGPR as SGPR
+    from strategies.svgp import SVGP as SVGP
 
 _MODULES = {
-    "AsynchronousMixedPVI": "pvi_mixed",
     "AsynchronousPVI": "async_pvi",
     "AsynchronousSummedPVI": "pvi_sums",
     "DualPVI": "pvi_duals",
     "DeepKernelGP": "deep_kernel",
     "FGPR": "fgpr",
-    "FSGPAveraging": "fsgp",
-    "FSGPDuals": "fsgp_duals",
-    "FSGPExact": "fsgp_exact",
-    "FSGPLaplace": "fsgp_laplace",
-    "FSGPPrivate": "fsgp_private",
-    "FSGPProfiled": "fsgp_profiled",
+    "FSGP": "fsgp",
     "FedMGP": "fedmgp",
     "FedMGPExact": "fedmgp_exact",
     "HierarchicalGP": "hierarchical_gp",
     "LocalOnly": "references",
-    "MixedPVI": "pvi_mixed",
     "PVI": "pvi",
     "PVIBNN": "pvi_weights",
     "PVIGLM": "pvi_weights",
     "ParallelReplayPVI": "replay_pvi",
     "Pooled": "references",
+    "PrivateSGPR": "private_sgpr",
     "ReplayPVI": "replay_pvi",
     "SFVI": "sfvi",
     "SFVIAvg": "sfvi_avg",
+    "SGPR": "sgpr",
+    "SVGP": "svgp",
     "SummedPVI": "pvi_sums",
 }
 """Strategy → the module of its algorithm."""

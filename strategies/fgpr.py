@@ -31,9 +31,7 @@ class FGPR(FederatedStrategy[AveragingState]):
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Local steps on the evidence of a site's rows; the server averages."""
-        options = self.options
-        plan = AveragingPlan.of(self.config, options.fraction, options.server_optimizer, options.server_learning_rate)
-        return (yield from averaging_round(state, roster, plan))
+        return (yield from averaging_round(state, roster, AveragingPlan.of(self.config)))
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Parameters]:
         """The hyperparameters are all a site needs besides its rows."""

@@ -29,6 +29,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.gp.ascent import pack, unpack
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.linalg import kernel_cholesky, laplace_deviations
 from fedgp_flower.gp.sums import INPUT_EDGES
@@ -57,7 +58,6 @@ from fedgp_flower.methods.hierarchical_gp.smooth import NOISE, WIDTHS, ShapedGP
 from fedgp_flower.methods.messages import Parameters, Shape
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.fsgp_exact import pack, unpack
 from strategies.server.enrolment import Preparation
 from strategies.server.finalise import Posterior, Predicted, lengthscale_facts
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total

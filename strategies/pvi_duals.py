@@ -1,6 +1,6 @@
 """PVI at agreed Z and β for classes, counts and outliers: (Z, β) from sums, factors of v by natural gradients.
 
-As :mod:`strategies.pvi_sums`, with the exchanges of :mod:`strategies.fsgp_duals`. On a visit a site answers with the
+As :mod:`strategies.pvi_sums`, with the exchanges of :mod:`strategies.svgp`. On a visit a site answers with the
 natural gradient of E_q log p(y_k | f) at the q it is sent, which is its factor where q no longer moves (Ashman et al.
 2022, Property 3.2): Λ = B̄ and η = Wα + B̄m. Until every site has a factor that q is the agreed one of all rows.
 """
@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from fedgp_flower.messages import message
-from fedgp_flower.methods.fsgp.dual_messages import Expectations
-from fedgp_flower.methods.fsgp.messages import PooledPosterior
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined
 from fedgp_flower.methods.pvi.options import Plan
-from strategies.fsgp import told_by_total
-from strategies.fsgp_duals import DualState, FSGPDuals
+from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior
+from strategies import svgp
+from strategies.pooled_bound import told_by_total
 from strategies.pvi import PVIState, Refinement
 from strategies.pvi_sums import AgreedPVI, AgreedState
 from strategies.server.finalise import Posterior
@@ -31,7 +30,7 @@ SETTLED = 1e-3
 class DualAgreedState(AgreedState):
     """With where the exchanges of expectations are."""
 
-    agreement: DualState | None = None
+    agreement: svgp.SVGPState | None = None
 
 
 class NaturalGradient(Refinement):
@@ -60,32 +59,33 @@ class DualPVI(AgreedPVI[DualAgreedState]):
     implied: ClassVar[Mapping[str, Any]] = {"local_update": "sums"}
 
     @property
-    def ascent(self) -> FSGPDuals:
-        """The one in dual form."""
-        found: FSGPDuals = self.as_fsgp(FSGPDuals)
-        return found
+    def problem(self) -> svgp.LatentProblem:
+        """What the exchanges of expectations are about."""
+        return svgp.LatentProblem.of(self.config, self.preparation.training_target, self.given(svgp.USUAL))
 
     def initialise(self, roster: Roster) -> Asking[DualAgreedState]:
         """Inducing points where inputs lie."""
-        return DualAgreedState(agreement=(yield from self.ascent.initialise(roster)))
+        return DualAgreedState(agreement=(yield from svgp.start(self.problem, roster)))
 
     def agreeing(self, state: DualAgreedState, roster: Roster) -> Asking[tuple[DualAgreedState, Figures]]:
         """One evaluation."""
-        agreement, figures = yield from self.ascent.one_round(self.agreement(state), roster)
+        agreement, figures = yield from svgp.one_round(self.problem, self.agreement(state), roster)
         return replace(state, agreement=agreement), figures
 
     def agreed(self, state: DualAgreedState) -> bool:
         """Whether nothing is gained any more."""
-        return self.ascent.finished(self.agreement(state))
+        return svgp.finished(self.problem, self.agreement(state))
 
-    def agreement(self, state: DualAgreedState) -> DualState:
+    def agreement(self, state: DualAgreedState) -> svgp.SVGPState:
         """Where the exchanges of expectations are."""
         assert state.agreement is not None
         return state.agreement
 
     def pooled(self, state: DualAgreedState, roster: Roster) -> Asking[PooledPosterior]:
         """At the accepted parameters."""
-        return (yield from self.ascent.predictive(self.agreement(state), roster))
+        del roster
+        yield from ()
+        return svgp.posterior(self.agreement(state))
 
     def refinement(self, state: DualAgreedState, roster: Roster) -> Asking[Refinement]:
         """At the product of the factors, once every site has one; before that at the agreed q."""
@@ -103,6 +103,4 @@ class DualPVI(AgreedPVI[DualAgreedState]):
 
     def posterior_of(self, state: DualAgreedState) -> Posterior:
         """With the mean of f and the likelihood."""
-        ascent = self.ascent
-        ascent.last = self.last
-        return ascent.posterior_of(self.agreement(state))
+        return svgp.saved(self.last, self.problem.model)

@@ -1,6 +1,6 @@
 """PVI at a Z and β that sums of all rows agree on, where u's factors are exact and q is the pooled posterior.
 
-First the exchanges of :mod:`strategies.fsgp_profiled` find (Z, β) from totals; then sites are visited as in
+First the exchanges of :mod:`strategies.sgpr` find (Z, β) from totals; then sites are visited as in
 :mod:`strategies.pvi`, by any schedule. With Gaussian noise a site's factor of v = L⁻¹u follows from its sums alone,
 tₖ(v) ∝ exp(bₖᵀv/σ² − vᵀAₖv/2σ²), so that one visit each gives the posterior of all rows at this (Z, β), whatever the
 partition (Ashman et al. 2022, Section 2: a conjugate model), and q/tₖ is the posterior without site k.
@@ -21,18 +21,14 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.gp.sums import collapsed_bound_value
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.fsgp.messages import PooledPosterior, Statistics
-from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
-from fedgp_flower.outcome import Observer
+from fedgp_flower.methods.sgpr.messages import PooledPosterior, Statistics
+from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.typing import AnyShape, NamedArrays
-from strategies import async_pvi, pvi
-from strategies.fsgp import ROWS_PER_POINT, noise_of, saved, told_by_total
-from strategies.fsgp_duals import FSGPDuals
-from strategies.fsgp_profiled import CANDIDATES, FSGPProfiled, ProfiledState
-from strategies.profiled_bound import LOCATIONS
+from strategies import async_pvi, pvi, sgpr
+from strategies.pooled_bound import LOCATIONS, ROWS_PER_POINT, noise_of, saved, told_by_total
 from strategies.pvi import PVIState, Refinement, due, factor_strengths, posterior
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Figures, Roster
@@ -57,7 +53,7 @@ class AgreedState:
 class SummedState(AgreedState):
     """With where the exchanges of sums are."""
 
-    agreement: ProfiledState | None = None
+    agreement: sgpr.SGPRState | None = None
 
 
 S = TypeVar("S", bound=AgreedState)
@@ -104,11 +100,6 @@ class AgreedPVI(FederatedStrategy[S]):
     last: PooledPosterior
     """What sites predicted with in the latest evaluation."""
 
-    @property
-    @abstractmethod
-    def ascent(self) -> Any:
-        """The Strategy of FSGP that finds (Z, β)."""
-
     @abstractmethod
     def agreeing(self, state: S, roster: Roster) -> Asking[tuple[S, Figures]]:
         """A round of exchanges of sums."""
@@ -135,14 +126,11 @@ class AgreedPVI(FederatedStrategy[S]):
         plan = self.options.plan(self.config.seed)
         return replace(plan, damping=plan.damping or 1.0)
 
-    def as_fsgp(self, of: type[FSGPProfiled] | type[FSGPDuals]) -> Any:
-        """A Strategy of FSGP for these sites, to take its rounds."""
-        most = self.options.exchanges or of.usual_exchanges
+    def given(self, usual: int) -> SGPROptions:
+        """The table of :mod:`strategies.sgpr` for its rounds."""
+        most = self.options.exchanges or usual
         given = {"exchanges": max(most - 1, 1), "small-sites": self.options.small_sites}
-        options = FSGPOptions.model_validate(given)
-        own = of.from_config(self.config.model_copy(update={"method": "fsgp", "options": options}), Observer())
-        own.session = self.session
-        return own
+        return SGPROptions.model_validate(given)
 
     def one_round(self, state: S, roster: Roster) -> Asking[tuple[S, Figures]]:
         """Exchanges of sums; when they are done, or only rounds for one visit each are left, a visit."""
@@ -238,39 +226,39 @@ class SummedPVI(AgreedPVI[SummedState]):
     implied: ClassVar[Mapping[str, Any]] = {"local_update": "sums"}
 
     @property
-    def ascent(self) -> FSGPProfiled:
-        """The profiled one."""
-        found: FSGPProfiled = self.as_fsgp(FSGPProfiled)
-        return found
+    def problem(self) -> sgpr.Problem:
+        """What the exchanges of sums are about."""
+        return sgpr.Problem.of(self.config, self.preparation.num_inputs, self.given(sgpr.USUAL))
 
     def initialise(self, roster: Roster) -> Asking[SummedState]:
         """Two starts, from sketches of all rows."""
-        return SummedState(agreement=(yield from self.ascent.initialise(roster)))
+        return SummedState(agreement=(yield from sgpr.start(self.problem, roster)))
 
     def agreeing(self, state: SummedState, roster: Roster) -> Asking[tuple[SummedState, Figures]]:
         """A gradient and a line search."""
-        agreement, figures = yield from self.ascent.one_round(self.agreement(state), roster)
+        agreement, figures = yield from sgpr.one_round(self.problem, self.agreement(state), roster)
         return replace(state, agreement=agreement), figures
 
     def agreed(self, state: SummedState) -> bool:
         """Whether exchanges are used up, or gain nothing."""
-        return self.ascent.finished(self.agreement(state))
+        return sgpr.finished(self.problem, self.agreement(state))
 
     def pooled(self, state: SummedState, roster: Roster) -> Asking[PooledPosterior]:
         """At the better chain's point."""
-        return (yield from self.ascent.predictive(self.agreement(state), roster))
+        found, _ = yield from sgpr.posterior(self.problem, self.agreement(state), roster)
+        self.sizes["M"] = len(found.mean)
+        return found
 
-    def agreement(self, state: SummedState) -> ProfiledState:
+    def agreement(self, state: SummedState) -> sgpr.SGPRState:
         """Where the exchanges of sums are."""
         assert state.agreement is not None
         return state.agreement
 
     def resumed(self, state: SummedState, roster: Roster) -> Asking[SummedState]:
-        """The state as it was; its number of inducing points is known again: that of the agreed Z, if there is one."""
-        ascent = self.ascent
-        yield from ascent.resumed(self.agreement(state), roster)
-        if state.visits is not None:
-            ascent.sized(len(state.values[LOCATIONS]))
+        """The state as it was; its number of inducing points is known again."""
+        del roster
+        yield from ()
+        self.sizes["M"] = len((self.agreement(state).best if state.visits is None else state).values[LOCATIONS])
         return state
 
     def refinement(self, state: SummedState, roster: Roster) -> Asking[Refinement]:
@@ -284,8 +272,8 @@ class SummedPVI(AgreedPVI[SummedState]):
 
     def warnings(self) -> list[str]:
         """Also whether the total of sums nearly tells rows."""
-        most = self.ascent.candidates(self.roster(), self.sizes["M"])
-        return super().warnings() + told_by_total(most, self.roster().rows, CANDIDATES)
+        most = sgpr.candidates(self.problem, self.roster(), self.sizes["M"])
+        return super().warnings() + told_by_total(most, self.roster().rows, sgpr.CANDIDATES)
 
     def details_of(self, state: SummedState) -> dict[str, Any]:
         """Also how many exchanges with every site looked for (Z, β)."""

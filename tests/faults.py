@@ -24,8 +24,8 @@ from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import NamedArrays
-from strategies.fsgp import noise_of
-from strategies.fsgp_exact import ExactState
+from strategies import sgpr
+from strategies.pooled_bound import noise_of
 from strategies.server.strategy import FederatedStrategy
 from strategies.server.wire import content_bytes
 
@@ -33,8 +33,8 @@ Change = Callable[[Message], Message | None]
 """A reply as the site meant it → what arrives; None is lost on the way."""
 
 TINY: dict[str, Any] = {
-    "method": "fsgp",
-    "fsgp.objective": "exact",
+    "method": "sgpr",
+    "sgpr.exchanges": 20,
     "dataset": "sine",
     "model.num-inducing": 5,
     "num-server-rounds": 4,
@@ -261,20 +261,28 @@ def blamed(strategy: FederatedStrategy[Any]) -> dict[str, list[str]]:
 
 
 def parameters(strategy: Any) -> NamedArrays:
-    """The parameters that a run of FSGP or FGPR has reached."""
+    """The parameters that a run of SGPR, FSGP or FGPR has reached."""
     state = strategy.current
-    return dict(state.best if isinstance(state, ExactState) else state.parameters)
+    if isinstance(state, sgpr.SGPRState):
+        return sgpr.parameters(strategy.problem, state)
+    return dict(state.parameters)
 
 
-def sums_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> SparseSums:
-    """The sums of some sites at the final parameters, from their rows."""
+def rows_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The standardised training rows of some sites."""
     prepared = strategy.preparation
     preparation = Preparation.from_wire(prepared.arrays, prepared.schema)
     nodes = [grid.contexts[grid.node_of(site)].node_config for site in sites]
     data = [load_site(strategy.config, node).encode(preparation) for node in nodes]
-    model = SparseGP.from_arrays(strategy.config.model, parameters(strategy))
-    x, y = (torch.from_numpy(np.concatenate([getattr(own, name) for own in data])) for name in ("x", "y"))
-    return pooled_sums(model, x, y)
+    x, y = (np.concatenate(parts) for parts in zip(*((site.x, site.y) for site in data), strict=True))
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def sums_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> SparseSums:
+    """The sums of some sites at the final parameters, from their rows."""
+    return pooled_sums(
+        SparseGP.from_arrays(strategy.config.model, parameters(strategy)), *rows_of(grid, strategy, sites)
+    )
 
 
 def posterior_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> WhitenedPosterior:

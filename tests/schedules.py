@@ -17,11 +17,9 @@ from fedgp_flower.errors import FedGPError
 _CLASSES = {"dataset": "breast-cancer", "model__likelihood": "bernoulli", "features": "mean radius,mean texture"}
 _CLASSES |= {"sfvi__classes": 2, "sfvi__hidden": 3}
 METHODS: dict[str, dict[str, Any]] = {
-    "fsgp profiled": {"method": "fsgp", "fsgp__objective": "profiled", "fsgp__exchanges": 6}
-    | {"model__hyperparameters": "point"},
-    "fsgp exact": {"method": "fsgp", "fsgp__objective": "exact"},
-    "fsgp average": {"method": "fsgp", "fsgp__objective": "average"},
-    "fsgp classes": {"method": "fsgp", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
+    "sgpr": {"method": "sgpr", "sgpr__exchanges": 8},
+    "fsgp": {"method": "fsgp"},
+    "svgp": {"method": "svgp", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5, "pvi__refit_evaluations": 5},
@@ -43,16 +41,14 @@ METHODS: dict[str, dict[str, Any]] = {
     | {"bnn__batch_size": 0, "bnn__prediction_draws": 5},
     "deep-kernel": {"method": "deep-kernel", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture", "deep__features": 3, "deep__local_steps": 3},
-    "fsgp exact, masked": {"method": "fsgp", "fsgp__objective": "exact", "privacy__secure_aggregation": True},
-    "fsgp private": {"method": "fsgp", "privacy__epsilon": 1.0, "privacy__ranges": '{"x": [-1, 7], "y": [-2, 2]}'},
-    "fsgp laplace": {"method": "fsgp", "fsgp__objective": "profiled", "model__hyperparameters": "laplace"}
-    | {"fsgp__exchanges": 6},
-    "pvi sums": {"method": "pvi", "pvi__exchanges": 6, "model__hyperparameters": "point"},
-    "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"}
-    | {"model__hyperparameters": "point"},
-    "pvi mixed": {"method": "pvi", "pvi__exchanges": 7, "model__hyperparameters": "laplace", "num_server_rounds": 6},
-    "pvi mixed, asynchronous": {"method": "pvi", "pvi__exchanges": 7, "pvi__schedule": "asynchronous"}
-    | {"model__hyperparameters": "laplace", "num_server_rounds": 6},
+    "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 8, "privacy__secure_aggregation": True},
+    "sgpr-private": {
+        "method": "sgpr-private",
+        "privacy__epsilon": 1.0,
+        "privacy__ranges": '{"x": [-1, 7], "y": [-2, 2]}',
+    },
+    "pvi sums": {"method": "pvi", "pvi__exchanges": 6},
+    "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"},
     "pvi classes": {"method": "pvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
     "pvi parallel": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5}
@@ -70,7 +66,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def keys_of(method: str, **changes: Any) -> dict[str, Any]:
     """The tiny configuration of a method."""
-    return configured(**{"fsgp__objective": "exact", "num_server_rounds": 3} | METHODS[method] | changes)
+    return configured(**{"num_server_rounds": 3} | METHODS[method] | changes)
 
 
 Spoil = Callable[[Message, float], Message | None]

@@ -23,8 +23,8 @@ from strategies.server.enrolment import Enrolment
 from strategies.server.wire import Answer
 
 METHODS: dict[str, dict[str, Any]] = {
-    "fsgp exact": {"method": "fsgp"},
-    "fsgp average": {"method": "fsgp", "fsgp__objective": "average"},
+    "sgpr": {"method": "fsgp"},
+    "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi"},
     "pvi by replay": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5},
@@ -62,7 +62,7 @@ def test_the_run_is_as_without_the_site_that_lied(method: str, tmp_path: Path) -
     assert saved is None or all(np.array_equal(saved.arrays[name], array) for name, array in expected.arrays.items())
 
 
-@pytest.mark.parametrize("method", ["fsgp exact", "fgpr"])
+@pytest.mark.parametrize("method", ["sgpr", "fgpr"])
 def test_of_two_sites_one_cannot_say_that_its_rows_are_where_they_are_not(method: str, tmp_path: Path) -> None:
     """Between the means of two sites that are a billion apart, all squares are those of the mirror image."""
     fault = Fault("b", lambda reply: scaled(reply, 1e9), ("query.describe",))

@@ -190,7 +190,7 @@ def test_no_column_is_moved_beyond_its_rows(tmp_path):
         "site": np.arange(300) % 3,
     })  # fmt: skip
     frame["days"] = np.log(frame["crp"]) + 0.5 * frame["visits"] + frame["diabetes"] + 0.1 * draw.standard_normal(300)
-    options = FEW | {"output-dir": str(tmp_path), "fsgp.exchanges": 6}
+    options = FEW | {"output-dir": str(tmp_path), "sgpr.exchanges": 6}
     run = fg.run(frame.astype({"site": str}), target="days", site="site", options=options)
     found = {own.name: own for own in effects(run.posterior)}
     assert found["diabetes"].levels == ("0", "1")
@@ -311,7 +311,7 @@ def test_every_strategy_is_in_the_namespace_and_the_same_class():
         }
     assert {name: getattr(fg.strategies, name) for name in expected} == expected
     assert dir(fg.strategies) == sorted(expected)
-    assert {"FSGPExact", "PVI", "ReplayPVI", "SFVIAvg", "FedMGPExact", "Pooled"} <= expected.keys()
+    assert {"SGPR", "PVI", "ReplayPVI", "SFVIAvg", "FedMGPExact", "Pooled"} <= expected.keys()
     with pytest.raises(AttributeError, match="no attribute 'Fly'"):
         fg.strategies.Fly  # noqa: B018
 
@@ -323,10 +323,10 @@ import fedgp_flower as fg
 assert set(fg.__all__) <= set(dir(fg))
 fg.strategies
 print(sorted({"torch", "flwr", "pandas"} & sys.modules.keys()))
-print(fg.strategies.FSGPExact.__module__, fg.make_client_app.__module__, "strategies.pvi" in sys.modules)
+print(fg.strategies.SGPR.__module__, fg.make_client_app.__module__, "strategies.pvi" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "strategies.fsgp_exact fedgp_flower.client_app False"]
+    assert done.stdout.splitlines() == ["[]", "strategies.sgpr fedgp_flower.client_app False"]
 
 
 def test_the_package_of_runs_can_be_called_whichever_is_imported_first():

@@ -40,7 +40,7 @@ def test_a_line_says_what_left(log):
     assert found.problems == ()
     lines = {line["kind"]: line for line in found.lines}
     assert [line["line"] for line in found.lines] == list(range(1, len(found.lines) + 1))
-    assert {"query.describe", "query.shape", "query.statistics", "train.gradient", "evaluate"} <= lines.keys()
+    assert {"query.describe", "query.shape", "query.statistics", "train.gradients", "evaluate"} <= lines.keys()
     statistics = lines["query.statistics"]
     assert statistics["arrays"]["gram"]["shape"] == [15]
     assert statistics["arrays"]["gram"]["norm"] > 0
@@ -109,7 +109,7 @@ def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):
     waves(60, 0).to_csv(tmp_path / "north.csv", index=False)
     (tmp_path / "site.toml").write_text('kinds = ["query.*", "train.*"]\nparameters-per-row = 0.1')
     node = {"data-path": str(tmp_path / "north.csv"), "policy": str(tmp_path / "site.toml")}
-    flat = {"fsgp.objective": "exact", "model.num-inducing": 5, "baselines.local-only": False, "target": "y"}
+    flat = {"method": "sgpr", "model.num-inducing": 5, "baselines.local-only": False, "target": "y"}
     trial = leaves.try_out(flat, node, 1)
     text = "\n".join(trial.lines())
     assert trial.ending.startswith("ended: no site could score")
@@ -127,7 +127,7 @@ def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):
 
 
 def test_the_declarations_name_every_answer_of_a_method():
-    from fedgp_flower.methods.fsgp.client import FSGPClient
+    from fedgp_flower.methods.sgpr.client import FSGPClient
 
     found = dict(leaves.answers(FSGPClient))
     assert found["train.weighted"] is WeightedStep

@@ -25,7 +25,8 @@ def test_pyproject_lists_every_key_with_its_default():
 
 
 def test_defaults_are_a_valid_configuration():
-    chosen = {"model.num-inducing": parse_config({}).options.usual_inducing}  # 0: the method's own number
+    chosen = {"model.num-inducing": parse_config({}).options.usual_inducing}  # 0 leaves it to the method
+    chosen |= {"method": "sgpr"}  # what "auto" stands for
     assert parse_config({}).flat().items() <= (default_config() | chosen).items()
     assert parse_config(default_config()) == parse_config({})
 
@@ -40,12 +41,12 @@ def test_defaults_are_a_valid_configuration():
         ({"model.kernel": "rbf - linear"}, ["`model.kernel`", "sum or product"]),
         ({"model.noise": -1.0}, ["`model.noise` = -1.0", "greater than 0"]),
         ({"test-fraction": 1.0}, ["`test-fraction` = 1.0", "less than 1"]),
-        ({"fsgp.objective": "exactly"}, ["`fsgp.objective`", "'profiled', 'exact' or 'average'"]),
+        ({"fsgp.objective": "exact"}, ["`fsgp.objective` is gone", "`method` = 'sgpr'"]),
+        ({"sgpr.small-sites": "drop"}, ["`sgpr.small-sites`", "'warn', 'cap' or 'masks'"]),
         ({"method": "gp"}, ["`method` = 'gp'", "fsgp"]),
         ({"partitioner": "natural"}, ["`partition.column`"]),
-        ({"model.likelihood": "poisson", "fsgp.objective": "average"}, ["`model.likelihood`", "gaussian"]),
+        ({"model.likelihood": "poisson"}, ["`model.likelihood`", "gaussian"]),
         ({"optimizer.batch-size": 10}, ["`optimizer.batch-size`", "0"]),
-        ({"fsgp.exact-optimizer": "adam"}, ["`fsgp.exact-optimizer`", "'exact'"]),
     ],
 )
 def test_errors_name_key_value_and_what_is_allowed(flat, words):
@@ -93,11 +94,11 @@ def test_every_reference_of_a_row_resolves(name):
 
 
 def test_extra_carries_keys_and_is_checked_like_them():
-    config = parse_config({"extra": "seed=3 model.kernel='matern52 + linear' fsgp.objective=average"})
-    assert (config.seed, config.model.kernel, config.options.objective, config.extra) == (
+    config = parse_config({"extra": "seed=3 model.kernel='matern52 + linear' method=fsgp"})
+    assert (config.seed, config.model.kernel, config.method, config.extra) == (
         3,
         "matern52 + linear",
-        "average",
+        "fsgp",
         "",
     )
     assert parse_config(config.flat()) == config
@@ -119,7 +120,7 @@ def test_wrong_words_in_extra_are_named(flat, words):
         parse_config(flat)
 
 
-@pytest.mark.parametrize("flat", [{}, {"method": "pvi"}, {"method": "fsgp", "fsgp.objective": "exact", "seed": 3}])
+@pytest.mark.parametrize("flat", [{}, {"method": "pvi"}, {"method": "sgpr", "seed": 3}])
 def test_the_tables_of_other_methods_change_nothing(flat):
     assert parse_config(flat) == parse(flat, option_classes())
 

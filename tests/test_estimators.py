@@ -12,7 +12,7 @@ from sklearn.utils.estimator_checks import check_estimator
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError
 
-FEW = {"model.num-inducing": 8, "fsgp.exchanges": 6}
+FEW = {"model.num-inducing": 8, "sgpr.exchanges": 6}
 
 
 def rows(count=60):
@@ -37,7 +37,7 @@ def test_it_predicts_in_units_of_the_target(fitted):
 
 def test_the_posterior_does_not_depend_on_the_sites(fitted):
     x, y = rows()
-    exact = clone(fitted).set_params(options={"model.num-inducing": 8, "fsgp.objective": "exact"})
+    exact = clone(fitted).set_params(options={"model.num-inducing": 8, "method": "sgpr"})
     three, one = (clone(exact).fit(x, y, groups=groups) for groups in (np.arange(60) % 3, np.zeros(60)))
     np.testing.assert_allclose(one.predict(x), three.predict(x), rtol=1e-6)  # rounding, after a few steps of L-BFGS
 
@@ -91,5 +91,5 @@ EXPECTED: dict[str, str] = {}
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [fg.FederatedGPRegressor, fg.FederatedGPClassifier])
 def test_scikit_learns_own_checks_pass(kind):
-    quick = {"model.num-inducing": 5, "fsgp.exchanges": 4}
+    quick = {"model.num-inducing": 5, "sgpr.exchanges": 4}
     check_estimator(kind(num_rounds=3, sites=2, options=quick), expected_failed_checks=EXPECTED)

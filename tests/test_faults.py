@@ -39,9 +39,9 @@ from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import NumericsError, RunError
 from fedgp_flower.gp.sums import collapsed_bound_value
-from fedgp_flower.methods.fsgp.messages import Statistics
+from fedgp_flower.methods.sgpr.messages import Statistics
 from fedgp_flower.outcome import Summary
-from strategies.fsgp import noise_of
+from strategies.pooled_bound import noise_of
 
 SITES = ("a", "b", "c")
 SWAP = np.array([[9, -9, *[0] * 38]])
@@ -147,11 +147,11 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("objective", ["exact", "average"])
+@pytest.mark.parametrize("objective", ["sgpr", "fsgp"])
 @pytest.mark.parametrize("lie", LIES)
 def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie: str, objective: str) -> None:
     change, words = LIES[lie]
-    keys = {"fsgp__objective": objective, "num_server_rounds": 3}
+    keys = {"method": objective, "num_server_rounds": 3}
     grid = FaultyGrid(configured(**keys), 3, Fault("1", change, WITH_SUMS))
     strategy = run(grid)
     assert set(blamed(strategy)) == {"1"}
@@ -163,7 +163,7 @@ def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie:
     assert strategy.details()["bound"] == pytest.approx(bound, rel=1e-9)
     rounds = [failure.round for failure in strategy.network.failures]
     # exact: the first evaluation and the closing sums; average: the closing sums
-    assert rounds == ([1, 3] if objective == "exact" else [3])
+    assert rounds == ([1, 3] if objective == "sgpr" else [3])
 
 
 @pytest.mark.parametrize("lie", ["indefinite", "projection"])
@@ -184,7 +184,7 @@ def test_lies_that_no_glance_shows_are_refused_by_the_total(lie: str, monkeypatc
     ],
 )
 def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_rows(change: Any, words: str) -> None:
-    keys = {"fsgp__objective": "average", "num_server_rounds": 5}
+    keys = {"method": "fsgp", "num_server_rounds": 5}
     recorder = Recorder()
     strategy = run(FaultyGrid(configured(**keys), 3, Fault("1", change, ("train",))), recorder)
     failures = [(failure.round, failure.site) for failure in strategy.network.failures]
@@ -216,9 +216,9 @@ def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_ro
         ("evaluate", numbers(nll=float("nan")), "not finite: nll"),
         ("evaluate", numbers(crps=None), "scores missing: crps"),
         ("evaluate", numbers(squared_error=-1.0), "negative"),
-        ("train.gradient", each(lambda array: array * np.inf), "not finite"),
-        ("train.gradient", each(lambda array: array.ravel()[:0]), "the shape that was sent"),
-        ("train.gradient", arrays(lambda own: dict(list(own.items())[1:])), "the shape that was sent, found nothing"),
+        ("train.gradients", each(lambda array: array * np.inf), "not finite"),
+        ("train.gradients", each(lambda array: array.ravel()[:0]), "the shape that was sent"),
+        ("train.gradients", arrays(lambda own: dict(list(own.items())[1:])), "the shape that was sent, found nothing"),
     ],
 )
 def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: Any, words: str) -> None:
@@ -235,7 +235,7 @@ def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: A
 
 def test_a_site_that_drops_out_once_is_asked_again_and_nothing_changes() -> None:
     calm = run(FaultyGrid(configured(), 3))
-    phases = ("query.describe", "query.shape", "query.statistics", "train.gradient", "evaluate")
+    phases = ("query.describe", "query.shape", "query.trials", "train.gradients", "evaluate")
     rough = run(FaultyGrid(configured(), 3, *(Fault("1", lost, (phase,), times=1) for phase in phases)))
     assert len(rough.network.failures) == len(phases) - 1  # before it has introduced itself it has no name
     assert rough.outcome.metrics["test"] == calm.outcome.metrics["test"]
@@ -249,7 +249,6 @@ def optimum(folder: Path, sites: tuple[str, ...], *faults: Fault, **keys: Any) -
         standardise=False,
         features="x1",
         model__num_inducing=3,
-        fsgp__tolerance=1e-11,
         sites=len(sites),
         **keys,
     )
@@ -262,7 +261,7 @@ def optimum_of_a_and_c(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return optimum(tmp_path_factory.mktemp("ac"), ("a", "c"))
 
 
-@pytest.mark.parametrize("phase", ["query.statistics", "train.gradient"])
+@pytest.mark.parametrize("phase", ["query.trials", "train.gradients"])
 def test_exact_mode_goes_on_without_a_site_to_the_optimum_of_the_others(
     tmp_path: Path, phase: str, optimum_of_a_and_c: Any
 ) -> None:
@@ -294,7 +293,7 @@ def test_an_evaluation_lost_with_the_last_round_leaves_the_best_point(tmp_path: 
 
 
 def test_averaging_lets_a_site_back_in_when_it_answers_an_evaluation() -> None:
-    flat = configured(fsgp__objective="average", num_server_rounds=6, evaluate_every=4, max_failures=2)
+    flat = configured(method="fsgp", num_server_rounds=6, evaluate_every=4, max_failures=2)
     grid = FaultyGrid(flat, 3, Fault("1", lost, ("train",), range(1, 5)))
     strategy = run(grid)
     trained = [visit.round for visit in grid.visits if (visit.site, visit.phase) == ("1", "train")]
@@ -302,10 +301,10 @@ def test_averaging_lets_a_site_back_in_when_it_answers_an_evaluation() -> None:
     assert [failure.round for failure in strategy.network.failures] == [1, 2]
 
 
-@pytest.mark.parametrize("objective", ["exact", "average"])
+@pytest.mark.parametrize("objective", ["sgpr", "fsgp"])
 @pytest.mark.parametrize("ghost", [False, True])
 def test_a_site_that_restarts_goes_on_as_if_nothing_had_happened(objective: str, ghost: bool) -> None:
-    flat = configured(fsgp__objective=objective)
+    flat = configured(method=objective)
     grid = FaultyGrid(flat, 3)
     strategy = run(grid, Recorder(at={2: lambda: grid.restart("1", ghost=ghost)}))
     calm = run(FaultyGrid(flat, 3))
@@ -313,21 +312,20 @@ def test_a_site_that_restarts_goes_on_as_if_nothing_had_happened(objective: str,
     assert strategy.outcome.metrics["test"] == calm.outcome.metrics["test"]
 
 
-@pytest.mark.parametrize("objective", ["exact", "average"])
+@pytest.mark.parametrize("objective", ["sgpr", "fsgp"])
 def test_a_site_that_joins_late_is_greeted_and_takes_part(tmp_path: Path, objective: str) -> None:
     nodes = csv_nodes(tmp_path, tables())
     flat = configured(
-        fsgp__objective=objective,
-        fsgp__tolerance=1e-4,
+        method=objective,
         features="x1",
         model__num_inducing=3,
-        num_server_rounds=60 if objective == "exact" else 4,
+        num_server_rounds=60 if objective == "sgpr" else 4,
     )
     grid = FaultyGrid(flat, nodes[:2])
     strategy = run(grid, Recorder(at={2: lambda: grid.join(nodes[2])}))
     assert strategy.network.failures == []
     assert strategy.preparation.rows == dict.fromkeys(SITES, 48)
-    phase = "train" if objective == "average" else "train.gradient"
+    phase = "train" if objective == "fsgp" else "train.gradients"
     rounds = [visit.round for visit in grid.visits if (visit.site, visit.phase) == ("c", phase)]
     assert rounds
     assert min(rounds) >= 3
@@ -368,9 +366,9 @@ def test_the_server_waits_for_a_second_usable_site(tmp_path: Path) -> None:
         (2, [Fault("1", texts(schema="{"), ("query.describe",))], "schema is not JSON"),
     ],
 )
-@pytest.mark.parametrize("objective", ["exact", "average"])
+@pytest.mark.parametrize("objective", ["sgpr", "fsgp"])
 def test_too_few_sites_end_the_run_with_the_reason(count: int, faults: list[Fault], words: str, objective: str) -> None:
-    flat = configured(fsgp__objective=objective, num_server_rounds=9)
+    flat = configured(method=objective, num_server_rounds=9)
     with pytest.raises(RunError, match="usable site") as caught:
         run(FaultyGrid(flat, count, *[Fault(f.site, f.change, f.phases, f.rounds) for f in faults]))
     assert words in str(caught.value)
@@ -378,8 +376,8 @@ def test_too_few_sites_end_the_run_with_the_reason(count: int, faults: list[Faul
 
 
 TRAINERS: dict[str, dict[str, Any]] = {
-    "fsgp exact": {},
-    "fsgp average": {"fsgp__objective": "average"},
+    "sgpr": {},
+    "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi", "pvi__local_update": "replay"},
     "pvi synchronous": {"method": "pvi", "pvi__local_update": "replay", "pvi__schedule": "synchronous"},
@@ -412,7 +410,7 @@ def test_a_run_that_merged_no_answer_to_training_fails(method: str, rounds: int)
     """In the longer run every site answers an evaluation after each round, which forgives its failures."""
     flat = configured(**TRAINERS[method], num_server_rounds=rounds, evaluate_every=1)
     recorder = Recorder()
-    exact = method == "fsgp exact"  # it predicts from sums, and has no rounds without gradients
+    exact = method == "sgpr"  # it predicts from sums, and has no rounds without gradients
     with broken("train"), pytest.raises(RunError, match=r"Latest failures: .*the handler is broken") as caught:
         run(FaultyGrid(flat, 2), recorder)
     assert "nothing was learned" in str(caught.value) or (exact and rounds == 6)

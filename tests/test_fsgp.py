@@ -19,47 +19,30 @@ from faults import (
     numbers,
     parameters,
     posterior_of,
+    rows_of,
     run,
     sums_of,
     waves,
 )
 from scipy.stats import kstest
 
-from fedgp_flower.data.sites import load_all_sites, load_site
+from fedgp_flower.data.sites import load_site
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
-from fedgp_flower.gp.sparse import SparseGP, pooled_bound
+from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import (
     INPUT_EDGES,
-    SparseSums,
-    collapsed_bound,
     collapsed_bound_value,
     exact_posterior,
     input_shape,
 )
 from fedgp_flower.messages import add
-from fedgp_flower.methods.fsgp.messages import Statistics
-from strategies.fsgp import noise_of
-from strategies.fsgp_exact import pack
+from fedgp_flower.methods.sgpr.messages import Statistics
+from strategies.pooled_bound import noise_of
 from strategies.server.contract import Contract
 from strategies.server.inducing import initial_inducing_points
 
 PARAMETERS = "state.parameters."
 """Prefix in a checkpoint."""
-
-PARTITIONS: dict[str, dict[str, Any]] = {
-    "iid": {"partitioner": "iid"},
-    "dirichlet": {"partitioner": "dirichlet", "partition__min_rows": 2},
-    "natural": {"partitioner": "natural", "partition__column": "site", "features": "x"},
-    "blocks": {"partitioner": "blocks", "partition__column": "x"},
-}
-
-
-def rows_of(strategy: Any, sites: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Standardised training rows of all simulated sites."""
-    preparation = Preparation.from_wire(strategy.preparation.arrays, strategy.preparation.schema)
-    data = [site.encode(preparation) for site in load_all_sites(strategy.config, sites)]
-    return tuple(torch.from_numpy(np.concatenate([getattr(own, name) for own in data])) for name in ("x", "y"))
 
 
 def start_of(flat: dict[str, Any], sites: int) -> dict[str, np.ndarray]:
@@ -70,15 +53,16 @@ def start_of(flat: dict[str, Any], sites: int) -> dict[str, np.ndarray]:
 def test_one_site_and_one_step_is_a_plain_gradient_step() -> None:
     """w + η dF/dw with F Titsias' bound per row, differentiated here by autograd of the textbook formula."""
     flat = configured(
-        fsgp__objective="average",
+        method="fsgp",
         optimizer__name="sgd",
         optimizer__steps=1,
         optimizer__learning_rate=0.03,
         num_server_rounds=1,
         min_sites=1,
     )
-    before, strategy = start_of(flat, 1), run(FaultyGrid(flat, 1))
-    x, y = rows_of(strategy, 1)
+    grid = FaultyGrid(flat, 1)
+    before, strategy = start_of(flat, 1), run(grid)
+    x, y = rows_of(grid, strategy, "0")
     w = {name: torch.tensor(array, requires_grad=True) for name, array in before.items()}
     scale, noise = w["kernel.log_lengthscale"].exp(), w["likelihood.log_noise"].exp()
     variance = w["kernel.log_outputscale"].exp()
@@ -101,7 +85,7 @@ def test_one_site_and_one_step_is_a_plain_gradient_step() -> None:
 def test_the_average_weighs_sites_by_their_rows(tmp_path: Path) -> None:
     """Replies written by hand: with 48 and 16 training rows, 3/4 of one and 1/4 of the other."""
     nodes = csv_nodes(tmp_path, {"a": waves(60, 0), "b": waves(20, 1)})
-    flat = configured(fsgp__objective="average", num_server_rounds=1, optimizer__steps=50)  # that could go so far
+    flat = configured(method="fsgp", num_server_rounds=1, optimizer__steps=50)  # that could go so far
     fill = lambda value: arrays(lambda own: {n: np.full_like(a, value) for n, a in own.items()})  # noqa: E731
     faults = [Fault("a", fill(-1.0), ("train",)), Fault("b", fill(1.0), ("train",))]
     said = [Fault(site, numbers(objective=value), ("train",)) for site, value in (("a", 4.0), ("b", 8.0))]
@@ -113,7 +97,7 @@ def test_the_average_weighs_sites_by_their_rows(tmp_path: Path) -> None:
 
 
 def sampled(seed: int, fraction: float, sites: int = 5) -> list[list[str]]:
-    flat = configured(fsgp__objective="average", fsgp__fraction=fraction, seed=seed, optimizer__steps=1)
+    flat = configured(method="fsgp", averaging__fraction=fraction, seed=seed, optimizer__steps=1)
     grid = FaultyGrid(flat, sites)
     run(grid)
     visits = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train"]
@@ -131,7 +115,7 @@ def test_sampling_takes_a_share_rounded_up_and_repeats_with_the_seed() -> None:
 
 def test_the_learning_rate_decays_by_rounds() -> None:
     flat = configured(
-        fsgp__objective="average", optimizer__name="sgd", optimizer__steps=1, optimizer__decay=0.5, num_server_rounds=2
+        method="fsgp", optimizer__name="sgd", optimizer__steps=1, optimizer__decay=0.5, num_server_rounds=2
     )
     snapshots = Recorder()
     strategy = run(FaultyGrid(flat, 2), snapshots)
@@ -142,94 +126,21 @@ def test_the_learning_rate_decays_by_rounds() -> None:
         assert parameters(again)[name] - first[name] == pytest.approx(0.5 * (after[name] - first[name]), rel=1e-9)
 
 
-@pytest.fixture(scope="module")
-def converged() -> Any:
-    """Exact mode at its optimum: five blocks, one site each."""
-    flat = configured(
-        dataset="five-blocks", fsgp__tolerance=1e-13, num_server_rounds=300, model__num_inducing=4, **PARTITIONS["iid"]
-    )
-    recorder = Recorder()
-    grid = FaultyGrid(flat, 3)
-    return run(grid, recorder), recorder, grid, start_of(flat, 3)
+def test_the_posterior_is_that_of_all_rows_at_the_average() -> None:
+    grid = FaultyGrid(configured(method="fsgp", num_server_rounds=1), 2)
+    strategy = run(grid)
+    sums = sums_of(grid, strategy, "01")
+    expected = posterior_of(grid, strategy, "01")
+    assert strategy.scoring.predicted.request.mean == pytest.approx(expected.mean.numpy(), rel=1e-8)
+    assert strategy.scoring.predicted.request.covariance == pytest.approx(expected.covariance.numpy(), rel=1e-8)
+    assert float(sums.count) == sum(strategy.preparation.rows.values())
+    bound = collapsed_bound_value(sums, noise_of(parameters(strategy)))
+    assert strategy.details()["bound"] == pytest.approx(bound, rel=1e-10)
 
 
-def test_exact_mode_ends_at_the_pooled_optimum(converged: Any) -> None:
-    strategy, recorder, _, start = converged
-    assert strategy.current.converged
-    x, y = rows_of(strategy, 3)
-    model = SparseGP.from_arrays(strategy.config.model, start)
-    named = list(model.wire_parameters())
-    end = maximise(
-        lambda: pooled_bound(model, x, y) / len(y),
-        [parameter for _, parameter in named],
-        max_evaluations=1000,
-        bounds=[LOGARITHM if ".log_" in name else FREE for name, _ in named],
-        tolerance=1e-13,
-    )
-    assert strategy.details()["bound"] / len(y) == pytest.approx(end.value, abs=1e-8)
-    assert recorder.rows[0]["objective"] < end.value - 0.1  # it had a way to go
-
-
-def test_the_gradient_of_a_round_is_that_of_the_pooled_bound(converged: Any) -> None:
-    strategy, _, _, start = converged
-    x, y = rows_of(strategy, 3)
-    model = SparseGP.from_arrays(strategy.config.model, start)
-    bound = collapsed_bound(model.sums(x, y), model.noise) / len(y)
-    bound.backward()
-    gradient = {name: parameter.grad.numpy() for name, parameter in model.wire_parameters()}
-    assert strategy.current.values[0] == pytest.approx(-bound.item(), rel=1e-10)
-    assert strategy.current.gradients[0] == pytest.approx(-pack(gradient), rel=1e-7, abs=1e-9)
-
-
-def test_the_posterior_is_that_of_all_rows_at_the_best_point(converged: Any) -> None:
-    strategy, recorder, grid, _ = converged
-    expected = posterior_of(grid, strategy, "012")
-    assert strategy.last[0].mean == pytest.approx(expected.mean.numpy(), rel=1e-8)
-    assert strategy.details()["bound"] == pytest.approx(max(row["bound"] for row in recorder.rows), rel=1e-9)
-
-
-@pytest.mark.parametrize("every", [0, 1, 2])
-def test_a_budget_that_ends_at_a_trial_point_reports_the_best(every: int) -> None:
-    """Parameters, posterior and figures belong together, also when the last round was evaluated."""
-    flat = configured(evaluate_every=every, fsgp__exact_optimizer="adam", fsgp__server_learning_rate=3.0)
-    recorder = Recorder()
-    grid = FaultyGrid(flat, 3)
-    strategy = run(grid, recorder)
-    bounds = [row["bound"] for row in recorder.rows]
-    assert bounds[-1] < max(bounds)
-    expected = posterior_of(grid, strategy, "012")
-    assert strategy.last[0].mean == pytest.approx(expected.mean.numpy(), rel=1e-8)
-    assert strategy.details()["bound"] == pytest.approx(max(bounds), rel=1e-9)
-    calm = run(FaultyGrid(flat | {"evaluate-every": 0}, 3))
-    assert strategy.outcome.metrics["test"]["nll"] == pytest.approx(calm.outcome.metrics["test"]["nll"], rel=1e-2)
-
-
-@pytest.fixture(scope="module")
-def trajectories() -> dict[str, list[float]]:
-    """Objectives of ten rounds with the same rows, dealt in four ways."""
-    found = {}
-    for name, keys in PARTITIONS.items():
-        flat = configured(
-            **{"dataset": "five-blocks", "split": 0, "features": "x", "num_server_rounds": 10, "fsgp__tolerance": 0.0}
-            | keys
-        )
-        recorder = Recorder()
-        run(FaultyGrid(flat, 5), recorder)
-        found[name] = [row["objective"] for row in recorder.rows]
-    return found
-
-
-@pytest.mark.parametrize("partition", ["dirichlet", "natural", "blocks"])
-def test_the_trajectory_does_not_depend_on_the_partition(partition: str, trajectories: dict[str, list[float]]) -> None:
-    expected = trajectories["iid"]
-    assert len(expected) == 10
-    assert expected[-1] > expected[0] + 0.1
-    assert trajectories[partition] == pytest.approx(expected, abs=1e-8)
-
-
-@pytest.mark.parametrize("objective", ["exact", "average"])
+@pytest.mark.parametrize("objective", ["sgpr", "fsgp"])
 def test_the_same_seed_gives_the_same_figures(objective: str) -> None:
-    flat = configured(fsgp__objective=objective, fsgp__fraction=0.5, baselines__local_only=True, num_server_rounds=2)
+    flat = configured(method=objective, averaging__fraction=0.5, baselines__local_only=True, num_server_rounds=2)
     first, second = (run(FaultyGrid(flat, 3)).outcome.metrics for _ in range(2))
     for figures in (first, second):
         del figures["seconds"]
@@ -359,7 +270,7 @@ def test_a_constant_column_and_a_copy_of_a_column_do_no_harm() -> None:
 
 def test_federated_initial_points_lie_where_the_pooled_rows_lie(tmp_path: Path) -> None:
     frames = {"a": waves(60, 0), "b": waves(30, 1)}
-    flat = configured(model__num_inducing=8, num_server_rounds=0)
+    flat = configured(method="fsgp", model__num_inducing=8, num_server_rounds=0)
     strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, frames)))
     preparation = Preparation.from_wire(strategy.preparation.arrays, strategy.preparation.schema)
     nodes = csv_nodes(tmp_path, frames)
@@ -368,13 +279,3 @@ def test_federated_initial_points_lie_where_the_pooled_rows_lie(tmp_path: Path) 
     rng = np.random.default_rng([0, *b"inducing"])
     expected = initial_inducing_points("copula", 8, shape["input.histogram"], shape["input.products"], len(x), rng)
     assert parameters(strategy)["inducing.locations"] == pytest.approx(expected, abs=1e-12)
-
-
-def test_the_bound_of_the_details_is_that_of_the_rows() -> None:
-    grid = FaultyGrid(configured(num_server_rounds=1), 2)
-    strategy = run(grid)
-    sums: SparseSums = sums_of(grid, strategy, "01")
-    assert float(sums.count) == sum(strategy.preparation.rows.values())
-    assert strategy.details()["bound"] == pytest.approx(
-        collapsed_bound_value(sums, noise_of(parameters(strategy))), rel=1e-10
-    )

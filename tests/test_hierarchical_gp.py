@@ -18,6 +18,7 @@ from structured_problems import gp_sites, shaped_gp
 from test_closed_form import dense_bound
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.gp.ascent import pack, unpack
 from fedgp_flower.gp.linalg import symmetric
 from fedgp_flower.messages import add
 from fedgp_flower.methods.family import GlobalPosterior
@@ -25,7 +26,6 @@ from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.smooth import SmoothDeviation
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from strategies.fsgp_exact import pack, unpack
 from strategies.hierarchical_gp import USUAL_SITES, deviations, shaped_round, smooth_start, widened
 from strategies.server.questions import Roster, drive
 

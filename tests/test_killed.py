@@ -113,7 +113,7 @@ def sweep(method: str, folder: Path, chosen: int, after: Callable[..., Any] = re
             require_same(found, expected)
 
 
-@pytest.mark.parametrize("method", ["fsgp exact", "pvi", "fedmgp", "sfvi", "sfvi networks"])
+@pytest.mark.parametrize("method", ["sgpr", "pvi", "fedmgp", "sfvi", "sfvi networks"])
 def test_a_few_kills(method: str, tmp_path: Path) -> None:
     sweep(method, tmp_path, 3)
 
@@ -158,7 +158,7 @@ class OutageGrid(FaultyGrid):
         return crashed(reply) if reply is not None and visit.site == "1" and self.away() else reply
 
 
-@pytest.mark.parametrize("method", ["fsgp exact", "pvi", "fedmgp"])
+@pytest.mark.parametrize("method", ["sgpr", "pvi", "fedmgp"])
 def test_a_round_is_repeated_when_the_site_is_there_again(method: str) -> None:
     """Questions to a site that is away fail at once: three of them would leave it out for good."""
     grid = OutageGrid(keys(method) | REPEAT, seconds=4.0)

@@ -260,7 +260,7 @@ def shrunk(*sites, number=1):
         (replace(QUESTION, number=0), "is older than question 1"),
         (replace(QUESTION, number=2, round=0), "is older than question 1 of round 1"),
         (replace(QUESTION, content="other"), "another question under number 1"),
-        (replace(QUESTION, kind="train.gradient"), "another question under number 1"),
+        (replace(QUESTION, kind="train.gradients"), "another question under number 1"),
     ],
     ids=["replay", "older round", "other content", "other kind"],
 )

@@ -19,7 +19,7 @@ POLICY = "least-cell = 0\nleast-rows = 2"
 PVI = {"method": "pvi", "pvi__first_steps": 20, "pvi__evaluations": 20, "pvi__refit_evaluations": 20}
 PVI |= {"pvi__prediction_samples": 5, "pvi__refit_steps": 5, "num_server_rounds": 5}
 METHODS: dict[str, dict[str, Any]] = {
-    "fsgp average": {"method": "fsgp", "fsgp__objective": "average"},
+    "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
     "pvi replay": PVI | {"pvi__local_update": "replay"},
     "pvi adam": PVI | {"pvi__local_update": "adam"},
@@ -29,7 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """The first site of a sequential method is the one with the constant target; FSGP by sums: `test_fsgp_profiled.py`."""
 CLASSES: dict[str, dict[str, Any]] = {
-    "fsgp": {"method": "fsgp", "fsgp__objective": "exact"},
+    "fsgp": {"method": "sgpr"},
     "pvi": PVI | {"pvi__local_update": "adam"},
     "sfvi": {"method": "sfvi"},
 }

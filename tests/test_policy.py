@@ -274,7 +274,7 @@ def test_cells_of_the_sketch_hold_as_many_rows_as_the_policy_wants(tmp_path):
     nodes = csv_nodes(tmp_path, {site: waves(100, seed) for seed, site in enumerate("ab")}, "")
     (tmp_path / "b.toml").write_text("least-cell = 11")
     nodes[1]["policy"] = str(tmp_path / "b.toml")
-    flat = configured(sites=2, fsgp__objective="profiled", model__num_inducing=3, num_server_rounds=0)
+    flat = configured(sites=2, method="sgpr", model__num_inducing=3, num_server_rounds=0)
     grid = Transcript(flat, nodes)
     run(grid)
     found = {site: own.content["arrays"]["rows"].numpy() for site, kind, own in grid.replies if kind == "query.sketch"}

@@ -16,17 +16,24 @@ from test_secure_totals import Transcript
 
 from fedgp_flower.errors import ConfigError, ProtocolError
 from fedgp_flower.gp.sums import SparseSums
-from fedgp_flower.methods.fsgp.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
-from fedgp_flower.methods.fsgp.private_messages import PrivateSums
+from fedgp_flower.methods.sgpr.messages import PrivateSums
+from fedgp_flower.methods.sgpr.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
 from fedgp_flower.privacy.noise import composed, delta_of, discrete_normal, epsilon_of, mu_of
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.registry import client_class, parse_config
-from strategies.fsgp import LOG_NOISE, noise_of, posterior_at
-from strategies.fsgp_private import AMPLITUDE, evaluated
+from strategies.pooled_bound import LOG_NOISE, noise_of, posterior_at
+from strategies.private_sgpr import AMPLITUDE, evaluated
 
 BARE = {f"baselines__{name}": False for name in ("linear", "local_only", "pooled")}
 RANGES = json.dumps({"x": [-1.0, 7.0], "y": [-2.0, 2.0]})
-PRIVATE = {"privacy__epsilon": 1.0, "privacy__ranges": RANGES, "num_server_rounds": 9, "evaluate_every": 1, **BARE}
+PRIVATE = {
+    "method": "sgpr-private",
+    "privacy__epsilon": 1.0,
+    "privacy__ranges": RANGES,
+    "num_server_rounds": 9,
+    "evaluate_every": 1,
+    **BARE,
+}
 SIZE = 6
 VALUES = {AMPLITUDE: np.zeros(()), LOG_NOISE: np.zeros(1)}
 
@@ -294,7 +301,8 @@ def test_a_release_that_got_lost_is_sent_again_and_no_other(tmp_path):
         ({"model__kernel": "linear"}, "bounds what it adds"),
         ({"model__likelihood": "bernoulli"}, "'gaussian'"),
         ({"privacy__ranges": '{"x": [1, 0]}'}, "low < high"),
-        ({"privacy__epsilon": 0.0}, "is read where `privacy.epsilon` is set"),
+        ({"privacy__epsilon": 0.0}, "needs a budget: set `privacy.epsilon`"),
+        ({"method": "sgpr", "privacy__epsilon": 0.0}, "is read where `privacy.epsilon` is set"),
     ],
 )
 def test_no_epsilon_is_promised_that_cannot_be_kept(keys, words):

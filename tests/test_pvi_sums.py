@@ -12,6 +12,7 @@ import pytest
 import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, crashed, csv_nodes, lost, run, waves
 from numpy import ndarray
+from strategies.pvi_mixed import MixedPVI
 
 from fedgp_flower.clients.baselines import PRIORS, log_prior
 from fedgp_flower.errors import ConfigError, RunError
@@ -20,22 +21,20 @@ from fedgp_flower.gp.profiled import profiled
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import WhitenedPosterior, exact_posterior
 from fedgp_flower.messages import add
-from fedgp_flower.methods.fsgp.dual_messages import Expectations
-from fedgp_flower.methods.fsgp.duals import expectations
-from fedgp_flower.methods.fsgp.messages import PooledPosterior, Statistics, Trials, TrialSums, apart
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
+from fedgp_flower.methods.sgpr.duals import expectations
+from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, Statistics, Trials, TrialSums, apart
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Observer
 from fedgp_flower.run.registry import parse_config
 from strategies import async_pvi, pvi
-from strategies.fsgp import posterior_at
-from strategies.fsgp_profiled import ProfiledState, chain_at, objective
+from strategies.pooled_bound import posterior_at
 from strategies.pvi import PVIState, forget, forget_site, posterior, state_of
 from strategies.pvi_duals import NaturalGradient
-from strategies.pvi_mixed import MixedPVI
 from strategies.pvi_sums import LINEAR, ExactFactor, SummedState, begin, whitened
 from strategies.server.questions import Roster, drive
+from strategies.sgpr import SGPRState, chain_at, objective
 
 NOISE, AMPLITUDE, LENGTH = 0.07, 1.7, 0.9
 AS_LINEAR = PVIOptions().model_copy(update=LINEAR)
@@ -162,7 +161,7 @@ KEYS = {"method": "pvi", "model__num_inducing": 12, "num_server_rounds": 12}
 
 def test_the_default_is_the_posterior_of_fsgp_one_exchange_earlier() -> None:
     end = run(FaultyGrid(configured(**KEYS, pvi__exchanges=9), 3))
-    profiled = {"method": "fsgp", "fsgp__objective": "profiled", "fsgp__exchanges": 8}
+    profiled = {"method": "sgpr", "sgpr__exchanges": 8}
     same = run(FaultyGrid(configured(**KEYS | profiled), 3))
     assert (end.round, end.details()["exchanges"], end.converged(end.current)) == (same.round + 3, 8, True)
     assert end.details()["visits"] == {"0": 1, "1": 1, "2": 1}
@@ -177,7 +176,7 @@ def test_of_few_rows_the_default_is_the_mixture_of_fsgp() -> None:
     keys = KEYS | {"num_server_rounds": 30}
     end, same = (
         run(FaultyGrid(configured(**keys), 3)),
-        run(FaultyGrid(configured(**keys | {"method": "fsgp", "fsgp__objective": "profiled"}), 3)),
+        run(FaultyGrid(configured(**keys | {"method": "sgpr"}), 3)),
     )
     assert type(end) is MixedPVI
     assert end.details()["components"] == same.details()["components"] > 2
@@ -201,7 +200,7 @@ def test_draws_know_the_rows_of_which_there_are_factors(left: str) -> None:
     for name in set(agreed) - set(left):
         visits = forget(visits, name)
     mixture = tuple(posterior_at(values, every) for values in (VALUES, *draws))
-    state = SummedState(VALUES, visits, ProfiledState((chain_at(VALUES),), agreed, 19, len(Z), mixture=mixture))
+    state = SummedState(VALUES, visits, SGPRState((chain_at(VALUES),), agreed, 19, len(Z), mixture=mixture))
     roster = Roster({name: len(site.y) for name, site in kept.items()}, tuple(kept), (), 4)
     found = drive(own.predictive(state, roster), kept).each()
     rows = [torch.from_numpy(np.concatenate([getattr(site, part) for site in kept.values()])) for part in "xy"]
@@ -299,7 +298,7 @@ def test_the_pooled_fit_has_the_prior_of_the_method_that_it_judges():
     model = SparseGP(ModelSection(lengthscale=0.7), torch.from_numpy(Z))
     values, totals = model.to_arrays(), Statistics.of(pooled_sums(model, torch.from_numpy(X), torch.from_numpy(Y)))
     expected = objective(values, totals) - profiled(totals.sums()).value
-    chosen = [("fsgp", {}), ("pvi", {}), ("fsgp", {"fsgp.objective": "exact"}), ("pvi", {"pvi.local-update": "replay"})]
+    chosen = [("fsgp", {}), ("pvi", {}), ("fsgp", {"method": "sgpr"}), ("pvi", {"pvi.local-update": "replay"})]
     options = [parse_config({"method": method, **keys}).options for method, keys in chosen]
     found = [float(PRIORS[own.hyperprior](model).detach()) for own in options]
     assert found == pytest.approx([expected, expected, 0.0, float(log_prior(model).detach())], abs=1e-9)

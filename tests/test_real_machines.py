@@ -199,7 +199,7 @@ def test_the_page_to_the_letter(federation: Federation) -> None:
     """A site that is revoked stays out."""
     begun = time.monotonic()
     federation.set_up({})
-    said = federation.typed("coordinator", " ".join([RUN[1], "num-server-rounds=1 fsgp.objective=average", *TINY]))
+    said = federation.typed("coordinator", " ".join([RUN[1], "num-server-rounds=1 method=fsgp", *TINY]))
     print(f"{(time.monotonic() - begun) / 60:.1f} minutes from the first command to the report")
     assert "report.html" in said
     status = federation.typed("coordinator", "fedgp deploy status")
@@ -281,7 +281,7 @@ def test_a_slow_wire_that_is_held_for_a_while_loses_nothing(federation: Federati
     """A site reads and writes 50 kB a second; then nothing passes until it is missed: a late reply is not counted."""
     wire = SlowWire(federation.port)
     federation.set_up({}, {"south": wire.server.getsockname()[1]})
-    keys = ["num-server-rounds=5", "fsgp.objective=average", "evaluate-every=0", *TINY, "name=slow"]
+    keys = ["num-server-rounds=5", "method=fsgp", "evaluate-every=0", *TINY, "name=slow"]
     folder = federation.root / "coordinator" / "coordinator" / "results" / "slow"
     log = federation.root / "coordinator" / f"{len(federation.background)}.log"
     launcher = federation.begun("coordinator", " ".join([RUN[1], *keys, "round.incomplete=repeat"]))
@@ -322,7 +322,7 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
     south = f"{sys.executable} serve.py"
     serve = {"coordinator": AGAIN.format(COORDINATOR[1]), "north": AGAIN.format(SITE[1]), "south": AGAIN.format(south)}
     federation.set_up(serve)
-    keys = ["num-server-rounds=6", "fsgp.objective=average", "evaluate-every=0", *TINY, "name=rough"]
+    keys = ["num-server-rounds=6", "method=fsgp", "evaluate-every=0", *TINY, "name=rough"]
     line = " ".join([RUN[1], *keys, "round.incomplete=repeat"])
     history = root / "coordinator" / "coordinator" / "results" / "rough" / "history.csv"
 

@@ -18,10 +18,9 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.run.artefacts import read_posterior
 
 KINDS: dict[str, dict[str, Any]] = {
-    "exact": {"fsgp__objective": "exact"},
-    "adam": {"fsgp__objective": "exact", "fsgp__exact_optimizer": "adam"},
-    "fedavg": {"fsgp__objective": "average", "fsgp__fraction": 0.5},
-    "fedadam": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
+    "exact": {"method": "sgpr"},
+    "fedavg": {"method": "fsgp", "averaging__fraction": 0.5},
+    "fedadam": {"method": "fsgp", "averaging__server_optimizer": "fedadam"},
 }
 ROUNDS = 7
 

@@ -27,9 +27,9 @@ from scipy.stats import chi2
 
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import ECHOED
-from fedgp_flower.methods.fsgp.client import FSGPClient
-from fedgp_flower.methods.fsgp.messages import Statistics
 from fedgp_flower.methods.messages import Step, Stepped
+from fedgp_flower.methods.sgpr.client import FSGPClient
+from fedgp_flower.methods.sgpr.messages import Statistics
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.registry import parse_config
@@ -39,9 +39,9 @@ from strategies.server.strategy import FederatedStrategy
 MASKED = {"privacy__secure_aggregation": True}
 METHODS: dict[str, dict[str, Any]] = {
     "exact": {"evaluate_every": 2},
-    "profiled": {"fsgp__objective": "profiled", "evaluate_every": 2},
-    "average": {"fsgp__objective": "average", "evaluate_every": 2},
-    "adam of averages": {"fsgp__objective": "average", "fsgp__server_optimizer": "fedadam"},
+    "profiled": {"method": "sgpr", "evaluate_every": 2},
+    "average": {"method": "fsgp", "evaluate_every": 2},
+    "adam of averages": {"method": "fsgp", "averaging__server_optimizer": "fedadam"},
     "student-t": {"model__likelihood": "student-t", "evaluate_every": 2},
     "fgpr": {"method": "fgpr"},
     "sfvi": {"method": "sfvi"},
@@ -221,7 +221,7 @@ def test_the_same_request_gets_the_same_bytes():
 def test_a_third_of_the_sites_silent_in_a_round():
     """They are asked again, then the others without them; the report names them and what that may show."""
     faults = (silent("1", 2, 2), silent("4", 2, 2))
-    grid = Transcript(configured(**MASKED, fsgp__objective="average"), 6, *faults)
+    grid = Transcript(configured(**MASKED, method="fsgp"), 6, *faults)
     for fault in faults:
         fault.phases = ("train.weighted",)
     strategy = run(grid)
@@ -231,9 +231,7 @@ def test_a_third_of_the_sites_silent_in_a_round():
     later = [visit.site for visit in grid.visits if visit.phase == "train.weighted" and visit.round == 3]
     assert later == ["0", "2", "3", "5"]
     others = run(
-        FaultyGrid(
-            configured(fsgp__objective="average"), 6, *(Fault(site, lost, ("train",), range(2, 9)) for site in "14")
-        )
+        FaultyGrid(configured(method="fsgp"), 6, *(Fault(site, lost, ("train",), range(2, 9)) for site in "14"))
     )
     for name, array in parameters(others).items():
         assert parameters(strategy)[name] == pytest.approx(array, rel=1e-8, abs=1e-10)
@@ -241,7 +239,7 @@ def test_a_third_of_the_sites_silent_in_a_round():
 
 def test_the_sites_refuse_a_third_change_of_the_roster():
     faults = [Fault(site, lost, ("train.weighted",), range(number, 99)) for number, site in enumerate("123", 1)]
-    flat = configured(**MASKED, fsgp__objective="average", num_server_rounds=9)
+    flat = configured(**MASKED, method="fsgp", num_server_rounds=9)
     with pytest.raises(RunError, match=r"for the 3\. time in this run; this site accepts 2"):
         run(FaultyGrid(flat, 7, *faults))
 
@@ -270,7 +268,7 @@ def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):
         raise NumericsError("not positive definite")
 
     misbehaving(monkeypatch, "2", fails)
-    flat = configured(**MASKED, fsgp__objective="average", num_server_rounds=1)
+    flat = configured(**MASKED, method="fsgp", num_server_rounds=1)
     strategy = run(FaultyGrid(flat, 4))
     assert blamed(strategy) == {}
     assert strategy.details()["privacy"]["empty_summands"] == 1
@@ -386,7 +384,7 @@ def test_a_resumed_run_asks_no_question_again_under_an_old_number():
     def killed(reply):
         raise KeyboardInterrupt
 
-    grid = Transcript(flat, 4, Fault("3", killed, ("train.gradient",), range(3, 4), 1))
+    grid = Transcript(flat, 4, Fault("3", killed, ("train.gradients",), range(3, 4), 1))
     with pytest.raises(KeyboardInterrupt):
         run(grid, recorder)
     resumed = run(grid, Recorder(), recorder.snapshots[-1])

@@ -54,7 +54,7 @@ def test_a_run_that_fails_says_so_and_leaves_no_process(tmp_path: Path, scratch_
 
 
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path, scratch_is_empty_again: Path) -> None:
-    launch = Launch(tmp_path, "num-server-rounds=100000", "fsgp.tolerance=0.0")
+    launch = Launch(tmp_path, "num-server-rounds=100000")
     launch.watch(until="round 1 of")
     launch.process.send_signal(signal.SIGTERM)
     assert launch.process.wait(timeout=60) == 128 + signal.SIGTERM, launch.output

@@ -27,11 +27,11 @@ from fedgp_flower.methods.messages import Nothing, Parameters, Shape, Stepped
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config
 from strategies.fgpr import FGPR
-from strategies.fsgp import FSGPAveraging
-from strategies.fsgp_exact import FSGPExact
+from strategies.fsgp import FSGP
 from strategies.server import contract
 from strategies.server.questions import Asking, Each, Figures, First, Refuse, Roster, Summed, Total, drive
 from strategies.server.wire import numpy_arrays
+from strategies.sgpr import SGPR
 
 # An algorithm against plain objects.
 
@@ -149,14 +149,14 @@ class Killed(BaseException):
     """Nothing in the program may catch it."""
 
 
-@pytest.mark.parametrize("kind", [FSGPAveraging, FSGPExact])
+@pytest.mark.parametrize("kind", [FSGP, SGPR])
 def test_a_round_killed_at_any_question_leaves_the_state_and_can_be_repeated(kind: type[Any]) -> None:
     calm, rough = kind(**KEYWORDS), kind(**KEYWORDS)
-    for strategy, grid in ((calm, own_grid()), (rough, own_grid())):
+    app = make_client_app(kind.method, load_rows)
+    for strategy, grid in ((calm, own_grid(app)), (rough, own_grid(app))):
         strategy.timeout = 5.0
         strategy.enrol(grid)
-    questions = {FSGPAveraging: 1, FSGPExact: 2}[kind]
-    for number in (1, 2):
+    for number, questions in ((1, 1 if kind is FSGP else 3), (2, 1 if kind is FSGP else 2)):
         before = rough.current
         for kill in range(questions):
             with pytest.raises(Killed):
@@ -194,7 +194,7 @@ def test_start_returns_arrays_and_the_metrics_of_every_round() -> None:
         seen.append((number, record))
         return MetricRecord({"norm": float(sum(np.square(a.numpy()).sum() for a in record.values()))})
 
-    strategy = FSGPAveraging(**KEYWORDS)
+    strategy = FSGP(**KEYWORDS)
     result = strategy.start(own_grid(), num_rounds=3, evaluate_fn=at_server)
     assert isinstance(result, Result)
     assert set(result.train_metrics_clientapp) == {1, 2, 3}
@@ -210,21 +210,21 @@ def test_start_returns_arrays_and_the_metrics_of_every_round() -> None:
 
 
 def test_start_goes_on_from_the_arrays_it_is_given() -> None:
-    first = FSGPAveraging(**KEYWORDS)
+    first = FSGP(**KEYWORDS)
     half = first.start(own_grid(), num_rounds=2).arrays
-    whole = FSGPAveraging(**KEYWORDS).start(own_grid(), num_rounds=3).arrays
-    rest = FSGPAveraging(**KEYWORDS).start(own_grid(), initial_arrays=half, num_rounds=1).arrays
+    whole = FSGP(**KEYWORDS).start(own_grid(), num_rounds=3).arrays
+    rest = FSGP(**KEYWORDS).start(own_grid(), initial_arrays=half, num_rounds=1).arrays
     for name, array in numpy_arrays(rest).items():
         assert array == pytest.approx(numpy_arrays(whole)[name], rel=1e-12), name
     with pytest.raises(ProtocolError, match=r"expected `values.inducing.locations` \(6, 2\)"):
-        FSGPAveraging(**(KEYWORDS | {"num_inducing": 6})).start(own_grid(), initial_arrays=half, num_rounds=1)
+        FSGP(**(KEYWORDS | {"num_inducing": 6})).start(own_grid(), initial_arrays=half, num_rounds=1)
 
 
 def test_the_configurations_of_training_and_evaluation_reach_the_sites() -> None:
     grid = own_grid()
     seen = watched(grid)
     configs = ConfigRecord({"colour": "red"}), ConfigRecord({"colour": "blue"})
-    FSGPAveraging(**KEYWORDS).start(grid, num_rounds=1, train_config=configs[0], evaluate_config=configs[1])
+    FSGP(**KEYWORDS).start(grid, num_rounds=1, train_config=configs[0], evaluate_config=configs[1])
     colours = {own.metadata.message_type: own.content.config_records["config"].get("colour") for own in seen}
     assert (colours["train"], colours["evaluate"], colours["query.statistics"]) == ("red", "blue", None)
 
@@ -233,7 +233,7 @@ def test_a_configuration_cannot_pose_as_the_runs_own() -> None:
     grid = own_grid()
     seen = watched(grid)
     odd = ConfigRecord({"round": 77, "run": "other"})
-    FSGPAveraging(**KEYWORDS).start(grid, num_rounds=1, train_config=odd)
+    FSGP(**KEYWORDS).start(grid, num_rounds=1, train_config=odd)
     assert {own.content.config_records["config"]["round"] for own in seen} == {0, 1}
 
 
@@ -241,7 +241,7 @@ def test_a_configuration_cannot_pose_as_the_runs_own() -> None:
 
 
 def test_a_total_of_what_is_no_summand_is_refused() -> None:
-    class Wrong(FSGPAveraging):
+    class Wrong(FSGP):
         def one_round(self, state: Any, roster: Roster) -> Asking[Any]:
             yield Total(Stepped, Parameters(state.parameters))
             return state, {}
@@ -252,7 +252,7 @@ def test_a_total_of_what_is_no_summand_is_refused() -> None:
 
 @pytest.mark.parametrize("phase", ["train", "query.statistics", "evaluate"])
 def test_a_site_that_lost_its_memory_is_sent_the_context_again(phase: str) -> None:
-    flat = configured(fsgp__objective="average", num_server_rounds=3, evaluate_every=1)
+    flat = configured(method="fsgp", num_server_rounds=3, evaluate_every=1)
     grid = FaultyGrid(flat, 3)
     node = grid.node_of("1")
 
@@ -272,7 +272,7 @@ def test_a_reply_is_read_once_and_judged_once(monkeypatch: pytest.MonkeyPatch) -
     original, judge = contract.decode, Shape.refusal
     monkeypatch.setattr(contract, "decode", lambda cls, *more: read.append(cls) or original(cls, *more))
     monkeypatch.setattr(Shape, "refusal", lambda self, rows: judged.append(self) or judge(self, rows))
-    FSGPAveraging(**KEYWORDS, evaluate_every=0).start(own_grid(), num_rounds=2)
+    FSGP(**KEYWORDS, evaluate_every=0).start(own_grid(), num_rounds=2)
     assert read.count(Shape) == len(judged) == 3
     assert read.count(Stepped) == 6
 
@@ -282,20 +282,20 @@ def test_a_reply_is_read_once_and_judged_once(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_unknown_keyword_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument .num_inducin.; did you mean .*num_inducing"):
-        FSGPAveraging(num_inducin=3)
-    for fixed in ("objective", "num_server_rounds", "output_dir"):
+        FSGP(num_inducin=3)
+    for fixed in ("num_server_rounds", "output_dir"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{fixed}'"):
-            FSGPAveraging(**{fixed: 1})
+            FSGP(**{fixed: 1})
 
 
 def test_a_wrong_value_is_named_with_what_is_allowed() -> None:
-    with pytest.raises(ConfigError, match=r"`fsgp.fraction` = 2.0: .*less than or equal to 1"):
-        FSGPAveraging(fraction=2.0)
+    with pytest.raises(ConfigError, match=r"`averaging.fraction` = 2.0: .*less than or equal to 1"):
+        FSGP(fraction=2.0)
     with pytest.raises(ConfigError, match=r"`model.likelihood` = 'poisson'"):
-        FSGPExact(likelihood="poisson")
+        SGPR(likelihood="poisson")
 
 
-@pytest.mark.parametrize("kind", [FSGPAveraging, FSGPExact, FGPR])
+@pytest.mark.parametrize("kind", [FSGP, SGPR, FGPR])
 def test_help_shows_every_keyword_with_its_default_and_meaning(kind: type[Any]) -> None:
     shown, doc = inspect.signature(kind).parameters, str(inspect.getdoc(kind))
     assert {"fraction", "kernel", "seed", "learning_rate"} <= set(shown)
@@ -318,7 +318,7 @@ def distance(one: ArrayRecord, other: ArrayRecord) -> float:
 def server_side(noise: float, norm: float, rounds: int) -> tuple[list[ArrayRecord], list[Message], Result]:
     """Arrays before and after each round, every message, and the result."""
     seen: list[ArrayRecord] = []
-    strategy, grid = FSGPAveraging(**KEYWORDS | {"steps": 20}), own_grid()
+    strategy, grid = FSGP(**KEYWORDS | {"steps": 20}), own_grid()
     messages = watched(grid)
     wrapped = DifferentialPrivacyServerSideFixedClipping(strategy, noise, norm, num_sampled_clients=3)
     result = wrapped.start(
@@ -359,7 +359,7 @@ def test_the_noised_arrays_are_those_that_sites_train_and_predict_with() -> None
 
 def test_flowers_client_side_clipping_bounds_the_update_too() -> None:
     app = make_client_app("fsgp", load_rows, train_mods=[fixedclipping_mod])
-    strategy, grid = FSGPAveraging(**KEYWORDS | {"steps": 20}), own_grid(app)
+    strategy, grid = FSGP(**KEYWORDS | {"steps": 20}), own_grid(app)
     wrapped = DifferentialPrivacyClientSideFixedClipping(strategy, 0.0, 0.01, num_sampled_clients=3)
     start = strategy.initial_arrays(grid)
     result = wrapped.start(grid, initial_arrays=start, num_rounds=1)
@@ -368,9 +368,9 @@ def test_flowers_client_side_clipping_bounds_the_update_too() -> None:
 
 
 def test_a_site_that_lies_under_flowers_own_loop_is_left_out_by_name() -> None:
-    flat = configured(fsgp__objective="average")
+    flat = configured(method="fsgp")
     grid = FaultyGrid(flat, 3, Fault("1", arrays(lambda own: {n: a * np.nan for n, a in own.items()}), ("train",)))
-    strategy = FSGPAveraging(num_inducing=5, round_timeout=5.0)
+    strategy = FSGP(num_inducing=5, round_timeout=5.0)
     wrapped = DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 1.0, num_sampled_clients=3)
     with no_waiting():
         result = wrapped.start(grid, initial_arrays=strategy.initial_arrays(grid), num_rounds=1)
@@ -389,9 +389,9 @@ def test_mods_see_every_message_and_train_mods_those_of_training() -> None:
         return note
 
     app = make_client_app("fsgp", load_rows, mods=[mod("every")], train_mods=[mod("train")])
-    FSGPExact(**KEYWORDS).start(own_grid(app), num_rounds=2)
-    assert set(seen["train"]) == {"train.gradient"}
-    assert {"query.describe", "query.shape", "query.statistics", "train.gradient", "evaluate"} == set(seen["every"])
+    FSGP(**KEYWORDS).start(own_grid(app), num_rounds=2)
+    assert set(seen["train"]) == {"train.gradients"}
+    assert {"query.describe", "query.shape", "query.statistics", "train.gradients", "evaluate"} == set(seen["every"])
 
 
 # A loader of one's own.
@@ -402,7 +402,7 @@ def test_rows_held_apart_are_those_that_are_scored() -> None:
         site = int(context.node_config["partition-id"])
         return (*rows_of(site), *rows_of(site + 10, 7 + site))
 
-    strategy = FSGPExact(**KEYWORDS)
+    strategy = FSGP(**KEYWORDS)
     strategy.start(own_grid(make_client_app("fsgp", load)), num_rounds=1)
     assert [row["num_examples"] for row in strategy.outcome.metrics["per_site"]] == [7, 8, 9]
     assert strategy.preparation.rows == dict.fromkeys("012", 40)
@@ -417,7 +417,7 @@ def test_a_data_frame_with_text_is_encoded_and_the_site_has_its_name() -> None:
 
     nodes = [{"site": name, "label": name.title(), "seed": seed} for seed, name in enumerate(("ada", "bo"))]
     grid = InProcessGrid(make_client_app("fsgp", load), {}, nodes)
-    strategy = FSGPExact(num_inducing=5, sites=2)
+    strategy = FSGP(num_inducing=5, sites=2)
     strategy.start(grid, num_rounds=1)
     assert [row["label"] for row in strategy.outcome.metrics["per_site"]] == ["Ada", "Bo"]
     assert strategy.preparation.names == ("age", "ward=south")
@@ -433,7 +433,7 @@ def test_a_data_frame_with_text_is_encoded_and_the_site_has_its_name() -> None:
     ],
 )
 def test_what_a_loader_returns_is_checked(data: Any, words: str) -> None:
-    strategy = FSGPExact(num_inducing=5, sites=2, wait_seconds=0.5)
+    strategy = FSGP(num_inducing=5, sites=2, wait_seconds=0.5)
     with pytest.raises(RunError, match=words), no_waiting():
         strategy.start(own_grid(make_client_app("fsgp", lambda context: data), 2), num_rounds=1)
 

@@ -96,7 +96,7 @@ def skewed(rows=90):
 
 def few(transform, folder, **more):
     quick = {"model.num-inducing": 8, "baselines.local-only": False, "baselines.pooled": False}
-    return quick | {"transform.target": transform, "output-dir": str(folder), "fsgp.exchanges": 6} | more
+    return quick | {"transform.target": transform, "output-dir": str(folder), "sgpr.exchanges": 6} | more
 
 
 @pytest.fixture(scope="module", params=["log", "sqrt", "yeo-johnson"])

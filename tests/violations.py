@@ -12,8 +12,8 @@ from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
 from flwr.app import Message
 
 METHODS: dict[str, dict[str, Any]] = {
-    "fsgp": {"num_server_rounds": 3},
-    "fsgp average": {"fsgp__objective": "average"},
+    "sgpr": {"num_server_rounds": 3},
+    "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi", "pvi__local_update": "replay", "pvi__schedule": "synchronous"},
     "pvi-glm": {"method": "pvi-glm", "glm__schedule": "synchronous"},
@@ -24,8 +24,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "local-only": {"method": "local-only", "baselines__local_only": True},
 }
 TRAINING = {
-    "fsgp": "query.statistics",
-    "fsgp average": "train",
+    "sgpr": "query.trials",
+    "fsgp": "train",
     "fgpr": "train",
     "pvi": "train.distil",
     "pvi-glm": "train",

@@ -60,7 +60,7 @@ def no_prior(model: WiredModel) -> Tensor:
 
 
 def penalty(model: WiredModel) -> Tensor:
-    """−.05 Σ (log ℓ − 1)², as :mod:`strategies.fsgp_profiled` has it."""
+    """−.05 Σ (log ℓ − 1)², the penalty of :mod:`fedgp_flower.gp.profiled`."""
     logs = [value for name, value in model.wire_parameters() if name.endswith("log_lengthscale")]
     return -PENALTY * sum(((value - 1).square().sum() for value in logs), no_prior(model))
 

@@ -29,7 +29,6 @@ ONLINE_SECONDS = 90.0
 # An exchange with real SuperNodes takes seconds, however little it carries: few rounds, each with many local steps.
 DEFAULTS: dict[str, Value] = {
     "method": "fsgp",
-    "fsgp.objective": "average",
     "num-server-rounds": 3,
     "model.num-inducing": 20,
     "evaluate-every": 0,

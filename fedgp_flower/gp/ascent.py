@@ -7,11 +7,13 @@ memory is a value: :class:`Memory`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy import ndarray
 
-from fedgp_flower.typing import Array, Indices
+from fedgp_flower.typing import Array, Indices, NamedArrays
 
 PAIRS = 20
 """Steps and gradient changes that are kept."""
@@ -93,3 +95,15 @@ def _scales(gradient: Array, memory: Memory, blocks: Indices, first: Array) -> A
         if curved > 0 and size:
             found[block] = np.clip(curved / size, found[block] / CHANGE, found[block] * CHANGE)
     return found
+
+
+def pack(arrays: Mapping[str, ndarray]) -> Array:
+    """Named arrays as one vector w, in the order of their names."""
+    return np.concatenate([np.asarray(arrays[name], dtype=np.float64).ravel() for name in sorted(arrays)])
+
+
+def unpack(point: Array, like: Mapping[str, ndarray]) -> NamedArrays:
+    """The inverse of :func:`pack`, with the names and shapes of ``like``."""
+    names = sorted(like)
+    pieces = np.split(point, np.cumsum([like[name].size for name in names])[:-1])
+    return {name: piece.reshape(like[name].shape) for name, piece in zip(names, pieces, strict=True)}

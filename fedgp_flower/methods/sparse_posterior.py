@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
-from numpy.typing import NDArray
 
 from fedgp_flower.gp.latent import LatentGP, sparse_gp
 from fedgp_flower.gp.sparse import SparseGP
@@ -54,41 +52,12 @@ class SavedLatentGP(SavedSparseGP):
         return [(model, self.model.likelihood_of_gpytorch())]
 
 
-@dataclass(frozen=True, slots=True)
-class SavedMixture:
-    """Several hyperparameters, each with its q(v), that predict together, evenly."""
-
-    components: tuple[SavedSparseGP, ...]
-
-    def __call__(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and sd of a noisy observation [N] at standardised inputs [N, D]."""
-        means, sds = (np.stack(part) for part in zip(*(own(inputs) for own in self.components), strict=True))
-        return means.mean(0), np.sqrt(np.square(sds).mean(0) + means.var(0))
-
-    def export(self) -> list[tuple[SparsePosterior, Likelihood]]:
-        """A model and likelihood of GPyTorch for every component."""
-        return [pair for own in self.components for pair in own.export()]
-
-
-def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP | SavedMixture:
+def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
     """The posterior of a finished run; positive parameters are saved as they are."""
     del names
     settings = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood") if key in saved.model}
-    section = ModelSection.model_validate(settings)
-    if "components" not in saved.model:
-        return _component(section, saved.arrays)
-    own = [name for name in saved.arrays if name.startswith(("kernel.", "likelihood.", "inducing."))]
-    own.remove("inducing.locations")  # all have the same
-    each = (
-        {**saved.arrays, **{name: np.asarray(saved.arrays[name][number]) for name in own}}
-        for number in range(saved.model["components"])
-    )
-    return SavedMixture(tuple(_component(section, arrays) for arrays in each))
-
-
-def _component(section: ModelSection, saved: Mapping[str, NDArray[Any]]) -> SavedSparseGP:
-    arrays = dict(saved)
-    for name, array in saved.items():
+    section, arrays = ModelSection.model_validate(settings), dict(saved.arrays)
+    for name, array in saved.arrays.items():
         if name.startswith(("kernel.", "likelihood.")):
             *path, leaf = name.split(".")
             arrays[".".join([*path, f"log_{leaf}"])] = np.log(array)

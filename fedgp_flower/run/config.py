@@ -21,6 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator, model
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import (
     BASIC,
+    AveragingSection,
     Count,
     FlatConfig,
     MethodOptions,
@@ -33,6 +34,9 @@ from fedgp_flower.options import (
     Value,
 )
 from fedgp_flower.run.moved import MOVED_KEYS, MOVED_METHODS
+
+AUTO = "auto"
+"""The value of ``method`` that leaves the choice to the likelihood."""
 
 
 class PartitionSection(Section):
@@ -87,7 +91,7 @@ class PrivacySection(Section):
     """Fewest sites in a sum under masks; a site may insist on more."""
     epsilon: Annotated[NonNegative, BASIC] = 0.0
     """Differential privacy for a training row that is replaced by another: ε of everything that training tells, by
-    noise in the sums (``fsgp``); 0: none. See ``docs/privacy.md``."""
+    noise in the sums (``sgpr-private``); 0: none. See ``docs/privacy.md``."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """δ of it."""
     ranges: str = ""
@@ -117,8 +121,9 @@ Partitioner: TypeAlias = Literal[
 class CoreConfig(Section):
     """The keys every method shares."""
 
-    method: Annotated[str, BASIC] = "fsgp"
-    """What is run; `fedgp methods` lists them."""
+    method: Annotated[str, BASIC] = AUTO
+    """What is run; `fedgp methods` lists them. ``auto`` is ``sgpr`` with Gaussian noise and ``svgp`` with any other
+    ``model.likelihood``."""
     dataset: Annotated[str, BASIC] = "diabetes"
     """Simulation: a name from `fedgp datasets`, the path of a table, or `openml/<name>`. Real sites ignore it."""
     data_dir: str = ""
@@ -181,6 +186,7 @@ class CoreConfig(Section):
     transform: TransformSection = TransformSection()
     model: ModelSection = ModelSection()
     optimizer: OptimizerSection = OptimizerSection()
+    averaging: AveragingSection = AveragingSection()
     baselines: BaselineSection = BaselineSection()
     privacy: PrivacySection = PrivacySection()
     round: RoundSection = RoundSection()
@@ -212,16 +218,27 @@ class CoreConfig(Section):
                 " masks is what a few sites added; set it to 1, or `privacy.secure-aggregation` to false"
             )
 
-    def require_mixing(self, options: MethodOptions) -> None:
-        """Refuse draws of hyperparameters where the method makes none.
+    def require_whole_batches(self) -> None:
+        """Refuse mini-batches.
 
         Raises:
-            ConfigError: naming what does.
+            ConfigError: a batch size is set.
         """
-        if self.model.hyperparameters == "laplace" and not options.mixes:
+        if self.optimizer.batch_size:
             raise ConfigError(
-                f"`model.hyperparameters` = {self.model.hyperparameters!r}: `method` = {self.method!r} has none; take"
-                " 'fsgp' or 'pvi' at their defaults, or set it to 'point'"
+                f"`optimizer.batch-size`: `method` = {self.method!r} takes all rows of a site; set it to 0"
+            )
+
+    def require_gaussian(self) -> None:
+        """Refuse other likelihoods than the Gaussian one.
+
+        Raises:
+            ConfigError: naming the method to take.
+        """
+        if self.model.likelihood != "gaussian":
+            raise ConfigError(
+                f"`model.likelihood` = {self.model.likelihood!r}: `method` = {self.method!r} needs 'gaussian'; take"
+                " 'svgp'"
             )
 
     def require_accounted(self, options: MethodOptions) -> None:
@@ -237,7 +254,7 @@ class CoreConfig(Section):
         told = [f"`baselines.{name.replace('_', '-')}`" for name in ("linear", "local_only", "pooled")]
         told = [key for key, on in zip(told, dict(self.baselines).values(), strict=False) if on]
         wrong = {
-            f"`method` = {self.method!r} adds no noise; take 'fsgp'": not options.accounted,
+            f"`method` = {self.method!r} adds no noise; take 'sgpr-private'": not options.accounted,
             f"{', '.join(told)}: baselines tell of rows and are not paid for; set them to false": bool(told),
             "`privacy.ranges` is empty: means and scales of rows are not paid for, so public ranges must be given": (
                 not self.privacy.ranges
@@ -301,6 +318,13 @@ def defaults(options: Iterable[type[MethodOptions]]) -> dict[str, Value]:
     return out
 
 
+def resolved(method: str, flat: FlatConfig) -> str:
+    """The method that a configuration runs: ``auto`` becomes ``sgpr`` or ``svgp`` by the likelihood."""
+    if method != AUTO:
+        return method
+    return "sgpr" if flat.get("model.likelihood", "gaussian") == "gaussian" else "svgp"
+
+
 def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunConfig:
     """Validate flat keys; ``options`` maps every method to the class of its table.
 
@@ -312,23 +336,22 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     unknown = [key for key in given if key not in known]
     if unknown:
         raise ConfigError("\n".join(_unknown(key, known) for key in unknown))
-    method = given.get("method", known["method"])
+    method = resolved(str(given.get("method", AUTO)), given)
     if method not in options and method in MOVED_METHODS:
-        raise ConfigError(f"`method` = {method!r} is gone: {MOVED_METHODS[str(method)]}")
+        raise ConfigError(f"`method` = {method!r} is gone: {MOVED_METHODS[method]}")
     if method not in options:
         raise ConfigError(f"`method` = {method!r} is not a method; allowed: {', '.join(sorted(options))}")
-    nested = nest({k: _number(v, known[k]) for k, v in given.items()})
-    own = options[str(method)]
+    nested = nest({k: _number(v, known[k]) for k, v in given.items()} | {"method": method})
+    own = options[method]
     tables = {section.table: section for section in (*options.values(), own) if section.table}
     options_of = {name: validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
     core = validated(CoreConfig, nested, "")
-    chosen = options_of.get(own.table, MethodOptions())
+    chosen = options_of[own.table] if own.table else own()
     if not core.model.num_inducing:
         model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
         core = core.model_copy(update={"model": model})
     chosen.check(core)
     core.require_accounted(chosen)
-    core.require_mixing(chosen)
     return RunConfig.model_construct(**{name: getattr(core, name) for name in CoreConfig.model_fields}, options=chosen)
 
 

@@ -136,10 +136,9 @@ def reconstruction(sums: Sums, rows: Any, strangers: Any, seed: int) -> tuple[fl
 
 def sums_of(run: Row, keys: Row, groups: Mapping[str, Sequence[Any]]) -> dict[str, Sums]:
     """Of each group of sites the sum over them at the run's final parameters, as a release of the run has it."""
+    from fedgp_flower.gp.sparse import SparseGP, pooled_sums
     from fedgp_flower.methods.sgpr.private import EDGE as CLIP
     from fedgp_flower.methods.sgpr.private import Budget, cleaned, disturbed
-
-    from fedgp_flower.gp.sparse import SparseGP, pooled_sums
     from fedgp_flower.run.registry import parse_config
 
     arrays, config = posterior_arrays(run), parse_config(keys)

@@ -63,11 +63,12 @@ class AveragingPlan:
     """Learning rates that an optimiser goes in one round at most; no bound is known of SGD and L-BFGS."""
 
     @staticmethod
-    def of(config: RunConfig, fraction: float, rule: str, rate: float) -> AveragingPlan:
-        """From the configuration and a method's own keys."""
-        local = config.optimizer
+    def of(config: RunConfig) -> AveragingPlan:
+        """From the configuration."""
+        local, rule = config.optimizer, config.averaging
         steps = ADAM * local.steps if local.name == "adam" else math.inf
-        return AveragingPlan(fraction, rule, rate, local.learning_rate, local.decay, config.seed, steps)
+        rates = rule.server_learning_rate, local.learning_rate, local.decay
+        return AveragingPlan(rule.fraction, rule.server_optimizer, *rates, config.seed, steps)
 
     def step(self, values: Mapping[str, np.ndarray], server_round: int) -> Step:
         """What sites are asked in a round."""

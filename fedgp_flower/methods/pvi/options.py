@@ -91,10 +91,9 @@ class PVIOptions(VisitOptions):
     table: ClassVar[str] = "pvi"
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
     other_clients: ClassVar[tuple[str, ...]] = (
-        "fedgp_flower.methods.fsgp.client:FSGPClient",
-        "fedgp_flower.methods.fsgp.mixture_client:MixtureClient",
+        "fedgp_flower.methods.sgpr.client:SGPRClient",
+        "fedgp_flower.methods.sgpr.client:SVGPClient",
     )
-    mixes: ClassVar[bool] = True
 
     inducing: Literal["distribution", "fixed", "average"] = "distribution"
     """q(Z); Z fixed at its first draw; or federated averaging of a point Z."""
@@ -103,7 +102,7 @@ class PVIOptions(VisitOptions):
     factor: Form = "tied"
     """Pseudo-observations with noise tied to σ², free diagonal, or full; ``cpo``: a Gaussian factor of u itself."""
     local_update: Literal["sums", "replay", "adam", "lbfgs", "analytic", "natural-gradient", "gradient"] = "sums"
-    """``sums``: Z and β agreed from sums of all rows, as by ``fsgp``, then the site's factor of u at them: exact with
+    """``sums``: Z and β agreed from sums of all rows, as by ``sgpr``, then the site's factor of u at them: exact with
     Gaussian noise, else a natural gradient; no pseudo-observations. ``replay``: a refit to the others'
     pseudo-observations. The other ones improve a local bound; the last three at fixed Z and β."""
     exchanges: Count = 0
@@ -146,12 +145,12 @@ class PVIOptions(VisitOptions):
 
     @property
     def usual_inducing(self) -> int:
-        """Sums bear as many as those of ``fsgp``."""
+        """Sums bear as many as those of ``sgpr``."""
         return 300 if self.agrees else super().usual_inducing
 
     @property
     def hyperprior(self) -> str:
-        """That of :mod:`strategies.fsgp_profiled` for sums; LN(0, 1) otherwise."""
+        """That of :mod:`strategies.sgpr` for sums; LN(0, 1) otherwise."""
         return "lengthscales" if self.agrees else "log-normal"
 
     @property
@@ -198,23 +197,14 @@ class PVIOptions(VisitOptions):
         if self.agrees and core.model.likelihood != "gaussian":
             return "strategies.pvi_duals:DualPVI"
         if self.agrees:
-            strategy = "pvi_mixed:{}MixedPVI" if self.mixed(core) else "pvi_sums:{}SummedPVI"
-            return f"strategies.{strategy.format('Asynchronous' if schedule == 'asynchronous' else '')}"
+            return f"strategies.pvi_sums:{'Asynchronous' if schedule == 'asynchronous' else ''}SummedPVI"
         if self.replays:
             return f"strategies.replay_pvi:{'ParallelReplayPVI' if schedule == 'synchronous' else 'ReplayPVI'}"
         return "strategies.async_pvi:AsynchronousPVI" if schedule == "asynchronous" else "strategies.pvi:PVI"
 
     def client_for(self, core: CoreConfig) -> str:
-        """The site's half of ``pvi.local-update``, or that predicts with several hyperparameters."""
-        return self.other_clients[self.mixed(core)] if self.agrees else ""
-
-    def may_mix(self, core: CoreConfig) -> bool:
-        """Whether predictions can be over several hyperparameters."""
-        return self.agrees and core.model.likelihood == "gaussian"
-
-    def mixed(self, core: CoreConfig) -> bool:
-        """Whether they are, as far as keys say."""
-        return self.may_mix(core) and core.model.hyperparameters != "point"
+        """The site's half of ``pvi.local-update``, by the likelihood."""
+        return self.other_clients[core.model.likelihood != "gaussian"] if self.agrees else ""
 
     def num_points(self, rows: int) -> int:
         """M_k = min(fraction · N_k, cap); the floor of rows per pseudo-observation is applied when they are formed."""
@@ -229,11 +219,6 @@ class PVIOptions(VisitOptions):
         plan, update = self.plan(), f"`pvi.local-update` = {self.local_update!r}"
         if plan.local_update and plan.local_update != self.local_update:
             raise ConfigError(f"`pvi.preset` = {self.preset!r} is made of {plan.local_update!r} steps, not of {update}")
-        if core.model.hyperparameters == "laplace" and not self.may_mix(core):
-            raise ConfigError(
-                "`model.hyperparameters` = 'laplace' needs `pvi.local-update` = 'sums' and `model.likelihood` ="
-                " 'gaussian'; otherwise set it to 'point'"
-            )
         if self.agrees:
             self._check_sums(core, plan, update)
         else:
@@ -280,7 +265,7 @@ class PVIOptions(VisitOptions):
         if core.privacy.secure_aggregation:
             raise ConfigError(
                 f"`privacy.secure-aggregation`: {update} keeps a factor of every site, which masks would hide; set it"
-                " to false, or take method 'fsgp', whose posterior is the same and needs totals alone"
+                " to false, or take method 'sgpr', whose posterior is the same and needs totals alone"
             )
         if core.model.likelihood != "gaussian" and plan.schedule == "asynchronous":
             raise ConfigError(f"`pvi.schedule` = 'asynchronous': {update} needs `model.likelihood` = 'gaussian' for it")

@@ -15,7 +15,7 @@ from fedgp_flower.gp.to_gpytorch import SparsePosterior
 from fedgp_flower.methods.pvi.factors import Factor, product, view
 from fedgp_flower.methods.pvi.hierarchical import Draws, Latents, Point, SparseModel, draw, predict, sparse_model
 from fedgp_flower.methods.pvi.saved import saved_factors, saved_latents
-from fedgp_flower.methods.sparse_posterior import SavedMixture, SavedSparseGP
+from fedgp_flower.methods.sparse_posterior import SavedSparseGP
 from fedgp_flower.methods.sparse_posterior import saved_model as saved_sparse_gp
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
@@ -52,7 +52,7 @@ class SavedFactors:
         return exported
 
 
-def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedFactors | SavedSparseGP | SavedMixture:
+def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedFactors | SavedSparseGP:
     """The posterior of a finished run; at agreed Z and β it is that of a sparse GP."""
     if saved.model["family"] == "sparse":
         return saved_sparse_gp(saved, names)

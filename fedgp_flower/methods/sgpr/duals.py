@@ -21,7 +21,7 @@ from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import CHUNK
 from fedgp_flower.gp.sums import WhitenedPosterior
-from fedgp_flower.methods.fsgp.dual_messages import Expectations
+from fedgp_flower.methods.sgpr.messages import Expectations
 from fedgp_flower.typing import NamedArrays, Rows, Scalar, Square, Targets, Vector
 
 

@@ -1,8 +1,8 @@
-"""FSGP with differential privacy: the exact posterior from sums with noise, hyperparameters within the budget.
+"""SGPR with differential privacy: the exact posterior from sums with noise, hyperparameters within the budget.
 
 Inducing points are drawn in the box of the public ranges; a round asks for the noisy sums at one lengthscale, and
 amplitude and noise are at their best for these sums at no cost (:mod:`fedgp_flower.gp.profiled`). With one trial the
-lengthscale is given. The mechanism is :mod:`fedgp_flower.methods.fsgp.private`; centrally it is Honkela and Melkas,
+lengthscale is given. The mechanism is :mod:`fedgp_flower.methods.sgpr.private`; centrally it is Honkela and Melkas,
 *Gaussian processes with differential privacy* (2021), with a posterior from sums.
 """
 
@@ -11,26 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.profiled import profiled, scaled
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.fsgp.messages import PooledPosterior, Statistics
-from fedgp_flower.methods.fsgp.options import FSGPOptions
-from fedgp_flower.methods.fsgp.private import EDGE, Budget, cleaned
-from fedgp_flower.methods.fsgp.private_messages import PrivateRequest, PrivateSums
 from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums, Statistics
+from fedgp_flower.methods.sgpr.options import PrivateSGPROptions
+from fedgp_flower.methods.sgpr.private import EDGE, Budget, cleaned
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import AnyShape, NamedArrays
-from strategies.fsgp import LOG_NOISE, noise_of, posterior_at, saved
-from strategies.fsgp_profiled import empty_model
-from strategies.profiled_bound import LOCATIONS
-from strategies.server.finalise import Posterior
+from strategies.pooled_bound import LOCATIONS, LOG_NOISE, noise_of, posterior_at, saved, sizes_at
+from strategies.server.finalise import Predicted
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
+from strategies.sgpr import empty_model
 
 AMPLITUDE = "kernel.log_outputscale"
 
@@ -59,7 +57,7 @@ class PrivateState:
     @property
     def best(self) -> Tried:
         """The highest bound."""
-        return max(self.tried, key=lambda own: own.height)
+        return max(self.tried, key=lambda tried: tried.height)
 
     @property
     def values(self) -> Mapping[str, AnyShape]:
@@ -77,7 +75,9 @@ def first_values(model: ModelSection, num_inputs: int, seed: int) -> NamedArrays
 def wider(values: Mapping[str, np.ndarray], number: int, trials: int) -> NamedArrays:
     """Parameters of a trial: lengthscales by factors of two around the given one."""
     by = (number - (trials - 1) / 2) * math.log(2)
-    return {name: np.asarray(own + by) if name.endswith("log_lengthscale") else own for name, own in values.items()}
+    return {
+        name: np.asarray(array + by) if name.endswith("log_lengthscale") else array for name, array in values.items()
+    }
 
 
 def evaluated(values: Mapping[str, np.ndarray], told: PrivateSums, rows: int, noise: float) -> Tried:
@@ -89,14 +89,13 @@ def evaluated(values: Mapping[str, np.ndarray], told: PrivateSums, rows: int, no
     return Tried(found, Statistics.of(scaled(sums, best.amplitude)), best.value, left_out)
 
 
-class FSGPPrivate(FederatedStrategy[PrivateState]):
+class PrivateSGPR(FederatedStrategy[PrivateState]):
     """Noisy sums at a few lengthscales, and the exact posterior at the best of them."""
 
-    method = "fsgp"
-    options_class = FSGPOptions
+    method = "sgpr-private"
+    options_class = PrivateSGPROptions
     state_class = PrivateState
-    options: FSGPOptions
-    implied: ClassVar[Mapping[str, Any]] = {}
+    options: PrivateSGPROptions
 
     @property
     def budget(self) -> Budget:
@@ -111,8 +110,10 @@ class FSGPPrivate(FederatedStrategy[PrivateState]):
     def one_round(self, state: PrivateState, roster: Roster) -> Asking[tuple[PrivateState, Figures]]:
         """Noisy sums at the next lengthscale."""
         values = wider(state.start, len(state.tried), self.options.trials)
-        sharing = len(roster.sites) if roster.totals_only else 1
-        summed: Summed[PrivateSums] = yield Total(PrivateSums, PrivateRequest(values, sharing), roster.sites, retries=0)
+        sizes, sharing = sizes_at(len(values[LOCATIONS])), len(roster.sites) if roster.totals_only else 1
+        summed: Summed[PrivateSums] = yield Total(
+            PrivateSums, PrivateRequest(values, sharing), roster.sites, retries=0, sizes=sizes
+        )
         if summed.total is None or summed.silent:
             raise RunError("some sites added nothing to the noisy sums; asked again they would tell more than is paid")
         rows = sum(roster.rows[site] for site in summed.sites)
@@ -125,36 +126,32 @@ class FSGPPrivate(FederatedStrategy[PrivateState]):
         """Whether the budget is spent."""
         return len(state.tried) >= self.options.trials
 
-    def predictive(self, state: PrivateState, roster: Roster) -> Asking[PooledPosterior]:
+    def predictive(self, state: PrivateState, roster: Roster) -> Asking[Predicted]:
         """The exact posterior of the cleaned sums; no site is asked."""
+        del roster
         yield from ()
-        self.last = posterior_at(state.best.values, state.best.totals)
-        return self.last
+        found = posterior_at(state.best.values, state.best.totals)
+        return Predicted(found, saved(found, self.config.model), self._details(state))
 
-    def public(self, state: PrivateState) -> NamedArrays:
-        """The parameters."""
-        return encode(Parameters(state.values))
-
-    def posterior_of(self, state: PrivateState) -> Posterior:
-        """Parameters in natural units, q of whitened inducing values."""
-        return saved(self.last, self.config.model)
-
-    def details_of(self, state: PrivateState) -> dict[str, Any]:
+    def _details(self, state: PrivateState) -> dict[str, Any]:
         """What was spent, and what noise left."""
         budget, done = self.budget, len(state.tried)
-        seen = "of the total alone" if self.masking is not None else "of every site's sums"
         return {
             "differential_privacy": {
                 "epsilon": budget.spent(done),
                 "delta": budget.delta,
                 "releases": done,
                 "neighbours": "one training row replaced by any other",
-                "noise": seen,
+                "noise": "of every site's sums" if self.masking is None else "of the total alone",
                 "noise_sd": budget.noise,
             },
             "directions_left_out": state.best.left_out,
             "num_inducing": len(state.start[LOCATIONS]),
         }
+
+    def public(self, state: PrivateState) -> NamedArrays:
+        """The parameters."""
+        return encode(Parameters(state.values))
 
     def warnings(self) -> list[str]:
         """What is promised, for the report."""

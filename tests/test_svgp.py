@@ -1,4 +1,4 @@
-"""FSGP in dual form: exact where there is an exact answer, the same for every partition, a gradient that is one."""
+"""SVGP in dual form: exact where there is an exact answer, the same for every partition, a gradient that is one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.latent import CONSTANT, LatentGP
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import WhitenedPosterior, collapsed_bound, exact_posterior
-from fedgp_flower.methods.fsgp.duals import Duals, carried, expectations, gradient_at_server
-from fedgp_flower.methods.fsgp.messages import PooledPosterior
+from fedgp_flower.methods.sgpr.duals import Duals, carried, expectations, gradient_at_server
+from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.methods.sparse_posterior import SavedLatentGP
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config, strategy_class
-from strategies.fsgp_duals import FSGPDuals, first_state, improved, one_round, taken_back, trial, two_loops
 from strategies.server.questions import Roster, drive
+from strategies.svgp import SVGP, LatentProblem, at, finished, improved, one_round, taken_back, trial, two_loops
 
 KINDS = ("bernoulli", "poisson", "student-t")
 INDUCING = 7
@@ -164,9 +164,9 @@ def roster(sites: dict[str, Site]) -> Roster:
 
 
 def rounds(sites: dict[str, Site], likelihood: str, number: int) -> Any:
-    state = first_state(latent(likelihood).to_arrays())
+    state = at(latent(likelihood).to_arrays())
     for _ in range(number):
-        state, _ = drive(one_round(state, roster(sites), section(likelihood)), sites)
+        state, _ = drive(one_round(LatentProblem(section(likelihood)), state, roster(sites)), sites)
     return state
 
 
@@ -186,9 +186,9 @@ def test_a_run_does_not_depend_on_the_partition(likelihood: str) -> None:
 @pytest.mark.parametrize("likelihood", KINDS)
 def test_the_bound_rises_until_its_slope_is_small(likelihood: str) -> None:
     sites = dealt(likelihood, 60)
-    state, bounds = first_state(latent(likelihood).to_arrays()), []
+    state, bounds = at(latent(likelihood).to_arrays()), []
     for _ in range(40):
-        state, figures = drive(one_round(state, roster(sites), section(likelihood)), sites)
+        state, figures = drive(one_round(LatentProblem(section(likelihood)), state, roster(sites)), sites)
         bounds.append(figures["objective"])
     assert (np.diff(bounds) >= 0).all()
     assert bounds[-1] > bounds[2] + 0.01
@@ -209,7 +209,7 @@ def test_a_trial_that_loses_is_taken_back_with_half_the_steps() -> None:
     likelihood = "poisson"
     sites, state = dealt(likelihood, 30, 30), rounds(dealt(likelihood, 30, 30), likelihood, 5)
     proud = replace(state, objectives=np.append(state.objectives[:-1], 1e9))
-    back, figures = drive(one_round(proud, roster(sites), section(likelihood)), sites)
+    back, figures = drive(one_round(LatentProblem(section(likelihood)), proud, roster(sites)), sites)
     assert figures["objective"] == 1e9
     assert back.halvings == 1
     model = section(likelihood)
@@ -240,31 +240,33 @@ def test_two_loops_know_a_quadratic_after_as_many_pairs_as_it_has_axes() -> None
 
 # Through Flower.
 
-CLASSES = {"dataset": "breast-cancer", "model__likelihood": "bernoulli", "num_server_rounds": 5}
+CLASSES = {"method": "svgp", "sgpr__exchanges": 0, "num_server_rounds": 5}
+CLASSES |= {"dataset": "breast-cancer", "model__likelihood": "bernoulli"}
 
 
 def test_a_likelihood_alone_chooses_the_algorithm() -> None:
     for likelihood in KINDS:
-        assert strategy_class(parse_config({"model.likelihood": likelihood})) is FSGPDuals
-    for key, value in (("objective", "average"), ("exact-optimizer", "adam")):
-        with pytest.raises(ConfigError, match=f"`fsgp.{key}` = '{value}' needs 'gaussian'"):
-            parse_config({"model.likelihood": "poisson", f"fsgp.{key}": value})
+        assert strategy_class(parse_config({"model.likelihood": likelihood})) is SVGP
+    for method in ("sgpr", "fsgp"):
+        with pytest.raises(ConfigError, match=f"`method` = '{method}' needs 'gaussian'; take 'svgp'"):
+            parse_config({"model.likelihood": "poisson", "method": method})
+    with pytest.raises(ConfigError, match="with Gaussian noise take 'sgpr'"):
+        parse_config({"method": "svgp"})
 
 
 def test_a_run_ends_with_its_exchanges_and_says_that_it_had_not_converged() -> None:
     """Two before training; one a round, evaluations aside; sixty where nothing is said."""
-    keys = CLASSES | {"num_server_rounds": 100, "fsgp__exchanges": 6, "model__num_inducing": 10}
+    keys = CLASSES | {"num_server_rounds": 100, "sgpr__exchanges": 6, "model__num_inducing": 10}
     end = run(FaultyGrid(configured(**keys), 4))
     details = end.details()
     assert (end.round, details["exchanges"], details["expected_exchanges"]) == (4, 6, 4)
-    assert not end.converged_now()
+    assert not end.converged(end.current)
     assert details["forecast_rise"] > 0
     assert end.network.traffic.exchanges >= 6
     assert end.warnings() == []
     state = replace(end.current, exchanges=59)
-    usual = FSGPDuals(likelihood="bernoulli")
-    assert not usual.finished(state)
-    assert usual.finished(replace(state, exchanges=60))
+    assert not finished(LatentProblem(section("bernoulli")), state)
+    assert finished(LatentProblem(section("bernoulli")), replace(state, exchanges=60))
 
 
 def test_a_resumed_run_is_the_unbroken_one_and_single_precision_comes_near() -> None:
@@ -296,7 +298,9 @@ def one_class(rows: int, seed: int, label: str | None) -> pd.DataFrame:
 
 def test_a_site_with_a_single_class_is_a_full_member(tmp_path: Any) -> None:
     frames = {"north": one_class(40, 0, None), "south": one_class(30, 1, None), "west": one_class(20, 2, "b")}
-    flat = configured(model__likelihood="bernoulli", target="y", num_server_rounds=4, baselines__local_only=True)
+    flat = configured(
+        method="svgp", model__likelihood="bernoulli", target="y", num_server_rounds=4, baselines__local_only=True
+    )
     strategy = run(FaultyGrid(flat | {"model.num-inducing": 25}, csv_nodes(tmp_path, frames)))
     assert any("72 rows of all sites are fewer than 3 for each of 25" in text for text in strategy.warnings())
     strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, frames)))

@@ -1,4 +1,4 @@
-"""The site's half of FSGP with differential privacy: it answers noisy sums, as often as its budget lets it."""
+"""The site's half of SGPR with differential privacy: it answers noisy sums, as often as its budget lets it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.fsgp.client import FSGPClient
-from fedgp_flower.methods.fsgp.private import EDGE, Budget, disturbed
-from fedgp_flower.methods.fsgp.private_messages import PrivateRequest, PrivateSums
+from fedgp_flower.methods.sgpr.client import SparseClient
+from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums
+from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.privacy.questions import content_digest
 
 ANSWERED = frozenset({"describe", "private", "score_sums", "predictions"})
@@ -23,7 +23,7 @@ ASKED = "asked"
 """Array of the site's state: the hash of the question that its latest release answered."""
 
 
-class PrivateClient(FSGPClient):
+class PrivateSGPRClient(SparseClient):
     """Noise as the configuration says; the latest release, and how many there were, stand in the site's state."""
 
     def handler(self, kind: str) -> Callable[[Any], Any]:
@@ -50,7 +50,7 @@ class PrivateClient(FSGPClient):
         if request.sharing == 1 and np.array_equal(kept.pop(ASKED, ()), asked):
             return decode(PrivateSums, kept)
         if self.state.updates >= budget.releases:
-            raise ProtocolError(f"the budget of {budget.releases} release(s) is spent; see `fsgp.trials`")
+            raise ProtocolError(f"the budget of {budget.releases} release(s) is spent; see `sgpr.trials`")
         if request.sharing < 1:
             raise ProtocolError("`sharing` is a number of sites")
         whitener = self.whitener(request.values)

@@ -1,9 +1,9 @@
-"""What server and sites of FSGP say to each other. Training and prediction need sums over sites and no more."""
+"""The messages of sgpr, svgp, sgpr-private and fsgp. Training and prediction need sums over sites and no more."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ from numpy import ndarray
 
 from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior
 from fedgp_flower.messages import leaves, message, packed, unpacked
-from fedgp_flower.methods.messages import Described, along, count_parameters, odd_variances
+from fedgp_flower.methods.messages import Described, along, count_parameters, dwarfing, odd_variances
 from fedgp_flower.typing import AnyShape
 
-SLACK = 1e-6
-"""Of rounding, as a part of the largest entry."""
+SLACK, SINGLE_SLACK = 1e-6, 1e-5
+"""Of rounding, as a part of the largest entry: of sums, and of expectations, also in single precision."""
 NO_GRAM, TOO_LARGE = "`gram` is not a Gram matrix", "`projection` is larger than the targets allow"
 
 
@@ -111,17 +111,6 @@ class Adjoints:
     gram: Float[ndarray, "M M"] = leaves("∂F/∂A", symmetric=True)
     projection: Float[ndarray, " M"] = leaves("∂F/∂b")
     prior_variance: Float[ndarray, ""] = leaves("∂F/∂c")
-
-
-@message("train.gradient", summand=True)
-class GradientShare:
-    """⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw of a site's rows; what comes through K_zz follows from the totals."""
-
-    values: Mapping[str, AnyShape] = leaves("a site's share of dF/dw, under each parameter's name", as_sent=True)
-
-    def num_parameters(self) -> int:
-        """M and hyperparameters."""
-        return count_parameters(self.values)
 
 
 @message()
@@ -249,7 +238,9 @@ class TrialAdjoints:
 
 @message("train.gradients", summand=True)
 class TrialGradients:
-    """:class:`GradientShare` at each of several parameters.
+    """⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw of a site's rows at each of several parameters.
+
+    The rest of the gradient comes through K_zz and follows from the totals.
 
     What lies here can only cost time: a step is taken where the totals of sums bear out that the bound rises.
     """
@@ -288,21 +279,78 @@ class PooledPosterior:
         return WhitenedPosterior.from_arrays({"inducing.mean": self.mean, "inducing.covariance": self.covariance})
 
 
-@message()
-class MixedPosterior:
-    """:class:`PooledPosterior` at each of several hyperparameters, which predict together, evenly."""
+# Labels, counts and outliers: expectations at a posterior.
 
-    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates, under `number.name`")
-    means: Float[ndarray, "S M"] = leaves("m at each parameters")
-    covariances: Float[ndarray, "S Q"] = leaves("lower triangle of S at each parameters")
+
+@message("train.expectations", summand=True)
+class Expectations:
+    """The expected log likelihood of rows under q(v), and its derivatives: value, gradient and step in one exchange."""
+
+    values: Mapping[str, AnyShape] = leaves("Σ ∂/∂w E log p(y | f) at fixed L and q, by parameter", as_sent=True)
+    fit: Float[ndarray, ""] = leaves("Σ E log p(y | f), nats")
+    slope: Float[ndarray, " M"] = leaves("W α, α = ∂/∂m of E log p(y | f), f ~ N(m, s)")
+    curvature: Float[ndarray, "M M"] = leaves("B̄ = W diag(β) Wᵀ, β = −2 ∂/∂s of the same", symmetric=True)
+
+    def num_parameters(self) -> int:
+        """M and hyperparameters."""
+        return count_parameters(self.values)
 
     @staticmethod
-    def of(each: Sequence[PooledPosterior]) -> MixedPosterior:
-        """From its components."""
-        covariances = np.stack([packed(own.covariance) for own in each])
-        return MixedPosterior(numbered([own.values for own in each]), np.stack([own.mean for own in each]), covariances)
+    def outliers(answers: Mapping[str, Expectations], rows: Mapping[str, int]) -> dict[str, str]:
+        """Curvatures and slopes that dwarf those of the other sites."""
+        found: dict[str, str] = {}
+        for name in ("curvature", "slope"):
+            sizes = {site: float(np.abs(getattr(own, name)).max()) / rows[site] for site, own in answers.items()}
+            found |= dwarfing(sizes, name)
+        return found
 
-    def each(self) -> list[PooledPosterior]:
-        """Its components."""
-        parts = zip(apart(self.values), self.means, self.covariances, strict=True)
-        return [PooledPosterior(values, mean, unpacked(lower, len(mean))) for values, mean, lower in parts]
+    def refusal(self, rows: int) -> str | None:
+        """Why this cannot come from rows with labels or counts, or None: log p(y | f) ≤ 0, and it is concave in f.
+
+        Student-t noise, which has parameters of its own, knows neither limit.
+        """
+        return self._judged(rows, lambda: np.linalg.eigvalsh(self.curvature)[:1])
+
+    def glance(self, rows: int) -> str | None:
+        """What of it shows in O(M²); all of it is asked of the total alone."""
+        return self._judged(rows, lambda: along(self.curvature)[1])
+
+    def _judged(self, rows: int, bends: Callable[[], ndarray]) -> str | None:
+        if any(name.startswith("likelihood.") for name in self.values):
+            return None
+        if float(self.fit) > SINGLE_SLACK * rows:
+            return f"`fit` is {float(self.fit):g}: no probability is above 1"
+        least = -SINGLE_SLACK * abs(float(np.trace(self.curvature)))
+        return None if (bends() >= least).all() else "`curvature` is not that of concave terms"
+
+
+# With differential privacy.
+
+
+@message()
+class PrivateRequest:
+    """Where noisy sums are wanted."""
+
+    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
+    sharing: int = leaves("how many sites add up to the noise of one total; 1 where sites are seen by themselves")
+
+
+@message("query.private", summand=True)
+class PrivateSums:
+    """Sums of clipped rows with Gaussian noise; see :mod:`fedgp_flower.methods.sgpr.private`."""
+
+    gram: Float[ndarray, "M M"] = leaves("A = W Wᵀ and noise, W = L⁻¹ k(Z, X)", symmetric=True)
+    projection: Float[ndarray, " M"] = leaves("b = W y and noise")
+    target_squares: Float[ndarray, ""] = leaves("s = yᵀ y and noise")
+
+    def num_parameters(self) -> int:
+        """M."""
+        return len(self.projection)
+
+    @staticmethod
+    def outliers(answers: Mapping[str, PrivateSums], rows: Mapping[str, int]) -> dict[str, str]:
+        """Sums that dwarf those of the other sites; noise is that of any number of rows."""
+        usual = float(np.median([rows[site] for site in answers] or [0]))
+        parts = {site: (own.gram, own.projection, own.target_squares) for site, own in answers.items()}
+        largest = {site: max(float(np.abs(part).max()) for part in own) for site, own in parts.items()}
+        return dwarfing({site: size / (rows[site] + usual) for site, size in largest.items()}, "largest entry")

@@ -35,8 +35,8 @@ import numpy as np
 import torch
 
 from fedgp_flower.gp.sums import SparseSums
-from fedgp_flower.methods.fsgp.options import FSGPOptions
-from fedgp_flower.methods.fsgp.private_messages import PrivateSums
+from fedgp_flower.methods.sgpr.messages import PrivateSums
+from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.privacy.noise import composed, discrete_normal, epsilon_of, mu_of
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array
@@ -62,7 +62,7 @@ class Budget:
     @staticmethod
     def of(config: RunConfig) -> Budget:
         """That of a run: as many sums as there are trials."""
-        privacy, trials = config.privacy, cast(FSGPOptions, config.options).trials
+        privacy, trials = config.privacy, cast(SGPROptions, config.options).trials
         return Budget(privacy.epsilon, privacy.delta, trials, config.model.num_inducing)
 
     @property

@@ -1,19 +1,18 @@
-"""FSGP for classes, counts and outliers: the pooled variational bound in dual form, one exchange an evaluation.
+"""SVGP for classes, counts and outliers: the pooled variational bound in dual form, one exchange an evaluation.
 
 The server keeps (B, b), what all rows say of the whitened inducing values, and sends parameters w with
 q(v) = N((I + B)⁻¹ b, (I + B)⁻¹). Sites answer with sums: the expected log likelihood, its gradient by w, and what
 (B, b) would be where it no longer moves. From these alone the server takes a natural-gradient step in (B, b) and a
 quasi-Newton step in w, to which (B, b) is carried as pseudo-observations. A trial that loses is taken back, and both
 steps are halved. Whatever the partition, the sums and so the run are the same; see
-:mod:`fedgp_flower.methods.fsgp.duals`.
+:mod:`fedgp_flower.methods.sgpr.duals`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,20 +20,20 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.special import ndtri
 
-from fedgp_flower.gp.ascent import outlook
+from fedgp_flower.gp.ascent import outlook, pack, unpack
 from fedgp_flower.gp.latent import CONSTANT, LatentGP
 from fedgp_flower.gp.placement import FLOAT32_JITTER
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.fsgp.dual_messages import Expectations
-from fedgp_flower.methods.fsgp.duals import Duals, carried, gradient_at_server
-from fedgp_flower.methods.fsgp.messages import PooledPosterior
-from fedgp_flower.methods.fsgp.options import FSGPOptions
 from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server
+from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior
+from fedgp_flower.methods.sgpr.options import SGPROptions, SVGPOptions
 from fedgp_flower.options import ModelSection
+from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.fsgp import saved, told_by_total
-from strategies.fsgp_exact import pack, unpack
-from strategies.server.finalise import Posterior
+from strategies import pooled_bound
+from strategies.pooled_bound import LOCATIONS, detail_of_progress, sizes_at, told_by_total
+from strategies.server.finalise import Posterior, Predicted
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -56,10 +55,39 @@ SMOOTHED, MORE = 5, 20
 """Evaluations whose gains say what so many more exchanges would bring."""
 HALVINGS = 4
 """After so many in a row the memory is cleared, after twice as many the run has ended."""
+USUAL = 60
+"""Exchanges where the configuration leaves them to the method."""
+TOLERANCE = 1e-6
+"""Nats per row: the ascent ends where the latest evaluations gained less than this."""
+EQUATION = (
+    "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): f(x) ~ N(c + aᵀm, k(x, x) − aᵀa + aᵀS a), and "
+    "y(x) ~ ∫ p(y | f) df with p(y = 1) = Φ(f), a Poisson rate eᶠ, or Student-t noise; x standardised by input.mean "
+    "and input.scale, Student-t targets by target.mean and target.scale."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProblem:
+    """What stays the same during a run."""
+
+    model: ModelSection
+    seed: int = 0
+    exchanges: int = USUAL
+    """Most exchanges with every site, those before training among them."""
+    target: Mapping[str, float] = field(default_factory=dict)
+    """Statistics of the training target: ``share`` of the second class, ``mean`` of counts."""
+
+    @staticmethod
+    def of(config: RunConfig, target: Mapping[str, float], options: SGPROptions) -> LatentProblem:
+        """From the configuration, with the jitter that sites use: they whiten as the server does."""
+        model = config.model
+        if config.precision == "float32":
+            model = model.model_copy(update={"jitter": max(model.jitter, FLOAT32_JITTER)})
+        return LatentProblem(model, config.seed, options.exchanges or USUAL, target)
 
 
 @message()
-class DualState:
+class SVGPState:
     """The latest accepted evaluation and those before it: all that the next trial follows from."""
 
     values: Mapping[str, AnyShape]
@@ -92,24 +120,38 @@ class DualState:
         return Duals(torch.from_numpy(self.precision), torch.from_numpy(self.shift))
 
 
-def first_state(values: Mapping[str, ndarray]) -> DualState:
+def at(values: Mapping[str, ndarray]) -> SVGPState:
     """Before the first evaluation, where q is the prior."""
     size, inducing = pack(values).size, len(values["inducing.locations"])
     nothing = np.empty((0, size))
     zeros = np.zeros((inducing, inducing)), np.zeros(inducing)
-    return DualState(values, *zeros, None, nothing, nothing, np.empty(0), 0.0, 0, 0, (), BEFORE)
+    return SVGPState(values, *zeros, None, nothing, nothing, np.empty(0), 0.0, 0, 0, (), BEFORE)
 
 
-def one_round(state: DualState, roster: Roster, model: ModelSection) -> Asking[tuple[DualState, Figures]]:
+def start(problem: LatentProblem, roster: Roster) -> Asking[SVGPState]:
+    """Inducing points from federated statistics, c from the mean of the target, the rest from the configuration."""
+    model = problem.model
+    locations = initial_locations((yield from shapes_of_inputs(roster)), model, problem.seed)
+    values = LatentGP(model, torch.from_numpy(locations)).to_arrays()
+    if model.likelihood == "bernoulli":
+        values[CONSTANT][:] = ndtri(problem.target["share"])
+    elif model.likelihood == "poisson":
+        values[CONSTANT][:] = np.log(problem.target["mean"])
+    for words in told_by_total(len(locations), roster.rows):
+        logger.warning(words)
+    return at(values)
+
+
+def one_round(problem: LatentProblem, state: SVGPState, roster: Roster) -> Asking[tuple[SVGPState, Figures]]:
     """One exchange: evaluate the trial that the state implies; take it, or take it back."""
-    state = replace(state, exchanges=state.exchanges + 1)
+    model, state = problem.model, replace(state, exchanges=state.exchanges + 1)
     old, duals, point = LatentGP.from_arrays(model, state.values), improved(state), trial(state, model)
     new = LatentGP.from_arrays(model, point)
     with torch.no_grad():
         moved = carried(duals, old, new, new.factor())
         q = moved.posterior()
     asked = PooledPosterior(point, q.mean.numpy(), q.covariance.numpy())
-    summed: Summed[Expectations] = yield Total(Expectations, asked, roster.sites)
+    summed: Summed[Expectations] = yield Total(Expectations, asked, roster.sites, sizes=sizes_at(len(asked.mean)))
     if summed.total is None or summed.silent or summed.sites != roster.sites:
         return (state if state.found is None else taken_back(state)), {}  # they may have met numbers without end
     found, rows = summed.total, sum(roster.rows.values())
@@ -121,7 +163,7 @@ def one_round(state: DualState, roster: Roster, model: ModelSection) -> Asking[t
         state = replace(state, points=state.points[:0], gradients=state.gradients[:0], objectives=state.objectives[:0])
     local = gradient_at_server(duals, old, new, found)
     gradient = pack({name: (share + local[name]) / rows for name, share in found.values.items()})
-    state = DualState(
+    state = SVGPState(
         point,
         moved.precision.numpy(),
         moved.shift.numpy(),
@@ -138,7 +180,7 @@ def one_round(state: DualState, roster: Roster, model: ModelSection) -> Asking[t
     return state, {"objective": objective, "bound": bound}
 
 
-def taken_back(state: DualState) -> DualState:
+def taken_back(state: SVGPState) -> SVGPState:
     """The same evaluation with half the steps; now and then without the memory."""
     halvings, last = state.halvings + 1, slice(None)
     if halvings % HALVINGS == 0:
@@ -147,7 +189,7 @@ def taken_back(state: DualState) -> DualState:
     return replace(state, halvings=halvings, **kept)
 
 
-def improved(state: DualState) -> Duals:
+def improved(state: SVGPState) -> Duals:
     """(B, b) after the natural-gradient step, shorter where I + B would lose its definiteness."""
     if state.found is None:
         return state.duals
@@ -161,7 +203,7 @@ def _least(duals: Duals) -> float:
     return 1.0 + float(torch.linalg.eigvalsh(duals.precision)[0])
 
 
-def trial(state: DualState, model: ModelSection) -> NamedArrays:
+def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
     """The next w: uphill by L-BFGS (Nocedal and Wright, Algorithm 7.4) in the units of :func:`units`."""
     if state.evaluations < WARM or not len(state.points):
         return dict(state.values)
@@ -201,113 +243,91 @@ def units(values: Mapping[str, ndarray], model: ModelSection) -> Array:
     return pack({n: np.full_like(a, unit if n == "inducing.locations" else 1.0) for n, a in values.items()})
 
 
-class FSGPDuals(FederatedStrategy[DualState]):
+def finished(problem: LatentProblem, state: SVGPState) -> bool:
+    """Whether nothing is gained any more, or the exchanges are used up."""
+    return converged(state) or state.exchanges >= problem.exchanges
+
+
+def converged(state: SVGPState) -> bool:
+    """Whether nothing is gained any more."""
+    gained = np.diff(state.objectives[-WARM - 1 :])
+    flat = len(gained) == WARM and state.evaluations > 2 * WARM and gained.max() < TOLERANCE
+    return bool(flat) or state.halvings >= 2 * HALVINGS
+
+
+def posterior(state: SVGPState) -> PooledPosterior:
+    """The accepted parameters, with q after the step that their totals allow."""
+    q = improved(state).posterior()
+    return PooledPosterior(state.values, q.mean.numpy(), q.covariance.numpy())
+
+
+def saved(found: PooledPosterior, model: ModelSection) -> Posterior:
+    """Parameters in natural units, q of whitened inducing values."""
+    plain = pooled_bound.saved(found, model)
+    meanings = {CONSTANT: "c, mean of f", "likelihood.parameters": "of p(y | f): student-t: scale, ν − 2"}
+    return replace(
+        plain,
+        arrays={**plain.arrays, CONSTANT: found.values[CONSTANT]},
+        meanings={**plain.meanings, **meanings},
+        coordinates={**plain.coordinates, CONSTANT: "latent"},
+        equation=EQUATION,
+        model={**plain.model, "likelihood": model.likelihood},
+    )
+
+
+class SVGP(FederatedStrategy[SVGPState]):
     """Natural-gradient and quasi-Newton steps on the pooled bound of any likelihood, from sums."""
 
-    method = "fsgp"
-    options_class = FSGPOptions
-    state_class = DualState
-    options: FSGPOptions
-    implied: ClassVar[Mapping[str, Any]] = {"objective": "exact"}
-    usual_exchanges: ClassVar[int] = 60
+    method = "svgp"
+    options_class = SVGPOptions
+    state_class = SVGPState
+    options: SVGPOptions
 
     @property
-    def model(self) -> ModelSection:
-        """The table ``model.*`` with the jitter that sites use: they whiten as the server does."""
-        section = self.config.model
-        if self.config.precision == "float64":
-            return section
-        return section.model_copy(update={"jitter": max(section.jitter, FLOAT32_JITTER)})
+    def problem(self) -> LatentProblem:
+        """What stays the same during a run."""
+        return LatentProblem.of(self.config, self.preparation.training_target, self.options)
 
-    def initialise(self, roster: Roster) -> Asking[DualState]:
-        """Inducing points from federated statistics, c from the mean of the target, the rest from the configuration."""
-        model = self.model
-        locations = initial_locations((yield from shapes_of_inputs(roster)), model, self.config.seed)
-        values = LatentGP(model, torch.from_numpy(locations)).to_arrays()
-        target = self.preparation.training_target
-        if model.likelihood == "bernoulli":
-            values[CONSTANT][:] = ndtri(target["share"])
-        elif model.likelihood == "poisson":
-            values[CONSTANT][:] = np.log(target["mean"])
-        for words in told_by_total(len(locations), roster.rows):
-            logger.warning(words)
-        return first_state(values)
+    def initialise(self, roster: Roster) -> Asking[SVGPState]:
+        """Before the first evaluation."""
+        return (yield from start(self.problem, roster))
 
-    def one_round(self, state: DualState, roster: Roster) -> Asking[tuple[DualState, Figures]]:
+    def one_round(self, state: SVGPState, roster: Roster) -> Asking[tuple[SVGPState, Figures]]:
         """One evaluation."""
-        return (yield from one_round(state, roster, self.model))
+        return (yield from one_round(self.problem, state, roster))
 
-    def finished(self, state: DualState) -> bool:
+    def finished(self, state: SVGPState) -> bool:
         """Whether nothing is gained any more, or the exchanges are used up."""
-        return self.converged(state) or state.exchanges >= self.most_exchanges
+        return finished(self.problem, state)
 
-    @property
-    def most_exchanges(self) -> int:
-        """As configured, or the usual number."""
-        return self.options.exchanges or self.usual_exchanges
-
-    def exchanges_to_come(self, state: DualState) -> int:
-        """As many as are left, if it does not converge before."""
-        return max(0, self.most_exchanges - state.exchanges)
-
-    def converged(self, state: DualState) -> bool:
+    def converged(self, state: SVGPState) -> bool:
         """Whether nothing is gained any more."""
-        gained = np.diff(state.objectives[-WARM - 1 :])
-        flat = len(gained) == WARM and state.evaluations > 2 * WARM and gained.max() < self.options.tolerance
-        return bool(flat) or state.halvings >= 2 * HALVINGS
+        return converged(state)
 
-    def predictive(self, state: DualState, roster: Roster) -> Asking[PooledPosterior]:
-        """The accepted parameters, with q after the step that their totals allow."""
+    def exchanges_to_come(self, state: SVGPState) -> int:
+        """As many as are left, if it does not converge before."""
+        return max(0, self.problem.exchanges - state.exchanges)
+
+    def predictive(self, state: SVGPState, roster: Roster) -> Asking[Predicted]:
+        """The posterior at the accepted parameters; no site is asked."""
         del roster
         yield from ()
-        q = improved(state).posterior()
-        self.last = PooledPosterior(state.values, q.mean.numpy(), q.covariance.numpy())
-        return self.last
+        found, gains = posterior(state), np.diff(state.objectives[-SMOOTHED - 1 :])
+        rows = sum(self.preparation.rows.values())
+        details = {"bound": state.bound, "evaluations": state.evaluations}
+        details |= detail_of_progress(state.exchanges, gains, outlook(gains, MORE), MORE, rows)
+        return Predicted(found, saved(found, self.problem.model), details)
 
-    def public(self, state: DualState) -> NamedArrays:
+    def public(self, state: SVGPState) -> NamedArrays:
         """The parameters."""
         return encode(Parameters(state.values))
 
-    def adopt(self, state: DualState, arrays: NamedArrays) -> DualState:
+    def adopt(self, state: SVGPState, arrays: NamedArrays) -> SVGPState:
         """Other parameters start anew; the same ones change nothing."""
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
-        return state if np.array_equal(pack(given), pack(state.values)) else first_state(given)
-
-    def posterior_of(self, state: DualState) -> Posterior:
-        """Parameters in natural units, q of whitened inducing values."""
-        own = saved(self.last, self.model)
-        constant = {CONSTANT: self.last.values[CONSTANT]}
-        meanings = {CONSTANT: "c, mean of f", "likelihood.parameters": "of p(y | f): student-t: scale, ν − 2"}
-        return replace(
-            own,
-            arrays={**own.arrays, **constant},
-            meanings={**own.meanings, **meanings},
-            coordinates={**own.coordinates, CONSTANT: "latent"},
-            equation=EQUATION,
-            model={**own.model, "likelihood": self.model.likelihood},
-        )
+        return state if np.array_equal(pack(given), pack(state.values)) else at(given)
 
     def warnings(self) -> list[str]:
-        """Whether the total of sums nearly tells rows."""
-        points = len(self.current.values["inducing.locations"])
+        """Whether the total of sums nearly reveals rows."""
+        points = len(self.current.values[LOCATIONS])
         return super().warnings() + told_by_total(points, self.roster().rows)
-
-    def details_of(self, state: DualState) -> dict[str, Any]:
-        """The pooled bound in nats, evaluations, exchanges with every site, and what more of them would bring."""
-        gains = np.diff(state.objectives[-SMOOTHED - 1 :])
-        more = outlook(gains, MORE)
-        return {
-            "bound": state.bound,
-            "evaluations": state.evaluations,
-            "exchanges": state.exchanges,
-            "latest_gain_per_row": float(gains[-1]) if gains.size else None,
-            "forecast_exchanges": MORE,
-            "forecast_rise": None if more is None else more * sum(self.preparation.rows.values()),
-        }
-
-
-EQUATION = (
-    "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): f(x) ~ N(c + aᵀm, k(x, x) − aᵀa + aᵀS a), and "
-    "y(x) ~ ∫ p(y | f) df with p(y = 1) = Φ(f), a Poisson rate eᶠ, or Student-t noise; x standardised by input.mean "
-    "and input.scale, Student-t targets by target.mean and target.scale."
-)

@@ -1,1 +1,0 @@
-"""FSGP: federated sparse Gaussian processes."""

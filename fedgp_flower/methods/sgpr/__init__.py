@@ -1,0 +1,1 @@
+"""Sparse Gaussian processes from sums: sgpr, svgp, sgpr-private, fsgp."""

@@ -1,0 +1,83 @@
+"""The table ``sgpr.*``, shared by ``sgpr``, ``svgp`` and ``sgpr-private``; ``fsgp`` has none beside ``averaging.*``."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.options import Count, MethodOptions, PositiveInt
+from fedgp_flower.run.config import CoreConfig
+
+STATIONARY = ("rbf", "matern32", "matern52")
+"""Kernels of one amplitude with which differential privacy bounds a row."""
+
+
+class SGPROptions(MethodOptions):
+    """The table ``sgpr.*``."""
+
+    table: ClassVar[str] = "sgpr"
+    budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
+
+    exchanges: Count = 0
+    """Most exchanges with every site in training, those before the first round among them; 0 is 20 for ``sgpr``, whose
+    rounds are two, and 60 for ``svgp``, whose rounds are one. More improve the bound further, also when a run is
+    resumed. Under masks keys, means and spreads take three more, which do not count here."""
+    small_sites: Literal["warn", "cap", "masks"] = "warn"
+    """``sgpr``: sums of a site with fewer than three rows for each inducing point nearly reveal its rows. ``warn``
+    names such sites; ``cap`` lowers M to a third of the smallest site's rows; ``masks`` refuses them in the clear.
+    Under masks none of it is needed."""
+    trials: PositiveInt = 1
+    """``sgpr-private``: how many lengthscales are tried, by factors of two around ``model.lengthscale``; they share the
+    budget."""
+
+    @property
+    def hyperprior(self) -> str:
+        """A penalty holds lengthscales that the data leave open."""
+        return "lengthscales"
+
+    @property
+    def usual_inducing(self) -> int:
+        """These methods send more bytes to save exchanges."""
+        return 300
+
+    def check(self, core: CoreConfig) -> None:
+        """A Gaussian likelihood and whole batches."""
+        core.require_whole_batches()
+        core.require_gaussian()
+
+
+class SVGPOptions(SGPROptions):
+    """The same table for other likelihoods."""
+
+    def check(self, core: CoreConfig) -> None:
+        """Another likelihood than the Gaussian one, and whole batches."""
+        core.require_whole_batches()
+        if core.model.likelihood == "gaussian":
+            raise ConfigError("`method` = 'svgp' is for classes, counts and outliers; with Gaussian noise take 'sgpr'")
+
+
+class PrivateSGPROptions(SGPROptions):
+    """The same table with a privacy budget."""
+
+    accounted: ClassVar[bool] = True
+
+    def check(self, core: CoreConfig) -> None:
+        """A budget, Gaussian noise, and a kernel with the same k(x, x) everywhere."""
+        core.require_whole_batches()
+        if not core.privacy.epsilon:
+            raise ConfigError("`method` = 'sgpr-private' needs a budget: set `privacy.epsilon`, or take 'sgpr'")
+        if core.model.likelihood != "gaussian" or core.model.kernel not in STATIONARY:
+            raise ConfigError(
+                "`privacy.epsilon` needs `model.likelihood` = 'gaussian' and `model.kernel` one of"
+                f" {', '.join(STATIONARY)}: k(x, x) is the same for every row then, which bounds what it adds"
+            )
+
+
+class FSGPOptions(MethodOptions):
+    """No table beside ``averaging.*``."""
+
+    def check(self, core: CoreConfig) -> None:
+        """A Gaussian likelihood, whole batches, and under masks all sites in every round."""
+        core.require_whole_batches()
+        core.require_gaussian()
+        core.require_whole_rosters("averaging.fraction", core.averaging.fraction)
