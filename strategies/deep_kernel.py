@@ -65,9 +65,10 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Local steps on the evidence of each site's rows; the server averages."""
-        options, rule = self.options, (self.options.server_optimizer, self.options.server_learning_rate)
+        options, rule = self.options, self.config.averaging
+        rates = rule.server_learning_rate, options.learning_rate, 1.0
         steps = ADAM * options.local_steps
-        plan = AveragingPlan(options.fraction, *rule, options.learning_rate, 1.0, self.config.seed, steps)
+        plan = AveragingPlan(rule.fraction, rule.server_optimizer, *rates, self.config.seed, steps)
         return (yield from averaging_round(state, roster, plan))
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:

@@ -80,5 +80,8 @@ MOVED_KEYS: dict[str, str] = {
     "deep.concentration": "it is always 0.01",
     "deep.heads": "the evidence of all rows chooses how far heads of sites deviate, which may be not at all",
     "deep.prediction-draws": "it is always 200",
+    "deep.fraction": "set `averaging.fraction`",
+    "deep.server-optimizer": "set `averaging.server-optimizer`",
+    "deep.server-learning-rate": "set `averaging.server-learning-rate`",
 }
 """Old key → what to write instead, as the end of a sentence."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Count, Fraction, MethodOptions, Positive, PositiveInt
+from fedgp_flower.options import Count, MethodOptions, Positive, PositiveInt
 from fedgp_flower.run.config import CoreConfig
 
 
@@ -24,12 +24,6 @@ class DeepKernelOptions(MethodOptions):
     """Steps of Adam on the evidence of a site's rows in a round."""
     learning_rate: Positive = 0.003
     """Learning rate of Adam."""
-    fraction: Fraction = 1.0
-    """Share of the sites that take part in a round; at least one does."""
-    server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "fedmedian", "fedtrimmedavg"] = "fedavg"
-    """Flower's rule that combines the sites' networks; the last two withstand a few sites that lie."""
-    server_learning_rate: Positive = 0.003
-    """Of ``fedadam`` and ``fedyogi``."""
 
     def check(self, core: CoreConfig) -> None:
         """Class numbers as they are, and no key that is not read."""
@@ -46,4 +40,4 @@ class DeepKernelOptions(MethodOptions):
             )
         if core.device == "cuda" or core.precision != "float64":
             raise ConfigError("`device`, `precision`: deep-kernel works on the 'cpu' in 'float64'")
-        core.require_whole_rosters("deep.fraction", self.fraction)
+        core.require_whole_rosters("averaging.fraction", core.averaging.fraction)
