@@ -250,7 +250,7 @@ def check(
 
 def _show_checked(found: Checked) -> None:
     """What is known of tables before training; the exit status is 2 where one cannot be used."""
-    from fedgp_flower.run.overview import TITLES, described, rows
+    from fedgp_flower.data.overview import TITLES, described, rows
     from fedgp_flower.run.terminal import table
 
     console = _console()

@@ -9,9 +9,9 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
 from fedgp_flower.clients.app import LoadSite, SiteApp
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import Data, RawSite, site_of
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.registry import client_class, parse_config
 
 

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.options import FlatConfig
 from fedgp_flower.outcome import Observer, Snapshot, Summary
 from fedgp_flower.run.artefacts import RunFolder, RunMetrics, saved_posterior
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.registry import parse_config, strategy_class
 
 app = ServerApp()

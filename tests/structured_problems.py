@@ -84,13 +84,13 @@ def shaped_gp(*, inputs, widths=(0.5, 0.4, 0.3), jitter=1e-8):
     return ShapedGP(base.trend, base.deviation, base.inputs, base.options, widths)
 
 
-def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8, deviates=True):
+def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8):
     """A hierarchical GP in one input with different kernels for trend and deviation."""
     trend = build_kernel(ModelSection(kernel="rbf", lengthscale=1.0), inputs.shape[1])
     deviation = build_kernel(ModelSection(kernel="matern52", lengthscale=0.5, outputscale=0.4), inputs.shape[1])
     options = GPOptions(
         likelihood=likelihood,
-        site_inducing=20 if deviates else 0,
+        site_inducing=20,
         noise=0.2,
         noise_spread=noise_spread,
         jitter=jitter,
@@ -100,8 +100,7 @@ def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8, d
 
 def gp_sites(model, generator, *, sizes=(6, 5, 7), num_inducing=3, binary=False):
     """Sites of one-dimensional data."""
-    if model.options.deviates:
-        model.options = replace(model.options, site_inducing=num_inducing)
+    model.options = replace(model.options, site_inducing=num_inducing)
     sites = []
     for key, size in enumerate(sizes):
         x = torch.linspace(-2, 2, size, dtype=torch.float64)[:, None] + 0.1 * key

@@ -10,8 +10,8 @@ from synthetic_runs import make_run
 
 from fedgp_flower.methods.pvi.panels import called
 from fedgp_flower.run.artefacts import ArrayNote, read_run
+from fedgp_flower.run.dependence import relevances
 from fedgp_flower.run.figures import relevance
-from fedgp_flower.run.relevance import relevances
 from strategies.server.finalise import lengthscale_facts
 
 LOGS = {"kernel.log_lengthscale": np.log([[4.0, 0.5, 90.0]]), "kernel.log_outputscale": np.array(0.3)}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import io
 import re
 from dataclasses import replace
@@ -15,7 +16,7 @@ from synthetic_runs import make_run, predict
 from fedgp_flower.errors import RunError
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.effects import Effect
+from fedgp_flower.run.dependence import Effect
 from fedgp_flower.run.files import read_json, write_json
 from fedgp_flower.run.report import Panel, write_page, write_report
 from fedgp_flower.run.summary import (
@@ -77,7 +78,8 @@ def judged(line_run, own, local, rows, coverage=0.95):
 def test_the_page_stands_alone(line_page):
     assert "://" not in line_page
     assert "<script" not in line_page
-    assert set(re.findall(r'(?:src|href)="([^",#]+)', line_page)) == {"data:image/png;base64"}
+    kinds = {"data:image/png;base64", "data:image/svg+xml;base64"}
+    assert set(re.findall(r'(?:src|href)="([^",#]+)', line_page)) == kinds
     assert "{{" not in line_page
 
 
@@ -102,16 +104,11 @@ def test_the_page_shows_the_figures_of_the_run(line_run, line_page):
     assert "local-only NLL" in line_page
 
 
-def test_figures_are_drawings_with_text_and_titles_on_points(line_page):
-    drawings = re.findall(r"<svg .*?</svg>", line_page, re.DOTALL)
+def test_figures_are_drawings_with_text(line_page):
+    drawings = dict(re.findall(r'src="data:image/svg\+xml;base64,([^"]+)" width="\d+" alt="([^"]+)"', line_page))
     assert len(drawings) == line_page.count("<figure") - 1  # a method may bring an image
-    assert all('role="img" aria-label="' in own for own in drawings)
-    [sites] = [own for own in drawings if 'aria-label="Sites"' in own]
-    assert len(re.findall(r"<title>[^<]*local-only [^<]*</title>", sites)) == 6
+    [sites] = [base64.b64decode(code).decode() for code, title in drawings.items() if title == "Sites"]
     assert "cost $a$ &amp; $b" in sites.replace("\\$", "$")
-    ids = re.findall(r'\bid="([^"]+)"', "".join(drawings))
-    assert len(ids) == len(set(ids))
-    assert {own.strip("#") for own in re.findall(r'href="(#[^"]+)"', "".join(drawings))} <= set(ids)
 
 
 def test_contents_lead_to_every_chapter(line_page):
@@ -225,9 +222,7 @@ def test_figures_of_all_rows_under_one_site_are_no_figures_of_that_site(line_run
             "Better than each site alone: fsgp on 30 held-out rows of 3 sites, by NLL and",
         ),
         ([1.5, 1.61, 1.7], [1.0, 1.1, 1.2], "Worse than each site alone: fsgp"),
-        ([1.0, 1.2, 1.1], [1.1, 1.1, 1.1], "Not clearly different from each site alone"),
-        ([1.0, 1.1, 1.1], [1.1, 1.1, 1.1], "Not clearly different from each site alone"),
-        ([1.0, 1.4, 1.1], [1.1, 1.1, 1.1], "With a higher NLL, if not clearly, than each site alone: fsgp"),
+        ([1.0, 1.2, 1.1], [1.1, 1.1, 1.1], "About as good as each site alone: fsgp"),
         (
             [1.0, 1.2],
             [1.1, 1.4],
@@ -252,13 +247,13 @@ def test_bad_news_come_first(line_run):
     metrics = judged(line_run, [1.0, 1.2, 1.1], [1.1, 1.1, 1.1], [10] * 3)
     worse, better = scored([0.5, 0.71, 0.6], [10] * 3), scored([2.0, 2.21, 2.1], [10] * 3)
     told = replace(metrics, linear=worse, mean=better, test=metrics.test | {"r2": -0.125}, warnings=["Mind the data."])
-    words = "Worse than linear regression; better than the mean of the target (R² −0.12); not clearly different from"
+    words = "Worse than linear regression; better than the mean of the target (R² −0.12); about as good as"
     first, second, *_ = sentences(told)
     assert first.startswith(words)
     assert second == "Mind the data."
     assert [sign for sign, _ in against(told)] == ["−1.0033", "+0.4967", "+0.000"]
     told = replace(told, mean=worse)
-    assert verdict(told).startswith("Worse than the mean of the target (R² −0.12) and linear regression; not clearly")
+    assert verdict(told).startswith("Worse than the mean of the target (R² −0.12) and linear regression; about as")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from faults import FaultyGrid, Recorder, blamed, csv_nodes, run, waves
-from test_sfvi import Killed, memories, mixed, tiny, visits_csv
+from test_sfvi import memories, mixed, tiny, visits_csv
 
 from fedgp_flower import server_app
 from fedgp_flower.data.sites import load_site
@@ -107,31 +107,6 @@ def test_latents_of_units_are_not_given_to_others(tmp_path: Path) -> None:
     strategy = run(FaultyGrid(flat, nodes), recorder)
     assert all("no longer the table" in reason for reason in blamed(strategy)["a"])
     assert blamed(strategy)["a"]
-
-
-def test_a_killed_simulation_ends_where_it_would_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated sites keep their state in the run's folder."""
-    keys = {"num_server_rounds": 6, "output_dir": str(tmp_path), "sfvi__warm_start_rounds": 2}
-    expected = run_in_process(tiny(name="calm", **keys), 3)
-    flat = tiny(name="killed", **keys)
-    with monkeypatch.context() as patch:
-        patch.setattr(server_app.FolderObserver, "on_checkpoint", fatal)
-        with pytest.raises(Killed):
-            run_in_process(flat, 3)
-    resumed = run_in_process({**flat, "resume": True}, 3)
-    before, after = (pd.read_json(path / "metrics.json", typ="series") for path in (expected, resumed))
-    assert after["test"] == before["test"]
-    assert after["method_details"] == before["method_details"]
-
-
-kept_by_the_folder = server_app.FolderObserver.on_checkpoint
-
-
-def fatal(self: Any, snapshot: Any) -> None:
-    """Killed after the history of the fourth round, before its checkpoint."""
-    if snapshot.facts["round"] == 4:
-        raise Killed
-    kept_by_the_folder(self, snapshot)
 
 
 def test_new_rows_are_predicted_at_a_simulated_site_as_its_held_out_rows_were(tmp_path: Path) -> None:

@@ -191,37 +191,6 @@ def test_gp_with_every_row_inducing_predicts_like_the_exact_hierarchical_gp(gene
         torch.testing.assert_close(noisy.variance, variance + 0.2)
 
 
-def test_sites_that_do_not_deviate_are_those_whose_deviation_is_nothing(generator):
-    """Against a deviation of no size: the same f and y, and a bound that lacks only the latents without effect."""
-    inputs = torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None]
-    plain = sparse_gp(inputs=inputs, noise_spread=0.4, deviates=False)
-    small = sparse_gp(inputs=inputs, noise_spread=0.4)
-    with torch.no_grad():
-        small.log_site_slope.fill_(-30.0)
-        for name, value in small.deviation.named_parameters():
-            value.fill_(-30.0 if "outputscale" in name else 0.0)
-    assert not [name for name in plain.theta() if "deviation" in name or "slope" in name]
-    (one,), (other,) = (gp_sites(m, torch.Generator().manual_seed(1), sizes=(6,)) for m in (plain, small))
-    assert (plain.local_width(one), small.local_width(other)) == (1, 3 + 2 + 1)
-    q_global = randomised(initial_global(6, scale=0.5, triangular=True), generator)
-    q_one = randomised(initial_local(1, 1, 6, scale=0.5, coupled=True, triangular=True), generator)
-    q_other = initial_local(1, 6, 6, scale=0.5, coupled=True, triangular=False)
-    for name in ("mean", "log_scale", "coupling"):
-        getattr(q_other, name)[:, -1] = getattr(q_one, name)[:, -1]
-    for known in ((q_one, q_other), (None, None)):
-        for found, expected in zip(
-            (plain.predict(one, q_global, known[0]), plain.latent(one, q_global, known[0])),
-            (small.predict(other, q_global, known[1]), small.latent(other, q_global, known[1])),
-            strict=True,
-        ):
-            pair = (found.mean, found.variance) if hasattr(found, "mean") else found
-            reference = (expected.mean, expected.variance) if hasattr(expected, "mean") else expected
-            torch.testing.assert_close(pair, reference, rtol=1e-9, atol=1e-9)
-    silent = 5 * (-0.5 * 0.25 - 0.5 * math.log(2 * math.pi))
-    difference = small.expected_log_local(other, q_global, q_other) - plain.expected_log_local(one, q_global, q_one)
-    assert float(difference.detach()) == pytest.approx(silent, abs=1e-8)
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_gp_prediction_agrees_with_draws(generator, known):
     """Closed form against the mixture over draws of Z_G and Z_L, ζ included, at a site and at a new one."""

@@ -21,6 +21,7 @@ from fedgp_flower.clients import masking
 from fedgp_flower.clients.numpy_client import KIND, NAMES, Setting, SiteClient, answers_publicly
 from fedgp_flower.clients.prepared import prepared_site
 from fedgp_flower.clients.state import SiteState, load_state, require_same_rows, save_state
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import FedGPError
@@ -31,7 +32,6 @@ from fedgp_flower.privacy import audit
 from fedgp_flower.privacy.policy import Decision, Rules
 from fedgp_flower.privacy.questions import context_digest
 from fedgp_flower.records import APART, array_record, numpy_arrays, packed_record, record_of, settings_of
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.gp.exact import ExactGP
@@ -19,7 +20,6 @@ from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.profiled import PENALTY
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, exact_posterior
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array
 
 MOST_POINTS = 100

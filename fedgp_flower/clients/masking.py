@@ -23,8 +23,10 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import site_id
 from fedgp_flower.errors import ConfigError, ProtocolError
+from fedgp_flower.files import write_arrays, write_bytes
 from fedgp_flower.messages import Layout, encode, is_summand
 from fedgp_flower.privacy import masks
 from fedgp_flower.privacy.keys import Identity, Trust
@@ -42,8 +44,6 @@ from fedgp_flower.privacy.questions import (
     read_members,
 )
 from fedgp_flower.records import array_record, numpy_array, record_of, settings_of
-from fedgp_flower.run.config import RunConfig
-from fedgp_flower.run.files import write_arrays, write_bytes
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")

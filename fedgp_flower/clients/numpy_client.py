@@ -26,6 +26,7 @@ from flwr.common.typing import Scalar as FlowerScalar
 
 from fedgp_flower.clients.common import CommonAnswers
 from fedgp_flower.clients.state import SiteState
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation, bare
 from fedgp_flower.errors import ProtocolError
@@ -34,7 +35,6 @@ from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.lazy import Lazy
 from fedgp_flower.messages import decode, encode, is_message, is_public, join, kind_of, split
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.scores import Prediction as Prediction  # noqa: PLC0414  methods import it from here
 from fedgp_flower.scores import (
     Scores,

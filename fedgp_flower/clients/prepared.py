@@ -18,11 +18,11 @@ from flwr.app import Context
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.files import write_bytes
 from fedgp_flower.privacy.policy import Decision, Rules
-from fedgp_flower.run.config import RunConfig
-from fedgp_flower.run.files import write_bytes
 from fedgp_flower.typing import NamedArrays
 
 FILE = "site-prepared.safetensors"

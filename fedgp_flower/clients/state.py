@@ -25,9 +25,9 @@ from safetensors.numpy import save_file
 
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.files import read_json, write_bytes
 from fedgp_flower.lazy import pd
 from fedgp_flower.records import array_record, numpy_arrays, record_of
-from fedgp_flower.run.files import read_json, write_bytes
 from fedgp_flower.typing import NamedArrays
 
 ARRAYS, FACTS, ROWS = "site-state.arrays", "site-state.facts", "site-rows"

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
 from fedgp_flower.data.cells import (
     Kind,
@@ -28,7 +29,6 @@ from fedgp_flower.data.dates import named, with_numbers
 from fedgp_flower.data.tables import listed, read_table, require_columns, unnamed
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
-from fedgp_flower.run.config import CoreConfig
 
 OPENML = "openml/"
 

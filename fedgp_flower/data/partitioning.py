@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import kind_of, number_labels
 from fedgp_flower.data.seeds import derived_seed, generator
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
-from fedgp_flower.run.config import CoreConfig
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:

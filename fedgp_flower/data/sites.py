@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import codes_in, kind_of, refuse_identifiers, require_rows
 from fedgp_flower.data.datasets import Choice, Table, checked, load_table
 from fedgp_flower.data.seeds import generator
@@ -28,7 +29,6 @@ from fedgp_flower.data.tables import read_table, table_stem
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.lazy import Lazy, pd
 from fedgp_flower.options import Value
-from fedgp_flower.run.config import CoreConfig
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from fedgp_flower.deploy.pinned import PIN
 from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import Flower, environment, project_folder
 from fedgp_flower.errors import ConfigError
+from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.keys import Identity
-from fedgp_flower.run.files import write_bytes
 
 CONNECTION = "deployment"
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397

@@ -23,10 +23,10 @@ from typing import Any
 
 import tomli_w
 
+from fedgp_flower.config import nest
 from fedgp_flower.deploy.processes import Processes
 from fedgp_flower.errors import RunError
 from fedgp_flower.options import Value
-from fedgp_flower.run.config import nest
 from fedgp_flower.run.registry import default_config
 from fedgp_flower.run.user_config import for_flower
 

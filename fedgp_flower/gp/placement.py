@@ -13,8 +13,8 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.run.config import CoreConfig
 from fedgp_flower.typing import Array
 
 Module = TypeVar("Module", bound=torch.nn.Module)

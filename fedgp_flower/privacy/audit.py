@@ -21,9 +21,9 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 
 from fedgp_flower.errors import FedGPError, RunError
+from fedgp_flower.files import write_bytes
 from fedgp_flower.privacy.policy import Decision
 from fedgp_flower.records import numpy_arrays
-from fedgp_flower.run.files import write_bytes
 
 BEGINNING = "0" * 64
 

@@ -18,13 +18,13 @@ from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar, runtim
 
 from pydantic import Field
 
+from fedgp_flower.config import RunConfig, defaults, validated
 from fedgp_flower.data.cells import kind_of
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import ConfigError, PolicyError
+from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Count, Positive, Section
 from fedgp_flower.privacy.disclosure import kept_levels, merged_levels, names_rows
-from fedgp_flower.run.config import RunConfig, defaults, validated
-from fedgp_flower.run.files import write_bytes
 
 A = TypeVar("A")
 Names: TypeAlias = Annotated[tuple[str, ...], Field(strict=False)]

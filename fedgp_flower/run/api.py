@@ -14,10 +14,10 @@ import pandas as pd
 
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.files import write_bytes
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
 from fedgp_flower.run.check import check_tables
-from fedgp_flower.run.files import write_bytes
 from fedgp_flower.run.in_process import run_in_process, silent
 from fedgp_flower.run.predict import Predictor, why_no_posterior
 from fedgp_flower.run.registry import parse_config

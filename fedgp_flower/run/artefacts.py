@@ -1,7 +1,7 @@
 """The files of a run: what they hold, how they are written while it goes, how they are read afterwards.
 
 A run lives in ``<output-dir>/<run-name>/`` and never overwrites another. Every file is replaced as a whole (see
-:mod:`fedgp_flower.run.files`), so what is there is always complete; the rename of one small file commits a checkpoint.
+:mod:`fedgp_flower.files`), so what is there is always complete; the rename of one small file commits a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tomli_w
 
+from fedgp_flower.config import RunConfig, flatten, nest
 from fedgp_flower.errors import DamagedError, RunError
+from fedgp_flower.files import plain, read_arrays, read_json, reading, write_arrays, write_bytes, write_json
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Snapshot, Summary
-from fedgp_flower.run.config import RunConfig, flatten, nest
-from fedgp_flower.run.files import plain, read_arrays, read_json, reading, write_arrays, write_bytes, write_json
 from fedgp_flower.typing import NamedArrays
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class RunMetrics:
     training_target: Mapping[str, float] = field(default_factory=dict)
     """``mean`` and ``sd`` of the target over the training rows, or the ``share`` of rows of the second class."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """The training rows as they were described before training: see :mod:`fedgp_flower.run.overview`."""
+    """The training rows as they were described before training: see :mod:`fedgp_flower.data.overview`."""
     warnings: Sequence[str] = ()
     """What to know of the data before reading the figures."""
     method_details: Mapping[str, Any] = field(default_factory=dict)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pandas as pd
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.agreement import SiteDescription, agree
 from fedgp_flower.data.sites import RawSite, load_site, natural_sites, simulated_nodes, site_of_table
 from fedgp_flower.data.tables import table_stem
 from fedgp_flower.errors import DataError
-from fedgp_flower.run.config import CoreConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,10 @@ from scipy.stats import binom
 
 from fedgp_flower.clients.counts import central
 from fedgp_flower.run.summary import Arm, number
-from fedgp_flower.run.svg import hover
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
-    from fedgp_flower.run.effects import Effect
-    from fedgp_flower.run.relevance import Relevance
+    from fedgp_flower.run.dependence import Effect, Relevance
 
 Predictor = Callable[[Array], tuple[Array, Array]]
 """Inputs in original units [n, D] → mean and sd of a noisy observation, in the units of the target [n], [n]."""
@@ -248,12 +246,7 @@ def sites(federated: Sequence[Mapping[str, Any]], local: Sequence[Mapping[str, A
     figure, (ax,) = axes_of(1, width=6.2, height=1.1 + 0.26 * len(frame))
     y = np.arange(len(frame))
     ax.hlines(y, frame["federated"], frame["local-only"].fillna(frame["federated"]), color="#c9c9c9", lw=1.6, zorder=1)
-    (dots,) = ax.plot(frame["federated"], y, "o", color=FEDERATED, ms=6, label="federated")
-    beside = frame["local-only"].map(lambda nll: "" if np.isnan(nll) else f", local-only {nll:.3f}")
-    hover(
-        dots,
-        [f"{site}: {nll:.3f}{own}" for site, nll, own in zip(frame.index, frame["federated"], beside, strict=True)],
-    )
+    ax.plot(frame["federated"], y, "o", color=FEDERATED, ms=6, label="federated")
     if frame["local-only"].notna().any():
         ax.plot(frame["local-only"], y, "o", color=LOCAL, ms=6, mfc="white", mew=1.5, label="local-only", zorder=1.5)
         ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -268,21 +261,22 @@ def effects(found: Sequence[Effect], target: str) -> Figure:
     figure, axes = axes_of(columns, height=2.6 * math.ceil(len(found) / columns), rows=math.ceil(len(found) / columns))
     for ax in axes[len(found) :]:
         ax.set_visible(False)
-    for ax, own in zip(axes, found, strict=False):
-        if own.levels:
-            ax.vlines(own.values, own.low, own.high, color=BAND, lw=6)
-            ax.plot(own.values, own.median, "o", color=FEDERATED, ms=4)
-            ax.set_xticks(own.values, [label_text(level) for level in own.levels])
-            ax.tick_params(axis="x", rotation=60 if len(own.levels) > 3 else 0)
-            ax.set_xlim(-0.6, len(own.levels) - 0.4)
+    for ax, effect in zip(axes, found, strict=False):
+        if effect.levels:
+            ax.vlines(effect.values, effect.low, effect.high, color=BAND, lw=6)
+            ax.plot(effect.values, effect.median, "o", color=FEDERATED, ms=4)
+            ax.set_xticks(effect.values, [label_text(level) for level in effect.levels])
+            ax.tick_params(axis="x", rotation=60 if len(effect.levels) > 3 else 0)
+            ax.set_xlim(-0.6, len(effect.levels) - 0.4)
         else:
-            x = np.datetime64("2000-01-01") + own.values.round().astype("timedelta64[D]") if own.dates else own.values
-            ax.fill_between(x, own.low, own.high, color=BAND, alpha=0.7, lw=0)
-            ax.plot(x, own.median, color=FEDERATED, lw=1.8)
-            if own.dates:
+            days = effect.values.round().astype("timedelta64[D]")
+            x = np.datetime64("2000-01-01") + days if effect.dates else effect.values
+            ax.fill_between(x, effect.low, effect.high, color=BAND, alpha=0.7, lw=0)
+            ax.plot(x, effect.median, color=FEDERATED, lw=1.8)
+            if effect.dates:
                 ax.xaxis.set_major_locator(AutoDateLocator(minticks=2, maxticks=5))
                 ax.xaxis.set_major_formatter(ConciseDateFormatter(ax.xaxis.get_major_locator()))
-        ax.set(xlabel=label_text(own.name), ylim=(min(e.low.min() for e in found), max(e.high.max() for e in found)))
+        ax.set(xlabel=label_text(effect.name), ylim=(min(e.low.min() for e in found), max(e.high.max() for e in found)))
     for ax in axes[::columns]:
         ax.set_ylabel(label_text(target))
     return figure
@@ -290,23 +284,21 @@ def effects(found: Sequence[Effect], target: str) -> Figure:
 
 def relevance(found: Sequence[Relevance]) -> Figure:
     """Lengthscales of the most relevant inputs, a panel for each part of the model, with 95 % bars where known."""
-    rows = min(MOST_INPUTS, max(len(own.names) for own in found))
+    rows = min(MOST_INPUTS, max(len(part.names) for part in found))
     figure, axes = axes_of(len(found), width=8.6 if len(found) > 1 else 6.4, height=0.9 + 0.24 * rows)
-    for ax, own in zip(axes, found, strict=True):
+    for ax, part in zip(axes, found, strict=True):
         y, shown = np.arange(rows), slice(rows)
-        ax.hlines(y, own.low[shown], own.high[shown], color=BAND, lw=6)
-        (dots,) = ax.plot(own.value[shown], y, "o", color=FEDERATED, ms=4)
-        told = zip(own.names, own.value, own.low, own.high, strict=True)
-        hover(dots, [f"{n}: {v:.3g}" + f" ({a:.3g} to {b:.3g})" * math.isfinite(a) for n, v, a, b in list(told)[shown]])
-        ax.set_yticks(y, [label_text(name) for name in own.names[shown]])
-        ends = np.concatenate([own.value[shown], own.low[shown], own.high[shown].clip(max=MOST_LENGTHSCALE)])
+        ax.hlines(y, part.low[shown], part.high[shown], color=BAND, lw=6)
+        ax.plot(part.value[shown], y, "o", color=FEDERATED, ms=4)
+        ax.set_yticks(y, [label_text(name) for name in part.names[shown]])
+        ends = np.concatenate([part.value[shown], part.low[shown], part.high[shown].clip(max=MOST_LENGTHSCALE)])
         ax.set(xscale="log", xlim=(0.8 * np.nanmin(ends), 1.25 * np.nanmax(ends)), ylim=(rows - 0.4, -0.6))
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_locator(NullLocator())
         ax.set_xlabel("lengthscale (standard deviations of the input)")
         if len(found) > 1:
-            ax.set_title(own.part, fontsize=9, loc="left")
+            ax.set_title(part.part, fontsize=9, loc="left")
     return figure
 
 
@@ -367,9 +359,7 @@ def _draw_intervals(
         (inside, "o", FEDERATED, 3.2, "inside"),
         (~inside, "^", MISS, 4.2, "outside"),
     ):
-        (points,) = ax.plot(x[some], y[some], mark, color=colour, ms=size, label=label)
-        shown = zip(rows["target"][some], rows["mean"][some], low[some], high[some], strict=True)
-        hover(points, [f"observed {y:.4g}, predicted {m:.4g} ({a:.4g} to {b:.4g})" for y, m, a, b in shown])
+        ax.plot(x[some], y[some], mark, color=colour, ms=size, label=label)
 
 
 def _sites_scatter(frame: pd.DataFrame) -> Figure:
@@ -377,8 +367,7 @@ def _sites_scatter(frame: pd.DataFrame) -> Figure:
     low, high = float(frame.to_numpy().min()), float(frame.to_numpy().max())
     limits = (low - 0.05 * (high - low) - 0.01, high + 0.05 * (high - low) + 0.01)
     ax.plot(limits, limits, color=POOLED, lw=0.9)
-    (dots,) = ax.plot(frame["local-only"], frame["federated"], "o", color=FEDERATED, ms=3.4, alpha=0.6)
-    hover(dots, [f"{site}: {own:.3f}, local-only {alone:.3f}" for site, own, alone in frame.itertuples()])
+    ax.plot(frame["local-only"], frame["federated"], "o", color=FEDERATED, ms=3.4, alpha=0.6)
     ax.set(xlabel="local-only NLL (nats per row)", ylabel="federated NLL (nats per row)", xlim=limits, ylim=limits)
     ax.set_title("a dot is a site; below the line federated is better", fontsize=8, color="#666666", loc="left")
     return figure

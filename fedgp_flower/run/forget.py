@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
+from fedgp_flower.files import write_json
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.run.artefacts import RunData, RunFolder, read_run
-from fedgp_flower.run.config import RunConfig
-from fedgp_flower.run.files import write_json
 from fedgp_flower.run.predict import row_of
 from fedgp_flower.run.registry import METHODS, load, parse_config
 from fedgp_flower.run.report import write_report

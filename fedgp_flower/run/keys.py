@@ -13,8 +13,8 @@ from typing import NamedTuple, get_args
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from fedgp_flower.config import CoreConfig, defaults
 from fedgp_flower.options import Basic, Section, Value
-from fedgp_flower.run.config import CoreConfig, defaults
 from fedgp_flower.run.registry import option_classes
 
 SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}

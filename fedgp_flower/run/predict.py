@@ -22,6 +22,7 @@ from scipy.special import ndtri
 
 from fedgp_flower.clients.counts import count_quantiles
 from fedgp_flower.clients.transformed import transformed_moments, transformed_quantiles
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.dates import source
 from fedgp_flower.data.sites import RawSite, load_site
 from fedgp_flower.data.standardisation import (
@@ -33,12 +34,11 @@ from fedgp_flower.data.standardisation import (
     typed_inputs,
 )
 from fedgp_flower.errors import DamagedError, DataError, RunError
+from fedgp_flower.files import read_arrays, reading
 from fedgp_flower.gp.to_gpytorch import Exported, SparsePosterior, Transforms, mixture, together
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.artefacts import Posterior, RunData, read_run
-from fedgp_flower.run.config import RunConfig
-from fedgp_flower.run.files import read_arrays, reading
 from fedgp_flower.run.registry import METHODS, Method, load, parse_config
 from fedgp_flower.typing import Array, NamedArrays, Rows
 

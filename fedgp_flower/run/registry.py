@@ -14,9 +14,9 @@ from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from fedgp_flower.config import AUTO, RunConfig, defaults, parse, resolved
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import FlatConfig, MethodOptions, Value
-from fedgp_flower.run.config import AUTO, RunConfig, defaults, parse, resolved
 
 GROUP = "fedgp_flower.methods"
 
@@ -117,31 +117,31 @@ BUILT_IN: Mapping[str, Method] = {
         summary="Partitioned variational inference: a factor per site, refined in turn; sites can be forgotten",
         paper="Ashman et al., Partitioned variational inference (2022); Federated learning of sparse GPs",
         options="fedgp_flower.methods.pvi.options:PVIOptions",
-        strategy="strategies.replay_pvi:ReplayPVI",
+        strategy="strategies.pvi:PVI",
         client="fedgp_flower.methods.pvi.client:PVIClient",
         posterior="fedgp_flower.methods.pvi.posterior:saved_model",
         panels="fedgp_flower.methods.pvi.panels:panels",
         forget="strategies.pvi:forget_site",
-        forgotten="fedgp_flower.methods.pvi.forgetting:changes",
+        forgotten="fedgp_flower.methods.pvi.posterior:changes",
     ),
     "pvi-glm": Method(
         summary="Bayesian linear, logistic and Poisson regression by PVI: a factor of the weights per site",
         paper="Ashman et al., Partitioned variational inference (2022), Section 5.1",
-        options="fedgp_flower.methods.pvi.weights.options:GLMOptions",
+        options="fedgp_flower.methods.pvi_weights.options:GLMOptions",
         strategy="strategies.pvi_weights:PVIGLM",
-        client="fedgp_flower.methods.pvi.weights.client:GLMClient",
-        posterior="fedgp_flower.methods.pvi.weights.posterior:saved_model",
-        panels="fedgp_flower.methods.pvi.weights.panels:panels",
+        client="fedgp_flower.methods.pvi_weights.client:GLMClient",
+        posterior="fedgp_flower.methods.pvi_weights.posterior:saved_model",
+        panels="fedgp_flower.methods.pvi_weights.panels:panels",
         forget="strategies.pvi:forget_site",
     ),
     "pvi-bnn": Method(
         summary="Mean-field Bayesian neural networks for classes by PVI: a factor of the weights per site",
         paper="Ashman et al., Partitioned variational inference (2022), Section 5.3",
-        options="fedgp_flower.methods.pvi.network.options:NetworkOptions",
+        options="fedgp_flower.methods.pvi_weights.options:BNNOptions",
         strategy="strategies.pvi_weights:PVIBNN",
-        client="fedgp_flower.methods.pvi.network.client:NetworkClient",
-        posterior="fedgp_flower.methods.pvi.network.posterior:saved_model",
-        panels="fedgp_flower.methods.pvi.network.panels:panels",
+        client="fedgp_flower.methods.pvi_weights.client:BNNClient",
+        posterior="fedgp_flower.methods.pvi_weights.posterior:saved_network",
+        panels="fedgp_flower.methods.pvi_weights.panels:network_panels",
         forget="strategies.pvi:forget_site",
     ),
     "fsgp": Method(
@@ -280,7 +280,7 @@ def option_classes() -> dict[str, type[MethodOptions]]:
 
 
 def parse_config(flat: FlatConfig) -> RunConfig:
-    """Validate a run configuration against the tables of all methods; see :func:`fedgp_flower.run.config.parse`."""
+    """Validate a run configuration against the tables of all methods; see :func:`fedgp_flower.config.parse`."""
     return parse(flat, _own_options(flat) or option_classes())
 
 

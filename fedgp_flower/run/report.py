@@ -12,21 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from fedgp_flower.run import figures, overview
+from fedgp_flower.data import overview
+from fedgp_flower.files import write_bytes
+from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
-from fedgp_flower.run.effects import MOST, effects
+from fedgp_flower.run.dependence import MOST, effects, relevances
 from fedgp_flower.run.figures import Predictor
-from fedgp_flower.run.files import write_bytes
 from fedgp_flower.run.metrics import RANK_BINS, RANK_REACH
 from fedgp_flower.run.predict import Predictor as SavedPredictor
 from fedgp_flower.run.predict import row_of, why_no_posterior
 from fedgp_flower.run.registry import load
-from fedgp_flower.run.relevance import relevances
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
     against,
@@ -45,7 +46,6 @@ from fedgp_flower.run.summary import (
     text_rows,
     title_of,
 )
-from fedgp_flower.run.svg import inline
 from fedgp_flower.typing import Array
 
 FAILURE_LIMIT = 100
@@ -64,8 +64,8 @@ class Panel:
 class _Drawn:
     title: str
     caption: str
-    png: str = ""
-    svg: str = ""
+    source: str = ""
+    """The picture as a ``data:`` address."""
     width: int = 0
     html: str = ""
 
@@ -353,12 +353,18 @@ def _extra(plots: Path, panel: Panel) -> _Drawn:
     if isinstance(panel.body, Figure):
         return _draw(plots, name, panel.title, panel.body, panel.caption)
     write_bytes(plots / f"{name}.png", panel.body)
-    return _Drawn(panel.title, panel.caption, png=base64.b64encode(panel.body).decode(), width=800)
+    return _Drawn(panel.title, panel.caption, source=_address("png", panel.body), width=800)
 
 
 def _draw(plots: Path, name: str, title: str, figure: Figure, caption: str) -> _Drawn:
-    image = io.BytesIO()
+    """Write a figure as PNG beside the page; the page itself holds it as SVG."""
+    image, drawing = io.BytesIO(), io.BytesIO()
     figure.savefig(image, format="png", metadata={"Software": None})
     write_bytes(plots / f"{name}.png", image.getvalue())
-    width = math.ceil(figure.get_figwidth() * 100)
-    return _Drawn(title, caption, svg=Markup(inline(figure, name, title)), width=width)  # noqa: S704
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedgp"}):  # letters stay letters, ids the same
+        figure.savefig(drawing, format="svg", metadata={"Date": None})
+    return _Drawn(title, caption, _address("svg+xml", drawing.getvalue()), math.ceil(figure.get_figwidth() * 100))
+
+
+def _address(kind: str, content: bytes) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -4,7 +4,7 @@ STYLE = """
 :root { --ink: #1d2329; --soft: #5b6670; --line: #dfe3e7; --accent: #1f5f99; --paper: #fff; --bad: #8c1d18; }
 @media screen and (prefers-color-scheme: dark) { :root { --ink: #e6eaed; --soft: #a4aeb7; --line: #3a434b;
   --accent: #7fb6e8; --paper: #15191d; --bad: #ff9d94; color-scheme: dark; }
-  figure img, figure svg { background: #fff; padding: .4rem; border-radius: .3rem; } }
+  figure img { background: #fff; padding: .4rem; border-radius: .3rem; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); line-height: 1.5;
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", Arial, sans-serif; }
@@ -27,8 +27,8 @@ td.text { overflow-wrap: anywhere; } .wide td:first-child { white-space: nowrap;
 .wide { overflow-x: auto; } .wide table:not(.mono) td:not(.text) { white-space: nowrap; }
 .note, figcaption { color: var(--soft); font-size: .88rem; max-width: 46rem; }
 figure { margin: 1rem 0 1.4rem; }
-figure img, figure svg { max-width: 100%; height: auto; display: block; }
-.broad { overflow-x: auto; } .broad img, .broad svg { max-width: max(100%, 42rem); }
+figure img { max-width: 100%; height: auto; display: block; }
+.broad { overflow-x: auto; } .broad img { max-width: max(100%, 42rem); }
 details { margin: .5rem 0; } summary { cursor: pointer; color: var(--accent); }
 code, .mono td { font-size: .86rem;
   font-family: ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; }
@@ -36,7 +36,7 @@ code, .mono td { font-size: .86rem;
 @media screen and (max-width: 34rem) { main { padding: 1.4rem .9rem 3rem; } td { font-size: .9rem; }
   th, td { padding-right: .7rem; } .wide td:last-child { white-space: normal !important; } }
 @media print { main { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } h2 { break-after: avoid; }
-  body { font-size: 11pt; } nav { display: none; } .broad img, .broad svg { max-width: 100%; } }
+  body { font-size: 11pt; } nav { display: none; } .broad img { max-width: 100%; } }
 """
 
 TEMPLATE = """<!DOCTYPE html>
@@ -47,9 +47,7 @@ TEMPLATE = """<!DOCTYPE html>
 <title>{{ title }}</title><style>{{ style }}</style></head><body><main>
 {%- macro picture(panel) %}
 <figure{% if panel.width > 500 %} class="broad"{% endif %}>
-{% if panel.svg %}{{ panel.svg }}{% else %}
-<img src="data:image/png;base64,{{ panel.png }}" width="{{ panel.width }}" alt="{{ panel.title }}">
-{% endif %}
+<img src="{{ panel.source }}" width="{{ panel.width }}" alt="{{ panel.title }}">
 <figcaption>{{ panel.caption }}</figcaption></figure>
 {%- endmacro %}
 <h1>{{ title }}</h1>

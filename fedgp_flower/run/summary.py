@@ -144,24 +144,22 @@ def paired_difference(metrics: RunMetrics, figure: str, rival: Mapping[str, Any]
     return Difference(mean, mean - half, mean + half, k, lower_at)
 
 
-JUDGED = {
-    "worse": "worse than",
-    "above": "with a higher NLL, if not clearly, than",
-    "better": "better than",
-    "unclear": "not clearly different from",
-}
-UNSURE = {"higher": "with a higher NLL than", "lower": "with a lower NLL than"}
-"""How a run did against a baseline, in the order in which it is said: what is bad news comes first."""
-SAME = 1e-6
-"""Nats that are no difference."""
+JUDGED = (
+    "worse than",
+    "better than",
+    "about as good as",
+    *("with a higher NLL than", "with a lower NLL than"),
+)
+"""How a run did against a baseline, in the order of the sentence: bad news comes first. The last two are for a
+difference without an interval."""
 
 
 def judged(difference: Difference) -> str:
-    """A key of ``JUDGED``; without an interval, of ``UNSURE``."""
+    """The entry of :data:`JUDGED` for a difference of the NLL."""
+    worse, better, alike, higher, lower = JUDGED
     if not math.isfinite(difference.low):
-        return "lower" if difference.mean < 0 else "higher"
-    unsure = "above" if difference.mean > SAME else "unclear"
-    return "better" if difference.high < 0 else "worse" if difference.low > 0 else unsure
+        return lower if difference.mean < 0 else higher
+    return better if difference.high < 0 else worse if difference.low > 0 else alike
 
 
 def verdict(metrics: RunMetrics) -> str:
@@ -176,7 +174,7 @@ def verdict(metrics: RunMetrics) -> str:
             groups.setdefault(judged(difference), []).append(_called(name, metrics))
     if not groups:
         return f"{metrics.method} has a held-out NLL of {show(nll)} nats per row; no baseline was computed."
-    said = [f"{words} {_listed(groups[key])}" for key, words in (JUDGED | UNSURE).items() if key in groups]
+    said = [f"{words} {_listed(groups[words])}" for words in JUDGED if words in groups]
     sites = max(difference.sites for difference in differences.values())
     how = {
         0: "; without figures of sites there is no interval",

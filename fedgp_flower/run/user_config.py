@@ -10,9 +10,9 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedgp_flower.config import assignments, defaults, flatten
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import FlatConfig, Value
-from fedgp_flower.run.config import assignments, defaults, flatten
 from fedgp_flower.run.registry import default_config, option_classes, parse_config
 
 
@@ -31,7 +31,7 @@ def read_config(path: Path) -> dict[str, Value]:
 
 
 def parse_assignments(words: Sequence[str]) -> dict[str, Value]:
-    """``KEY=VALUE`` words with the types their keys have; see :func:`fedgp_flower.run.config.assignments`."""
+    """``KEY=VALUE`` words with the types their keys have; see :func:`fedgp_flower.config.assignments`."""
     return assignments(words, defaults(option_classes().values()))
 
 

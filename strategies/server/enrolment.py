@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.agreement import SiteDescription, agree, encoded_sums, squares_about, summed_arrays
+from fedgp_flower.data.overview import described
 from fedgp_flower.errors import DataError, ProtocolError, RunError
 from fedgp_flower.methods.messages import (
     Centres,
@@ -23,8 +25,6 @@ from fedgp_flower.methods.messages import (
     TargetPowers,
 )
 from fedgp_flower.outcome import Snapshot
-from fedgp_flower.run.config import RunConfig
-from fedgp_flower.run.overview import described
 from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.network import Network, pause_after

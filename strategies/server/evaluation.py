@@ -1,6 +1,6 @@
 """The server's half of evaluation: sums of scores from the sites become the figures of a run.
 
-Sites send sums over their held-out rows in original units (see :mod:`fedgp_flower.run.metrics`); adding them weighs
+Sites send sums over their held-out rows in original units (see :mod:`fedgp_flower.scores`); adding them weighs
 every row alike. If the target is y = location + scale · t, densities obey p(y) = p(t) / scale, so in standardised units
 
     −log p(t) = −log p(y) − log(scale),
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, RANK_BINS, RANK_REACH, REGRESSION_SUMS, Scores
+from fedgp_flower.scores import CLASSIFICATION_SUMS, RANK_BINS, RANK_REACH, REGRESSION_SUMS, Scores
 
 HISTOGRAMS = {"evaluation.pit": "pit", "evaluation.reliability": "reliability", "evaluation.ranks": "ranks"}
 """Array of an evaluation reply → key of ``calibration`` in ``metrics.json``."""

@@ -13,11 +13,11 @@ import numpy as np
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, FedYogi
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import message, too_far
 from fedgp_flower.methods.messages import MOVE, Step, Stepped, WeightedStep
 from fedgp_flower.records import array_record, numpy_arrays
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
 

@@ -14,9 +14,9 @@ from flwr.app import Message
 
 from fedgp_flower.methods.linear import LinearPredictor, LinearScoreSums
 from fedgp_flower.methods.messages import HISTOGRAM_SHAPES, LocalScoreSums, Nothing, ScoreSums
-from fedgp_flower.run.metrics import CLASSIFICATION_SUMS, REGRESSION_SUMS, Scores
+from fedgp_flower.scores import CLASSIFICATION_SUMS, REGRESSION_SUMS, Scores
 from fedgp_flower.typing import NamedArrays
-from strategies import linear
+from strategies.server import linear
 from strategies.server.evaluation import Evaluation, as_baseline, combine, of_all
 from strategies.server.finalise import Predicted
 from strategies.server.network import Expected, Network
@@ -105,7 +105,7 @@ class Scoring:
         return combine(sums, scale, map(histograms, scored.values())) if sums else None
 
     def simple_baselines(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """The scores of the mean of the target, and of linear or logistic regression; see :mod:`strategies.linear`.
+        """The scores of the mean of the target, and of linear or logistic regression.
 
         None where the method scores another kind of task than they.
         """

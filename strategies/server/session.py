@@ -10,12 +10,12 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
+from fedgp_flower.config import RunConfig, defaults
 from fedgp_flower.errors import ConfigError, ProtocolError
 from fedgp_flower.messages import add, encode, is_public, is_summand, kind_of, split, stepped_from
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.records import APART, array_record, packed_record
-from fedgp_flower.run.config import RunConfig, defaults
 from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import NamedArrays
 from strategies.server import enrolment

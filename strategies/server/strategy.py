@@ -19,10 +19,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
 from fedgp_flower.outcome import Observer, Snapshot, Summary
 from fedgp_flower.records import array_record, numpy_arrays
-from fedgp_flower.run.config import RunConfig
 from strategies.server import enrolment
 from strategies.server.algorithm import Algorithm, S
 from strategies.server.checkpoint import Clock, checkpoint, restore

@@ -164,7 +164,7 @@ class SmoothDeviation:
 
     def __init__(self, model: ShapedGP, features: Rows, targets: Targets) -> None:
         self.model, self.features, self.targets = model, features, targets
-        self.dense = model.options.deviates and len(features) <= DENSE_ROWS
+        self.dense = len(features) <= DENSE_ROWS
         self.width = len(model.varied)
 
     @cached_property
@@ -305,9 +305,7 @@ class SmoothDeviation:
         return own + self._slopes(left).mT @ self._slopes(right)
 
     def _weights(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
-        """U [W, N], and what it leaves open of the deviation [N]; nothing where sites do not deviate."""
-        if not self.model.options.deviates:
-            return features.new_zeros(0, len(features)), features.new_zeros(len(features))
+        """U [W, N], and what it leaves open of the deviation [N]."""
         size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
         values, left_over = self.model.project(self.model.deviation, self.anchors / stretch, features / stretch)
         return torch.cat([size * values, self._slopes(features)]), size.square() * left_over

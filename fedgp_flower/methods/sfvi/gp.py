@@ -4,8 +4,7 @@
 
 Z_G holds the whitened values of g's GP at the shared inputs Z, then c; Z_Lk those of h_k's GP at inputs of the site's
 own, then s / τ, then ζ_k / s_ζ. All are N(0, I) a priori, and f_k is linear in them. θ holds the hyperparameters of
-both kernels, log τ and log σ². Counts and binary targets have no ζ. Where sites do not deviate, h_k is zero and has no
-parameters.
+both kernels, log τ and log σ². Counts and binary targets have no ζ.
 """
 
 from __future__ import annotations
@@ -46,18 +45,13 @@ class GPOptions:
     noise: float = 0.1
     """Initial noise variance."""
     site_inducing: int = 20
-    """Inducing inputs of a site's deviation h_k; 0: it is the trend with noise."""
+    """Inducing inputs of a site's deviation h_k."""
     noise_spread: float = 0.5
     """Prior standard deviation s_ζ of a site's log noise offset; 0 gives all sites the same noise."""
     site_slope: float = 0.3
     """Initial standard deviation τ of a site's intercept and slopes."""
     jitter: float = 1e-8
     """Relative to the prior variance."""
-
-    @property
-    def deviates(self) -> bool:
-        """Whether a site has a deviation at all."""
-        return self.site_inducing > 0
 
 
 class HierarchicalModel(ClosedFormModel):
@@ -78,9 +72,8 @@ class HierarchicalModel(ClosedFormModel):
         self.likelihood = build_point_likelihood(options.likelihood, nodes=QUADRATURE_NODES)
         self.trend = trend
         self.register_buffer("inputs", inputs.clone())
-        if options.deviates:
-            self.deviation = deviation
-            self.log_site_slope = nn.Parameter(inputs.new_full((inputs.shape[1] + 1,), math.log(options.site_slope)))
+        self.deviation = deviation
+        self.log_site_slope = nn.Parameter(inputs.new_full((inputs.shape[1] + 1,), math.log(options.site_slope)))
         if options.likelihood == "gaussian":
             self.log_noise = nn.Parameter(torch.tensor(math.log(options.noise), dtype=torch.float64))
 
@@ -95,8 +88,6 @@ class HierarchicalModel(ClosedFormModel):
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
         """Rows of a site, and the inputs of its deviation: rows of the site that are far apart."""
         site = super().prepare(features, targets, groups, key=key)
-        if not self.options.deviates:
-            return site
         return replace(site, anchors=farthest_points(features, self.options.site_inducing))
 
     @property
@@ -116,8 +107,7 @@ class HierarchicalModel(ClosedFormModel):
 
     def local_width(self, site: SiteRows) -> int:
         """Whitened inducing values, intercept and slopes, noise offset."""
-        deviation = len(site.anchors) + site.features.shape[1] + 1 if self.options.deviates else 0
-        return deviation + int(self.own_noise)
+        return len(site.anchors) + site.features.shape[1] + 1 + int(self.own_noise)
 
     def expected_log_local(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
         """Σ_n E_q log p(y_n | f_n, ζ) + E_q log N(Z_L | 0, I); the first by quadrature for Bernoulli."""
@@ -174,9 +164,8 @@ class HierarchicalModel(ClosedFormModel):
         """Moments where h and ζ have their priors."""
         mean, variance = self.trend_moments(site.features, q_global)
         zero = mean.new_zeros(())
-        if self.options.deviates:
-            linear = (self.log_site_slope.exp()[:, None] * linear_terms(site.features)).square().sum(0)
-            variance = variance + self.deviation_factor * self.deviation(site.features, diag=True) + linear
+        linear = (self.log_site_slope.exp()[:, None] * linear_terms(site.features)).square().sum(0)
+        variance = variance + self.deviation_factor * self.deviation(site.features, diag=True) + linear
         return mean, variance, self._noise(zero, zero + float(self.own_noise), zero)
 
     def _noise(self, mean: Tensor, variance: Tensor, covariance: Tensor) -> Noise:
@@ -189,11 +178,9 @@ class HierarchicalModel(ClosedFormModel):
         linear = linear_terms(site.features)
         shared, left_over = self.project(self.trend, self.inputs, site.features)
         own = linear.new_zeros(int(self.own_noise), len(site.features))
-        if self.options.deviates:
-            values, left_deviation = self.project(self.deviation, site.anchors, site.features)
-            left_over = left_over + left_deviation
-            own = torch.cat([values, self.log_site_slope.exp()[:, None] * linear, own])
-        return Basis(torch.cat([shared, linear]), own, left_over)
+        values, left_deviation = self.project(self.deviation, site.anchors, site.features)
+        own = torch.cat([values, self.log_site_slope.exp()[:, None] * linear, own])
+        return Basis(torch.cat([shared, linear]), own, left_over + left_deviation)
 
     def project(self, kernel: Kernel, inputs: Float[Tensor, "M D"], features: Rows) -> tuple[Tensor, Tensor]:
         """L⁻¹K_zx [M, N] and the conditional variance k(x, x) − ‖L⁻¹K_zx‖² [N]."""
@@ -279,7 +266,7 @@ def export(
     """
     trend, width = deepcopy(model.trend), model.inputs.shape[1] + 1
     kernel = trend + LinearTerms(torch.ones(width, dtype=torch.float64))
-    if deviation and model.options.deviates:
+    if deviation:
         scaled = ScaleKernel(deepcopy(model.deviation)).to(q_global.mean)
         scaled.outputscale = q_global.mean.new_tensor(model.deviation_factor)  # a float would pass through float32
         kernel = kernel + scaled + LinearTerms(model.log_site_slope.exp())

@@ -16,7 +16,7 @@ from fedgp_flower.methods.sfvi.options import MODELS, SFVIOptions
 from fedgp_flower.methods.sfvi.posterior import saved_model
 from fedgp_flower.methods.sfvi.rows import ModelRow
 from fedgp_flower.run.artefacts import Posterior, RunData
-from fedgp_flower.run.effects import ranges_of
+from fedgp_flower.run.dependence import ranges_of
 from fedgp_flower.run.figures import BAND, DPI, FEDERATED, LOCAL, Z95, Predictor, confusion
 from fedgp_flower.run.predict import Predictor as SavedPredictor
 from fedgp_flower.run.predict import why_no_posterior
