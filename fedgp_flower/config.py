@@ -270,10 +270,13 @@ class RunConfig(CoreConfig):
     """Core keys plus the table of the chosen method as ``options``."""
 
     options: MethodOptions = MethodOptions()
+    shared: MethodOptions = MethodOptions()
+    """The table of another method that it reads too; where there is none, ``options`` again."""
 
     def flat(self) -> dict[str, Value]:
         """Every key with its resolved value, the method's table under the method's own prefix."""
-        out = dict(_flatten(self.model_dump(by_alias=True, exclude={"options"})))
+        out = dict(_flatten(self.model_dump(by_alias=True, exclude={"options", "shared"})))
+        out |= dict(_flatten({self.shared.table: self.shared.model_dump(by_alias=True)}))
         return out | dict(_flatten({self.options.table: self.options.model_dump(by_alias=True)}))
 
     def digest(self) -> str:
@@ -309,10 +312,15 @@ def nest(flat: FlatConfig) -> dict[str, Any]:
     return out
 
 
+def with_shared(options: Iterable[type[MethodOptions]]) -> list[type[MethodOptions]]:
+    """The classes of tables, and those that they share."""
+    return [section for own in options for section in (own, own.shared) if section is not None]
+
+
 def defaults(options: Iterable[type[MethodOptions]]) -> dict[str, Value]:
     """Every key a run knows, with its default: the content of ``[tool.flwr.app.config]``."""
     out = dict(_flatten(CoreConfig().model_dump(by_alias=True)))
-    for section in options:
+    for section in with_shared(options):
         if section.table:
             out |= dict(_flatten({section.table: section().model_dump(by_alias=True)}))
     return out
@@ -343,7 +351,7 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
         raise ConfigError(f"`method` = {method!r} is not a method; allowed: {', '.join(sorted(options))}")
     nested = nest({k: _number(v, known[k]) for k, v in given.items()} | {"method": method})
     own = options[method]
-    tables = {section.table: section for section in (*options.values(), own) if section.table}
+    tables = {section.table: section for section in with_shared((*options.values(), own)) if section.table}
     options_of = {name: validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
     core = validated(CoreConfig, nested, "")
     chosen = options_of[own.table] if own.table else own()
@@ -351,8 +359,11 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
         model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
         core = core.model_copy(update={"model": model})
     chosen.check(core)
+    shared = options_of[own.shared.table] if own.shared else chosen
+    chosen.check_shared(shared)
     core.require_accounted(chosen)
-    return RunConfig.model_construct(**{name: getattr(core, name) for name in CoreConfig.model_fields}, options=chosen)
+    of_core = {name: getattr(core, name) for name in CoreConfig.model_fields}
+    return RunConfig.model_construct(**of_core, options=chosen, shared=shared)
 
 
 def assignments(words: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:

@@ -160,6 +160,8 @@ class MethodOptions(Section):
     other_clients: ClassVar[tuple[str, ...]] = ()
     """What :meth:`client_for` may choose."""
 
+    shared: ClassVar[type[MethodOptions] | None] = None
+    """The table of another method that this one reads too."""
     accounted: ClassVar[bool] = False
     """Whether the method can add the noise that ``privacy.epsilon`` asks for."""
 
@@ -188,3 +190,6 @@ class MethodOptions(Section):
 
     def check(self, core: CoreConfig) -> None:
         """Raise ConfigError where the method cannot work with these core keys."""
+
+    def check_shared(self, shared: MethodOptions) -> None:
+        """Raise ConfigError where the method cannot work with these keys of the :attr:`shared` table."""

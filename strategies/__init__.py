@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from strategies.async_pvi import AsynchronousPVI as AsynchronousPVI
     from strategies.deep_kernel import DeepKernelGP as DeepKernelGP
     from strategies.fedmgp import FedMGP as FedMGP
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
@@ -15,24 +14,16 @@ if TYPE_CHECKING:
     from strategies.hierarchical_gp import HierarchicalGP as HierarchicalGP
     from strategies.private_sgpr import PrivateSGPR as PrivateSGPR
     from strategies.pvi import PVI as PVI
-    from strategies.pvi_duals import DualPVI as DualPVI
-    from strategies.pvi_sums import AsynchronousSummedPVI as AsynchronousSummedPVI
-    from strategies.pvi_sums import SummedPVI as SummedPVI
     from strategies.pvi_weights import PVIBNN as PVIBNN
     from strategies.pvi_weights import PVIGLM as PVIGLM
     from strategies.references import LocalOnly as LocalOnly
     from strategies.references import Pooled as Pooled
-    from strategies.replay_pvi import ParallelReplayPVI as ParallelReplayPVI
-    from strategies.replay_pvi import ReplayPVI as ReplayPVI
     from strategies.sfvi import SFVI as SFVI
     from strategies.sfvi_avg import SFVIAvg as SFVIAvg
     from strategies.sgpr import SGPR as SGPR
     from strategies.svgp import SVGP as SVGP
 
 _MODULES = {
-    "AsynchronousPVI": "async_pvi",
-    "AsynchronousSummedPVI": "pvi_sums",
-    "DualPVI": "pvi_duals",
     "DeepKernelGP": "deep_kernel",
     "FGPR": "fgpr",
     "FSGP": "fsgp",
@@ -43,15 +34,12 @@ _MODULES = {
     "PVI": "pvi",
     "PVIBNN": "pvi_weights",
     "PVIGLM": "pvi_weights",
-    "ParallelReplayPVI": "replay_pvi",
     "Pooled": "references",
     "PrivateSGPR": "private_sgpr",
-    "ReplayPVI": "replay_pvi",
     "SFVI": "sfvi",
     "SFVIAvg": "sfvi_avg",
     "SGPR": "sgpr",
     "SVGP": "svgp",
-    "SummedPVI": "pvi_sums",
 }
 """Strategy → the module of its algorithm."""
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedgp_flower.gp.gaussian import Gaussian
-from fedgp_flower.methods.pvi.factors import Factor
-from fedgp_flower.methods.pvi.hierarchical import Cavity, Data, Draws, SparseModel
+from fedgp_flower.methods.pvi.model import Cavity, Data, Draws, Factor, SparseModel
 
 
 def log_normaliser(q: Gaussian) -> Tensor:

@@ -22,11 +22,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "svgp": {"method": "svgp", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
     "fgpr": {"method": "fgpr"},
-    "pvi": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5, "pvi__refit_evaluations": 5},
-    "pvi whitened": {"method": "pvi", "pvi__inducing": "fixed", "pvi__hyper": "fixed", "pvi__schedule": "synchronous"}
-    | {"pvi__local_update": "adam", "pvi__steps": 5, "pvi__first_steps": 5},
+    "pvi": {"method": "pvi", "pvi__local_update": "adam", "pvi__steps": 5},
+    "pvi whitened": {"method": "pvi", "pvi__inducing": "fixed", "pvi__schedule": "synchronous"}
+    | {"pvi__local_update": "adam", "pvi__steps": 5},
     "pvi asynchronous": {"method": "pvi", "pvi__schedule": "asynchronous", "pvi__local_update": "adam"}
-    | {"pvi__steps": 3, "pvi__first_steps": 3},
+    | {"pvi__steps": 3},
     "fedmgp exact": {"method": "fedmgp-exact"},
     "fedmgp": {"method": "fedmgp"},
     "fedmgp heavy tails": {"method": "fedmgp", "model__likelihood": "student-t"},
@@ -37,8 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sfvi-avg networks": {"method": "sfvi-avg", "sfvi__model": "fedpop", "sfvi__local_steps": 3, **_CLASSES},
     "pvi-glm": {"method": "pvi-glm"},
     "pvi-bnn": {"method": "pvi-bnn", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
-    | {"features": "mean radius,mean texture", "bnn__classes": 2, "bnn__hidden": 4, "bnn__steps": 5}
-    | {"bnn__batch_size": 0, "bnn__prediction_draws": 5},
+    | {"features": "mean radius,mean texture", "bnn__classes": 2, "bnn__hidden": 4, "pvi__steps": 5},
     "deep-kernel": {"method": "deep-kernel", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture", "deep__hidden": 4, "deep__features": 3, "deep__local_steps": 3},
     "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 8, "privacy__secure_aggregation": True},
@@ -51,8 +50,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"},
     "pvi classes": {"method": "pvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
-    "pvi parallel": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5}
-    | {"pvi__refit_evaluations": 5, "pvi__schedule": "synchronous"},
     "rough": {"method": "hierarchical-gp", "hierarchical__deviation": "rough", "test_fraction": 0.8},
     "sfvi glmm": {"method": "sfvi", "sfvi__model": "glmm", "sfvi__unit_column": "age", "sfvi__random_slopes": "bmi"}
     | {"dataset": "diabetes", "features": "age,bmi", "sfvi__importance_samples": 2},

@@ -27,7 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi"},
-    "pvi by replay": {"method": "pvi", "pvi__local_update": "replay", "pvi__evaluations": 5},
+    "pvi by local steps": {"method": "pvi", "pvi__local_update": "adam", "pvi__steps": 5},
     "pvi-glm": {"method": "pvi-glm"},
     "fedmgp": {"method": "fedmgp-exact"},
     "sfvi": {"method": "sfvi"},

@@ -109,13 +109,12 @@ def admissions(rows: int = 72) -> pd.DataFrame:
     return frame
 
 
-SHORT = {"pvi.evaluations": 6, "pvi.steps": 6, "pvi.first-steps": 8, "pvi.samples": 2, "pvi.prediction-samples": 6}
-SHORT["pvi.local-update"] = "replay"
+SHORT = {"pvi.steps": 4, "pvi.local-update": "adam"}
 POSTERIORS = {
     "fsgp": ("fsgp", {}),
     "pvi": ("pvi", {}),
-    "pvi by replay": ("pvi", SHORT),
-    "pvi with points": ("pvi", SHORT | {"pvi.hyper": "fixed", "pvi.inducing": "fixed"}),
+    "pvi by local steps": ("pvi", SHORT),
+    "pvi with points": ("pvi", SHORT | {"pvi.inducing": "fixed"}),
     "hierarchical-gp": ("hierarchical-gp", {}),
     "sfvi": ("sfvi", {}),
     "sfvi-avg": ("sfvi-avg", {"sfvi.local-steps": 3}),
@@ -239,8 +238,8 @@ def test_the_draws_of_a_mixture_have_equal_weights(finished):
     posterior, new = finished.posterior, admissions(12)
     draws, inputs = posterior.to_gpytorch_draws(), posterior.inputs(new)
     given = finished.config
-    drawn = given.get("pvi.local-update") == "replay" and given.get("pvi.hyper") == "distribution"
-    assert len(draws) == (6 if drawn else 1)
+    drawn = given.get("pvi.local-update") == "adam" and given.get("pvi.inducing") == "distribution"
+    assert len(draws) == (100 if drawn else 1)
     observed = [likelihood(model(inputs)) for model, likelihood in draws]
     mean = torch.stack([each.mean for each in observed]).mean(0)
     second = torch.stack([each.variance + each.mean**2 for each in observed]).mean(0)
@@ -252,7 +251,7 @@ def test_the_draws_of_a_mixture_have_equal_weights(finished):
 def test_classes_are_no_single_mixture_but_f_is(tmp_path):
     frame = admissions()
     frame["outcome"] = np.where(frame["outcome"] > frame["outcome"].median(), "high", "low")
-    options = FEW | SHORT | {"output-dir": str(tmp_path), "model.likelihood": "bernoulli", "pvi.local-update": "adam"}
+    options = FEW | SHORT | {"output-dir": str(tmp_path), "model.likelihood": "bernoulli"}
     posterior = fg.run(frame, method="pvi", target="outcome", sites=2, num_rounds=1, options=options).posterior
     table = posterior.predict(frame)
     draws, inputs = posterior.to_gpytorch_draws(), posterior.inputs(frame)
@@ -312,7 +311,7 @@ def test_every_strategy_is_in_the_namespace_and_the_same_class():
         }
     assert {name: getattr(fg.strategies, name) for name in expected} == expected
     assert dir(fg.strategies) == sorted(expected)
-    assert {"SGPR", "PVI", "ReplayPVI", "SFVIAvg", "FedMGPExact", "Pooled"} <= expected.keys()
+    assert {"SGPR", "PVI", "PVIGLM", "SFVIAvg", "FedMGPExact", "Pooled"} <= expected.keys()
     with pytest.raises(AttributeError, match="no attribute 'Fly'"):
         fg.strategies.Fly  # noqa: B018
 

@@ -15,26 +15,23 @@ from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import GaussianNoise, build_point_likelihood
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.pvi.factors import (
-    InducingFactor,
-    Natural,
-    PseudoObservations,
-    WhitenedGaussian,
-    log_noise_evidence,
-    product,
-    view,
-)
-from fedgp_flower.methods.pvi.hierarchical import (
+from fedgp_flower.methods.pvi.messages import PseudoPoints
+from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
+    InducingFactor,
     Latents,
+    Natural,
     Point,
+    PseudoObservations,
     SparseModel,
+    WhitenedGaussian,
     local_free_energy,
     predict,
+    product,
     standard_normal,
+    view,
 )
-from fedgp_flower.methods.pvi.messages import PseudoPoints
 from fedgp_flower.methods.pvi.updates import first_factor
 from fedgp_flower.options import ModelSection
 
@@ -68,7 +65,7 @@ def naturals(model: SparseModel, draws: Draws, factors: list) -> Natural:
 
 def merged(factors: list[PseudoObservations]) -> list[PseudoObservations]:
     """The tied diagonal factors as one of all their pseudo-observations, and the rest as they are."""
-    tied = [f for f in factors if f.tied and f.root.ndim == 1]
+    tied = [f for f in factors if f.tied]
     rest = [f for f in factors if not any(f is own for own in tied)]
     if not tied:
         return rest
@@ -142,8 +139,7 @@ def test_product_is_the_posterior_of_a_linear_gaussian_model():
 def test_the_product_does_not_depend_on_order_or_grouping(seed, order, cut):
     model = make_model()
     draws = make_draws(model, seed)
-    full = PseudoObservations(rand(3, 2, seed=seed), rand(3, seed=9), torch.eye(3).double() + rand(3, 3, seed=8).tril())
-    factors = [dpo(seed + 1), dpo(seed + 2, tied=False), dpo(seed + 3, 2), full]
+    factors = [dpo(seed + 1), dpo(seed + 2, tied=False), dpo(seed + 3, 2), dpo(seed + 4, 3, tied=False)]
     whole = naturals(model, draws, factors)
     close(naturals(model, draws, [factors[i] for i in order]), whole)
     close(naturals(model, draws, [*merged(factors[:cut]), *merged(factors[cut:])]), whole)
@@ -159,39 +155,20 @@ def test_cavity_times_a_site_s_factor_is_the_product():
     close(found, naturals(model, draws, [*others, own]))
 
 
-def test_full_noise_with_a_diagonal_root_is_diagonal_noise_and_tied_scales_with_sigma():
+def test_tied_noise_scales_with_sigma():
     model = make_model()
     draws, factor = make_draws(model), dpo(3)
-    full = PseudoObservations(factor.inputs, factor.targets, factor.root.diag())
-    close(naturals(model, draws, [full]), naturals(model, draws, [factor]))
     one = Draws(draws.inducing[:1], draws.hyper[:1])
     scaled = PseudoObservations(factor.inputs, factor.targets, factor.root / draws.hyper[0, -1].exp(), tied=False)
     close(naturals(model, one, [scaled]), naturals(model, one, [factor]))
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_arrays_of_a_factor_are_bit_exact(full):
-    diagonal = dpo(3)
-    root = diagonal.root.diag() if full else diagonal.root
-    factor = PseudoObservations(diagonal.inputs, diagonal.targets, root, False, 7.0, torch.tensor(1.5).double())
-    arrays = encode(PseudoPoints.of(factor))
-    back = decode(PseudoPoints, arrays).factor(tied=False)
-    for name in ("inputs", "targets", "root", "residual"):
+def test_arrays_of_a_factor_are_bit_exact():
+    factor = dpo(3, tied=False)
+    back = decode(PseudoPoints, encode(PseudoPoints.of(factor))).factor(tied=False)
+    for name in ("inputs", "targets", "root"):
         assert torch.equal(getattr(back, name), getattr(factor, name))
-    assert (back.tied, back.count) == (False, 7.0)
-    assert sum(a.size for a in arrays.values()) == 4 * 2 + 4 + root.numel() + 2
-
-
-def test_correlated_noise_enters_by_its_inverse():
-    model = make_model()
-    draws = make_draws(model)
-    root = torch.eye(3).double() + 0.5 * rand(3, 3).tril(-1)
-    factor = PseudoObservations(rand(3, 2, seed=4), rand(3, seed=5), root, tied=False)
-    a = model.geometry(draws).project(factor.inputs)
-    inverse = root @ root.mT
-    natural = naturals(model, draws, [factor])
-    torch.testing.assert_close(natural.precision, torch.eye(INDUCING) + a @ inverse @ a.mT, **EXACT)
-    torch.testing.assert_close(natural.shift, a @ inverse @ factor.targets, **EXACT)
+    assert not back.tied
 
 
 def test_cpo_is_the_same_function_of_u_at_every_sample():
@@ -221,16 +198,6 @@ def test_negative_precision_is_an_error_with_a_remedy():
     factor = InducingFactor(NaturalGaussian(torch.zeros(INDUCING).double(), 50 * torch.eye(INDUCING).double()))
     with pytest.raises(NumericsError, match="negative precision"):
         naturals(model, make_draws(model), [factor]).density()
-
-
-def test_noise_evidence_is_a_product_of_normal_densities_at_zero_function():
-    """At f = 0 and c = 0, log t = Σ log N(m_j; 0, σ²/w_j) + ½ Σ log(1/w_j) for n = J pseudo-observations."""
-    weights, m = torch.tensor([1.0, 4.0]).double(), torch.tensor([0.5, -1.0]).double()
-    noise = torch.tensor([0.3, 1.1]).double()
-    factor = PseudoObservations(torch.zeros(2, 1).double(), m, weights.sqrt(), True, 2.0)
-    normal = torch.distributions.Normal(0.0, (noise[:, None] / weights).sqrt())
-    expected = normal.log_prob(m).sum(-1) - 0.5 * weights.log().sum()
-    torch.testing.assert_close(log_noise_evidence(factor, noise), expected, **EXACT)
 
 
 def test_a_function_that_is_known_to_be_zero_somewhere_is_predicted_there():
@@ -269,7 +236,7 @@ def test_one_pass_of_cpo_factors_is_titsias_in_natural_parameters_of_u():
     latents = Latents(Point(3 * rand(INDUCING * 2, seed=1)), Point(model.initial_hyper()))
     draws = Draws(latents.inducing.value.reshape(1, INDUCING, 2), latents.hyper.value[None])
     sites = [Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3, 4)]
-    factors = [first_factor(model, data, latents, "cpo", num_points=1, min_rows=1) for data in sites]
+    factors = [first_factor(model, data, latents, "cpo") for data in sites]
     geometry, noise = model.geometry(draws), 0.2
     kzz = (geometry.chol @ geometry.chol.mT)[0]
     z, x, y = draws.inducing, torch.cat([d.inputs for d in sites]), torch.cat([d.targets for d in sites])
@@ -294,7 +261,7 @@ def test_a_visit_does_not_move_a_cpo_factor_that_is_the_optimum():
     latents = Latents(Point(3 * rand(INDUCING * 2, seed=1)), Point(model.initial_hyper()))
     draws = Draws(latents.inducing.value.reshape(1, INDUCING, 2), latents.hyper.value[None])
     data, other = (Data(2 * rand(ROWS, 2, seed=seed), rand(ROWS, seed=seed + 50)) for seed in (2, 3))
-    own, cavity = (first_factor(model, d, latents, "cpo", num_points=1, min_rows=1) for d in (data, other))
+    own, cavity = (first_factor(model, d, latents, "cpo") for d in (data, other))
     eta1, eta2 = (part.clone().requires_grad_() for part in (own.natural.eta1, own.natural.eta2))
     value = local_free_energy(model, draws, [cavity], InducingFactor(NaturalGaussian(eta1, eta2)), data).sum()
     slopes = torch.autograd.grad(value, (eta1, eta2))

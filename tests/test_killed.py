@@ -21,7 +21,7 @@ from fedgp_flower.messages import encode
 from strategies.server import enrolment
 
 REPEAT = {"round.incomplete": "repeat"}
-ASYNCHRONOUS = ("pvi asynchronous", "pvi sums, asynchronous", "pvi mixed, asynchronous")
+ASYNCHRONOUS = ("pvi asynchronous", "pvi sums, asynchronous")
 """Their order of merges is that of arrival, which a kill changes."""
 
 

@@ -22,11 +22,8 @@ pytestmark = [
 OWN = {
     "pvi": [
         "num-server-rounds=4",
-        "pvi.local-update=replay",
-        "pvi.refit-evaluations=15",
-        "pvi.refit-steps=5",
-        "pvi.evaluations=15",
-        "pvi.prediction-samples=10",
+        "pvi.local-update=adam",
+        "pvi.steps=10",
     ],
     "fedmgp": ["num-server-rounds=4"],
     "sfvi": ["num-server-rounds=4", "sfvi.site-inducing=8"],

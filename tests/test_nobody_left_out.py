@@ -16,18 +16,16 @@ from fedgp_flower.errors import DataError
 from fedgp_flower.run.registry import parse_config
 
 POLICY = "least-cell = 0\nleast-rows = 2"
-PVI = {"method": "pvi", "pvi__first_steps": 20, "pvi__evaluations": 20, "pvi__refit_evaluations": 20}
-PVI |= {"pvi__prediction_samples": 5, "pvi__refit_steps": 5, "num_server_rounds": 5}
+PVI = {"method": "pvi", "pvi__steps": 10, "num_server_rounds": 5}
 METHODS: dict[str, dict[str, Any]] = {
     "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
-    "pvi replay": PVI | {"pvi__local_update": "replay"},
     "pvi adam": PVI | {"pvi__local_update": "adam"},
     "sfvi": {"method": "sfvi"},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 5},
     "fedmgp": {"method": "fedmgp"},
 }
-"""The first site of a sequential method is the one with the constant target; FSGP by sums: `test_fsgp_profiled.py`."""
+"""The first site of a sequential method is the one with the constant target; FSGP by sums: `test_sgpr.py`."""
 CLASSES: dict[str, dict[str, Any]] = {
     "fsgp": {"method": "sgpr"},
     "pvi": PVI | {"pvi__local_update": "adam"},

@@ -61,11 +61,7 @@ def test_a_rare_class_of_the_target_is_refused(method, tmp_path):
         ill = frame["y"].rank() > (58 if site == "c" else 30)
         frames[site] = frame.assign(y=np.where(ill, "ill", "well"))
     keys = {"method": method, "model__likelihood": "bernoulli", "num_server_rounds": 2, "sites": 3}
-    keys |= (
-        {"pvi__local_update": "adam", "pvi__factor": "free", "pvi__first_steps": 2, "pvi__steps": 2}
-        if method == "pvi"
-        else {}
-    )
+    keys |= {"pvi__local_update": "adam", "pvi__factor": "free", "pvi__steps": 2} if method == "pvi" else {}
     grid = Transcript(configured(**keys), csv_nodes(tmp_path, frames, ""))
     strategy = run(grid)
     assert set(blamed(strategy)) == {"c"}

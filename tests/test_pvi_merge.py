@@ -8,22 +8,12 @@ import torch
 from test_pvi_exact import blocks, contribution, contribution_of
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
-from fedgp_flower.methods.pvi.factors import InducingFactor
-from fedgp_flower.methods.pvi.messages import Marginal, PseudoPoints, Refined
+from fedgp_flower.methods.pvi.messages import Marginal, PseudoPoints
+from fedgp_flower.methods.pvi.model import InducingFactor
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.run.registry import parse_config
-from strategies.pvi import (
-    Contribution,
-    PVIState,
-    cavities,
-    cavity,
-    damping_of,
-    due,
-    merge,
-    next_sites,
-    posterior,
-    shared,
-)
+from fedgp_flower.methods.pvi.state import Contribution, cavities, cavity, merge, posterior
+from strategies.pvi import damping_of, due, next_sites
+from strategies.pvi_updates import PVIState, averaged
 
 
 def test_damping_is_a_geometric_mean_of_old_and_new():
@@ -104,7 +94,7 @@ def test_a_proper_posterior_with_an_improper_cavity_is_damped():
 
 def test_pseudo_observations_are_replaced_undamped():
     def points(targets):
-        return PseudoPoints(np.zeros((len(targets), 1)), targets, targets + 1, np.array(0.0), np.array(3.0))
+        return PseudoPoints(np.zeros((len(targets), 1)), targets, targets + 1)
 
     state = PVIState({}, {"s": Contribution({}, points(np.zeros(2)))})
     merged, _ = merge(state, {"s": Contribution({}, points(np.ones(3)))}, damping=0.1)
@@ -112,11 +102,9 @@ def test_pseudo_observations_are_replaced_undamped():
 
 
 def test_points_are_averaged_by_share_of_rows():
-    options = parse_config({"method": "pvi", "pvi.local-update": "adam", "pvi.inducing": "average"}).options
-    state = PVIState({}, shared={"inducing": Marginal(value=np.array([0.0, 4.0]))})
-    answer = Refined(0.0, 1, 0, 0, inducing=Marginal(value=np.array([1.0, 0.0])))
-    averaged = shared(state, answer, options, share=0.25)
-    np.testing.assert_allclose(averaged.shared["inducing"].value, [0.25, 3.0])
+    state = PVIState(shared={"inducing": Marginal(value=np.array([0.0, 4.0]))})
+    found = averaged(state, {"inducing": Marginal(value=np.array([1.0, 0.0]))}, 0.25)
+    np.testing.assert_allclose(found.shared["inducing"].value, [0.25, 3.0])
 
 
 def test_block_without_a_prior_is_the_product_of_the_factors():

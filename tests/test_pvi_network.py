@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from faults import configured
 
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.gaussian import DiagonalGaussian
-from fedgp_flower.methods.pvi.network.mathematics import Network, Rows, VisitSettings, refined
+from fedgp_flower.methods.pvi_weights.network import ClassRows, Network, VisitSettings, refined
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import parse_config
@@ -35,8 +34,8 @@ def three_classes(rows: int = 90, seed: int = 0) -> pd.DataFrame:
     return pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "label": label.astype(float)})
 
 
-def data(frame: pd.DataFrame) -> Rows:
-    return Rows(*(torch.from_numpy(frame[names].to_numpy().copy()) for names in (["a", "b"], "label")))
+def data(frame: pd.DataFrame) -> ClassRows:
+    return ClassRows(*(torch.from_numpy(frame[names].to_numpy().copy()) for names in (["a", "b"], "label")))
 
 
 def test_draws_for_each_row_are_those_of_the_weights():
@@ -68,11 +67,7 @@ def test_a_visit_raises_the_bound_and_its_factor_is_proper():
 def test_a_visit_stops_where_the_fit_rises_no_more():
     rows, prior = data(three_classes()), DiagonalGaussian.standard(SIZE)
     start = DiagonalGaussian.from_moments(NETWORK.initial(generator()), torch.full((SIZE,), 0.05**2).double())
-    steps = [
-        refined(NETWORK, rows, prior, start, replace(VisitSettings(500, 0.05, fits=[]), enabled=on), generator()).trace
-        for on in (True, False)
-    ]
-    assert steps[0].evaluations < steps[1].evaluations == 500
+    assert refined(NETWORK, rows, prior, start, VisitSettings(500, 0.05), generator()).trace.evaluations < 500
 
 
 def test_labels_that_are_no_classes_are_named():
@@ -86,10 +81,8 @@ KEYS = {
     "standardise": False,
     "bnn__classes": 3,
     "bnn__hidden": 6,
-    "bnn__steps": 60,
-    "bnn__batch_size": 0,
-    "bnn__prediction_draws": 5,
-    "bnn__learning_rate": 0.03,
+    "pvi__steps": 60,
+    "pvi__learning_rate": 0.03,
     "num_server_rounds": 3,
     "name": "run",
 }
@@ -117,7 +110,7 @@ def test_a_run_is_scored_saved_and_predicts(tmp_path: Path):
     [
         ({"standardise": True}, "`standardise` false"),
         ({"model.likelihood": "bernoulli"}, "set `bnn.classes` to 2"),
-        ({"bnn.preset": "global-vi"}, "only pvi-glm"),
+        ({"pvi.preset": "global-vi"}, "which pvi-bnn has not"),
         ({"optimizer.steps": 7}, "`optimizer.steps`"),
     ],
 )

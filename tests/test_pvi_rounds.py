@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,35 +15,18 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.pvi.linear import LinearSite, analytic_factor, fixed_point_update
-from fedgp_flower.methods.pvi.messages import (
-    Distilled,
-    Leakage,
-    Marginal,
-    NaturalParameters,
-    Predictive,
-    PseudoPoints,
-    Refined,
-    Refitted,
-    Visit,
-)
+from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
-from fedgp_flower.run.registry import parse_config
-from strategies import async_pvi, replay_pvi
-from strategies.pvi import PVIState, begin, forget, one_round, posterior
-from strategies.server.questions import Asking, Each, First, Refuse, Roster, drive
+from fedgp_flower.methods.pvi.state import forget, posterior
+from strategies.pvi import begin, one_round
+from strategies.pvi_updates import LocalOptimum, PVIState
+from strategies.server.questions import Asking, First, Refuse, Roster, drive
 
 FIRST = {"inducing": np.zeros((8, 2)), "hyper": np.zeros(3)}
 
 
-def options(**keys: Any) -> PVIOptions:
-    parsed = parse_config({"method": "pvi", **{f"pvi.{n.replace('_', '-')}": v for n, v in keys.items()}}).options
-    assert isinstance(parsed, PVIOptions)
-    return parsed
-
-
-LINEAR = options(local_update="natural-gradient", inducing="fixed", hyper="fixed")
-REPLAY, PARALLEL = (options(local_update="replay", schedule=name) for name in ("sequential", "synchronous"))
-Rounds = Callable[[PVIState, Roster], Asking[tuple[PVIState, dict[str, float]]]]
+FIXED = PVIOptions().model_copy(update={"local_update": "natural-gradient"})
+LINEAR = LocalOptimum("whitened", {"inducing": "fixed", "hyper": "fixed"})
 
 
 @dataclass
@@ -74,7 +57,7 @@ def roster_of(problem: Problem, number: int, busy: tuple[str, ...] = ()) -> Rost
 
 
 def trained(problem: Problem, plan: Plan, rounds: int, sites: Mapping[str, Any] | None = None) -> PVIState:
-    state = begin(FIRST, LINEAR, {})
+    state = begin(FIRST, FIXED, {})
     for number in range(1, rounds + 1):
         asking = one_round(state, roster_of(problem, number), plan, LINEAR)
         state, _ = drive(asking, sites or sites_of(problem))
@@ -188,11 +171,11 @@ class Line:
 
 def test_staleness_counts_merges_the_site_did_not_see() -> None:
     problem, plan = Problem(3), Plan("asynchronous", damping=1.0)
-    line, state = Line(sites_of(problem)), begin(FIRST, LINEAR, {})
+    line, state = Line(sites_of(problem)), begin(FIRST, FIXED, {})
     seen = []
     for number, site in enumerate(["1", "0", "1", "2"], 1):
         roster = roster_of(problem, number, tuple(line.waiting))
-        state, figures = line.arrive(async_pvi.one_round(state, roster, plan, LINEAR), site)
+        state, figures = line.arrive(one_round(state, roster, plan, LINEAR), site)
         seen.append(figures["staleness"])
     assert seen == [0, 1, 1, 3]
     assert state.record.staleness == {"1": 1, "0": 1, "2": 3}
@@ -203,9 +186,9 @@ def test_asynchronous_one_at_a_time_is_sequential() -> None:
     problem = Problem(3)
     sites, line = sites_of(problem, "bernoulli"), Line(sites_of(problem, "bernoulli"))
     expected = trained(problem, Plan(damping=1.0), 6, sites)
-    state, plan = begin(FIRST, LINEAR, {}), Plan("asynchronous", damping=1.0, concurrency=1)
+    state, plan = begin(FIRST, FIXED, {}), Plan("asynchronous", damping=1.0, concurrency=1)
     for number in range(1, 7):
-        state, figures = line.arrive(async_pvi.one_round(state, roster_of(problem, number), plan, LINEAR), None)
+        state, figures = line.arrive(one_round(state, roster_of(problem, number), plan, LINEAR), None)
         assert figures["staleness"] == 0
     assert torch.equal(q_of(state).eta1, q_of(expected).eta1)
     assert torch.equal(q_of(state).eta2, q_of(expected).eta2)
@@ -213,133 +196,36 @@ def test_asynchronous_one_at_a_time_is_sequential() -> None:
 
 def test_a_lost_answer_moves_nothing_and_its_site_is_asked_again() -> None:
     problem, plan = Problem(3), Plan("asynchronous")
-    line, state = Line(sites_of(problem)), begin(FIRST, LINEAR, {})
-    after, figures = line.arrive(async_pvi.one_round(state, roster_of(problem, 1), plan, LINEAR), "0", lost=True)
+    line, state = Line(sites_of(problem)), begin(FIRST, FIXED, {})
+    after, figures = line.arrive(one_round(state, roster_of(problem, 1), plan, LINEAR), "0", lost=True)
     assert (after.version, figures, dict(after.sent)) == (0, {}, {"1": 0, "2": 0})
-    question = next(async_pvi.one_round(after, roster_of(problem, 2, ("1", "2")), plan, LINEAR))
+    question = next(one_round(after, roster_of(problem, 2, ("1", "2")), plan, LINEAR))
     assert set(question.requests) == {"0"}
 
 
 def test_a_resumed_run_asks_again_what_was_under_way() -> None:
     problem, plan = Problem(3), Plan("asynchronous")
     line = Line(sites_of(problem))
-    state, _ = line.arrive(async_pvi.one_round(begin(FIRST, LINEAR, {}), roster_of(problem, 1), plan, LINEAR), "1")
-    question = next(async_pvi.one_round(decode(PVIState, encode(state)), roster_of(problem, 2), plan, LINEAR))
+    state, _ = line.arrive(one_round(begin(FIRST, FIXED, {}), roster_of(problem, 1), plan, LINEAR), "1")
+    question = next(one_round(decode(PVIState, encode(state)), roster_of(problem, 2), plan, LINEAR))
     assert set(question.requests) == {"0", "1", "2"}
-
-
-# Replay.
-
-
-class ReplaySite:
-    """Says the same at every visit, and of Z and β what it was told, moved by one."""
-
-    def points(self) -> PseudoPoints:
-        """Two pseudo-observations."""
-        return PseudoPoints(np.zeros((2, 2)), np.ones(2), np.ones(2), np.array(0.0), np.array(2.0))
-
-    def moved(self, told: Marginal) -> Marginal:
-        """A narrow distribution, one further."""
-        mean = told.value if told.eta1 is None else told.eta1 / (-2.0 * told.eta2)
-        return Marginal.narrow(mean + 1.0, 0.1)
-
-    def train(self, request: Visit) -> Refined:
-        """Refit and distil."""
-        latents = {"inducing": self.moved(request.q.inducing), "hyper": self.moved(request.q.hyper)}
-        return Refined(0.0, 1, 0, 0, self.points(), leakage=Leakage(0.0, 1.0, 1.0), moved=0.5, **latents)
-
-    def distil(self, request: Visit) -> Distilled:
-        """Distil."""
-        del request
-        return Distilled(0.0, 1, 0, 0, self.points(), leakage=Leakage(0.0, 1.0, 1.0))
-
-    def refit(self, request: Predictive) -> Refitted:
-        """Refit."""
-        return Refitted(0.0, 1, 0, 0, inducing=self.moved(request.q.inducing), hyper=self.moved(request.q.hyper))
-
-
-def sequential(state: PVIState, roster: Roster) -> Asking[tuple[PVIState, dict[str, float]]]:
-    return one_round(state, roster, Plan(damping=1.0), REPLAY)
-
-
-def parallel(state: PVIState, roster: Roster) -> Asking[tuple[PVIState, dict[str, float]]]:
-    return replay_pvi.parallel_round(state, roster, Plan("synchronous", damping=1.0), PARALLEL)
-
-
-def linear(state: PVIState, roster: Roster) -> Asking[tuple[PVIState, dict[str, float]]]:
-    return one_round(state, roster, Plan("synchronous"), LINEAR)
-
-
-def test_a_refit_is_shared_by_all_and_no_factor() -> None:
-    problem = Problem(3)
-    state = begin(FIRST, REPLAY, {})
-    sites = dict.fromkeys("012", ReplaySite())
-    for number in (1, 2):
-        state, figures = drive(sequential(state, roster_of(problem, number)), sites)
-    mean = state.shared["inducing"].latent().mean()
-    assert mean.tolist() == pytest.approx([2.0] * 16)
-    assert (set(state.sites), state.prior, figures["damping"]) == ({"0", "1"}, {}, 1.0)
-    assert state.record.sizes == {"0": 0.5, "1": 0.5}
-
-
-def test_parallel_replay_refits_once_a_round() -> None:
-    problem = Problem(3)
-    state = begin(FIRST, PARALLEL, {})
-    state, figures = drive(parallel(state, roster_of(problem, 1)), dict.fromkeys("012", ReplaySite()))
-    assert state.shared["hyper"].latent().mean().tolist() == pytest.approx([1.0] * 3)
-    assert (set(state.sites), figures["refit"]) == ({"0", "1", "2"}, 0.0)
-
-
-def test_another_site_refits_where_one_sends_what_was_not_asked_for() -> None:
-    problem, own = Problem(3), options(local_update="replay", hyper="fixed")
-    state = begin(FIRST, own, {})
-    asking = replay_pvi.refit(state, roster_of(problem, 1), own)
-    question = next(asking)
-    assert list(question.requests) == ["1"]
-    site = ReplaySite()
-    refusal = asking.send({"1": site.refit(question.requests["1"])})
-    assert isinstance(refusal, Refuse)
-    assert "`hyper` is a distribution, expected absent" in refusal.reason
-    question = asking.send(None)
-    assert list(question.requests) == ["2"]
 
 
 # Kills.
 
 
-KILLED = {"linear": (linear, LINEAR), "replay": (sequential, REPLAY), "parallel replay": (parallel, PARALLEL)}
-
-
-@pytest.mark.parametrize(("rounds", "chosen"), KILLED.values(), ids=KILLED)
-def test_a_round_that_is_killed_anywhere_is_repeated_from_the_same_state(rounds: Rounds, chosen: PVIOptions) -> None:
+@pytest.mark.parametrize("plan", [Plan(), Plan("synchronous")], ids=str)
+def test_a_round_that_is_killed_anywhere_is_repeated_from_the_same_state(plan: Plan) -> None:
     problem = Problem(3)
-    sites = sites_of(problem) if chosen is LINEAR else dict.fromkeys("012", ReplaySite())
-    state, _ = drive(rounds(begin(FIRST, chosen, {}), roster_of(problem, 1)), sites)
+    state, sites = trained(problem, plan, 1), sites_of(problem)
     before = encode(state)
-    expected, _ = drive(rounds(state, roster_of(problem, 2)), sites)
-    kills = 0
-    while killed_after(rounds(state, roster_of(problem, 2)), sites, kills):
-        kills += 1
-        assert same(encode(state), before)
-        again, _ = drive(rounds(state, roster_of(problem, 2)), sites)
-        assert same(encode(again), encode(expected))
-    assert kills == (2 if rounds is parallel else 1)
-
-
-def killed_after(asking: Asking[Any], sites: Mapping[str, Any], questions: int) -> bool:
-    """Close a round at a question; False if it has fewer."""
-    reply: Any = None
-    for count in range(questions + 1):
-        try:
-            question = asking.send(reply)
-        except StopIteration:
-            return False
-        assert isinstance(question, Each)
-        if count < questions:
-            kind = question.answer.__dict__["__message_kind__"].rpartition(".")[2]
-            reply = {name: getattr(sites[name], kind)(request) for name, request in question.requests.items()}
+    expected, _ = drive(one_round(state, roster_of(problem, 2), plan, LINEAR), sites)
+    asking = one_round(state, roster_of(problem, 2), plan, LINEAR)
+    next(asking)
     asking.close()
-    return True
+    assert same(encode(state), before)
+    again, _ = drive(one_round(state, roster_of(problem, 2), plan, LINEAR), sites)
+    assert same(encode(again), encode(expected))
 
 
 def same(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:

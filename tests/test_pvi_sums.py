@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,32 +11,26 @@ import pytest
 import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, crashed, csv_nodes, lost, run, waves
 from numpy import ndarray
-from strategies.pvi_mixed import MixedPVI
 
 from fedgp_flower.clients.baselines import PRIORS, log_prior
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.latent import LatentGP
 from fedgp_flower.gp.profiled import profiled
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
-from fedgp_flower.gp.sums import WhitenedPosterior, exact_posterior
-from fedgp_flower.messages import add
 from fedgp_flower.methods.messages import Parameters
-from fedgp_flower.methods.pvi.options import Plan, PVIOptions
+from fedgp_flower.methods.pvi.options import Plan
+from fedgp_flower.methods.pvi.state import forget, posterior
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, Statistics, Trials, TrialSums, apart
 from fedgp_flower.options import ModelSection
-from fedgp_flower.outcome import Observer
 from fedgp_flower.run.registry import parse_config
-from strategies import async_pvi, pvi
-from strategies.pooled_bound import posterior_at
-from strategies.pvi import PVIState, forget, forget_site, posterior, state_of
-from strategies.pvi_duals import NaturalGradient
-from strategies.pvi_sums import LINEAR, ExactFactor, SummedState, begin, whitened
+from strategies import svgp
+from strategies.pvi import forget_site, one_round, state_of
+from strategies.pvi_updates import ExactFactor, NaturalGradient, PVIState, agreed, product
 from strategies.server.questions import Roster, drive
-from strategies.sgpr import SGPRState, chain_at, objective
+from strategies.sgpr import objective
 
 NOISE, AMPLITUDE, LENGTH = 0.07, 1.7, 0.9
-AS_LINEAR = PVIOptions().model_copy(update=LINEAR)
 RNG = np.random.default_rng(0)
 Z = RNG.uniform(-2, 2, (6, 2))
 X, Y, NEW = RNG.uniform(-2, 2, (42, 2)), RNG.standard_normal(42), RNG.uniform(-2, 2, (9, 2))
@@ -91,15 +84,15 @@ def titsias(x: ndarray, y: ndarray) -> tuple[ndarray, ndarray]:
 def predicted(state: PVIState) -> tuple[ndarray, ndarray]:
     model = SparseGP.from_arrays(ModelSection(), VALUES)
     with torch.no_grad():
-        mean, variance = model.predict(torch.from_numpy(NEW), WhitenedPosterior(*whitened(state).moments()))
+        mean, variance = model.predict(torch.from_numpy(NEW), product(state).whitened())
     return mean.numpy(), variance.numpy() - NOISE
 
 
 def visited(sites: dict[str, Site], plan: Plan, rounds: int, asked: Any = None) -> PVIState:
-    state, module = begin(Z, {}), async_pvi if plan.schedule == "asynchronous" else pvi
+    state = agreed(PVIState(), VALUES)
     for number in range(1, rounds + 1):
         roster = Roster({k: len(own.y) for k, own in sites.items()}, tuple(sites), (), number)
-        asking = module.one_round(state, roster, plan, AS_LINEAR, asked or ExactFactor(VALUES))
+        asking = one_round(state, roster, plan, asked or ExactFactor(VALUES))
         state, _ = drive(asking, sites)
         state = replace(state, sent={})
     return state
@@ -171,48 +164,6 @@ def test_the_default_is_the_posterior_of_fsgp_one_exchange_earlier() -> None:
     assert end.outcome.metrics["test"]["nll"] == pytest.approx(same.outcome.metrics["test"]["nll"], abs=1e-9)
 
 
-def test_of_few_rows_the_default_is_the_mixture_of_fsgp() -> None:
-    """Every component, at its own β, is the exact posterior of all rows; 19 exchanges and a visit."""
-    keys = KEYS | {"num_server_rounds": 30}
-    end, same = (
-        run(FaultyGrid(configured(**keys), 3)),
-        run(FaultyGrid(configured(**keys | {"method": "sgpr"}), 3)),
-    )
-    assert type(end) is MixedPVI
-    assert end.details()["components"] == same.details()["components"] > 2
-    assert end.details()["exchanges"] == same.details()["exchanges"] <= 19
-    for name, expected in same.outcome.posterior.arrays.items():
-        assert end.outcome.posterior.arrays[name] == pytest.approx(expected, rel=1e-6, abs=1e-9), name
-    assert end.outcome.metrics["test"]["nll"] == pytest.approx(same.outcome.metrics["test"]["nll"], abs=1e-9)
-
-
-@pytest.mark.parametrize("left", ["02", "012"])
-def test_draws_know_the_rows_of_which_there_are_factors(left: str) -> None:
-    """As the product does: not those of a site that is forgotten, and none while a site is still to be visited."""
-    sites, agreed = shards(3), ("0", "1", "2")
-    kept = {name: site for name, site in sites.items() if name in left}
-    every = add([site.statistics(Parameters(VALUES)) for site in sites.values()])
-    draws = [VALUES | {"likelihood.log_noise": np.log([noise])} for noise in (0.05, 0.09)]
-    own = MixedPVI.from_config(parse_config({"method": "pvi", "model.num-inducing": len(Z)}), Observer())
-    rows = {name: len(site.y) for name, site in sites.items()}
-    own.session = SimpleNamespace(preparation=SimpleNamespace(rows=rows), sizes={"M": len(Z)})
-    visits = visited(sites, Plan(damping=1.0), 3)
-    for name in set(agreed) - set(left):
-        visits = forget(visits, name)
-    mixture = tuple(posterior_at(values, every) for values in (VALUES, *draws))
-    state = SummedState(VALUES, visits, SGPRState((chain_at(VALUES),), agreed, 19, len(Z), mixture=mixture))
-    roster = Roster({name: len(site.y) for name, site in kept.items()}, tuple(kept), (), 4)
-    found = drive(own.predictive(state, roster), kept).each()
-    rows = [torch.from_numpy(np.concatenate([getattr(site, part) for site in kept.values()])) for part in "xy"]
-    for values, component in zip((VALUES, *draws), found, strict=True):
-        model = SparseGP.from_arrays(ModelSection(), values)
-        expected = exact_posterior(pooled_sums(model, *rows), float(model.noise.detach()))
-        assert component.mean == pytest.approx(expected.mean.detach().numpy(), abs=1e-9)
-        assert component.covariance == pytest.approx(expected.covariance.detach().numpy(), abs=1e-9)
-    waiting = replace(state, visits=forget(visits, "0"))
-    assert len(drive(own.predictive(waiting, roster), kept).each()) == 1
-
-
 def test_few_rounds_leave_a_visit_for_everyone() -> None:
     end = run(FaultyGrid(configured(**KEYS | {"num_server_rounds": 4}), 3))
     assert (end.round, end.details()["visits"]) == (4, {"0": 1, "1": 1, "2": 1})
@@ -238,7 +189,7 @@ def test_a_resumed_run_ends_where_the_whole_one_does_and_forgets_a_site() -> Non
             assert np.array_equal(again.public(again.current)[name], array), name
     left = state_of(forget_site(whole.snapshots[-1], "1"))
     assert set(left.sites) == {"0", "2"}
-    kept = [own.factors["whitened"].eta1 for name, own in end.current.visits.sites.items() if name != "1"]
+    kept = [own.factors["whitened"].eta1 for name, own in end.current.sites.items() if name != "1"]
     assert posterior(left)["whitened"].eta1.numpy() == pytest.approx(sum(kept), abs=1e-12)
 
 
@@ -264,28 +215,29 @@ def test_classes_work_by_default(tmp_path: Any) -> None:
     keys = KEYS | {"model__likelihood": "bernoulli", "num_server_rounds": 25}
     end = run(FaultyGrid(configured(**keys), csv_nodes(tmp_path, frames)))
     assert end.outcome.metrics["test"]["nll"] < 0.35
-    agreed = end.session.run(end.pooled(end.current, end.roster()))
-    assert end.product(end.current).mean == pytest.approx(agreed.mean, abs=0.05)
-    assert end.product(end.current).covariance == pytest.approx(agreed.covariance, abs=0.02)
+    assert end.current.svgp is not None
+    pooled, found = svgp.posterior(end.current.svgp), product(end.current)
+    assert found.mean == pytest.approx(pooled.mean, abs=0.05)
+    assert found.covariance == pytest.approx(pooled.covariance, abs=0.02)
     with pytest.raises(ConfigError, match=r"'asynchronous': `pvi\.local-update` = 'sums' needs"):
         parse_config(configured(**keys, pvi__schedule="asynchronous"))
 
 
-def test_small_sites_are_named_or_capped(tmp_path: Any) -> None:
+def test_small_sites_are_named(tmp_path: Any) -> None:
     nodes = csv_nodes(tmp_path, {"big": waves(60, 0), "low": waves(26, 2)})
-    keys = [configured(**KEYS, pvi__exchanges=4, pvi__small_sites=name) for name in ("warn", "cap")]
-    named, capped = (run(FaultyGrid(flat, nodes)) for flat in keys)
-    assert any("low have fewer than 3 rows for each of 12" in text for text in named.warnings())
-    assert any("69 rows of all sites are fewer than 3 for each of 24 points" in text for text in named.warnings())
-    assert (capped.details()["num_inducing"], capped.preparation.rows["low"]) == (7, 21)
+    named = run(FaultyGrid(configured(**KEYS, pvi__exchanges=4), nodes)).warnings()
+    assert any(
+        "low have fewer than 3 rows for each of 12" in text and "`model.num-inducing` = 7" in text for text in named
+    )
+    assert any("69 rows of all sites are fewer than 3 for each of 24 points" in text for text in named)
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"pvi.min-rows-per-pseudo-point": 1}, "`pvi.min-rows-per-pseudo-point`: `pvi.local-update` = 'sums' does not"),
+        ({"pvi.factor": "cpo"}, "`pvi.factor`: `pvi.local-update` = 'sums' does not"),
         ({"optimizer.steps": 7}, "`optimizer.steps`: `pvi.local-update` = 'sums' takes no local steps"),
-        ({"privacy.secure-aggregation": True}, "take method 'fsgp', whose posterior is the same"),
+        ({"privacy.secure-aggregation": True}, "take method 'sgpr', whose posterior is the same"),
     ],
 )
 def test_keys_that_mean_nothing_are_refused(keys: dict[str, Any], words: str) -> None:
@@ -294,12 +246,12 @@ def test_keys_that_mean_nothing_are_refused(keys: dict[str, Any], words: str) ->
 
 
 def test_the_pooled_fit_has_the_prior_of_the_method_that_it_judges():
-    """J less F from sums is the log prior that the pooled fit adds to its bound; in PVI by replay that is LN(0, 1)."""
+    """J less F from sums is the log prior that the pooled fit adds to its bound; with local steps that is LN(0, 1)."""
     model = SparseGP(ModelSection(lengthscale=0.7), torch.from_numpy(Z))
     values, totals = model.to_arrays(), Statistics.of(pooled_sums(model, torch.from_numpy(X), torch.from_numpy(Y)))
     expected = objective(values, totals) - profiled(totals.sums()).value
-    chosen = [("fsgp", {}), ("pvi", {}), ("fsgp", {"method": "sgpr"}), ("pvi", {"pvi.local-update": "replay"})]
+    chosen = [("fsgp", {}), ("pvi", {}), ("fsgp", {"method": "sgpr"}), ("pvi", {"pvi.local-update": "adam"})]
     options = [parse_config({"method": method, **keys}).options for method, keys in chosen]
     found = [float(PRIORS[own.hyperprior](model).detach()) for own in options]
-    assert found == pytest.approx([expected, expected, 0.0, float(log_prior(model).detach())], abs=1e-9)
+    assert found == pytest.approx([0.0, expected, expected, float(log_prior(model).detach())], abs=1e-9)
     assert expected < 0

@@ -1,41 +1,39 @@
-"""Local updates reach known optima; replay keeps the evidence; pseudo-points respect the floor."""
+"""Local updates reach known optima, and start near them; pseudo-observations are averages of rows."""
 
+import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from pvi_oracles import collapsed_local_bound
 
-from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.batched_kernel import BatchedKernel
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.optimisers import AdamSettings
-from fedgp_flower.methods.pvi.factors import InducingFactor, PseudoObservations, log_noise_evidence
-from fedgp_flower.methods.pvi.hierarchical import (
-    Cavity,
+from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
+    InducingFactor,
     Latents,
     Point,
+    PseudoObservations,
     SparseModel,
-    collapsed_evidence,
     local_free_energy,
     predict,
 )
-from fedgp_flower.methods.pvi.pseudo_points import microaggregate
-from fedgp_flower.methods.pvi.replay import (
-    Replay,
-    ReplaySettings,
-    distil,
-    noise_residual,
-    refit,
-    replay_update,
-    withhold,
+from fedgp_flower.methods.pvi.options import PVIOptions
+from fedgp_flower.methods.pvi.updates import (
+    LocalProblem,
+    Situation,
+    VisitedSite,
+    adam_update,
+    averages,
+    first_factor,
+    lbfgs_update,
+    linear,
 )
-from fedgp_flower.methods.pvi.updates import LocalProblem, adam_update, first_factor, first_latents, lbfgs_update
 from fedgp_flower.options import ModelSection
 
 INDUCING = 8
@@ -68,16 +66,22 @@ def standard(latents: Latents) -> Latents:
     return Latents(*(DiagonalGaussian.standard(size) for size in sizes))
 
 
+def narrow(data: Data) -> Latents:
+    """Where a first visit may start: q(Z) around rows, q(β) around the initial values."""
+    means = (data.inputs[:INDUCING].flatten(), model().initial_hyper())
+    return Latents(*(DiagonalGaussian.from_moments(mean, torch.full_like(mean, 0.01)) for mean in means))
+
+
 def exact(data: Data) -> PseudoObservations:
-    return PseudoObservations(data.inputs, data.targets, torch.ones(len(data)).double(), True, float(len(data)))
+    return PseudoObservations(data.inputs, data.targets, torch.ones(len(data)).double())
 
 
 def start_near(data: Data, size: int = 20) -> PseudoObservations:
-    own = microaggregate(data, size, 1)
-    return PseudoObservations(own.inputs + 0.2, 0.5 * own.targets, own.root, own.tied, own.count)
+    own = averages(data, size)
+    return PseudoObservations(own.inputs + 0.2, 0.5 * own.targets, own.root)
 
 
-@pytest.mark.parametrize("form", ["tied", "free", "full", "cpo"])
+@pytest.mark.parametrize("form", ["tied", "free", "cpo"])
 def test_every_form_of_factor_reaches_the_collapsed_bound_at_fixed_latents(form):
     """With as many pseudo-points as inducing points the local optimum is the closed form."""
     data, latents, others = sine(), grid(), [exact(sine(20, 5))]
@@ -86,7 +90,6 @@ def test_every_form_of_factor_reaches_the_collapsed_bound_at_fixed_latents(form)
     own = {
         "tied": near,
         "free": PseudoObservations(near.inputs, near.targets, 3 * near.root, tied=False),
-        "full": PseudoObservations(near.inputs, near.targets, near.root.diag()),
         "cpo": InducingFactor(NaturalGaussian(torch.zeros(INDUCING).double(), -0.05 * torch.eye(INDUCING).double())),
     }[form]
     found = lbfgs_update(problem, own, latents, max_evaluations=400, generator=generator())
@@ -110,7 +113,7 @@ def test_the_new_posterior_is_always_more_precise_than_the_cavity():
     data = sine()
     prior = standard(grid())
     problem = LocalProblem(model(), data, [], prior)
-    start = first_latents(problem, INDUCING, generator())
+    start = narrow(data)
     found = adam_update(problem, start_near(data), start, AdamSettings(steps=30), generator(1))
     for new, old in ((found.latents.inducing, prior.inducing), (found.latents.hyper, prior.hyper)):
         assert bool((new.precision > old.precision).all())
@@ -123,8 +126,7 @@ def test_the_new_posterior_is_always_more_precise_than_the_cavity():
 def test_alpha_weighs_the_kl_of_z_alone():
     data = sine()
     prior = standard(grid())
-    first = LocalProblem(model(), data, [], prior, alpha=0.0)
-    start = first_latents(first, INDUCING, generator())
+    start = narrow(data)
     values = {}
     for alpha in (0.0, 0.5):
         problem = LocalProblem(model(), data, [], prior, alpha=alpha)
@@ -138,7 +140,7 @@ def test_kl_of_beta_is_taken_from_the_cavity():
     """The same samples under two cavities of β: the objectives differ by the difference of the KLs."""
     data, prior = sine(), standard(grid())
     wide = DiagonalGaussian(prior.hyper.eta1 + 0.1, 0.25 * prior.hyper.eta2)
-    start = first_latents(LocalProblem(model(), data, [], prior), INDUCING, generator())
+    start = narrow(data)
     values = [
         adam_update(
             LocalProblem(model(), data, [], Latents(prior.inducing, cavity), alpha=0.0),
@@ -152,13 +154,6 @@ def test_kl_of_beta_is_taken_from_the_cavity():
     expected = float(start.hyper.kl(wide) - start.hyper.kl(prior.hyper))
     assert values[0] - values[1] == pytest.approx(expected, rel=1e-8)
     assert abs(expected) > 0.1
-
-
-def test_first_means_of_z_differ_from_each_other():
-    """Even where all rows coincide: equal inducing points would stay equal."""
-    same = Data(torch.ones(5, 1).double(), torch.zeros(5).double())
-    start = first_latents(LocalProblem(model(), same, [], standard(grid())), INDUCING, generator())
-    assert float(torch.pdist(start.inducing.mean()[:, None]).min()) > 0
 
 
 def test_an_averaged_z_moves_and_every_other_point_stays():
@@ -181,7 +176,7 @@ def test_same_seed_same_update_and_mini_batches_differ():
     results = []
     for batch in (0, 0, 20):
         problem = LocalProblem(model(), data, [], prior, batch_size=batch)
-        start = first_latents(problem, INDUCING, generator())
+        start = narrow(data)
         results.append(adam_update(problem, start_near(data), start, AdamSettings(steps=3), generator(2)).free_energy)
     assert results[0] == results[1] != results[2]
 
@@ -204,136 +199,11 @@ def test_updates_of_other_likelihoods_raise_the_free_energy_and_predict(name, la
     assert float(after) > float(before)
 
 
-def test_refit_with_everything_as_pseudo_observations_is_refit_on_the_rows():
-    """V = X, m = y, w = 1, c = 0 is lossless: same optimum from the other sites' factors as from the rows."""
-    data, latents = sine(), grid()
-    prior = standard(latents)
-    settings = ReplaySettings(refit_evaluations=60, adam=AdamSettings(steps=0))
-    half = [data.subset(torch.arange(0, 30)), data.subset(torch.arange(30, 60))]
-    pooled = refit(Replay(model(), [], data, prior, settings), latents, generator())
-    replayed = refit(Replay(model(), [exact(half[0])], half[1], prior, settings), latents, generator())
-    assert replayed.bound == pytest.approx(pooled.bound, abs=1e-4)
-    torch.testing.assert_close(replayed.latents.hyper.value, pooled.latents.hyper.value, rtol=1e-2, atol=1e-2)
-    start = collapsed_evidence(model(), draws_at(latents), [], data).item()
-    assert pooled.bound > start
-
-
-def test_refit_without_any_evidence_returns_the_prior():
-    """Mode 0 of N(0, I), and from there −α KL(q(Z)) − KL(q(β)) with the starting width."""
-    latents = grid()
-    prior = standard(latents)
-    settings = ReplaySettings(alpha=0.2, start_scale=(0.5, 0.5), adam=AdamSettings(steps=1))
-    found = refit(Replay(model(), [], None, prior, settings), latents, generator())
-    kl = -0.5 * (1 + np.log(0.25) - 0.25)  # of N(0, ¼) from N(0, 1), per entry
-    assert found.traces[0].values[-1] == pytest.approx(0.0, abs=1e-4)
-    expected = -0.2 * kl * len(latents.inducing.value) - kl * len(latents.hyper.value)
-    assert found.traces[1].values[0] == pytest.approx(expected, abs=1e-3)
-
-
-def test_refit_keeps_a_latent_whose_prior_is_a_point():
-    data, latents = sine(), grid()
-    prior = Latents(latents.inducing, standard(latents).hyper)
-    found = refit(Replay(model(), [], data, prior, ReplaySettings(adam=AdamSettings(steps=5))), latents, generator())
-    assert torch.equal(found.latents.inducing.value, latents.inducing.value)
-    assert isinstance(found.latents.hyper, DiagonalGaussian)
-
-
-def test_refit_of_distributions_raises_the_bound_and_narrows_beta():
-    data, latents = sine(), grid()
-    settings = ReplaySettings(adam=AdamSettings(steps=60, window=20))
-    found = refit(Replay(model(), [], data, standard(latents), settings), latents, generator())
-    adam_values = found.traces[1].values
-    assert np.mean(adam_values[-10:]) > np.mean(adam_values[:10])
-    assert float(found.latents.hyper.moments()[1].max()) < 1.0
-
-
-def test_replay_refuses_free_noise_and_other_likelihoods():
-    data, latents = sine(), grid()
-    free = PseudoObservations(data.inputs, data.targets, torch.ones(60).double(), tied=False)
-    with pytest.raises(ConfigError, match="tied"):
-        collapsed_evidence(model(), draws_at(latents), [free], data)
-    binary = SparseModel(model().kernel, build_point_likelihood("bernoulli"), 1)
-    with pytest.raises(ConfigError, match="Gaussian likelihood"):
-        collapsed_evidence(binary, draws_at(latents), [], data)
-
-
-def test_residual_is_zero_at_the_rows_and_the_lost_squares_after_averaging():
-    data, latents = sine(), grid()
-    fit = refit(
-        Replay(model(), [], data, standard(latents), ReplaySettings(adam=AdamSettings(steps=0))), latents, generator()
-    )
-    draws = draws_at(fit.latents)
-    assert float(noise_residual(Cavity.at(model(), draws, [], data), exact(data), data)) == pytest.approx(0.0, abs=1e-9)
-    pairs = Data(data.inputs.repeat(2, 1), torch.cat([data.targets + 0.1, data.targets - 0.1]))
-    merged = PseudoObservations(data.inputs, data.targets, torch.full((60,), 2.0).double().sqrt())
-    lost = noise_residual(Cavity.at(model(), draws, [], pairs), merged, pairs)
-    assert float(lost) == pytest.approx(120 * 0.1**2, rel=1e-9)
-
-
-@pytest.mark.parametrize("known", [0.1, 0.5, 1.0])
-def test_noise_claims_are_withheld_without_moving_the_slope_in_the_noise(known):
-    own = replace(microaggregate(sine(), 30, 1), residual=torch.tensor(0.4).double())
-    noise = torch.tensor([0.04]).double().requires_grad_()
-
-    def slope(factor, orders):
-        value = log_noise_evidence(factor, noise).sum()
-        for _ in range(orders):
-            (value,) = torch.autograd.grad(value, noise, create_graph=True)
-            value = value * noise.squeeze()
-        return value.item()
-
-    kept = withhold(own, noise.detach().squeeze(), known)
-    assert slope(kept, 1) == pytest.approx(slope(own, 1), rel=1e-12)
-    assert float(kept.residual) == pytest.approx(0.4 * known)
-    assert kept.count == pytest.approx(60 - (1 - known) * 10)
-    assert slope(kept, 2) >= slope(own, 2)  # less curvature: a smaller noise is less unlikely
-
-
-def test_no_fewer_rows_are_counted_than_pseudo_observations():
-    own = replace(microaggregate(sine(), 30, 1), residual=torch.tensor(8.0).double())
-    assert withhold(own, torch.tensor(0.04).double(), 0.1).count == 30
-
-
-def test_distillation_of_few_points_keeps_most_of_the_bound():
-    data, latents, others = sine(), grid(), [exact(sine(20, 5))]
-    own = microaggregate(data, 20, 3)
-    settings = ReplaySettings(num_samples=4, distil_evaluations=80)
-    found, trace = distil(Replay(model(), others, data, latents, settings), own, latents, generator())
-    best = collapsed_local_bound(model(), draws_at(latents), others, data).item()
-    assert trace.values[-1] > trace.values[0]
-    reached = collapsed_evidence(model(), draws_at(latents), [*others, found], None).item()
-    known = collapsed_evidence(model(), draws_at(latents), others, None).item()
-    assert reached - known == pytest.approx(best, abs=2.0)  # of about 60 nats
-    assert float(found.residual) >= 0
-    assert found.count == 60
-
-
-def test_a_replay_pass_predicts_like_pooled_training():
-    train, test = sine(90, 3), sine(100, 11)
-    sites = [train.subset(rows) for rows in torch.arange(90).chunk(3)]
-    prior, start = standard(grid()), grid()
-    settings = ReplaySettings(adam=AdamSettings(steps=20, window=10))
-    factors: dict[int, PseudoObservations] = {}
-    for k, data in enumerate(sites):
-        others = [factors[j] for j in factors]
-        own = microaggregate(data, 12, 2)
-        factors[k], fitted, _ = replay_update(Replay(model(), others, data, prior, settings), own, start, generator(k))
-        start = fitted.latents
-    mean = [start.inducing.mean(), start.hyper.mean()]
-    federated = predict(
-        model(), draws_at(Latents(*map(Point, mean))), list(factors.values()), test.inputs, test.targets
-    )
-    gold = refit(Replay(model(), [], train, prior, settings), grid(), generator()).latents
-    mean = [gold.inducing.mean(), gold.hyper.mean()]
-    pooled = predict(model(), draws_at(Latents(*map(Point, mean))), [exact(train)], test.inputs, test.targets)
-    assert float(federated.log_density().mean()) > float(pooled.log_density().mean()) - 0.1
-
-
-@pytest.mark.parametrize("form", ["tied", "free", "full", "cpo"])
+@pytest.mark.parametrize("form", ["tied", "free", "cpo"])
 def test_first_factor_of_all_rows_is_exact_at_the_starting_latents(form):
     """With a pseudo-observation per row the local free energy of the first factor is the collapsed bound."""
     data, latents = sine(), grid()
-    own = first_factor(model(), data, latents, form, num_points=60, min_rows=1)
+    own = first_factor(model(), data, latents, form, most=60, least=1)
     value = local_free_energy(model(), draws_at(latents), [], own, data).item()
     assert value == pytest.approx(collapsed_local_bound(model(), draws_at(latents), [], data).item(), abs=1e-6)
 
@@ -343,6 +213,101 @@ def test_first_factor_of_labels_is_weak():
     binary = SparseModel(model().kernel, build_point_likelihood("bernoulli"), 1)
     latents = Latents(grid().inducing, Point(binary.initial_hyper()))
     labels = Data(data.inputs, (data.targets > 0).double())
-    own = first_factor(binary, labels, latents, "free", num_points=12, min_rows=5)
+    own = first_factor(binary, labels, latents, "free")
     assert not own.tied
     assert float(own.root.square().sum()) == pytest.approx(0.6)
+
+
+# Counts.
+
+
+def poisson_model() -> SparseModel:
+    return SparseModel(model().kernel, build_point_likelihood("poisson"), 1)
+
+
+def counts(level: float, rows: int = 60) -> Data:
+    """Poisson counts around exp(level)."""
+    x = 6 * torch.rand(rows, 1, generator=generator(), dtype=torch.float64) - 3
+    return Data(x, torch.poisson((level + 0.7 * x[:, 0].sin()).exp(), generator=generator(1)))
+
+
+@pytest.mark.parametrize("form", ["tied", "free", "cpo"])
+@pytest.mark.parametrize("level", [0.0, 3.0, 6.0])
+def test_a_first_factor_of_counts_starts_near_the_optimum_at_any_level(form: str, level: float) -> None:
+    """The raw counts would be off by thousands of nats; log(y + ½) is off by less than one per row."""
+    own, data = poisson_model(), counts(level)
+    latents = Latents(grid().inducing, Point(own.initial_hyper()))
+    start = first_factor(own, data, latents, form, most=40, least=1)
+    value = local_free_energy(own, draws_at(latents), [], start, data).item()
+    begun = first_factor(own, data, latents, "free", most=60, least=1)
+    problem = LocalProblem(own, data, [], latents, num_samples=1)
+    best = lbfgs_update(problem, begun, latents, max_evaluations=200, generator=generator()).free_energy
+    assert best - len(data) < value <= best + 1e-6
+
+
+def test_averaged_counts_weigh_what_their_rows_say_of_the_logarithm() -> None:
+    """Var log y ≈ 1/E y: a mean of n counts near λ suggests log λ with precision nλ."""
+    own = poisson_model()
+    same = Data(torch.zeros(6, 1).double(), torch.full((6,), 20.0).double())
+    factor = first_factor(own, same, Latents(grid().inducing, Point(own.initial_hyper())), "tied", most=2, least=3)
+    assert factor.targets.tolist() == pytest.approx([math.log(20.5)] * 2)
+    assert factor.root.square().tolist() == pytest.approx([3 * 20.5] * 2)
+
+
+def test_a_mini_batch_stands_for_all_rows() -> None:
+    """All rows are equal, so N/|B| times any batch is the sum over all rows: the update is that of all rows."""
+    own = model()
+    same = Data(torch.full((24, 1), 0.7).double(), torch.full((24,), 1.1).double())
+    factor, latents = (
+        PseudoObservations(same.inputs[:3] + 0.1, same.targets[:3], torch.ones(3).double()),
+        Latents(grid().inducing, Point(own.initial_hyper())),
+    )
+    found = [
+        adam_update(
+            LocalProblem(own, same, [], latents, num_samples=1, batch_size=size),
+            factor,
+            latents,
+            AdamSettings(steps=4),
+            generator(),
+        )
+        for size in (0, 8)
+    ]
+    assert found[1].trace.values == pytest.approx(found[0].trace.values, rel=1e-10)
+    torch.testing.assert_close(found[1].own.targets, found[0].own.targets)
+    assert abs(found[0].trace.values[0]) > 1.0
+
+
+def test_the_free_energy_of_lbfgs_is_that_of_what_it_returns() -> None:
+    own, data = model(), sine(30)
+    latents = Latents(grid().inducing, Point(own.initial_hyper()))
+    start = first_factor(own, data, latents, "tied", most=8, least=1)
+    start = replace(start, targets=start.targets - 1.0)
+    problem = LocalProblem(own, data, [], latents, num_samples=1)
+    found = lbfgs_update(problem, start, latents, max_evaluations=30, generator=generator())
+    again = local_free_energy(own, draws_at(latents), [], found.own, data).item()
+    assert found.free_energy == pytest.approx(again, rel=1e-12)
+
+
+def test_shortened_steps_of_a_fixed_point_are_counted() -> None:
+    """Rows beyond the tails of a Student-t likelihood have negative precision: undamped, the posterior is improper."""
+    x = torch.linspace(-1, 1, 40).double()[:, None]
+    odd = Data(x, torch.where(torch.arange(40) % 2 == 0, 1.5, -1.5).double())
+    prior = NaturalGaussian.from_moments(torch.zeros(INDUCING).double(), torch.eye(INDUCING).double())
+    options = PVIOptions().model_copy(update={"local_update": "natural-gradient"})
+    for likelihood, data in (("student-t", odd), ("gaussian", sine(30))):
+        own = SparseModel(model().kernel, build_point_likelihood(likelihood, noise=0.04), 1)
+        latents = Latents(grid().inducing, Point(own.initial_hyper()))
+        given = Situation(latents, latents, context=prior, posterior=prior)
+        done = linear(VisitedSite(own, data, options, generator()), given)
+        assert (done.halvings > 0) == (likelihood == "student-t")
+
+
+@pytest.mark.parametrize(("rows", "number"), [(60, 20), (60, 12), (60, 8), (5001, 400), (3, 1)])
+def test_averages_keep_the_sums_of_rows(rows, number):
+    data = sine(rows)
+    own = averages(data, number)
+    weights = own.root.square()
+    assert len(weights) == number
+    assert float(weights.max() - weights.min()) <= 2
+    torch.testing.assert_close(weights @ own.targets, data.targets.sum())
+    torch.testing.assert_close(weights @ own.inputs, data.inputs.sum(0))

@@ -12,18 +12,20 @@ from scipy.optimize import minimize
 from scipy.special import gammaln, log_expit
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
-from fedgp_flower.methods.pvi.messages import NaturalParameters
+from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import PRESETS, Plan
-from fedgp_flower.methods.pvi.weights.glm import UPDATES, glm_site, optimum
-from fedgp_flower.methods.pvi.weights.messages import RefinedWeights, prior_of
-from fedgp_flower.methods.pvi.weights.options import GLMOptions
+from fedgp_flower.methods.pvi.state import posterior
+from fedgp_flower.methods.pvi_weights.glm import glm_site, gradient, optimum
+from fedgp_flower.methods.pvi_weights.options import WEIGHTS, GLMOptions
+from fedgp_flower.methods.pvi_weights.posterior import prior_of
 from fedgp_flower.options import ModelSection
-from strategies.pvi import PVIState, posterior
-from strategies.pvi_weights import WEIGHTS, one_answer, one_round
+from strategies.pvi import one_round
+from strategies.pvi_updates import LocalOptimum, PVIState
 from strategies.server.questions import Roster, drive
 
 SITES = ("a", "b", "c")
 NOISE = 0.3
+OPTIMUM = LocalOptimum(WEIGHTS)
 
 
 def rows(likelihood: str, n: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -49,9 +51,11 @@ class Site:
     def __init__(self, likelihood: str, x: np.ndarray, y: np.ndarray, update: str = "optimum") -> None:
         self.site, self.update = glm_site(section(likelihood), x, y), update
 
-    def train(self, request: Any) -> RefinedWeights:
-        done = UPDATES[self.update](self.site, request.posterior.gaussian, request.context.gaussian, steps=100)
-        return RefinedWeights(NaturalParameters.of(done.factor), done.free_energy, done.iterations, done.halvings)
+    def train(self, request: Visit) -> Refined:
+        update = {"optimum": optimum, "gradient": gradient}[self.update]
+        done = update(self.site, request.posterior[WEIGHTS].gaussian, request.context[WEIGHTS].gaussian)
+        factor = NaturalParameters.of(done.factor)
+        return Refined(done.free_energy, done.iterations, halvings=done.halvings, weights=factor)
 
 
 def problem(
@@ -69,13 +73,13 @@ def problem(
 
 def driven(sites: dict[str, Site], state: PVIState, roster: Roster, plan: Plan, rounds: int) -> PVIState:
     for number in range(1, rounds + 1):
-        state, _ = drive(one_round(state, replace(roster, round=number), plan), sites)
+        state, _ = drive(one_round(state, replace(roster, round=number), plan, OPTIMUM), sites)
     return state
 
 
 def global_vi(everything: Site, state: PVIState) -> NaturalGaussian | DiagonalGaussian:
     prior = state.prior[WEIGHTS].gaussian
-    return prior * optimum(everything.site, prior, prior, steps=200).factor
+    return prior * optimum(everything.site, prior, prior).factor
 
 
 def same(found: Any, wanted: Any, tolerance: float) -> None:
@@ -128,7 +132,7 @@ def test_the_optimum_is_that_of_the_bound_by_quadrature(likelihood, covariance):
     best = minimize(bound, np.concatenate([np.zeros(4), free]), options={"gtol": 1e-7, "maxiter": 2000})
     state = problem(likelihood, covariance)[1]
     prior = state.prior[WEIGHTS].gaussian
-    done = optimum(glm_site(section(likelihood), x, y), prior, prior, steps=100)
+    done = optimum(glm_site(section(likelihood), x, y), prior, prior)
     assert done.free_energy == pytest.approx(-best.fun, abs=1e-6)
     mean, covariance_found = (prior * done.factor).moments()
     np.testing.assert_allclose(mean, best.x[:4], atol=2e-4)
@@ -157,7 +161,7 @@ def test_asynchronous_visits_end_there_too():
     sites, state, everything, roster = problem("bernoulli", "full")
     under_way: dict[str, Any] = {}
     for number in range(1, 150):
-        asking = one_answer(state, replace(roster, round=number, busy=tuple(under_way)), Plan("asynchronous"))
+        asking = one_round(state, replace(roster, round=number, busy=tuple(under_way)), Plan("asynchronous"), OPTIMUM)
         question = asking.send(None)
         under_way |= {site: sites[site].train(request) for site, request in question.requests.items()}
         site = sorted(under_way)[number % len(under_way)]
@@ -174,7 +178,7 @@ def test_special_cases_are_what_their_papers_write():
     prior, total = state.prior[WEIGHTS].gaussian, sum(roster.rows.values())
 
     def alone(name: str, context: Any) -> Any:
-        return context * optimum(sites[name].site, context, context, steps=100).factor
+        return context * optimum(sites[name].site, context, context).factor
 
     same_prior, split, running = prior, prior.flat(), prior
     for name in SITES:
@@ -201,8 +205,8 @@ def test_global_vi_takes_the_same_steps_however_rows_are_dealt(covariance):
     everything.update = "gradient"
     plan = Plan("synchronous", damping=0.5)
     for number in range(1, 6):
-        state = drive(one_round(state, replace(roster, round=number), plan), sites)[0]
-        pooled = drive(one_round(pooled, replace(one, round=number), plan), {"all": everything})[0]
+        state = drive(one_round(state, replace(roster, round=number), plan, OPTIMUM), sites)[0]
+        pooled = drive(one_round(pooled, replace(one, round=number), plan, OPTIMUM), {"all": everything})[0]
     same(posterior(state)[WEIGHTS], posterior(pooled)[WEIGHTS], 1e-12)
 
 
@@ -210,8 +214,8 @@ def test_global_vi_takes_the_same_steps_however_rows_are_dealt(covariance):
 def test_a_factor_with_negative_precision_is_refused(covariance):
     sites, state, _, _ = problem("bernoulli", covariance)
     prior = state.prior[WEIGHTS]
-    honest = sites["a"].train(type("Visit", (), {"posterior": prior, "context": prior}))
+    honest = sites["a"].train(Visit({WEIGHTS: prior}, {WEIGHTS: prior}))
     assert honest.refusal(8) is None
-    lie = replace(honest, factor=replace(honest.factor, eta2=-honest.factor.eta2))
+    lie = replace(honest, weights=replace(honest.weights, eta2=-honest.weights.eta2))
     assert "precision" in lie.refusal(8)
-    torch.testing.assert_close(honest.factor.gaussian.eta1, torch.from_numpy(honest.factor.eta1))
+    torch.testing.assert_close(honest.weights.gaussian.eta1, torch.from_numpy(honest.weights.eta1))

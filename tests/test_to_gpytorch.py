@@ -17,8 +17,14 @@ from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
 from fedgp_flower.gp.to_gpytorch import Transforms, export, mixture, together
 from fedgp_flower.methods.family import initial_global
-from fedgp_flower.methods.pvi.factors import InducingFactor, PseudoObservations, WhitenedFactor
-from fedgp_flower.methods.pvi.hierarchical import Draws, SparseModel, predict
+from fedgp_flower.methods.pvi.model import (
+    Draws,
+    InducingFactor,
+    PseudoObservations,
+    SparseModel,
+    WhitenedFactor,
+    predict,
+)
 from fedgp_flower.methods.pvi.posterior import SavedFactors
 from fedgp_flower.methods.sfvi.gp import export as export_sfvi
 from fedgp_flower.methods.sfvi.structured import SiteRows
@@ -101,7 +107,7 @@ def test_every_draw_of_a_partitioned_posterior_predicts_the_same(name):
     values = NaturalGaussian(rand(5, seed=4), -0.5 * root @ root.mT)
     factors = [
         PseudoObservations(rand(6, 2, seed=5), rand(6, seed=6), rand(6, seed=7).exp(), tied=True),
-        PseudoObservations(rand(3, 2, seed=8), rand(3, seed=9), rand(3, 3, seed=10), tied=False),
+        PseudoObservations(rand(3, 2, seed=8), rand(3, seed=9), rand(3, seed=10).exp(), tied=False),
         InducingFactor(values),
         WhitenedFactor(values),
     ]

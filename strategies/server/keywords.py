@@ -47,7 +47,8 @@ class Keyword:
 def keys(options: type[MethodOptions], implied: Mapping[str, Any]) -> dict[str, Keyword]:
     """The keywords for a method's table and the shared sections, without those that a class implies."""
     found: dict[str, Keyword] = {}
-    tables: list[tuple[str, type[Section]]] = [(options.table, options)] if options.table else []
+    own = [section for section in (options, options.shared) if section is not None and section.table]
+    tables: list[tuple[str, type[Section]]] = [(section.table, section) for section in own]
     for name, info in CoreConfig.model_fields.items():
         if isinstance(info.default, Section):
             tables.append((name, type(info.default)))

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.gp.likelihoods import PointLikelihood
-from fedgp_flower.methods.pvi.hierarchical import Data, Draws, Latents, SparseModel, location_scale
+from fedgp_flower.methods.pvi.model import Data, Draws, Latents, SparseModel, location_scale
 
 G = TypeVar("G", NaturalGaussian, DiagonalGaussian)
 

@@ -1,6 +1,6 @@
-"""What server and sites of PVI say to each other: what the others know and the site's own factor down, its new one up.
+"""What server and sites of PVI say to each other: what the others know and the site's factor down, its new factor up.
 
-The server keeps every factor and gives a site its own one back with each visit: a site needs no memory, and a restart
+The server keeps every factor and returns a site's factor to it with each visit: a site needs no memory, and a restart
 can neither lose nor double its share.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,8 +16,16 @@ from numpy import ndarray
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.pvi.factors import Factor, InducingFactor, PseudoObservations, WhitenedFactor
-from fedgp_flower.methods.pvi.hierarchical import Latent, Latents, Point
+from fedgp_flower.methods.pvi.model import (
+    Factor,
+    InducingFactor,
+    Latent,
+    Latents,
+    Point,
+    PseudoObservations,
+    WhitenedFactor,
+)
+from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.typing import AnyShape, Array
 
 LATENTS = ("inducing", "hyper")
@@ -49,32 +56,30 @@ class NaturalParameters:
 
     def diagonal(self) -> DiagonalGaussian:
         """As tensors, where ``eta2`` is known to be a diagonal."""
-        return DiagonalGaussian.from_arrays(self._arrays)
+        return DiagonalGaussian.from_arrays({"eta1": self.eta1, "eta2": self.eta2})
 
     def full(self) -> NaturalGaussian:
         """As tensors, where ``eta2`` is known to be a matrix."""
-        return NaturalGaussian.from_arrays(self._arrays)
+        return NaturalGaussian.from_arrays({"eta1": self.eta1, "eta2": self.eta2})
 
-    @property
-    def _arrays(self) -> dict[str, ndarray]:
-        return {"eta1": self.eta1, "eta2": self.eta2}
+    def refusal(self, name: str, *, negative: bool, diagonal: bool = False) -> str | None:
+        """Why this is no factor of u, v or weights, or None.
 
-    def refusal(self, name: str, *, negative: bool) -> str | None:
-        """Why this is no factor of u or v, or None.
-
-        Whether prior and factors of v are a density together, the merge sees. The prior of u depends on Z and β, so
-        that no negative precision of u is safe; an update by optimisation sends none.
+        The merge checks whether prior and factors of v are a density together, so ``negative`` precisions of v may
+        pass here. The prior of u depends on Z and β: no negative precision of u is safe.
         """
-        if self.eta2.shape != 2 * self.eta1.shape:
+        shapes = [2 * self.eta1.shape] + [self.eta1.shape] * diagonal
+        if self.eta2.shape not in shapes:
             return f"`{name}.eta2`: shape {self.eta2.shape}, expected a matrix for `eta1` of shape {self.eta1.shape}"
         size = float(np.abs(self.eta2).max())
         if max(size, float(np.abs(self.eta1).max())) > LIMIT**2:
             return f"`{name}`: numbers above {LIMIT**2:g}, which no standardised rows give"
-        if np.abs(self.eta2 - self.eta2.T).max() > 1e-8 * size:
+        if self.eta2.ndim == 2 and np.abs(self.eta2 - self.eta2.T).max() > 1e-8 * size:
             return f"`{name}.eta2` is not symmetric"
-        if not negative and np.linalg.eigvalsh(self.eta2)[-1] > 1e-8 * size:
-            return f"`{name}.eta2`: its precision has a negative eigenvalue"
-        return None
+        if negative:
+            return None
+        largest = np.linalg.eigvalsh(self.eta2)[-1] if self.eta2.ndim == 2 else self.eta2.max()
+        return f"`{name}.eta2`: its precision has a negative eigenvalue" if largest > 1e-8 * size else None
 
 
 @message()
@@ -98,11 +103,6 @@ class Marginal:
         return Marginal(mean / scale**2, np.full(len(mean), -0.5 / scale**2))
 
     @property
-    def is_point(self) -> bool:
-        """Whether it is a value, and no distribution."""
-        return self.value is not None
-
-    @property
     def size(self) -> int:
         """Number of entries."""
         return len(self._given[0])
@@ -121,16 +121,9 @@ class Marginal:
 
     def refusal(self, name: str) -> str | None:
         """Why this is neither a point nor natural parameters, or None."""
-        if (self.eta1 is None) != (self.eta2 is None) or (self.eta1 is None) != self.is_point:
+        if (self.eta1 is None) != (self.eta2 is None) or (self.eta1 is None) != (self.value is not None):
             return f"`{name}`: expected `eta1` and `eta2`, or `value`"
         return None if len({len(array) for array in self._given}) == 1 else f"`{name}`: not of one length"
-
-    def improper(self, name: str) -> str | None:
-        """Why this is no density of standardised inputs or logarithms, or None."""
-        if self.eta2 is not None and not (self.eta2 < 0).all():
-            return f"`{name}`: its precision is not positive"
-        large = any(np.abs(array).max() > LIMIT for array in self._given)
-        return f"`{name}`: numbers above {LIMIT:g}" if large else None
 
     @property
     def _given(self) -> list[Array]:
@@ -151,51 +144,39 @@ class Marginals:
 
 @message()
 class PseudoPoints:
-    """Pseudo-observations t(u | Z, β) ∝ N(K_VZ K_ZZ⁻¹ u; m, S), and what they do not carry of a site's rows."""
+    """Pseudo-observations t(u | Z, β) ∝ N(K_VZ K_ZZ⁻¹ u; m, W⁻¹) with diagonal noise."""
 
     inputs: Float[ndarray, "_ D"] = leaves("V, pseudo-inputs")
     targets: Float[ndarray, " _"] = leaves("m, pseudo-targets")
-    root: AnyShape = leaves("R, S⁻¹ = R Rᵀ, over σ² where tied; a matrix, or its diagonal")
-    residual: Float[ndarray, ""] = leaves("c, squares that the pseudo-observations do not carry")
-    count: Float[ndarray, ""] = leaves("number of rows that they stand for")
+    root: Float[ndarray, " _"] = leaves("√w, the precision is w, over σ² where tied")
 
     @staticmethod
     def of(factor: PseudoObservations) -> PseudoPoints:
         """From tensors."""
-        arrays = {name: getattr(factor, name) for name in ("inputs", "targets", "root", "residual")}
-        own = {name: tensor.detach().cpu().numpy().copy() for name, tensor in arrays.items()}
-        return PseudoPoints(**own, count=np.array(factor.count))
+        return PseudoPoints(*(part.detach().numpy().copy() for part in (factor.inputs, factor.targets, factor.root)))
 
     def factor(self, *, tied: bool) -> PseudoObservations:
         """As tensors; whether the noise scales with σ² is a choice of the run."""
-        inputs, targets, root, residual = (
-            torch.as_tensor(np.array(array)) for array in (self.inputs, self.targets, self.root, self.residual)
-        )
-        return PseudoObservations(inputs, targets, root, tied, float(self.count), residual)
+        inputs, targets, root = (torch.as_tensor(np.array(array)) for array in vars(self).values())
+        return PseudoObservations(inputs, targets, root, tied)
 
     def refusal(self, rows: int) -> str | None:
         """Why these cannot stand for so many rows, or None."""
         number = len(self.inputs)
-        if len({number, len(self.targets), *self.root.shape}) != 1 or self.root.ndim not in (1, 2) or number == 0:
+        if len({number, len(self.targets), len(self.root)}) != 1 or number == 0:
             return "`points.*`: pseudo-inputs, targets and noise are not of one number"
         if number > rows:
             return f"{number} pseudo-observations of {rows} rows"
         if any(np.abs(array).max() > LIMIT for array in vars(self).values()):
             return f"`points.*`: numbers above {LIMIT:g}, which no standardised rows give"
-        if not 0 < self.count <= rows or self.residual < 0:
-            return (
-                f"`points.count` lies between 0 and the {rows} rows of the site, `points.residual` is a sum of squares"
-            )
-        if self.root.ndim == 1 and not (self.root > 0).all():
-            return "`points.root` holds deviations and cannot be negative"
-        return None
+        return None if (self.root > 0).all() else "`points.root` holds deviations and must be positive"
 
 
 @message()
 class Factors:
-    """The product of sites' factors of u, in as few arrays as possible; see :meth:`product`."""
+    """The product of sites' factors of u, in as few arrays as possible."""
 
-    points: tuple[PseudoPoints, ...] = leaves("pseudo-observations", default=())
+    points: PseudoPoints | None = leaves("pseudo-observations", default=None)
     values: NaturalParameters | None = leaves("product of Gaussian factors of u", default=None)
     whitened: NaturalParameters | None = leaves("product of Gaussian factors of v = L⁻¹u", default=None)
 
@@ -203,51 +184,32 @@ class Factors:
     def of(factor: Factor) -> Factors:
         """A single factor."""
         if isinstance(factor, PseudoObservations):
-            return Factors((PseudoPoints.of(factor),))
+            return Factors(PseudoPoints.of(factor))
         natural = NaturalParameters.of(factor.natural)
         return Factors(values=natural) if isinstance(factor, InducingFactor) else Factors(whitened=natural)
 
     @staticmethod
     def product(parts: Iterable[Factors]) -> Factors:
-        """Pseudo-observations with diagonal noise are joined into one set, Gaussian factors are multiplied."""
+        """Pseudo-observations are joined into one set, Gaussian factors are multiplied."""
         every = list(parts)
-        points = [own for part in every for own in part.points]
-        diagonal = [own for own in points if own.root.ndim == 1]
-        sets = [own for own in points if own.root.ndim == 2]
-        if diagonal:
-            joined = {name: np.concatenate([getattr(own, name) for own in diagonal]) for name in _LISTS}
-            totals = {name: np.asarray(np.sum([getattr(own, name) for own in diagonal])) for name in _TOTALS}
-            sets.insert(0, PseudoPoints(**joined, **totals))
-        return Factors(tuple(sets), *(_multiplied(getattr(part, name) for part in every) for name in _GAUSSIANS))
+        points = [part.points for part in every if part.points is not None]
+        joined = [np.concatenate(arrays) for arrays in zip(*(vars(own).values() for own in points), strict=True)]
+        gaussians = (_multiplied(getattr(part, name) for part in every) for name in ("values", "whitened"))
+        return Factors(PseudoPoints(*joined) if points else None, *gaussians)
 
     def factors(self, *, tied: bool) -> list[Factor]:
         """As tensors."""
-        found: list[Factor] = [own.factor(tied=tied) for own in self.points]
-        for own, kind in ((self.values, InducingFactor), (self.whitened, WhitenedFactor)):
-            if own is not None:
-                found.append(kind(own.full()))
-        return found
-
-
-_LISTS, _TOTALS, _GAUSSIANS = ("inputs", "targets", "root"), ("residual", "count"), ("values", "whitened")
+        found: list[Factor] = [] if self.points is None else [self.points.factor(tied=tied)]
+        found += [] if self.values is None else [InducingFactor(self.values.full())]
+        return found + ([] if self.whitened is None else [WhitenedFactor(self.whitened.full())])
 
 
 def _multiplied(factors: Iterable[NaturalParameters | None]) -> NaturalParameters | None:
     product: Gaussian | None = None
-    for own in factors:
-        if own is not None:
-            product = own.gaussian if product is None else product * own.gaussian
+    for factor in factors:
+        if factor is not None:
+            product = factor.gaussian if product is None else product * factor.gaussian
     return None if product is None else NaturalParameters.of(product)
-
-
-@message()
-class Leakage:
-    """How near pseudo-observations are to the rows of their site, which the site measures before they leave it."""
-
-    near: float = leaves("share of pseudo-observations within 0.05 of a row")
-    low: float = leaves("5 % quantile of their distance to the nearest row, in row spacings")
-    median: float = leaves("median of that distance")
-    auc: float | None = leaves("simulation only: how well that distance tells rows from held-out ones", default=None)
 
 
 # ---- What a site is asked -------------------------------------------------------------------------------------------
@@ -257,20 +219,27 @@ class Leakage:
 class Visit:
     """Refine your factors against what all others know."""
 
-    q: Marginals
-    posterior: Mapping[str, NaturalParameters] = leaves("q of blocks in the product besides Z and β, such as v = L⁻¹u")
+    posterior: Mapping[str, NaturalParameters] = leaves("q of v = L⁻¹u or of weights, where it is in the product")
     context: Mapping[str, NaturalParameters] = leaves("what the site's factors multiply, of every block in the product")
-    others: Factors = leaves("factors of u of the other sites")
-    known: float = leaves("share of all rows that the sites visited so far and this one hold")
+    q: Marginals | None = leaves("q(Z) and q(β); none where weights are the model", default=None)
+    others: Factors = leaves("factors of u of the other sites", default=Factors())
     own: Factors | None = leaves("the site's factor of u; none on its first visit", default=None)
 
 
 @message()
 class Predictive:
-    """All that predicts: q(Z), q(β), and the factors of all sites."""
+    """All that predicts: q(Z), q(β) and the factors of all sites; or the posterior at agreed Z and β."""
 
-    q: Marginals
-    factors: Factors
+    q: Marginals | None = leaves("q(Z) and q(β)", default=None)
+    factors: Factors = leaves("factors of all sites", default=Factors())
+    agreed: PooledPosterior | None = leaves("the posterior at agreed Z and β", default=None)
+
+
+@message()
+class WeightsPredictive:
+    """All that predicts where weights are the model."""
+
+    posterior: NaturalParameters = leaves("q(θ)")
 
 
 # ---- What a site answers --------------------------------------------------------------------------------------------
@@ -278,29 +247,25 @@ class Predictive:
 
 @message("train")
 class Refined:
-    """A site's new factor of u; of Z and β its factors, or their new values where these are outside the product."""
+    """A site's new factor; of Z and β its factors, or their new values where these are outside the product."""
 
     objective: float = leaves("local free energy, in nats per row")
-    evaluations: int = leaves("evaluations of the objective")
-    rejected: int = leaves("trial points of line searches at which a matrix lost positive definiteness")
-    halvings: int = leaves("steps of a fixed point that were shortened")
+    evaluations: int = leaves("evaluations of the objective, or steps")
+    rejected: int = leaves("trial points of line searches at which a matrix lost positive definiteness", default=0)
+    halvings: int = leaves("steps that were shortened", default=0)
     points: PseudoPoints | None = leaves("pseudo-observations", default=None)
     values: NaturalParameters | None = leaves("Gaussian factor of u", default=None)
     whitened: NaturalParameters | None = leaves("Gaussian factor of v = L⁻¹u", default=None)
-    inducing: Marginal | None = leaves("of Z: factor, density or point", default=None)
-    hyper: Marginal | None = leaves("of β: factor, density or point", default=None)
-    leakage: Leakage | None = leaves("how near the pseudo-observations are to rows", default=None)
-    moved: float | None = leaves("KL of the new q(Z), q(β) from the old ones, in nats", default=None)
-
-    holds: ClassVar[tuple[str, ...]] = ("function", "latents")
-    """What the answer is to hold: a factor of u, and what is said of Z and β."""
+    weights: NaturalParameters | None = leaves("Gaussian factor of the weights", default=None)
+    inducing: Marginal | None = leaves("of Z: factor or point", default=None)
+    hyper: Marginal | None = leaves("of β: factor", default=None)
 
     def num_parameters(self) -> int:
-        """Pseudo-observations or inducing values, and hyperparameters."""
+        """Pseudo-observations, inducing values or weights, and hyperparameters."""
         size = 0 if self.hyper is None else self.hyper.size
         if self.points is not None:
             size += len(self.points.targets)
-        return size + sum(len(own.eta1) for own in (self.values, self.whitened) if own is not None)
+        return size + sum(len(own.eta1) for own in (self.values, self.whitened, self.weights) if own is not None)
 
     def refusal(self, rows: int) -> str | None:
         """Why this cannot come from so many rows, or None."""
@@ -310,28 +275,11 @@ class Refined:
             self.points and self.points.refusal(rows),
             self.values and self.values.refusal("values", negative=False),
             self.whitened and self.whitened.refusal("whitened", negative=True),
+            self.weights and self.weights.refusal("weights", negative=False, diagonal=True),
             self.inducing and self.inducing.refusal("inducing"),
             self.hyper and self.hyper.refusal("hyper"),
         )
         return next((reason for reason in reasons if reason), None)
-
-
-@message("train.distil")
-class Distilled(Refined):
-    """A site's new pseudo-observations, at the q(Z) and q(β) of all."""
-
-    holds: ClassVar[tuple[str, ...]] = ("function",)
-
-
-@message("train.refit")
-class Refitted(Refined):
-    """q(Z) and q(β) that a site fitted to everybody's pseudo-observations, where they are not fixed."""
-
-    holds: ClassVar[tuple[str, ...]] = ("latents",)
-
-    def num_parameters(self) -> int:
-        """None: pseudo-observations of all sites are behind it, and no row."""
-        return 0
 
 
 @message("query.free_energy")
@@ -340,3 +288,14 @@ class FreeEnergyShare:
 
     fit: float = leaves("E_q log p(y_k | f): adds over sites")
     divergence: float = leaves("E KL(q(u) ‖ p(u)): the same at every site")
+
+
+@message("query.log_likelihood", summand=True)
+class LogLikelihood:
+    """A site's term of the global free energy."""
+
+    value: Float[ndarray, ""] = leaves("E_q log p(y_k | θ), in nats")
+
+    def num_parameters(self) -> int:
+        """One number."""
+        return 1

@@ -1,4 +1,4 @@
-"""Sections that PVI adds to a report: q(β), where Z began and ended, what factors say, how near they are to rows."""
+"""Sections that PVI adds to a report: q(β), where Z began and ended, what factors say, what was forgotten."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from fedgp_flower.methods.pvi.saved import names_of
+from fedgp_flower.methods.pvi.posterior import names_of
+from fedgp_flower.methods.pvi.updates import ALPHA
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95, label_text
@@ -32,7 +33,7 @@ STRENGTHS = {
 
 
 def panels(run: RunData) -> list[Panel]:
-    """The posterior of the hyperparameters, inducing inputs, factors, free energy, leakage, and what was forgotten."""
+    """The posterior of the hyperparameters, inducing inputs, factors, free energy, and what was forgotten."""
     if run.posterior is None:
         return []
     arrays, details = run.posterior.arrays, run.metrics.method_details
@@ -51,14 +52,8 @@ def panels(run: RunData) -> list[Panel]:
     if details.get("factors"):
         sections.append(Panel("What each factor says", strength_table(details, labels), _strength_caption(run)))
     if details.get("free_energy"):
-        body, caption = free_energy_table(details["free_energy"], float(run.config["pvi.alpha"]))
+        body, caption = free_energy_table(details["free_energy"], ALPHA)
         sections.append(Panel("Free energy", body, caption))
-    leakage: Mapping[str, Mapping[str, float]] = details.get("leakage", {})
-    if any(leakage.values()):
-        floor = int(run.config["pvi.min-rows-per-pseudo-point"])
-        sections.append(
-            Panel("What pseudo-observations give away", leakage_table(leakage, labels), _leakage_caption(floor))
-        )
     if (run.path / "forgotten.json").exists():
         sections.insert(0, forgetting(read_json(run.path / "forgotten.json")))
     return sections
@@ -159,23 +154,6 @@ def forgetting(content: Mapping[str, Any]) -> Panel:
     return Panel("What forgetting changed", body, f"{caption}{'; '.join(content['remains'])}.")
 
 
-def leakage_table(leakage: Mapping[str, Mapping[str, float]], labels: Mapping[str, str]) -> str:
-    """A row per site, as HTML."""
-    head = ("site", "within 0.05 of a row", "distance, 5 %", "distance, median", "membership AUC")
-    rows = [
-        (
-            labels.get(site, site),
-            f"{own['near']:.0%}",
-            f"{own['low']:.2f}",
-            f"{own['median']:.2f}",
-            f"{own['auc']:.2f}" if "auc" in own else "–",
-        )
-        for site, own in leakage.items()
-        if own
-    ]
-    return html_table(head, rows)
-
-
 def _strength_caption(run: RunData) -> str:
     caption = "How much each site's factor says."
     strengths = run.metrics.method_details["factors"].values()
@@ -200,14 +178,4 @@ def _hyper_caption(details: Mapping[str, Any]) -> str:
     return (
         "Medians and 95 % intervals of the log-normal posterior; amplitudes and noise as standard deviations of the "
         f"standardised target. {counts}"
-    )
-
-
-def _leakage_caption(floor: int) -> str:
-    start = "near single rows of a site" if floor == 1 else f"as averages of at least {floor} rows"
-    return (
-        f"Pseudo-observations started {start}. Distances to the nearest row of the same site, inputs and target "
-        "jointly, in units of the typical distance between rows. Membership AUC (simulation only): the probability "
-        "that a row the site trained on is nearer to a pseudo-observation than a held-out row is; 0.5 is chance. "
-        "This measures one attack; it promises nothing about others."
     )

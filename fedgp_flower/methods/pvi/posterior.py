@@ -1,27 +1,145 @@
-"""Prediction from a partitioned posterior: a mixture over draws of (Z, β), the same draws wherever it is made."""
+"""What a run saves of a partitioned posterior, prediction from it, and what forgetting a site changed.
+
+A prediction is a mixture over draws of (Z, β), the same draws wherever it is made.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
+from numpy.typing import NDArray
 
+from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.sums import WhitenedPosterior
 from fedgp_flower.gp.to_gpytorch import SparsePosterior
-from fedgp_flower.methods.pvi.factors import Factor, product, view
-from fedgp_flower.methods.pvi.hierarchical import Draws, Latents, Point, SparseModel, draw, predict, sparse_model
-from fedgp_flower.methods.pvi.saved import saved_factors, saved_latents
+from fedgp_flower.methods.pvi.messages import Factors, Marginal, NaturalParameters, Predictive, PseudoPoints
+from fedgp_flower.methods.pvi.model import (
+    Draws,
+    Factor,
+    Latent,
+    Latents,
+    Point,
+    SparseModel,
+    draw,
+    location_scale,
+    predict,
+    product,
+    sparse_model,
+    view,
+)
+from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.sparse_posterior import SavedSparseGP
 from fedgp_flower.methods.sparse_posterior import saved_model as saved_sparse_gp
 from fedgp_flower.options import ModelSection
-from fedgp_flower.typing import Array
+from fedgp_flower.run.registry import parse_config
+from fedgp_flower.typing import Array, NamedArrays
 
 if TYPE_CHECKING:
-    from fedgp_flower.run.artefacts import Posterior
+    from fedgp_flower.run.artefacts import Posterior, RunData
+
+PREDICTION_DRAWS = 100
+"""Draws of (Z, β) that predict: their error is a tenth of a standard deviation of the mixture's spread."""
+EQUATION = (
+    "For draws (Z, β) ~ q(Z) q(β), L Lᵀ = k(Z, Z) + jitter · k(z, z) · I, A = L⁻¹k(Z, V), B = I + A S⁻¹ Aᵀ, "
+    "h = A S⁻¹ m (factor.values adds LᵀΛL and Lᵀη, factor.whitened Λ and η), a = L⁻¹k(Z, x): f(x) ~ N(aᵀB⁻¹h, "
+    "k(x, x) − aᵀa + aᵀB⁻¹a). Predict with the mixture over draws of p(y | f). x and y are standardised by input.mean, "
+    "input.scale, target.mean, target.scale; β are logarithms of standard deviations and lengthscales."
+)
+LATENTS = {"inducing.locations": "Z, inducing inputs", "hyper": "β, log hyperparameters"}
+POINTS = {
+    "inputs": "V, pseudo-inputs of all sites",
+    "targets": "m, pseudo-targets",
+    "root": "R, S⁻¹ = R², over σ² where tied",
+}
+GAUSSIAN = {
+    "eta1": "first natural parameter of the product of factors",
+    "eta2": "second natural parameter of the product of factors",
+}
+POINTS_NAME = "factor.points-0"
+Arrays = Mapping[str, NDArray[np.generic]]
+
+
+def names_of(section: ModelSection, num_inputs: int) -> list[str]:
+    """The quantities whose logarithms are the entries of β, in their order."""
+    likelihood = {"gaussian": ["noise sd"], "student-t": ["scale", "degrees of freedom − 2"]}
+    return [*sparse_model(section, num_inputs).kernel.names, *likelihood.get(section.likelihood, [])]
+
+
+def lengthscales_of(hyper: Marginal, names: Sequence[str]) -> tuple[NamedArrays, NamedArrays | None]:
+    """By part of the kernel, means of the logarithms of lengthscales under q(β), and standard deviations if it has any.
+
+    Args:
+        hyper: q(β).
+        names: Of its entries, by :func:`names_of`.
+    """
+    parts: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        part, found, _ = name.partition("lengthscale")
+        if found:
+            parts.setdefault(f"kernel.{part.replace(' ', '.')}log_lengthscale", []).append(index)
+    mean, scale = ({part: own.numpy()[at] for part, at in parts.items()} for own in location_scale(hyper.latent()))
+    return mean, None if hyper.value is not None else scale
+
+
+def saved_arrays(
+    predictive: Predictive, first: Array, names: Sequence[str], *, tied: bool
+) -> tuple[NamedArrays, dict[str, str]]:
+    """Arrays of the saved posterior, and what each is; ``first`` [M, D] is where Z began, ``names`` are those of β."""
+    arrays: NamedArrays = {"inducing.first": first}
+    meanings = {"inducing.first": "Z before training; not used for prediction"}
+
+    def add(name: str, array: NDArray[np.generic], words: str) -> None:
+        arrays[name], meanings[name] = array, words
+
+    assert predictive.q is not None
+    latents = LATENTS | {"hyper": f"{LATENTS['hyper']}: {', '.join(names)}"}
+    for (name, words), marginal in zip(latents.items(), (predictive.q.inducing, predictive.q.hyper), strict=True):
+        mean, scale = (part.numpy() for part in location_scale(marginal.latent()))
+        shape = first.shape if marginal is predictive.q.inducing else mean.shape
+        add(f"{name}.mean", mean.reshape(shape), f"mean of q of {words}")
+        if marginal.value is None:
+            add(f"{name}.scale", scale.reshape(shape), f"sd of q of {words}")
+    if predictive.factors.points is not None:
+        for name, words in POINTS.items():
+            add(f"{POINTS_NAME}.{name}", getattr(predictive.factors.points, name), words)
+        add(f"{POINTS_NAME}.tied", np.array(tied), "whether pseudo-noise scales with σ²")
+    for kind in ("values", "whitened"):
+        factor: NaturalParameters | None = getattr(predictive.factors, kind)
+        for name, words in GAUSSIAN.items() if factor is not None else ():
+            add(f"factor.{kind}.{name}", getattr(factor, name), words)
+    return arrays, meanings
+
+
+def saved_latents(arrays: Arrays) -> Latents:
+    """q(Z) and q(β) of a saved posterior."""
+    return Latents(*(_latent(arrays, name) for name in LATENTS))
+
+
+def _latent(arrays: Arrays, name: str) -> Latent:
+    mean = torch.as_tensor(np.array(arrays[f"{name}.mean"], dtype=np.float64)).flatten()
+    if f"{name}.scale" not in arrays:
+        return Point(mean)
+    scale = torch.as_tensor(np.array(arrays[f"{name}.scale"], dtype=np.float64)).flatten()
+    return DiagonalGaussian.from_moments(mean, scale.square())
+
+
+def saved_factors(arrays: Arrays) -> list[Factor]:
+    """The factors of u of a saved posterior."""
+    points = None
+    if f"{POINTS_NAME}.inputs" in arrays:
+        points = PseudoPoints(**{name: arrays[f"{POINTS_NAME}.{name}"] for name in POINTS})
+    gaussians = {
+        kind: NaturalParameters(*(arrays[f"factor.{kind}.{name}"] for name in GAUSSIAN))
+        for kind in ("values", "whitened")
+        if f"factor.{kind}.eta1" in arrays
+    }
+    return Factors(points, **gaussians).factors(tied=bool(arrays.get(f"{POINTS_NAME}.tied", True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +161,11 @@ class SavedFactors:
         model, draws = self.model, self.draws
         density = product(view(model.geometry(draws), self.factors), self.factors).density()
         exported = []
-        for s, own in enumerate(model.own_hyper(draws)):
+        for s, hyper in enumerate(model.own_hyper(draws)):
             kernel = model.kernel.at(draws.hyper[s, : model.kernel.num_hyper])
             covariance = torch.cholesky_inverse(density.chol[s])  # the inverse is the answer here
             q = WhitenedPosterior(density.mean[s], covariance)
-            likelihood = model.likelihood.to_gpytorch(own).requires_grad_(False).eval()
+            likelihood = model.likelihood.to_gpytorch(hyper).requires_grad_(False).eval()
             exported.append((SparsePosterior(kernel, draws.inducing[s], q, model.jitter), likelihood))
         return exported
 
@@ -59,8 +177,7 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedFactors | Save
     section = {key: saved.model[key] for key in ("kernel", "ard", "jitter", "likelihood")}
     num_inputs = saved.arrays["inducing.locations.mean"].shape[-1]
     model = sparse_model(ModelSection.model_validate(section), num_inputs)
-    number, seed = int(saved.model["samples"]), int(saved.model["seed"])
-    draws = prediction_draws(saved_latents(saved.arrays), model, num_samples=number, seed=seed)
+    draws = prediction_draws(saved_latents(saved.arrays), model, int(saved.model["samples"]), int(saved.model["seed"]))
     return SavedFactors(model, draws, saved_factors(saved.arrays))
 
 
@@ -70,8 +187,50 @@ def random_source(*words: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def prediction_draws(latents: Latents, model: SparseModel, *, num_samples: int, seed: int) -> Draws:
+def prediction_draws(latents: Latents, model: SparseModel, number: int, seed: int) -> Draws:
     """Draws of (Z, β) ~ q that depend on the seed alone; a single one where both are points."""
     if isinstance(latents.inducing, Point) and isinstance(latents.hyper, Point):
-        num_samples = 1
-    return draw(latents, num_samples, model.num_inputs, random_source(seed, "prediction"))
+        number = 1
+    return draw(latents, number, model.num_inputs, random_source(seed, "prediction"))
+
+
+# ---- What forgetting a site changed ---------------------------------------------------------------------------------
+
+
+def changes(before: RunData, after: RunData) -> dict[str, Any]:
+    """``divergence``, KL(after ‖ before) in nats by part of q, and ``remains``, what may still depend on the site."""
+    divergence = {}
+    if before.posterior is not None and after.posterior is not None:
+        old, new = _densities(before.posterior.arrays), _densities(after.posterior.arrays)
+        divergence = {name: float(new[name].kl(old[name])) for name in old if name in new}
+    return {"divergence": divergence, "remains": _remains(before)}
+
+
+def _densities(arrays: NamedArrays) -> dict[str, Gaussian]:
+    densities: dict[str, Gaussian] = {}
+    for name, saved in (("inducing", "inducing.locations"), ("hyper", "hyper")):
+        if f"{saved}.scale" in arrays:
+            latent = _latent(arrays, saved)
+            assert isinstance(latent, DiagonalGaussian)
+            densities[name] = latent
+    if "inducing.covariance" in arrays:
+        moments = (torch.from_numpy(arrays[f"inducing.{part}"]) for part in ("mean", "covariance"))
+        densities["whitened"] = NaturalGaussian.from_moments(*moments)
+    if "factor.whitened.eta2" in arrays:
+        eta2 = arrays["factor.whitened.eta2"]
+        whitened = {"eta1": arrays["factor.whitened.eta1"], "eta2": eta2 - 0.5 * np.eye(len(eta2))}
+        densities["whitened"] = NaturalGaussian.from_arrays(whitened)
+    return densities
+
+
+def _remains(before: RunData) -> list[str]:
+    config = parse_config(before.config)
+    options = cast(PVIOptions, config.options)
+    remains = ["the standardisation and the first inducing inputs, which all sites agreed on"]
+    if options.inducing == "average":
+        remains.append("the inducing inputs, an average that the site took part in")
+    if options.agrees:
+        remains.append("inducing inputs and hyperparameters, which all sites agreed on")
+    if not (options.linear and config.model.likelihood == "gaussian"):
+        remains.append("factors of other sites, fitted beside the site's; further visits let them settle")
+    return remains

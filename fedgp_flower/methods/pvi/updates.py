@@ -1,45 +1,65 @@
 """A site's local update: maximise the local free energy over its factor of u and its shares of q(Z) and q(β).
 
-References:
-    Federated learning of sparse Gaussian processes, Algorithms 1 and 2, Eq. 7 with weight α on the KL of Z.
+The updates of ``pvi.local-update``, Ashman et al. (2022), Algorithm 1, step 2. Adam and L-BFGS follow *Federated
+learning of sparse Gaussian processes*, Algorithms 1 and 2, Eq. 7 with weight α on the KL of Z; the others are those of
+:mod:`fedgp_flower.methods.pvi.linear`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.gp.likelihoods import GaussianNoise
 from fedgp_flower.gp.optimisers import AdamSettings, Trace, adam, maximise
-from fedgp_flower.methods.pvi.factors import Factor, InducingFactor, PseudoObservations
-from fedgp_flower.methods.pvi.hierarchical import (
+from fedgp_flower.methods.pvi.linear import (
+    analytic_factor,
+    fixed_point_update,
+    gradient_update,
+    linear_site,
+)
+from fedgp_flower.methods.pvi.linear import local_free_energy as linear_free_energy
+from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
+    Factor,
+    InducingFactor,
     Latent,
     Latents,
     Point,
+    PseudoObservations,
     SparseModel,
+    WhitenedFactor,
     local_free_energy,
     location_scale,
     standard_normal,
 )
-from fedgp_flower.methods.pvi.options import Form
-from fedgp_flower.methods.pvi.pseudo_points import microaggregate
+from fedgp_flower.methods.pvi.options import LINEAR, Form, PVIOptions
+from fedgp_flower.typing import Array
 
-FIRST_VISIT_SCALE = 0.1
-"""Standard deviation of q(Z) that a first visit starts from: wide samples of Z would hide its mean."""
 SCALE_SPEED = 4.0
 """Log-precisions travel several units, means a fraction of one: Adam's step is this much longer for them."""
+ALPHA = 0.01
+"""Weight of KL(q(Z) ‖ cavity): small, because Z is a tool of the approximation and no parameter of the model."""
+SAMPLES = 4
+"""Antithetic draws of (Z, β) in an evaluation: enough for Adam, and fixed draws of L-BFGS are not fitted."""
+MOST_POINTS, ROWS_PER_POINT = 500, 5
+"""Pseudo-observations of a site, at most, and the rows that each begins as the average of, at least: averages are not
+rows."""
+ADAM_STEPS, ADAM_RATE, LBFGS_EVALUATIONS = 150, 0.03, 400
+"""Where ``pvi.steps`` and ``pvi.learning-rate`` are 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalProblem:
-    """Everything a local update conditions on."""
+    """Everything a local update by optimisation conditions on."""
 
     model: SparseModel
     data: Data
@@ -47,13 +67,12 @@ class LocalProblem:
     """Factors of the other sites."""
     cavity: Latents
     """Cavities of Z and β; a :class:`Point` where the latent is not a distribution."""
-    alpha: float = 0.1
-    """Weight of KL(q(Z) ‖ q_\\k(Z))."""
-    num_samples: int = 4
+    alpha: float = ALPHA
+    num_samples: int = SAMPLES
     batch_size: int = 0
     """Rows of a mini-batch; 0 takes all rows."""
     learn_inducing: bool = False
-    """Optimise Z where it is a point (FedAvg of Z) instead of keeping it; a point β is never the site's to move."""
+    """Optimise Z where it is a point (federated averaging of Z) instead of keeping it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +142,7 @@ class TrainableFactor:
     def __init__(self, start: Factor) -> None:
         self._start = start
         if isinstance(start, PseudoObservations):
-            parts = [start.inputs, start.targets, _unconstrained(start.root)]
+            parts = [start.inputs, start.targets, start.root.log()]
         else:
             root = _root(start.natural.precision)
             parts = [root, torch.linalg.lstsq(root, start.natural.eta1[:, None]).solution[:, 0]]
@@ -132,8 +151,8 @@ class TrainableFactor:
     def factor(self) -> Factor:
         """The factor at the current parameters."""
         if isinstance(self._start, PseudoObservations):
-            inputs, targets, raw = self.parameters
-            return replace(self._start, inputs=inputs, targets=targets, root=_constrained(raw))
+            inputs, targets, log_root = self.parameters
+            return replace(self._start, inputs=inputs, targets=targets, root=log_root.exp())
         root, values = self.parameters
         return InducingFactor(NaturalGaussian(root @ values, -0.5 * root @ root.mT))
 
@@ -212,45 +231,52 @@ def lbfgs_update(
     return objective.update(trace, 1)
 
 
-def first_latents(problem: LocalProblem, num_inducing: int, generator: Generator) -> Latents:
-    """Where a first visit starts: q(Z) narrow around perturbed rows of the site, q(β) at the model's initial values.
-
-    All-equal means are a saddle point: inducing points would never separate.
-    """
-    data, cavity = problem.data, problem.cavity
-    inducing, hyper = cavity.inducing, cavity.hyper
-    if isinstance(inducing, DiagonalGaussian):
-        rows = torch.randint(len(data), (num_inducing,), generator=generator)
-        jitter = torch.randn(num_inducing, data.inputs.shape[1], generator=generator, dtype=torch.float64)
-        mean = (data.inputs[rows] + 0.3 * jitter).flatten()
-        inducing = DiagonalGaussian.from_moments(mean, torch.full_like(mean, FIRST_VISIT_SCALE**2))
-    if isinstance(hyper, DiagonalGaussian):
-        mean = problem.model.initial_hyper()
-        hyper = DiagonalGaussian.from_moments(mean, torch.full_like(mean, FIRST_VISIT_SCALE**2))
-    return Latents(inducing, hyper)
-
-
 def first_factor(
-    model: SparseModel, data: Data, start: Latents, form: Form, *, num_points: int, min_rows: int
+    model: SparseModel, data: Data, start: Latents, form: Form, *, most: int = MOST_POINTS, least: int = ROWS_PER_POINT
 ) -> Factor:
     """A factor that is close to the site's likelihood when q(Z) and q(β) are at the means of ``start``.
 
-    Pseudo-observations are at most ``num_points``, each the average of at least ``min_rows`` rows.
+    There are at most ``most`` pseudo-observations, each the average of at least ``least`` rows.
     """
     if form == "cpo":
         return _at_the_optimum(model, data, start)
+    own = averages(data, max(1, min(most, len(data) // least)))
     gaussian = isinstance(model.likelihood, GaussianNoise)
-    tied = microaggregate(data, num_points, min_rows)
     if not gaussian:
-        values, precision = model.likelihood.as_function(tied.targets)
-        tied = replace(
-            tied, targets=values, root=precision.sqrt() * tied.root, residual=torch.zeros_like(tied.residual)
-        )
+        values, precision = model.likelihood.as_function(own.targets)
+        own = replace(own, targets=values, root=precision.sqrt() * own.root)
     if form == "tied":
-        return tied
+        return own
     deviation = location_scale(start.hyper)[0][-1].exp() if gaussian else 1.0
-    root = tied.root / deviation
-    return PseudoObservations(tied.inputs, tied.targets, root.diag() if form == "full" else root, False, tied.count)
+    return replace(own, root=own.root / deviation, tied=False)
+
+
+def averages(data: Data, number: int) -> PseudoObservations:
+    """Tied pseudo-observations at averages of disjoint groups of rows; the mean of n rows has noise σ²/n, so w = n."""
+    groups = torch.as_tensor(_groups(data.inputs.numpy(), number))
+    sizes = torch.bincount(groups).double()
+    centres = torch.zeros(len(sizes), data.inputs.shape[1], dtype=torch.float64).index_add_(0, groups, data.inputs)
+    means = torch.zeros_like(sizes).index_add_(0, groups, data.targets) / sizes
+    return PseudoObservations(centres / sizes[:, None], means, sizes.sqrt())
+
+
+def _groups(inputs: Array, number: int) -> NDArray[np.int64]:
+    """Cut along the widest direction, rows in proportion to groups, until every part is one group: labels [N]."""
+    labels = np.empty(len(inputs), dtype=np.int64)
+    queue = [(np.arange(len(inputs)), number)]
+    label = 0
+    while queue:
+        rows, groups = queue.pop()
+        if groups == 1:
+            labels[rows] = label
+            label += 1
+            continue
+        centred = inputs[rows] - inputs[rows].mean(0)
+        direction = np.linalg.svd(centred, full_matrices=False)[2][0]
+        order = rows[np.argsort(centred @ direction, kind="stable")]
+        cut = len(rows) * (groups // 2) // groups  # rows per group never fall below the floor on either side
+        queue += [(order[:cut], groups // 2), (order[cut:], groups - groups // 2)]
+    return labels
 
 
 def _at_the_optimum(model: SparseModel, data: Data, start: Latents) -> InducingFactor:
@@ -269,19 +295,99 @@ def _at_the_optimum(model: SparseModel, data: Data, start: Latents) -> InducingF
         return InducingFactor(NaturalGaussian(eta1, -0.5 * columns @ columns.mT))
 
 
-def _unconstrained(root: Tensor) -> Tensor:
-    if root.ndim == 1:
-        return root.log()
-    return root.tril(-1) + root.diagonal().log().diag()
-
-
-def _constrained(raw: Tensor) -> Tensor:
-    return raw.exp() if raw.ndim == 1 else raw.tril(-1) + raw.diagonal().exp().diag()
-
-
 def _root(precision: Tensor) -> Tensor:
     """R with R Rᵀ = Λ ⪰ 0, of full size so that it can grow where Λ is singular."""
     values, vectors = torch.linalg.eigh(precision)
     floor = 1e-6 * values[-1].clamp_min(1.0)
     root: Tensor = vectors * values.clamp_min(floor).sqrt()
     return root
+
+
+# ---- The updates by name --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class VisitedSite:
+    """What a local update works with, besides what the site is sent."""
+
+    model: SparseModel
+    data: Data
+    options: PVIOptions
+    generator: Generator
+    batch_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a site is sent, as tensors."""
+
+    latents: Latents
+    """q(Z), q(β) now."""
+    cavity: Latents
+    """Their cavities; what they are themselves where they are not in the product."""
+    others: Sequence[Factor] = ()
+    own: Factor | None = None
+    """The site's factor; None on its first visit."""
+    context: NaturalGaussian | None = None
+    """What multiplies the site's factor of v, with the prior; only while Z and β are fixed."""
+    posterior: NaturalGaussian | None = None
+    """q(v); only while Z and β are fixed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a local update ends with."""
+
+    own: Factor
+    latents: Latents
+    objective: float
+    """Local free energy, in nats per row."""
+    evaluations: int
+    rejected: int = 0
+    """Trial points of line searches at which a matrix lost positive definiteness."""
+    halvings: int = 0
+    """Steps of a fixed-point iteration that were shortened because the posterior would have been improper."""
+
+
+def optimised(site: VisitedSite, given: Situation) -> Update:
+    """Adam or L-BFGS on the local free energy."""
+    model, data, options, own = site.model, site.data, site.options, given.own
+    average = options.inducing == "average"
+    problem = LocalProblem(model, data, given.others, given.cavity, batch_size=site.batch_size, learn_inducing=average)
+    own = own or first_factor(model, data, given.latents, options.factor)
+    if options.update == "lbfgs":
+        budget = options.steps or LBFGS_EVALUATIONS
+        update = lbfgs_update(problem, own, given.latents, max_evaluations=budget, generator=site.generator)
+    else:
+        steps = (options.steps or ADAM_STEPS) * (2 if given.own is None else 1)
+        settings = AdamSettings(steps, options.learning_rate or ADAM_RATE)
+        update = adam_update(problem, own, given.latents, settings, site.generator)
+    trace = update.trace
+    return Update(update.own, update.latents, update.free_energy / len(data), len(trace.values), trace.rejected)
+
+
+def linear(site: VisitedSite, given: Situation) -> Update:
+    """Z and β are fixed: f = Aᵀv + noise, and the factor of v is conjugate, a fixed point, or moved by one gradient."""
+    rows, context, q = linear_site(site.model, site.data, given.latents), given.context, given.posterior
+    assert context is not None
+    assert q is not None
+    start = given.own.natural if isinstance(given.own, WhitenedFactor) else context.flat()
+    evaluations, halvings, step = 1, 0, site.options.learning_rate or 1.0
+    if site.options.update == "analytic":
+        factor = analytic_factor(rows, (2.0 * rows.hyper[-1]).exp())
+    elif site.options.update == "gradient":
+        factor = gradient_update(rows, q, context, start, step=step)
+    else:
+        fixed_point = fixed_point_update(rows, context, start, step=step)
+        evaluations, halvings = fixed_point.iterations, fixed_point.halvings
+        assert isinstance(fixed_point.factor, NaturalGaussian)
+        factor = fixed_point.factor
+    objective = float(linear_free_energy(rows, context * factor, context)) / len(site.data)
+    return Update(WhitenedFactor(factor), given.latents, objective, evaluations, halvings=halvings)
+
+
+UPDATES: Mapping[str, Callable[[VisitedSite, Situation], Update]] = {
+    **dict.fromkeys(("adam", "lbfgs"), optimised),
+    **dict.fromkeys(LINEAR, linear),
+}
+"""By ``pvi.local-update``; a site needs none for ``sums``."""

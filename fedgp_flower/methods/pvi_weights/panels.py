@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedgp_flower.methods.pvi.weights.posterior import deviations, q_of
+from fedgp_flower.methods.pvi_weights.posterior import deviations, q_of
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95
 from fedgp_flower.run.report import Panel, html_table
@@ -13,6 +13,8 @@ from fedgp_flower.run.summary import number, show
 
 MOST = 30
 """Weights in the figure."""
+PRUNED = 0.1
+"""Nats of KL from the prior below which a weight counts as pruned (Ashman et al. 2022, footnote 14)."""
 
 
 def panels(run: RunData) -> list[Panel]:
@@ -29,11 +31,29 @@ def panels(run: RunData) -> list[Panel]:
     return [*sections, factors(run), *free_energy(run)]
 
 
+def network_panels(run: RunData) -> list[Panel]:
+    """Pruned weights, factors by site, and the free energy."""
+    if run.posterior is None:
+        return []
+    mean, variance = (part.numpy() for part in q_of(run.posterior).moments())
+    precision = prior_precision(run)
+    divergence = 0.5 * (precision * (variance + mean**2) - 1 - np.log(precision * variance))
+    count = int((divergence < PRUNED).sum())
+    body = html_table(("weights", "pruned"), [(f"{len(mean):,}", f"{count:,}")])
+    caption = f"A weight whose KL from its prior is below {PRUNED:g} nats says nothing; many of them mean over-pruning."
+    return [Panel("Pruned weights", body, caption), factors(run), *free_energy(run)]
+
+
 def factors(run: RunData) -> Panel:
     """What the sites' factors say."""
     details, labels = run.metrics.method_details, run.metrics.labels
     rows = [
-        (labels.get(site, site), str(details["visits"].get(site, 0)), f"{own['rows']:,.0f}", show(number(own["mean"])))
+        (
+            labels.get(site, site),
+            str(details["visits"].get(site, 0)),
+            f"{own['rows']:,.0f}",
+            show(number(own["weights"])),
+        )
         for site, own in details["factors"].items()
     ]
     body = html_table(("site", "visits", "training rows", "mean precision"), rows)

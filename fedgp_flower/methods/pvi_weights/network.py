@@ -22,6 +22,14 @@ from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.gp.optimisers import AdamSettings, Trace, adam
 from fedgp_flower.methods.pvi.updates import TrainableLatent
 
+STEPS, LEARNING_RATE = 300, 0.01
+"""Of Adam in a visit, where ``pvi.steps`` and ``pvi.learning-rate`` are 0; most visits stop earlier."""
+BATCH_SIZE = 128
+"""Rows of a step."""
+START_SCALE = 0.05
+"""Standard deviation of a weight that a visit starts from, at most: a tight start lets it stop early."""
+PREDICTION_DRAWS = 30
+
 
 @dataclass(frozen=True, slots=True)
 class Network:
@@ -69,13 +77,13 @@ def _sums(x: Tensor, mean: Tensor, variance: Tensor, generator: Generator) -> Te
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ClassRows:
     """A site's rows."""
 
     x: Float[Tensor, "N D"]
     y: Float[Tensor, " N"]
 
-    def checked(self, classes: int) -> Rows:
+    def checked(self, classes: int) -> ClassRows:
         """These rows.
 
         Raises:
@@ -96,13 +104,10 @@ class VisitSettings(AdamSettings):
     """A visit ends where windows of the expected log likelihood, not of the free energy, rise no more."""
 
     fits: list[float] = field(default_factory=list)
-    enabled: bool = True
-    batch_size: int = 0
-    """Rows of a step; 0 takes all rows."""
 
     def flat(self, values: Sequence[float], num_rows: int) -> bool:
         """As in the base, of what was recorded."""
-        return self.enabled and AdamSettings.flat(self, self.fits, num_rows)
+        return AdamSettings.flat(self, self.fits, num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ class NetworkUpdate:
 
 def refined(
     network: Network,
-    rows: Rows,
+    rows: ClassRows,
     context: DiagonalGaussian,
     start: DiagonalGaussian,
     settings: VisitSettings,
@@ -125,7 +130,7 @@ def refined(
 ) -> NetworkUpdate:
     """Maximise E_q log p(y | θ) − KL(q ‖ context) by Adam over means and precisions that exceed the context's."""
     q, count = TrainableLatent(context, start), len(rows.y)
-    size = settings.batch_size if 0 < settings.batch_size < count else count
+    size = min(BATCH_SIZE, count)
 
     def objective() -> Tensor:
         chosen = torch.randperm(count, generator=generator)[:size] if size < count else slice(None)

@@ -1,10 +1,16 @@
 """The hierarchical variational model of a federated sparse GP: q(f, Z, β) = q(Z) q(β) p(f | u) q(u | Z, β).
 
-q(Z) and q(β) are diagonal Gaussians (β in log coordinates) or points; q(u | Z, β) is the product of the sites' factors.
-Everything here is a pure function, batched over S samples of (Z, β).
+q(Z) and q(β) are diagonal Gaussians (β in log coordinates) or points; q(u | Z, β) is the prior times the factors
+t_k(u | Z, β) of the sites. With L Lᵀ = K_ZZ + jitter and v = L⁻¹u ~ N(0, I), factor k contributes columns C_k and
+values r_k to
+
+    B = I + Σ_k C_k C_kᵀ,   h = Σ_k C_k r_k,   q(v | Z, β) = N(B⁻¹h, B⁻¹),
+
+so B ⪰ I always, and a cavity is the same sum without k: no inverse of K_ZZ, no difference of precisions. Everything
+here is a pure function, batched over S samples of (Z, β).
 
 References:
-    Federated learning of sparse Gaussian processes, Eqs. 7, 9-12, Section 6.
+    Titsias (2009); Federated learning of sparse Gaussian processes, Eqs. 7, 9-12 (DPO, Eq. 12, and CPO), Section 6.
 """
 
 from __future__ import annotations
@@ -17,27 +23,182 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from fedgp_flower.errors import ConfigError, NumericsError
+from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.batched_kernel import BatchedKernel
-from fedgp_flower.gp.gaussian import DiagonalGaussian
+from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import GaussianNoise, PointLikelihood, build_point_likelihood
-from fedgp_flower.methods.pvi.factors import (
-    Factor,
-    Geometry,
-    Natural,
-    PseudoObservations,
-    WhitenedGaussian,
-    log_noise_evidence,
-    product,
-    view,
-)
+from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.options import ModelSection
 
 ROWS_AT_ONCE = 2048
 SAMPLES_AT_ONCE = 10
 ROUNDING = 1e-9
 """A variance that is zero may come out below it by so much, relative to the prior variance k(x, x)."""
+
+
+# ---- Factors of u, and their product --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Inducing inputs Z and hyperparameters β of S samples, with L = chol(K_ZZ + jitter·variance)."""
+
+    kernel: BatchedKernel
+    inducing: Float[Tensor, "S M D"]
+    hyper: Float[Tensor, "S P"]
+    """Hyperparameters of the kernel only."""
+    noise: Float[Tensor, " S"]
+    """σ², the noise variance that tied pseudo-noise scales with."""
+    chol: Float[Tensor, "S M M"]
+
+    @classmethod
+    def at(cls, kernel: BatchedKernel, inducing: Tensor, hyper: Tensor, noise: Tensor, *, jitter: float) -> Geometry:
+        """Factorise K_ZZ; ``jitter`` is relative to the mean prior variance at Z."""
+        variance = kernel.diagonal(hyper, inducing).mean(-1)
+        chol = kernel_cholesky(kernel.matrix(hyper, inducing, inducing), variance=variance, jitter=jitter)
+        return cls(kernel, inducing, hyper, noise, chol)
+
+    def project(self, inputs: Float[Tensor, "N D"]) -> Float[Tensor, "S M N"]:
+        """A = L⁻¹ K_ZX."""
+        cross = self.kernel.matrix(self.hyper, self.inducing, inputs)
+        projection: Tensor = torch.linalg.solve_triangular(self.chol, cross, upper=False)
+        return projection
+
+    def prior_variance(self, inputs: Float[Tensor, "N D"]) -> Float[Tensor, "S N"]:
+        """k(x, x)."""
+        return self.kernel.diagonal(self.hyper, inputs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PseudoObservations:
+    """A DPO factor: t(u | Z, β) ∝ N(K_VZ K_ZZ⁻¹ u; m, W⁻¹), or N(…; m, σ²W⁻¹) when tied, W = diag(w)."""
+
+    inputs: Float[Tensor, "J D"]
+    targets: Float[Tensor, " J"]
+    root: Float[Tensor, " J"]
+    """√w."""
+    tied: bool = True
+
+    def columns(self, projection: Float[Tensor, "S M J"], noise: Float[Tensor, " S"]) -> tuple[Tensor, Tensor]:
+        """C = A W^½ [S, M, J] and r = W^½ m [S or 1, J], each over σ when tied."""
+        columns, values = projection * self.root, (self.root * self.targets)[None]
+        if not self.tied:
+            return columns, values
+        scale = noise.rsqrt()[:, None]
+        return columns * scale[..., None], values * scale
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InducingFactor:
+    """A CPO factor: t(u) ∝ exp(ηᵀu − ½uᵀΛu) with the same Λ [M, M] and η [M] whatever Z and β."""
+
+    natural: NaturalGaussian
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WhitenedFactor:
+    """A factor of v = L⁻¹u itself, t(v) ∝ exp(ηᵀv − ½vᵀΛv): what sites share while Z and β stay fixed."""
+
+    natural: NaturalGaussian
+
+
+Factor = PseudoObservations | InducingFactor | WhitenedFactor
+
+
+@dataclass(frozen=True, slots=True)
+class Natural:
+    """B = I + Σ C Cᵀ [S, M, M] and h = Σ C r [S, M]: the natural parameters of q(v | Z, β)."""
+
+    precision: Float[Tensor, "S M M"]
+    shift: Float[Tensor, "S M"]
+
+    @classmethod
+    def prior(cls, geometry: Geometry) -> Natural:
+        """N(0, I)."""
+        samples, size = geometry.inducing.shape[:2]
+        eye = torch.eye(size, dtype=geometry.chol.dtype, device=geometry.chol.device)
+        return cls(eye.expand(samples, size, size), geometry.chol.new_zeros(samples, size))
+
+    def with_columns(self, columns: Tensor, values: Tensor) -> Natural:
+        """Multiply by a factor given as columns C [S, M, J] and values r [S or 1, J]."""
+        return Natural(self.precision + columns @ columns.mT, self.shift + (columns @ values.unsqueeze(-1)).squeeze(-1))
+
+    def times(self, factor: Factor, geometry: Geometry, projection: Tensor | None = None) -> Natural:
+        """Multiply by a factor: of u by LᵀΛL and Lᵀη, of v as it is, pseudo-observations by their ``projection`` A."""
+        if isinstance(factor, PseudoObservations):
+            A = geometry.project(factor.inputs) if projection is None else projection
+            return self.with_columns(*factor.columns(A, geometry.noise))
+        precision, eta1 = factor.natural.precision, factor.natural.eta1
+        if isinstance(factor, WhitenedFactor):
+            return Natural(self.precision + precision, self.shift + eta1)
+        L = geometry.chol
+        return Natural(self.precision + L.mT @ precision @ L, self.shift + (L.mT @ eta1))
+
+    def density(self) -> WhitenedGaussian:
+        """The normalised q(v | Z, β)."""
+        chol = cholesky(self.precision, of="precision of q(v)", hint="A site's factor has negative precision.")
+        mean = torch.cholesky_solve(self.shift[..., None], chol)[..., 0]
+        return WhitenedGaussian(mean, chol)
+
+
+@dataclass(frozen=True, slots=True)
+class WhitenedGaussian:
+    """q(v | Z, β) = N(μ, B⁻¹) with B = L_B L_Bᵀ, for S samples."""
+
+    mean: Float[Tensor, "S M"]
+    chol: Float[Tensor, "S M M"]
+
+    def half_log_determinant(self) -> Float[Tensor, " S"]:
+        """½ log|B|."""
+        return self.chol.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+    def predict(
+        self, projection: Float[Tensor, "S M N"], prior_variance: Float[Tensor, "S N"]
+    ) -> tuple[Float[Tensor, "S N"], Float[Tensor, "S N"]]:
+        """Mean aᵀμ and variance k(x, x) − aᵀa + aᵀB⁻¹a of f(x)."""
+        mean = (projection * self.mean[..., None]).sum(-2)
+        kept = torch.linalg.solve_triangular(self.chol, projection, upper=False)
+        return mean, prior_variance - projection.square().sum(-2) + kept.square().sum(-2)
+
+    def kl(self, other: WhitenedGaussian) -> Float[Tensor, " S"]:
+        """KL(self ‖ other) = ½ [tr(B'B⁻¹) − M + |L_B'ᵀ(μ − μ')|²] + ½ log|B| − ½ log|B'|."""
+        ratio = torch.linalg.solve_triangular(self.chol, other.chol, upper=False)
+        shift = (other.chol.mT @ (self.mean - other.mean)[..., None])[..., 0]
+        quadratic = ratio.square().sum((-2, -1)) - self.mean.shape[-1] + shift.square().sum(-1)
+        kl: Tensor = 0.5 * quadratic + self.half_log_determinant() - other.half_log_determinant()
+        return kl
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Projections of everything one evaluation needs, from one triangular solve."""
+
+    geometry: Geometry
+    factors: tuple[Tensor, ...]  # A of the factors' pseudo-observations
+    rows: Tensor | None  # A of the site's data
+
+
+def view(geometry: Geometry, factors: Sequence[Factor], rows: Float[Tensor, "N D"] | None = None) -> Views:
+    """Project the pseudo-inputs of all factors and the rows at once."""
+    inputs = [f.inputs for f in factors if isinstance(f, PseudoObservations)] + ([] if rows is None else [rows])
+    if not inputs:
+        return Views(geometry, (), None)
+    parts = list(geometry.project(torch.cat(inputs)).split([len(x) for x in inputs], dim=-1))
+    last = None if rows is None else parts.pop()
+    return Views(geometry, tuple(parts), last)
+
+
+def product(views: Views, factors: Sequence[Factor]) -> Natural:
+    """Prior times factors: the cavity of a site that is not among theirs."""
+    natural, projections = Natural.prior(views.geometry), iter(views.factors)
+    for factor in factors:
+        projection = next(projections) if isinstance(factor, PseudoObservations) else None
+        natural = natural.times(factor, views.geometry, projection)
+    return natural
+
+
+# ---- The model -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,31 +366,6 @@ def free_energy_parts(model: SparseModel, draws: Draws, factors: Sequence[Factor
     return float(fit.mean()), float(divergence.mean())
 
 
-def collapsed_evidence(
-    model: SparseModel, draws: Draws, factors: Sequence[PseudoObservations], data: Data | None
-) -> Float[Tensor, " S"]:
-    """Titsias' bound on the evidence of tied pseudo-observations, read as likelihoods of f and σ, and of real rows.
-
-    Pseudo-observation j adds −½ w_j (m_j − f(V_j))²/σ², hence also the trace term −½ w_j (k_jj − a_jᵀa_j)/σ².
-
-    Raises:
-        ConfigError: a factor has free or full noise, or the likelihood is not Gaussian: no such reading exists.
-    """
-    if not (isinstance(model.likelihood, GaussianNoise) and all(f.tied and f.root.ndim == 1 for f in factors)):
-        raise ConfigError("replay needs a Gaussian likelihood and tied, diagonal pseudo-noise (`pvi.factor` = 'tied')")
-    rows = None if data is None else data.inputs
-    views = view(model.geometry(draws), factors, rows)
-    geometry = views.geometry
-    natural = product(views, factors)
-    total = sum((log_noise_evidence(f, geometry.noise) for f in factors), torch.zeros_like(geometry.noise))
-    for factor, projection in zip(factors, views.factors, strict=True):
-        missing = geometry.prior_variance(factor.inputs) - projection.square().sum(-2)
-        total = total - 0.5 * (missing * factor.root.square()).sum(-1) / geometry.noise
-    if data is None:
-        return total + _potential(natural)
-    return total + _log_evidence(natural, geometry, _some(views.rows), data)
-
-
 @dataclass(frozen=True, slots=True)
 class Mixture:
     """Predictive mixture over samples of (Z, β), in standardised units of y."""
@@ -291,22 +427,6 @@ def _predict_some(
         out.append((*moments, y))
     means, variances, densities = (torch.cat(part, -1) for part in zip(*out, strict=True))
     return means, variances, densities
-
-
-def _log_evidence(natural: Natural, geometry: Geometry, projection: Tensor, data: Data) -> Tensor:
-    """½hᵀB⁻¹h − ½log|B| after the rows, and the rows' own constants and trace term."""
-    noise = geometry.noise
-    scale = noise.rsqrt()[:, None]
-    after = natural.with_columns(projection * scale[..., None], data.targets * scale)
-    missing = (geometry.prior_variance(data.inputs) - projection.square().sum(-2)).sum(-1)
-    constants = len(data) * torch.log(2 * math.pi * noise) + (data.targets.square().sum() + missing) / noise
-    return _potential(after) - 0.5 * constants
-
-
-def _potential(natural: Natural) -> Tensor:
-    """½hᵀB⁻¹h − ½log|B|, the log-normaliser of q(v) up to a constant."""
-    density = natural.density()
-    return 0.5 * (natural.shift * density.mean).sum(-1) - density.half_log_determinant()
 
 
 def _some(values: Tensor | None) -> Tensor:

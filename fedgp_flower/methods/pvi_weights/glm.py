@@ -25,6 +25,8 @@ from fedgp_flower.methods.pvi.linear import LinearSite
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
 
+STEPS = 100
+"""Newton steps at most: a handful reach the tolerance."""
 TOLERANCE = 1e-10
 """Of the Newton decrement in nats and of the relative change of Λ, at which the optimum is reached."""
 SLACK = 1e-9
@@ -110,7 +112,7 @@ def expansion(site: LinearSite, q: Gaussian, context: Context) -> Expansion:
 
 
 @dataclass(frozen=True, slots=True)
-class Refinement:
+class LocalMaximum:
     """The end of a local update."""
 
     factor: Gaussian
@@ -120,7 +122,7 @@ class Refinement:
     """Steps shortened because the free energy would have fallen."""
 
 
-def optimum(site: LinearSite, q: Gaussian, context: Gaussian, *, steps: int) -> Refinement:
+def optimum(site: LinearSite, q: Gaussian, context: Gaussian) -> LocalMaximum:
     """The rows' factor at the maximum of the local free energy, by Newton steps that never lower it.
 
     Raises:
@@ -128,7 +130,7 @@ def optimum(site: LinearSite, q: Gaussian, context: Gaussian, *, steps: int) -> 
     """
     around = Context.of(context)
     here, length, iterations, halvings = expansion(site, q, around), 1.0, 0, 0
-    while iterations < steps and here.decrement > TOLERANCE:
+    while iterations < STEPS and here.decrement > TOLERANCE:
         there = expansion(site, here.step(length), around)
         if there.free_energy >= here.free_energy - SLACK * abs(here.free_energy):
             here, length, iterations = there, min(1.0, 2.0 * length), iterations + 1
@@ -136,15 +138,10 @@ def optimum(site: LinearSite, q: Gaussian, context: Gaussian, *, steps: int) -> 
         length, halvings = 0.5 * length, halvings + 1
         if length < 1e-10:
             raise NumericsError("no Newton step raises the local free energy; are the inputs finite and standardised?")
-    return Refinement(here.factor, here.free_energy, iterations, halvings)
+    return LocalMaximum(here.factor, here.free_energy, iterations, halvings)
 
 
-def gradient(site: LinearSite, q: Gaussian, context: Gaussian, *, steps: int) -> Refinement:
+def gradient(site: LinearSite, q: Gaussian, context: Gaussian) -> LocalMaximum:
     """The rows' factor at the q that was sent: merged with ρ it is a natural-gradient step of global VI of length ρ."""
-    del steps
     here = expansion(site, q, Context.of(context))
-    return Refinement(here.factor, here.free_energy, 1, 0)
-
-
-UPDATES = {"optimum": optimum, "gradient": gradient}
-"""By ``glm.local-update``."""
+    return LocalMaximum(here.factor, here.free_energy, 1, 0)

@@ -1,21 +1,31 @@
-"""Prediction from a Gaussian over the weights of a generalised linear model, and what a run saves of it."""
+"""Prediction from a Gaussian over the weights of a generalised linear model or a network."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.logit import canonical_likelihood
-from fedgp_flower.methods.pvi.weights.glm import glm_site, marginals
+from fedgp_flower.methods.pvi.messages import NaturalParameters
+from fedgp_flower.methods.pvi_weights.glm import glm_site, marginals
+from fedgp_flower.methods.pvi_weights.network import Network
+from fedgp_flower.methods.pvi_weights.options import WeightsOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
     from fedgp_flower.run.artefacts import Posterior
+
+
+def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
+    """N(0, s² I) over the weights, in the form of q."""
+    size = options.num_weights(num_inputs)
+    precision = options.prior_scale**-2
+    return NaturalParameters(np.zeros(size), -0.5 * precision * (np.eye(size) if options.full else np.ones(size)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +76,37 @@ def deviations(q: Gaussian) -> Array:
     """Standard deviation of every weight."""
     spread = q.moments()[1]
     return (spread.diagonal() if spread.ndim == 2 else spread).sqrt().numpy()
+
+
+# ---- Networks ------------------------------------------------------------------------------------------------------
+
+PREDICTION_SEED = 22
+"""Draws of a prediction are always the same: it is a function of the posterior alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPosterior:
+    """q(θ) of a network."""
+
+    network: Network
+    q: DiagonalGaussian
+    draws: int
+    binary: bool
+
+    def probabilities(self, inputs: Array) -> Array:
+        """Of the classes [N, C]; of two classes the second's, [N]."""
+        generator = torch.Generator().manual_seed(PREDICTION_SEED)
+        found = self.network.probabilities(torch.from_numpy(inputs), self.q, self.draws, generator).numpy()
+        return found[:, 1] if self.binary else found
+
+    def __call__(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and standard deviation of the indicators of classes."""
+        mean = self.probabilities(inputs)
+        return mean, np.sqrt(mean * (1 - mean))
+
+
+def saved_network(saved: Posterior, names: tuple[str, ...]) -> NetworkPosterior:
+    """The posterior of a finished run."""
+    network = Network(len(names), int(saved.model["hidden"]), int(saved.model["classes"]))
+    q, draws = cast(DiagonalGaussian, q_of(saved)), int(saved.model["draws"])
+    return NetworkPosterior(network, q, draws, saved.likelihood == "bernoulli")

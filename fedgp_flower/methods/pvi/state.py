@@ -1,0 +1,244 @@
+"""The posterior of PVI as a product, q(θ) ∝ p(θ) ∏ₖ tₖ(θ), with its cavities and merges.
+
+θ comes in named blocks (``inducing`` for Z, ``hyper`` for β, ``whitened`` for v = L⁻¹u, ``weights``). A block without a
+prior is a factor whose prior depends on other blocks (u given Z): it is multiplied and divided like any other, but only
+a site can say whether the result is a density. Pseudo-observations are not multiplied: a site's new ones replace its
+old ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import accumulate, chain
+from typing import TypeVar
+
+from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.gaussian import Gaussian
+from fedgp_flower.messages import leaves, message
+from fedgp_flower.methods.pvi.messages import Factors, Marginal, NaturalParameters, PseudoPoints
+from fedgp_flower.typing import AnyShape
+
+MOST_HALVINGS = 40
+"""Damping below 2⁻⁴⁰ moves nothing in float64 arithmetic: such an update is refused."""
+
+V = TypeVar("V")
+Blocks = dict[str, Gaussian]
+
+
+@message()
+class Contribution:
+    """What one site has in the posterior, or proposes to have."""
+
+    factors: Mapping[str, NaturalParameters] = leaves("tₖ by block")
+    points: PseudoPoints | None = leaves("pseudo-observations", default=None)
+    rows: int = leaves("training rows of the site", default=0)
+
+    @property
+    def function(self) -> Factors:
+        """The factor of u, or of v = L⁻¹u."""
+        return Factors(self.points, self.factors.get("values"), self.factors.get("whitened"))
+
+
+@message()
+class Record:
+    """What happened so far, besides the factors."""
+
+    visits: Mapping[str, int] = field(default_factory=dict)
+    """Updates merged, per site."""
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    """Visits begun, per site: a site that fails does not hold up the others."""
+    sizes: Mapping[str, float] = field(default_factory=dict)
+    """How far each site's last update moved q, in nats."""
+    staleness: Mapping[str, int] = field(default_factory=dict)
+    """Merges that a site's last update had not seen."""
+    halvings: int = 0
+    refused: int = 0
+    """Updates left out because no damping made them proper."""
+    local: Mapping[str, int] = field(default_factory=dict)
+    """What optimisers at the sites had to do: ``rejected`` trial points, ``halvings`` of steps."""
+    forgotten: tuple[str, ...] = ()
+    forgotten_visits: int = 0
+
+    @property
+    def communications(self) -> int:
+        """Updates merged so far, those of forgotten sites among them: the abscissa of a history."""
+        return sum(self.visits.values()) + self.forgotten_visits
+
+
+@message()
+class Product:
+    """The global posterior kept as its parts, q = p ∏ₖ tₖ; a site that is absent has tₖ ≡ 1."""
+
+    prior: Mapping[str, NaturalParameters] = field(default_factory=dict)
+    sites: Mapping[str, Contribution] = field(default_factory=dict)
+    shared: Mapping[str, Marginal] = field(default_factory=dict)
+    """Z or β outside the product: fixed or averaged points."""
+    first: Mapping[str, AnyShape] = field(default_factory=dict)
+    """Z and β before training."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Training rows of every site that was ever there."""
+    version: int = 0
+    """Number of merges so far; the clock staleness is measured by."""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    """Asynchronous: the version that each site which is working was given."""
+    record: Record = field(default_factory=Record)
+
+
+P = TypeVar("P", bound=Product)
+
+
+def posterior(state: Product) -> Blocks:
+    """The global q = p ∏ₖ tₖ by block; a block without a prior is the product of the sites' factors alone."""
+    return _product(state, state.sites)
+
+
+def cavity(state: Product, site: str) -> Blocks:
+    """The cavity p ∏_{m≠k} t_m, formed as a product, never by division."""
+    return _product(state, [name for name in state.sites if name != site])
+
+
+def cavities(state: Product) -> Iterator[Blocks]:
+    """Every site's cavity in turn, in 3K products of those before it and those behind it."""
+    factors = [_gaussians(own.factors) for own in state.sites.values()]
+    nothing: Blocks = {}
+    behind = [*accumulate(reversed(factors), _times, initial=nothing)][-2::-1]
+    before = accumulate(factors, _times, initial=_gaussians(state.prior))
+    return map(_times, before, behind)
+
+
+def _product(state: Product, sites: Iterable[str]) -> Blocks:
+    return reduce(_times, (_gaussians(state.sites[site].factors) for site in sites), _gaussians(state.prior))
+
+
+def _gaussians(blocks: Mapping[str, NaturalParameters]) -> Blocks:
+    return {name: factor.gaussian for name, factor in blocks.items()}
+
+
+def _times(left: Blocks, right: Blocks) -> Blocks:
+    return left | {name: left[name] * factor if name in left else factor for name, factor in right.items()}
+
+
+def is_proper(state: Product) -> bool:
+    """Whether q and every cavity are densities, in every block that has a prior."""
+    candidates = chain([posterior(state)], cavities(state))
+    return all(blocks[name].is_proper() for blocks in candidates for name in state.prior)
+
+
+# ---- The merge ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRecord:
+    """What a merge did beyond the formula."""
+
+    damping: float
+    """The least ρ in the end; 0 where nobody was merged."""
+    halvings: int
+    """How often a ρ was halved because q or a cavity would have been improper."""
+    refused: tuple[str, ...]
+    """Sites whose update is improper at any ρ, though nobody else's is merged with it: they were left out."""
+    size: Mapping[str, float]
+    """Per merged site, Σ over blocks of KL(new q ‖ old q) in nats had that site alone been merged at its ρ."""
+
+
+def merge(
+    state: P, replies: Mapping[str, Contribution], *, damping: float, deletion: bool = True
+) -> tuple[P, MergeRecord]:
+    """tₖ ← tₖ^(1−ρ) t̂ₖ^ρ for every site that replied, all at once (Algorithm 1, step 3).
+
+    Without deletion t̂ₖ is what the rows add to a posterior that already holds tₖ: tₖ ← tₖ t̂ₖ^ρ. If q or a cavity would
+    be improper, ρ is halved for each site that would make it so alone, then for all of them together, until it is not;
+    the halvings are counted. A site that is improper alone at any ρ is left out and does not hold up the others.
+    Pseudo-observations are replaced undamped: they are proper whatever they are.
+    """
+    rates, halvings = dict.fromkeys(replies, damping), 0
+    refused: tuple[str, ...] = ()
+    merged = _merged(state, replies, rates, deletion)
+    proper = is_proper(merged)
+    if not proper:
+        counts = {site: _halvings(state, replies, site, damping, deletion) for site in replies}
+        refused = tuple(site for site, count in counts.items() if count == MOST_HALVINGS)
+        rates = {site: damping * 0.5**count for site, count in counts.items() if site not in refused}
+        halvings = sum(counts[site] for site in rates)
+        merged = _merged(state, replies, rates, deletion)
+        proper = not rates or is_proper(merged)
+    while not proper:  # ends at 1/K: the mean of K proper states is proper
+        rates = {site: 0.5 * rate for site, rate in rates.items()}
+        merged, halvings = _merged(state, replies, rates, deletion), halvings + 1
+        proper = is_proper(merged)
+    least = min(rates.values(), default=0.0)
+    return merged, MergeRecord(least, halvings, refused, _sizes(state, replies, rates, deletion))
+
+
+def _halvings(state: Product, replies: Mapping[str, Contribution], site: str, damping: float, deletion: bool) -> int:
+    """How often ρ must be halved until a site's update alone is proper; ``MOST_HALVINGS`` if that does not help."""
+    tries = (_merged(state, replies, {site: damping * 0.5**count}, deletion) for count in range(MOST_HALVINGS))
+    return next((count for count, merged in enumerate(tries) if is_proper(merged)), MOST_HALVINGS)
+
+
+def _merged(state: P, replies: Mapping[str, Contribution], rates: Mapping[str, float], deletion: bool) -> P:
+    if not rates:
+        return state
+    new = dict(state.sites)
+    for site, rho in rates.items():
+        old = state.sites[site].factors if site in state.sites else {}
+        factors = dict(old)
+        for name, proposed in replies[site].factors.items():
+            factor = proposed.gaussian
+            before = old[name].gaussian if name in old else factor.flat()
+            factors[name] = NaturalParameters.of((before ** (1.0 - rho) if deletion else before) * factor**rho)
+        new[site] = replace(replies[site], factors=factors)
+    return replace(state, sites=new, version=state.version + 1)
+
+
+def _sizes(
+    state: Product, replies: Mapping[str, Contribution], rates: Mapping[str, float], deletion: bool
+) -> dict[str, float]:
+    """How far each site alone moves q; infinite where alone it would be improper, or nothing of it has a prior."""
+    before = posterior(state)
+    sizes = {}
+    for site, rho in rates.items():
+        after = posterior(_merged(state, replies, {site: rho}, deletion))
+        blocks = [name for name in replies[site].factors if name in state.prior]
+        proper = bool(state.prior) and all(after[name].is_proper() for name in blocks)
+        sizes[site] = sum(float(after[name].kl(before[name])) for name in blocks) if proper else math.inf
+    return sizes
+
+
+def forget(state: P, site: str) -> P:
+    """The state without a site's factor: q/tₖ. Exact, as if it had never been, in a conjugate model at fixed β and Z.
+
+    Raises:
+        NumericsError: the site is unknown, it is the only one, or what remains is improper.
+    """
+    if site not in state.sites:
+        known = ", ".join(sorted(state.sites)) or "none"
+        raise NumericsError(f"site {site!r} has no factor in this posterior; sites that have one: {known}")
+    if len(state.sites) == 1:
+        raise NumericsError(f"site {site!r} is the only one with a factor: without it nothing is left")
+    record = state.record
+    record = replace(
+        record,
+        visits=without(record.visits, site),
+        attempts=without(record.attempts, site),
+        sizes=without(record.sizes, site),
+        staleness=without(record.staleness, site),
+        forgotten=(*record.forgotten, site),
+        forgotten_visits=record.forgotten_visits + record.visits.get(site, 0),
+    )
+    sites, rows = without(state.sites, site), without(state.rows, site)
+    left = replace(state, sites=sites, rows=rows, version=state.version + 1, record=record)
+    if not is_proper(left):
+        raise NumericsError(
+            f"without site {site!r} the posterior is improper: other sites' factors rely on it. "
+            "Refine for a few communications with that site's factor damped, or train again without it."
+        )
+    return left
+
+
+def without(by_site: Mapping[str, V], site: str) -> dict[str, V]:
+    """The entries of all other sites."""
+    return {key: value for key, value in by_site.items() if key != site}

@@ -1,0 +1,183 @@
+"""The sites' halves of PVI over weights: of a generalised linear model and of a network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import torch
+
+from fedgp_flower.clients.baselines import Baseline
+from fedgp_flower.clients.counts import count_scores
+from fedgp_flower.clients.numpy_client import Prediction
+from fedgp_flower.clients.same_model import SameModelClient
+from fedgp_flower.gp.gaussian import DiagonalGaussian
+from fedgp_flower.methods.pvi.linear import LinearSite
+from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit, WeightsPredictive
+from fedgp_flower.methods.pvi.options import PVIOptions
+from fedgp_flower.methods.pvi.posterior import random_source
+from fedgp_flower.methods.pvi_weights.glm import glm_site, gradient, log_likelihood, optimum
+from fedgp_flower.methods.pvi_weights.network import (
+    LEARNING_RATE,
+    PREDICTION_DRAWS,
+    START_SCALE,
+    STEPS,
+    ClassRows,
+    Network,
+    NetworkUpdate,
+    VisitSettings,
+    refined,
+)
+from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
+from fedgp_flower.methods.pvi_weights.posterior import LinearPosterior, NetworkPosterior, observed, prior_of
+from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
+from fedgp_flower.typing import Array, NamedArrays
+
+
+class GLMClient(SameModelClient):
+    """Everything the site needs comes with the message; it keeps nothing."""
+
+    @property
+    def options(self) -> GLMOptions:
+        """The table ``glm.*``."""
+        return cast(GLMOptions, self.config.options)
+
+    @cached_property
+    def linear(self) -> LinearSite:
+        """The site's rows, with a constant."""
+        return glm_site(self.config.model, self.rows.x, self.rows.y)
+
+    def train(self, request: Visit) -> Refined:
+        """One local update (Ashman et al. 2022, Algorithm 1, step 2)."""
+        q, context = request.posterior[WEIGHTS].gaussian, request.context[WEIGHTS].gaussian
+        update = gradient if cast(PVIOptions, self.config.shared).plan().gradient else optimum
+        done = update(self.linear, q, context)
+        factor, objective = NaturalParameters.of(done.factor), done.free_energy / self.num_examples
+        return Refined(objective, done.iterations, halvings=done.halvings, weights=factor)
+
+    def log_likelihood(self, request: WeightsPredictive) -> LogLikelihood:
+        """This site's term of the global free energy."""
+        return LogLikelihood(log_likelihood(self.linear, request.posterior.gaussian).numpy())
+
+    def predict(self, request: WeightsPredictive, inputs: Array) -> Prediction:
+        """Mean and variance of an observation."""
+        return Prediction(*self._posterior(request).observation(inputs))
+
+    def score(self, request: WeightsPredictive) -> Scores:
+        """Scores by the likelihood."""
+        return self._scored(Baseline(*self._posterior(request).latent(self.rows.x_test), self.rows.y_test, 0))
+
+    def shown(self, request: WeightsPredictive) -> NamedArrays:
+        """Held-out rows with their predictions; for classes the probability of the second one."""
+        arrays = super().shown(request)
+        if self.config.model.likelihood == "bernoulli":
+            arrays["prediction.probability"] = arrays.pop("prediction.mean")
+            del arrays["prediction.sd"]
+        return arrays
+
+    def _alone(self, data: tuple[Array, Array, Array, Array]) -> Baseline:
+        x, y, x_test, y_test = data
+        prior = prior_of(self.options, x.shape[1]).gaussian
+        done = optimum(glm_site(self.config.model, x, y), prior, prior)
+        latent = LinearPosterior(self.config.model, prior * done.factor).latent(x_test)
+        return Baseline(*latent, y_test, done.iterations)
+
+    def _posterior(self, request: WeightsPredictive) -> LinearPosterior:
+        return LinearPosterior(self.config.model, request.posterior.gaussian)
+
+    def _scored(self, result: Baseline) -> Scores:
+        """Scores from the moments of f."""
+        if self.config.model.likelihood == "poisson":
+            return count_scores(result.mean, result.variance, result.target)
+        mean, variance = observed(self.config.model, result.mean, result.variance)
+        if self.config.model.likelihood == "bernoulli":
+            return bernoulli_scores(mean, result.target)
+        return super()._scored(replace(result, mean=mean, variance=variance))
+
+
+class BNNClient(SameModelClient):
+    """Everything the site needs comes with the message; it keeps nothing."""
+
+    @property
+    def options(self) -> BNNOptions:
+        """The table ``bnn.*``."""
+        return cast(BNNOptions, self.config.options)
+
+    @cached_property
+    def network(self) -> Network:
+        """The lengths of the layers."""
+        return Network(self.rows.x.shape[1], self.options.hidden, self.options.classes)
+
+    @property
+    def steps(self) -> int:
+        """Most steps of a visit."""
+        return cast(PVIOptions, self.config.shared).steps or STEPS
+
+    def train(self, request: Visit) -> Refined:
+        """One local update, from the means that were sent and a tight start (Ashman et al. 2022, Section 5.3)."""
+        context, q = request.context[WEIGHTS].diagonal(), request.posterior[WEIGHTS].diagonal()
+        done = self._update(self.class_rows, context, q, self.steps)
+        factor = NaturalParameters.of(done.q / context)
+        return Refined(done.free_energy / self.num_examples, done.trace.evaluations, weights=factor)
+
+    @property
+    def class_rows(self) -> ClassRows:
+        """The site's training rows."""
+        return ClassRows(torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y)).checked(self.options.classes)
+
+    def log_likelihood(self, request: WeightsPredictive) -> LogLikelihood:
+        """This site's term of the global free energy, estimated from the draws of a prediction."""
+        mean, variance = request.posterior.diagonal().moments()
+        rows, source = self.class_rows, random_source(self.config.seed, "fit", self.site.site)
+        values = [
+            float(rows.log_likelihood(self.network.logits(rows.x, mean, variance, source), slice(None)))
+            for _ in range(PREDICTION_DRAWS)
+        ]
+        return LogLikelihood(np.array(np.mean(values)))
+
+    def predict(self, request: WeightsPredictive, inputs: Array) -> Prediction:
+        """Mean and variance of the indicators of classes."""
+        mean = self._posterior(request.posterior.diagonal()).probabilities(inputs)
+        return Prediction(mean, mean * (1 - mean))
+
+    def score(self, request: WeightsPredictive) -> Scores:
+        """Scores of the classes' probabilities."""
+        return scores_of(self.predict(request, self.rows.x_test).mean, self.rows.y_test)
+
+    def shown(self, request: WeightsPredictive) -> NamedArrays:
+        """Held-out rows with the probability of the second of two classes; nothing row by row where there are more."""
+        arrays = super().shown(request)
+        mean, _ = arrays.pop("prediction.mean"), arrays.pop("prediction.sd")
+        return {"prediction.probability": mean, **arrays} if mean.ndim == 1 else {}
+
+    def _alone(self, data: tuple[Array, Array, Array, Array]) -> Baseline:
+        x, y, x_test, y_test = data
+        prior = prior_of(self.options, x.shape[1]).diagonal()
+        rows = ClassRows(torch.from_numpy(x), torch.from_numpy(y)).checked(self.options.classes)
+        steps = self.steps * self.config.num_server_rounds
+        done = self._update(rows, prior, prior, steps)
+        mean = self._posterior(done.q).probabilities(x_test)
+        return Baseline(mean, mean * (1 - mean), y_test, done.trace.evaluations)
+
+    def _update(self, rows: ClassRows, context: DiagonalGaussian, q: DiagonalGaussian, steps: int) -> NetworkUpdate:
+        mean = q.mean()
+        if not mean.any():  # the prior: nobody has trained yet
+            mean = self.network.initial(random_source(self.config.seed, "weights"))
+        start = DiagonalGaussian.from_moments(mean, q.moments()[1].clamp(max=START_SCALE**2))
+        rate = cast(PVIOptions, self.config.shared).learning_rate or LEARNING_RATE
+        source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
+        return refined(self.network, rows, context, start, VisitSettings(steps, rate), source)
+
+    def _posterior(self, q: DiagonalGaussian) -> NetworkPosterior:
+        binary = self.config.model.likelihood == "bernoulli"
+        return NetworkPosterior(self.network, q, PREDICTION_DRAWS, binary)
+
+    def _scored(self, result: Baseline) -> Scores:
+        return scores_of(result.mean, result.target)
+
+
+def scores_of(probability: Array, label: Array) -> Scores:
+    """Scores of two classes by the second one's probability [N], or of all [N, C]."""
+    return bernoulli_scores(probability, label) if probability.ndim == 1 else class_scores(probability, label)

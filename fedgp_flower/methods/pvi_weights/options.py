@@ -1,0 +1,103 @@
+"""The tables ``glm.*`` and ``bnn.*``: models whose weights PVI infers. Schedules are in the table ``pvi.*``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.methods.pvi.options import PVIOptions
+from fedgp_flower.options import MethodOptions, Positive, PositiveInt
+from fedgp_flower.run.config import CoreConfig
+
+LIKELIHOODS = ("gaussian", "bernoulli", "poisson")
+"""Log-concave ones: every factor then has a precision that is not negative, and every product is a density."""
+WEIGHTS = "weights"
+"""The one block of the product."""
+
+
+class WeightsOptions(MethodOptions):
+    """What models of weights, without inducing points, have in common."""
+
+    shared: ClassVar[type[MethodOptions] | None] = PVIOptions
+
+    prior_scale: Positive = 1.0
+    """Prior standard deviation of every weight, the intercept's too."""
+
+    @abstractmethod
+    def num_weights(self, num_inputs: int) -> int:
+        """The length of θ."""
+
+    @property
+    def full(self) -> bool:
+        """Whether q has a full covariance."""
+        return False
+
+    def check(self, core: CoreConfig) -> None:
+        """No key that a method without a Gaussian process does not read."""
+        if unread := core.optimizer.unread():
+            raise ConfigError(f"{unread}: `method` = {core.method!r} does not read it; see `{self.table}.*`")
+        if core.device == "cuda" or core.precision != "float64":
+            raise ConfigError(f"`device`, `precision`: {core.method!r} works on the 'cpu' in 'float64'")
+
+
+class GLMOptions(WeightsOptions):
+    """The table ``glm.*``."""
+
+    table: ClassVar[str] = "glm"
+
+    covariance: Literal["full", "diagonal"] = "full"
+    """Of q(θ); ``diagonal`` is the paper's mean-field form."""
+
+    def num_weights(self, num_inputs: int) -> int:
+        """Intercept and slopes."""
+        return 1 + num_inputs
+
+    @property
+    def full(self) -> bool:
+        """Whether q has a full covariance."""
+        return self.covariance == "full"
+
+    def check(self, core: CoreConfig) -> None:
+        """A log-concave likelihood."""
+        super().check(core)
+        if core.model.likelihood not in LIKELIHOODS:
+            raise ConfigError(
+                f"`model.likelihood` = {core.model.likelihood!r}: pvi-glm needs a log-concave one: "
+                + ", ".join(LIKELIHOODS)
+            )
+
+
+class BNNOptions(WeightsOptions):
+    """The table ``bnn.*``."""
+
+    table: ClassVar[str] = "bnn"
+
+    hidden: PositiveInt = 50
+    """Units of the one hidden layer, rectified."""
+    classes: Annotated[int, Field(ge=2)] = 10
+    """The target holds the numbers 0 to ``classes`` − 1."""
+
+    def num_weights(self, num_inputs: int) -> int:
+        """Two layers with their biases."""
+        return self.hidden * (num_inputs + 1) + self.classes * (self.hidden + 1)
+
+    def check(self, core: CoreConfig) -> None:
+        """Class numbers as targets."""
+        super().check(core)
+        binary = core.model.likelihood == "bernoulli"
+        if binary and self.classes != 2:
+            raise ConfigError("`model.likelihood` = 'bernoulli' is two classes: set `bnn.classes` to 2")
+        if not binary and (core.standardise or core.model.likelihood != "gaussian"):
+            raise ConfigError(
+                "pvi-bnn reads two classes off the target with `model.likelihood` = 'bernoulli', class numbers with"
+                " `standardise` false and `model.likelihood` left at 'gaussian'"
+            )
+
+    def check_shared(self, shared: MethodOptions) -> None:
+        """No update that only a linear model has."""
+        assert isinstance(shared, PVIOptions)
+        if shared.plan().gradient:
+            raise ConfigError(f"`pvi.preset` = {shared.preset!r} needs exact gradients of q, which pvi-bnn has not")
