@@ -26,7 +26,12 @@ from fedgp_flower.run.files import read_arrays, read_json, write_arrays, write_b
 
 
 def config(folder, **keys):
-    flat = {"output-dir": str(folder), "name": "a-run", **{k.replace("_", "-"): v for k, v in keys.items()}}
+    flat = {
+        "method": "fsgp",
+        "output-dir": str(folder),
+        "name": "a-run",
+        **{k.replace("_", "-"): v for k, v in keys.items()},
+    }
     return parse(flat, {"fsgp": MethodOptions})
 
 
