@@ -1,16 +1,12 @@
-"""Every optimiser of the project: one Adam, one L-BFGS, and a form of both that asks for its evaluations.
+"""Every optimiser that runs at one place: one Adam, one L-BFGS.
 
 Torch parameters are maximised in place: :func:`ascend` (a few plain steps), :func:`adam` (noisy objectives, with a
-stopping rule) and :func:`maximise` (L-BFGS). Arrays whose moments travel or are saved use :class:`AdamState`. A server
-that evaluates its objective by asking sites uses :class:`Minimiser`, which owns no state worth saving: the evaluations
-made so far determine the next one, so a resumed run replays them and goes on exactly where it was.
+stopping rule) and :func:`maximise` (L-BFGS). Arrays whose moments travel or are saved use :class:`AdamState`.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
@@ -30,6 +26,9 @@ V = TypeVar("V", Tensor, Array)
 FREE: Bound = (None, None)
 LOGARITHM: Bound = (-LOG_RANGE, LOG_RANGE)
 """Bounds of the logarithm of a hyperparameter."""
+
+PAIRS = 20
+"""Steps and gradient changes that L-BFGS keeps."""
 
 # ---- Adam on arrays -------------------------------------------------------------------------------------------------
 
@@ -65,204 +64,6 @@ class AdamState(Generic[V]):
 def _kept(value: Any) -> Any:
     """Numpy makes scalars of arrays without axes; they stay arrays."""
     return value if isinstance(value, Tensor) else np.asarray(value)
-
-
-# ---- minimising functions of a vector -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Evaluation:
-    """Value and gradient of the objective at a point."""
-
-    point: Array  # [n]
-    value: float
-    gradient: Array  # [n]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Minimum:
-    """Where an optimiser ended, after how many evaluations, and whether it says that it converged."""
-
-    point: Array  # [n]
-    value: float
-    evaluations: int
-    converged: bool
-    message: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Trial:
-    """The next point to evaluate."""
-
-    point: Array  # [n]
-    used: int
-    """Evaluations of the history that led here. Fewer than were given: from there on they belong to another trajectory
-    (SciPy changed, say); drop them before adding the new one."""
-
-
-Iterates: TypeAlias = Generator[Array, tuple[float, Array], Minimum]
-"""An optimiser as a generator: it yields points, is sent value and gradient, and returns the minimum."""
-
-
-@dataclass(frozen=True, slots=True)
-class Adam:
-    """Plain Adam downhill; never converges by itself."""
-
-    rate: float
-
-    def iterates(self, start: Array) -> Iterates:
-        """The run from ``start``."""
-        point = start.copy()
-        state: AdamState[Array] = AdamState()
-        while True:
-            _, gradient = yield point
-            moves, state = state.update({"point": gradient}, self.rate)
-            point = point - moves["point"]
-
-
-@dataclass(frozen=True, slots=True)
-class LBFGS:
-    """SciPy's L-BFGS-B."""
-
-    tolerance: float = 1e-7
-    """Relative change of the value at which it stops."""
-    gradient_tolerance: float = 1e-6
-    """Largest entry of the projected gradient at which it stops."""
-    bounds: Sequence[Bound] | None = None
-    """Of each entry of the vector."""
-    max_evaluations: int = 10**6
-    max_iterations: int = 10**6
-    memory: int = 20
-    """Pairs of steps and gradient changes that are kept."""
-
-    def minimise(self, function: Callable[[Array], tuple[float, Array]], start: Array) -> Minimum:
-        """Minimise a function that returns value and gradient."""
-        from scipy.optimize import minimize  # noqa: PLC0415  a site that only answers with sums does without it
-
-        options = {
-            "maxcor": self.memory,
-            "maxfun": self.max_evaluations,
-            "maxiter": self.max_iterations,
-            "ftol": self.tolerance,
-            "gtol": self.gradient_tolerance,
-        }
-        end = minimize(function, start, jac=True, method="L-BFGS-B", bounds=self.bounds, options=options)
-        return Minimum(np.asarray(end.x), float(end.fun), int(end.nfev), bool(end.success), str(end.message))
-
-    def iterates(self, start: Array) -> Iterates:
-        """SciPy calls back, so it runs in a thread of its own that waits while the caller evaluates.
-
-        Closing the generator, or dropping it, ends the thread.
-        """
-        points: queue.SimpleQueue[Array | Minimum | BaseException] = queue.SimpleQueue()
-        answers: queue.SimpleQueue[tuple[float, Array] | None] = queue.SimpleQueue()
-        worker = threading.Thread(target=_work, args=(self, start.copy(), points, answers), daemon=True)
-        worker.name = f"L-BFGS-{worker.name}"
-        worker.start()
-        try:
-            while True:
-                said = points.get()
-                if isinstance(said, Minimum):
-                    return said
-                if isinstance(said, BaseException):
-                    raise said
-                answers.put((yield said))
-        finally:
-            answers.put(None)
-
-
-class _Closed(Exception):  # noqa: N818  a signal, not an error
-    """Nobody waits for the minimum any more."""
-
-
-def _work(
-    method: LBFGS,
-    start: Array,
-    points: queue.SimpleQueue[Array | Minimum | BaseException],
-    answers: queue.SimpleQueue[tuple[float, Array] | None],
-) -> None:
-    def evaluate(point: Array) -> tuple[float, Array]:
-        points.put(point.copy())
-        answer = answers.get()
-        if answer is None:
-            raise _Closed
-        return answer
-
-    try:
-        points.put(method.minimise(evaluate, start))
-    except _Closed:
-        return
-    except BaseException as error:  # the caller's to handle, in its own thread
-        points.put(error)
-
-
-class Minimiser:
-    """An optimiser that is asked for its next point and told what was found there.
-
-    >>> minimiser, history = Minimiser(np.array([3.0]), LBFGS()), []
-    >>> while isinstance(answer := minimiser.ask(history), Trial):
-    ...     x = answer.point
-    ...     history = [*history[: answer.used], Evaluation(x, float(x @ x), 2 * x)]
-    >>> answer.converged, round(float(answer.point[0]), 6)
-    (True, 0.0)
-    """
-
-    def __init__(self, start: Array, method: LBFGS | Adam) -> None:
-        self._start, self._method = start.copy(), method
-        self._iterates: Iterates | None = None
-        self._used: list[Evaluation] = []
-        self._next: Array | Minimum = self._start
-
-    def ask(self, history: Sequence[Evaluation]) -> Trial | Minimum:
-        """The point to evaluate after ``history``, which are all evaluations since the start, or the end.
-
-        Where the history goes on from the one of the last call the optimiser goes on too; otherwise, as after a
-        restart, it starts anew and replays the history.
-        """
-        try:
-            self._follow(history)
-        except BaseException:
-            self.close()
-            raise
-        return self._next if isinstance(self._next, Minimum) else Trial(self._next.copy(), len(self._used))
-
-    def close(self) -> None:
-        """Let go of the running optimiser; a later :meth:`ask` replays."""
-        if self._iterates is not None:
-            self._iterates.close()
-        self._iterates = None
-
-    def _follow(self, history: Sequence[Evaluation]) -> None:
-        if self._iterates is None or not self._continues(history):
-            self._restart()
-        for evaluation in history[len(self._used) :]:
-            if isinstance(self._next, Minimum) or not np.array_equal(self._next, evaluation.point):
-                return
-            self._advance(evaluation)
-
-    def _continues(self, history: Sequence[Evaluation]) -> bool:
-        seen = self._used
-        return len(history) >= len(seen) and all(_same(a, b) for a, b in zip(seen, history, strict=False))
-
-    def _restart(self) -> None:
-        self.close()
-        self._iterates, self._used = self._method.iterates(self._start), []
-        self._next = next(self._iterates)
-
-    def _advance(self, evaluation: Evaluation) -> None:
-        assert self._iterates is not None
-        self._used.append(evaluation)
-        try:
-            self._next = self._iterates.send((evaluation.value, evaluation.gradient))
-        except StopIteration as end:
-            self._next = end.value
-
-
-def _same(left: Evaluation, right: Evaluation) -> bool:
-    if left is right:
-        return True
-    same = left.value == right.value and np.array_equal(left.point, right.point)
-    return same and np.array_equal(left.gradient, right.gradient)
 
 
 # ---- maximising over torch parameters -------------------------------------------------------------------------------
@@ -388,13 +189,21 @@ def maximise(
     Raises:
         NumericsError: the starting point is not admissible.
     """
+    from scipy.optimize import minimize  # noqa: PLC0415  a site that only answers with sums does without it
+
     negative = _Negative(objective, parameters)
     limits = [bound for p, bound in zip(parameters, bounds, strict=True) for _ in range(p.numel())] if bounds else None
-    method = LBFGS(tolerance, gradient_tolerance, limits, max_evaluations, max_evaluations)
-    end = method.minimise(negative, _gather(parameters))
-    _scatter(end.point, parameters)
-    values = (*negative.values, -end.value)
-    return Trace(values, "converged" if end.converged else "budget", end.evaluations, negative.rejected)
+    options = {
+        "maxcor": PAIRS,
+        "maxfun": max_evaluations,
+        "maxiter": max_evaluations,
+        "ftol": tolerance,
+        "gtol": gradient_tolerance,
+    }
+    end = minimize(negative, _gather(parameters), jac=True, method="L-BFGS-B", bounds=limits, options=options)
+    _scatter(np.asarray(end.x), parameters)
+    values = (*negative.values, -float(end.fun))
+    return Trace(values, "converged" if end.success else "budget", int(end.nfev), negative.rejected)
 
 
 class _Negative:
