@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from simulations import common
 from simulations.common import RESULTS, Row, markdown, versions
 
 STUDIES = Path(__file__).parent / "studies"
@@ -56,6 +57,7 @@ def parser_of(name: str, module: ModuleType) -> argparse.ArgumentParser:
             parser.add_argument(flag, nargs="*", type=type(default[0]), default=default)
         else:
             parser.add_argument(flag, type=type(default), default=default)
+    parser.add_argument("--check", action="store_true", help="check the keys of every run, and make none")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}/{name}.md")
     return parser
 
@@ -97,12 +99,12 @@ def main(words: Sequence[str]) -> None:
         raise SystemExit(f"no study {name!r}; there are {', '.join(names())}")
     module = load(name)
     given = vars(parser_of(name, module).parse_args(rest))
-    write = given.pop("write")
+    write, common.CHECKING = given.pop("write"), given.pop("check")
     logging.getLogger("flwr").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     text = page(name, [word for word in rest if word != "--write"], module, run(name, given))
     print(text)
-    if write:
+    if write and not common.CHECKING:
         (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
 
 

@@ -65,9 +65,9 @@ SGPR = "method=sgpr model.num-inducing=20 evaluate-every=0 sgpr.exchanges=10 num
 SVGP = "method=svgp model.num-inducing=20 evaluate-every=0 num-server-rounds=10 sgpr.exchanges=12"
 FSGP = "method=fsgp model.num-inducing=20 evaluate-every=5 num-server-rounds=10"
 PVI = "method=pvi dataset=diabetes model.num-inducing=15 evaluate-every=0"
-DRAWS = f"{PVI} pvi.prediction-samples=20 num-server-rounds"
-ADAM = "pvi.local-update=adam pvi.first-steps=20 pvi.steps=10"
-FIXED = "pvi.inducing=fixed pvi.hyper=fixed"
+LOCAL = f"{PVI} num-server-rounds"
+ADAM = "pvi.local-update=adam pvi.steps=10"
+FIXED = "pvi.inducing=fixed"
 LABELS = "dataset=breast-cancer model.likelihood=bernoulli evaluate-every=0"
 UNITS = "dataset=convolved-signals partitioner=natural partition.column=unit split=0 model.num-inducing=25"
 EXACT = f"method=fedmgp-exact {UNITS} evaluate-every=0 num-server-rounds"
@@ -93,26 +93,27 @@ RUNS = (
         "partitioner=kmeans model.kernel=linear optimizer.name=sgd", needs="uci/yacht.csv.gz"),
     Run("local-only", 3, "method=local-only dataset=diabetes baselines.max-evaluations=40 partitioner=linear"),
     Run("pooled", 0, "method=pooled dataset=five-blocks split=0 partitioner=natural partition.column=site "
-        "model.num-inducing=15 model.inducing-init=normal baselines.max-evaluations=40"),
+        "model.num-inducing=15 baselines.max-evaluations=40"),
     Run("pvi-sums", 4, f"{PVI} num-server-rounds=4", forget="1"),
     Run("pvi-sums-synchronous", 4, f"{PVI} num-server-rounds=3 pvi.schedule=synchronous"),
-    Run("pvi-tied-adam", 4, f"{DRAWS}=4 {ADAM} pvi.order=random partitioner=exponential"),
-    Run("pvi-free-adam", 4, f"{DRAWS}=5 {ADAM} pvi.factor=free {FIXED} pvi.order=residual optimizer.batch-size=32"),
-    Run("pvi-cpo-average", 4, f"{DRAWS}=3 {ADAM} pvi.factor=cpo pvi.inducing=average pvi.schedule=synchronous"),
-    Run("pvi-asynchronous", 4, f"{DRAWS}=6 {ADAM} pvi.schedule=asynchronous pvi.concurrency=3"),
-    Run("pvi-natural-gradient", 4, f"{DRAWS}=4 pvi.local-update=natural-gradient {FIXED} model.likelihood=student-t "
-        "pvi.step=0.5"),
-    Run("pvi-bcm-same", 4, f"{DRAWS}=1 pvi.preset=bcm-same {ADAM}"),
-    Run("pvi-bcm-split", 4, f"{DRAWS}=1 pvi.preset=bcm-split pvi.local-update=analytic {FIXED}"),
-    Run("pvi-vcl", 4, f"{DRAWS}=4 pvi.preset=vcl {ADAM} pvi.factor=cpo"),
-    Run("pvi-global-vi", 4, f"{DRAWS}=5 pvi.preset=global-vi pvi.local-update=gradient {FIXED} pvi.step=0.001"),
+    Run("pvi-tied-adam", 4, f"{LOCAL}=4 {ADAM} pvi.order=random partitioner=exponential"),
+    Run("pvi-free-adam", 4, f"{LOCAL}=5 {ADAM} pvi.factor=free {FIXED} pvi.order=residual optimizer.batch-size=32"),
+    Run("pvi-cpo-average", 4, f"{LOCAL}=3 {ADAM} pvi.factor=cpo pvi.inducing=average pvi.schedule=synchronous"),
+    Run("pvi-asynchronous", 4, f"{LOCAL}=6 {ADAM} pvi.schedule=asynchronous pvi.concurrency=3"),
+    Run("pvi-natural-gradient", 4, f"{LOCAL}=4 pvi.local-update=natural-gradient {FIXED} model.likelihood=student-t "
+        "pvi.learning-rate=0.5"),
+    Run("pvi-bcm-same", 4, f"{LOCAL}=1 pvi.preset=bcm-same {ADAM}"),
+    Run("pvi-bcm-split", 4, f"{LOCAL}=1 pvi.preset=bcm-split pvi.local-update=analytic {FIXED}"),
+    Run("pvi-vcl", 4, f"{LOCAL}=4 pvi.preset=vcl {ADAM} pvi.factor=cpo"),
+    Run("pvi-global-vi", 4, f"{LOCAL}=5 pvi.preset=global-vi pvi.local-update=gradient {FIXED} "
+        "pvi.learning-rate=0.001"),
     Run("pvi-labels", 4, f"method=pvi {LABELS} model.num-inducing=10 num-server-rounds=4"),
     Run("pvi-labels-adam", 4, f"method=pvi {LABELS} model.ard=false model.lengthscale=5 model.num-inducing=10 "
         f"num-server-rounds=3 {ADAM}"),
     Run("pvi-counts-lbfgs", 0, f"method=pvi {CLINICS} target=visits model.likelihood=poisson model.num-inducing=10 "
-        "num-server-rounds=3 evaluate-every=0 pvi.local-update=lbfgs pvi.factor=full pvi.evaluations=15"),
+        "num-server-rounds=3 evaluate-every=0 pvi.local-update=lbfgs pvi.factor=cpo pvi.steps=15"),
     Run("pvi-glm", 4, f"method=pvi-glm {LABELS} num-server-rounds=8"),
-    Run("pvi-bnn", 3, f"method=pvi-bnn {LABELS} bnn.classes=2 bnn.hidden=5 bnn.batch-size=0 bnn.steps=20 "
+    Run("pvi-bnn", 3, f"method=pvi-bnn {LABELS} bnn.classes=2 bnn.hidden=5 pvi.steps=20 "
         "num-server-rounds=3"),
     Run("fedmgp-exact", 0, f"{EXACT}=5 baselines.max-evaluations=30", quiet=False),
     Run("fedmgp-exact-two-latents", 0, f"{EXACT}=10 fedmgp.latents=2 fedmgp.starts=2 fedmgp.start-rounds=3"),
@@ -121,9 +122,9 @@ RUNS = (
     Run("fedmgp-median", 0, f"{FEDMGP} fedmgp.aggregation=median"),
     Run("fedmgp-krum", 0, f"{FEDMGP} fedmgp.aggregation=krum fedmgp.malicious=1"),
     Run("hierarchical-gp", 4, f"method=hierarchical-gp dataset=diabetes {SHAPES} num-server-rounds=4", resume_to=7),
-    Run("hierarchical-gp-units", 0, "method=hierarchical-gp "
-        f"hierarchical.deviation=rough {UNITS} evaluate-every=0 num-server-rounds=5"),
-    Run("deep-kernel", 3, f"method=deep-kernel {LABELS} num-server-rounds=3 deep.prediction-draws=30"),
+    Run("hierarchical-gp-units", 0, f"method=hierarchical-gp hierarchical.deviation=rough {UNITS} evaluate-every=0 "
+        "num-server-rounds=5"),
+    Run("deep-kernel", 3, f"method=deep-kernel {LABELS} num-server-rounds=3"),
     Run("sfvi", 4, f"method=sfvi dataset=diabetes {SHAPES} num-server-rounds=12", resume_to=20),
     Run("sfvi-avg", 4, f"method=sfvi-avg dataset=diabetes {SHAPES} num-server-rounds=4 sfvi.local-steps=5"),
     Run("sfvi-full-warm-start", 0, f"method=sfvi dataset=five-blocks split=0 partitioner=natural partition.column=site "

@@ -68,6 +68,38 @@ def test_results_are_remembered_and_means_are_over_runs():
     assert common.averaged(rows, ("set",), worst=("a",))[0] == {"set": "s", "runs": 2, "a": 2.0, "a, worst": 3.0}
 
 
+MEASURING = {
+    "cells",
+    "evaluation",
+    "faults",
+    "heartbeats",
+    "load",
+    "masks",
+    "memory",
+    "overhead",
+    "policy",
+    "scale",
+    "trip",
+}
+"""Studies that do not go through ``fit``."""
+
+
+@pytest.mark.data
+@pytest.mark.skipif("FEDGP_DATA" not in os.environ, reason="no data sets")
+@pytest.mark.usefixtures("_scratch")
+@pytest.mark.parametrize("name", sorted(set(run.names()) - MEASURING))
+def test_the_keys_of_every_run_are_known(name, monkeypatch):
+    module = run.load(name)
+    monkeypatch.setattr(common, "CHECKING", True)
+    monkeypatch.setattr(module, "attacked", common.fit, raising=False)
+    if name == "amortised":
+        monkeypatch.setattr(module, "scores", lambda *of: {"bound": 1.0})
+    rows = list(module.study())
+    assert rows
+    refused = [row["refused"] for row in rows if "refused" in row]
+    assert len(refused) == 3 * (name == "defaults"), refused  # three methods take no classes
+
+
 @pytest.mark.data
 @pytest.mark.skipif("FEDGP_DATA" not in os.environ, reason="no data sets")
 @pytest.mark.usefixtures("_scratch")

@@ -38,7 +38,6 @@ KEYS: dict[str, dict[str, Any]] = {
 COMMON: dict[str, Any] = {
     "split": 0,
     "standardise": False,
-    "constant-columns": "keep",
     "partitioner": "natural",
     "partition.column": "silo",
     "sfvi.samples": 1,

@@ -77,9 +77,13 @@ def best_rate(way: str) -> float:
     """By accuracy on a fifth of the training images of another deal."""
     sites, seed = TUNED
     path = image_table(f"pairs-{sites}-{seed}", lambda: dealt(sites, seed))
-    frame = pd.read_parquet(path).iloc[:ROWS]
-    order = np.argsort(frame.groupby("silo").cumcount() % 5 == 4, kind="stable")
-    tuning = kept_table("pairs-tuning", lambda: frame.iloc[order].reset_index(drop=True))
+
+    def last_fifth() -> pd.DataFrame:
+        frame = pd.read_parquet(path).iloc[:ROWS]
+        order = np.argsort(frame.groupby("silo").cumcount() % 5 == 4, kind="stable")
+        return frame.iloc[order].reset_index(drop=True)
+
+    tuning = kept_table("pairs-tuning", last_fifth)
     plan = {**PLAN, "seed": seed, "held_out": ROWS // 5}
     found = {
         rate: remembered(

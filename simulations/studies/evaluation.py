@@ -57,7 +57,7 @@ class Peer(gpytorch.models.ExactGP):
         base.outputscale, base.base_kernel.lengthscale, likelihood.noise = 1.0, 1.0, 0.1
         self.covar_module = gpytorch.kernels.InducingPointKernel(base, points.clone(), likelihood)
         self.train()
-        self.objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, self)
+        self.objectives = (gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, self),)  # a tuple: it holds this module
 
     def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
         """The prior."""
@@ -66,7 +66,7 @@ class Peer(gpytorch.models.ExactGP):
     def evaluation(self) -> tuple[float, Array]:
         """Bound per row, and its gradient in Z."""
         self.zero_grad()
-        value = self.objective(self(*self.train_inputs), self.train_targets)
+        value = self.objectives[0](self(*self.train_inputs), self.train_targets)
         value.backward()
         gradient: Array = self.covar_module.inducing_points.grad.numpy().copy()
         return float(value.detach()), gradient

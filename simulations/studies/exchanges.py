@@ -1,9 +1,9 @@
 """Twenty exchanges against the best fit of all rows in one place.
 
-Standard splits of UCI sets, ten sites of rows dealt at random, every key at its default; `capped` has
-`sgpr.small-sites=cap`. *Above pooled* is the NLL of held-out rows less that of the pooled fit, in nats per row: mean
-over the splits, then the worst. The pooled fit has M = 100 inducing points and all rows in one place; of several
-L-BFGS fits from different starts the one with the highest bound counts.
+Standard splits of UCI sets, ten sites of rows dealt at random, every key at its default; `capped` has `sgpr.small-
+sites=cap`. *Above pooled* is the NLL of held-out rows less that of the pooled fit, in nats per row: mean over the
+splits, then the worst. The pooled fit has M = 100 inducing points and all rows in one place; of several L-BFGS fits
+from different starts the one with the highest bound counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FedMGP, Section 5.1 of Chung and Al Kontar (2024): the hidden half of unit 1.
 
 Five units, one with half its curve unobserved, so many data sets. Mean squared error against noisy held-out values; the
-noise alone is .0100, the paper's FedMGP .012 ± .003. Alone: a Gaussian process of each unit's rows; pooled: the same
-model, all rows in one place, by L-BFGS.
+noise alone is .0100, the paper's FedMGP .012 ± .003. Alone: a Gaussian process of each unit's own rows; pooled: the
+same model, all rows in one place, by L-BFGS.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 The synthetic problem of *Federated learning of sparse Gaussian processes* (Figures 1 and 2, Section 6.1): five sites
 with 30 rows each in adjacent intervals of width 0.64 with gaps of 0.2, a draw of a Gaussian process with lengthscale
-0.3, amplitude 1 and noise sd 0.15, all known; M = 20, M_k = 24, sequential visits in turn, DPO factors, Adam with
-learning rate 0.01. A visit takes at most J steps: when the means of two windows of 50 steps differ by less than 0.001
-nats per row, it ends after a quarter of J more at a lower rate. NLL of held-out rows in the intervals and in the gaps,
-mean and standard error over draws of the data; `exact` is the Gaussian process of all rows.
+0.3, amplitude 1 and noise sd 0.15 where hyperparameters start; M = 20, sequential visits in turn, DPO factors, Adam
+with learning rate 0.01. A visit takes at most J steps, the first one twice as many. NLL of held-out rows in the
+intervals and in the gaps, mean and standard error over draws of the data; `exact` is the Gaussian process of all rows.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ KEYS: dict[str, Any] = {
     "model.num-inducing": 20,
     "model.lengthscale": LENGTHSCALE,
     "model.noise": NOISE_SD**2,
-    "pvi.hyper": "fixed",
     "pvi.local-update": "adam",
     "pvi.learning-rate": 0.01,
 }
@@ -70,7 +68,7 @@ def exact(rows: pd.DataFrame) -> float:
     return float(np.mean(0.5 * np.log(2 * np.pi * variance) + 0.5 * error**2 / variance))
 
 
-def study(seeds: tuple[int, ...] = (0, 1, 2), steps: tuple[int, ...] = (1, 10, 100, 1000)) -> Iterator[Row]:
+def study(seeds: tuple[int, ...] = (0, 1, 2), steps: tuple[int, ...] = (1, 10, 100)) -> Iterator[Row]:
     """A row for each way to learn Z and number of steps."""
     tables = {seed: draw(seed) for seed in seeds}
     for way, more in WAYS.items():
@@ -79,7 +77,7 @@ def study(seeds: tuple[int, ...] = (0, 1, 2), steps: tuple[int, ...] = (1, 10, 1
             for seed, rows in tables.items():
                 held_out = np.flatnonzero(rows["held_out"]).tolist()
                 path = kept_table(f"line-{seed}", lambda r=rows: r.drop(columns="held_out"), [held_out])
-                keys = {**KEYS, **more, "dataset": path, "seed": seed, "pvi.steps": count, "pvi.first-steps": count}
+                keys = {**KEYS, **more, "dataset": path, "seed": seed, "pvi.steps": count}
                 found.append(history(fit(keys, SITES)).set_index("visits")["test_nll"])
             yield {"Z": way, "J": count, **{f"after {n}": spread(own[n] for own in found) for n in (5, 10, 20)}}
     yield {"Z": "exact", "after 20": spread(exact(rows) for rows in tables.values())}

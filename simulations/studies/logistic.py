@@ -37,7 +37,6 @@ KEYS: dict[str, Any] = {
     "split": 0,
     "partitioner": "natural",
     "partition.column": "site",
-    "constant-columns": "keep",
     "model.likelihood": "bernoulli",
     "evaluate-every": 1,
 }

@@ -1,11 +1,10 @@
 """MNIST: multinomial regression at small sites.
 
 Hassan et al. (2023), S3.2, Table S1: multinomial regression with learned prior scales, 5000 images at 25 sites of 200
-rows or 200 sites of 25. Accuracy on 10 000 test images, of a mixture of 10 draws, which are dealt to the sites for
-scoring alone. Independent: every site fits the same model to its own rows. MB: of all messages, those of evaluations
-included. The paper's column is for 25 sites; its rounds differ: 1 × 50 000 steps, 50 × 1000 steps, 50 000 rounds of
-SFVI. Rates and initial scales are those that were best on other training images (`--choose`: 2000 images that are at
-no site, 25 sites).
+rows or 200 sites of 25. Accuracy on 10 000 test images, which are dealt to the sites for scoring alone. Independent:
+every site fits the same model to its own rows. MB: of all messages, those of evaluations included. The paper's column
+is for 25 sites; its rounds differ: 1 × 50 000 steps, 50 × 1000 steps, 50 000 rounds of SFVI. Rates and initial scales
+are those that were best on other training images (`--choose`: 2000 images that are at no site, 25 sites).
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ KEYS: dict[str, Any] = {
     "target": "digit",
     "split": 0,
     "standardise": False,
-    "constant-columns": "keep",
     "evaluate-every": 20,
     "sfvi.model": "multinomial",
     "sfvi.samples": 1,

@@ -3,9 +3,9 @@
 Wheeze of 537 children, a logistic mixed model at two sites of 300 and 237 children (Hassan et al. 2023, S3.1). z:
 posterior mean less that of NUTS, in its standard deviations; sd ratio: posterior standard deviation over that of NUTS,
 the least and the largest of the five parameters. R: draws of a child's latent, weighted; R = 1 is the paper's bound.
-Unless a row says otherwise L_G is full, R is 1, and SFVI-Avg scales the whole local term of the bound. The reference,
-`six_cities_nuts.json`, comes from `python -m simulations.run six_cities --reference-only` and numpyro: NUTS in double
-precision, non-centred, 4 chains of 1000 + 10 000.
+Unless a row says otherwise L_G is full and R is 1. The reference, `six_cities_nuts.json`, comes from `python -m
+simulations.run six_cities --reference-only` and numpyro: NUTS in double precision, non-centred, 4 chains of 1000 + 10
+000.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ KEYS: dict[str, Any] = {
     "partition.column": "country",
     "partition.min-rows": 8,
 }
-MODEL: dict[str, Any] = {"model.kernel": "matern52", "model.num-inducing": 60, "model.noise": 0.3, "model.jitter": 1e-6}
+MODEL: dict[str, Any] = {"model.kernel": "matern52", "model.num-inducing": 60, "model.noise": 0.3}
 METHODS: dict[str, dict[str, Any]] = {
     "hierarchical-gp": {"method": "hierarchical-gp", "baselines.local-only": True},
     "sfvi": {"method": "sfvi", "num-server-rounds": 300, **MODEL},
@@ -60,7 +60,7 @@ def sums(run: Row, scores: Row) -> pd.DataFrame:
 def study(methods: tuple[str, ...] = tuple(METHODS), folds: tuple[int, ...] = (0, 1, 2, 3, 4)) -> Iterator[Row]:
     """A row for each method."""
     path = stations()
-    large = pd.read_parquet(path)["country"].value_counts() >= MANY
+    large = pd.read_csv(data_dir() / "weather.csv.gz")["country"].value_counts() >= MANY
     total: dict[str, pd.DataFrame] = {}
     for method in methods:
         for fold in folds:
@@ -75,7 +75,7 @@ def study(methods: tuple[str, ...] = tuple(METHODS), folds: tuple[int, ...] = (0
         row["RMSE"] = math.sqrt(found["squares"].sum() / rows)
         if ALONE in total and arm != ALONE:
             better = found["nll"] < total[ALONE]["nll"].reindex(found.index)
-            small = ~large.reindex(found.index).to_numpy()
+            small = ~large.reindex(found.index, fill_value=False).to_numpy()
             row["countries better"] = f"{better.sum()} of {len(better)}"
             row["small countries better"] = f"{better[small].sum()} of {small.sum()}"
         yield row
