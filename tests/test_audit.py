@@ -11,7 +11,6 @@ import pytest
 from faults import FaultyGrid, configured, csv_nodes, run, waves
 
 from fedgp_flower import cli
-from fedgp_flower.errors import RunError
 from fedgp_flower.privacy import audit
 from fedgp_flower.run import leaves
 from fedgp_flower.shared_messages import WeightedStep
@@ -40,11 +39,9 @@ def test_a_line_says_what_left(log):
     assert found.problems == ()
     lines = {line["kind"]: line for line in found.lines}
     assert [line["line"] for line in found.lines] == list(range(1, len(found.lines) + 1))
-    assert {"query.describe", "query.shape", "query.statistics", "train.gradients", "evaluate"} <= lines.keys()
-    statistics = lines["query.statistics"]
-    assert statistics["arrays"]["gram"]["shape"] == [15]
-    assert statistics["arrays"]["gram"]["norm"] > 0
-    assert statistics["arrays"]["count"] == {"shape": [], "norm": 48.0}
+    assert {"query.describe", "query.shape", "query.trials", "train.gradients", "evaluate"} <= lines.keys()
+    statistics = lines["query.trials"]
+    assert all(array["norm"] > 0 for array in statistics["arrays"].values() if 0 not in array["shape"])
     assert not statistics["masked"]
     assert {rule["rule"] for rule in statistics["rules"]} >= {"methods", "least-rows", "parameters-per-row"}
     assert lines["evaluate"]["arrays"]["evaluation.pit"]["shape"] == [20]
@@ -98,11 +95,6 @@ def test_a_site_that_cannot_write_its_log_does_not_answer(tmp_path):
     assert {own.reason for own in strategy.network.failures if own.site == "c"} == {
         "the audit log of this site cannot be written (Is a directory)"
     }
-
-
-def test_there_is_no_such_log(tmp_path):
-    with pytest.raises(RunError, match="cannot be read"):
-        audit.read(tmp_path / "none.jsonl")
 
 
 def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):

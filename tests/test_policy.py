@@ -30,7 +30,7 @@ from fedgp_flower.run.registry import BUILT_IN, parse_config
 from fedgp_flower.scores import Scores
 from fedgp_flower.shared_messages import ScoreSums, Shape
 
-SHARED_PATH = {"sfvi", "sfvi-avg", "pvi-glm"}
+SHARED_PATH = {"sfvi-avg"}
 """Methods whose sites are asked as those of another one are: tried by the long tests."""
 
 
