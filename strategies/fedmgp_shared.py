@@ -294,9 +294,9 @@ class SharedLatents(FederatedStrategy[S]):
 
     def _worse_than_alone(self) -> bool:
         """Whether the held-out error exceeds that of local-only, where both are known."""
-        if self.evaluation is None or self.local_only is None or "rmse" not in self.evaluation["test"]:
+        if self.evaluation is None or self.scoring.local_only is None or "rmse" not in self.evaluation["test"]:
             return False
-        return bool(self.evaluation["test"]["rmse"] > self.local_only["rmse"])
+        return bool(self.evaluation["test"]["rmse"] > self.scoring.local_only["rmse"])
 
 
 def unit_curves(

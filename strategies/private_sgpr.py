@@ -18,11 +18,11 @@ import numpy as np
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.profiled import profiled, scaled
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums, Statistics
 from fedgp_flower.methods.sgpr.options import PrivateSGPROptions
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, cleaned
 from fedgp_flower.options import ModelSection
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.pooled_bound import LOCATIONS, LOG_NOISE, noise_of, posterior_at, saved, sizes_at
 from strategies.server.finalise import Predicted

@@ -32,7 +32,7 @@ from fedgp_flower.methods.pvi.messages import (
     Predictive,
 )
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
-from fedgp_flower.methods.pvi.posterior import EQUATION, PREDICTION_DRAWS, lengthscales_of, names_of, saved_arrays
+from fedgp_flower.methods.pvi.saved import EQUATION, PREDICTION_DRAWS, lengthscales_of, names_of, saved_arrays
 from fedgp_flower.methods.pvi.state import MergeRecord, Product, Record, forget, merge, without
 from fedgp_flower.methods.pvi.updates import ALPHA
 from fedgp_flower.options import MethodOptions

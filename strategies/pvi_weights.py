@@ -14,9 +14,9 @@ from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, WeightsPredictive
 from fedgp_flower.methods.pvi.state import posterior
+from fedgp_flower.methods.pvi_weights.glm import prior_of
 from fedgp_flower.methods.pvi_weights.network import PREDICTION_DRAWS
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
-from fedgp_flower.methods.pvi_weights.posterior import prior_of
 from fedgp_flower.typing import NamedArrays
 from strategies.pvi import PVI, factor_strengths
 from strategies.pvi_updates import LocalOptimum, PVIState, Update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.messages import message
-from fedgp_flower.methods.messages import LocalScoreSums, Nothing
+from fedgp_flower.shared_messages import LocalScoreSums, Nothing
 from strategies.server.questions import Asking, Figures, Roster
 from strategies.server.scoring import ALONE, POOLED
 from strategies.server.strategy import FederatedStrategy

@@ -24,12 +24,12 @@ from fedgp_flower.gp.ascent import outlook, pack, unpack
 from fedgp_flower.gp.latent import CONSTANT, LatentGP
 from fedgp_flower.gp.placement import FLOAT32_JITTER
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior
 from fedgp_flower.methods.sgpr.options import SGPROptions, SVGPOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.config import RunConfig
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
 from strategies.pooled_bound import LOCATIONS, detail_of_progress, sizes_at, told_by_total

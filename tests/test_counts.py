@@ -75,15 +75,6 @@ def test_intervals_of_counts_are_drawn_as_such() -> None:
     assert central(rows["mean"].to_numpy(), rows["sd"].to_numpy(), counts=False)[0][0] < 0
 
 
-def test_rows_add_up() -> None:
-    mean, variance, counts = (np.array(column, dtype=float) for column in zip(*CASES, strict=True))
-    whole = count_scores(mean, variance, counts)
-    rows = [count_scores(*(np.array([value]) for value in case)) for case in zip(mean, variance, counts, strict=True)]
-    for name, value in whole.sums.items():
-        assert value == pytest.approx(sum(row.sums[name] for row in rows), rel=5e-3), name
-    assert count_scores(*(np.zeros(0),) * 3).sums["count"] == 0
-
-
 @pytest.mark.parametrize(("variance", "target"), [(-0.1, 1.0), (0.1, 1.5), (0.1, -1.0)])
 def test_what_are_no_counts(variance: float, target: float) -> None:
     with pytest.raises(NumericsError):

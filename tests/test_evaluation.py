@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.run.metrics import bernoulli_scores, gaussian_scores
+from fedgp_flower.scores import bernoulli_scores, gaussian_scores
 from strategies.server.evaluation import combine, combine_histograms
 
 

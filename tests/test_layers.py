@@ -210,11 +210,12 @@ SITE_HALF |= {"posterior", "panels", "forgetting", "references", "prediction"}
 """Modules of a method that only a site, or a reader of finished runs, imports."""
 FORBIDDEN = {
     "gp": {"strategies", "site half", "method", "clients", "data", "deploy"},
-    "data": {"strategies", "site half", "method", "clients", "deploy"},
+    "data": {"strategies", "site half", "method", "clients", "privacy", "deploy"},
     "method": {"strategies", "site half", "deploy"},
     "site half": {"strategies", "deploy"},
     "strategies": {"site half", "clients", "deploy"},
-    "clients": {"strategies", "site half", "method", "deploy"},
+    "clients": {"strategies", "site half", "method", "methods", "deploy"},
+    "privacy": {"strategies", "site half", "method", "methods", "clients", "deploy"},
     "run": {"site half", "method", "deploy"},
 }
 """Layer → layers that none of its modules may import."""

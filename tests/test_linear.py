@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import Fault, FaultyGrid, arrays, blamed, configured, run
+from faults import FaultyGrid, configured, run
 from scipy import linalg, optimize, stats
 
 from fedgp_flower.clients.counts import count_scores
@@ -15,7 +15,7 @@ from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.methods.linear import Coefficients, LinearPredictor, LogisticSums, Moments, with_ones
 from fedgp_flower.run.metrics import RANK_BINS, RANK_REACH, bernoulli_scores
-from fedgp_flower.shared_messages import Nothing, ScoreSums
+from fedgp_flower.shared_messages import Nothing
 from strategies.server.evaluation import combine, ranked, with_skill
 from strategies.server.linear import PENALTIES, constant, linear_fit, ridge
 from strategies.server.questions import drive
@@ -90,16 +90,6 @@ def test_ridge_is_the_bayesian_regression_of_all_rows() -> None:
     assert optimize.minimize_scalar(
         lambda s: -restricted_evidence(x, y, penalty, math.exp(s)), bounds=(-4, 2)
     ).x == pytest.approx(math.log(variance), abs=1e-5)
-
-
-@pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
-@pytest.mark.parametrize("cuts", [[1], [20, 21, 40], list(range(3, 57, 3))])
-def test_the_fit_does_not_depend_on_the_partition(likelihood: str, cuts: list[int]) -> None:
-    rows = regression_rows() if likelihood == "gaussian" else class_rows()
-    whole, parts = fitted(rows, likelihood, []), fitted(rows, likelihood, cuts)
-    for name, value in vars(whole).items():
-        if value is not None:
-            np.testing.assert_allclose(getattr(parts, name), value, rtol=1e-9, atol=1e-12)
 
 
 def test_logistic_regression_is_at_the_mode_of_all_rows() -> None:
@@ -237,13 +227,6 @@ def test_a_run_scores_the_mean_and_the_linear_model_on_the_rows_of_all_sites(mas
     assert [len(metrics[name]["per_site"]) for name in ("mean", "linear")] == [0 if masked else 4] * 2
 
 
-def test_scores_that_no_rows_have_are_the_failure_of_their_site() -> None:
-    flipped = arrays(lambda own: own | {"regression": -own["regression"]})
-    strategy = run(FaultyGrid(configured(**LINEAR), 3, Fault("1", flipped, ("query.linear_scores",))))
-    assert blamed(strategy) == {"1": ["a score that cannot be negative is"] * 2}
-    assert [row["site"] for row in strategy.outcome.metrics["linear"]["per_site"]] == ["0", "2"]
-
-
 def test_classes_are_compared_with_their_shares_and_logistic_regression() -> None:
     keys = {"method": "sfvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     strategy = run(FaultyGrid(configured(**LINEAR, **keys), 3))
@@ -256,9 +239,3 @@ def test_classes_are_compared_with_their_shares_and_logistic_regression() -> Non
     assert metrics["linear"]["brier"] == pytest.approx(np.mean((y_test - p) ** 2), rel=1e-6)
     assert metrics["test"]["brier_skill"] == pytest.approx(1 - metrics["test"]["brier"] / metrics["mean"]["brier"])
     assert 0.9 < metrics["linear"]["auc"] <= 1
-
-
-def test_a_summand_of_scores_keeps_the_ranks() -> None:
-    scores = bernoulli_scores([0.2, 0.7], [0, 1])
-    back = ScoreSums.of(scores).scores()
-    np.testing.assert_array_equal(back.arrays["evaluation.ranks"], scores.arrays["evaluation.ranks"])

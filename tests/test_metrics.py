@@ -7,7 +7,7 @@ import pytest
 from scipy import integrate, stats
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores, gaussian_scores, mixture_scores
+from fedgp_flower.scores import Scores, bernoulli_scores, class_scores, gaussian_scores, mixture_scores
 
 CASES = [(0.3, 0.7, 1.1), (-2.0, 3.0, 4.0), (5.0, 0.05, 5.2), (0.0, 1.0, 0.0)]
 

@@ -19,7 +19,7 @@ from fedgp_flower.data.cells import codes_in, typed
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.dates import readings
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site
-from fedgp_flower.data.standardisation import Preparation, encode_inputs, typed_inputs
+from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
 from fedgp_flower.run.check import check
 from fedgp_flower.run.config import CoreConfig
@@ -241,21 +241,6 @@ def test_days_and_months_that_could_be_exchanged_are_refused(tmp_path: Path) -> 
         load_site(settings("error", dates="days"), node)
 
 
-def test_a_missing_date_is_a_missing_cell(tmp_path: Path) -> None:
-    [node] = csv_nodes(tmp_path, {"a": dated("%Y-%m-%d").assign(day=lambda own: own["day"].where(own.index != 3))})
-    with pytest.raises(DataError, match=r"column `days\(day\)`: empty or NaN cell in row 4"):
-        load_site(settings("error", dates="days"), node)
-    assert load_site(settings("impute", dates="days"), node).train["days(day)"].isna().sum() == 1
-
-
-def test_new_rows_need_the_column_of_dates_itself(hospital: Path) -> None:
-    posterior = Predictor.of_run(hospital)
-    with pytest.raises(DataError, match="missing column `admitted`"):
-        posterior.predict(patients())
-    with pytest.raises(DataError, match="`admitted` holds no dates"):
-        posterior.predict(patients().assign(admitted="soon"))
-
-
 def test_sites_may_write_dates_in_different_ways(tmp_path: Path) -> None:
     both = pd.concat([dated("%Y-%m-%d"), dated("%d.%m.%Y")], ignore_index=True)
     (days,) = readings(both["day"])
@@ -277,15 +262,6 @@ def test_decimal_commas_are_read(tmp_path: Path) -> None:
         typed(frame, ["dose"], "f")
     assert typed(pd.DataFrame({"dose": ["1,500", "2,25"]}), ["dose"], "f")["dose"].tolist() == [1.5, 2.25]
     assert typed(pd.DataFrame({"job": ["a,b", "c", "d,5"]}), ["job"], "f")["job"].tolist() == ["a,b", "c", "d,5"]
-
-
-def test_new_rows_are_read_like_the_rows_of_training() -> None:
-    agreement = agreed([RawSite("a", "a", 0, patients().dropna(), patients()[:0], ("age", "ward"), "y")], "error")
-    preparation = Preparation.from_wire(agreement.arrays, agreement.schema)
-    commas = pd.DataFrame({"age": ["60,5"], "ward": ["a"]})
-    points = pd.DataFrame({"age": [60.5], "ward": ["a"]})
-    one, two = (encode_inputs(typed_inputs(own, preparation, "t"), preparation) for own in (commas, points))
-    np.testing.assert_array_equal(one, two)
 
 
 def test_a_number_that_repeats_far_from_all_others_is_suspected_as_a_code() -> None:

@@ -7,11 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from fedgp_flower.deploy.demo import federation
 from fedgp_flower.deploy.launch import HOST, SIMULATION
 from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import COMPLETED, Flower, environment, install_profiles, program
@@ -84,15 +82,3 @@ def test_it_runs_in_flowers_simulation(tmp_path: Path) -> None:
             processes.start("superlink", [program("flower-superlink"), *options], tmp_path)
             flower.wait_until_ready(f"http://{HOST}:{port}")
             judged(log_of(flower, 2, "--federation-config", "num-supernodes=2 client-resources-num-cpus=1"))
-
-
-@pytest.mark.long
-@pytest.mark.deployment
-def test_it_runs_on_supernodes_with_their_own_files(tmp_path: Path) -> None:
-    files = [tmp_path / f"{name}.csv" for name in ("north", "south")]
-    for seed, path in enumerate(files):
-        x = np.random.default_rng(seed).uniform(-3, 3, (60, 2))
-        rows = np.column_stack([x, np.sin(x[:, 0]) + 0.1 * x[:, 1] ** 2])
-        np.savetxt(path, rows, delimiter=",", header="a,b,y", comments="")
-    with federation(tmp_path / "deploy", files, app="any") as flower:
-        judged(log_of(flower, 1), 1)

@@ -15,9 +15,8 @@ from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
 from fedgp_flower.methods.pvi.options import PRESETS, Plan
 from fedgp_flower.methods.pvi.state import posterior
-from fedgp_flower.methods.pvi_weights.glm import glm_site, gradient, optimum
+from fedgp_flower.methods.pvi_weights.glm import glm_site, gradient, optimum, prior_of
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, GLMOptions
-from fedgp_flower.methods.pvi_weights.posterior import prior_of
 from fedgp_flower.options import ModelSection
 from strategies.pvi import one_round
 from strategies.pvi_updates import LocalOptimum, PVIState

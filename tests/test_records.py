@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 import pytest
-from flwr.app import Array, ConfigRecord, RecordDict
+from flwr.app import Array
 
-from fedgp_flower.records import PACKED, array_record, flower_array, numpy_array, numpy_arrays, packed_record, record_of
+from fedgp_flower.records import PACKED, array_record, flower_array, numpy_array, numpy_arrays, packed_record
 
 ARRAYS = [
     np.array(1.5),
@@ -66,12 +66,6 @@ def test_damaged_bytes_are_refused_as_flower_refuses_them(spoil, error):
         numpy_array(array)
 
 
-def test_a_record_of_another_kind_is_none():
-    records = RecordDict({"arrays": ConfigRecord({"a": 1})})
-    assert record_of(records, "arrays", type(array_record({}))) is None
-    assert record_of(records, "nothing", ConfigRecord) is None
-
-
 PARTS = {
     "count": np.array(3),
     "values.theta.log_noise": np.array(-1.5),
@@ -94,14 +88,6 @@ def test_small_neighbours_travel_as_one_and_come_back_as_they_were():
     for name, array in PARTS.items():
         assert (back[name].dtype, back[name].shape, back[name].flags.writeable) == (array.dtype, array.shape, True)
         np.testing.assert_array_equal(back[name], array)
-
-
-def test_a_message_of_many_small_arrays_is_little_more_than_its_numbers():
-    """Six arrays of 20 numbers in all: 160 bytes, and names and shapes instead of six headers of 128 bytes."""
-    names = [f"values.theta.{part}" for part in ("a", "b", "c", "trend.a", "trend.b", "trend.c")]
-    arrays = {name: np.zeros(size) for name, size in zip(names, (1, 2, 3, 4, 5, 5), strict=True)}
-    assert array_record(arrays).count_bytes() > 160 + 6 * 128
-    assert packed_record(arrays).count_bytes() < 160 + 80
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pandas as pd
 import pytest
-from faults import FaultyGrid, Recorder, blamed, configured, csv_nodes, run, waves
+from faults import FaultyGrid, Recorder, configured, csv_nodes, run, waves
 from flwr.app import Context, RecordDict
 
 from fedgp_flower.clients import app
@@ -94,16 +94,6 @@ def test_a_site_refuses_other_rows_within_a_run_and_says_so(tmp_path):
     require_same_rows(context(**{"state-dir": str(other)}), "r2", site(1, 2, 4))
     kept = [json.loads((path / "site-rows.json").read_text()) for path in (tmp_path, other)]
     assert kept[0]["rows"] != kept[1]["rows"]  # the same rows, salted
-
-
-def test_a_table_that_is_swapped_in_the_middle_of_a_run_is_seen_by_the_site(tmp_path):
-    nodes = csv_nodes(tmp_path, {name: waves(30, seed) for seed, name in enumerate("abc")})
-    recorder = Recorder(at={2: lambda: waves(30, 9).to_csv(tmp_path / "b.csv", index=False)})
-    strategy = run(FaultyGrid(configured(), nodes), recorder)
-    [(name, reasons)] = blamed(strategy).items()
-    assert name == "b"
-    assert all("b.csv is no longer the table" in reason for reason in reasons)
-    assert strategy.current.sites == ("a", "c")
 
 
 AGREED = Preparation(

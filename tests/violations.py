@@ -13,26 +13,17 @@ from flwr.app import Message
 
 METHODS: dict[str, dict[str, Any]] = {
     "sgpr": {"num_server_rounds": 3},
-    "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
-    "pvi": {"method": "pvi", "pvi__local_update": "adam", "pvi__steps": 5, "pvi__schedule": "synchronous"},
     "pvi-glm": {"method": "pvi-glm", "pvi__schedule": "synchronous"},
-    "hierarchical-gp": {"method": "hierarchical-gp"},
-    "sfvi": {"method": "sfvi"},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 2},
-    "fedmgp": {"method": "fedmgp-exact"},
     "local-only": {"method": "local-only", "baselines__local_only": True},
 }
+"""One method for each way of asking sites: sums, averages, factors, structured models, and comparisons alone."""
 TRAINING = {
     "sgpr": "query.trials",
-    "fsgp": "train",
     "fgpr": "train",
-    "pvi": "train",
     "pvi-glm": "train",
-    "hierarchical-gp": "train.expansion",
-    "sfvi": "train.gradient",
     "sfvi-avg": "train.average",
-    "fedmgp": "query.first",
     "local-only": "query.local_only",
 }
 """A message that the method cannot do without."""

@@ -182,8 +182,3 @@ class Algorithm(ABC, Generic[S]):
     def evaluation(self) -> Evaluation | None:
         """The latest evaluation."""
         return self.scoring.evaluation
-
-    @property
-    def local_only(self) -> Mapping[str, Any] | None:
-        """The figures of the baseline where nothing is shared, once they are known."""
-        return self.scoring.local_only

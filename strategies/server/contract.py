@@ -10,8 +10,8 @@ from flwr.app import Message
 
 from fedgp_flower.errors import FedGPError, ProtocolError
 from fedgp_flower.messages import decode, join, misfit, verdict
-from fedgp_flower.methods.messages import Described
 from fedgp_flower.records import numpy_arrays
+from fedgp_flower.shared_messages import Described
 from strategies.server.wire import claimed_site
 
 

@@ -18,8 +18,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedgp_flower.methods.linear import Coefficients, LinearPredictor, LogisticSums, Moments
-from fedgp_flower.methods.messages import Nothing
+from fedgp_flower.shared_messages import Coefficients, LinearPredictor, LogisticSums, Moments, Nothing
 from strategies.server.questions import Asking, Summed, Total
 
 PENALTIES = 10.0 ** np.arange(-6, 6.25, 0.25)

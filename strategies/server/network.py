@@ -303,25 +303,11 @@ class Network:
         if "error" in config:
             return str(config["error"])
         return (
-            self._content_refusal(reply, config, site)
+            _content_refusal(reply, config, site)
             or self._echo_refusal(config, asked)
             or numbers_refusal(reply)
             or (arrays_refusal(reply, specs) if specs is None or isinstance(specs, Mapping) else specs.refusal(reply))
         )
-
-    @staticmethod
-    def _content_refusal(reply: Message, config: ConfigRecord, site: str | None) -> str | None:
-        if not config.get("site") or record_of(reply.content, "arrays", ArrayRecord) is None:
-            return "the reply lacks the records `arrays`, `metrics`, `config`"
-        if lacks(reply):
-            return "it lacks what it was sent once, and was sent again"
-        if config.get("schema-version") != SCHEMA_VERSION:
-            return (
-                f"message schema {config.get('schema-version')!r}, expected {SCHEMA_VERSION}: other version of the app"
-            )
-        if site is not None and config["site"] != site:
-            return f"site {site!r} was asked, and the reply says that it is from another"
-        return None
 
     def _echo_refusal(self, config: ConfigRecord, asked: Texts | None) -> str | None:
         """Whether a reply answers another question: an old one sent again, or one of another run."""
@@ -382,3 +368,15 @@ def echo_of(message: Message) -> Texts:
 def _answers(reply: Message, ids: Sequence[str]) -> bool:
     """Whether a reply is to one of these messages: one that comes twice, or late, is to none that is waited for."""
     return reply.metadata.reply_to_message_id in ids
+
+
+def _content_refusal(reply: Message, config: ConfigRecord, site: str | None) -> str | None:
+    if not config.get("site") or record_of(reply.content, "arrays", ArrayRecord) is None:
+        return "the reply lacks the records `arrays`, `metrics`, `config`"
+    if lacks(reply):
+        return "it lacks what it was sent once, and was sent again"
+    if config.get("schema-version") != SCHEMA_VERSION:
+        return f"message schema {config.get('schema-version')!r}, expected {SCHEMA_VERSION}: other version of the app"
+    if site is not None and config["site"] != site:
+        return f"site {site!r} was asked, and the reply says that it is from another"
+    return None

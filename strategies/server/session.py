@@ -89,9 +89,10 @@ class Session:
         """What a user sends with every message of training or evaluation, by ``train`` and ``evaluate``."""
         self.outstanding: dict[str, Outstanding] = {}
         """By message id."""
-        self._packed: tuple[Any, ArrayRecord, Mapping[str, Any]] | None = None
+        self.packed: tuple[Any, ArrayRecord, Mapping[str, Any]] | None = None
+        """The latest request with its arrays and numbers, which the messages to all sites share."""
         self._arrived: list[Message] = []
-        network.introduction = {"configuration": self._settings()}
+        network.introduction = {"configuration": settings_of(self.config, self.options)}
 
     # Who is there, and what they agree on.
 
@@ -126,7 +127,7 @@ class Session:
     def share(self, constants: NamedArrays) -> None:
         """Send these arrays to every site once, beside columns, scales and configuration."""
         if constants or self.network.context is None:
-            texts = {"schema": self.preparation.schema, "configuration": self._settings()}
+            texts = {"schema": self.preparation.schema, "configuration": settings_of(self.config, self.options)}
             texts |= {} if self.masking is None else {MEMBERS: self.masking.text}
             self.network.context = SharedContext.of(self.preparation.arrays, texts, constants)
 
@@ -161,9 +162,6 @@ class Session:
         ]
         return self.preparation.warnings + told + ([] if self.masking is None else self.masking.warnings())
 
-    def _settings(self) -> str:
-        return settings_text(self.config.flat(), defaults([self.options]))
-
     def _agreed(self, preparation: Preparation) -> None:
         """Take columns and scales; every later message names them."""
         self.preparation = preparation
@@ -182,9 +180,11 @@ class Session:
             privacy = self.config.privacy.model_copy(update={"secure_aggregation": True})
             self.config = self.config.model_copy(update={"privacy": privacy})
             self.config.options.check(self.config)
-            self.network.introduction = {"configuration": self._settings()}
+            self.network.introduction = {"configuration": settings_of(self.config, self.options)}
         if self.config.privacy.secure_aggregation:
-            self.masking = Masking.enrol(self.network, self._settings(), self.config.privacy.min_sites, simulated)
+            self.masking = Masking.enrol(
+                self.network, settings_of(self.config, self.options), self.config.privacy.min_sites, simulated
+            )
         logger.info("%s", self.what_the_server_sees())
 
     # Questions.
@@ -239,18 +239,14 @@ class Session:
 
     def message(self, site: str, kind: str, request: Any, masked: Mapping[str, str] | None = None) -> Message:
         """A request to one site; the sites that are sent the same share its arrays."""
-        if self._packed is None or self._packed[0] is not request:
+        if self.packed is None or self.packed[0] is not request:
             arrays, numbers = split(type(request), encode(request))
             record = (array_record if self.apart else packed_record)(arrays)
-            self._packed = request, record, {**numbers, **({APART: True} if self.apart else {})}
-        _, record, numbers_and_form = self._packed
+            self.packed = request, record, {**numbers, **({APART: True} if self.apart else {})}
+        _, record, numbers_and_form = self.packed
         given = self.given.get(kind.partition(".")[0], ConfigRecord())
         settings: Mapping[str, Any] = {**given, **numbers_and_form, **(masked or {})}
         return self.network.message(site, kind, record, settings)
-
-    def forget_packed(self, apart: bool) -> None:
-        """Start a round: nothing packed before is sent again, and arrays travel one by one or as one."""
-        self._packed, self.apart = None, apart
 
     def require_clear(self, answer: type) -> None:
         """Refuse to ask single sites for what belongs under masks.
@@ -280,19 +276,14 @@ class Session:
 
     def _accepted(self, answers: dict[str, Any], contract: Contract, added: bool) -> Any:
         """Leave out answers that no honest site gives beside the others; the total of the rest, where it counts."""
-        self._leave_out(answers, contract.outliers(answers))
+        leave_out(self.network, answers, contract.outliers(answers))
         if not added or not answers:
             return None
         total = add(answers.values())
         if unfit := contract.unfit(answers, total):
-            self._leave_out(answers, unfit)
+            leave_out(self.network, answers, unfit)
             total = add(answers.values()) if answers else None
         return total
-
-    def _leave_out(self, answers: dict[str, Any], refused: Mapping[str, str]) -> None:
-        for site, reason in refused.items():
-            self.network.fail(site, reason)
-            del answers[site]
 
     # Totals under masks.
 
@@ -364,3 +355,15 @@ class Session:
                 self.network.fail(asked.site, f"no reply within {self.network.timeout:g} s, or its node is gone")
                 return asked.site
         return None
+
+
+def settings_of(config: RunConfig, options: type[MethodOptions]) -> str:
+    """The keys of a configuration that differ from their defaults, as sites are sent them."""
+    return settings_text(config.flat(), defaults([options]))
+
+
+def leave_out(network: Network, answers: dict[str, Any], refused: Mapping[str, str]) -> None:
+    """Drop answers that are refused, which are failures of their sites."""
+    for site, reason in refused.items():
+        network.fail(site, reason)
+        del answers[site]

@@ -12,8 +12,8 @@ import numpy as np
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import add, encode
-from fedgp_flower.methods.messages import Nothing, Shape
 from fedgp_flower.options import ModelSection
+from fedgp_flower.shared_messages import Nothing, Shape
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.inducing import initial_inducing_points
 from strategies.server.questions import Asking, Each, Question, Refuse, Roster, Summed, Total

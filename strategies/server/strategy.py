@@ -184,7 +184,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
             session.begin_round()
         self._take(arrays)
         session.given["train"] = config
-        session.forget_packed(apart=len(arrays) > 0)
+        session.packed, session.apart = None, len(arrays) > 0
         self.complete, self.asked, session.training = None, None, True
         self.running = self.one_round(self.current, self.roster())
         self._advance(None)

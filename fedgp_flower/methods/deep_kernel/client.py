@@ -9,18 +9,16 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.clients.averaging import AveragingClient
 from fedgp_flower.clients.baselines import Baseline
-from fedgp_flower.clients.numpy_client import Prediction
-from fedgp_flower.clients.same_model import SameModelClient
+from fedgp_flower.clients.numpy_client import AveragingClient, SameModelClient
 from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
 from fedgp_flower.methods.deep_kernel.model import DeepKernel
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.methods.deep_kernel.posterior import DeepPosterior
-from fedgp_flower.methods.messages import Step, Stepped
-from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
+from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
+from fedgp_flower.shared_messages import Step, Stepped
 from fedgp_flower.typing import Array, NamedArrays
 
 

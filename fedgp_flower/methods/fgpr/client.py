@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from numpy import ndarray
 
-from fedgp_flower.clients.averaging import AveragingClient
-from fedgp_flower.clients.numpy_client import Prediction
+from fedgp_flower.clients.numpy_client import AveragingClient
 from fedgp_flower.gp.exact import ExactGP
 from fedgp_flower.gp.placement import to_array
-from fedgp_flower.methods.messages import Parameters, Step, Stepped
+from fedgp_flower.scores import Prediction
+from fedgp_flower.shared_messages import Parameters, Step, Stepped
 from fedgp_flower.typing import Array
 
 

@@ -29,7 +29,8 @@ from fedgp_flower.methods.pvi.model import (
     sparse_model,
 )
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.methods.pvi.posterior import PREDICTION_DRAWS, prediction_draws, random_source
+from fedgp_flower.methods.pvi.posterior import prediction_draws, random_source
+from fedgp_flower.methods.pvi.saved import PREDICTION_DRAWS
 from fedgp_flower.methods.pvi.updates import UPDATES, Situation, Update, VisitedSite
 from fedgp_flower.methods.sgpr.client import SGPRClient, SVGPClient
 from fedgp_flower.methods.sgpr.messages import (

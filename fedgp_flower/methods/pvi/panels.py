@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from fedgp_flower.methods.pvi.posterior import names_of
+from fedgp_flower.methods.pvi.saved import names_of
 from fedgp_flower.methods.pvi.updates import ALPHA
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import RunData

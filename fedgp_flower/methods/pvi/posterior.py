@@ -1,4 +1,4 @@
-"""What a run saves of a partitioned posterior, prediction from it, and what forgetting a site changed.
+"""Prediction from a saved partitioned posterior, and what forgetting a site changed.
 
 A prediction is a mixture over draws of (Z, β), the same draws wherever it is made.
 """
@@ -6,19 +6,18 @@ A prediction is a mixture over draws of (Z, β), the same draws wherever it is m
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
-from numpy.typing import NDArray
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.sums import WhitenedPosterior
 from fedgp_flower.gp.to_gpytorch import SparsePosterior
-from fedgp_flower.methods.pvi.messages import Factors, Marginal, NaturalParameters, Predictive, PseudoPoints
+from fedgp_flower.methods.pvi.messages import Factors, NaturalParameters, PseudoPoints
 from fedgp_flower.methods.pvi.model import (
     Draws,
     Factor,
@@ -27,13 +26,13 @@ from fedgp_flower.methods.pvi.model import (
     Point,
     SparseModel,
     draw,
-    location_scale,
     predict,
     product,
     sparse_model,
     view,
 )
 from fedgp_flower.methods.pvi.options import PVIOptions
+from fedgp_flower.methods.pvi.saved import GAUSSIAN, LATENTS, POINTS, POINTS_NAME, Arrays
 from fedgp_flower.methods.sparse_posterior import SavedSparseGP
 from fedgp_flower.methods.sparse_posterior import saved_model as saved_sparse_gp
 from fedgp_flower.options import ModelSection
@@ -42,78 +41,6 @@ from fedgp_flower.typing import Array, NamedArrays
 
 if TYPE_CHECKING:
     from fedgp_flower.run.artefacts import Posterior, RunData
-
-PREDICTION_DRAWS = 100
-"""Draws of (Z, β) that predict: their error is a tenth of a standard deviation of the mixture's spread."""
-EQUATION = (
-    "For draws (Z, β) ~ q(Z) q(β), L Lᵀ = k(Z, Z) + jitter · k(z, z) · I, A = L⁻¹k(Z, V), B = I + A S⁻¹ Aᵀ, "
-    "h = A S⁻¹ m (factor.values adds LᵀΛL and Lᵀη, factor.whitened Λ and η), a = L⁻¹k(Z, x): f(x) ~ N(aᵀB⁻¹h, "
-    "k(x, x) − aᵀa + aᵀB⁻¹a). Predict with the mixture over draws of p(y | f). x and y are standardised by input.mean, "
-    "input.scale, target.mean, target.scale; β are logarithms of standard deviations and lengthscales."
-)
-LATENTS = {"inducing.locations": "Z, inducing inputs", "hyper": "β, log hyperparameters"}
-POINTS = {
-    "inputs": "V, pseudo-inputs of all sites",
-    "targets": "m, pseudo-targets",
-    "root": "R, S⁻¹ = R², over σ² where tied",
-}
-GAUSSIAN = {
-    "eta1": "first natural parameter of the product of factors",
-    "eta2": "second natural parameter of the product of factors",
-}
-POINTS_NAME = "factor.points-0"
-Arrays = Mapping[str, NDArray[np.generic]]
-
-
-def names_of(section: ModelSection, num_inputs: int) -> list[str]:
-    """The quantities whose logarithms are the entries of β, in their order."""
-    likelihood = {"gaussian": ["noise sd"], "student-t": ["scale", "degrees of freedom − 2"]}
-    return [*sparse_model(section, num_inputs).kernel.names, *likelihood.get(section.likelihood, [])]
-
-
-def lengthscales_of(hyper: Marginal, names: Sequence[str]) -> tuple[NamedArrays, NamedArrays | None]:
-    """By part of the kernel, means of the logarithms of lengthscales under q(β), and standard deviations if it has any.
-
-    Args:
-        hyper: q(β).
-        names: Of its entries, by :func:`names_of`.
-    """
-    parts: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        part, found, _ = name.partition("lengthscale")
-        if found:
-            parts.setdefault(f"kernel.{part.replace(' ', '.')}log_lengthscale", []).append(index)
-    mean, scale = ({part: own.numpy()[at] for part, at in parts.items()} for own in location_scale(hyper.latent()))
-    return mean, None if hyper.value is not None else scale
-
-
-def saved_arrays(
-    predictive: Predictive, first: Array, names: Sequence[str], *, tied: bool
-) -> tuple[NamedArrays, dict[str, str]]:
-    """Arrays of the saved posterior, and what each is; ``first`` [M, D] is where Z began, ``names`` are those of β."""
-    arrays: NamedArrays = {"inducing.first": first}
-    meanings = {"inducing.first": "Z before training; not used for prediction"}
-
-    def add(name: str, array: NDArray[np.generic], words: str) -> None:
-        arrays[name], meanings[name] = array, words
-
-    assert predictive.q is not None
-    latents = LATENTS | {"hyper": f"{LATENTS['hyper']}: {', '.join(names)}"}
-    for (name, words), marginal in zip(latents.items(), (predictive.q.inducing, predictive.q.hyper), strict=True):
-        mean, scale = (part.numpy() for part in location_scale(marginal.latent()))
-        shape = first.shape if marginal is predictive.q.inducing else mean.shape
-        add(f"{name}.mean", mean.reshape(shape), f"mean of q of {words}")
-        if marginal.value is None:
-            add(f"{name}.scale", scale.reshape(shape), f"sd of q of {words}")
-    if predictive.factors.points is not None:
-        for name, words in POINTS.items():
-            add(f"{POINTS_NAME}.{name}", getattr(predictive.factors.points, name), words)
-        add(f"{POINTS_NAME}.tied", np.array(tied), "whether pseudo-noise scales with σ²")
-    for kind in ("values", "whitened"):
-        factor: NaturalParameters | None = getattr(predictive.factors, kind)
-        for name, words in GAUSSIAN.items() if factor is not None else ():
-            add(f"factor.{kind}.{name}", getattr(factor, name), words)
-    return arrays, meanings
 
 
 def saved_latents(arrays: Arrays) -> Latents:

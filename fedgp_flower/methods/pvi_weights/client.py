@@ -18,7 +18,7 @@ from fedgp_flower.methods.pvi.linear import LinearSite
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit, WeightsPredictive
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.posterior import random_source
-from fedgp_flower.methods.pvi_weights.glm import glm_site, gradient, log_likelihood, optimum
+from fedgp_flower.methods.pvi_weights.glm import glm_site, gradient, log_likelihood, optimum, prior_of
 from fedgp_flower.methods.pvi_weights.network import (
     LEARNING_RATE,
     PREDICTION_DRAWS,
@@ -31,7 +31,7 @@ from fedgp_flower.methods.pvi_weights.network import (
     refined,
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
-from fedgp_flower.methods.pvi_weights.posterior import LinearPosterior, NetworkPosterior, observed, prior_of
+from fedgp_flower.methods.pvi_weights.posterior import LinearPosterior, NetworkPosterior, observed
 from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
 from fedgp_flower.typing import Array, NamedArrays
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.gp.linalg import cholesky
 from fedgp_flower.gp.logit import canonical_likelihood
 from fedgp_flower.methods.pvi.linear import LinearSite
+from fedgp_flower.methods.pvi.messages import NaturalParameters
+from fedgp_flower.methods.pvi_weights.options import WeightsOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
 
@@ -145,3 +148,10 @@ def gradient(site: LinearSite, q: Gaussian, context: Gaussian) -> LocalMaximum:
     """The rows' factor at the q that was sent: merged with ρ it is a natural-gradient step of global VI of length ρ."""
     here = expansion(site, q, Context.of(context))
     return LocalMaximum(here.factor, here.free_energy, 1, 0)
+
+
+def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
+    """N(0, s² I) over the weights, in the form of q."""
+    size = options.num_weights(num_inputs)
+    precision = options.prior_scale**-2
+    return NaturalParameters(np.zeros(size), -0.5 * precision * (np.eye(size) if options.full else np.ones(size)))

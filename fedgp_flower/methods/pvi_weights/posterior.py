@@ -10,22 +10,13 @@ import torch
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.gp.logit import canonical_likelihood
-from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi_weights.glm import glm_site, marginals
 from fedgp_flower.methods.pvi_weights.network import Network
-from fedgp_flower.methods.pvi_weights.options import WeightsOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
     from fedgp_flower.run.artefacts import Posterior
-
-
-def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:
-    """N(0, s² I) over the weights, in the form of q."""
-    size = options.num_weights(num_inputs)
-    precision = options.prior_scale**-2
-    return NaturalParameters(np.zeros(size), -0.5 * precision * (np.eye(size) if options.full else np.ones(size)))
 
 
 @dataclass(frozen=True, slots=True)

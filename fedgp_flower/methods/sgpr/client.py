@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.clients.averaging import AveragingClient
-from fedgp_flower.clients.latent_scores import latent_scores
-from fedgp_flower.clients.numpy_client import Prediction, SiteClient
+from fedgp_flower.clients.numpy_client import AveragingClient, SiteClient
 from fedgp_flower.gp import sparse
 from fedgp_flower.gp.cells import LEAST_ROWS, cells
 from fedgp_flower.gp.latent import LatentGP, sparse_gp
@@ -19,7 +17,6 @@ from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import SparseGP, Whitener, pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.lazy import Lazy
-from fedgp_flower.methods.messages import Parameters, Step, Stepped
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
     Adjoints,
@@ -35,7 +32,8 @@ from fedgp_flower.methods.sgpr.messages import (
     apart,
     numbered,
 )
-from fedgp_flower.run.metrics import Scores
+from fedgp_flower.scores import Prediction, Scores, latent_scores
+from fedgp_flower.shared_messages import Parameters, Step, Stepped
 from fedgp_flower.typing import Array, NamedArrays
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior
 from fedgp_flower.messages import leaves, message, packed, unpacked
-from fedgp_flower.methods.messages import Described, along, count_parameters, dwarfing, odd_variances
+from fedgp_flower.shared_messages import Described, along, count_parameters, dwarfing, odd_variances
 from fedgp_flower.typing import AnyShape
 
 SLACK, SINGLE_SLACK = 1e-6, 1e-5

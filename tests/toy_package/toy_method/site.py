@@ -5,10 +5,11 @@ from functools import partial
 
 import numpy as np
 
-from fedgp_flower.clients.numpy_client import Prediction, SiteClient
-from fedgp_flower.methods.messages import Nothing
+from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.run.artefacts import Posterior, RunData
 from fedgp_flower.run.report import Panel, html_table
+from fedgp_flower.scores import Prediction
+from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import Array
 from toy_method.shared import Products, Weights, with_intercept
 

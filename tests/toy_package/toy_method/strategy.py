@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fedgp_flower.methods.messages import Nothing
+from fedgp_flower.shared_messages import Nothing
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Figures, Roster, Total
 from strategies.server.strategy import FederatedStrategy
