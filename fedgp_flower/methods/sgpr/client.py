@@ -122,14 +122,6 @@ class SVGPClient(SparseClient):
         mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
         return latent_scores(model, mean, variance, rows.y_test, self.preparation.target_scale)
 
-    def shown(self, request: PooledPosterior) -> NamedArrays:
-        """Held-out rows with their predictions; for classes the probability of the second one."""
-        arrays = super().shown(request)
-        if self.config.model.likelihood == "bernoulli":
-            arrays["prediction.probability"] = arrays.pop("prediction.mean")
-            del arrays["prediction.sd"]
-        return arrays
-
 
 class FSGPClient(SparseClient, AveragingClient):
     """Local steps, whose result the server averages."""
