@@ -41,7 +41,7 @@ VALUES = {AMPLITUDE: np.zeros(()), LOG_NOISE: np.zeros(1)}
 def sums_of(a: np.ndarray, y: np.ndarray) -> SparseSums:
     """Of rows with whitened projections a [N, M]."""
     values = (a.T @ a, a.T @ y, y @ y, np.array(float(len(y))), np.array(float(len(y))))
-    return SparseSums(*map(torch.as_tensor, values))
+    return SparseSums(*map(np.asarray, values))
 
 
 def apart(row: np.ndarray, amplitude: float) -> float:

@@ -14,7 +14,7 @@ from gpytorch.likelihoods import Likelihood
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.to_gpytorch import SparsePosterior
+from fedgp_flower.gp.whitened import WhitenedGP
 from fedgp_flower.messages import decode
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel, export
@@ -112,7 +112,7 @@ class NewSite:
         mean, variance = self.posterior.moments(nobody, None, rows, link=self.link)
         return mean, np.sqrt(variance)
 
-    def export(self) -> list[tuple[SparsePosterior, Likelihood]]:
+    def export(self) -> list[tuple[WhitenedGP, Likelihood]]:
         """The one model and likelihood of GPyTorch.
 
         Raises:
