@@ -8,7 +8,6 @@ it; see :mod:`fedgp_flower.methods.deep_kernel.mathematics`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,33 +15,27 @@ import numpy as np
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.classes import Confusion
+from fedgp_flower.methods.deep_kernel.mathematics import SHARES
 from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
 from fedgp_flower.methods.deep_kernel.model import DeepKernel
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import NamedArrays
 from strategies.server.fedavg import ADAM, AveragingPlan, AveragingState, averaging_round, first_state
-from strategies.server.finalise import Posterior
+from strategies.server.finalise import Predicted
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The head at the ρ of the largest evidence, and the evidence at each."""
-
-    head: HeadPosterior
-    evidence: tuple[float, ...]
-
-
-def chosen(values: NamedArrays, shares: tuple[float, ...], totals: Heads) -> Chosen:
-    """From the sums of all rows."""
+def chosen(values: NamedArrays, shares: tuple[float, ...], totals: Heads) -> tuple[HeadPosterior, tuple[float, ...]]:
+    """The head at the ρ of the largest evidence of all rows, and the log evidence at each ρ."""
     each = totals.evidence()
-    values_of = tuple(float(own.log_evidence(share)) for own, share in zip(each, shares, strict=True))
-    best = int(np.argmax(values_of))
+    evidence = tuple(float(found.log_evidence(share)) for found, share in zip(each, shares, strict=True))
+    best = int(np.argmax(evidence))
     mean, covariance = each[best].posterior(shares[best])
-    return Chosen(HeadPosterior(values, mean.numpy(), covariance.numpy(), shares[best]), values_of)
+    return HeadPosterior(values, mean.numpy(), covariance.numpy(), shares[best]), evidence
 
 
 class DeepKernelGP(FederatedStrategy[AveragingState]):
@@ -53,7 +46,6 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
     state_class = AveragingState
     watched = "objective"
     options: DeepKernelOptions
-    last: Chosen
 
     def _set(self, config: RunConfig, *kept: Any) -> None:
         super()._set(config, *kept)
@@ -73,23 +65,30 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Local steps on the evidence of each site's rows; the server averages."""
-        own, rule = self.options, (self.options.server_optimizer, self.options.server_learning_rate)
-        steps = ADAM * own.local_steps
-        plan = AveragingPlan(own.fraction, *rule, own.learning_rate, 1.0, self.config.seed, steps)
+        options, rule = self.options, self.config.averaging
+        rates = rule.server_learning_rate, options.learning_rate, 1.0
+        steps = ADAM * options.local_steps
+        plan = AveragingPlan(rule.fraction, rule.server_optimizer, *rates, self.config.seed, steps)
         return (yield from averaging_round(state, roster, plan))
 
-    def predictive(self, state: AveragingState, roster: Roster) -> Asking[HeadPosterior]:
+    def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
         """The heads of all rows, from one exchange of sums.
 
         Raises:
             RunError: nobody answered.
         """
-        values, shares = dict(state.parameters), self.options.shares
-        summed: Summed[Heads] = yield Total(Heads, HeadRequest(values, np.array(shares)), roster.everyone)
+        values = dict(state.parameters)
+        summed: Summed[Heads] = yield Total(Heads, HeadRequest(values, np.array(SHARES)), roster.everyone)
         if summed.total is None:
             raise RunError("no site sent usable sums; see the failures above")
-        self.last = chosen(values, shares, summed.total)
-        return self.last.head
+        head, evidence = chosen(values, SHARES, summed.total)
+        arrays = {**values, "heads.mean": head.mean, "heads.covariance": head.covariance}
+        meanings = dict.fromkeys(arrays, "weights of the network, or log noise variance")
+        meanings |= {"heads.mean": "E w_c, by output", "heads.covariance": "Cov w_c, by output"}
+        model = {"family": "deep-kernel", "deep": self.options.model_dump(by_alias=True), "share": head.share}
+        model["likelihood"] = self.config.model.likelihood
+        saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
+        return Predicted(head, saved, {"share": head.share, "shares": list(SHARES), "evidence": list(evidence)})
 
     def public(self, state: AveragingState) -> NamedArrays:
         """The network."""
@@ -104,27 +103,8 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
         del state, roster
         if not self.numbers_classes:
             return {}
-        summed: Summed[Confusion] = yield Total(Confusion, self.last.head)
+        summed: Summed[Confusion] = yield Total(Confusion, self.scoring.predicted.request)
         return {} if summed.total is None else {"confusion": summed.total.counts.tolist()}
-
-    def details_of(self, state: AveragingState) -> dict[str, Any]:
-        """What was chosen, and the evidence of all rows in nats for each choice."""
-        del state
-        return {
-            "share": self.last.head.share,
-            "shares": list(self.options.shares),
-            "evidence": list(self.last.evidence),
-        }
-
-    def posterior_of(self, state: AveragingState) -> Posterior:
-        """What predicts for a site that nobody has seen: the network and the shared head."""
-        head = self.last.head
-        arrays = {**state.parameters, "heads.mean": head.mean, "heads.covariance": head.covariance}
-        meanings = dict.fromkeys(arrays, "weights of the network, or log noise variance")
-        meanings |= {"heads.mean": "E w_c, by output", "heads.covariance": "Cov w_c, by output"}
-        model = {"family": "deep-kernel", "deep": self.options.model_dump(by_alias=True), "share": head.share}
-        model["likelihood"] = self.config.model.likelihood
-        return Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
 
 
 EQUATION = (

@@ -26,7 +26,12 @@ from fedgp_flower.run.files import read_arrays, read_json, write_arrays, write_b
 
 
 def config(folder, **keys):
-    flat = {"output-dir": str(folder), "name": "a-run", **{k.replace("_", "-"): v for k, v in keys.items()}}
+    flat = {
+        "method": "fsgp",
+        "output-dir": str(folder),
+        "name": "a-run",
+        **{k.replace("_", "-"): v for k, v in keys.items()},
+    }
     return parse(flat, {"fsgp": MethodOptions})
 
 
@@ -153,14 +158,6 @@ def test_resume_goes_on_from_the_last_complete_round(tmp_path):
     assert lines[1:] == ["1,0,0.1,100,0,", "2,0,0.2,100,0,0.25", f"3,0,{0.1 * 3},100,0,0.125"]
 
 
-def test_resume_before_any_complete_round_starts_afresh(tmp_path):
-    folder = RunFolder.open(config(tmp_path))
-    folder.append_history(row(1))
-    again = RunFolder.open(config(tmp_path, resume=True))
-    assert again.restore() is None
-    again.append_history(row(1))
-
-
 def test_resume_with_other_keys_names_them_and_only_them(tmp_path):
     RunFolder.open(config(tmp_path, seed=1, num_server_rounds=3))
     other = config(tmp_path, seed=2, num_server_rounds=9, resume=True, **{"model.kernel": "matern52"})
@@ -220,15 +217,6 @@ def test_a_kill_at_any_step_leaves_the_last_complete_checkpoint(tmp_path, monkey
     assert found is not None
     committed = 2 if step >= 5 else 1  # the rename of checkpoint.json is the fifth step
     assert (found.facts["round"], found.arrays["w"].tolist()) == (committed, [float(committed)])
-
-
-def test_later_checkpoints_remove_what_is_left_of_earlier_ones(tmp_path):
-    folder = RunFolder.open(config(tmp_path))
-    folder.append_history(row(1))
-    for number in (1, 2, 3):
-        folder.checkpoint(Snapshot({"w": np.zeros(2)}, {"round": number}))
-    names = sorted(path.name.split("-")[0] for path in (folder.path / "checkpoint").iterdir())
-    assert names == ["checkpoint.json", "round"]
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):

@@ -143,21 +143,6 @@ def test_what_cannot_be_run_is_said_in_a_line(fedgp, tmp_path, monkeypatch, word
     assert not list(tmp_path.rglob("metrics.json"))
 
 
-def test_a_broken_toml_file_is_named(fedgp, tmp_path):
-    (tmp_path / "run.toml").write_text("seed = \n")
-    code, _, err = fedgp("run", "--config", tmp_path / "run.toml")
-    assert code == 2
-    assert "run.toml is not valid TOML" in one_line(err)
-
-
-def test_a_run_never_overwrites_another(fedgp, shared):
-    before = (shared / "metrics.json").read_bytes()
-    code, _, err = fedgp("run", "--sites", 2, *TINY, f"output-dir={shared.parent}", "name=shared")
-    assert code == 1
-    assert "exists; choose another `name`, or set `resume`" in one_line(err)
-    assert (shared / "metrics.json").read_bytes() == before
-
-
 def test_a_run_of_no_rounds_predicts_from_the_start(fedgp, tmp_path):
     code, _, err = fedgp("run", "--sites", 2, *TINY, f"output-dir={tmp_path}", "name=none", "num-server-rounds=0")
     assert (code, err.count("error")) == (0, 0)
@@ -177,19 +162,6 @@ def test_a_second_process_is_told_who_writes_until_that_one_dies(fedgp, tmp_path
     assert code == 1
     assert f"is being written by process {first.pid} on " in err
     Held(tmp_path / "long")
-
-
-def test_a_run_goes_on_from_its_last_round(fedgp, tmp_path):
-    words = ["run", "--sites", 2, *TINY, f"output-dir={tmp_path}", "name=long"]
-    assert fedgp(*words, "num-server-rounds=2")[0] == 0
-    first = pd.read_csv(tmp_path / "long" / "history.csv")
-    assert fedgp(*words, "num-server-rounds=4", "resume=true")[0] == 0
-    history = pd.read_csv(tmp_path / "long" / "history.csv")
-    assert history["round"].tolist() == [1, 2, 3, 4]
-    assert history["objective"][:2].tolist() == first["objective"].tolist()
-    code, _, err = fedgp(*words, "num-server-rounds=5", "resume=true", "seed=1")
-    assert code == 1
-    assert "`seed` was 0, now 1" in one_line(err)
 
 
 def test_what_goes_wrong_at_a_site_is_shown_while_it_happens(fedgp, tmp_path):

@@ -33,7 +33,7 @@ SHARES = (0.0, 0.3, 0.8)
 def problem() -> tuple[DeepKernel, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A network, rows of classes, and new rows."""
     generator = torch.Generator().manual_seed(1)
-    options = DeepKernelOptions.model_validate({"classes": C, "hidden": 6, "features": 5, "prediction-draws": 4000})
+    options = DeepKernelOptions.model_validate({"classes": C, "features": 5})
     x, new = (torch.randn(n, D, generator=generator, dtype=torch.float64) for n in (N, 7))
     y = torch.randint(C, (N,), generator=generator).double()
     return DeepKernel(options, ModelSection(), D), x, y, new
@@ -110,9 +110,9 @@ def test_the_largest_evidence_is_taken(problem):
     found = {}
     for name, y in (("same", label), ("opposite", (label - site).abs())):
         totals = summed(model, x, y, [torch.nonzero(site == k)[:, 0] for k in range(2)])
-        best = chosen({}, SHARES, totals)
-        found[name] = best.head.share
-        assert max(best.evidence) == best.evidence[SHARES.index(best.head.share)]
+        head, evidence = chosen({}, SHARES, totals)
+        found[name] = head.share
+        assert max(evidence) == evidence[SHARES.index(head.share)]
     assert found["same"] == 0.0
     assert found["opposite"] > 0.0
 
@@ -127,14 +127,12 @@ def test_classes_are_observed_as_their_paper_says(problem):
         assert np.expm1(s2) * np.exp(2 * t + s2) == pytest.approx(alpha)  # and its variance
 
 
-def test_probabilities_are_those_of_a_softmax_of_draws(problem):
-    model, _, _, _ = problem
-    assert isinstance(model.observed, Classes)
+def test_probabilities_are_those_of_a_softmax_of_draws():
     mean, variance = torch.tensor([[0.3], [-1.0], [0.5]]).double(), torch.tensor([[0.5], [2.0], [0.1]]).double()
     drawn = (
         mean[:, 0] + variance[:, 0].sqrt() * torch.randn(200000, 3, generator=torch.Generator().manual_seed(0)).double()
     )
-    found, _ = model.observed.predict(mean, variance)
+    found, _ = Classes(3, binary=False, draws=4000).predict(mean, variance)
     torch.testing.assert_close(found[0], drawn.softmax(1).mean(0), atol=0.02, rtol=0)
 
 
@@ -162,7 +160,7 @@ def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, kind: str)
     table.to_csv(path, index=False)
     keys: dict[str, Any] = {"method": "deep-kernel", "target": "label", "standardise": not classes, "features": "a,b"}
     keys |= {"partitioner": "natural", "partition__column": "silo", "deep__classes": 3 if classes else 0}
-    keys |= {"deep__hidden": 8, "deep__features": 6, "num_server_rounds": 8, "deep__learning_rate": 0.02}
+    keys |= {"deep__features": 6, "num_server_rounds": 8, "deep__learning_rate": 0.02}
     keys |= {"dataset": str(path), "name": "run", "output_dir": str(tmp_path)}
     folder = run_in_process(configured(**keys), 3)
     read = load_run(folder)

@@ -198,11 +198,6 @@ def test_sites_that_one_arm_did_not_score_are_left_out(line_run):
     assert (found.sites, found.mean) == (2, pytest.approx(-0.5))
 
 
-def test_held_out_rows_are_counted_where_no_site_has_figures_of_its_own(line_run):
-    metrics = read_run(line_run).metrics
-    assert arms(replace(metrics, per_site=[]))[0].rows == arms(metrics)[0].rows > 0
-
-
 def test_figures_of_all_rows_under_one_site_are_no_figures_of_that_site(line_run):
     """One site scores `pooled` on the rows of all, and under masks there are no figures of sites."""
     metrics = judged(line_run, [1.0, 2.0, 3.0], None, [10, 10, 10])
@@ -322,14 +317,6 @@ def test_headline_and_comparison_hold_the_figures(line_run, tmp_path):
     assert show(metrics.test["rmse"]) in text.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.00123456, "0.001235"), (-1.5, "−1.500"), (1234.5, "1234"), (54321.0, "54,321"), (np.inf, "–")],
-)
-def test_numbers_keep_four_digits(value, text):
-    assert show(value) == text
-
-
 def test_the_curve_draws_mean_and_the_95_percent_band():
     figure = figures.curve(None, lambda x: (2 * x[:, 0], 0 * x[:, 0] + 0.5), (0.0, 1.0), ("x", "y"))
     (ax,) = figure.axes
@@ -409,10 +396,3 @@ def test_many_sites_become_a_scatter_and_few_a_dot_plot():
     assert many.get_xlabel().startswith("local-only")
     np.testing.assert_allclose(many.lines[1].get_xdata() - many.lines[1].get_ydata(), 0.5)
     assert figures.sites([], []) is None
-
-
-def test_cost_adds_up_over_rounds(line_run):
-    history = read_run(line_run).history
-    axes = figures.cost(history).axes
-    assert axes[0].lines[0].get_ydata()[-1] == pytest.approx(history["bytes_up"].sum() / 1e6)
-    assert axes[1].lines[0].get_ydata()[-1] == pytest.approx(history["seconds"].sum())

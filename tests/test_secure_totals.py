@@ -60,7 +60,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "fedmgp__local_steps": 2,
     },
     "sfvi-avg": {"method": "sfvi-avg"},
-    "deep-kernel": {"method": "deep-kernel", "deep__hidden": 4, "deep__features": 3, "deep__local_steps": 2},
+    "deep-kernel": {"method": "deep-kernel", "deep__features": 3, "deep__local_steps": 2},
     "sfvi after averages": {"method": "sfvi", "sfvi__warm_start_rounds": 2},
 }
 LONG = {"adam of averages", "deep-kernel", "fedmgp of heavy tails", "sfvi after averages"}

@@ -102,5 +102,12 @@ MOVED_KEYS: dict[str, str] = {
     "fedmgp.staleness-decay": "it is always 1",
     "fedmgp.patience": "it is always 5 rounds",
     "fedmgp.flat-threshold": "it is always 0.1",
+    "deep.hidden": "the first dense layer has 50 units",
+    "deep.concentration": "it is always 0.01",
+    "deep.heads": "the evidence of all rows chooses how far heads of sites deviate, which may be not at all",
+    "deep.prediction-draws": "it is always 200",
+    "deep.fraction": "set `averaging.fraction`",
+    "deep.server-optimizer": "set `averaging.server-optimizer`",
+    "deep.server-learning-rate": "set `averaging.server-learning-rate`",
 }
 """Old key → what to write instead, as the end of a sentence."""

@@ -24,6 +24,8 @@ from torch import Tensor
 from fedgp_flower.gp.linalg import cholesky
 from fedgp_flower.typing import Scalar
 
+SHARES = (0.0, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95)
+"""Shares ρ of the prior variance that personal heads may have: the evidence of all rows chooses."""
 Means = Float[Tensor, "C F"]
 Covariances = Float[Tensor, "C F F"]
 

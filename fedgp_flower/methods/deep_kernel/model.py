@@ -17,13 +17,17 @@ from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import NamedArrays, Rows, Targets
 
-PREDICTION_SEED = 24
+PREDICTION_SEED, PREDICTION_DRAWS = 24, 200
 """Draws of a prediction are always the same: it is a function of the posterior alone."""
+HIDDEN = 50
+"""Units of the first dense layer."""
+CONCENTRATION = 0.01
+"""α of a class that a row is not of: a small value trusts labels (Milios et al. 2018)."""
 
 
 def dense(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
     """Two rectified layers."""
-    first, second = nn.Linear(inputs, options.hidden), nn.Linear(options.hidden, options.features)
+    first, second = nn.Linear(inputs, HIDDEN), nn.Linear(HIDDEN, options.features)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
 
 
@@ -87,11 +91,11 @@ class Classes(Observed):
 
     noise: Tensor
 
-    def __init__(self, options: DeepKernelOptions, *, binary: bool) -> None:
+    def __init__(self, classes: int, *, binary: bool, draws: int = PREDICTION_DRAWS) -> None:
         super().__init__()
-        self.classes, self.concentration, self.binary = 2 if binary else options.classes, options.concentration, binary
+        self.classes, self.binary = classes, binary
         generator = torch.Generator().manual_seed(PREDICTION_SEED)
-        drawn = torch.randn(options.prediction_draws, self.classes, 1, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(draws, classes, 1, generator=generator, dtype=torch.float64)
         self.register_buffer("noise", drawn, persistent=False)
 
     def values(self, targets: Targets) -> tuple[Tensor, Tensor]:
@@ -102,7 +106,7 @@ class Classes(Observed):
         """
         if not torch.isin(targets, torch.arange(self.classes)).all():
             raise DataError(f"targets must be whole numbers below `deep.classes` = {self.classes}")
-        alpha = self.concentration + nn.functional.one_hot(targets.long(), self.classes).double().mT
+        alpha = CONCENTRATION + nn.functional.one_hot(targets.long(), self.classes).double().mT
         variance = torch.log1p(1 / alpha)
         return alpha.log() - variance / 2, variance
 
@@ -122,8 +126,8 @@ class DeepKernel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.network = NETWORKS[options.network](inputs, options)
-        classes = binary or options.classes
-        self.observed: Observed = Classes(options, binary=binary) if classes else Numbers(section.noise)
+        classes = 2 if binary else options.classes
+        self.observed: Observed = Classes(classes, binary=binary) if classes else Numbers(section.noise)
         self.double()
 
     def features(self, inputs: Rows) -> Float[Tensor, "N F"]:
