@@ -139,7 +139,7 @@ def test_the_bound_is_what_gpytorch_computes_of_the_exported_posterior(likelihoo
     found = expectations(model, *data, duals.posterior())
     model.hold(duals.posterior())
     theirs = VariationalELBO(model.likelihood, model, num_data=len(data[1]))(model(data[0]), data[1]) * len(data[1])
-    assert float(found.fit) - float(duals.divergence()) == pytest.approx(float(theirs), rel=1e-9)
+    assert float(found.fit) - float(duals.divergence()) == pytest.approx(float(theirs.detach()), abs=1e-5)
 
 
 class Site:
