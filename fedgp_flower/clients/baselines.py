@@ -17,9 +17,9 @@ from fedgp_flower.gp.kernels import WiredModel
 from fedgp_flower.gp.latent import LatentGP
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
-from fedgp_flower.gp.profiled import PENALTY
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
-from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, exact_posterior
+from fedgp_flower.gp.sums import PENALTY, exact_posterior
+from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, latent_scores
 from fedgp_flower.typing import Array
 
@@ -53,7 +53,7 @@ def log_prior(model: WiredModel) -> Tensor:
 
 
 def penalty(model: WiredModel) -> Tensor:
-    """−.05 Σ (log ℓ − 1)², the penalty of :mod:`fedgp_flower.gp.profiled`."""
+    """−.05 Σ (log ℓ − 1)², the penalty of :mod:`fedgp_flower.gp.sums`."""
     logs = [value for name, value in model.wire_parameters() if name.endswith("log_lengthscale")]
     return -PENALTY * sum(((value - 1).square().sum() for value in logs), torch.zeros(()))
 
@@ -130,7 +130,7 @@ def _sparse(
     model = place.module(SparseGP(config.model, points))
     _maximise(model, lambda: (pooled_bound(model, inputs, targets) + prior(model)) / len(targets), rows, config)
     with torch.no_grad():
-        sums = SparseSums.from_arrays(pooled_sums(model, inputs, targets).to_arrays())
+        sums = pooled_sums(model, inputs, targets)
         mean, variance = model.predict(place.tensor(rows.x_test), exact_posterior(sums, float(model.noise)))
     return Baseline(to_array(mean), to_array(variance))
 
@@ -147,7 +147,7 @@ def _variational(rows: SiteData, config: RunConfig, points: Tensor) -> Baseline:
 
     def objective() -> Tensor:
         cross, prior = model.whitened_cross(inputs), model.kernel(inputs, diag=True)
-        fit = model.observed.expected(targets, *model.moments(cross, prior, posterior())[:2], model.own).sum()
+        fit = model.observed.expected(targets, *model.moments(cross, prior, posterior())[:2], model.hyper).sum()
         divergence = 0.5 * (root.tril().square().sum() + mean.square().sum() - size) - root.diagonal().abs().log().sum()
         return (fit - divergence + model.log_prior()) / len(targets)
 
