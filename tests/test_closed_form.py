@@ -10,7 +10,7 @@ from structured_problems import gp_sites, shaped_gp
 
 from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.hierarchical_gp import smooth
-from fedgp_flower.methods.hierarchical_gp.newton import Slopes, Sums, expansion, flattened, newton_step, transported
+from fedgp_flower.methods.hierarchical_gp.newton import Sums, expansion, flattened, newton_step, transported
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, ShapedGP, SmoothDeviation
 from fedgp_flower.methods.sfvi.gp import linear_terms, parts_of
 from fedgp_flower.options import ModelSection
@@ -83,8 +83,8 @@ def theta_of(model):
 def expanded(sites, q_global):
     """F to second order from the sums that sites would send."""
     found = [site.derivatives(q_global) for site in sites]
-    slopes = Slopes.of(sum(own.slopes for own in found), len(q_global.mean))
-    return expansion(total([own.sums for own in found]), slopes, sum(own.curvature for own in found))
+    slopes, curvature = sum(own.slopes for own in found), sum(own.curvature for own in found)
+    return expansion(total([own.sums for own in found]), slopes, curvature)
 
 
 @pytest.mark.parametrize("rows", [400, 0], ids=["dense", "low rank"])
@@ -156,9 +156,9 @@ def test_the_curvature_of_a_shape_is_that_of_its_expected_log_density(problem):
 
     rows = [[value(a + b) - value(a - b) - value(b - a) + value(-a - b) for a in steps] for b in steps]
     torch.testing.assert_close(curvature, torch.tensor(rows, dtype=torch.float64) / -4e-6, rtol=1e-5, atol=1e-5)
-    width = sites[0].derivatives(q_global).width
-    torch.testing.assert_close(width.squares, offset.square())
-    torch.testing.assert_close(width.known, 1 - torch.linalg.solve(curvature, torch.eye(3).double()).diagonal())
+    found = sites[0].derivatives(q_global)
+    torch.testing.assert_close(found.squares, offset.square())
+    torch.testing.assert_close(found.known, 1 - torch.linalg.solve(curvature, torch.eye(3).double()).diagonal())
 
 
 def test_sites_of_one_shape_have_the_bound_without_shapes(problem):

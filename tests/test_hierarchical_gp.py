@@ -22,6 +22,7 @@ from fedgp_flower.gp.ascent import pack, unpack
 from fedgp_flower.gp.linalg import symmetric
 from fedgp_flower.messages import add
 from fedgp_flower.methods.family import GlobalPosterior
+from fedgp_flower.methods.hierarchical_gp.client import share_of
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.smooth import SmoothDeviation
 from fedgp_flower.run.in_process import run_in_process
@@ -66,13 +67,8 @@ class Units:
     def expansion(self, request: Any) -> ExpansionShare:
         """As the client does it."""
         load(self.model, request.values)
-        shares = []
-        for unit in self.units:
-            found = unit.derivatives(GlobalPosterior.of(request.values))
-            parts = (own.numpy() for own in (*found.sums.parts(), found.slopes, found.curvature))
-            rows = np.array(float(len(unit.targets)))
-            shares.append(ExpansionShare(*parts, rows, found.width.squares.numpy(), found.width.known.numpy()))
-        return add(shares)
+        q_global = GlobalPosterior.of(request.values)
+        return add([share_of(unit.derivatives(q_global), len(unit.targets)) for unit in self.units])
 
 
 def trajectory(sizes: tuple[int, ...], rounds: int, **keys: Any) -> tuple[Any, list[Any], list[SmoothDeviation]]:
