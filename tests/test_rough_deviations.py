@@ -37,7 +37,6 @@ from fedgp_flower.methods.hierarchical_gp.rough import (
     calibration,
     factors,
     first_theta,
-    inducing_factor,
     widened,
 )
 from fedgp_flower.run.in_process import run_in_process
@@ -232,14 +231,6 @@ def test_bands_are_widened_by_the_quantile_of_units() -> None:
     assert (by[2:] == 1).all()
     x = np.array([0.1, 0.19, 0.21, 0.9])
     np.testing.assert_allclose(widened(np.ones(4), x, 0.2, by) ** 0.5, [1, 1, by[1], by[1]])
-
-
-def test_the_guess_at_another_lengthscale_keeps_the_curve() -> None:
-    own = theta()
-    factor = inducing_factor(own, INDUCING, 1e-8).numpy()
-    z = INDUCING.numpy()
-    expected = matern(z, z, float(own["lengthscale"].exp())) + 1e-8 * np.eye(len(z))
-    np.testing.assert_allclose(factor @ factor.T, expected, atol=1e-12)
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,10 @@ def test_a_round_of_gradients_is_a_step_of_adam_and_one_of_averages_is_none():
     assert figures == {
         "objective": pytest.approx((-6.0 + sfvi.server_term(start().parameters, start().prior, None)[0]) / 6)
     }
+    sites = {"a": Site(move=0.01), "b": Site(move=0.03), "c": Site(move=0.05)}
     averaged, figures = drive(sfvi_avg.one_round(stepped, ROSTER, plan_of()), sites)
-    np.testing.assert_allclose(averaged.parameters["theta.noise"], 1.06, rtol=1e-6)
+    mean = (3 * 0.01 + 0.03 + 2 * 0.05) / 6  # weighted by rows
+    np.testing.assert_allclose(averaged.parameters["theta.noise"], 1.05 + mean, rtol=1e-6)
     assert (averaged.steps, averaged.bound) == (1, stepped.bound)
     assert figures["site_estimate"] == pytest.approx(-2.0 / 6)
     for state in (stepped, averaged):
