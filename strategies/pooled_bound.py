@@ -18,7 +18,6 @@ from fedgp_flower.gp.profiled import PENALTY, profiled, scaled
 from fedgp_flower.gp.selection import explaining, products_of, restricted
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import bound_gradient, collapsed_bound_value, exact_posterior
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.sgpr.messages import (
     Adjoints,
     PooledPosterior,
@@ -31,6 +30,7 @@ from fedgp_flower.methods.sgpr.messages import (
     numbered,
 )
 from fedgp_flower.options import ModelSection
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Summed, Total

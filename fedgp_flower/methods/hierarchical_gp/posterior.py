@@ -11,6 +11,7 @@ import torch
 
 from fedgp_flower.clients.numpy_client import Setting
 from fedgp_flower.clients.state import SiteState
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.methods.family import GlobalPosterior
@@ -21,7 +22,6 @@ from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.methods.sfvi.posterior import NewSite, StructuredPosterior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import Posterior, RunData
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array, NamedArrays
 
 Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]

@@ -12,7 +12,6 @@ import torch
 from numpy import ndarray
 
 from fedgp_flower.clients import baselines
-from fedgp_flower.clients.counts import count_scores
 from fedgp_flower.clients.numpy_client import Prediction, Said, SiteClient, scored
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.data.standardisation import Preparation
@@ -21,7 +20,6 @@ from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, initial_global, named, on_the_wire
-from fedgp_flower.methods.messages import Nothing, Parameters
 from fedgp_flower.methods.sfvi.gp import farthest_points
 from fedgp_flower.methods.sfvi.learner import (
     Learner,
@@ -39,7 +37,8 @@ from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, L
 from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
 from fedgp_flower.methods.sfvi.posterior import StructuredPosterior
 from fedgp_flower.methods.sfvi.structured import SiteRows, StructuredModel
-from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
+from fedgp_flower.scores import Scores, bernoulli_scores, class_scores, count_scores
+from fedgp_flower.shared_messages import Nothing, Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
 

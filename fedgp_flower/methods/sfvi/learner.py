@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 from torch import Tensor
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
@@ -37,7 +38,6 @@ from fedgp_flower.methods.sfvi.memory import LOCAL, below
 from fedgp_flower.methods.sfvi.options import SHARED, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ClosedFormModel, SampledModel, SiteRows, StructuredModel
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.registry import load
 from fedgp_flower.typing import Array, Scalar
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import field_validator
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.sfvi.rows import BUILT_IN, ModelRow, installed, sections_of
 from fedgp_flower.options import BASIC, Count, MethodOptions, ModelSection, Positive, PositiveInt, Section
-from fedgp_flower.run.config import CoreConfig
 
 K = TypeVar("K", bound=Section)
 

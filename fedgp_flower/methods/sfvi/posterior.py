@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
@@ -38,7 +39,6 @@ from fedgp_flower.methods.sfvi.structured import (
 )
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import Posterior, RunData
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array, NamedArrays
 
 Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]

@@ -18,8 +18,8 @@ from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.options import PositiveInt, Section
 
 if TYPE_CHECKING:
+    from fedgp_flower.config import CoreConfig
     from fedgp_flower.methods.sfvi.options import CommonKeys
-    from fedgp_flower.run.config import CoreConfig
 
 GROUP = "fedgp_flower.sfvi_models"
 
