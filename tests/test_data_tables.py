@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import number_labels, typed
 from fedgp_flower.data.datasets import checked
 from fedgp_flower.data.sites import RawSite, load_site
 from fedgp_flower.data.tables import read_table, sites_of, table_stem
 from fedgp_flower.errors import DataError
-from fedgp_flower.run.config import CoreConfig
 
 SECRET = "7.31415"
 """The one cell a message could betray, in every faulty file below."""

@@ -22,7 +22,7 @@ import pytest
 from faults import waves
 from test_deploy_commands import HOST, blocks
 
-from fedgp_flower.run.files import read_arrays
+from fedgp_flower.files import read_arrays
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.user_config import complete_config, parse_assignments
 
