@@ -18,9 +18,8 @@ from numpy import ndarray
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
-from fedgp_flower.gp.sums import collapsed_bound_value
+from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.messages import message
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.pvi.messages import (
     LATENTS,
     LIMIT,
@@ -34,6 +33,7 @@ from fedgp_flower.methods.pvi.messages import (
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.state import Contribution, Product, cavity, posterior
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, Statistics
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape
 from strategies import sgpr, svgp
 from strategies.pooled_bound import LOCATIONS, ROWS_PER_POINT, noise_of, saved, told_by_total
@@ -222,9 +222,7 @@ class ExactFactor:
         """The factor; the objective is the bound on the evidence of these rows alone."""
         noise, rows = noise_of(self.values), state.rows[site]
         factor = NaturalParameters(answer.projection / noise, -0.5 * answer.gram / noise)
-        return Proposal(
-            Contribution({"whitened": factor}, rows=rows), collapsed_bound_value(answer.sums(), noise) / rows
-        )
+        return Proposal(Contribution({"whitened": factor}, rows=rows), collapsed_bound(answer, noise) / rows)
 
 
 @dataclass(frozen=True)
