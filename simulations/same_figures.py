@@ -88,7 +88,7 @@ RUNS = (
     Run("svgp-counts", 0, f"{SVGP} {CLINICS} target=visits model.likelihood=poisson"),
     Run("fsgp-fedavg", 4, f"{FSGP} dataset=diabetes averaging.fraction=0.6 partitioner=dirichlet optimizer.decay=0.95"),
     Run("fsgp-fedadam", 4, f"{FSGP} dataset=sine split=0 averaging.server-optimizer=fedadam partitioner=blocks "
-        "optimizer.name=lbfgs averaging.server-learning-rate=0.05"),
+        "optimizer.name=lbfgs"),
     Run("fgpr", 4, "method=fgpr dataset=uci/yacht split=1 num-server-rounds=10 averaging.server-optimizer=fedyogi "
         "partitioner=kmeans model.kernel=linear optimizer.name=sgd", needs="uci/yacht.csv.gz"),
     Run("local-only", 3, "method=local-only dataset=diabetes baselines.max-evaluations=40 partitioner=linear"),

@@ -119,9 +119,7 @@ def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):
 
 
 def test_the_declarations_name_every_answer_of_a_method():
-    from fedgp_flower.methods.sgpr.client import FSGPClient
-
-    found = dict(leaves.answers(FSGPClient))
+    found = dict(leaves.answers("fsgp"))
     assert found["train.weighted"] is WeightedStep
     assert found.keys() >= {"query.describe", "query.keys", "evaluate", "query.statistics", "query.predictions"}
     assert np.all([kind in leaves.WORDS for kind, answer in found.items() if answer is None])

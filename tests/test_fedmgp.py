@@ -20,6 +20,7 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.messages import decode
 from fedgp_flower.methods.fedmgp.latents import pooled_bound, posterior
+from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.unit import Memories, Memory, UnitData, UnitParameters, predict, statistics
 from fedgp_flower.run.registry import parse_config
 from strategies.fedmgp_exact import ExactState
@@ -259,11 +260,14 @@ def test_a_unit_that_joins_late_takes_part_and_one_that_comes_after_fits_alone(t
     assert known(grid, strategy, "d")[0] is None
 
 
-def test_a_collapse_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collapse_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Units of pure noise: nothing of their signal comes from g."""
     draw = np.random.default_rng(3)
     frames = {unit: wave(1).assign(y=draw.standard_normal(40)) for unit in UNITS}
-    strategy = run(FaultyGrid(keys(fedmgp__start_multiple=12.0, num_server_rounds=3), csv_nodes(tmp_path, frames)))
+    monkeypatch.setattr(FedMGPOptions, "start_multiple", 12.0)
+    strategy = run(FaultyGrid(keys(num_server_rounds=3), csv_nodes(tmp_path, frames)))
     with caplog.at_level("WARNING", logger="fedgp"):
         details = strategy.details()
     assert details["collapsed"]
@@ -279,7 +283,7 @@ def test_one_unit_cannot_end_a_run_with_its_first_look(tmp_path: Path) -> None:
 
 
 def test_several_starts_go_on_with_the_best(tmp_path: Path) -> None:
-    flat = keys(fedmgp__starts=2, fedmgp__start_rounds=2, fedmgp__start_multiple=12.0, num_server_rounds=6)
+    flat = keys(fedmgp__starts=2, fedmgp__start_rounds=2, num_server_rounds=6)
     recorder, grid = Recorder(), FaultyGrid(flat, nodes(tmp_path))
     strategy = run(grid, recorder)
     assert strategy.current.active == int(np.argmax([recorder.rows[1]["bound"], recorder.rows[3]["bound"]]))

@@ -16,9 +16,9 @@ from fedgp_flower.deploy.credentials import Authority, create_node_key
 from fedgp_flower.deploy.demo import join_sites
 from fedgp_flower.deploy.launch import conclude
 from fedgp_flower.deploy.machines import Coordinator
-from fedgp_flower.deploy.processes import Processes, free_ports
-from fedgp_flower.deploy.submission import PROFILES, Flower, environment, install_profiles
-from fedgp_flower.errors import DataError, RunError
+from fedgp_flower.deploy.processes import Processes
+from fedgp_flower.deploy.submission import Flower, install_profiles
+from fedgp_flower.errors import DataError
 from fedgp_flower.run.user_config import complete_config, parse_assignments, run_folder
 
 
@@ -50,10 +50,6 @@ def test_the_dataset_is_part_of_the_name_unless_a_name_is_given(tmp_path: Path) 
     assert run_folder(complete_config({"name": "mine"}, tmp_path)).name == "mine"
 
 
-def test_the_profiles_in_code_are_those_that_people_read() -> None:
-    assert tomllib.loads((Path(__file__).parents[1] / "pyproject.flwr.toml").read_text()) == PROFILES
-
-
 def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path: Path) -> None:
     install_profiles(tmp_path)
     target = tmp_path / "config.toml"
@@ -65,36 +61,11 @@ def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path: Pat
     assert superlinks[superlinks["default"]] == {"address": ":local-in-memory:"}
 
 
-def test_flower_reports_a_superlink_that_does_not_answer(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    (tmp_path / "config.toml").write_text(f'[superlink.gone]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
-    with Processes(environment(tmp_path), tmp_path) as processes:
-        flower = Flower(processes, tmp_path, "gone")
-        with pytest.raises(RunError, match="did not answer"):
-            flower.wait_until_ready(f"http://127.0.0.1:{port}", seconds=0.5)
-        with pytest.raises(RunError, match=r"`flwr ls gone` failed: .+"):
-            flower.json("ls", "gone")
-
-
 def status_of(*words: str) -> object:
     """The exit status of ``python -m fedgp_flower.launch`` with these words."""
     with pytest.raises(SystemExit) as end:
         main(["launch", *words], wrong=1)
     return end.value.code
-
-
-def test_an_unknown_connection_is_reported_in_the_words_of_flower(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    assert status_of("--connection", "nowhere") == 1
-    assert "`flwr run" in capsys.readouterr().err
-    assert (tmp_path / "config.toml").is_file()
-
-
-def test_an_expected_error_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of("--config", "/nowhere/run.toml") == 1
-    assert capsys.readouterr().err == "error: there is no file /nowhere/run.toml\n"
 
 
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> str | None:

@@ -24,7 +24,7 @@ from fedgp_flower.privacy.disclosure import OTHER, kept_levels, merged_cells, na
 from fedgp_flower.privacy.policy import Decision, Policy, Rules
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import NODE_OFFSET, InProcessGrid, run_in_process
-from fedgp_flower.run.leaves import all_answers
+from fedgp_flower.run.leaves import answers
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import BUILT_IN, parse_config
 from fedgp_flower.scores import Scores
@@ -50,7 +50,7 @@ def test_a_violation_is_refused_by_name_before_it_leaves_and_the_run_goes_on(vio
 
 
 def test_every_sum_but_scores_says_how_many_parameters_it_holds():
-    sums = {own for method in BUILT_IN for _, own in all_answers(method) if own is not None and is_summand(own)}
+    sums = {own for method in BUILT_IN for _, own in answers(method) if own is not None and is_summand(own)}
     assert {own for own in sums if not hasattr(own, "num_parameters") and not issubclass(own, ScoreSums)} == set()
 
 

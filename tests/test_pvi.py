@@ -188,7 +188,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "fixed": {"pvi__inducing": "fixed"},
     "average": {"pvi__inducing": "average"},
     "linear": FIXED,
-    "damped": {"pvi__schedule": "synchronous", "pvi__fraction": 0.7},
+    "damped": {"pvi__schedule": "synchronous"},
 }
 
 

@@ -281,10 +281,10 @@ def option_classes() -> dict[str, type[MethodOptions]]:
 
 def parse_config(flat: FlatConfig) -> RunConfig:
     """Validate a run configuration against the tables of all methods; see :func:`fedgp_flower.config.parse`."""
-    return parse(flat, _own_options(flat) or option_classes())
+    return parse(flat, _built_in_options(flat) or option_classes())
 
 
-def _own_options(flat: FlatConfig) -> dict[str, type[MethodOptions]]:
+def _built_in_options(flat: FlatConfig) -> dict[str, type[MethodOptions]]:
     """The options of the configured method, where it is built in and no key is another one's: what a site is sent.
 
     Flower starts a process for each message of a real site, which does without the tables of all other methods.
@@ -292,23 +292,25 @@ def _own_options(flat: FlatConfig) -> dict[str, type[MethodOptions]]:
     name = resolved(str(flat.get("method", AUTO)), flat)
     if name not in BUILT_IN or flat.get("extra"):
         return {}
-    own = {name: load(BUILT_IN[name].options)}
-    return own if set(flat) <= set(defaults(own.values())) else {}
+    options = {name: load(BUILT_IN[name].options)}
+    return options if set(flat) <= set(defaults(options.values())) else {}
 
 
 def default_config() -> dict[str, Value]:
     """Every key with its default, except those of installed packages: what ``[tool.flwr.app.config]`` must hold."""
-    own = [load(method.options) for method in BUILT_IN.values()]
-    foreign = {f"{section.table}.{section.model_fields[name].alias}" for section in own for name in section.foreign}
-    return {key: value for key, value in defaults(own).items() if key not in foreign}
+    sections = [load(method.options) for method in BUILT_IN.values()]
+    foreign = {
+        f"{section.table}.{section.model_fields[name].alias}" for section in sections for name in section.foreign
+    }
+    return {key: value for key, value in defaults(sections).items() if key not in foreign}
 
 
 def strategy_class(config: RunConfig) -> Any:
-    """The Strategy of a configuration: the one its method's table chooses, else that of the method's row."""
+    """The Strategy of a configuration."""
     importlib.import_module("gpytorch")  # whole, before anything inside it: see fedgp_flower/clients/__init__.py
-    return load(config.options.strategy_for(config) or METHODS[config.method].strategy)
+    return load(METHODS[config.method].strategy)
 
 
 def client_class(config: RunConfig) -> Any:
-    """The client of a configuration, likewise."""
-    return load(config.options.client_for(config) or METHODS[config.method].client)
+    """The client of a configuration."""
+    return load(METHODS[config.method].client)

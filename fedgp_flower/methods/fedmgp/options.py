@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Count, Fraction, MethodOptions, Positive, PositiveInt
+from fedgp_flower.options import Count, Fraction, MethodOptions, PositiveInt
 
 OF_EXACT = ("mean", "agreement", "sum")
 """Rules of exact rounds; those of Algorithm 2 are in ``strategies.server.aggregators``."""
@@ -30,7 +30,7 @@ class FedMGPOptions(MethodOptions):
     coregionalisation."""
     latents: PositiveInt = 1
     """Number I of shared latent functions."""
-    start_multiple: Positive = 1.0
+    start_multiple: ClassVar[float] = 1.0
     """Lengthscale of the first latent function at the start, in spacings of the pseudo-inputs."""
     aggregation: str = "mean"
     """``fedmgp``: ``mean``, ``loss-weighted``, ``norm-clipped``, ``median``, ``trimmed-mean``, ``krum``,

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Count, Fraction, MethodOptions, NonNegative
+from fedgp_flower.options import Count, MethodOptions, NonNegative
 
 Form = Literal["tied", "free", "cpo"]
 LINEAR = ("analytic", "natural-gradient", "gradient")
@@ -68,8 +68,6 @@ class PVIOptions(MethodOptions):
     """Sites one after another, all at once, or each as soon as it has answered."""
     order: Literal["fixed", "random", "residual"] = "fixed"
     """``sequential``: in turn, in turn but shuffled, or the site whose last update was the largest."""
-    fraction: Fraction = 1.0
-    """``synchronous``: share of the sites in a round."""
     concurrency: Count = 0
     """``asynchronous``: sites that work at once; 0 is all of them."""
     damping: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -100,7 +98,7 @@ class PVIOptions(MethodOptions):
         if self.preset != "none":
             chosen = replace(PRESETS[self.preset], order=self.order, seed=seed)
             return replace(chosen, damping=self.damping or 1.0) if chosen.gradient else chosen
-        chosen = Plan(self.schedule, self.order, self.fraction, self.damping, self.deletion)
+        chosen = Plan(self.schedule, self.order, 1.0, self.damping, self.deletion)
         return replace(chosen, concurrency=self.concurrency, seed=seed)
 
     @property

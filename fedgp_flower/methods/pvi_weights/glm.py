@@ -104,7 +104,7 @@ def expansion(site: LinearSite, q: Gaussian, context: Context) -> Expansion:
     pull = around @ away if full else around * away
     gradient = slope - pull
     information = precision if full else own.diagonal_scatter(precision)
-    L = cholesky(information, of="information of the weights", hint="Is `glm.prior-scale` too large?")
+    L = cholesky(information, of="information of the weights", hint="Are inputs on very different scales?")
     move = torch.cholesky_solve(gradient[:, None], L)[:, 0]
     change = float((precision - q.precision).abs().max() / precision.max())
     factor = type(q)(slope + (kept @ mean if full else kept * mean), -0.5 * kept)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
+from fedgp_flower.methods.pvi_weights.options import WeightsOptions
 from fedgp_flower.methods.pvi_weights.posterior import deviations, q_of
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import number, show
 
+PRIOR_PRECISION = WeightsOptions.prior_scale**-2
 MOST = 30
 """Weights in the figure."""
 PRUNED = 0.1
@@ -36,8 +38,7 @@ def network_panels(run: RunData) -> list[Panel]:
     if run.posterior is None:
         return []
     mean, variance = (part.numpy() for part in q_of(run.posterior).moments())
-    precision = prior_precision(run)
-    divergence = 0.5 * (precision * (variance + mean**2) - 1 - np.log(precision * variance))
+    divergence = 0.5 * (PRIOR_PRECISION * (variance + mean**2) - 1 - np.log(PRIOR_PRECISION * variance))
     count = int((divergence < PRUNED).sum())
     body = html_table(("weights", "pruned"), [(f"{len(mean):,}", f"{count:,}")])
     caption = f"A weight whose KL from its prior is below {PRUNED:g} nats says nothing; many of them mean over-pruning."
@@ -57,7 +58,7 @@ def factors(run: RunData) -> Panel:
         for site, own in details["factors"].items()
     ]
     body = html_table(("site", "visits", "training rows", "mean precision"), rows)
-    caption = f"Mean over weights of the precision that a factor adds; the prior has {prior_precision(run):g}."
+    caption = f"Mean over weights of the precision that a factor adds; the prior has {PRIOR_PRECISION:g}."
     return Panel("What each factor says", body, caption)
 
 
@@ -70,12 +71,6 @@ def free_energy(run: RunData) -> list[Panel]:
     lines += [("− KL of q(θ) from its prior", show(-parts["kl_weights"])), ("free energy", show(parts["total"]))]
     caption = "A lower bound of the log evidence of the standardised training rows."
     return [Panel("Free energy", html_table(("part", "nats"), lines), caption)]
-
-
-def prior_precision(run: RunData) -> float:
-    """1/s² of the prior."""
-    [scale] = [value for key, value in run.config.items() if key.endswith(".prior-scale")]
-    return float(scale) ** -2
 
 
 def weights(names: list[str], mean: np.ndarray, sd: np.ndarray) -> Figure:
