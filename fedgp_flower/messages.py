@@ -37,7 +37,7 @@ ECHOED = ("run", "round", "communication")
 
 _NUMBERS: Mapping[Any, str] = {float: "f", int: "iu", bool: "b"}
 """Python's numbers, and the kinds of array that may hold them."""
-_KIND, _SUMMAND, _PUBLIC = "__message_kind__", "__message_summand__", "__message_public__"
+_KIND, _SUMMAND = "__message_kind__", "__message_summand__"
 
 Layout: TypeAlias = list[list[Any]]
 """Arrays of a summand: name, shape and ``int64`` or ``float64`` of each."""
@@ -66,21 +66,19 @@ def leaves(
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(leaves, dataclasses.field))
-def message(kind: str = "", *, summand: bool = False, public: bool = False) -> Callable[[type[M]], type[M]]:
+def message(kind: str = "", *, summand: bool = False) -> Callable[[type[M]], type[M]]:
     """Declare a message.
 
     Args:
         kind: For what a site answers: the Flower message type it answers, such as ``train`` or ``query.statistics``.
             Requests, parts of messages and states have none.
         summand: The server needs only the sum over sites: every field is an array of fixed shape or a number.
-        public: It says nothing of a site's rows, so that each site may send its own where all else is masked.
     """
 
     def declare(cls: type[M]) -> type[M]:
         frozen = dataclasses.dataclass(frozen=True)(cls)
         setattr(frozen, _KIND, kind)
         setattr(frozen, _SUMMAND, summand)
-        setattr(frozen, _PUBLIC, public)
         return frozen
 
     return declare
@@ -99,11 +97,6 @@ def kind_of(cls: type) -> str:
 def is_summand(cls: type) -> bool:
     """Whether answers of a class may be added without looking at any of them."""
     return bool(getattr(cls, _SUMMAND))
-
-
-def is_public(cls: type) -> bool:
-    """Whether answers of a class say nothing of a site's rows."""
-    return bool(getattr(cls, _PUBLIC))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -440,10 +433,10 @@ def too_far(sent: NDArray[Any], back: NDArray[Any], within: float) -> str | None
     return None if moved <= reach else f"moved by {moved:.3g}, and local steps move nothing by more than {reach:.3g}"
 
 
-def verdict(answer: Any, name: str, known: Any) -> str | None:
-    """What an answer's own method of this name, if it has one, holds against its coming from a site so described."""
-    judge: Callable[[Any], str | None] | None = getattr(answer, name, None)
-    return None if judge is None else judge(known)
+def refusal_of(answer: Any, described: Any) -> str | None:
+    """Why an answer cannot come from rows described so, or None; an answer without this method can be anything."""
+    judge: Callable[[Any], str | None] | None = getattr(answer, "refusal", None)
+    return None if judge is None else judge(described)
 
 
 def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:

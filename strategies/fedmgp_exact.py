@@ -137,12 +137,6 @@ class ExactRun:
         """The pooled bound of that start, and of all."""
         return {"bound": self.state.bound, "bounds_of_starts": [start.bound for start in self.starts]}
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Lengths that statistics must have: C moves, I latent functions, L whitened values."""
-        latents = self.state.latents
-        return {"C": len(trial_moves(self.state)), "I": len(latents.amplitudes), "L": latents.size}
-
     def known(self, site: str) -> Known:
         """The unit's last report; the units of a sum are all sent the same."""
         key = EVERYONE if EVERYONE in self.state.reports else site
@@ -231,11 +225,16 @@ class Asked:
     """Whose the sum is."""
 
 
+def sizes_of(run: ExactRun, moves: Sequence[Move]) -> dict[str, int]:
+    """Lengths that statistics must have: C moves, I latent functions, L whitened values."""
+    return {"C": len(moves), "I": len(run.latents.amplitudes), "L": run.latents.size}
+
+
 def individuals(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], plan: ExactPlan) -> Asking[Asked]:
     """Statistics of each unit, without those that its rows cannot have produced."""
     state = run.state
     requests = {site: Trials(view(run, site), tuple(moves), not state.unsmoothed) for site in chosen}
-    answers: Mapping[str, TrialStatistics] = yield Each(TrialStatistics, requests)
+    answers: Mapping[str, TrialStatistics] = yield Each(TrialStatistics, requests, sizes=sizes_of(run, moves))
     notice_fresh((site for site, own in answers.items() if float(own.fresh)), state.reported)
     replies = {site: own.each() for site, own in answers.items()}
     q, rows = state.posterior, plan.rows
@@ -254,7 +253,7 @@ def the_sum(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], plan: E
     """Statistics of all units as if they were those of one; only those that answer count in this round."""
     del plan
     request = Trials(view(run, EVERYONE), tuple(moves), not run.state.unsmoothed)
-    summed: Summed[TrialStatistics] = yield Total(TrialStatistics, request, tuple(chosen))
+    summed: Summed[TrialStatistics] = yield Total(TrialStatistics, request, tuple(chosen), sizes=sizes_of(run, moves))
     if summed.total is None:
         return Asked({})
     share = float(summed.total.flat) / (len(summed.sites) - summed.silent)
@@ -469,7 +468,6 @@ class FedMGPExact(SharedLatents[ExactRun]):
 
     def one_round(self, state: ExactRun, roster: Roster) -> Asking[tuple[ExactRun, Figures]]:
         """An exact round."""
-        self.sizes |= state.sizes
         return (yield from one_round(state, roster, self.plan))
 
     def public(self, state: ExactRun) -> NamedArrays:

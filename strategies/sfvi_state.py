@@ -20,10 +20,10 @@ from fedgp_flower.methods.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.sfvi.learner import configured
 from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, SHARED, SFVIOptions
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.server.finalise import Posterior, Predicted, lengthscale_facts
-from strategies.server.questions import Asking, Roster, Total
+from strategies.server.questions import Asking, Predicted, Roster, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 

@@ -39,7 +39,6 @@ from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import NumericsError, RunError
 from fedgp_flower.gp.sums import collapsed_bound_value
-from fedgp_flower.methods.sgpr.messages import Statistics
 from fedgp_flower.outcome import Summary
 from strategies.pooled_bound import noise_of
 
@@ -166,12 +165,6 @@ def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie:
     assert rounds == [3]  # the closing sums
 
 
-@pytest.mark.parametrize("lie", ["indefinite", "projection"])
-def test_lies_that_no_glance_shows_are_refused_by_the_total(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Statistics, "glance", lambda self, rows: None)
-    test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -228,7 +221,7 @@ def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: A
     assert site == "1"
     assert all(words in reason for reason in reasons), reasons
     evaluated = [row["site"] for row in strategy.outcome.metrics["per_site"]]
-    dismissed = phase in {"evaluate", "query.describe"} or words.startswith("rows it")
+    dismissed = phase in {"evaluate", "query.describe"} or words.startswith(("rows it", "negative"))
     assert evaluated == (["0", "2"] if dismissed else ["0", "1", "2"])
     assert np.isfinite(strategy.outcome.metrics["test"]["nll"])
 

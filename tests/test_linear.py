@@ -16,9 +16,9 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.methods.linear import Coefficients, LinearPredictor, LogisticSums, Moments, with_ones
 from fedgp_flower.run.metrics import RANK_BINS, RANK_REACH, bernoulli_scores
 from fedgp_flower.shared_messages import Nothing
-from strategies.server.evaluation import combine, ranked, with_skill
 from strategies.server.linear import PENALTIES, constant, linear_fit, ridge
 from strategies.server.questions import drive
+from strategies.server.scoring import combine, ranked, with_skill
 
 ROWS, INPUTS = 57, 4
 

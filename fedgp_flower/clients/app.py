@@ -18,7 +18,7 @@ from flwr.clientapp.typing import Mod
 from numpy.typing import NDArray
 
 from fedgp_flower.clients import masking
-from fedgp_flower.clients.numpy_client import KIND, NAMES, Setting, SiteClient, answers_publicly
+from fedgp_flower.clients.numpy_client import KIND, NAMES, Setting, SiteClient
 from fedgp_flower.clients.prepared import prepared_site
 from fedgp_flower.clients.state import SiteState, load_state, require_same_rows, save_state
 from fedgp_flower.config import RunConfig
@@ -134,8 +134,7 @@ class SiteApp(ClientApp):
         if kind == masking.KEYS:
             return masking.introduced(context, str(given["run"]))
         if not masked:
-            public = answers_publicly(method, kind)
-            masking.require_masks(context, config.privacy.secure_aggregation, kind, public)
+            masking.require_masks(context, config.privacy.secure_aggregation, kind)
         state = load_state(context, str(given["run"]))
         client = self._client(method, config, given, context, state, rules)
         arrays = numpy_arrays(record_of(message.content, "arrays", ArrayRecord) or ArrayRecord())

@@ -110,14 +110,14 @@ def bare(context: Context, config: RunConfig) -> bool:
     return masked and not config.privacy.bounds
 
 
-def require_masks(context: Context, wanted: bool, kind: str, public: bool) -> None:
+def require_masks(context: Context, wanted: bool, kind: str) -> None:
     """Refuse to answer in the clear where the run or the site's owner wants masks.
 
     Raises:
         ProtocolError: this kind of message is answered under masks, or not at all.
     """
     clear = IN_THE_CLEAR | ({"query.pooled"} if "partition-id" in context.node_config else frozenset())
-    if (wanted or context.node_config.get("trust")) and kind not in clear and not public:
+    if (wanted or context.node_config.get("trust")) and kind not in clear:
         raise ProtocolError(
             f"this site answers `{kind}` under masks alone; the run needs `privacy.secure-aggregation = true` and a"
             " method that asks for totals"

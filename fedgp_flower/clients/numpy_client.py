@@ -33,7 +33,7 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import WiredModel, build_kernel, wire_name
 from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.lazy import Lazy
-from fedgp_flower.messages import decode, encode, is_message, is_public, join, kind_of, split
+from fedgp_flower.messages import decode, encode, is_message, join, kind_of, split
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.scores import Prediction as Prediction  # noqa: PLC0414  methods import it from here
 from fedgp_flower.scores import (
@@ -374,12 +374,6 @@ def handlers(client: type[SiteClient]) -> Mapping[str, Handler]:
             if is_message(request) and name == (kind.partition(".")[2] or kind):
                 found[kind] = Handler(name, request, answer if is_message(answer) else None, common)
     return found
-
-
-def answers_publicly(client: type[SiteClient], kind: str) -> bool:
-    """Whether an answer of a kind says nothing of the rows."""
-    found = handlers(client).get(kind)
-    return found is not None and found.answer is not None and is_public(found.answer)
 
 
 def scored(scores: Scores, **more: float) -> Said:

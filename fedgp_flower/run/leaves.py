@@ -15,7 +15,7 @@ from fedgp_flower import client_app
 from fedgp_flower.clients.numpy_client import SiteClient, handlers
 from fedgp_flower.data.sites import site_id
 from fedgp_flower.errors import FedGPError
-from fedgp_flower.messages import is_message, is_public, is_summand, kind_of, table
+from fedgp_flower.messages import is_message, is_summand, kind_of, table
 from fedgp_flower.options import FlatConfig
 from fedgp_flower.privacy import audit
 from fedgp_flower.run.in_process import InProcessGrid
@@ -69,7 +69,7 @@ def page() -> list[str]:
 
 
 def _under_masks(kind: str, answer: Any) -> str:
-    if kind in {"query.keys", "query.describe"} or (answer is not None and is_public(answer)):
+    if kind in {"query.keys", "query.describe"}:
         return "as it is"
     return "total" if answer is not None and is_summand(answer) else "never"
 

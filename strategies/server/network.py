@@ -19,11 +19,10 @@ from flwr.serverapp import Grid
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.records import packed_record, record_of, settings_of
-from strategies.server.context import SharedContext, lacks
-from strategies.server.evaluation import natural_order
 from strategies.server.wire import (
     SCHEMA_VERSION,
     Answer,
+    SharedContext,
     Specs,
     Texts,
     again,
@@ -32,7 +31,9 @@ from strategies.server.wire import (
     arrays_refusal,
     claimed_site,
     content_bytes,
+    lacks,
     last_line,
+    natural_order,
     numbers_refusal,
 )
 

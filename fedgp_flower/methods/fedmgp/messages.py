@@ -12,7 +12,7 @@ from numpy import ndarray
 from fedgp_flower.messages import leaves, message, too_far
 from fedgp_flower.methods.fedmgp.latents import PRECISION, SHIFT, Latents, Move, Posterior, Statistics
 from fedgp_flower.methods.fedmgp.trust import possible_start, semidefinite
-from fedgp_flower.methods.messages import MOVE, count_parameters
+from fedgp_flower.methods.messages import MOVE, Described, count_parameters
 from fedgp_flower.typing import AnyShape
 
 PSEUDO_INPUTS = "pseudo-inputs"
@@ -59,8 +59,9 @@ class FirstStatistics:
         """L, inducing values of all latent functions."""
         return len(self.statistics.shift)
 
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
+        rows = described.rows
         return None if possible_start(self.statistics, rows) else "first statistics that its rows cannot produce"
 
 
@@ -137,9 +138,9 @@ class TrialStatistics:
         """Whether these are statistics of so many moves for such latent functions."""
         return self.shift.shape == (num_moves, latents.size) and self.slack.shape[1] == len(latents.amplitudes)
 
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why this cannot come from any rows, or None; what depends on the question, the algorithm judges."""
-        del rows
+        del described
         size = self.shift.shape[1]
         if self.precision.shape[1] != size * (size + 1) // 2:
             return f"`precision`: {self.precision.shape[1]} numbers are no triangle of {size} rows"
@@ -178,9 +179,9 @@ class PseudoGradient:
         """Entries of θ; matrices by their rows."""
         return count_parameters(self.parameters)
 
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why this cannot be what a unit says of itself, or None."""
-        del rows
+        del described
         for name, array in self.parameters.items():
             if name in (PRECISION, SHIFT):  # they grow with the rows
                 continue
