@@ -36,7 +36,10 @@ def finished(folder: Path, sites: tuple[str, ...], keys: dict[str, Any], *faults
     return run(grid), grid
 
 
-@pytest.mark.parametrize("method", METHODS)
+GATE = {"sgpr", "fsgp", "pvi", "fedmgp"}
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in GATE else pytest.mark.long) for m in METHODS])
 def test_the_run_is_as_without_the_site_that_lied(method: str, tmp_path: Path) -> None:
     keys = METHODS[method]
     without, _ = finished(tmp_path, ("a", "c"), keys)

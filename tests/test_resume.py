@@ -62,7 +62,7 @@ def calm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return keys, execute(tmp_path_factory.mktemp(request.param), **keys)
 
 
-@pytest.mark.parametrize("kills", [(1,), (4,), (3, 6), (ROUNDS,)], ids=str)
+@pytest.mark.parametrize("kills", [(3, 6), pytest.param((1,), marks=pytest.mark.long), (ROUNDS,)], ids=str)
 def test_a_killed_run_ends_where_it_would_have_ended(
     tmp_path: Path, calm: tuple[dict[str, Any], Path], kills: tuple[int, ...]
 ) -> None:
@@ -133,7 +133,7 @@ def test_more_rounds_go_on_where_a_finished_run_stopped(tmp_path: Path, calm: tu
     assert len(own) == ROUNDS
 
 
-@pytest.mark.parametrize("missing", ["0", "2"])
+@pytest.mark.parametrize("missing", ["0"])
 def test_a_site_that_does_not_return_ends_the_segment(missing: str) -> None:
     recorder = Recorder()
     run(FaultyGrid(configured(), 3), recorder)

@@ -69,7 +69,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.timeout, self.planned_rounds = config.round_timeout, config.num_server_rounds
         self.clock = Clock()
         self.current: S
-        """The state; changed by complete rounds alone."""
+        """The state; only complete rounds change it."""
         self.begun = 0
         """The latest round that Flower has begun."""
         self.merged = snapshot is not None and bool(snapshot.facts["merged"])
