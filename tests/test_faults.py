@@ -38,7 +38,7 @@ from fedgp_flower import client_app, server_app
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import NumericsError, RunError
-from fedgp_flower.gp.sums import collapsed_bound_value
+from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.outcome import Summary
 from strategies.pooled_bound import noise_of
 
@@ -149,7 +149,7 @@ def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie:
     assert strategy.scoring.predicted.request.covariance == pytest.approx(
         expected.covariance.numpy(), rel=1e-9, abs=1e-12
     )
-    bound = collapsed_bound_value(sums_of(grid, strategy, ("0", "2")), noise_of(parameters(strategy)))
+    bound = collapsed_bound(sums_of(grid, strategy, ("0", "2")), noise_of(parameters(strategy)))
     assert strategy.details()["bound"] == pytest.approx(bound, rel=1e-9)
     rounds = [failure.round for failure in strategy.network.failures]
     assert rounds == [3]  # the closing sums

@@ -15,7 +15,7 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.to_gpytorch import SparsePosterior
+from fedgp_flower.gp.whitened import WhitenedGP
 from fedgp_flower.messages import decode
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel, export
@@ -49,7 +49,7 @@ class NewSite:
         mean, variance = self.model.moments(nobody, self.q_global, None, rows, link=False)
         return mean.numpy(), variance.sqrt().numpy()
 
-    def export(self) -> list[tuple[SparsePosterior, Likelihood]]:
+    def export(self) -> list[tuple[WhitenedGP, Likelihood]]:
         """The one model and likelihood of GPyTorch.
 
         Raises:
