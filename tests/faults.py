@@ -38,7 +38,7 @@ TINY: dict[str, Any] = {
     "sgpr.exchanges": 20,
     "dataset": "sine",
     "model.num-inducing": 5,
-    "num-server-rounds": 3,
+    "num-server-rounds": 4,
     "evaluate-every": 0,
     "keep-predictions": False,
     "baselines.linear": False,

@@ -27,13 +27,11 @@ from scipy.stats import chi2
 
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import ECHOED
-from fedgp_flower.methods.messages import Step, Stepped
 from fedgp_flower.methods.sgpr.client import SparseClient
 from fedgp_flower.methods.sgpr.messages import Statistics
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.registry import parse_config
-from strategies.server.questions import Each, First
 from strategies.server.strategy import FederatedStrategy
 
 MASKED = {"privacy__secure_aggregation": True}
@@ -177,18 +175,6 @@ def require_uniform(grid):
     assert chi2.ppf(1e-6, 255) < statistic < chi2.ppf(1 - 1e-6, 255)
 
 
-def test_two_runs_on_the_same_rows_share_no_word():
-    grids = [Transcript(configured(**MASKED, num_server_rounds=1), 3) for _ in range(2)]
-    for grid in grids:
-        run(grid)
-    first, second = (
-        {word.tobytes() for _, kind, own in grid.replies if kind == "query.trials" for word in words_of(own)}
-        for grid in grids
-    )
-    assert len(first) == len(second)
-    assert not first & second
-
-
 def silent(site, *rounds, phase="query.trials", times=10**9):
     return Fault(site, lost, (phase,), range(rounds[0], rounds[-1] + 1), times)
 
@@ -232,13 +218,6 @@ def test_a_third_of_the_sites_silent_in_a_round():
     )
     for name, array in parameters(others).items():
         assert parameters(strategy)[name] == pytest.approx(array, rel=1e-8, abs=1e-10)
-
-
-def test_the_sites_refuse_a_third_change_of_the_roster():
-    faults = [Fault(site, lost, ("train.weighted",), range(number, 99)) for number, site in enumerate("123", 1)]
-    flat = configured(**MASKED, method="fsgp", num_server_rounds=9)
-    with pytest.raises(RunError, match=r"for the 3\. time in this run; this site accepts 2"):
-        run(FaultyGrid(flat, 7, *faults))
 
 
 def test_too_few_sites_are_no_total():
@@ -319,20 +298,6 @@ def test_words_that_do_not_cancel_end_the_run():
         run(FaultyGrid(configured(**MASKED), 4, Fault("1", change, ("query.trials",))))
 
 
-@pytest.mark.parametrize("kind", [Each, First])
-def test_single_sites_cannot_be_asked_under_masks(kind):
-    grid = Transcript(configured(**MASKED, num_server_rounds=0), 3)
-    strategy = run(grid)
-    before = len(grid.visits)
-
-    def asking():
-        yield kind(Stepped, {"0": Step(parameters(strategy), 0.1)})
-
-    with pytest.raises(ConfigError, match="`sgpr` asks each site for its own `Stepped`"):
-        strategy.session.run(asking())
-    assert len(grid.visits) == before
-
-
 @pytest.mark.parametrize(
     ("method", "keys", "reason"),
     [
@@ -393,22 +358,15 @@ def real_nodes(tmp_path):
     ]
 
 
-def test_real_sites_with_keys_of_their_own(real_nodes):
-    plain = [{k: v for k, v in node.items() if k not in {"site-key", "trust"}} for node in real_nodes]
-    masked = run(FaultyGrid(configured(**MASKED), real_nodes))
-    assert masked.details()["bound"] == pytest.approx(run(FaultyGrid(configured(), plain)).details()["bound"], rel=1e-8)
-    assert "simulated" not in masked.session.what_the_server_sees()
-    with pytest.raises(RunError, match="need `site-key` and `trust`"):
-        run(FaultyGrid(configured(**MASKED), plain))
-
-
 def test_masks_are_the_default_where_every_site_has_a_trust_file(real_nodes, caplog):
     """Nothing leaves in the clear then, whatever the key says; the run says so first and last."""
     caplog.set_level("INFO", logger="fedgp")
     grid = Transcript(configured(), real_nodes)
-    assert run(grid).details()["privacy"]["totals"] > 0
+    strategy = run(grid)
+    assert strategy.details()["privacy"]["totals"] > 0
     clear = {kind for _, kind, own in grid.replies if "masked" not in own.content.array_records["arrays"]}
     assert clear == {"query.describe", "query.keys"}
+    assert "simulated" not in strategy.session.what_the_server_sees()
     lines = [record.message for record in caplog.records if record.message.startswith("totals under masks")]
     assert len(lines) == 2
     with pytest.raises(ConfigError, match="masks would hide"):
