@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from fedgp_flower import outcome
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import encode, message
@@ -32,7 +33,6 @@ from fedgp_flower.methods.fedmgp.messages import (
 )
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.enrolment import Preparation
 from strategies.server.questions import Asking, Each, Predicted, Refuse, Roster, Summed, Total

@@ -26,7 +26,6 @@ from fedgp_flower.gp.sums import (
     restricted,
     scaled,
 )
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.sgpr.messages import (
     PooledPosterior,
     Statistics,
@@ -39,6 +38,7 @@ from fedgp_flower.methods.sgpr.messages import (
 )
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.questions import Asking, Summed, Total
 

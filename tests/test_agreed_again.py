@@ -15,7 +15,7 @@ from schedules import scaled
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import input_shape
-from fedgp_flower.methods.messages import Described, Shape
+from fedgp_flower.shared_messages import Described, Shape
 
 METHODS: dict[str, dict[str, Any]] = {
     "sgpr": {"method": "sgpr"},

@@ -21,9 +21,15 @@ import numpy as np
 from flwr.app import Message
 from numpy.typing import NDArray
 
-from fedgp_flower.methods.linear import LinearPredictor, LinearScoreSums
 from fedgp_flower.scores import CLASSIFICATION_SUMS, RANK_BINS, RANK_REACH, REGRESSION_SUMS, Scores
-from fedgp_flower.shared_messages import HISTOGRAM_SHAPES, LocalScoreSums, Nothing, ScoreSums
+from fedgp_flower.shared_messages import (
+    HISTOGRAM_SHAPES,
+    LinearPredictor,
+    LinearScoreSums,
+    LocalScoreSums,
+    Nothing,
+    ScoreSums,
+)
 from fedgp_flower.typing import NamedArrays
 from strategies.server import linear
 from strategies.server.network import Expected, Network
