@@ -37,7 +37,7 @@ ECHOED = ("run", "round", "communication")
 
 _NUMBERS: Mapping[Any, str] = {float: "f", int: "iu", bool: "b"}
 """Python's numbers, and the kinds of array that may hold them."""
-_KIND, _SUMMAND = "__message_kind__", "__message_summand__"
+_KIND, _SUMMAND, _PUBLIC = "__message_kind__", "__message_summand__", "__message_public__"
 
 Layout: TypeAlias = list[list[Any]]
 """Arrays of a summand: name, shape and ``int64`` or ``float64`` of each."""
@@ -66,19 +66,21 @@ def leaves(
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(leaves, dataclasses.field))
-def message(kind: str = "", *, summand: bool = False) -> Callable[[type[M]], type[M]]:
+def message(kind: str = "", *, summand: bool = False, public: bool = False) -> Callable[[type[M]], type[M]]:
     """Declare a message.
 
     Args:
         kind: For what a site answers: the Flower message type it answers, such as ``train`` or ``query.statistics``.
             Requests, parts of messages and states have none.
         summand: The server needs only the sum over sites: every field is an array of fixed shape or a number.
+        public: Each site may send its own where all else is masked.
     """
 
     def declare(cls: type[M]) -> type[M]:
         frozen = dataclasses.dataclass(frozen=True)(cls)
         setattr(frozen, _KIND, kind)
         setattr(frozen, _SUMMAND, summand)
+        setattr(frozen, _PUBLIC, public)
         return frozen
 
     return declare
@@ -97,6 +99,11 @@ def kind_of(cls: type) -> str:
 def is_summand(cls: type) -> bool:
     """Whether answers of a class may be added without looking at any of them."""
     return bool(getattr(cls, _SUMMAND))
+
+
+def is_public(cls: Any) -> bool:
+    """Whether each site may send its own answer of this class where all else is masked."""
+    return bool(getattr(cls, _PUBLIC, False))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field, replace
-from typing import Any, get_type_hints
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -28,7 +28,6 @@ from scipy.stats import chi2
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.methods.sgpr.client import SparseClient
-from fedgp_flower.methods.sgpr.messages import Statistics
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.registry import parse_config
@@ -229,14 +228,13 @@ def test_too_few_sites_are_no_total():
 
 
 def misbehaving(monkeypatch, site, change):
-    plain = SparseClient.statistics
+    plain = SparseClient.sums
 
-    def statistics(self, request):
-        own = plain(self, request)
-        return change(own) if self.site.site == site else own
+    def sums(self, values):
+        found = plain(self, values)
+        return change(found) if self.site.site == site else found
 
-    statistics.__annotations__ = get_type_hints(plain)
-    monkeypatch.setattr(SparseClient, "statistics", statistics)
+    monkeypatch.setattr(SparseClient, "sums", sums)
 
 
 def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):
@@ -252,9 +250,7 @@ def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):
 
 
 def test_a_total_that_no_rows_have_ends_the_run(monkeypatch):
-    misbehaving(
-        monkeypatch, "2", lambda own: Statistics(**{**vars(own), "gram": own.gram - 1e6 * np.eye(len(own.gram))})
-    )
+    misbehaving(monkeypatch, "2", lambda sums: replace(sums, gram=sums.gram - 1e6 * np.eye(len(sums.gram))))
     with pytest.raises(RunError, match=r"not a Gram matrix\. Under masks no site can be named"):
         run(FaultyGrid(configured(**MASKED), 4))
 

@@ -21,13 +21,14 @@ import numpy as np
 from flwr.app import Message
 from numpy.typing import NDArray
 
+from fedgp_flower.messages import kind_of
 from fedgp_flower.scores import CLASSIFICATION_SUMS, RANK_BINS, RANK_REACH, REGRESSION_SUMS, Scores
 from fedgp_flower.shared_messages import (
     HISTOGRAM_SHAPES,
-    LinearPredictor,
+    HeldOutRows,
     LinearScoreSums,
-    LocalScoreSums,
     Nothing,
+    PooledScoreSums,
     ScoreSums,
 )
 from fedgp_flower.typing import NamedArrays
@@ -35,17 +36,13 @@ from strategies.server import linear
 from strategies.server.network import Expected, Network
 from strategies.server.questions import Each, Predicted, Summed, Total
 from strategies.server.session import Asked, Session
-from strategies.server.wire import Answer, ArraySpec, answers, natural_order
+from strategies.server.wire import Answer, answers, natural_order
 
 logger = logging.getLogger("fedgp")
 
-CLASS_ARRAYS = ("prediction.probability", "prediction.target")
-PREDICTION_ARRAYS = ("prediction.mean", "prediction.sd", "prediction.target")
-POOLED = "query.pooled"
-"""Simulation only: the first site fits the rows of all."""
-ALONE = "query.local_only"
-
 Figures = dict[str, float]
+ALL = ""
+"""In place of a site: all of them, under masks."""
 
 
 class Evaluation(TypedDict):
@@ -80,41 +77,69 @@ class Scoring:
         """Sites that scored a row in the latest evaluation; none under masks."""
         self.local_only: Mapping[str, Any] | None = None
 
-    def ask(self, kind: str, total: type[ScoreSums], predicted: Predicted) -> ScoresAsked:
+    def ask(self, total: type[ScoreSums], predicted: Predicted) -> ScoresAsked:
         """The question for the scores of one prediction, or of a fit that a site makes by itself."""
-        session, network = self.session, self.session.network
-        if session.masking is not None and kind != POOLED:
-            if isinstance(predicted.request, Mapping):
-                session.require_clear(type(next(iter(predicted.request.values()))))
-            asked = session.put(Total(total, predicted.request, session.roster().everyone))
-            return ScoresAsked(asked.messages, asked.contract, asked)
-        sites = network.healthy()[:1] if kind == POOLED else network.sites()
-        messages = [session.message(site, kind, predicted.at(site)) for site in sites]
-        return ScoresAsked(messages, {} if kind == "evaluate" else None)  # a fit's reply may hold histograms
+        session = self.session
+        if total is ScoreSums and session.masking is None:
+            sites = session.network.sites()
+            return ScoresAsked([session.message(site, "evaluate", predicted.at(site)) for site in sites], {})
+        if isinstance(predicted.request, Mapping):
+            session.require_clear(type(next(iter(predicted.request.values()))))
+        asked = session.put(self._question(total, predicted.request))
+        return ScoresAsked(asked.messages, asked.contract, asked)
+
+    def _question(self, total: type[ScoreSums], request: Any) -> Total[Any] | Each[Any]:
+        """A total under masks, else each site's scores; the first site fits the rows of all."""
+        everyone = self.session.roster().everyone
+        if total is PooledScoreSums:
+            return Each(total, dict.fromkeys(self.session.network.healthy()[:1], request), retries=1)
+        if self.session.masking is not None:
+            return Total(total, request, everyone)
+        return Each(total, dict.fromkeys(everyone, request), retries=1)
 
     def take(self, asked: ScoresAsked, replies: Iterable[Message]) -> Evaluation | None:
         """The figures of the replies to an evaluation; None if nobody has scored a row."""
         scores = self._scores(asked, replies)
         found = self._figures(scores)
-        self.scored = () if asked.asked else tuple(scores)
+        self.scored = () if ALL in scores else tuple(scores)
         if scores:
             self.calibrated = [one.arrays for one in scores.values()]
             self.evaluation = found
         return found
 
-    def baseline(self, kind: str) -> dict[str, Any] | None:
-        """The scores of a Gaussian process of every site alone, or of all rows; None if no site has any."""
-        logger.info("comparison: %s", kind.removeprefix("query.").replace("_", "-"))
-        asked = self.ask(kind, LocalScoreSums, Predicted(Nothing()))
-        replies = self.session.network.exchange(asked.messages, asked.expected, retries=1)
-        return as_baseline(self._figures(self._scores(asked, replies)))
+    def baseline(self, total: type[ScoreSums], request: Any) -> dict[str, Any] | None:
+        """The scores of a comparison, as :meth:`ask` asks for them; None if no site has any."""
+        logger.info("comparison: %s", kind_of(total).removeprefix("query.").replace("_", " "))
+        return as_baseline(self._figures(self._split(self.session.ask(self._question(total, request)))))
+
+    def _scores(self, asked: ScoresAsked, replies: Iterable[Message]) -> dict[str, Scores]:
+        """What replies hold: the scores of every site, or their sum under masks."""
+        if asked.asked is None:
+            return usable_scores(self.session.network, answers(replies))
+        return self._split(self.session.read(asked.asked, replies))
+
+    def _split(self, found: Summed[ScoreSums] | Mapping[str, ScoreSums]) -> dict[str, Scores]:
+        if isinstance(found, Summed):
+            return {} if found.total is None else {ALL: found.total.scores()}
+        flat = {site: Answer(site, {}, scores.scores().flat(), {}) for site, scores in found.items()}
+        some = {site: answer for site, answer in flat.items() if answer.number("count")}
+        return usable_scores(self.session.network, some)
+
+    def _figures(self, scores: Mapping[str, Scores]) -> Evaluation | None:
+        """The figures of sites, or of the total under masks, which has no row for each site; None if there are none."""
+        if not scores or all(one.sums["count"] == 0 for one in scores.values()):
+            return None
+        sums, arrays = {site: one.sums for site, one in scores.items()}, [one.arrays for one in scores.values()]
+        found = combine(sums, self.session.preparation.target_scale, arrays)
+        if ALL in scores:
+            found["per_site"] = []
+        return found
 
     def simple_baselines(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The scores of the mean of the target, and of linear or logistic regression.
 
         None where the method scores another kind of task than they.
         """
-        logger.info("comparison: mean and linear model")
         session, preparation = self.session, self.session.preparation
         likelihood = session.config.model.likelihood
         if self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood == "bernoulli"):
@@ -123,48 +148,17 @@ class Scoring:
         rows = sum(preparation.rows.values())
         mean = linear.constant(preparation.modelled_target, rows, inputs, likelihood, preparation.standardisation)
         line = session.run(linear.linear_fit(everyone, likelihood, inputs))
-        return self._linear_scores(mean), None if line is None else self._linear_scores(line)
+        return self.baseline(LinearScoreSums, mean), None if line is None else self.baseline(LinearScoreSums, line)
 
-    def predictions(self, predicts: bool, more: Sequence[str]) -> dict[str, NamedArrays]:
+    def predictions(self, predicts: bool) -> dict[str, NamedArrays]:
         """Held-out rows of simulated sites with their predictions, where the configuration wants to keep them."""
         session, preparation = self.session, self.session.preparation
         clear = preparation.simulated and session.masking is None
         if not (predicts and clear and session.config.keep_predictions):
             return {}
-        names = CLASS_ARRAYS if session.config.model.likelihood == "bernoulli" else PREDICTION_ARRAYS
-        ends = ("prediction.low", "prediction.high") if preparation.transformed else ()
-        specs = {name: ArraySpec((None,)) for name in (*names, *ends, *more)}
-        if preparation.num_inputs <= 2:
-            specs["prediction.input"] = ArraySpec((None, preparation.num_inputs))
-        messages = [session.message(site, "query.predictions", self.predicted.at(site)) for site in self.scored]
-        replies = session.network.exchange(messages, specs, retries=1)
-        return {site: answer.arrays for site, answer in answers(replies).items()}
-
-    def _scores(self, asked: ScoresAsked, replies: Iterable[Message]) -> dict[str, Scores]:
-        """What replies hold: the scores of every site, or their sum under masks."""
-        if asked.asked is None:
-            return usable_scores(self.session.network, answers(replies))
-        summed: Summed[ScoreSums] = self.session.read(asked.asked, replies)
-        return {} if summed.total is None else {"": summed.total.scores()}
-
-    def _linear_scores(self, predictor: LinearPredictor) -> dict[str, Any] | None:
-        """The scores of one prediction, site by site where totals are plain; None if no site has any."""
-        session, everyone = self.session, self.session.roster().everyone
-        if session.masking is not None:
-            total: ScoreSums | None = session.ask(Total(LinearScoreSums, predictor, everyone)).total
-            return as_baseline(self._figures({} if total is None else {"": total.scores()}))
-        sums: dict[str, ScoreSums] = session.ask(Each(LinearScoreSums, dict.fromkeys(everyone, predictor), retries=1))
-        flat = {site: Answer(site, {}, scores.scores().flat(), {}) for site, scores in sums.items()}
-        some = {site: answer for site, answer in flat.items() if answer.number("count")}
-        return as_baseline(self._figures(usable_scores(session.network, some)))
-
-    def _figures(self, scores: Mapping[str, Scores]) -> Evaluation | None:
-        """The figures of sites, or of the total under masks, which has no row for each site; None if there are none."""
-        if not scores or all(one.sums["count"] == 0 for one in scores.values()):
-            return None
-        sums, arrays = {site: one.sums for site, one in scores.items()}, [one.arrays for one in scores.values()]
-        found = combine(sums, self.session.preparation.target_scale, arrays)
-        return Evaluation(**{**found, "per_site": []}) if "" in scores else found
+        requests = {site: self.predicted.at(site) for site in self.scored}
+        found: dict[str, HeldOutRows] = session.ask(Each(HeldOutRows, requests, retries=1))
+        return {site: dict(answer.values) for site, answer in found.items() if answer.values}
 
 
 def usable_scores(network: Network, found: Mapping[str, Answer]) -> dict[str, Scores]:

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fedgp_flower.config import RunConfig, defaults
 from fedgp_flower.errors import ConfigError, ProtocolError
-from fedgp_flower.messages import add, encode, is_summand, kind_of, split, stepped_from
+from fedgp_flower.messages import add, encode, is_public, is_summand, kind_of, split, stepped_from
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.records import APART, array_record, packed_record
@@ -257,7 +257,7 @@ class Session:
 
     def require_clear(self, answer: type) -> None:
         """Refuse to ask single sites for what belongs under masks."""
-        if self.masking is not None:
+        if self.masking is not None and not is_public(answer):
             raise ConfigError(
                 f"`privacy.secure-aggregation`: method `{self.config.method}` asks each site for `{answer.__name__}`"
                 " and works with more than their sum, so it cannot run under masks; set the key to false, or choose a"
