@@ -28,7 +28,7 @@ def steps(count: int, rho: float, weight: float = 1.0, rows: np.ndarray | None =
 
 def rule(name: str, **more: int) -> FedMGPOptions:
     """Four local steps of size 0.2, merged by a rule."""
-    return FedMGPOptions(aggregation=name, natural_step=0.2, local_steps=4, **more)
+    return FedMGPOptions.model_validate({"aggregation": name, "natural-step": 0.2, "local-steps": 4, **more})
 
 
 def test_natural_parameters_are_those_of_the_gaussian() -> None:
@@ -100,7 +100,7 @@ def test_batches_add_up_to_the_whole() -> None:
 
 
 def test_a_run_learns_and_ends_where_exact_rounds_do(tmp_path: Path) -> None:
-    flat = keys(method="fedmgp", fedmgp__natural_step=0.1, num_server_rounds=20, optimizer__batch_size=16)
+    flat = keys(method="fedmgp", fedmgp__natural_step=0.1, num_server_rounds=12, optimizer__batch_size=16)
     natural, exact = (
         run(FaultyGrid(flat, nodes(tmp_path))),
         run(FaultyGrid(keys(num_server_rounds=6), nodes(tmp_path))),
