@@ -282,9 +282,9 @@ def sites_of(keys: Keys, sites: int) -> tuple[dict[str, Any], float]:
     from fedgp_flower.data.standardisation import Preparation
     from fedgp_flower.run.registry import parse_config
 
-    config = parse_config({"data-dir": str(data_dir()), **keys})
+    config = parse_config({"data-dir": str(data_dir()), **ALONE, **keys})
     raw = load_all_sites(config, sites)
-    told = {own.site: own.describe() for own in raw}
+    told = {own.site: own.describe(config.privacy.bounds if config.privacy.epsilon else None) for own in raw}
     facts = {site: SiteDescription(own.arrays, own.schema, own.num_examples) for site, own in told.items()}
     agreed = agree(facts, likelihood=config.model.likelihood)
     preparation = Preparation.from_wire(agreed.arrays, agreed.schema)

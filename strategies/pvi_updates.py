@@ -18,7 +18,7 @@ from numpy import ndarray
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
-from fedgp_flower.gp.sums import collapsed_bound_value
+from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.messages import message
 from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.pvi.messages import (
@@ -222,9 +222,7 @@ class ExactFactor:
         """The factor; the objective is the bound on the evidence of these rows alone."""
         noise, rows = noise_of(self.values), state.rows[site]
         factor = NaturalParameters(answer.projection / noise, -0.5 * answer.gram / noise)
-        return Proposal(
-            Contribution({"whitened": factor}, rows=rows), collapsed_bound_value(answer.sums(), noise) / rows
-        )
+        return Proposal(Contribution({"whitened": factor}, rows=rows), collapsed_bound(answer, noise) / rows)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ import torch
 from jaxtyping import Float, Int
 from numpy import ndarray
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.sfvi.learner import configured
 from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, SHARED, SFVIOptions
-from fedgp_flower.run.config import RunConfig
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.finalise import Posterior, Predicted, lengthscale_facts
 from strategies.server.questions import Asking, Roster, Total

@@ -99,9 +99,9 @@ def test_a_site_that_cannot_write_its_log_does_not_answer(tmp_path):
 
 def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):
     waves(60, 0).to_csv(tmp_path / "north.csv", index=False)
-    (tmp_path / "site.toml").write_text('kinds = ["query.*", "train.*"]\nparameters-per-row = 0.1')
+    (tmp_path / "site.toml").write_text('kinds = ["query.*", "train*"]\nparameters-per-row = 0.1')
     node = {"data-path": str(tmp_path / "north.csv"), "policy": str(tmp_path / "site.toml")}
-    flat = {"method": "sgpr", "model.num-inducing": 5, "baselines.local-only": False, "target": "y"}
+    flat = {"method": "fsgp", "model.num-inducing": 5, "baselines.local-only": False, "target": "y"}
     trial = leaves.try_out(flat, node, 1)
     text = "\n".join(trial.lines())
     assert trial.ending.startswith("ended: no site could score")
@@ -109,7 +109,7 @@ def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):
     assert "values.inducing.locations [5, 2]" in text
     assert "rules warned: parameters-per-row (5 parameters, 48 rows)" in text
     assert "evaluate: refused" in text
-    assert 'refused: `evaluate` is not answered: `kinds` = ["query.*", "train.*"] in site.toml' in text
+    assert 'refused: `evaluate` is not answered: `kinds` = ["query.*", "train*"] in site.toml' in text
     masked = leaves.try_out(flat | {"privacy.secure-aggregation": True}, node, 1)
     assert masked.copies == 2
     assert "query.statistics: 1 × " in "\n".join(masked.lines())

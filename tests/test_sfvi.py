@@ -152,9 +152,9 @@ def test_absent_sites_are_stood_in_for() -> None:
     sent: dict[str, dict[str, np.ndarray]] = {}
 
     def keep(site: str) -> Fault:
-        return Fault(site, arrays(lambda own: sent.setdefault(site, own)), ("train.gradients",))
+        return Fault(site, arrays(lambda own: sent.setdefault(site, own)), ("train.gradient",))
 
-    faults = [keep("0"), keep("1"), Fault("2", lost, ("train.gradients",))]
+    faults = [keep("0"), keep("1"), Fault("2", lost, ("train.gradient",))]
     strategy = run(FaultyGrid(tiny(num_server_rounds=1), 3, *faults))
     start = run(FaultyGrid(tiny(num_server_rounds=0), 3))
     rows, before = start.preparation.rows, start.current
@@ -181,7 +181,7 @@ LIES: dict[str, tuple[str, Any, str]] = {
 def test_a_site_that_lies_changes_nothing(lie: str) -> None:
     """The others' result is what it would have been had the site not answered."""
     method, change, words = LIES[lie]
-    phases = ("train.gradients", "train.average")
+    phases = ("train.gradient", "train.average")
     keys: dict[str, Any] = {"method": method, "num_server_rounds": 2, "sfvi__local_steps": 2}
     liar = run(FaultyGrid(tiny(**keys), 4, Fault("1", change, phases)))
     absent = run(FaultyGrid(tiny(**keys), 4, Fault("1", lost, phases)))
@@ -319,7 +319,7 @@ def test_a_warm_start_averages_first() -> None:
     grid = FaultyGrid(tiny(sfvi__warm_start_rounds=2, sfvi__local_steps=1), 2)
     run(grid)
     phases = {visit.round: visit.phase for visit in grid.visits if visit.phase.startswith("train")}
-    assert phases == {1: "train.average", 2: "train.average", 3: "train.gradients", 4: "train.gradients"}
+    assert phases == {1: "train.average", 2: "train.average", 3: "train.gradient", 4: "train.gradient"}
 
 
 def test_local_steps_leave_moments_that_a_gradient_of_the_sites_own_term_fits() -> None:

@@ -15,9 +15,10 @@ from structured_problems import PlainSite, gradient_of, plan_of, roster_of, star
 from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
 from fedgp_flower.errors import DataError
+from fedgp_flower.methods.family import unit_noise
 from fedgp_flower.methods.sfvi.amortised import CONCENTRATION, AmortisedModel, Autoencoder, TopicModel
-from fedgp_flower.methods.sfvi.learner import unit_noise
 from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
@@ -33,7 +34,7 @@ OPTIONS = SFVIOptions.model_validate({"hidden": H, "latents": W, "classes": C})
 def model_and_rows(name: str) -> tuple[AmortisedModel, torch.Tensor, torch.Tensor]:
     """A model with random weights, features and classes."""
     generator = torch.Generator().manual_seed(5)
-    model = MODELS[name].of(OPTIONS, V, binary=False)
+    model = MODELS[name].configured(OPTIONS, ModelSection(), V)
     counts = torch.randint(4, (N, V), generator=generator).double()
     features = counts.clamp(max=1) if name == "vae" else counts
     return model, features, torch.randint(C, (N,), generator=generator).double()

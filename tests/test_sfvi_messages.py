@@ -78,7 +78,7 @@ def test_a_later_round_carries_the_numbers_of_the_method_and_no_others(structure
     numbers = sum(array.size for array in parameters(strategy).values())
     assert "inducing.locations" in strategy.current.shared
     for (phase, number, down), up, once in zip(grid.down, grid.up, grid.once, strict=True):
-        if phase != "train.gradients":
+        if phase != "train.gradient":
             continue
         first = number == 1
         assert once == first
@@ -93,7 +93,7 @@ def test_bytes_of_a_round_keep_to_the_bound(tmp_path: Path) -> None:
     strategy = run(grid)
     numbers = sum(array.size for array in parameters(strategy).values())
     draws = 2 * len(parameters(strategy)["q.mean"])
-    visits = [visit for visit in grid.visits if visit.phase == "train.gradients"]
+    visits = [visit for visit in grid.visits if visit.phase == "train.gradient"]
     later = [visit.down + visit.up for visit in visits if visit.round > 1]
     assert len(later) == 9
     assert max(later) <= 1.1 * (2 * numbers + draws) * 8
@@ -112,13 +112,13 @@ def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path: Path,
     for name, array in parameters(calm).items():
         assert np.array_equal(parameters(strategy)[name], array), name
     assert strategy.evaluation["test"] == calm.evaluation["test"]
-    asked = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train.gradients"]
+    asked = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train.gradient"]
     assert {key for key in asked if asked.count(key) > 1} == {(3, "1")}
 
 
 def test_a_site_that_claims_to_forget_for_ever_fails(tmp_path: Path) -> None:
     flat = multinomial(tmp_path, num_server_rounds=2)
-    grid = FaultyGrid(flat, 3, Fault("1", claiming, ("train.gradients",)))
+    grid = FaultyGrid(flat, 3, Fault("1", claiming, ("train.gradient",)))
     strategy = run(grid)
     reasons = blamed(strategy)
     assert set(reasons) == {"1"}

@@ -16,9 +16,9 @@ from torch.distributions import Categorical, Normal, kl_divergence
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.classes import Confusion
-from fedgp_flower.methods.family import named
+from fedgp_flower.methods.family import named, unit_noise
 from fedgp_flower.methods.sfvi.classes import FedPop, HierarchicalNetwork, half_normal
-from fedgp_flower.methods.sfvi.learner import sampled_site_term, unit_noise
+from fedgp_flower.methods.sfvi.learner import sampled_site_term
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor

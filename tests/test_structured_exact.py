@@ -26,10 +26,11 @@ from fedgp_flower.methods.family import (
     named,
     on_the_wire,
     sampled_global_term,
+    unit_noise,
     with_named,
 )
 from fedgp_flower.methods.sfvi.classes import Multinomial
-from fedgp_flower.methods.sfvi.learner import expected_site_term, gradients, sampled_site_term, unit_noise
+from fedgp_flower.methods.sfvi.learner import gradients, sampled_site_term
 from strategies.server.questions import drive
 from strategies.sfvi import global_noise, one_round, plus, server_term
 from strategies.sfvi_avg import average, factor
@@ -193,7 +194,7 @@ def test_sfvi_reaches_the_exact_posterior_of_a_conjugate_model(generator):
         eta, own = unpack(vector)
         value, server = server_term(on_the_wire({}, named(eta)), prior_of(model), None)
         replies = [
-            gradients(model, eta, mine, lambda e, o, site=site: expected_site_term(model, site, e, o))
+            gradients(model, eta, mine, lambda e, o, site=site: model.expected_log_local(site, e, o) + o.entropy())
             for site, mine in zip(sites, own, strict=True)
         ]
         summed = plus(server, total_of(replies))

@@ -30,8 +30,10 @@ A = TypeVar("A")
 Names: TypeAlias = Annotated[tuple[str, ...], Field(strict=False)]
 
 DEFAULT = "the default policy"
-HARMLESS = frozenset({"dataset", "data-dir", "output-dir", "name", "resume", "extra", "round-timeout", "wait-seconds"})
-"""Keys that a real site does not read."""
+HARMLESS = frozenset(
+    {"method", "dataset", "data-dir", "output-dir", "name", "resume", "extra", "round-timeout", "wait-seconds"}
+)
+"""Keys that `keys` does not judge: a real site does not read them, and `methods` judges the method."""
 
 
 @runtime_checkable

@@ -35,7 +35,8 @@ from fedgp_flower.data.standardisation import (
 )
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
-from fedgp_flower.gp.to_gpytorch import Exported, SparsePosterior, Transforms, mixture, together
+from fedgp_flower.gp.to_gpytorch import Exported, Transforms, mixture, together
+from fedgp_flower.gp.whitened import WhitenedGP
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.artefacts import Posterior, RunData, read_run
@@ -58,7 +59,7 @@ class Exportable(Protocol):
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and sd of a noisy observation, standardised."""
 
-    def export(self) -> Sequence[tuple[SparsePosterior, Likelihood]]:
+    def export(self) -> Sequence[tuple[WhitenedGP, Likelihood]]:
         """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts.
 
         Raises:
@@ -331,7 +332,7 @@ class Predictor:
         transforms = Transforms.of(self.saved.arrays)
         return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.draws())
 
-    def draws(self) -> Sequence[tuple[SparsePosterior, Likelihood]]:
+    def draws(self) -> Sequence[tuple[WhitenedGP, Likelihood]]:
         """What :meth:`to_gpytorch_draws` is made of.
 
         Raises:

@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 from scipy.stats import norm, rankdata
 
-from simulations.common import Array, Row, averaged, data_dir, fit, posterior_arrays, sampled, sites_of
+from simulations.common import ALONE, Array, Row, averaged, data_dir, fit, sampled, sites_of
 
 SETS = ("yacht", "boston", "energy", "concrete", "wine", "kin8nm", "power", "naval", "protein")
 STARTS, STEPS, APART, RANK, EDGE, DRAWS = 400, 60, 0.02, 1e-10, 1e-6, 20
@@ -136,14 +136,16 @@ def reconstruction(sums: Sums, rows: Any, strangers: Any, seed: int) -> tuple[fl
 
 def sums_of(run: Row, keys: Row, groups: Mapping[str, Sequence[Any]]) -> dict[str, Sums]:
     """Of each group of sites the sum over them at the run's final parameters, as a release of the run has it."""
-    from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+    from fedgp_flower.gp.sparse import pooled_sums
     from fedgp_flower.methods.sgpr.private import EDGE as CLIP
     from fedgp_flower.methods.sgpr.private import Budget, cleaned, disturbed
+    from fedgp_flower.methods.sparse_posterior import saved_model
+    from fedgp_flower.run.artefacts import read_run
     from fedgp_flower.run.registry import parse_config
 
-    arrays, config = posterior_arrays(run), parse_config(keys)
-    values = {name: own for name, own in arrays.items() if name.startswith(("kernel.", "noise.", "inducing."))}
-    model = SparseGP.from_arrays(config.model, values)
+    config, posterior = parse_config({**ALONE, **keys}), read_run(run["folder"]).posterior
+    assert posterior is not None
+    model = saved_model(posterior, ()).model
     amplitude, found = float(model.kernel(model.inducing_points[:1], diag=True)), {}
 
     def features(points: Array) -> Array:
