@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import Count, Fraction, MethodOptions, Positive, PositiveInt
-from fedgp_flower.run.config import CoreConfig
 
 START_RATIO = 3.0
 """Lengthscale of every further latent function over the one before, at the start: alike, they would stay so."""

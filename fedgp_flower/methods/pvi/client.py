@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from fedgp_flower.clients.numpy_client import Prediction, SiteClient
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.pvi.messages import (
     LATENTS,
     Factors,
@@ -44,7 +43,8 @@ from fedgp_flower.methods.sgpr.messages import (
     Trials,
     TrialSums,
 )
-from fedgp_flower.run.metrics import Scores, bernoulli_scores, gaussian_scores
+from fedgp_flower.scores import Scores, bernoulli_scores, gaussian_scores
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
 

@@ -10,9 +10,7 @@ import numpy as np
 import torch
 
 from fedgp_flower.clients.baselines import Baseline
-from fedgp_flower.clients.counts import count_scores
-from fedgp_flower.clients.numpy_client import Prediction
-from fedgp_flower.clients.same_model import SameModelClient
+from fedgp_flower.clients.numpy_client import Prediction, SameModelClient
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.methods.pvi.linear import LinearSite
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit, WeightsPredictive
@@ -32,7 +30,7 @@ from fedgp_flower.methods.pvi_weights.network import (
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
 from fedgp_flower.methods.pvi_weights.posterior import LinearPosterior, NetworkPosterior, observed
-from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
+from fedgp_flower.scores import Scores, bernoulli_scores, class_scores, count_scores
 from fedgp_flower.typing import Array, NamedArrays
 
 

@@ -12,7 +12,6 @@ import torch
 from numpy import ndarray
 
 from fedgp_flower.clients import baselines
-from fedgp_flower.clients.counts import count_scores
 from fedgp_flower.clients.numpy_client import Prediction, Said, SiteClient, scored
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.data.standardisation import Preparation
@@ -36,7 +35,7 @@ from fedgp_flower.methods.sfvi.memory import RoundMemory, SiteMemory, scaled
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import SiteRows, StructuredModel
-from fedgp_flower.scores import Scores, bernoulli_scores, class_scores
+from fedgp_flower.scores import Scores, bernoulli_scores, class_scores, count_scores
 from fedgp_flower.shared_messages import Nothing, Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
