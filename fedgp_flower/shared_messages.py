@@ -315,6 +315,18 @@ class LocalScoreSums(ScoreSums):
     """Scores of a GP of each site's rows alone, on its held-out rows."""
 
 
+@message("query.pooled", public=True)
+class PooledScoreSums(ScoreSums):
+    """Simulation only: scores of one model of the rows of all sites."""
+
+
+@message("query.predictions")
+class HeldOutRows:
+    """Simulation only: held-out rows with their predictions."""
+
+    values: Mapping[str, AnyShape] = leaves("held-out targets and predictions, row by row")
+
+
 @message("query.moments", summand=True)
 class Moments:
     """All that linear regression needs of a site's rows. X̃ = (1, X), P = 1 + D, standardised like y."""

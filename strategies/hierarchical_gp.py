@@ -371,7 +371,6 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     method = "hierarchical-gp"
     options_class = HierarchicalOptions
     state_class = NewtonState
-    row_arrays = ("prediction.trend", "prediction.deviation")
     options: HierarchicalOptions
 
     def adjusted(self, preparation: Preparation) -> Preparation:

@@ -225,7 +225,6 @@ class StructuredVI(FederatedStrategy[SFVIState]):
     options_class = SFVIOptions
     state_class = SFVIState
     watched = "objective"
-    row_arrays = ("prediction.trend", "prediction.deviation")
     options: SFVIOptions
 
     def _set(self, config: RunConfig, *kept: Any) -> None:

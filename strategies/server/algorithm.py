@@ -40,16 +40,12 @@ class Algorithm(ABC, Generic[S]):
     """Where exchanges are limited."""
     watched: ClassVar[str] = ""
     """The figure whose course tells a stochastic method whether it has converged, in nats a row."""
-    evaluation_kind: ClassVar[str] = "evaluate"
-    """The kind of message that asks sites for their scores."""
     score_sums: ClassVar[type[ScoreSums]] = ScoreSums
-    """The total that stands for these scores under masks."""
+    """Sites answer with these scores, of predictions or of a model that they fit by themselves."""
     predicts = True
     """Whether sites can predict single rows with what :meth:`predictive` returns."""
     trains = True
     """Whether rounds change the state by what sites answer."""
-    row_arrays: tuple[str, ...] = ()
-    """Arrays that a simulated site sends for its held-out rows besides target, prediction and inputs."""
 
     config: RunConfig
     options: MethodOptions

@@ -41,7 +41,7 @@ def site_model(
     view = View(Latents(inducing, scales, amplitudes, model["jitter"]), q, known)
     agreed = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
     kept = SiteState("", arrays={} if told is None else state)
-    client = FedMGPClient(Setting(config, site, kept, agreed, run.metrics.rounds, run.metrics.communications))
+    client = FedMGPClient(Setting(config, site, kept, agreed, run.metrics.rounds))
 
     def predicted(inputs: Array) -> tuple[Array, Array]:
         prediction = client.predict(view, inputs)
