@@ -137,7 +137,7 @@ class PseudoGradient:
     @staticmethod
     def outliers(answers: Mapping[str, PseudoGradient], rows: Mapping[str, int]) -> dict[str, str]:
         """Single units that moved too far; λ and h grow with the rows, so the rules of aggregation judge these."""
-        del described
+        del rows
         return {
             site: f"`parameters.{name}`: {reason}"
             for site, answer in answers.items()
