@@ -14,9 +14,9 @@ from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.scores import RANK_BINS, RANK_REACH, bernoulli_scores, count_scores
 from fedgp_flower.shared_messages import Coefficients, LinearPredictor, LogisticSums, Moments, Nothing, with_ones
-from strategies.server.evaluation import combine
 from strategies.server.linear import PENALTIES, constant, linear_fit, ridge
 from strategies.server.questions import drive
+from strategies.server.scoring import combine
 
 ROWS, INPUTS = 57, 4
 
