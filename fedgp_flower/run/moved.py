@@ -6,31 +6,10 @@ MOVED_METHODS: dict[str, str] = {
 }
 """Old value of ``method`` → what to write instead, as the end of a sentence."""
 
-_ALIKE = {
-    "it is always 0.1": (
-        "fsgp.server-learning-rate averaging.server-learning-rate fgpr.server-learning-rate "
-        "fedmgp.flat-threshold deep.server-learning-rate"
-    ),
-    "it is learned from where it starts; leave it out": (
-        "sfvi.site-inducing sfvi.site-noise sfvi.site-amplitude sfvi.site-lengthscale sfvi.site-slope sfvi.deviation"
-    ),
-    "no measured case gained from it; leave it out": (
-        "sfvi.local-structure sfvi.coupling sfvi.learn-inputs sfvi.scaling sfvi.weights sfvi.keep-moments "
-        "sfvi.own-steps sfvi.centred sfvi.amortised-units sfvi.fraction"
-    ),
-    "it is a constant; leave it out": (
-        "sfvi.constant-share sfvi.final-rate sfvi.catch-up-steps sfvi.prediction-draws sfvi.prior-scale "
-        "sfvi.concentration"
-    ),
-    "the server takes the merged step": "fedmgp.server-optimizer fedmgp.server-step fedmgp.server-momentum",
-}
-"""What to write instead → the old keys that it holds for."""
-
 MOVED_KEYS: dict[str, str] = {
-    **{key: words for words, keys in _ALIKE.items() for key in keys.split()},
     "model.hyperparameters": "gone: predictions are at the best hyperparameters",
-    "fsgp.objective": "three methods now: 'profiled' is `method` = 'sgpr' ('svgp' for classes, counts and outliers), "
-    "'average' is `method` = 'fsgp', 'exact' is gone",
+    "fsgp.objective": "three methods now: 'profiled' is `method` = 'sgpr' ('svgp' for classes, counts and outliers),"
+    " 'average' is `method` = 'fsgp', 'exact' is gone",
     "fsgp.exact-optimizer": "gone with `fsgp.objective` = 'exact'; take `method` = 'sgpr'",
     "fsgp.tolerance": "a constant now; `sgpr.exchanges` limits training",
     "fsgp.intervals": "gone: lengthscales always get their intervals",
@@ -39,8 +18,10 @@ MOVED_KEYS: dict[str, str] = {
     "fsgp.trials": "`sgpr.trials` now, with `method` = 'sgpr-private'",
     "fsgp.fraction": "`averaging.fraction` now",
     "fsgp.server-optimizer": "`averaging.server-optimizer` now",
+    "fsgp.server-learning-rate": "`averaging.server-learning-rate` now",
     "fgpr.fraction": "`averaging.fraction` now",
     "fgpr.server-optimizer": "`averaging.server-optimizer` now",
+    "fgpr.server-learning-rate": "`averaging.server-learning-rate` now",
     "pvi.hyper": "gone: `pvi.inducing` = 'fixed' keeps Z and β",
     "pvi.small-sites": "gone: lower `model.num-inducing` to a third of the smallest site's rows, as the warning says",
     "pvi.alpha": "a constant now, 0.01",
@@ -54,9 +35,6 @@ MOVED_KEYS: dict[str, str] = {
     "pvi.evaluations": "`pvi.steps` now",
     "pvi.refit-evaluations": "gone with replay; take `pvi.local-update` = 'sums'",
     "pvi.refit-steps": "gone with replay; take `pvi.local-update` = 'sums'",
-    "glm.prior-scale": "it is always 1: inputs are standardised",
-    "bnn.prior-scale": "it is always 1: inputs are standardised",
-    "pvi.fraction": "every site takes part in a synchronous round",
     "glm.local-update": "gone: `pvi.preset` = 'global-vi' takes gradient steps of length `pvi.damping`",
     "glm.steps": "a constant now, 100",
     "bnn.steps": "`pvi.steps` now",
@@ -65,22 +43,37 @@ MOVED_KEYS: dict[str, str] = {
     "bnn.start-scale": "a constant now, 0.05",
     "bnn.early-stopping": "gone: a visit always stops where the fit rises no more",
     "bnn.prediction-draws": "a constant now, 30",
-    "glm.preset": "`pvi.preset` now",
-    "glm.schedule": "`pvi.schedule` now",
-    "glm.order": "`pvi.order` now",
-    "glm.concurrency": "`pvi.concurrency` now",
-    "glm.damping": "`pvi.damping` now",
-    "glm.deletion": "`pvi.deletion` now",
-    "bnn.preset": "`pvi.preset` now",
-    "bnn.schedule": "`pvi.schedule` now",
-    "bnn.order": "`pvi.order` now",
-    "bnn.concurrency": "`pvi.concurrency` now",
-    "bnn.damping": "`pvi.damping` now",
-    "bnn.deletion": "`pvi.deletion` now",
+    **{
+        f"{table}.{key}": f"`pvi.{key}` now"
+        for table in ("glm", "bnn")
+        for key in ("preset", "schedule", "order", "fraction", "concurrency", "damping", "deletion")
+    },
     "sfvi.objective": "set `method` = 'hierarchical-gp' for the closed form; 'sfvi' always takes gradients",
     "sfvi.tolerance": "`method` = 'hierarchical-gp' stops by itself; leave it out",
     "sfvi.shared-inputs": "they always follow the sums that sites give of their inputs",
+    "sfvi.site-inducing": "it is learned from where it starts; leave it out",
+    "sfvi.site-noise": "it is learned from where it starts; leave it out",
+    "sfvi.site-amplitude": "it is learned from where it starts; leave it out",
+    "sfvi.site-lengthscale": "it is learned from where it starts; leave it out",
+    "sfvi.site-slope": "it is learned from where it starts; leave it out",
+    "sfvi.deviation": "it is learned from where it starts; leave it out",
+    "sfvi.local-structure": "no measured case gained from it; leave it out",
+    "sfvi.coupling": "no measured case gained from it; leave it out",
+    "sfvi.learn-inputs": "no measured case gained from it; leave it out",
+    "sfvi.scaling": "no measured case gained from it; leave it out",
+    "sfvi.weights": "no measured case gained from it; leave it out",
+    "sfvi.keep-moments": "no measured case gained from it; leave it out",
+    "sfvi.own-steps": "no measured case gained from it; leave it out",
+    "sfvi.centred": "no measured case gained from it; leave it out",
+    "sfvi.amortised-units": "no measured case gained from it; leave it out",
+    "sfvi.fraction": "no measured case gained from it; leave it out",
     "sfvi.initial-local-scale": "see `sfvi.initial-scale`, which holds for all latents",
+    "sfvi.constant-share": "it is a constant; leave it out",
+    "sfvi.final-rate": "it is a constant; leave it out",
+    "sfvi.catch-up-steps": "it is a constant; leave it out",
+    "sfvi.prediction-draws": "it is a constant; leave it out",
+    "sfvi.prior-scale": "it is a constant; leave it out",
+    "sfvi.concentration": "it is a constant; leave it out",
     "constant-columns": "real sites leave a constant column out of `features`; a simulation warns of it",
     "max-levels": "a column of text has at most 50 levels; leave it out of `features`, or merge its levels",
     "partition.bins": "columns of numbers are cut into 10 bins",
@@ -92,25 +85,32 @@ MOVED_KEYS: dict[str, str] = {
     "fedmgp.parametrisation": "q(u) is in natural parameters where the noise is Gaussian",
     "fedmgp.final-rounds": "set `method` = 'fedmgp-exact' for exact rounds",
     "fedmgp.own-deviation": "for units that deviate from one shared curve set `method` = 'hierarchical-gp'",
+    "fedmgp.server-optimizer": "the server takes the merged step",
+    "fedmgp.server-step": "the server takes the merged step",
+    "fedmgp.server-momentum": "the server takes the merged step",
     "fedmgp.weights": "every unit weighs 1/M",
     "fedmgp.learn-inducing": "pseudo-inputs stay where they start",
     "fedmgp.perturbation": "pseudo-inputs stay where they start",
     "fedmgp.pseudo-inputs": "they form a grid where `model.num-inducing` gives it three points along every input",
     "fedmgp.margin": "it is always 0.025",
     "fedmgp.center-target": "targets are not centred",
-    "fedmgp.start-multiple": "it is always 1",
     "fedmgp.start-ratio": "it is always 3",
     "fedmgp.lmc-rounds": "it is always 10",
     "fedmgp.final-rate": "it is always 0.005",
     "fedmgp.clip-norm": "`norm-clipped` takes the median of the norms",
     "fedmgp.clip-quantile": "`norm-clipped` takes the median of the norms",
-    "fedmgp.staleness-decay": "it is always 1",
-    "fedmgp.patience": "it is always 5 rounds",
+    "fedmgp.staleness-decay": "absent units wait for their next turn; 'fedmgp-exact' counts their last statistics",
+    "fedmgp.patience": "absent units wait for their next turn; 'fedmgp-exact' counts their last statistics",
+    "fedmgp.flat-threshold": "a run has collapsed where held-out errors are as large as the signal",
+    "fedmgp.covariance": "units always smooth the shared functions; the narrowest smoothing is coregionalisation",
+    "fedmgp.starts": "there is one start; vary `fedmgp.start-multiple` and compare the bounds",
+    "fedmgp.start-rounds": "there is one start; vary `fedmgp.start-multiple` and compare the bounds",
     "deep.hidden": "the first dense layer has 50 units",
     "deep.concentration": "it is always 0.01",
     "deep.heads": "the evidence of all rows chooses how far heads of sites deviate, which may be not at all",
     "deep.prediction-draws": "it is always 200",
     "deep.fraction": "set `averaging.fraction`",
     "deep.server-optimizer": "set `averaging.server-optimizer`",
+    "deep.server-learning-rate": "set `averaging.server-learning-rate`",
 }
 """Old key → what to write instead, as the end of a sentence."""
