@@ -156,21 +156,6 @@ def test_the_curvature_of_a_shape_is_that_of_its_expected_log_density(problem):
     torch.testing.assert_close(found.known, 1 - torch.linalg.solve(curvature, torch.eye(3).double()).diagonal())
 
 
-def test_sites_of_one_shape_have_the_bound_without_shapes(problem):
-    """Priors of no width: F is the dense bound without any offset."""
-    model, sites = problem
-    plain = shaped_gp(inputs=POINTS, widths=(0.0, 0.0, 0.0))
-    with torch.no_grad():
-        plain.log_site_slope.copy_(model.log_site_slope)
-        model.log_width.fill_(-math.inf)
-        expected = dense_bound(plain, sites, torch.zeros(3, 0))
-    q_global = initial_global(6, scale=1.0, triangular=True)
-    for own in (model, plain):
-        units = [SmoothDeviation(own, site.features, site.targets) for site in sites]
-        found = [unit.derivatives(q_global).sums for unit in units]
-        assert float(bound(total(found))) == pytest.approx(float(expected), abs=1e-8)
-
-
 def test_a_mixture_is_that_of_a_fine_grid(problem):
     """Its shares sum to one; mean and spread of z_k are roughly those of exp J_k on a grid: there are 27 nodes."""
     _, sites = problem
