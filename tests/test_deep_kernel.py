@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -30,11 +30,17 @@ C, D, N = 3, 4, 24
 SHARES = (0.0, 0.3, 0.8)
 
 
+class Small(DeepKernelOptions):
+    """Few features keep matrices of rows well conditioned."""
+
+    features: ClassVar[int] = 5
+
+
 @pytest.fixture(scope="module")
 def problem() -> tuple[DeepKernel, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A network, rows of classes, and new rows."""
     generator = torch.Generator().manual_seed(1)
-    options = DeepKernelOptions.model_validate({"classes": C, "features": 5})
+    options = Small.model_validate({"classes": C})
     x, new = (torch.randn(n, D, generator=generator, dtype=torch.float64) for n in (N, 7))
     y = torch.randint(C, (N,), generator=generator).double()
     return DeepKernel(options, ModelSection(), D), x, y, new
@@ -161,7 +167,7 @@ def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, kind: str)
     table.to_csv(path, index=False)
     keys: dict[str, Any] = {"method": "deep-kernel", "target": "label", "standardise": not classes, "features": "a,b"}
     keys |= {"partitioner": "natural", "partition__column": "silo", "deep__classes": 3 if classes else 0}
-    keys |= {"deep__features": 6, "num_server_rounds": 8, "deep__learning_rate": 0.02}
+    keys |= {"num_server_rounds": 8, "deep__learning_rate": 0.02}
     keys |= {"dataset": str(path), "name": "run", "output_dir": str(tmp_path)}
     folder = run_in_process(configured(**keys), 3)
     read = load_run(folder)
@@ -182,7 +188,7 @@ def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, kind: str)
 
 
 def test_images_are_square():
-    options = DeepKernelOptions.model_validate({"network": "convolutional", "features": 5, "classes": 2})
+    options = Small.model_validate({"network": "convolutional", "classes": 2})
     model = DeepKernel(options, ModelSection(), 64)
     assert model.features(torch.zeros(3, 64).double()).shape == (3, 6)
     with pytest.raises(Exception, match="a row has 60 inputs"):

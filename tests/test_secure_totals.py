@@ -56,7 +56,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "fedmgp__local_steps": 2,
     },
     "sfvi-avg": {"method": "sfvi-avg"},
-    "deep-kernel": {"method": "deep-kernel", "deep__features": 3, "deep__local_steps": 2},
+    "deep-kernel": {"method": "deep-kernel", "deep__local_steps": 2},
     "sfvi after averages": {"method": "sfvi", "sfvi__warm_start_rounds": 2},
 }
 GATE = {"exact", "average", "fedmgp", "hierarchical-gp"}

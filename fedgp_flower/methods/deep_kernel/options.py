@@ -16,7 +16,7 @@ class DeepKernelOptions(MethodOptions):
 
     network: Literal["dense", "convolutional"] = "dense"
     """``dense``: two rectified layers; ``convolutional``: inputs are the pixels of a square image row by row."""
-    features: PositiveInt = 32
+    features: ClassVar[int] = 32
     """Learned features; sites send sums of their products."""
     classes: Count = 0
     """The target holds the numbers 0 to ``classes`` − 1; 0: it is a number, or two classes by name."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Count, Fraction, MethodOptions, PositiveInt
+from fedgp_flower.options import Count, Fraction, MethodOptions, Positive, PositiveInt
 
 START_RATIO = 3.0
 """Lengthscale of every further latent function over the one before, at the start: alike, they would stay so."""
@@ -23,7 +23,7 @@ class FedMGPOptions(MethodOptions):
 
     latents: PositiveInt = 1
     """Number I of shared latent functions."""
-    start_multiple: ClassVar[float] = 1.0
+    start_multiple: Positive = 1.0
     """Lengthscale of the first latent function at the start, in spacings of the pseudo-inputs."""
     aggregation: str = "mean"
     """``mean``, ``agreement`` (units that share g with most others; for Gaussian noise and one latent function), and in
