@@ -18,8 +18,8 @@ from structured_problems import gp_sites, shaped_gp
 from test_closed_form import dense_bound
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.ascent import pack, unpack
 from fedgp_flower.gp.linalg import symmetric
+from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.messages import add
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare

@@ -11,15 +11,13 @@ import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, parameters, rows_of, run, waves
 
 from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.gp.ascent import direction, forgotten, outlook
 from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining, grouped
-from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
+from fedgp_flower.gp.optimisers import FREE, LOGARITHM, direction, forgotten, maximise, outlook
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import LEAST_NOISE, SparseSums, collapsed_bound, prior, profiled, restricted, scaled
 from fedgp_flower.messages import add
-from fedgp_flower.methods.sgpr.client import SGPRClient
-from fedgp_flower.methods.sgpr.learner import curvature, local_mode
+from fedgp_flower.methods.sgpr.client import SGPRClient, curvature, local_mode
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import sgpr

@@ -23,7 +23,7 @@ from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config, strategy_class
 from strategies.server.questions import Roster, drive
-from strategies.svgp import SVGP, LatentProblem, at, finished, improved, one_round, taken_back, trial, two_loops
+from strategies.svgp import SVGP, LatentProblem, at, finished, improved, one_round, taken_back, trial
 
 KINDS = ("bernoulli", "poisson", "student-t")
 INDUCING = 7
@@ -227,14 +227,6 @@ def test_the_precision_stays_definite_where_outliers_bend_the_likelihood() -> No
     concave = replace(state.found, curvature=-50 * np.eye(INDUCING))
     after = torch.linalg.eigvalsh(torch.eye(INDUCING) + improved(replace(state, found=concave)).precision)
     assert float(after[0]) >= 0.3 * min(1.0, 1 + float(torch.linalg.eigvalsh(state.duals.precision)[0]))
-
-
-def test_two_loops_know_a_quadratic_after_as_many_pairs_as_it_has_axes() -> None:
-    curvatures, eye = np.array([0.5, 2.0, 30.0]), np.eye(3)
-    pairs = [(eye[i], curvatures[i] * eye[i]) for i in range(3)]
-    gradient = np.array([1.0, -2.0, 3.0])
-    assert two_loops(gradient, pairs) == pytest.approx(gradient / curvatures)
-    assert two_loops(gradient, []) == pytest.approx(gradient)
 
 
 # Through Flower.
