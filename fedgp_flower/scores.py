@@ -200,6 +200,44 @@ def _regression(
     return Scores(sums, {"evaluation.pit": pit})
 
 
+@dataclass(frozen=True, slots=True)
+class TargetUnits:
+    """The units of the target: y = shift + scale · t of a standardised t, or a transformation's inverse of that."""
+
+    shift: float
+    scale: float
+    transform: Transform | None = None
+
+    def gaussian_scores(self, prediction: Prediction, target: Array) -> Scores:
+        """Scores of Gaussian predictions of a standardised target."""
+        if self.transform is None:
+            return gaussian_scores(*self.original(prediction, target))
+        return self.mixture_scores(prediction.mean[None], prediction.variance[None], target)
+
+    def mixture_scores(self, means: Array, variances: Array, target: Array) -> Scores:
+        """Scores of even mixtures of Gaussians [S, N] of a standardised target [N]."""
+        goal, moments = target * self.scale + self.shift, self._unscaled(means, variances)
+        if self.transform is None:
+            return mixture_scores(*moments, goal)
+        return transformed_scores(*moments, goal, self.transform)
+
+    def original(self, prediction: Prediction, target: Array) -> tuple[Array, Array, Array]:
+        """Mean, standard deviation and target in the units of the data."""
+        moments, goal = self._unscaled(prediction.mean, prediction.variance), target * self.scale + self.shift
+        if self.transform is None:
+            return *moments, goal
+        return *transformed_moments(*moments, self.transform), self.transform.inverse(goal)
+
+    def quantiles(self, prediction: Prediction, levels: Sequence[float]) -> Array:
+        """Quantiles [levels, N] of a transformed target."""
+        assert self.transform is not None
+        return transformed_quantiles(*self._unscaled(prediction.mean, prediction.variance), levels, self.transform)
+
+    def _unscaled(self, mean: Array, variance: Array) -> tuple[Array, Array]:
+        """Mean and standard deviation in units of the target, or of the transformed target."""
+        return mean * self.scale + self.shift, np.sqrt(variance) * self.scale
+
+
 def transformed_scores(means: Array, sds: Array, target: Array, transform: Transform) -> Scores:
     """Scores in units of y of the mixture (1/S) Σ_s N(means_s, sds_s²) of t, [S, n], at t = ``target`` [n]."""
     mixture = _TransformedMixture(means, sds, transform)

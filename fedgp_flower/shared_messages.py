@@ -275,7 +275,7 @@ class WeightedStep:
 
 @message("query.score_sums", summand=True)
 class ScoreSums:
-    """Scores of held-out rows, see :mod:`fedgp_flower.run.metrics`; those of the other kind of task are zero."""
+    """Scores of held-out rows, see :mod:`fedgp_flower.scores`; those of the other kind of task are zero."""
 
     regression: Float[ndarray, " 8"] = leaves("rows, squared and absolute errors, NLL, CRPS, rows inside intervals")
     classification: Float[ndarray, " 4"] = leaves("rows, right ones, NLL, Brier score")
@@ -313,6 +313,18 @@ class ScoreSums:
 @message("query.local_scores", summand=True)
 class LocalScoreSums(ScoreSums):
     """Scores of a GP of each site's rows alone, on its held-out rows."""
+
+
+@message("query.pooled", public=True)
+class PooledScoreSums(ScoreSums):
+    """Simulation only: scores of one model of the rows of all sites."""
+
+
+@message("query.predictions")
+class HeldOutRows:
+    """Simulation only: held-out rows with their predictions."""
+
+    values: Mapping[str, AnyShape] = leaves("held-out targets and predictions, row by row")
 
 
 @message("query.moments", summand=True)

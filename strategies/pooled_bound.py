@@ -26,7 +26,6 @@ from fedgp_flower.gp.sums import (
     restricted,
     scaled,
 )
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.sgpr.messages import (
     PooledPosterior,
     Statistics,
@@ -38,6 +37,7 @@ from fedgp_flower.methods.sgpr.messages import (
     numbered,
 )
 from fedgp_flower.options import ModelSection
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Summed, Total

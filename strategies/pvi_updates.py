@@ -20,7 +20,6 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
 from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.messages import message
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.pvi.messages import (
     LATENTS,
     LIMIT,
@@ -34,6 +33,7 @@ from fedgp_flower.methods.pvi.messages import (
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.state import Contribution, Product, cavity, posterior
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, Statistics
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape
 from strategies import sgpr, svgp
 from strategies.pooled_bound import LOCATIONS, ROWS_PER_POINT, noise_of, saved, told_by_total

@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
@@ -30,7 +31,6 @@ from fedgp_flower.gp.optimisers import StepMemory, direction, forgotten, outlook
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
     PooledPosterior,
@@ -44,7 +44,7 @@ from fedgp_flower.methods.sgpr.messages import (
 )
 from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.config import RunConfig
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.pooled_bound import (
     CURVATURE,

@@ -17,8 +17,8 @@ from schedules import scaled
 from fedgp_flower.data.standardisation import describe
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import input_shape
-from fedgp_flower.methods.messages import Described, Shape
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.shared_messages import Described, Shape
 from strategies.server.enrolment import Enrolment
 from strategies.server.wire import Answer
 

@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
 
-from fedgp_flower.clients.baselines import local_only
+from fedgp_flower.clients.baselines import fitted
+from fedgp_flower.data.sites import SiteData
 from fedgp_flower.errors import DataError
 from fedgp_flower.run.registry import parse_config
 
@@ -74,8 +75,7 @@ def test_a_site_of_one_class_is_a_full_member(method: str, tmp_path: Path) -> No
 
 def test_a_constant_target_is_not_fitted_alone() -> None:
     rows, new = (waves(20, seed)[["x1", "x2"]].to_numpy(copy=True) for seed in (0, 1))
-    alone = local_only((rows, np.full(20, 0.7), new, np.full(20, 0.7)), parse_config({}))
-    assert alone.evaluations == 0
+    alone = fitted(SiteData(rows, np.full(20, 0.7), new, np.full(20, 0.7), 0), parse_config({}), pooled=False)
     assert alone.mean == pytest.approx(np.full(20, 0.7), abs=0.3)
     assert (alone.variance > 0.1).all()
 

@@ -17,13 +17,13 @@ from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.latent import LatentGP
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import profiled
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.state import forget, posterior
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, Statistics, Trials, TrialSums, apart
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.shared_messages import Parameters
 from strategies import svgp
 from strategies.pvi import forget_site, one_round, state_of
 from strategies.pvi_updates import ExactFactor, NaturalGradient, PVIState, agreed, product

@@ -27,12 +27,12 @@ from scipy.stats import chi2
 
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import ECHOED
-from fedgp_flower.methods.messages import Step, Stepped
 from fedgp_flower.methods.sgpr.client import SparseClient
 from fedgp_flower.methods.sgpr.messages import Statistics
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.shared_messages import Step, Stepped
 from strategies.server.questions import Each, First
 from strategies.server.strategy import FederatedStrategy
 

@@ -24,7 +24,7 @@ TRAINING = {
     "fgpr": "train",
     "pvi-glm": "train",
     "sfvi-avg": "train.average",
-    "local-only": "query.local_only",
+    "local-only": "query.local_scores",
 }
 """A message that the method cannot do without."""
 ROWS = 120

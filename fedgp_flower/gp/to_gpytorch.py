@@ -63,12 +63,12 @@ def evenly(parts: Sequence[MultivariateNormal]) -> MultivariateNormal:
     """The Gaussian with the mean and covariance of an even mixture: mean of covariances plus covariance of means."""
     if len(parts) == 1:
         return parts[0]
-    means = torch.stack([part.mean for part in parts])
+    means, within = torch.stack([part.mean for part in parts]), parts[0].covariance_matrix
+    for part in parts[1:]:  # one covariance at a time, because there may be a hundred
+        within = within + part.covariance_matrix
     apart = means - means.mean(0)
-    covariance = torch.stack([part.covariance_matrix for part in parts]).mean(0) + apart.mT @ apart / len(parts)
-    return MultivariateNormal(
-        means.mean(0), to_linear_operator(covariance)
-    )  # may be singular: not to be factorised yet
+    covariance = (within + apart.mT @ apart) / len(parts)
+    return MultivariateNormal(means.mean(0), to_linear_operator(covariance))  # may be singular: not yet factorised
 
 
 def only(draws: Sequence[tuple[WhitenedGP, Likelihood]]) -> tuple[WhitenedGP, Likelihood]:

@@ -20,8 +20,6 @@ from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from pydantic import ValidationError
 from scipy.special import ndtri
 
-from fedgp_flower.clients.counts import count_quantiles
-from fedgp_flower.clients.transformed import transformed_moments, transformed_quantiles
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.dates import source
 from fedgp_flower.data.sites import RawSite, load_site
@@ -41,6 +39,7 @@ from fedgp_flower.options import Value
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.artefacts import Posterior, RunData, read_run
 from fedgp_flower.run.registry import METHODS, Method, load, parse_config
+from fedgp_flower.scores import count_quantiles, transformed_moments, transformed_quantiles
 from fedgp_flower.typing import Array, NamedArrays, Rows
 
 if TYPE_CHECKING:

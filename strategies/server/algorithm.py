@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import encode
-from fedgp_flower.methods.messages import ScoreSums
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Posterior
+from fedgp_flower.shared_messages import ScoreSums
 from fedgp_flower.typing import NamedArrays
 from strategies.server.course import Course
 from strategies.server.enrolment import Preparation
@@ -40,16 +40,12 @@ class Algorithm(ABC, Generic[S]):
     """Where exchanges are limited."""
     watched: ClassVar[str] = ""
     """The figure whose course tells a stochastic method whether it has converged, in nats a row."""
-    evaluation_kind: ClassVar[str] = "evaluate"
-    """The kind of message that asks sites for their scores."""
     score_sums: ClassVar[type[ScoreSums]] = ScoreSums
-    """The total that stands for these scores under masks."""
+    """Sites answer with these scores, of predictions or of a model that they fit by themselves."""
     predicts = True
     """Whether sites can predict single rows with what :meth:`predictive` returns."""
     trains = True
     """Whether rounds change the state by what sites answer."""
-    row_arrays: tuple[str, ...] = ()
-    """Arrays that a simulated site sends for its held-out rows besides target, prediction and inputs."""
 
     config: RunConfig
     options: MethodOptions

@@ -7,11 +7,11 @@ from typing import Any
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.outcome import Summary
+from fedgp_flower.shared_messages import LocalScoreSums, Nothing, PooledScoreSums
 from strategies.server.algorithm import Algorithm
 from strategies.server.checkpoint import Clock
 from strategies.server.course import rise
 from strategies.server.evaluation import Evaluation, combine_histograms, with_skill
-from strategies.server.scoring import ALONE, POOLED
 
 
 def dataset_of(algorithm: Algorithm[Any]) -> str:
@@ -34,9 +34,9 @@ def close(algorithm: Algorithm[Any], state: Any, clock: Clock, scored_by: int, e
     """
     network, config, preparation = algorithm.network, algorithm.config, algorithm.preparation
     scoring, wanted = algorithm.scoring, algorithm.config.baselines
-    predictions = scoring.predictions(algorithm.predicts, algorithm.row_arrays)
-    scoring.local_only = scoring.baseline(ALONE) if wanted.local_only else None
-    pooled = scoring.baseline(POOLED) if wanted.pooled and preparation.simulated else None
+    predictions = scoring.predictions(algorithm.predicts)
+    scoring.local_only = scoring.baseline(LocalScoreSums, Nothing()) if wanted.local_only else None
+    pooled = scoring.baseline(PooledScoreSums, Nothing()) if wanted.pooled and preparation.simulated else None
     mean, line = scoring.simple_baselines() if wanted.linear else (None, None)
     posterior = scoring.predicted.posterior or algorithm.posterior_of(state)
     if scored_by == 0:

@@ -12,9 +12,16 @@ from typing import Any
 import numpy as np
 from flwr.app import Message
 
-from fedgp_flower.methods.linear import LinearPredictor, LinearScoreSums
-from fedgp_flower.methods.messages import HISTOGRAM_SHAPES, LocalScoreSums, Nothing, ScoreSums
+from fedgp_flower.messages import kind_of
 from fedgp_flower.scores import CLASSIFICATION_SUMS, REGRESSION_SUMS, Scores
+from fedgp_flower.shared_messages import (
+    HISTOGRAM_SHAPES,
+    HeldOutRows,
+    LinearScoreSums,
+    Nothing,
+    PooledScoreSums,
+    ScoreSums,
+)
 from fedgp_flower.typing import NamedArrays
 from strategies.server import linear
 from strategies.server.evaluation import Evaluation, as_baseline, combine, of_all
@@ -22,15 +29,9 @@ from strategies.server.finalise import Predicted
 from strategies.server.network import Expected, Network
 from strategies.server.questions import Each, Summed, Total
 from strategies.server.session import Asked, Session
-from strategies.server.wire import Answer, ArraySpec, answers
+from strategies.server.wire import Answer, answers
 
 logger = logging.getLogger("fedgp")
-
-CLASS_ARRAYS = ("prediction.probability", "prediction.target")
-PREDICTION_ARRAYS = ("prediction.mean", "prediction.sd", "prediction.target")
-POOLED = "query.pooled"
-"""Simulation only: the first site fits the rows of all."""
-ALONE = "query.local_only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +58,25 @@ class Scoring:
         """Scores of the latest evaluation by site; none under masks."""
         self.local_only: Mapping[str, Any] | None = None
 
-    def ask(self, kind: str, total: type[ScoreSums], predicted: Predicted) -> ScoresAsked:
+    def ask(self, total: type[ScoreSums], predicted: Predicted) -> ScoresAsked:
         """The question for the scores of one prediction, or of a fit that a site makes by itself."""
-        session, network = self.session, self.session.network
-        if session.masking is not None and kind != POOLED:
-            if isinstance(predicted.request, Mapping):
-                session.require_clear(type(next(iter(predicted.request.values()))))
-            asked = session.put(Total(total, predicted.request, session.roster().everyone))
-            return ScoresAsked(asked.messages, asked.contract, asked)
-        sites = network.healthy()[:1] if kind == POOLED else network.sites()
-        messages = [session.message(site, kind, predicted.at(site)) for site in sites]
-        return ScoresAsked(messages, {} if kind == "evaluate" else None)  # a fit's reply may hold histograms
+        session = self.session
+        if total is ScoreSums and session.masking is None:
+            sites = session.network.sites()
+            return ScoresAsked([session.message(site, "evaluate", predicted.at(site)) for site in sites], {})
+        if isinstance(predicted.request, Mapping):
+            session.require_clear(type(next(iter(predicted.request.values()))))
+        asked = session.put(self._question(total, predicted.request))
+        return ScoresAsked(asked.messages, asked.contract, asked)
+
+    def _question(self, total: type[ScoreSums], request: Any) -> Total[Any] | Each[Any]:
+        """A total under masks, else each site's scores; the first site fits the rows of all."""
+        everyone = self.session.roster().everyone
+        if total is PooledScoreSums:
+            return Each(total, dict.fromkeys(self.session.network.healthy()[:1], request), retries=1)
+        if self.session.masking is not None:
+            return Total(total, request, everyone)
+        return Each(total, dict.fromkeys(everyone, request), retries=1)
 
     def take(self, asked: ScoresAsked, replies: Iterable[Message]) -> Evaluation | None:
         """The figures of the replies to an evaluation; None if nobody has scored a row."""
@@ -81,20 +90,24 @@ class Scoring:
             self.evaluation = found
         return found
 
-    def baseline(self, kind: str) -> dict[str, Any] | None:
-        """The scores of a Gaussian process of every site alone, or of all rows; None if no site has any."""
-        logger.info("comparison: %s", kind.removeprefix("query.").replace("_", "-"))
-        asked = self.ask(kind, LocalScoreSums, Predicted(Nothing()))
-        replies = self.session.network.exchange(asked.messages, asked.expected, retries=1)
-        found = self._figures(*self._scores(asked, replies))
+    def baseline(self, total: type[ScoreSums], request: Any) -> dict[str, Any] | None:
+        """The scores of a comparison, as :meth:`ask` asks for them; None if no site has any."""
+        logger.info("comparison: %s", kind_of(total).removeprefix("query.").replace("_", " "))
+        found = self._figures(*self._split(self.session.ask(self._question(total, request))))
         return None if found is None else as_baseline(found)
 
     def _scores(self, asked: ScoresAsked, replies: Iterable[Message]) -> tuple[Scores | None, dict[str, Answer]]:
         """What replies hold: the sum of all scores under masks, else those of every site."""
         if asked.asked is None:
             return None, usable_scores(self.session.network, answers(replies))
-        summed: Summed[ScoreSums] = self.session.read(asked.asked, replies)
-        return (None if summed.total is None else summed.total.scores()), {}
+        return self._split(self.session.read(asked.asked, replies))
+
+    def _split(self, found: Summed[ScoreSums] | Mapping[str, ScoreSums]) -> tuple[Scores | None, dict[str, Answer]]:
+        if isinstance(found, Summed):
+            return (None if found.total is None else found.total.scores()), {}
+        flat = {site: Answer(site, {}, scores.scores().flat(), {}) for site, scores in found.items()}
+        some = {site: answer for site, answer in flat.items() if answer.number("count")}
+        return None, usable_scores(self.session.network, some)
 
     def _figures(self, total: Scores | None, scored: Mapping[str, Answer]) -> Evaluation | None:
         """The figures of a total, or of sites; None if no row is scored."""
@@ -109,7 +122,6 @@ class Scoring:
 
         None where the method scores another kind of task than they.
         """
-        logger.info("comparison: mean and linear model")
         session, preparation = self.session, self.session.preparation
         likelihood = session.config.model.likelihood
         if self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood == "bernoulli"):
@@ -118,36 +130,17 @@ class Scoring:
         rows = sum(preparation.rows.values())
         mean = linear.constant(preparation.modelled_target, rows, inputs, likelihood, preparation.standardisation)
         line = session.run(linear.linear_fit(everyone, likelihood, inputs))
-        return self._linear_scores(mean), None if line is None else self._linear_scores(line)
+        return self.baseline(LinearScoreSums, mean), None if line is None else self.baseline(LinearScoreSums, line)
 
-    def predictions(self, predicts: bool, more: Sequence[str]) -> dict[str, NamedArrays]:
+    def predictions(self, predicts: bool) -> dict[str, NamedArrays]:
         """Held-out rows of simulated sites with their predictions, where the configuration wants to keep them."""
         session, preparation = self.session, self.session.preparation
         clear = preparation.simulated and session.masking is None
         if not (predicts and clear and session.config.keep_predictions):
             return {}
-        names = CLASS_ARRAYS if session.config.model.likelihood == "bernoulli" else PREDICTION_ARRAYS
-        ends = ("prediction.low", "prediction.high") if preparation.transformed else ()
-        specs = {name: ArraySpec((None,)) for name in (*names, *ends, *more)}
-        if preparation.num_inputs <= 2:
-            specs["prediction.input"] = ArraySpec((None, preparation.num_inputs))
-        messages = [session.message(site, "query.predictions", self.predicted.at(site)) for site in self.scored]
-        replies = session.network.exchange(messages, specs, retries=1)
-        return {site: answer.arrays for site, answer in answers(replies).items()}
-
-    def _linear_scores(self, predictor: LinearPredictor) -> dict[str, Any] | None:
-        """The scores of one prediction, site by site where totals are plain; None if no site has any."""
-        session, everyone = self.session, self.session.roster().everyone
-        if session.masking is not None:
-            total: ScoreSums | None = session.ask(Total(LinearScoreSums, predictor, everyone)).total
-            found = self._figures(None if total is None else total.scores(), {})
-        else:
-            requests = dict.fromkeys(everyone, predictor)
-            sums: dict[str, ScoreSums] = session.ask(Each(LinearScoreSums, requests, retries=1))
-            flat = {site: Answer(site, {}, scores.scores().flat(), {}) for site, scores in sums.items()}
-            some = {site: answer for site, answer in flat.items() if answer.number("count")}
-            found = self._figures(None, usable_scores(session.network, some))
-        return None if found is None else as_baseline(found)
+        requests = {site: self.predicted.at(site) for site in self.scored}
+        found: dict[str, HeldOutRows] = session.ask(Each(HeldOutRows, requests, retries=1))
+        return {site: dict(answer.values) for site, answer in found.items() if answer.values}
 
 
 def _names_of(answer: Answer) -> tuple[str, ...]:

@@ -218,7 +218,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.session.given["evaluate"] = ConfigRecord({**self.session.given.get("evaluate", {}), **config})
         found = self.session.run(self.predictive(self.current, self.roster()))
         self.scoring.predicted = found if isinstance(found, Predicted) else Predicted(found)
-        self.scores_asked = self.scoring.ask(self.evaluation_kind, self.score_sums, self.scoring.predicted)
+        self.scores_asked = self.scoring.ask(self.score_sums, self.scoring.predicted)
         return self.scores_asked.messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from fedgp_flower.clients.baselines import Baseline, local_only
-from fedgp_flower.clients.counts import count_scores
-from fedgp_flower.clients.numpy_client import Prediction, Said, SiteClient
+from fedgp_flower.clients.baselines import fitted
+from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.messages import decode, encode
@@ -61,9 +60,8 @@ from fedgp_flower.methods.fedmgp.unit import (
     starting_parameters,
     statistics,
 )
-from fedgp_flower.methods.messages import Nothing
-from fedgp_flower.run.metrics import Scores, bernoulli_scores
-from fedgp_flower.typing import Array, NamedArrays
+from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, count_scores
+from fedgp_flower.typing import Array
 
 MOST_ROWS_SHOWN = 250
 FLAT = 0.1
@@ -224,37 +222,21 @@ class FedMGPClient(SiteClient):
             return bernoulli_scores(ndtr(mean / np.sqrt(1 + variance)), target)
         if self.likelihood == "poisson":
             return count_scores(mean, variance, target)
-        scores = self.gaussian_scores(Prediction(*self._observed(mean, variance, phi)), target)
+        scores = self.units.gaussian_scores(Prediction(*self._observed(mean, variance, phi)), target)
         if self.gaussian:
             return scores
         density = log_density(self.likelihood, target, mean, variance, phi)
         nll = float(np.sum(np.log(self.preparation.target_scale) - density))
         return Scores(scores.sums | {"nll": nll}, scores.arrays)
 
-    def shown(self, request: View) -> NamedArrays:
-        """Held-out rows with their predictions; for classes the probability of the second one."""
-        arrays = super().shown(request)
-        if self.likelihood == "bernoulli":
-            del arrays["prediction.sd"]
-            arrays = {"prediction.probability": arrays.pop("prediction.mean"), **arrays}
-        return arrays
-
     def curve(self, request: CurveRequest) -> Curve:
         """Predictions along the one input with and without the other units, and rows; a real unit refuses."""
         return drawn(self, request.view, request.grid)
 
-    # Baselines.
-
-    def local_fit(self) -> Baseline:
-        """A GP of the unit's rows, fitted only where there is a held-out row to score."""
-        none = np.empty(0)
-        return super().local_fit() if len(self.rows.y_test) else Baseline(none, none, none, 0)
-
-    def pooled(self, request: Nothing) -> Said:
-        """The same multi-output model with the rows of all units in one place; only a simulation can do that."""
-        if not self.gaussian:
-            return super().pooled(request)
-        self._require_simulated("does not see the rows of other sites")
+    def alone(self, data: SiteData, pooled: bool) -> Scores:
+        """Scores of a GP of the unit's rows; in a simulation of the same multi-output model of all units' rows."""
+        if not (pooled and self.gaussian):
+            return super().alone(data, pooled)
         units: list[SiteData] = [
             site.encode(self.preparation) for site in load_all_sites(self.config, self.site.partitions)
         ]
@@ -263,17 +245,17 @@ class FedMGPClient(SiteClient):
         fit = fit_pooled(rows, *start, max_evaluations=most)
         parts = [predict(u.x_test, fit.latents, fit.posterior, phi) for u, phi in zip(units, fit.units, strict=True)]
         variance = np.concatenate([v + phi.noise for (_, v), phi in zip(parts, fit.units, strict=True)])
-        mean, target = np.concatenate([m for m, _ in parts]), np.concatenate([part.y_test for part in units])
-        return self.compared(Baseline(mean, variance, target, most))
+        mean = np.concatenate([m for m, _ in parts])
+        return self.units.gaussian_scores(Prediction(mean, variance), data.y_test)
 
 
 def drawn(client: SiteClient, view: object, grid: Array) -> Curve:
     """A simulated unit as a report shows it."""
-    client._require_simulated("does not send rows")
+    client.require_simulated("does not send rows")
     rows, every, agreed = client.rows, max(1, -(-client.num_examples // MOST_ROWS_SHOWN)), client.preparation
-    none = np.zeros(len(grid))
-    alone = local_only((rows.x, rows.y, grid, none), client.config)
-    mean, sd, y = client.original(client.predict(view, grid), rows.y[::every])
-    alone_mean, alone_sd, _ = client.original(Prediction(alone.mean, alone.variance), none)
+    none, units = np.zeros(len(grid)), client.units
+    alone = fitted(SiteData(rows.x, rows.y, grid, none, 0), client.config, pooled=False)
+    mean, sd, y = units.original(client.predict(view, grid), rows.y[::every])
+    alone_mean, alone_sd, _ = units.original(Prediction(alone.mean, alone.variance), none)
     x = rows.x[::every, 0] * agreed.input_scale[0] + agreed.input_mean[0]
     return Curve(mean, sd, alone_mean, alone_sd, x, y)

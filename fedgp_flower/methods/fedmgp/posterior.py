@@ -8,15 +8,16 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fedgp_flower.clients.numpy_client import Prediction, Setting
+from fedgp_flower.clients.numpy_client import Setting
 from fedgp_flower.clients.state import SiteState
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.methods.fedmgp.client import FedMGPClient
 from fedgp_flower.methods.fedmgp.latents import Latents, Posterior, still
 from fedgp_flower.methods.fedmgp.messages import PSEUDO_INPUTS, Known, View
 from fedgp_flower.run.artefacts import RunData
-from fedgp_flower.run.config import RunConfig
+from fedgp_flower.scores import Prediction
 from fedgp_flower.typing import Array, NamedArrays
 
 UnitPredictor: TypeAlias = Callable[[Array], tuple[Array, Array]]
@@ -49,8 +50,7 @@ def setting(run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) 
     arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
     agreed = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
     constants = {name: array for name, array in arrays.items() if name == PSEUDO_INPUTS}
-    numbers = run.metrics.rounds, run.metrics.communications
-    return Setting(config, site, SiteState("", arrays=state), agreed, *numbers, constants)
+    return Setting(config, site, SiteState("", arrays=state), agreed, run.metrics.rounds, constants)
 
 
 def standard_deviations(prediction: Prediction) -> tuple[Array, Array]:

@@ -35,7 +35,7 @@ from fedgp_flower.methods.sgpr.messages import (
 from fedgp_flower.options import ModelSection
 from fedgp_flower.scores import Prediction, Scores, latent_scores
 from fedgp_flower.shared_messages import Parameters, Step, Stepped
-from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
+from fedgp_flower.typing import Array, Rows, Targets
 
 ROWS = 250
 """Of a site, at most, that its fit sees: O(n³)."""
@@ -122,14 +122,6 @@ class SVGPClient(SparseClient):
         (model, _), rows = self.latent(request.values), self.rows
         mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
         return latent_scores(model, mean, variance, rows.y_test, self.preparation.target_scale)
-
-    def shown(self, request: PooledPosterior) -> NamedArrays:
-        """Held-out rows with their predictions; for classes the probability of the second one."""
-        arrays = super().shown(request)
-        if self.config.model.likelihood == "bernoulli":
-            arrays["prediction.probability"] = arrays.pop("prediction.mean")
-            del arrays["prediction.sd"]
-        return arrays
 
 
 class FSGPClient(SparseClient, AveragingClient):

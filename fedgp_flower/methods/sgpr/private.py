@@ -33,11 +33,11 @@ from typing import cast
 
 import numpy as np
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import PrivateSums
 from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.privacy.noise import composed, discrete_normal, epsilon_of, mu_of
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array
 
 SENSITIVITY = math.sqrt(4.5)
