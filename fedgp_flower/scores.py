@@ -385,7 +385,7 @@ def latent_scores(model: LatentGP, mean: Array, variance: Array, target: Array, 
         target: Standardised [n].
         scale: Of the target, in original units.
     """
-    observed, parameter = model.observed, model.own.detach().double().cpu()
+    observed, parameter = model.observed, model.hyper.detach().double().cpu()
     moments = torch.from_numpy(mean), torch.from_numpy(variance)
     if isinstance(observed, likelihoods.Counts):
         return count_scores(mean, variance, target)

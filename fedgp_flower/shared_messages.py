@@ -275,7 +275,7 @@ class WeightedStep:
 
 @message("query.score_sums", summand=True)
 class ScoreSums:
-    """Scores of held-out rows, see :mod:`fedgp_flower.run.metrics`; those of the other kind of task are zero."""
+    """Scores of held-out rows, see :mod:`fedgp_flower.scores`; those of the other kind of task are zero."""
 
     regression: Float[ndarray, " 8"] = leaves("rows, squared and absolute errors, NLL, CRPS, rows inside intervals")
     classification: Float[ndarray, " 4"] = leaves("rows, right ones, NLL, Brier score")

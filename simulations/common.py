@@ -277,7 +277,7 @@ IMAGES: Keys = {
 
 def sites_of(keys: Keys, sites: int) -> tuple[dict[str, Any], float]:
     """The standardised rows of simulated sites as they agree on them, by site, and the scale of the target."""
-    from fedgp_flower.data.agreement import SiteDescription, agree
+    from fedgp_flower.data.agreement import agree
     from fedgp_flower.data.sites import load_all_sites
     from fedgp_flower.data.standardisation import Preparation
     from fedgp_flower.run.registry import parse_config
@@ -285,7 +285,6 @@ def sites_of(keys: Keys, sites: int) -> tuple[dict[str, Any], float]:
     config = parse_config({"data-dir": str(data_dir()), **ALONE, **keys})
     raw = load_all_sites(config, sites)
     told = {own.site: own.describe(config.privacy.bounds if config.privacy.epsilon else None) for own in raw}
-    facts = {site: SiteDescription(own.arrays, own.schema, own.num_examples) for site, own in told.items()}
-    agreed = agree(facts, likelihood=config.model.likelihood)
+    agreed = agree(told, likelihood=config.model.likelihood)
     preparation = Preparation.from_wire(agreed.arrays, agreed.schema)
     return {str(own.site): own.encode(preparation) for own in raw}, float(agreed.arrays["target.scale"])

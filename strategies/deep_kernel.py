@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.classes import Confusion
@@ -19,9 +20,8 @@ from fedgp_flower.methods.deep_kernel.mathematics import SHARES
 from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
 from fedgp_flower.methods.deep_kernel.model import DeepKernel
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.outcome import Posterior
-from fedgp_flower.run.config import RunConfig
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
 from strategies.server.fedavg import ADAM, AveragingPlan, AveragingState, averaging_round, first_state
 from strategies.server.finalise import Predicted

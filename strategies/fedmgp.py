@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.fedmgp.latents import (
@@ -37,9 +38,8 @@ from fedgp_flower.methods.fedmgp.latents import (
 )
 from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradient, PseudoGradientSum
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.outcome import Observer, Snapshot
-from fedgp_flower.run.config import RunConfig
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.fedmgp_rules import AGREEMENT, RULES, Signals, aggregate, least_sites, merge_natural
 from strategies.fedmgp_shared import (

@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.messages import decode, encode, message
 from fedgp_flower.methods.fedmgp.latents import (
@@ -39,7 +40,6 @@ from fedgp_flower.methods.fedmgp.latents import (
 from fedgp_flower.methods.fedmgp.messages import Known, Trials, TrialStatistics
 from fedgp_flower.methods.fedmgp.options import FedMGPExactOptions
 from fedgp_flower.methods.fedmgp.trust import agreeing, consistent, possible
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.fedmgp_shared import (
     EVERYONE,

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import encode, message
@@ -31,7 +32,6 @@ from fedgp_flower.methods.fedmgp.messages import (
 )
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server import finalise
 from strategies.server.enrolment import Preparation

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.fgpr.options import FGPROptions
-from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
 from strategies.server.fedavg import AveragingPlan, AveragingState, averaging_round, first_state
 from strategies.server.questions import Asking, Figures, Roster

@@ -8,8 +8,8 @@ w (Eqs. 14-15), whatever the partition. :mod:`strategies.sgpr` trains by sums to
 from __future__ import annotations
 
 from fedgp_flower.messages import encode
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.sgpr.options import FSGPOptions
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
 from strategies.pooled_bound import LOCATIONS, facts, noise_of, pooled, posterior_at, saved
 from strategies.server.fedavg import AveragingPlan, AveragingState, averaging_round, first_state

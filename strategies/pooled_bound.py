@@ -11,16 +11,22 @@ import torch
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp import sparse
 from fedgp_flower.gp.ascent import pack, unpack
-from fedgp_flower.gp.linalg import laplace_deviations
-from fedgp_flower.gp.profiled import PENALTY, profiled, scaled
-from fedgp_flower.gp.selection import explaining, products_of, restricted
-from fedgp_flower.gp.sparse import SparseGP
-from fedgp_flower.gp.sums import bound_gradient, collapsed_bound_value, exact_posterior
-from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.gp.cells import explaining
+from fedgp_flower.gp.linalg import laplace_deviations, symmetric
+from fedgp_flower.gp.sparse import SparseGP, inducing_gradient
+from fedgp_flower.gp.sums import (
+    PENALTY,
+    BoundGradient,
+    SparseSums,
+    bound_gradient,
+    collapsed_bound,
+    exact_posterior,
+    profiled,
+    restricted,
+    scaled,
+)
 from fedgp_flower.methods.sgpr.messages import (
-    Adjoints,
     PooledPosterior,
     Statistics,
     TrialAdjoints,
@@ -31,6 +37,7 @@ from fedgp_flower.methods.sgpr.messages import (
     numbered,
 )
 from fedgp_flower.options import ModelSection
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Summed, Total
@@ -85,16 +92,16 @@ def pooled(parameters: Mapping[str, ndarray], sites: tuple[str, ...] | None = No
     return summed.total
 
 
-def posterior_at(parameters: Mapping[str, ndarray], totals: Statistics) -> PooledPosterior:
+def posterior_at(parameters: Mapping[str, ndarray], totals: SparseSums) -> PooledPosterior:
     """q(v) of all rows behind the totals: the optimum at these parameters (Guo et al. 2022, Eqs. 14-15)."""
-    whitened = exact_posterior(totals.sums(), noise_of(parameters))
+    whitened = exact_posterior(totals, noise_of(parameters))
     return PooledPosterior(parameters, whitened.mean.numpy(), whitened.covariance.numpy())
 
 
-def facts(parameters: Mapping[str, ndarray], totals: Statistics) -> dict[str, float]:
+def facts(parameters: Mapping[str, ndarray], totals: SparseSums) -> dict[str, float]:
     """The pooled bound in nats, and the noise level."""
     noise = noise_of(parameters)
-    return {"bound": collapsed_bound_value(totals.sums(), noise), "noise_sd_standardised": math.sqrt(noise)}
+    return {"bound": collapsed_bound(totals, noise), "noise_sd_standardised": math.sqrt(noise)}
 
 
 def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
@@ -130,48 +137,46 @@ def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
 # The bound at its best over amplitude and noise.
 
 
-def objective(values: Mapping[str, ndarray], totals: Statistics) -> float:
+def objective(values: Mapping[str, ndarray], totals: SparseSums) -> float:
     """J, in nats: the bound at its best amplitude and noise, with the penalty on lengthscales."""
     logs = [array for name, array in values.items() if name.endswith("log_lengthscale")]
-    return profiled(totals.sums()).value - PENALTY * sum(float(np.square(array - 1).sum()) for array in logs)
+    return profiled(totals).value - PENALTY * sum(float(np.square(array - 1).sum()) for array in logs)
 
 
-def adjoints_at(values: Mapping[str, ndarray], totals: Statistics) -> Adjoints:
+def adjoints_at(values: Mapping[str, ndarray], totals: SparseSums) -> BoundGradient:
     """Derivatives of the bound by the totals."""
-    found = bound_gradient(totals.sums(), float(values[LOG_NOISE][0]))
-    return Adjoints(values, found.gram, found.projection, found.prior_variance)
+    return bound_gradient(totals, float(values[LOG_NOISE][0]))
 
 
 def through_inducing_points(
-    parameters: Mapping[str, ndarray], totals: Statistics, adjoints: Adjoints, model: ModelSection
+    parameters: Mapping[str, ndarray], totals: SparseSums, adjoints: BoundGradient, model: ModelSection
 ) -> NamedArrays:
     """The part of the gradient that no site needs to send: through K_zz, it follows from the totals."""
-    sums = totals.sums()
-    given = sparse.Adjoints.of(adjoints.gram, adjoints.projection, adjoints.prior_variance, sums.gram)
-    return sparse.inducing_gradient(SparseGP.from_arrays(model, parameters), sums.gram, sums.projection, given)
+    return inducing_gradient(SparseGP.from_arrays(model, parameters), totals, adjoints)
 
 
-def folded(values: Mapping[str, ndarray], totals: Statistics, section: ModelSection) -> tuple[NamedArrays, Statistics]:
+def folded(values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection) -> tuple[NamedArrays, SparseSums]:
     """Parameters with the best amplitude and noise for these totals, and the totals there."""
-    best = profiled(totals.sums())
+    best = profiled(totals)
     names = SparseGP.from_arrays(section, values).amplitude_names
     louder = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
     noise = {LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(best.noise))}
-    return {**values, **louder, **noise}, Statistics.of(scaled(totals.sums(), best.amplitude))
+    return {**values, **louder, **noise}, scaled(totals, best.amplitude)
 
 
 @torch.no_grad()
 def thinned(
-    values: Mapping[str, ndarray], totals: Statistics, count: int, section: ModelSection
-) -> tuple[NamedArrays, Statistics]:
+    values: Mapping[str, ndarray], totals: SparseSums, count: int, section: ModelSection
+) -> tuple[NamedArrays, SparseSums]:
     """Parameters and totals at the inducing points, at most ``count``, that explain most of the rows."""
     places = values[LOCATIONS]
     if not 0 < count < len(places):
         return dict(values), totals
-    sums, factor = totals.sums(), SparseGP.from_arrays(section, values).factor()
-    taken = explaining((factor @ factor.mT).numpy(), products_of(sums, factor).numpy(), count)
+    factor = SparseGP.from_arrays(section, values).factor()
+    products = symmetric(factor @ torch.as_tensor(totals.gram) @ factor.mT)  # G = L A Lᵀ
+    taken = explaining((factor @ factor.mT).numpy(), products.numpy(), count)
     few = {**values, LOCATIONS: places[taken]}
-    return few, Statistics.of(restricted(sums, factor, taken, SparseGP.from_arrays(section, few).factor()))
+    return few, restricted(totals, factor, taken, SparseGP.from_arrays(section, few).factor())
 
 
 def known_lengthscales(
@@ -193,7 +198,9 @@ def known_lengthscales(
         return None
     best = [folded(at, totals, section) for at, totals in zip(tried, sums.total.each(), strict=True)]
     asked = [adjoints_at(at, totals) for at, totals in best]
-    shares: Summed[TrialGradients] = yield Total(TrialGradients, TrialAdjoints.of(asked), sums.sites, sizes=sizes)
+    shares: Summed[TrialGradients] = yield Total(
+        TrialGradients, TrialAdjoints.of([at for at, _ in best], asked), sums.sites, sizes=sizes
+    )
     if shares.total is None or (shares.sites, shares.silent) != (sums.sites, sums.silent):
         return None
     slopes = []

@@ -1,7 +1,7 @@
 """SGPR with differential privacy: the exact posterior from sums with noise, hyperparameters within the budget.
 
 Inducing points are drawn in the box of the public ranges; a round asks for the noisy sums at one lengthscale, and
-amplitude and noise are at their best for these sums at no cost (:mod:`fedgp_flower.gp.profiled`). With one trial the
+amplitude and noise are at their best for these sums at no cost (:mod:`fedgp_flower.gp.sums`). With one trial the
 lengthscale is given. The mechanism is :mod:`fedgp_flower.methods.sgpr.private`; centrally it is Honkela and Melkas,
 *Gaussian processes with differential privacy* (2021), with a posterior from sums.
 """
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.profiled import profiled, scaled
+from fedgp_flower.gp.sums import SparseSums, profiled, scaled
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums, Statistics
+from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums
 from fedgp_flower.methods.sgpr.options import PrivateSGPROptions
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, cleaned
 from fedgp_flower.options import ModelSection
@@ -38,7 +38,7 @@ class Tried:
     """Parameters with the amplitude and noise that are best for the noisy sums at them."""
 
     values: Mapping[str, AnyShape]
-    totals: Statistics
+    totals: SparseSums
     """Cleaned, at these amplitudes."""
     height: float
     """The bound, nats."""
@@ -86,7 +86,7 @@ def evaluated(values: Mapping[str, np.ndarray], told: PrivateSums, rows: int, no
     best = profiled(sums)
     found = {**values, AMPLITUDE: np.asarray(values[AMPLITUDE] + math.log(best.amplitude))}
     found[LOG_NOISE] = np.full_like(values[LOG_NOISE], math.log(best.noise))
-    return Tried(found, Statistics.of(scaled(sums, best.amplitude)), best.value, left_out)
+    return Tried(found, scaled(sums, best.amplitude), best.value, left_out)
 
 
 class PrivateSGPR(FederatedStrategy[PrivateState]):

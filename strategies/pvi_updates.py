@@ -19,7 +19,6 @@ from numpy import ndarray
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
-from fedgp_flower.gp.sums import collapsed_bound_value
 from fedgp_flower.messages import message
 from fedgp_flower.methods.pvi.messages import (
     LATENTS,

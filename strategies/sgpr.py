@@ -1,11 +1,11 @@
 """SGPR in about twenty exchanges: the bound of all rows (Titsias 2009) from sums, from two starts at once.
 
 On real machines a trip costs seconds whatever it carries, so this method saves trips. The server alone maximises the
-bound over the kernel's amplitude and the noise (:mod:`fedgp_flower.gp.profiled`). A line search is one trip, because
+bound over the kernel's amplitude and the noise (:mod:`fedgp_flower.gp.sums`). A line search is one trip, because
 its candidates are evaluated together. Two chains share every trip: one starts from the lengthscales that the sites'
 fits agree on, the other from those of the prior. A round is a gradient and a line search, two exchanges. With
 descriptions, where inputs lie, the sketch and the first sums, eight rounds are twenty. The first sums are of twice as
-many points as are kept, and the server keeps those that explain most (:mod:`fedgp_flower.gp.selection`).
+many points as are kept, and the server keeps those that explain most (:func:`fedgp_flower.gp.cells.explaining`).
 
 The algorithm is a set of functions over :class:`Problem` and :class:`SGPRState`; :class:`SGPR` runs them under Flower.
 """
@@ -23,19 +23,18 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.ascent import Memory, direction, forgotten, outlook, pack, unpack
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.profiled import PENALTY, prior
 from fedgp_flower.gp.sparse import SparseGP
+from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.messages import Parameters
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
     PooledPosterior,
     Sketch,
-    Statistics,
     TrialAdjoints,
     TrialGradients,
     Trials,
@@ -45,7 +44,7 @@ from fedgp_flower.methods.sgpr.messages import (
 )
 from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.config import RunConfig
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.pooled_bound import (
     CURVATURE,
@@ -126,7 +125,7 @@ class Problem:
         total = sum(float(np.exp(values[name]).sum()) for name in self.amplitudes)
         return {**values, **{name: np.asarray(values[name] - math.log(total)) for name in self.amplitudes}}
 
-    def folded(self, chain: Chain) -> tuple[NamedArrays, Statistics]:
+    def folded(self, chain: Chain) -> tuple[NamedArrays, SparseSums]:
         """Parameters with the best amplitude and noise for a chain's totals, and the totals there."""
         assert chain.totals is not None
         return folded(chain.values, chain.totals, self.model)
@@ -140,7 +139,7 @@ class Chain:
     """Parameters, the kernel at unit amplitude."""
     lengths: Float[ndarray, " D"]
     """Lengthscales at the start, the units of Z in coordinates."""
-    totals: Statistics | None
+    totals: SparseSums | None
     """At ``values``; None before they are asked for."""
     height: float
     """J, in nats; 0 before the totals are known."""
@@ -245,7 +244,7 @@ def aim(chain: Chain) -> tuple[Chain, Array]:
     return chain.remembering(memory), way
 
 
-def searched(chain: Chain, tried: Sequence[NamedArrays], totals: Sequence[Statistics]) -> Chain:
+def searched(chain: Chain, tried: Sequence[NamedArrays], totals: Sequence[SparseSums]) -> Chain:
     """The chain at the best candidate; where none is higher, where it was, without pairs and with shorter steps."""
     heights = [objective(*own) for own in zip(tried, totals, strict=True)]
     best = int(np.argmax(heights))
@@ -270,7 +269,7 @@ def without_totals(state: SGPRState) -> SGPRState:
 class _Totals:
     """Totals at candidates, by chain, and whose they are."""
 
-    chains: list[list[Statistics]]
+    chains: list[list[SparseSums]]
     sites: tuple[str, ...]
 
     @property
@@ -383,7 +382,7 @@ def _evaluated(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> As
     return SGPRState(tuple(chains), totals.sites, state.exchanges + 1, state.points)
 
 
-def _thinned(problem: Problem, values: Mapping[str, ndarray], totals: Statistics, count: int) -> Chain:
+def _thinned(problem: Problem, values: Mapping[str, ndarray], totals: SparseSums, count: int) -> Chain:
     """A chain at those candidates for inducing points that explain most."""
     kept, totals = thinned(values, totals, count, problem.model)
     return replace(chain_at(kept), totals=totals, height=objective(kept, totals))
@@ -394,7 +393,7 @@ def _differentiated(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     asked = {n: problem.folded(chain) for n, chain in enumerate(state.chains) if chain.moved}
     if not asked:
         return state
-    request = TrialAdjoints.of([adjoints_at(*at) for at in asked.values()])
+    request = TrialAdjoints.of([at for at, _ in asked.values()], [adjoints_at(*at) for at in asked.values()])
     sizes = sizes_at(request.projections.shape[1])
     summed: Summed[TrialGradients] = yield Total(TrialGradients, request, state.sites, sizes=sizes)
     if summed.total is None or set(summed.sites) != set(state.sites) or summed.silent:
@@ -444,11 +443,11 @@ def finished(problem: Problem, state: SGPRState) -> bool:
     return state.converged or state.exchanges + A_ROUND > problem.exchanges
 
 
-def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[PooledPosterior, Statistics]]:
+def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[PooledPosterior, SparseSums]]:
     """The exact posterior of all rows at the better chain's point, and the totals it comes from."""
     chain = state.best
     if chain.totals is None or set(state.sites) != set(roster.everyone):
-        totals = yield from pooled(chain.values, roster.everyone)
+        totals: SparseSums = yield from pooled(chain.values, roster.everyone)
         chain = _thinned(problem, chain.values, totals, state.points)
     values, totals = problem.folded(chain)
     return posterior_at(values, totals), totals

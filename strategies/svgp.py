@@ -20,6 +20,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.special import ndtri
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.gp.ascent import outlook, pack, unpack
 from fedgp_flower.gp.latent import CONSTANT, LatentGP
 from fedgp_flower.gp.placement import FLOAT32_JITTER
@@ -28,7 +29,6 @@ from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior
 from fedgp_flower.methods.sgpr.options import SGPROptions, SVGPOptions
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedgp_flower.config import parse
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.run.artefacts import ArrayNote, Posterior, RunFolder, RunMetrics
-from fedgp_flower.run.config import parse
 from fedgp_flower.scores import bernoulli_scores, gaussian_scores
 from strategies.server.evaluation import as_baseline, combine, combine_histograms
 

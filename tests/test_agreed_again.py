@@ -17,13 +17,13 @@ from schedules import scaled
 from fedgp_flower.data.standardisation import describe
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import input_shape
-from fedgp_flower.methods.messages import Described, Shape
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.shared_messages import Described, Shape
 from strategies.server.enrolment import Enrolment
 from strategies.server.wire import Answer
 
 METHODS: dict[str, dict[str, Any]] = {
-    "sgpr": {"method": "fsgp"},
+    "sgpr": {"method": "sgpr"},
     "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
     "pvi": {"method": "pvi"},
@@ -31,14 +31,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "pvi-glm": {"method": "pvi-glm"},
     "fedmgp": {"method": "fedmgp-exact"},
     "sfvi": {"method": "sfvi"},
-    "sfvi multinomial": {"method": "sfvi", "sfvi__model": "multinomial", "sfvi__classes": 3, "standardise": False},
 }
 
 
 def finished(folder: Path, sites: tuple[str, ...], keys: dict[str, Any], *faults: Fault) -> tuple[Any, FaultyGrid]:
     frames = {site: waves(60, seed) for seed, site in enumerate(("a", "b", "c")) if site in sites}
-    for frame in frames.values() if "sfvi__classes" in keys else ():
-        frame["y"] = np.digitize(frame["y"], [-0.5, 0.5])
     nodes = csv_nodes(folder, frames)
     grid = FaultyGrid(configured(sites=len(sites), num_server_rounds=2, **keys), nodes, *faults)
     return run(grid), grid

@@ -330,7 +330,7 @@ print(fg.strategies.SGPR.__module__, fg.make_client_app.__module__, "strategies.
 
 
 def test_the_package_of_runs_can_be_called_whichever_is_imported_first():
-    code = "import fedgp_flower.run.config, fedgp_flower as fg; print(callable(fg.run), callable(fg.run.config.parse))"
+    code = "import fedgp_flower.config, fedgp_flower as fg; print(callable(fg.run), callable(fg.run.config.parse))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]
 

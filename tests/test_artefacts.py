@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedgp_flower.config import parse
 from fedgp_flower.errors import DamagedError, RunError
+from fedgp_flower.files import read_arrays, read_json, write_arrays, write_bytes, write_json
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.run.artefacts import (
     HISTORY_COLUMNS,
@@ -21,8 +23,6 @@ from fedgp_flower.run.artefacts import (
     read_posterior,
     read_run,
 )
-from fedgp_flower.run.config import parse
-from fedgp_flower.run.files import read_arrays, read_json, write_arrays, write_bytes, write_json
 
 
 def config(folder, **keys):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedgp_flower.config import flatten, nest, parse
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.run.config import flatten, nest, parse
 from fedgp_flower.run.moved import MOVED_KEYS, MOVED_METHODS
 from fedgp_flower.run.registry import METHODS, default_config, load, option_classes, parse_config
 

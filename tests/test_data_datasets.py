@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.catalogue import BUILTINS, catalogue
 from fedgp_flower.data.datasets import Table, load_table
 from fedgp_flower.data.synthetic import convolved_signals, five_blocks, plane_wave, sine
 from fedgp_flower.errors import DataError
-from fedgp_flower.run.config import CoreConfig
 
 
 def table(dataset: str, **keys) -> Table:

@@ -4,9 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.partitioning import Deal, deal, standard_columns
 from fedgp_flower.errors import DataError
-from fedgp_flower.run.config import CoreConfig
 
 N = 240
 

@@ -7,13 +7,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data import partitioning
-from fedgp_flower.data.agreement import Agreement, SiteDescription, agree
+from fedgp_flower.data.agreement import Agreement, agree
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site, site_id, write_partition
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
-from fedgp_flower.run.config import CoreConfig
 
 
 def config(**keys) -> CoreConfig:
@@ -21,8 +21,7 @@ def config(**keys) -> CoreConfig:
 
 
 def meeting(sites: list[RawSite], **keys) -> Agreement:
-    described = {site.site: site.describe() for site in sites}
-    return agree({k: SiteDescription(d.arrays, d.schema, d.num_examples) for k, d in described.items()}, **keys)
+    return agree({site.site: site.describe() for site in sites}, **keys)
 
 
 def stacked(sites: list[RawSite], part: str) -> pd.DataFrame:

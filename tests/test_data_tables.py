@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import number_labels, typed
-from fedgp_flower.data.datasets import Choice, checked
+from fedgp_flower.data.datasets import checked
 from fedgp_flower.data.sites import RawSite, load_site
 from fedgp_flower.data.tables import read_table, sites_of, table_stem
 from fedgp_flower.errors import DataError
-from fedgp_flower.run.config import CoreConfig
 
 SECRET = "7.31415"
 """The one cell a message could betray, in every faulty file below."""
@@ -211,7 +211,8 @@ def test_targets_of_each_likelihood():
     raw = pd.DataFrame({"y": [0.0, 1.0, 2.5, -1.0], "two": [0, 1, 1, 0], "n": [0, 3, 1, 7], "t": ["no", "yes"] * 2})
 
     def target(name: str, likelihood: str) -> list:
-        return checked(raw, [], name, Choice("", "", likelihood, "", False, 50), "f")[name].tolist()
+        config = CoreConfig.model_validate({"model": {"likelihood": likelihood}})
+        return checked(raw, [], name, config, "f")[name].tolist()
 
     assert target("two", "bernoulli") == ["0", "1", "1", "0"]
     assert target("t", "bernoulli") == ["no", "yes", "no", "yes"]

@@ -14,11 +14,11 @@ from faults import FaultyGrid, blamed, configured, csv_nodes, no_waiting, run, w
 from test_refused_columns import RecordingGrid
 
 from fedgp_flower import server_app
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import DataError
-from fedgp_flower.run.config import CoreConfig
 from fedgp_flower.run.terminal import show_result
 
 DAYS = pd.date_range("2023-01-05", periods=200, freq="41h")

@@ -19,8 +19,8 @@ from test_launch import handshake
 from fedgp_flower import cli
 from fedgp_flower.deploy import doctor, machines, units
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
-from fedgp_flower.deploy.pinned import guarded
 from fedgp_flower.deploy.submission import Flower
+from fedgp_flower.deploy.wrapped import guarded
 from fedgp_flower.errors import ConfigError, PolicyError
 
 HOST, APP = "superlink.example.org", "ab" * 32
@@ -58,7 +58,7 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
     words, variables, folder = coordinator.command()
     assert words[1:10] == [
         "-m",
-        "fedgp_flower.deploy.patience",
+        "fedgp_flower.deploy.wrapped",
         "superlink",
         "--host",
         "0.0.0.0",

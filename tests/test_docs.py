@@ -19,9 +19,9 @@ import typer
 from annotated_types import Ge, Gt, Le, Lt
 
 from fedgp_flower.cli import app
+from fedgp_flower.config import RunConfig
 from fedgp_flower.privacy.policy import Policy
 from fedgp_flower.run import figures
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.keys import docstrings, reference
 from fedgp_flower.run.leaves import page as leaving
 from fedgp_flower.run.registry import METHODS, default_config, option_classes, parse_config

@@ -38,7 +38,7 @@ from fedgp_flower import client_app, server_app
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import NumericsError, RunError
-from fedgp_flower.gp.sums import collapsed_bound_value
+from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.methods.sgpr.messages import Statistics
 from fedgp_flower.outcome import Summary
 from strategies.pooled_bound import noise_of
@@ -160,7 +160,7 @@ def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie:
     assert strategy.scoring.predicted.request.covariance == pytest.approx(
         expected.covariance.numpy(), rel=1e-9, abs=1e-12
     )
-    bound = collapsed_bound_value(sums_of(grid, strategy, ("0", "2")), noise_of(parameters(strategy)))
+    bound = collapsed_bound(sums_of(grid, strategy, ("0", "2")), noise_of(parameters(strategy)))
     assert strategy.details()["bound"] == pytest.approx(bound, rel=1e-9)
     rounds = [failure.round for failure in strategy.network.failures]
     assert rounds == [3]  # the closing sums
@@ -216,14 +216,11 @@ def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_ro
         ("evaluate", numbers(nll=float("nan")), "not finite: nll"),
         ("evaluate", numbers(crps=None), "scores missing: crps"),
         ("evaluate", numbers(squared_error=-1.0), "negative"),
-        ("train.gradients", each(lambda array: array * np.inf), "not finite"),
-        ("train.gradients", each(lambda array: array.ravel()[:0]), "the shape that was sent"),
-        ("train.gradients", arrays(lambda own: dict(list(own.items())[1:])), "the shape that was sent, found nothing"),
     ],
 )
 def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: Any, words: str) -> None:
     with np.errstate(all="ignore"):
-        strategy = run(FaultyGrid(configured(num_server_rounds=2), 3, Fault("1", change, (phase,))))
+        strategy = run(FaultyGrid(configured(num_server_rounds=1), 3, Fault("1", change, (phase,))))
     [(site, reasons)] = blamed(strategy).items()
     assert site == "1"
     assert all(words in reason for reason in reasons), reasons
@@ -231,6 +228,20 @@ def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: A
     dismissed = phase in {"evaluate", "query.describe"} or words.startswith("rows it")
     assert evaluated == (["0", "2"] if dismissed else ["0", "1", "2"])
     assert np.isfinite(strategy.outcome.metrics["test"]["nll"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (each(lambda array: array * np.inf), "not finite"),
+        (each(lambda array: array.ravel()[:0]), "the shape that was sent"),
+        (arrays(lambda own: dict(list(own.items())[1:])), "the shape that was sent, found nothing"),
+    ],
+)
+def test_a_site_that_sends_sums_and_never_a_gradient_ends_a_run_of_sgpr_by_name(change: Any, words: str) -> None:
+    """Sums and gradients must be of the same rows, and sums that are usable forgive the failure before."""
+    with np.errstate(all="ignore"), pytest.raises(RunError, match=rf"nothing was learned.*: 1: .*{words}"):
+        run(FaultyGrid(configured(num_server_rounds=1), 3, Fault("1", change, ("train.gradients",))))
 
 
 def test_a_site_that_drops_out_once_is_asked_again_and_nothing_changes() -> None:
@@ -385,7 +396,7 @@ def test_a_site_whose_answers_no_round_used_is_not_counted_and_tables_are_the_si
     strategy = run(FaultyGrid(flat, nodes, Fault("b", lost, (), range(1, 9))))
     assert strategy.outcome.metrics["sites"] == 2
     assert strategy.outcome.metrics["dataset"] == "the sites' own tables"
-    assert "method fsgp on the sites' own tables" in caplog.text
+    assert "method sgpr on the sites' own tables" in caplog.text
 
 
 def test_one_answer_in_one_round_is_a_result_also_after_a_resume() -> None:

@@ -28,8 +28,8 @@ from fedgp_flower.methods.fedmgp.unit import (
     starting_parameters,
     statistics,
 )
-from fedgp_flower.methods.messages import Shape
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.shared_messages import Shape
 from strategies import fedmgp, fedmgp_exact
 from strategies.fedmgp import PseudoState
 from strategies.fedmgp_exact import ExactPlan, ExactRun, ExactState, start_factor, trial_moves

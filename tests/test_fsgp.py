@@ -28,10 +28,10 @@ from scipy.stats import kstest
 
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.gp.sparse import SparseGP
+from fedgp_flower.gp.sparse import SparseGP, pooled_sums
 from fedgp_flower.gp.sums import (
     INPUT_EDGES,
-    collapsed_bound_value,
+    collapsed_bound,
     exact_posterior,
     input_shape,
 )
@@ -134,7 +134,7 @@ def test_the_posterior_is_that_of_all_rows_at_the_average() -> None:
     assert strategy.scoring.predicted.request.mean == pytest.approx(expected.mean.numpy(), rel=1e-8)
     assert strategy.scoring.predicted.request.covariance == pytest.approx(expected.covariance.numpy(), rel=1e-8)
     assert float(sums.count) == sum(strategy.preparation.rows.values())
-    bound = collapsed_bound_value(sums, noise_of(parameters(strategy)))
+    bound = collapsed_bound(sums, noise_of(parameters(strategy)))
     assert strategy.details()["bound"] == pytest.approx(bound, rel=1e-10)
 
 
@@ -154,7 +154,7 @@ def test_sums_of_honest_rows_are_never_refused() -> None:
     for size in (1, 2, 30):
         x, y = torch.from_numpy(draw.standard_normal((size, 1))), torch.from_numpy(draw.standard_normal(size))
         strategy = _Model(torch.cat([x, x])[:5])
-        statistics = Statistics.of(strategy.sparse.sums(x, y))
+        statistics = Statistics(**vars(pooled_sums(strategy.sparse, x, y)))
         assert statistics.refusal(size) is None
         assert statistics.refusal(size + 1) is not None
         assert statistics.glance(size) is None
@@ -206,7 +206,7 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total() ->
     honest = stated(0.6 * eye, 0.4 * direction)
     total = add([honest, lie])
     assert contract.unfit({"honest": honest, "liar": lie}, total) == {}
-    posterior = exact_posterior(total.sums(), noise)
+    posterior = exact_posterior(total, noise)
     assert 0.5 < float(posterior.mean.norm()) * 2 * np.sqrt(noise / float(total.target_squares)) <= 1
 
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from fedgp_flower import cli
 from fedgp_flower.errors import DamagedError, FedGPError, RunError
+from fedgp_flower.files import read_arrays, write_arrays
 from fedgp_flower.run.artefacts import SEALS, RunFolder
-from fedgp_flower.run.files import read_arrays, write_arrays
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import parse_config
 

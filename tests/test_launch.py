@@ -13,13 +13,12 @@ from cryptography.hazmat.primitives import serialization
 from fedgp_flower.cli import main
 from fedgp_flower.deploy import machines
 from fedgp_flower.deploy.credentials import Authority, create_node_key
-from fedgp_flower.deploy.demo import demo_config, join_sites
+from fedgp_flower.deploy.demo import join_sites
 from fedgp_flower.deploy.launch import conclude
 from fedgp_flower.deploy.machines import Coordinator
 from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import PROFILES, Flower, environment, install_profiles
 from fedgp_flower.errors import DataError, RunError
-from fedgp_flower.run.registry import METHODS
 from fedgp_flower.run.user_config import complete_config, parse_assignments, run_folder
 
 
@@ -34,12 +33,6 @@ def test_assignments_take_the_type_of_their_key() -> None:
     }
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"pvi-bnn"}))  # that one needs classes
-def test_the_demonstration_takes_every_method_with_the_defaults(method: str) -> None:
-    found = demo_config({"method": method}, 3)
-    assert (found["method"], found["min-sites"]) == (method, 3)
-
-
 def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.csv").write_text("x,y\n1,2\n")
     monkeypatch.setenv("FEDGP_DATA", str(tmp_path / "elsewhere"))
@@ -47,13 +40,13 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert config["dataset"] == str((tmp_path / "own.csv").resolve())
     assert config["data-dir"] == str((tmp_path / "elsewhere").resolve())
     assert run_folder(config).parent == tmp_path / "out"
-    assert run_folder(config).name.startswith("fsgp-own-")
+    assert run_folder(config).name.startswith("sgpr-own-")
     assert complete_config({"data-dir": "mine"}, tmp_path)["data-dir"] == str((tmp_path / "mine").resolve())
 
 
 def test_the_dataset_is_part_of_the_name_unless_a_name_is_given(tmp_path: Path) -> None:
-    assert run_folder(complete_config({"dataset": "uci/energy"}, tmp_path)).name.startswith("fsgp-uci-energy-")
-    assert run_folder(complete_config({}, tmp_path, "sites")).name.startswith("fsgp-sites-")
+    assert run_folder(complete_config({"dataset": "uci/energy"}, tmp_path)).name.startswith("sgpr-uci-energy-")
+    assert run_folder(complete_config({}, tmp_path, "sites")).name.startswith("sgpr-sites-")
     assert run_folder(complete_config({"name": "mine"}, tmp_path)).name == "mine"
 
 

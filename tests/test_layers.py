@@ -46,7 +46,7 @@ METHOD_MODULES = modules_of("fedgp_flower/methods")
 CLOSURES = {
     "the command line, before a command runs": (["fedgp_flower.cli"], (*HEAVY, "numpy", "pydantic", "rich")),
     "the package": (["fedgp_flower"], (*HEAVY, "numpy", "pydantic")),
-    "configuration and registry": (["fedgp_flower.run.config", "fedgp_flower.run.registry"], (*HEAVY, "numpy")),
+    "configuration and registry": (["fedgp_flower.config", "fedgp_flower.run.registry"], (*HEAVY, "numpy")),
     "options": (
         [name for name in METHOD_MODULES if name.endswith(".options")],
         (*HEAVY, "numpy"),

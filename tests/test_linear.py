@@ -10,12 +10,10 @@ import pytest
 from faults import FaultyGrid, configured, run
 from scipy import linalg, optimize, stats
 
-from fedgp_flower.clients.counts import count_scores
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.methods.linear import Coefficients, LinearPredictor, LogisticSums, Moments, with_ones
-from fedgp_flower.run.metrics import RANK_BINS, RANK_REACH, bernoulli_scores
-from fedgp_flower.shared_messages import Nothing
+from fedgp_flower.scores import RANK_BINS, RANK_REACH, bernoulli_scores, count_scores
+from fedgp_flower.shared_messages import Coefficients, LinearPredictor, LogisticSums, Moments, Nothing, with_ones
 from strategies.server.evaluation import combine, ranked, with_skill
 from strategies.server.linear import PENALTIES, constant, linear_fit, ridge
 from strategies.server.questions import drive

@@ -14,6 +14,7 @@ import pytest
 from faults import FaultyGrid, blamed, configured, csv_nodes, no_waiting, run
 
 from fedgp_flower import server_app
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.agreement import Agreement, SiteDescription, agree
 from fedgp_flower.data.cells import codes_in, typed
 from fedgp_flower.data.datasets import load_table
@@ -21,9 +22,8 @@ from fedgp_flower.data.dates import readings
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
+from fedgp_flower.files import read_arrays
 from fedgp_flower.run.check import check
-from fedgp_flower.run.config import CoreConfig
-from fedgp_flower.run.files import read_arrays
 from fedgp_flower.run.predict import Predictor, predict_file
 
 MIXED = ["drop", "impute", "indicator"]

@@ -21,13 +21,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "fsgp": {"method": "fsgp"},
     "fgpr": {"method": "fgpr"},
     "pvi adam": PVI | {"pvi__local_update": "adam"},
-    "sfvi": {"method": "sfvi"},
-    "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 5},
+    "sfvi": {"method": "sfvi", "num_server_rounds": 12},
+    "hierarchical-gp": {"method": "hierarchical-gp"},
     "fedmgp": {"method": "fedmgp"},
 }
 """The first site of a sequential method is the one with the constant target; FSGP by sums: `test_sgpr.py`."""
 CLASSES: dict[str, dict[str, Any]] = {
-    "fsgp": {"method": "sgpr"},
+    "svgp": {"method": "svgp"},
     "pvi": PVI | {"pvi__local_update": "adam"},
     "sfvi": {"method": "sfvi"},
 }

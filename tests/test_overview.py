@@ -13,9 +13,9 @@ from test_missing_cells import patients
 
 from fedgp_flower import server_app
 from fedgp_flower.cli import main
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.check import check
-from fedgp_flower.run.config import CoreConfig
 
 
 def hospitals(folder: Path) -> list[Path]:

@@ -10,8 +10,8 @@ from threadpoolctl import threadpool_info
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.exact import ExactGP
 from fedgp_flower.gp.placement import FLOAT32_JITTER, Placement, limit_threads
-from fedgp_flower.gp.sparse import Adjoints, SparseGP, pooled_sums, rows_gradient
-from fedgp_flower.gp.sums import bound_gradient, collapsed_bound_value, exact_posterior
+from fedgp_flower.gp.sparse import SparseGP, pooled_sums, rows_gradient
+from fedgp_flower.gp.sums import bound_gradient, collapsed_bound, exact_posterior
 from fedgp_flower.run.registry import parse_config
 
 
@@ -30,18 +30,15 @@ def computed(precision: str):
     assert model.noise.dtype == inputs.dtype == getattr(torch, precision)
     assert (model.jitter == config.model.jitter) == (precision == "float64")
     assert model.jitter in {config.model.jitter, FLOAT32_JITTER}
-    arrays = pooled_sums(model, inputs, targets).to_arrays()
-    sums = pooled_sums(model, inputs, targets).from_arrays(arrays)
+    sums = pooled_sums(model, inputs, targets)
     noise = float(model.noise.detach())
-    bound = bound_gradient(sums, np.log(noise))
-    adjoints = Adjoints.of(bound.gram, bound.projection, bound.prior_variance, inputs)
-    gradient = rows_gradient(model, inputs, targets, adjoints)
+    gradient = rows_gradient(model, inputs, targets, bound_gradient(sums, np.log(noise)))
     with torch.no_grad():
         mean, _ = model.predict(place.tensor(x[:5] + 0.1), exact_posterior(sums, noise))
     assert all(
-        array.dtype == np.float64 for array in (*arrays.values(), *gradient.values(), *model.to_arrays().values())
+        array.dtype == np.float64 for array in (*vars(sums).values(), *gradient.values(), *model.to_arrays().values())
     )
-    return collapsed_bound_value(sums, noise), gradient, mean.double().numpy()
+    return collapsed_bound(sums, noise), gradient, mean.double().numpy()
 
 
 def test_float32_agrees_with_float64_to_its_own_precision():

@@ -199,8 +199,8 @@ def test_a_key_with_two_meanings_is_refused():
     class Other(Section):
         latents: PositiveInt = 7
 
-    with pytest.raises(ConfigError, match=r"`sfvi.latents` is a key of two sections"):
-        rows.sections_of([*MODELS.values(), rows.ModelRow("m:a", "", Other)])
+    with pytest.raises(ConfigError, match=r"`sfvi.latents` .* is a key already"):
+        rows.sections_of([rows.ModelRow("m:a", "", Other)], ["latents"])
 
 
 def test_keys_of_another_model_are_named():

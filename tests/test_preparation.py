@@ -16,8 +16,7 @@ from fedgp_flower.errors import DataError
 
 
 def described(frame: pd.DataFrame, features=("x", "job"), target="y") -> SiteDescription:
-    own = describe(frame, features, target)
-    return SiteDescription(own.arrays, own.schema, own.num_examples)
+    return describe(frame, features, target)
 
 
 def agreed(frame: pd.DataFrame, owner: np.ndarray, **keys) -> Agreement:

@@ -15,15 +15,15 @@ from numpy import ndarray
 from fedgp_flower.clients.baselines import PRIORS, log_prior
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.latent import LatentGP
-from fedgp_flower.gp.profiled import profiled
 from fedgp_flower.gp.sparse import SparseGP, pooled_sums
-from fedgp_flower.methods.messages import Parameters
+from fedgp_flower.gp.sums import profiled
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.state import forget, posterior
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, Statistics, Trials, TrialSums, apart
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.shared_messages import Parameters
 from strategies import svgp
 from strategies.pvi import forget_site, one_round, state_of
 from strategies.pvi_updates import ExactFactor, NaturalGradient, PVIState, agreed, product
@@ -51,7 +51,7 @@ class Site:
 
     def statistics(self, request: Parameters) -> Statistics:
         model = SparseGP.from_arrays(ModelSection(), request.values)
-        return Statistics.of(pooled_sums(model, torch.from_numpy(self.x), torch.from_numpy(self.y)))
+        return Statistics(**vars(pooled_sums(model, torch.from_numpy(self.x), torch.from_numpy(self.y))))
 
     def trials(self, request: Trials) -> TrialSums:
         return TrialSums.of([self.statistics(Parameters(values)) for values in apart(request.values)])
@@ -248,8 +248,8 @@ def test_keys_that_mean_nothing_are_refused(keys: dict[str, Any], words: str) ->
 def test_the_pooled_fit_has_the_prior_of_the_method_that_it_judges():
     """J less F from sums is the log prior that the pooled fit adds to its bound; with local steps that is LN(0, 1)."""
     model = SparseGP(ModelSection(lengthscale=0.7), torch.from_numpy(Z))
-    values, totals = model.to_arrays(), Statistics.of(pooled_sums(model, torch.from_numpy(X), torch.from_numpy(Y)))
-    expected = objective(values, totals) - profiled(totals.sums()).value
+    values, totals = model.to_arrays(), pooled_sums(model, torch.from_numpy(X), torch.from_numpy(Y))
+    expected = objective(values, totals) - profiled(totals).value
     chosen = [("fsgp", {}), ("pvi", {}), ("fsgp", {"method": "sgpr"}), ("pvi", {"pvi.local-update": "adam"})]
     options = [parse_config({"method": method, **keys}).options for method, keys in chosen]
     found = [float(PRIORS[own.hyperprior](model).detach()) for own in options]

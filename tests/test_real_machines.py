@@ -22,7 +22,7 @@ import pytest
 from faults import waves
 from test_deploy_commands import HOST, blocks
 
-from fedgp_flower.run.files import read_arrays
+from fedgp_flower.files import read_arrays
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.user_config import complete_config, parse_assignments
 
@@ -214,7 +214,7 @@ DYING = """
 import os, signal, sys
 from pathlib import Path
 from flwr.supernode import fleet_http_connection as wire
-from fedgp_flower.deploy.patience import supernode
+from fedgp_flower.deploy.wrapped import supernode
 make = wire.make_push_object_fn_protobuf
 def dying(*words, **options):
     if Path("die").exists():
@@ -347,7 +347,7 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
     before = rounds()
     print(f"{round_after(before):5.0f} s more until it has taken part again, and the round ends")
     before = rounds()
-    kill("fedgp_flower.deploy.pinned", "north")
+    kill("fedgp_flower.deploy.wrapped clientapp", "north")
     print(f"{round_after(before):5.0f} s from the ClientApp's death to the round's end: its SuperNode starts another")
     kill("flwr-serverapp")
     print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s from the ServerApp's death to the launcher's words")
@@ -355,7 +355,7 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
     before = rounds()
     launcher = federation.begun("coordinator", f"{line} resume=true")
     round_after(before)
-    kill("patience", "superlink")
+    kill("fedgp_flower.deploy.wrapped superlink")
     print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s from the SuperLink's death to the launcher's words")
     awaited(lambda: "PROBLEM" not in federation.asked("coordinator", "fedgp deploy doctor"))
     awaited(lambda: federation.asked("coordinator", "fedgp deploy status").count(" online ") == len(SITES))

@@ -13,12 +13,12 @@ from faults import Fault, FaultyGrid, configured, csv_nodes, no_waiting, run, wa
 from flwr.app import Message
 
 from fedgp_flower import server_app
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.agreement import SiteDescription, agree
 from fedgp_flower.data.cells import check_target, refuse_identifiers
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.standardisation import describe
 from fedgp_flower.errors import DataError, RunError
-from fedgp_flower.run.config import CoreConfig
 
 SECRET = b"SSN-7"
 
@@ -123,17 +123,16 @@ def test_a_simulated_data_set_is_refused_when_it_is_loaded(tmp_path: Path, monke
 
 def test_a_target_of_identifiers_is_called_what_it_is() -> None:
     with pytest.raises(DataError, match=r"target `word` has 40 levels in 80 rows, as an identifier has.*two classes"):
-        check_target(words(40, 80)["word"], "bernoulli", "a.csv")
+        check_target(words(40, 80)["word"], "bernoulli", "none", "a.csv")
     with pytest.raises(DataError, match=r"target `word` has 3 levels in 80 rows; .* two classes"):
-        check_target(words(3, 80)["word"], "bernoulli", "a.csv")
+        check_target(words(3, 80)["word"], "bernoulli", "none", "a.csv")
 
 
 def described(levels: range) -> SiteDescription:
     draw = np.random.default_rng(0)
     word = [f"w{levels[i % len(levels)]}" for i in range(120)]
     frame = pd.DataFrame({"word": word, "y": draw.normal(size=120)})
-    own = describe(frame, ["word"], "y")
-    return SiteDescription(own.arrays, own.schema, own.num_examples)
+    return describe(frame, ["word"], "y")
 
 
 def test_the_server_refuses_a_union_of_levels_and_a_site_that_sends_too_many() -> None:

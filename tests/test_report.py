@@ -14,10 +14,10 @@ from scipy import stats
 from synthetic_runs import make_run, predict
 
 from fedgp_flower.errors import RunError
+from fedgp_flower.files import read_json, write_json
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.dependence import Effect
-from fedgp_flower.run.files import read_json, write_json
 from fedgp_flower.run.report import Panel, write_page, write_report
 from fedgp_flower.run.summary import (
     Arm,

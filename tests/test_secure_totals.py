@@ -27,22 +27,21 @@ from scipy.stats import chi2
 
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import ECHOED
-from fedgp_flower.methods.messages import Step, Stepped
-from fedgp_flower.methods.sgpr.client import FSGPClient
+from fedgp_flower.methods.sgpr.client import SparseClient
 from fedgp_flower.methods.sgpr.messages import Statistics
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.shared_messages import Step, Stepped
 from strategies.server.questions import Each, First
 from strategies.server.strategy import FederatedStrategy
 
 MASKED = {"privacy__secure_aggregation": True}
 METHODS: dict[str, dict[str, Any]] = {
     "exact": {"evaluate_every": 2},
-    "profiled": {"method": "sgpr", "evaluate_every": 2},
     "average": {"method": "fsgp", "evaluate_every": 2},
     "adam of averages": {"method": "fsgp", "averaging__server_optimizer": "fedadam"},
-    "student-t": {"model__likelihood": "student-t", "evaluate_every": 2},
+    "student-t": {"method": "svgp", "model__likelihood": "student-t", "evaluate_every": 2},
     "fgpr": {"method": "fgpr"},
     "sfvi": {"method": "sfvi"},
     "hierarchical-gp": {"method": "hierarchical-gp", "test_fraction": 0.8},
@@ -66,7 +65,7 @@ METHODS: dict[str, dict[str, Any]] = {
 LONG = {"adam of averages", "deep-kernel", "fedmgp of heavy tails", "sfvi after averages"}
 """What they send, others send too."""
 PUBLIC: set[str] = set()
-OF_TOTALS = {"fedmgp", "sfvi-avg", "sfvi", "hierarchical-gp"}
+OF_TOTALS = {"fedmgp", "fedmgp-exact", "sfvi-avg", "sfvi", "hierarchical-gp"}
 """Methods that ask for totals only where there is nothing else."""
 
 
@@ -185,21 +184,21 @@ def test_two_runs_on_the_same_rows_share_no_word():
     for grid in grids:
         run(grid)
     first, second = (
-        {word.tobytes() for _, kind, own in grid.replies if kind == "query.statistics" for word in words_of(own)}
+        {word.tobytes() for _, kind, own in grid.replies if kind == "query.trials" for word in words_of(own)}
         for grid in grids
     )
     assert len(first) == len(second)
     assert not first & second
 
 
-def silent(site, *rounds, phase="query.statistics", times=10**9):
+def silent(site, *rounds, phase="query.trials", times=10**9):
     return Fault(site, lost, (phase,), range(rounds[0], rounds[-1] + 1), times)
 
 
 def test_the_same_request_gets_the_same_bytes():
     grid = Transcript(configured(**MASKED, num_server_rounds=1), 3)
     run(grid)
-    visit = grid.of("query.statistics", "0")[-1]
+    visit = grid.of("query.trials", "0")[-1]
     flat = configured(**MASKED, num_server_rounds=1)
     again = Transcript(flat, 3, silent("0", 1, times=1))
     seen = []
@@ -207,7 +206,7 @@ def test_the_same_request_gets_the_same_bytes():
 
     def kept(message):
         reply = answer(message)
-        if message.metadata.message_type == "query.statistics" and "masked" in reply.content.array_records["arrays"]:
+        if message.metadata.message_type == "query.trials" and "masked" in reply.content.array_records["arrays"]:
             seen.append((reply.metadata.src_node_id, words_of(reply)))
         return reply
 
@@ -247,20 +246,20 @@ def test_the_sites_refuse_a_third_change_of_the_roster():
 def test_too_few_sites_are_no_total():
     with pytest.raises(RunError, match=r"2 site\(s\) can take part .* `privacy.min-sites` = 3"):
         run(FaultyGrid(configured(**MASKED), 2))
-    faults = [Fault(site, lost, ("query.statistics",)) for site in "01"]
+    faults = [Fault(site, lost, ("query.trials",)) for site in "01"]
     with pytest.raises(RunError, match=r"2 site\(s\) can take part .* 0: silent in round 1"):
         run(FaultyGrid(configured(**MASKED), 4, *faults))
 
 
 def misbehaving(monkeypatch, site, change):
-    plain = FSGPClient.statistics
+    plain = SparseClient.statistics
 
     def statistics(self, request):
         own = plain(self, request)
         return change(own) if self.site.site == site else own
 
     statistics.__annotations__ = get_type_hints(plain)
-    monkeypatch.setattr(FSGPClient, "statistics", statistics)
+    monkeypatch.setattr(SparseClient, "statistics", statistics)
 
 
 def test_who_cannot_answer_is_counted_and_not_named(monkeypatch):
@@ -290,7 +289,7 @@ class Aside(Transcript):
 
     def arrival(self, message: Message) -> Message | None:
         told = message.content.config_records["config"]
-        if message.metadata.message_type == "query.statistics" and message.metadata.dst_node_id == self.node_of("1"):
+        if message.metadata.message_type == "query.trials" and message.metadata.dst_node_id == self.node_of("1"):
             self.aside(told)
         return super().arrival(message)
 
@@ -299,8 +298,8 @@ class Aside(Transcript):
     "aside",
     [
         lambda told: told.pop("context", None),
-        lambda told: told.update(configuration='{"method": "fsgp", "model.kernel": "linear"}'),
-        lambda told: told.update(configuration='{"method": "fsgp", "test-fraction": 0.9}'),
+        lambda told: told.update(configuration='{"method": "sgpr", "model.kernel": "linear"}'),
+        lambda told: told.update(configuration='{"method": "sgpr", "test-fraction": 0.9}'),
     ],
     ids=["no context", "another kernel", "other rows"],
 )
@@ -313,14 +312,14 @@ def test_what_is_said_beside_a_question_never_takes_a_site_out_of_a_total(aside)
     assert strategy.details()["privacy"]["empty_summands"] == 0
     assert "1" in strategy.details()["privacy"]["left_out"]
     assert strategy.current.rows == sum(n for site, n in strategy.preparation.rows.items() if site != "1")
-    assert not any("masked" in own.content.array_records.get("arrays", {}) for own in grid.of("query.statistics", "1"))
+    assert not any("masked" in own.content.array_records.get("arrays", {}) for own in grid.of("query.trials", "1"))
 
 
 def test_words_that_do_not_cancel_end_the_run():
     noise = np.random.default_rng(0)
     change = arrays(lambda own: {n: noise.integers(0, 2**63, a.shape).astype(np.uint64) for n, a in own.items()})
     with pytest.raises(RunError, match="did not cancel"):
-        run(FaultyGrid(configured(**MASKED), 4, Fault("1", change, ("query.statistics",))))
+        run(FaultyGrid(configured(**MASKED), 4, Fault("1", change, ("query.trials",))))
 
 
 @pytest.mark.parametrize("kind", [Each, First])
@@ -332,7 +331,7 @@ def test_single_sites_cannot_be_asked_under_masks(kind):
     def asking():
         yield kind(Stepped, {"0": Step(parameters(strategy), 0.1)})
 
-    with pytest.raises(ConfigError, match="`fsgp` asks each site for its own `Stepped`"):
+    with pytest.raises(ConfigError, match="`sgpr` asks each site for its own `Stepped`"):
         strategy.session.run(asking())
     assert len(grid.visits) == before
 
@@ -361,9 +360,9 @@ def test_methods_of_more_than_totals_are_refused_by_name(method):
 
 
 def test_drawing_sites_in_every_round_is_refused():
-    for method in ("fsgp", "fgpr", "fedmgp"):
-        with pytest.raises(ConfigError, match=rf"`{method}.fraction` = 0.5 draws other sites"):
-            run(FaultyGrid(configured(**MASKED, method=method, **{f"{method}__fraction": 0.5}), 3))
+    for method, table in (("fsgp", "averaging"), ("fgpr", "averaging"), ("fedmgp", "fedmgp")):
+        with pytest.raises(ConfigError, match=rf"`{table}.fraction` = 0.5 draws other sites"):
+            run(FaultyGrid(configured(**MASKED, method=method, **{f"{table}__fraction": 0.5}), 3))
 
 
 def test_a_restarted_site_has_its_key_again(tmp_path):

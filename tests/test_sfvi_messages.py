@@ -64,36 +64,13 @@ def multinomial(folder: Path, **changes: Any) -> dict[str, Any]:
     return configured(**{**own, **changes})
 
 
-def gaussian_process(structure: str) -> dict[str, Any]:
-    """The default model."""
-    return configured(method="sfvi", sfvi__structure=structure)
-
-
-@pytest.mark.parametrize("structure", ["diagonal", "full"])
-def test_a_later_round_carries_the_numbers_of_the_method_and_no_others(structure: str) -> None:
-    """θ and η_G down, their gradients up; the closed-form model needs no draws."""
-    grid = Watched(gaussian_process(structure), 3)
-    strategy = run(grid)
-    shared = {f"values.{name}" for name in parameters(strategy)}
-    numbers = sum(array.size for array in parameters(strategy).values())
-    assert "inducing.locations" in strategy.current.shared
-    for (phase, number, down), up, once in zip(grid.down, grid.up, grid.once, strict=True):
-        if phase != "train.gradients":
-            continue
-        first = number == 1
-        assert once == first
-        assert set(down) - shared == ({"inducing.locations"} if first else set())
-        assert set(up) == shared
-        assert first or sum(array.nbytes for array in (*down.values(), *up.values())) == 2 * numbers * 8
-
-
 def test_bytes_of_a_round_keep_to_the_bound(tmp_path: Path) -> None:
     """1.1 · (2 |η_G| + 2 |θ| + S |ε|) · 8 for a site, everything included that crosses the wire."""
     grid = Watched(multinomial(tmp_path), 3)
     strategy = run(grid)
     numbers = sum(array.size for array in parameters(strategy).values())
     draws = 2 * len(parameters(strategy)["q.mean"])
-    visits = [visit for visit in grid.visits if visit.phase == "train.gradients"]
+    visits = [visit for visit in grid.visits if visit.phase == "train.gradient"]
     later = [visit.down + visit.up for visit in visits if visit.round > 1]
     assert len(later) == 9
     assert max(later) <= 1.1 * (2 * numbers + draws) * 8
@@ -112,13 +89,13 @@ def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path: Path,
     for name, array in parameters(calm).items():
         assert np.array_equal(parameters(strategy)[name], array), name
     assert strategy.evaluation["test"] == calm.evaluation["test"]
-    asked = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train.gradients"]
+    asked = [(visit.round, visit.site) for visit in grid.visits if visit.phase == "train.gradient"]
     assert {key for key in asked if asked.count(key) > 1} == {(3, "1")}
 
 
 def test_a_site_that_claims_to_forget_for_ever_fails(tmp_path: Path) -> None:
     flat = multinomial(tmp_path, num_server_rounds=2)
-    grid = FaultyGrid(flat, 3, Fault("1", claiming, ("train.gradients",)))
+    grid = FaultyGrid(flat, 3, Fault("1", claiming, ("train.gradient",)))
     strategy = run(grid)
     reasons = blamed(strategy)
     assert set(reasons) == {"1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -11,13 +12,11 @@ from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, l
 
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.ascent import direction, forgotten, outlook
-from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, grouped
+from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining, grouped
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement
-from fedgp_flower.gp.profiled import LEAST_NOISE, prior, profiled, scaled
-from fedgp_flower.gp.selection import explaining, restricted
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
-from fedgp_flower.gp.sums import SparseSums, collapsed_bound_value
+from fedgp_flower.gp.sums import LEAST_NOISE, SparseSums, collapsed_bound, prior, profiled, restricted, scaled
 from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.client import SGPRClient
 from fedgp_flower.methods.sgpr.learner import curvature, local_mode
@@ -60,7 +59,7 @@ def test_the_profile_is_the_highest_of_a_fine_grid():
     """No pair (log a, log σ²) around it does better, and it is met by the textbook bound."""
     sums = unit_sums()
     found = profiled(sums)
-    at = lambda a, noise: collapsed_bound_value(scaled(sums, a), noise)  # noqa: E731
+    at = lambda a, noise: collapsed_bound(scaled(sums, a), noise)  # noqa: E731
     assert at(found.amplitude, found.noise) == pytest.approx(found.value, abs=1e-9)
     moves = np.linspace(-4, 4, 21)
     others = [at(found.amplitude * np.exp(i), found.noise * np.exp(j)) for i in moves for j in moves]
@@ -72,12 +71,8 @@ def test_the_profile_is_the_highest_of_a_fine_grid():
 
 def test_a_target_without_noise_stops_at_the_floor():
     sums = unit_sums()
-    found = profiled(SparseSums(sums.gram, 0 * sums.projection, 0 * sums.target_squares, *vars_of(sums)[3:]))
+    found = profiled(replace(sums, projection=0 * sums.projection, target_squares=np.zeros(())))
     assert found.noise == LEAST_NOISE
-
-
-def vars_of(sums: SparseSums) -> list[torch.Tensor]:
-    return [sums.gram, sums.projection, sums.target_squares, sums.prior_variance, sums.count]
 
 
 # ---- the gradient ---------------------------------------------------------------------------------------------------
@@ -294,9 +289,9 @@ def test_sums_at_some_candidates_follow_from_those_at_all(near):
     with torch.no_grad():
         found = restricted(pooled_sums(model, *rows()), model.factor(), kept, fewer.factor())
     expected = pooled_sums(fewer, *rows())
-    for own, other in zip(vars_of(found), vars_of(expected), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-8)
-    assert float(torch.linalg.eigvalsh(found.gram)[0]) > -1e-10
+    for name, array in vars(expected).items():
+        np.testing.assert_allclose(getattr(found, name), array, rtol=1e-8, atol=1e-8)
+    assert np.linalg.eigvalsh(found.gram)[0] > -1e-10
 
 
 def test_points_are_taken_in_the_order_of_what_they_explain():

@@ -23,9 +23,9 @@ from fedgp_flower.client_app import make_client_app
 from fedgp_flower.clients.app import SiteApp
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
 from fedgp_flower.messages import encode, leaves, message
-from fedgp_flower.methods.messages import Nothing, Parameters, Shape, Stepped
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.shared_messages import Nothing, Parameters, Shape, Stepped
 from strategies.fgpr import FGPR
 from strategies.fsgp import FSGP
 from strategies.server import contract

@@ -27,10 +27,11 @@ from fedgp_flower.methods.family import (
     initial_local,
     named,
     normal_log_density,
+    unit_noise,
 )
 from fedgp_flower.methods.sfvi.classes import Multinomial
 from fedgp_flower.methods.sfvi.gp import farthest_points
-from fedgp_flower.methods.sfvi.learner import Learner, unit_noise
+from fedgp_flower.methods.sfvi.learner import Learner
 from fedgp_flower.methods.sfvi.structured import predict_by_draws
 
 FIVE_ERRORS = 5.0

@@ -12,10 +12,12 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.gp.batched_kernel import BatchedKernel
 from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
+from fedgp_flower.gp.latent import LatentGP
 from fedgp_flower.gp.likelihoods import build_point_likelihood
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
-from fedgp_flower.gp.to_gpytorch import Transforms, export, mixture, together
+from fedgp_flower.gp.to_gpytorch import Transforms, mixture, together
+from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.pvi.model import (
     Draws,
@@ -28,6 +30,7 @@ from fedgp_flower.methods.pvi.model import (
 from fedgp_flower.methods.pvi.posterior import SavedFactors
 from fedgp_flower.methods.sfvi.gp import export as export_sfvi
 from fedgp_flower.methods.sfvi.structured import SiteRows
+from fedgp_flower.methods.sparse_posterior import SavedSparseGP
 from fedgp_flower.options import ModelSection
 
 EQUAL = {"rtol": 1e-9, "atol": 1e-10}
@@ -52,26 +55,49 @@ def sparse(**keys):
 
 @pytest.mark.parametrize("kernel", ["rbf", "matern52 + linear", "matern32 * periodic"])
 @pytest.mark.parametrize("jitter", [1e-8, 1e-2])
-def test_a_sparse_posterior_predicts_the_same(kernel, jitter):
+def test_the_model_of_a_site_is_one_of_gpytorch_that_predicts_the_same(kernel, jitter):
+    """``likelihood(model(x))`` is the batched ``predict``, and its covariance has the same diagonal."""
     model, posterior, _ = sparse(kernel=kernel, jitter=jitter)
-    exported, likelihood = export(model, posterior)
-    assert isinstance(exported, gpytorch.models.ApproximateGP)
-    assert isinstance(exported.variational_strategy, gpytorch.variational.VariationalStrategy)
-    assert not exported.training
-    assert not likelihood.training
+    assert isinstance(model, gpytorch.models.ApproximateGP)
+    assert isinstance(model.hold(posterior).variational_strategy, gpytorch.variational.VariationalStrategy)
     x = 2 * rand(30, 2, seed=5)
-    with torch.no_grad():
-        mean, variance = model.predict(x, posterior)
-    observed = likelihood(exported(x))
+    mean, variance = model.predict(x, posterior)
+    observed = model.likelihood(model(x))
     torch.testing.assert_close(observed.mean, mean, **EQUAL)
     torch.testing.assert_close(observed.variance, variance, **EQUAL)
     torch.testing.assert_close(observed.covariance_matrix.diagonal(), variance, **EQUAL)
 
 
+@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson", "student-t"])
+def test_the_model_behind_another_likelihood_predicts_the_same(likelihood):
+    model = LatentGP(ModelSection(likelihood=likelihood), rand(8, 2, seed=1))
+    model.constant.data += 0.4
+    root = 0.3 * rand(8, 8, seed=2)
+    posterior, x = WhitenedPosterior(rand(8, seed=3), root @ root.mT + torch.eye(8)), rand(9, 2, seed=4)
+    latent, (mean, variance) = model.hold(posterior)(x), model.latent(x, posterior)
+    torch.testing.assert_close(latent.mean, mean, **EQUAL)
+    torch.testing.assert_close(latent.variance, variance, **EQUAL)
+    if likelihood == "bernoulli":
+        torch.testing.assert_close(model.likelihood(latent).mean, model.predict(x, posterior)[0], **EQUAL)
+
+
+def test_the_bound_of_the_model_has_the_gradient_of_the_sums():
+    """At the best q(v) the gradient of GPyTorch's ELBO by all parameters is that of the collapsed bound."""
+    model, posterior, (x, y) = sparse(jitter=1e-6)
+    model.hold(posterior)
+    bound = gpytorch.mlls.VariationalELBO(model.likelihood, model, num_data=len(y))
+    (bound(model(x), y) * len(y)).backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.wire_parameters()}
+    model.zero_grad()
+    pooled_bound(model, x, y).backward()
+    for name, parameter in model.wire_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
+
+
 def test_the_joint_distribution_is_that_of_pooled_sparse_regression():
     """Covariances between inputs too, by Titsias' formulas without whitening."""
     model, posterior, (x, y) = sparse(jitter=0.0)
-    exported, _ = export(model, posterior)
+    model.hold(posterior)
     new = rand(5, 2, seed=7)
     kernel, points, noise = model.kernel, model.inducing_points, model.noise
     with torch.no_grad():
@@ -79,14 +105,16 @@ def test_the_joint_distribution_is_that_of_pooled_sparse_regression():
         inner = kzz + kzx @ kzx.mT / noise
         expected = kernel(new).to_dense() - kzn.mT @ (torch.linalg.solve(kzz, kzn) - torch.linalg.solve(inner, kzn))
         mean = kzn.mT @ torch.linalg.solve(inner, kzx @ y) / noise
-    torch.testing.assert_close(exported(new).covariance_matrix, expected, rtol=1e-7, atol=1e-8)
-    torch.testing.assert_close(exported(new).mean, mean, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(model(new).covariance_matrix, expected, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(model(new).mean, mean, rtol=1e-7, atol=1e-8)
 
 
 def test_an_export_is_a_copy_that_learns_nothing_and_is_differentiable_by_its_inputs():
     model, posterior, _ = sparse()
-    exported, likelihood = export(model, posterior)
+    [(exported, likelihood)] = SavedSparseGP(model, posterior).export()
     assert not any(p.requires_grad for p in (*exported.parameters(), *likelihood.parameters()))
+    assert not exported.training
+    assert not likelihood.training
     assert all(p.requires_grad for p in model.parameters())
     x = rand(4, 2, seed=5).requires_grad_()
     before = exported(x).mean
@@ -131,9 +159,14 @@ def test_every_draw_of_a_partitioned_posterior_predicts_the_same(name):
     torch.testing.assert_close(noise(single(x)).variance, predicted.variance(), **EQUAL)
 
 
+def exported(kernel):
+    [pair] = SavedSparseGP(*sparse(kernel=kernel)[:2]).export()
+    return pair
+
+
 def test_a_mixture_has_the_moments_of_draws_from_a_component_at_random():
     """E f fᵀ over the components is the second moment of the whole, for posterior, prior and batches of inputs."""
-    first, second = (export(*sparse(kernel=kernel)[:2]) for kernel in ("rbf", "matern52"))
+    first, second = (exported(kernel) for kernel in ("rbf", "matern52"))
     model, x = mixture([first, second]), rand(3, 4, 2, seed=5)
     for prior in (False, True):
         parts, whole = [part(x, prior=prior) for part, _ in (first, second)], model(x, prior=prior)
@@ -150,7 +183,7 @@ def test_a_mixture_has_the_moments_of_draws_from_a_component_at_random():
 
 
 def test_a_mixture_takes_inputs_whose_covariance_is_singular():
-    model, x = mixture([export(*sparse(kernel=kernel)[:2]) for kernel in ("rbf", "matern52")]), rand(5, 2, seed=5)
+    model, x = mixture([exported(kernel) for kernel in ("rbf", "matern52")]), rand(5, 2, seed=5)
     twice = model(torch.cat([x, x]))
     torch.testing.assert_close(twice.variance, model(x).variance.repeat(2), **EQUAL)
 

@@ -10,11 +10,16 @@ from scipy import stats
 from scipy.integrate import quad
 
 import fedgp_flower as fg
-from fedgp_flower.clients.transformed import transformed_moments, transformed_quantiles, transformed_scores
 from fedgp_flower.errors import ConfigError, DataError, RunError
 from fedgp_flower.messages import add
-from fedgp_flower.methods.messages import TargetMoments
-from fedgp_flower.run.metrics import gaussian_scores, mixture_scores
+from fedgp_flower.scores import (
+    gaussian_scores,
+    mixture_scores,
+    transformed_moments,
+    transformed_quantiles,
+    transformed_scores,
+)
+from fedgp_flower.shared_messages import TargetMoments
 from fedgp_flower.transforms import Log, Root, YeoJohnson
 from strategies.server.enrolment import chosen
 

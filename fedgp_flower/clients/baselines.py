@@ -17,9 +17,9 @@ from fedgp_flower.gp.kernels import WiredModel
 from fedgp_flower.gp.latent import LatentGP
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
-from fedgp_flower.gp.profiled import PENALTY
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
-from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, exact_posterior
+from fedgp_flower.gp.sums import PENALTY, exact_posterior
+from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.typing import Array
 
 MOST_POINTS = 100
@@ -60,7 +60,7 @@ def no_prior(model: WiredModel) -> Tensor:
 
 
 def penalty(model: WiredModel) -> Tensor:
-    """−.05 Σ (log ℓ − 1)², the penalty of :mod:`fedgp_flower.gp.profiled`."""
+    """−.05 Σ (log ℓ − 1)², the penalty of :mod:`fedgp_flower.gp.sums`."""
     logs = [value for name, value in model.wire_parameters() if name.endswith("log_lengthscale")]
     return -PENALTY * sum(((value - 1).square().sum() for value in logs), no_prior(model))
 
@@ -132,7 +132,7 @@ def _sparse(
 
     used = fit(model, objective, config.baselines.max_evaluations) if np.ptp(y) else 0
     with torch.no_grad():
-        sums = SparseSums.from_arrays(pooled_sums(model, inputs, targets).to_arrays())
+        sums = pooled_sums(model, inputs, targets)
         mean, variance = model.predict(place.tensor(x_test), exact_posterior(sums, float(model.noise)))
     return Baseline(to_array(mean), to_array(variance), y_test, used)
 
@@ -150,7 +150,7 @@ def _variational(rows: tuple[Array, Array, Array, Array], config: RunConfig, poi
 
     def objective() -> Tensor:
         cross, prior = model.whitened_cross(inputs), model.kernel(inputs, diag=True)
-        fit = model.observed.expected(targets, *model.moments(cross, prior, posterior())[:2], model.own).sum()
+        fit = model.observed.expected(targets, *model.moments(cross, prior, posterior())[:2], model.hyper).sum()
         divergence = 0.5 * (root.tril().square().sum() + mean.square().sum() - size) - root.diagonal().abs().log().sum()
         return (fit - divergence + model.log_prior()) / len(targets)
 

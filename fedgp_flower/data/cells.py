@@ -56,9 +56,6 @@ def typed(
         file: the name that messages use.
         kinds: kinds already agreed on; a column not in it is judged by its cells.
         missing: the key of that name; with another value than ``error`` a missing cell is no problem.
-
-    Raises:
-        DataError: listing, for each bad column, what is wrong, the first row, and how many rows.
     """
     found, problems = cells_of(frame, names, kinds, missing)
     if problems:
@@ -166,42 +163,31 @@ def _codes(values: NDArray[np.float64]) -> Mask:
     return np.zeros(values.shape, dtype=bool)
 
 
-def check_target(target: pd.Series, likelihood: str, file: str) -> None:
-    """Refuse a typed target that is not what the likelihood needs: numbers, counts, or two levels.
-
-    Raises:
-        DataError: naming the target and what ``model.likelihood`` expects.
-    """
-    said = f"{file}: target `{target.name}`"
+def check_target(target: pd.Series, likelihood: str, transform: str, file: str) -> None:
+    """Refuse a typed target that the likelihood or the transform cannot take."""
+    name = f"{file}: target `{target.name}`"
     if likelihood == "bernoulli":
         levels = target.nunique()
         if levels > 2:
             like = ", as an identifier has" if nearly_unique(levels, len(target)) else ""
             raise DataError(
-                f"{said} has {levels} levels in {len(target)} rows{like}; `model.likelihood` = 'bernoulli' needs two"
+                f"{name} has {levels} levels in {len(target)} rows{like}; `model.likelihood` = 'bernoulli' needs two"
                 " classes. Name another `target`"
             )
         return
     if kind_of(target) == "categorical":
         raise DataError(
-            f"{said} holds text; `model.likelihood` = '{likelihood}' needs numbers."
+            f"{name} holds text; `model.likelihood` = '{likelihood}' needs numbers."
             " Name another `target`, or set `model.likelihood` to 'bernoulli' for two classes"
         )
     values = target.to_numpy(dtype=np.float64)
     wrong = (values < 0) | (values != np.round(values))
     if likelihood == "poisson" and wrong.any():
-        raise DataError(f"{said}: expected counts 0, 1, 2, …; another number {_at(wrong)}")
-
-
-def refuse_outside(target: pd.Series, transform: str, file: str) -> None:
-    """Raise DataError where ``transform.target`` is not defined for a target."""
-    if transform not in TRANSFORMS or not TRANSFORMS[transform].positive:
-        return
-    wrong = target.to_numpy(dtype=np.float64) <= 0
-    if wrong.any():
+        raise DataError(f"{name}: expected counts 0, 1, 2, …; another number {_at(wrong)}")
+    if transform in TRANSFORMS and TRANSFORMS[transform].positive and (values <= 0).any():
         raise DataError(
-            f"{file}: target `{target.name}`: `transform.target` = '{transform}' needs numbers above zero; another"
-            f" {_at(wrong)}. Set it to 'yeo-johnson', which takes any"
+            f"{name}: `transform.target` = '{transform}' needs numbers above zero; another {_at(values <= 0)}."
+            " Set it to 'yeo-johnson', which takes any"
         )
 
 
@@ -212,16 +198,13 @@ def date_problems(frame: pd.DataFrame, features: Sequence[str], target: str) -> 
         dates = dates_in(frame[name])
         if dates is None:
             continue
-        other = "name another `target`" if name == target else left_out(name)
-        row = int(np.argmax(dates)) + 1
-        problems[name] = f"`{name}` holds dates (for example row {row}); {_dates_remedy(name == target)}, or {other}"
+        remedy = (
+            "turn it into a number such as days since a fixed day, or name another `target`"
+            if name == target
+            else f"set `dates` to 'days', 'season' or 'days-and-season' to make numbers of it, or {left_out(name)}"
+        )
+        problems[name] = f"`{name}` holds dates (for example row {int(np.argmax(dates)) + 1}); {remedy}"
     return problems
-
-
-def _dates_remedy(target: bool) -> str:
-    if target:
-        return "turn it into a number such as days since a fixed day"
-    return "set `dates` to 'days', 'season' or 'days-and-season' to make numbers of it"
 
 
 def refuse_identifiers(frame: pd.DataFrame, names: Sequence[str], file: str, most: int) -> None:
@@ -229,9 +212,6 @@ def refuse_identifiers(frame: pd.DataFrame, names: Sequence[str], file: str, mos
 
     The levels of a column travel to the server and into the saved posterior; those of an identifier say nothing about
     a new row, even where some of them come back. Two levels are a class, however few the rows.
-
-    Raises:
-        DataError: naming every such column and how many levels it has.
     """
     if problems := identifier_problems(frame, names, most):
         raise DataError(f"{file}: {'. '.join(problems)}")

@@ -7,7 +7,6 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from fedgp_flower.data.cells import (
     date_problems,
     identifier_problems,
     refuse_identifiers,
-    refuse_outside,
     typed,
 )
 from fedgp_flower.data.dates import named, with_numbers
@@ -33,69 +31,37 @@ from fedgp_flower.lazy import pd
 OPENML = "openml/"
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The configuration keys that choose the columns of a table."""
+def choose_columns(
+    config: CoreConfig, names: Sequence[str], file: str, target: str = "", aside: Sequence[str] = ()
+) -> tuple[list[str], str]:
+    """Feature columns and target among the columns of a table.
 
-    target: str
-    features: str
-    likelihood: str
-    column: str
-    """Column to partition by; empty means the target."""
-    natural: bool
-    """The partition column names the site of a row, so it is an input only if ``features`` says so."""
-    max_levels: int
-    """Most levels of a column of text."""
-    missing: str = "error"
-    dates: str = "error"
-    transform: str = "none"
-
-    @staticmethod
-    def of(config: CoreConfig) -> Choice:
-        """Take the keys from a run configuration."""
-        natural = config.partitioner == "natural"
-        return Choice(
-            config.target,
-            config.features,
-            config.model.likelihood,
-            config.partition.column,
-            natural,
-            config.max_levels,
-            config.missing,
-            config.dates,
-            config.transform.target,
+    Args:
+        config: ``target`` and ``features`` choose.
+        names: all columns.
+        file: the name that messages use.
+        target: the usual target of the data set, if it has one.
+        aside: columns that are neither unless the configuration names them.
+    """
+    spare = {*aside, *([config.partition.column] if config.partitioner == "natural" else [])}
+    usable = [name for name in names if name not in spare]
+    goal = config.target or target or ("y" if "y" in names else usable[-1] if usable else "")
+    given = [name.strip() for name in config.features.split(",") if name.strip()]
+    without = [name.removeprefix("-") for name in given if name.startswith("-") and name not in names]
+    wanted = [name for name in dict.fromkeys(given) if name in names or not name.startswith("-")]
+    if unknown := [name for name in without if name not in names]:
+        raise DataError(f"{file}: `features` leaves out {listed(unknown)}; the file has {listed(names)}")
+    features = wanted or [name for name in usable if name not in (goal, *without)]
+    if goal in features:
+        raise DataError(f"`features` names the target `{goal}`; leave it out, or name another `target`")
+    if not features:
+        raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
+    nameless = [] if wanted else [name for name in unnamed(names) if name in features]
+    if nameless:
+        raise DataError(
+            f"{file}: {', '.join(nameless)} has no name, as a saved row index; name the columns in `features`"
         )
-
-    def columns(
-        self, names: Sequence[str], file: str, target: str = "", aside: Sequence[str] = ()
-    ) -> tuple[list[str], str]:
-        """Feature columns and target among the columns of a table.
-
-        Args:
-            names: all columns.
-            file: the name that messages use.
-            target: the usual target of the data set, if it has one.
-            aside: columns that are neither unless the configuration names them.
-        """
-        spare = {*aside, *([self.column] if self.natural else [])}
-        usable = [name for name in names if name not in spare]
-        goal = self.target or target or ("y" if "y" in names else usable[-1] if usable else "")
-        said = [name.strip() for name in self.features.split(",") if name.strip()]
-        without = [name.removeprefix("-") for name in said if name.startswith("-") and name not in names]
-        wanted = [name for name in dict.fromkeys(said) if name in names or not name.startswith("-")]
-        if unknown := [name for name in without if name not in names]:
-            raise DataError(f"{file}: `features` leaves out {listed(unknown)}; the file has {listed(names)}")
-        features = [name for name in wanted or usable if wanted or name not in (goal, *without)]
-        if goal in features:
-            raise DataError(f"`features` names the target `{goal}`; leave it out, or name another `target`")
-        if not features:
-            raise DataError(f"{file}: no feature column besides the target; the file has {listed(names)}")
-        nameless = [] if wanted else [name for name in unnamed(names) if name in features]
-        if nameless:
-            raise DataError(
-                f"{file}: {', '.join(nameless)} has no name, as a saved row index; name the columns in `features`"
-            )
-        return features, goal
+    return features, goal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,11 +82,7 @@ class Table:
     """Rows left out for a missing cell."""
 
     def rows(self, split: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Training and test rows of a standard split; −1 is all rows and none.
-
-        Raises:
-            DataError: the data set has no such split.
-        """
+        """Training and test rows of a standard split; −1 is all rows and none."""
         everything = np.arange(len(self.frame))
         if split < 0:
             return everything, everything[:0]
@@ -141,80 +103,79 @@ class _Raw:
     splits: tuple[NDArray[np.int64], ...] = ()
 
 
-def load_table(config: CoreConfig) -> Table:
-    """The table that ``dataset`` names; a process reads it once.
+_READ: dict[object, Table] = {}
+"""The latest tables, by every key that they depend on."""
 
-    Raises:
-        DataError: the name is unknown, or the table cannot be used; see :mod:`fedgp_flower.data.cells`.
-    """
+
+def load_table(config: CoreConfig) -> Table:
+    """The table that ``dataset`` names; a process reads it once, and again when its files have changed."""
     path = None if config.dataset in BUILTINS else _locate(config.dataset, data_folder(config.data_dir))
-    stamps = tuple((p.stat().st_mtime_ns, p.stat().st_size) for p in _files(path))
-    return _load(config.dataset, path, Choice.of(config), config.seed if path is None else 0, stamps)
+    files = [] if path is None else [p for p in (path, splits_file(path)) if p.is_file()]
+    key = (
+        *(config.dataset, path, config.seed if path is None else 0),
+        *(config.target, config.features, config.partition.column, config.partitioner == "natural"),
+        *(config.model.likelihood, config.max_levels, config.missing, config.dates, config.transform.target),
+        *((p.stat().st_mtime_ns, p.stat().st_size) for p in files),
+    )
+    if key not in _READ:
+        while len(_READ) > 1:
+            del _READ[next(iter(_READ))]
+        _READ[key] = _load(config, path)
+    return _READ[key]
 
 
 def checked(
     raw: pd.DataFrame,
     features: Sequence[str],
     target: str,
-    choice: Choice,
+    config: CoreConfig,
     file: str,
     kinds: Mapping[str, Kind] | None = None,
 ) -> pd.DataFrame:
     """Features and target of a table as it was read, typed; ``kinds`` are the features' where they are settled.
 
     Dates are turned into numbers as ``dates`` says. As ``missing`` says, rows with a missing cell are left out; those
-    without a target always are, where it allows any missing cell. The index of what is kept says which rows it was.
-
-    Raises:
-        DataError: naming the file and the columns that are missing or hold cells that cannot be used.
+    without a target always are, where it allows any missing cell. The index of the result says which rows were kept.
     """
     require_columns(raw, [*features, target], file)
-    names = list(kinds) if kinds else named(raw, features, choice.dates)
+    names = list(kinds) if kinds else named(raw, features, config.dates)
     settled: dict[str, Kind] = {
         **(kinds or {}),
-        **({target: "categorical"} if choice.likelihood == "bernoulli" else {}),
+        **({target: "categorical"} if config.model.likelihood == "bernoulli" else {}),
     }
     numbered = with_numbers(raw, names, file).reset_index(drop=True)
     dated = date_problems(raw, [name for name in names if name in raw], target) if kinds is None else {}
     read = [name for name in names if name not in dated]
-    frame, wrong = cells_of(numbered, read if target in dated else [*read, target], settled, choice.missing)
+    frame, wrong = cells_of(numbered, read if target in dated else [*read, target], settled, config.missing)
     if dated or wrong:
-        ids = identifier_problems(frame, read, choice.max_levels) if kinds is None else []
+        ids = identifier_problems(frame, read, config.max_levels) if kinds is None else []
         raise DataError(f"{file}: {'. '.join(filter(None, [*dated.values(), wrong, *ids]))}")
-    frame = frame.dropna(subset=None if choice.missing == "drop" else [target])
+    frame = frame.dropna(subset=None if config.missing == "drop" else [target])
     if frame.empty:
         raise DataError(f"{file}: every row has a missing cell; set `missing` to 'impute', or name other `features`")
-    empty = [name for name in names if frame[name].isna().all()]
+    empty = [f"`{name}`" for name in names if frame[name].isna().all()]
     if empty:
-        raise DataError(
-            f"{file}: no cell of {', '.join(f'`{n}`' for n in empty)} is filled; leave it out of `features`"
-        )
-    check_target(frame[target], choice.likelihood, file)
-    refuse_outside(frame[target], choice.transform, file)
+        raise DataError(f"{file}: no cell of {', '.join(empty)} is filled; leave it out of `features`")
+    check_target(frame[target], config.model.likelihood, config.transform.target, file)
     return frame
 
 
-def _files(path: Path | None) -> list[Path]:
-    return [p for p in (path, splits_file(path)) if p.is_file()] if path is not None else []
-
-
-@lru_cache(maxsize=2)
-def _load(name: str, path: Path | None, choice: Choice, seed: int, stamps: tuple[tuple[int, int], ...]) -> Table:
-    """Keyed by everything the table depends on: ``stamps`` are times and sizes of the files, which may be edited."""
-    del stamps
-    raw = _from_file(path) if path is not None else _openml(name) if name.startswith(OPENML) else _builtin(name, seed)
-    features, target = choice.columns([str(c) for c in raw.frame.columns], raw.file, raw.target, raw.aside)
-    by = choice.column or target
+def _load(config: CoreConfig, path: Path | None) -> Table:
+    if path is not None:
+        raw = _from_file(path)
+    else:
+        raw = _openml(config.dataset) if config.dataset.startswith(OPENML) else _builtin(config.dataset, config.seed)
+    features, target = choose_columns(config, [str(c) for c in raw.frame.columns], raw.file, raw.target, raw.aside)
+    by = config.partition.column or target
     require_columns(raw.frame, [*features, target, by], raw.file)
-    frame = checked(raw.frame, features, target, choice, raw.file)
+    frame = checked(raw.frame, features, target, config, raw.file)
     features = [str(name) for name in frame if name != target]
-    refuse_identifiers(frame, features, raw.file, choice.max_levels)
+    refuse_identifiers(frame, features, raw.file, config.max_levels)
     kept = frame.index.to_numpy()
     column = frame[by] if by in frame else typed(raw.frame.iloc[kept], [by], raw.file)[by]
     splits = tuple(np.flatnonzero(np.isin(kept, test)) for test in raw.splits)
-    dropped = len(raw.frame) - len(frame)
     frame, column = frame.reset_index(drop=True), column.reset_index(drop=True)
-    return Table(raw.file, frame, tuple(features), target, column, splits, dropped)
+    return Table(raw.file, frame, tuple(features), target, column, splits, len(raw.frame) - len(frame))
 
 
 def _locate(name: str, folder: Path | None) -> Path | None:

@@ -91,9 +91,6 @@ def with_numbers(frame: pd.DataFrame, names: Sequence[str], file: str) -> pd.Dat
 
     ``days`` counts from 1 January 2000; ``sine`` and ``cosine`` are those of 2π (day of the year − 1) / 365.2425. The
     time of day is not looked at.
-
-    Raises:
-        DataError: the column holds no dates, or day and month of it could be exchanged.
     """
     present = [str(name) for name in frame.columns]
     made: dict[str, pd.Series] = {}

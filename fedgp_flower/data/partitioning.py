@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.cells import kind_of, number_labels
-from fedgp_flower.data.seeds import derived_seed, generator
+from fedgp_flower.data.synthetic import derived_seed, generator
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
 from fedgp_flower.typing import Array
@@ -66,9 +66,6 @@ def deal(inputs: pd.DataFrame, column: pd.Series, num_sites: int, config: CoreCo
         column: the partition column of the same rows.
         num_sites: K.
         config: read for ``partitioner``, ``partition.*`` and ``seed``.
-
-    Raises:
-        DataError: the partitioner cannot make that many sites out of these rows.
     """
     task = _Task(inputs, column, num_sites, config)
     if not 1 <= num_sites <= len(inputs):

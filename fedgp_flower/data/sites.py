@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgp_flower.config import CoreConfig
+from fedgp_flower.data.agreement import SiteDescription
 from fedgp_flower.data.cells import codes_in, kind_of, refuse_identifiers, require_rows
-from fedgp_flower.data.datasets import Choice, Table, checked, load_table
-from fedgp_flower.data.seeds import generator
+from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table
 from fedgp_flower.data.standardisation import (
-    Description,
     Preparation,
     count_unknown_levels,
     describe,
@@ -25,6 +24,7 @@ from fedgp_flower.data.standardisation import (
     encode_inputs,
     encode_targets,
 )
+from fedgp_flower.data.synthetic import generator
 from fedgp_flower.data.tables import read_table, table_stem
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.lazy import Lazy, pd
@@ -40,7 +40,7 @@ LEAST_ROWS = 2
 """Training rows below which a site has no spread to describe."""
 
 LOADED = "load_data"
-"""The name, in errors, of rows that the user's function returned."""
+"""What errors call rows that the user's function returned."""
 
 Data: TypeAlias = (
     "tuple[NDArray[Any], NDArray[Any]]"
@@ -49,7 +49,7 @@ Data: TypeAlias = (
 )
 
 _ONE_AT_A_TIME = Lock()
-"""Sites that share a process take turns to read and deal, because silencing a library is not thread-safe."""
+"""Silencing a library is not thread-safe: sites that share a process read and deal one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ class RawSite:
     features: tuple[str, ...]
     target: str
     dropped: int = 0
-    """Rows of the table left out for a missing cell; of a shared table they count at its first site."""
+    """Rows of the table left out for a missing cell. The first site counts those of a shared table."""
     suspected: str = ""
-    """In words, columns that may hold a code for a missing cell; of a shared table, as the whole of it tells."""
+    """A warning about columns that may hold a code for a missing cell, from the whole of a shared table."""
     _encoded: dict[bytes, SiteData] = field(default_factory=dict, repr=False, compare=False)
     """The latest encoding: a process of a simulation answers many messages of a run."""
 
@@ -94,31 +94,27 @@ class RawSite:
         """Training rows."""
         return len(self.train)
 
-    def describe(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> Description:
+    def describe(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> SiteDescription:
         """Sums and level counts of the training rows, or what public ranges imply: the answer to ``query.describe``."""
         if ranges:
             return described_by(ranges, self.train, self.features, self.target)
         return describe(self.train, self.features, self.target)
 
     def encode(self, preparation: Preparation) -> SiteData:
-        """The rows, standardised as the sites agreed.
-
-        Raises:
-            DataError: the site's columns do not fit the agreed schema.
-        """
+        """The rows, standardised as the sites agreed."""
         key = preparation.fingerprint()
         if key not in self._encoded:
+            both = (self.train, self.test)
+            x, x_test = (encode_inputs(part, preparation) for part in both)
+            if self.target != preparation.target.name:
+                raise DataError(
+                    f"the target is `{self.target}` here and `{preparation.target.name}` at the other sites"
+                )
+            y, y_test = (encode_targets(part[self.target], preparation) for part in both)
+            unknown = sum(count_unknown_levels(part, preparation) for part in both)
             self._encoded.clear()
-            self._encoded[key] = self._encode(preparation)
+            self._encoded[key] = SiteData(x, y, x_test, y_test, unknown)
         return self._encoded[key]
-
-    def _encode(self, preparation: Preparation) -> SiteData:
-        both = (self.train, self.test)
-        x, x_test = (encode_inputs(part, preparation) for part in both)
-        if self.target != preparation.target.name:
-            raise DataError(f"the target is `{self.target}` here and `{preparation.target.name}` at the other sites")
-        y, y_test = (encode_targets(part[self.target], preparation) for part in both)
-        return SiteData(x, y, x_test, y_test, sum(count_unknown_levels(part, preparation) for part in both))
 
 
 def site_id(node_config: Mapping[str, Value]) -> str:
@@ -137,13 +133,18 @@ def load_site(config: CoreConfig, node_config: Mapping[str, Value], run: str = "
         config: the run configuration.
         node_config: ``data-path`` (and ``test-path``, ``site``, ``label``) of a real site, else ``partition-id`` and
             ``num-partitions`` of a simulated one.
-        run: Whose messages are answered; simulated sites look once a run whether their table's file has changed.
+        run: id of the run; simulated sites check once a run whether their table's file has changed.
 
     Raises:
         DataError: the node names no data, or its rows cannot be used.
     """
     if "data-path" in node_config:
-        return _real_site(config, site_id(node_config), {key: str(value) for key, value in node_config.items()})
+        node = {key: str(value) for key, value in node_config.items()}
+        path = Path(node["data-path"]).expanduser()
+        held_out = Path(node["test-path"]).expanduser() if node.get("test-path") else None
+        test = None if held_out is None else read_table(held_out)
+        files = (path.name, (held_out or path).name)
+        return _real_site(config, site_id(node), node.get("label", ""), (read_table(path), test), files)
     if "partition-id" in node_config and "num-partitions" in node_config:
         share = int(node_config["partition-id"]), int(node_config["num-partitions"])
         return _site_of_run(run, config, *share) if run else _simulated_site(config, *share)
@@ -159,11 +160,7 @@ def load_all_sites(config: CoreConfig, num_partitions: int) -> list[RawSite]:
 
 
 def natural_sites(config: CoreConfig) -> int:
-    """How many sites the natural groups of a data set make: those with ``partition.min-rows`` training rows or more.
-
-    Raises:
-        ConfigError: rows are not dealt by natural groups, so that their number must be given.
-    """
+    """How many sites the natural groups of a data set make: those with ``partition.min-rows`` training rows or more."""
     if config.partitioner != "natural":
         raise ConfigError(
             f"`partitioner` = {config.partitioner!r} needs a number of sites; only 'natural' finds it in the data"
@@ -183,9 +180,6 @@ def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Pa
 
     Returns:
         The files of training rows, one per site.
-
-    Raises:
-        DataError: the rows cannot be dealt, or a file is there already.
     """
     width = max(2, len(str(num_sites - 1)))
     sites = load_all_sites(config, num_sites)
@@ -209,11 +203,6 @@ def _hold_out(rows: int, config: CoreConfig, site: str) -> tuple[partitioning.In
     return np.sort(order[count:]), np.sort(order[:count])
 
 
-def _usable(site: RawSite, where: str) -> RawSite:
-    require_rows(len(site.train), LEAST_ROWS, where)
-    return site
-
-
 @lru_cache(maxsize=1024)
 def _site_of_run(run: str, config: CoreConfig, site: int, partitions: int) -> RawSite:
     del run
@@ -232,17 +221,17 @@ def _share_of(table: Table, config: CoreConfig, site: int, partitions: int) -> R
     """A simulated site; a process of a simulation is asked for the same ones many times."""
     dealt = _dealt(table, config, partitions)
     train, test = table.rows(config.split)
-    rows, where = train[dealt.rows[site]], f"site {site} of {table.file}"
+    rows = train[dealt.rows[site]]
     if config.split >= 0:
         held_out = _share(config, table, test, dealt, site)
     else:
         keep, drop = _hold_out(rows.size, config, str(site))
         rows, held_out = rows[keep], rows[drop]
+    require_rows(rows.size, LEAST_ROWS, f"site {site} of {table.file}")
     kept, tested = (table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out))
-    names, dropped = (table.features, table.target), table.dropped if site == 0 else 0
     codes = {name: mask.sum() for name, mask in _codes_of(table).items() if mask[rows].any() or mask[held_out].any()}
-    raw = RawSite(str(site), dealt.labels[site], partitions, kept, tested, *names, dropped, _suspicion(codes))
-    return _usable(raw, where)
+    names, dropped = (table.features, table.target), table.dropped if site == 0 else 0
+    return RawSite(str(site), dealt.labels[site], partitions, kept, tested, *names, dropped, _suspicion(codes))
 
 
 @lru_cache(maxsize=2)
@@ -262,12 +251,11 @@ def _suspicion(codes: Mapping[str, int]) -> str:
 def _share(
     config: CoreConfig, table: Table, test: NDArray[np.int64], dealt: partitioning.Deal, site: int
 ) -> NDArray[np.int64]:
-    """A site's part of the pooled test rows; the parts of all sites are the whole.
+    """A site's part of the pooled test rows.
 
-    Where sites are natural groups a test row belongs to its group; all other rows are dealt at random in equal shares.
+    Where sites are natural groups a test row belongs to its group. All other rows are dealt at random in equal shares.
     """
-    loose = test
-    grouped = test[:0]
+    loose, grouped = test, test[:0]
     if config.partitioner == "natural":
         groups = partitioning.row_labels(table.column).iloc[test]
         grouped = test[(groups == dealt.labels[site]).to_numpy()]
@@ -285,14 +273,6 @@ def _dealt(table: Table, config: CoreConfig, partitions: int) -> partitioning.De
     return partitioning.deal(inputs, table.column.iloc[train].reset_index(drop=True), partitions, config)
 
 
-def _real_site(config: CoreConfig, site: str, node: Mapping[str, str]) -> RawSite:
-    path = Path(node["data-path"]).expanduser()
-    other = Path(node["test-path"]).expanduser() if node.get("test-path") else path
-    test = read_table(other) if node.get("test-path") else None
-    label = node.get("label", "") or site
-    return _of_tables(config, (site, label, ""), (read_table(path), test), (path.name, other.name))
-
-
 def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) -> RawSite:
     """A real site with the rows that the user's loader returned.
 
@@ -300,69 +280,60 @@ def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) ->
         config: The run configuration.
         node_config: ``site`` or ``partition-id`` names the site, ``label`` is its name for people.
         data: ``(X, y)``, ``(X, y, X_test, y_test)``, or ``(frame, target)`` with a DataFrame and the name of a column.
-
-    Raises:
-        DataError: the data are something else, or their rows cannot be used.
     """
-    site = site_id(node_config)
+    site, label = site_id(node_config), str(node_config.get("label", ""))
     if not site:
         raise DataError("the node configuration names no site: it needs `site` (or `partition-id`, in simulation)")
-    label = str(node_config.get("label", "")) or site
     if len(data) == 2 and isinstance(data[0], pd.DataFrame):
-        return _of_tables(config, (site, label, str(data[1])), (data[0], None), (LOADED, LOADED))
+        return _real_site(config, site, label, (data[0], None), (LOADED, LOADED), str(data[1]))
     if len(data) not in (2, 4):
         raise DataError(
             f"{LOADED} returned {len(data)} things, expected (X, y), (X, y, X_test, y_test) or (frame, target)"
         )
-    tables = [_framed(np.asarray(x), np.asarray(y)) for x, y in zip(data[::2], data[1::2], strict=True)]
-    return _of_tables(config, (site, label, "y"), (tables[0], tables[1] if len(tables) > 1 else None), (LOADED, LOADED))
+    tables = []
+    for x, y in zip(map(np.asarray, data[::2]), map(np.asarray, data[1::2]), strict=True):
+        if x.ndim != 2 or y.shape != x.shape[:1]:
+            raise DataError(f"{LOADED} returned arrays of shapes {x.shape}, {y.shape}; expected [N, D] and [N]")
+        tables.append(pd.DataFrame(x, columns=[f"x{column}" for column in range(x.shape[1])]).assign(y=y))
+    both = (tables[0], tables[1] if len(tables) > 1 else None)
+    return _real_site(config, site, label, both, (LOADED, LOADED), "y")
 
 
 def site_of_table(config: CoreConfig, name: str, table: pd.DataFrame) -> RawSite:
-    """A site called ``name`` with the rows of a table.
-
-    Raises:
-        DataError: its rows cannot be used.
-    """
-    return _of_tables(config, (name, name, ""), (table, None), (name, name))
+    """A site called ``name`` with the rows of a table."""
+    return _real_site(config, name, name, (table, None), (name, name))
 
 
-def _framed(inputs: NDArray[Any], target: NDArray[Any]) -> pd.DataFrame:
-    """Rows as a table with the columns x0, x1, … and y."""
-    if inputs.ndim != 2 or target.shape != inputs.shape[:1]:
-        raise DataError(f"{LOADED} returned arrays of shapes {inputs.shape}, {target.shape}; expected [N, D] and [N]")
-    frame = pd.DataFrame(inputs, columns=[f"x{column}" for column in range(inputs.shape[1])])
-    return frame.assign(y=target)
-
-
-def _of_tables(
+def _real_site(
     config: CoreConfig,
-    names: tuple[str, str, str],
+    site: str,
+    label: str,
     tables: tuple[pd.DataFrame, pd.DataFrame | None],
     files: tuple[str, str],
+    usual_target: str = "",
 ) -> RawSite:
-    """A real site of a table, and of one with its held-out rows or a share of the first.
+    """A real site.
 
     Args:
         config: The run configuration.
-        names: Of the site, of the site for people, and of the target where the configuration names none.
-        tables: Rows to train on, and rows to hold out where they are apart.
+        site: Its id.
+        label: Its name for people; the id if empty.
+        tables: Rows to train on, and held-out rows; without these, a share of the first is held out.
         files: What errors call the two.
+        usual_target: The target where the configuration names none.
     """
-    site, label, usual = names
     (raw, other), (file, other_file) = tables, files
-    choice = Choice.of(config)
-    features, target = choice.columns([str(name) for name in raw.columns], file, usual)
-    whole = checked(raw, features, target, choice, file)
-    frame, dropped = whole.reset_index(drop=True), len(raw) - len(whole)
+    features, target = choose_columns(config, [str(name) for name in raw.columns], file, usual_target)
+    frame = checked(raw, features, target, config, file).reset_index(drop=True)
+    dropped = len(raw) - len(frame)
     inputs = [str(name) for name in frame if name != target]
     if other is not None:
         kinds = {name: kind_of(frame[name]) for name in inputs}
-        train, test = frame, checked(other, features, target, choice, other_file, kinds).reset_index(drop=True)
+        train, test = frame, checked(other, features, target, config, other_file, kinds).reset_index(drop=True)
         dropped += len(other) - len(test)
     else:
-        keep, drop = _hold_out(len(frame), config, site)
-        train, test = (frame.iloc[part].reset_index(drop=True) for part in (keep, drop))
+        train, test = (frame.iloc[part].reset_index(drop=True) for part in _hold_out(len(frame), config, site))
     suspected = _suspicion({name: int(mask.sum()) for name, mask in codes_in(pd.concat([train, test])).items()})
-    refuse_identifiers(train, inputs, file, choice.max_levels)
-    return _usable(RawSite(site, label, 0, train, test, tuple(inputs), target, dropped, suspected), file)
+    refuse_identifiers(train, inputs, file, config.max_levels)
+    require_rows(len(train), LEAST_ROWS, file)
+    return RawSite(site, label or site, 0, train, test, tuple(inputs), target, dropped, suspected)

@@ -1,15 +1,15 @@
-"""A site's half of federated standardisation: describe its rows by sums, and encode them with what was agreed.
+"""A site's half of federated standardisation: describe its rows by sums, and encode them as the sites agreed.
 
-The server's half is ``fedgp_flower.data.agreement``. A column of numbers is described by its sum, its sum of
+The server's half is :mod:`fedgp_flower.data.agreement`. A column of numbers is described by its sum, its sum of
 squares about the site's mean, and what rounding took from the sum; a categorical column by how often each level
-occurs. The agreed preparation turns numeric columns into one standardised input each and categorical ones into
-indicators. A level that is not among the agreed ones is :data:`OTHER` where the sites agreed on that one.
+occurs. The agreed preparation turns a numeric column into one standardised input and a categorical one into
+indicators. A level that is not among the agreed ones counts as :data:`OTHER`, if that is one of them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgp_flower.data.agreement import GONE, SiteDescription, summed_arrays
 from fedgp_flower.data.cells import Kind, kind_of, typed
 from fedgp_flower.data.dates import source, with_numbers
 from fedgp_flower.data.tables import OTHER, read_table, require_columns
@@ -24,9 +25,6 @@ from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.lazy import pd
 from fedgp_flower.transforms import Transform, transform_of
 from fedgp_flower.typing import Array, NamedArrays
-
-MISSING = "features.missing"
-"""Array of missing cells of the numeric columns, where a cell of any column is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +64,27 @@ class Column:
         return Column(str(entry["name"]), entry["kind"], levels, fill, bool(missing.get("indicator", False)))
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What ``query.describe`` sends: sums, level counts and the schema, never a row."""
-
-    arrays: NamedArrays
-    """``features.sum|residual|squares`` [Dn] over the numeric columns in schema order, the same for a numeric
-    ``target`` (0-d), and ``levels.<column>`` int64 for every categorical column; see :func:`summed`. Where cells are
-    missing, ``features.missing`` [Dn] counts them; sums and counts are over the others."""
-    schema: str
-    """JSON: names, kinds and levels of the feature columns and of the target."""
-    num_examples: int
+def _schema(frame: pd.DataFrame, features: Sequence[str], target: str) -> tuple[list[Column], str]:
+    """Columns of a table whose cells are typed, the target last, and the JSON that names them."""
+    columns = []
+    for name in (*features, target):
+        kind = kind_of(frame[name])
+        levels = tuple(sorted(frame[name].dropna().unique())) if kind == "categorical" else ()
+        columns.append(Column(name, kind, levels))
+    *entries, last = (column.as_json() for column in columns)
+    return columns, json.dumps({"features": entries, "target": last})
 
 
-def _column_of(series: pd.Series, name: str) -> Column:
-    kind = kind_of(series)
-    return Column(name, kind, tuple(sorted(series.dropna().unique())) if kind == "categorical" else ())
+def _numbers(frame: pd.DataFrame, columns: Iterable[Column]) -> Array:
+    """Cells of the numeric columns [N, C]."""
+    return frame[[column.name for column in columns if column.kind == "numeric"]].to_numpy(dtype=np.float64)
+
+
+def _level_counts(frame: pd.DataFrame, columns: Iterable[Column]) -> Array:
+    """Rows of each level of the categorical columns [T]."""
+    texts = [column for column in columns if column.kind == "categorical"]
+    counts = [np.bincount(_level_index(frame[c.name].dropna(), c), minlength=len(c.levels)) for c in texts]
+    return np.concatenate([np.empty(0), *counts])
 
 
 def summed(values: Array) -> tuple[Array, Array, Array]:
@@ -96,28 +99,15 @@ def summed(values: Array) -> tuple[Array, Array, Array]:
     return total, np.nansum(deviation, axis=0), np.nansum(deviation**2, axis=0)
 
 
-def describe(frame: pd.DataFrame, features: Sequence[str], target: str) -> Description:
-    """Describe a site's training rows, whose columns are typed."""
-    columns = [_column_of(frame[name], name) for name in features]
-    goal = _column_of(frame[target], target)
-    numeric = [column.name for column in columns if column.kind == "numeric"]
-    parts = ("sum", "residual", "squares")
-    values = frame[numeric].to_numpy(dtype=np.float64)
-    arrays: NamedArrays = {f"features.{part}": value for part, value in zip(parts, summed(values), strict=True)}
-    if frame[list(features)].isna().any(axis=None):
-        arrays[MISSING] = np.isnan(values).sum(axis=0)
-    if goal.kind == "numeric":
-        sums = summed(frame[[target]].to_numpy(dtype=np.float64))
-        arrays |= {f"target.{part}": value[0].reshape(()) for part, value in zip(parts, sums, strict=True)}
-    for column in (*columns, goal):
-        if column.kind == "categorical":
-            index = _level_index(frame[column.name].dropna(), column)
-            arrays[f"levels.{column.name}"] = np.bincount(index, minlength=len(column.levels)).astype(np.int64)
-    schema = {"features": [column.as_json() for column in columns], "target": goal.as_json()}
-    return Description(arrays, json.dumps(schema), len(frame))
+def describe(frame: pd.DataFrame, features: Sequence[str], target: str) -> SiteDescription:
+    """A site's answer to ``query.describe``: sums and level counts of training rows whose columns are typed."""
+    columns, schema = _schema(frame, features, target)
+    values, levels, rows = _numbers(frame, columns), _level_counts(frame, columns), len(frame)
+    missing = np.isnan(values).sum(axis=0)
+    return SiteDescription(summed_arrays(schema, summed(values), missing, levels, rows), schema, rows)
 
 
-def bare(description: Description) -> Description:
+def bare(description: SiteDescription) -> SiteDescription:
     """Columns, kinds, levels and the number of rows alone: sums are those of mean 0 and spread 1, counts even."""
     rows = description.num_examples
     arrays: NamedArrays = {}
@@ -125,49 +115,40 @@ def bare(description: Description) -> Description:
         if name.startswith("levels."):
             arrays[name] = np.full(array.shape, rows // array.size, np.int64)
             arrays[name][: rows % array.size] += 1
-        elif name != MISSING:
+        elif name != GONE:
             arrays[name] = np.full(array.shape, float(rows) if name.endswith(".squares") else 0.0)
-    return Description(arrays, description.schema, rows)
+    return SiteDescription(arrays, description.schema, rows)
+
+
+def described_by(
+    ranges: Mapping[str, tuple[float, float]], frame: pd.DataFrame, features: Sequence[str], target: str
+) -> SiteDescription:
+    """The description of as many rows spread evenly over public ranges: it tells only how many rows there are."""
+    columns, schema = _schema(frame, features, target)
+    if odd := [column.name for column in columns if column.kind != "numeric" or column.name not in ranges]:
+        raise DataError(f"column `{odd[0]}` is of text or has no range in `privacy.ranges`: add it, or leave it out")
+    low, high = np.array([ranges[column.name] for column in columns], dtype=np.float64).T
+    rows, none = len(frame), np.zeros(len(columns))
+    sums = (rows * (low + high) / 2, none, rows * (high - low) ** 2 / 12)
+    return SiteDescription(summed_arrays(schema, sums, none, np.empty(0), rows), schema, rows)
 
 
 def column_sums(frame: pd.DataFrame, agreed: Preparation) -> dict[str, Array]:
     """Sums Σx and Σ|x|, missing cells of each numeric column [C], and rows of each level [T], in schema order."""
-    values = frame[list(agreed.numeric)].to_numpy(dtype=np.float64)
-    texts = [column for column in (*agreed.columns, agreed.target) if column.kind == "categorical"]
-    counts = [np.bincount(_level_index(frame[c.name].dropna(), c), minlength=len(c.levels)) for c in texts]
+    columns = (*agreed.columns, agreed.target)
+    values = _numbers(frame, columns)
     return {
         "sums": np.nansum(values, axis=0),
         "sizes": np.nansum(np.abs(values), axis=0),
         "missing": np.isnan(values).sum(axis=0).astype(np.float64),
-        "levels": np.concatenate([np.empty(0), *counts]),
+        "levels": _level_counts(frame, columns),
     }
 
 
 def column_squares(frame: pd.DataFrame, agreed: Preparation, centre: Array, scale: Array) -> tuple[Array, Array]:
     """Sums of (x − c)/s and of its square of each numeric column [C]."""
-    deviation = (frame[list(agreed.numeric)].to_numpy(dtype=np.float64) - centre) / scale
+    deviation = (_numbers(frame, (*agreed.columns, agreed.target)) - centre) / scale
     return np.nansum(deviation, axis=0), np.nansum(deviation**2, axis=0)
-
-
-def described_by(
-    ranges: Mapping[str, tuple[float, float]], frame: pd.DataFrame, features: Sequence[str], target: str
-) -> Description:
-    """What as many rows say that are spread evenly over public ranges: nothing of the rows but their number.
-
-    Raises:
-        DataError: a column has no range, or is of text, whose levels are not public.
-    """
-    columns = [_column_of(frame[name], name) for name in (*features, target)]
-    if odd := [column.name for column in columns if column.kind != "numeric" or column.name not in ranges]:
-        raise DataError(f"column `{odd[0]}` is of text or has no range in `privacy.ranges`: add it, or leave it out")
-    low, high = np.array([ranges[column.name] for column in columns], dtype=np.float64).T
-    rows = len(frame)
-    squares = rows * (high - low) ** 2 / 12
-    sums = {"sum": rows * (low + high) / 2, "residual": np.zeros(len(columns)), "squares": squares}
-    arrays: NamedArrays = {f"features.{part}": values[:-1] for part, values in sums.items()}
-    arrays |= {f"target.{part}": values[-1].reshape(()) for part, values in sums.items()}
-    schema = {"features": [column.as_json() for column in columns[:-1]], "target": columns[-1].as_json()}
-    return Description(arrays, json.dumps(schema), rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +175,6 @@ class Preparation:
     def features(self) -> tuple[str, ...]:
         """Names of the feature columns of a table."""
         return tuple(column.name for column in self.columns)
-
-    @property
-    def numeric(self) -> tuple[str, ...]:
-        """Names of the columns of numbers, the target among them."""
-        return tuple(column.name for column in (*self.columns, self.target) if column.kind == "numeric")
 
     def fingerprint(self) -> bytes:
         """Equal for preparations that encode rows alike."""
@@ -227,17 +203,12 @@ class Preparation:
         except (ValueError, KeyError, TypeError):
             raise ProtocolError("the agreed schema is not JSON with `features` and `target`") from None
         width = sum(len(column.names) for column in columns)
-        shapes = {"input.mean": (width,), "input.scale": (width,), "target.mean": (), "target.scale": ()}
-        for name, shape in shapes.items():
-            _require_array(arrays, name, shape)
-        mean, scale = (np.asarray(arrays[f"input.{part}"], dtype=np.float64) for part in ("mean", "scale"))
-        target_mean, target_scale = [
-            float(np.asarray(arrays[f"target.{part}"], dtype=np.float64)) for part in ("mean", "scale")
-        ]
-        return Preparation(columns, target, mean, scale, target_mean, target_scale, missing, transform)
+        input_mean, input_scale = (_array(arrays, name, (width,)) for name in ("input.mean", "input.scale"))
+        mean, scale = (float(_array(arrays, name, ())) for name in ("target.mean", "target.scale"))
+        return Preparation(columns, target, input_mean, input_scale, mean, scale, missing, transform)
 
 
-def _require_array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: tuple[int, ...]) -> None:
+def _array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: tuple[int, ...]) -> Array:
     if name not in arrays:
         raise ProtocolError(f"the preparation lacks the array `{name}`")
     value = np.asarray(arrays[name], dtype=np.float64)
@@ -245,6 +216,7 @@ def _require_array(arrays: Mapping[str, NDArray[np.generic]], name: str, shape: 
         raise ProtocolError(f"the preparation's `{name}` has shape {value.shape}; the schema needs {shape}")
     if not np.isfinite(value).all() or (name.endswith("scale") and (value <= 0).any()):
         raise ProtocolError(f"the preparation's `{name}` must be finite{' and positive' * name.endswith('scale')}")
+    return value
 
 
 def read_inputs(path: Path, preparation: Preparation) -> pd.DataFrame:
@@ -259,11 +231,7 @@ def no_inputs(path: Path, preparation: Preparation) -> pd.DataFrame:
 
 
 def typed_inputs(frame: pd.DataFrame, preparation: Preparation, name: str) -> pd.DataFrame:
-    """Feature columns of new rows, typed as the sites agreed; other columns are not looked at.
-
-    Raises:
-        DataError: a column is missing, or holds cells that cannot be used; says ``name``, column and row.
-    """
+    """Feature columns of new rows, typed as the sites agreed; other columns are not looked at."""
     require_columns(frame, [source(feature, frame.columns) for feature in preparation.features], name)
     kinds = {column.name: column.kind for column in preparation.columns}
     numbered = with_numbers(frame, preparation.features, name)
@@ -276,28 +244,20 @@ def _level_index(series: pd.Series, column: Column) -> NDArray[np.int64]:
     return np.where(index < 0, column.levels.index(OTHER), index) if OTHER in column.levels else index
 
 
-def _require_schema(frame: pd.DataFrame, preparation: Preparation) -> None:
-    require_columns(frame, preparation.features, "the table does not fit the schema agreed by the sites")
-    for column in preparation.columns:
-        if kind_of(frame[column.name]) != column.kind:
-            raise DataError(
-                f"column `{column.name}` is {kind_of(frame[column.name])} here and {column.kind} in the schema that the"
-                " sites agreed on; write its cells the way the other sites do"
-            )
-
-
 def encode_inputs(frame: pd.DataFrame, preparation: Preparation) -> Array:
     """Standardised inputs [N, D] of typed rows; a level unknown to the schema has all its indicators zero.
 
     A missing cell has the mean over all sites in its inputs, or NaN where rows with missing cells are left out.
-
-    Raises:
-        DataError: the rows lack a column of the schema, or have it in another kind.
     """
-    _require_schema(frame, preparation)
+    require_columns(frame, preparation.features, "the table does not fit the schema agreed by the sites")
     blocks = [np.empty((len(frame), 0))]
     for column in preparation.columns:
         series = frame[column.name]
+        if kind_of(series) != column.kind:
+            raise DataError(
+                f"column `{column.name}` is {kind_of(series)} here and {column.kind} in the schema that the"
+                " sites agreed on; write its cells the way the other sites do"
+            )
         gone = series.isna().to_numpy(dtype=bool)[:, None]
         if column.kind == "numeric":
             block = series.to_numpy(dtype=np.float64)[:, None]
@@ -316,11 +276,7 @@ def count_unknown_levels(frame: pd.DataFrame, preparation: Preparation) -> int:
 
 
 def encode_targets(series: pd.Series, preparation: Preparation) -> Array:
-    """Standardised targets [N], or 0 and 1 for the first and second of two agreed levels.
-
-    Raises:
-        DataError: the target is of another kind than agreed, or has a level that is not among the two.
-    """
+    """Standardised targets [N], or 0 and 1 for the first and second of two agreed levels."""
     target = preparation.target
     if kind_of(series) != target.kind:
         raise DataError(f"target `{target.name}` is {kind_of(series)} here and {target.kind} at the other sites")

@@ -1,18 +1,30 @@
-"""Synthetic data sets of the papers, each with a standard split."""
+"""Synthetic data sets of the papers, each with a standard split, and seeds that depend on names."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgp_flower.data.seeds import generator
 from fedgp_flower.lazy import pd
 from fedgp_flower.typing import Array
 
 Made: TypeAlias = "tuple[pd.DataFrame, tuple[NDArray[np.int64], ...]]"
 """A table, and the test rows of each of its standard splits."""
+
+
+def derived_seed(seed: int, *names: str | int) -> int:
+    """An integer below 2³² that is a fixed function of the run's seed and of what the numbers are for."""
+    digest = hashlib.sha256("/".join(str(part) for part in (seed, *names)).encode()).digest()
+    return int.from_bytes(digest[:4], "big")
+
+
+def generator(seed: int, *names: str | int) -> np.random.Generator:
+    """A separate generator for every purpose, for example ``generator(seed, "held-out", site)``."""
+    digest = hashlib.sha256("/".join(str(part) for part in (seed, *names)).encode()).digest()
+    return np.random.default_rng(list(digest))
 
 
 def sine(seed: int) -> Made:

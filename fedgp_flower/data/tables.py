@@ -52,9 +52,6 @@ def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
     Args:
         path: CSV, gzipped or not, or Parquet.
         as_written: Cells of a CSV as text, letter by letter: ids keep their zeros.
-
-    Raises:
-        DataError: the file is missing, unreadable, empty or of another kind, or its header or a row is wrong.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; check `data-path`, `test-path` or `dataset`")

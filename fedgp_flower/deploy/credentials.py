@@ -43,11 +43,7 @@ class Authority:
 
     @staticmethod
     def read(folder: Path) -> Authority:
-        """From ``ca.crt`` and ``ca.key``.
-
-        Raises:
-            ConfigError: a file is missing or cannot be read as such.
-        """
+        """From ``ca.crt`` and ``ca.key``."""
         try:
             key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
             certificate = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from fedgp_flower.deploy.launch import HOST, conclude
 from fedgp_flower.deploy.machines import CONNECTION, Coordinator, SiteFolder
 from fedgp_flower.deploy.processes import free_ports
 from fedgp_flower.deploy.submission import Flower, project_folder
-from fedgp_flower.errors import ConfigError, DataError, RunError
+from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.run.registry import parse_config
@@ -26,33 +26,17 @@ from fedgp_flower.run.user_config import complete_config, run_folder
 
 ONLINE_SECONDS = 90.0
 
-# An exchange with real SuperNodes takes seconds, however little it carries: few rounds, each with many local steps.
 DEFAULTS: dict[str, Value] = {
-    "method": "fsgp",
-    "num-server-rounds": 3,
+    "num-server-rounds": 5,
     "model.num-inducing": 20,
     "evaluate-every": 0,
     "baselines.pooled": False,
 }
-LOCAL_STEPS: dict[str, Value] = {"optimizer.steps": 25}
-"""For methods that take the optimiser's local steps; the others have another key for them and refuse this one."""
-
-
-def demo_config(chosen: Mapping[str, Value], count: int) -> dict[str, Value]:
-    """The demonstration's configuration: its defaults, and over them what was chosen."""
-    given = DEFAULTS | {"min-sites": count} | dict(chosen)
-    try:
-        return complete_config(LOCAL_STEPS | given, Path.cwd())
-    except ConfigError:
-        return complete_config(given, Path.cwd())
+"""An exchange with real SuperNodes takes seconds, however little it carries: few rounds."""
 
 
 def join_sites(coordinator: Coordinator, folder: Path, files: Sequence[Path]) -> list[SiteFolder]:
-    """A site per CSV file, named after it, or ``site1``, ``site2``, … where two files have one name.
-
-    Raises:
-        DataError: for a file that does not exist.
-    """
+    """A site per CSV file, named after it, or ``site1``, ``site2``, … where two files have one name."""
     if missing := [str(file) for file in files if not file.is_file()]:
         raise DataError(f"no such file: {', '.join(missing)}")
     names = [file.stem for file in files]
@@ -107,11 +91,7 @@ def federation(folder: Path, files: Sequence[Path], *, app: str = "", masked: bo
 
 
 def wait_online(flower: Flower, count: int) -> None:
-    """Wait until ``count`` SuperNodes are online.
-
-    Raises:
-        RunError: when they are not after ``ONLINE_SECONDS``, or one has ended.
-    """
+    """Wait until ``count`` SuperNodes are online."""
     deadline, online = time.monotonic() + ONLINE_SECONDS, 0
     while time.monotonic() < deadline:
         flower.processes.require_alive()
@@ -137,13 +117,9 @@ def say(line: str) -> None:
 
 
 def run_demo(keys: FlatConfig, files: Sequence[Path], count: int, parent: Path, *, keep: bool) -> None:
-    """Run the demonstration in a new folder below ``parent``: a CSV file per site, or ``count`` sites of a data set.
-
-    Raises:
-        RunError: when the run did not complete.
-    """
+    """Run the demonstration in a new folder below ``parent``: a CSV file per site, or ``count`` sites of a data set."""
     folder, count = parent / time.strftime("%Y%m%d-%H%M%S"), len(files) or count
-    config = demo_config(keys, count)
+    config = complete_config(DEFAULTS | {"min-sites": count} | dict(keys), Path.cwd())
     folder.mkdir(parents=True, mode=0o700)
     files = files or write_partition(parse_config(config), count, folder / "data")
     with federation(folder, files, masked=parse_config(config).privacy.secure_aggregation) as flower:

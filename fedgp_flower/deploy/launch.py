@@ -27,11 +27,7 @@ SIMULATION = "simulation"
 
 
 def simulate(config: FlatConfig, sites: int, gpus_per_site: float = 0.0) -> None:
-    """Run the app on Ray, under a SuperLink that ends with it; 0 sites takes every natural group.
-
-    Raises:
-        RunError: when the run did not complete.
-    """
+    """Run the app on Ray, under a SuperLink that ends with it; 0 sites takes every natural group."""
     sites = sites or natural_sites(parse_config(config))
     home, (port,) = flower_home(), free_ports(1)
     project = project_folder(home)
@@ -52,11 +48,7 @@ def simulate(config: FlatConfig, sites: int, gpus_per_site: float = 0.0) -> None
 
 
 def submit_elsewhere(config: FlatConfig, connection: str) -> None:
-    """Hand the app to a SuperLink that somebody runs, and wait for the run to end.
-
-    Raises:
-        RunError: when the run did not complete.
-    """
+    """Hand the app to a SuperLink that somebody runs, and wait for the run to end."""
     home = flower_home()
     project = project_folder(home)
     install_profiles(home)
@@ -69,9 +61,6 @@ def conclude(flower: Flower, run: str, folder: Path) -> None:
     """Follow a submitted run to its end and print how it went.
 
     A signal that ends this process ends the run too.
-
-    Raises:
-        RunError: when Flower says that the run did not complete.
     """
     try:
         flower.follow(run)

@@ -21,9 +21,9 @@ import tomli_w
 
 from fedgp_flower.deploy import units
 from fedgp_flower.deploy.credentials import Authority, create_node_key
-from fedgp_flower.deploy.pinned import PIN
 from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import Flower, environment, project_folder
+from fedgp_flower.deploy.wrapped import PIN
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Value
@@ -32,7 +32,7 @@ from fedgp_flower.privacy.keys import Identity
 CONNECTION = "deployment"
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
 """Of the authority, and of a server's certificate; ``fedgp deploy rotate`` makes a new one."""
-PATIENCE = (sys.executable, "-m", "fedgp_flower.deploy.patience")
+WRAPPED = (sys.executable, "-m", "fedgp_flower.deploy.wrapped")
 BIND = "0.0.0.0"  # noqa: S104 - sites are on other machines
 
 
@@ -55,11 +55,7 @@ class Coordinator:
 
     @staticmethod
     def create(folder: Path, host: str, port: int) -> Coordinator:
-        """Make the folder, authority, certificate, connection and units.
-
-        Raises:
-            ConfigError: the folder exists.
-        """
+        """Make the folder, authority, certificate, connection and units."""
         folder = folder.resolve()
         _new(folder)
         for name in ("server", "flower", "logs", "invitations"):
@@ -75,18 +71,14 @@ class Coordinator:
 
     @staticmethod
     def read(folder: Path) -> Coordinator:
-        """From a folder that :meth:`create` made.
-
-        Raises:
-            ConfigError: it is not such a folder.
-        """
+        """From a folder that :meth:`create` made."""
         content = _read(folder / "coordinator.toml", "fedgp deploy init")
         return Coordinator(folder.resolve(), str(content["host"]), int(content["port"]))
 
     def command(self, bind: str = BIND) -> tuple[list[str], dict[str, str], Path]:
         """The SuperLink that listens at an address: its words, its environment, and where it starts."""
         server = self.folder / "server"
-        words = [*PATIENCE, "superlink", "--host", bind, "--port", str(self.port), "--database", "superlink.db"]
+        words = [*WRAPPED, "superlink", "--host", bind, "--port", str(self.port), "--database", "superlink.db"]
         words += ["--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key"]
         return [*words, "--enable-supernode-auth"], environment(self.folder / "flower"), server
 
@@ -131,11 +123,7 @@ class SiteFolder:
 
     @staticmethod
     def join(invitation: Path, folder: Path | None, given: Mapping[str, Path]) -> SiteFolder:
-        """Make keys and a folder from an invitation and the site's files.
-
-        Raises:
-            ConfigError: the folder exists, or the file is not an invitation.
-        """
+        """Make keys and a folder from an invitation and the site's files."""
         content = _read(invitation, "fedgp deploy invite")
         missing = [name for name in ("site", "superlink", "app", "root-certificate") if not content.get(name)]
         if missing:
@@ -151,7 +139,7 @@ class SiteFolder:
         Identity.new().write(place / "site-key")
         script = place / "bin" / "flwr-clientapp"
         script.parent.mkdir()
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fedgp_flower.deploy.pinned "$@"\n')
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fedgp_flower.deploy.wrapped clientapp "$@"\n')
         script.chmod(0o700)
         facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}}
         _write(place / "site.toml", facts)
@@ -160,11 +148,7 @@ class SiteFolder:
 
     @staticmethod
     def read(folder: Path) -> SiteFolder:
-        """From a folder that :meth:`join` made.
-
-        Raises:
-            ConfigError: it is not such a folder.
-        """
+        """From a folder that :meth:`join` made."""
         return SiteFolder(folder.resolve(), _read(folder / "site.toml", "fedgp site join"))
 
     @property
@@ -198,7 +182,7 @@ class SiteFolder:
     def command(self, port: int = 0) -> tuple[list[str], dict[str, str], Path]:
         """The SuperNode: its words, its environment, and where it starts; 0 takes a free port for its ClientApps."""
         node_config = " ".join(f'{key}="{value}"' for key, value in self.node_config.items())
-        words = [*PATIENCE, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
+        words = [*WRAPPED, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
         words += ["--auth-supernode-private-key", self.name, "--node-config", node_config]
         words += ["--port", str(port or free_ports(1)[0])]
         variables = environment(self.folder / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}

@@ -133,11 +133,7 @@ class Processes:
         )
 
     def require_alive(self) -> None:
-        """Raise where a background process has ended by itself.
-
-        Raises:
-            RunError: naming the process, its exit status and the end of its log.
-        """
+        """Raise where a background process has ended by itself."""
         for name, process in self._background.items():
             if process.poll() is not None:
                 raise RunError(f"{name} ended with status {process.returncode}; the end of its log:\n{self.tail(name)}")
@@ -147,11 +143,7 @@ class Processes:
         return "\n".join((self.logs / f"{name}.log").read_text(errors="replace").splitlines()[-lines:])
 
     def end(self) -> None:
-        """Ask every process of this launch to end, then force those that have not.
-
-        Raises:
-            RunError: naming the processes that neither signal ended.
-        """
+        """Ask every process of this launch to end, then force those that have not."""
         seen: dict[int, ProcessEntry] = {}
         for number, patience in ((signal.SIGTERM, self._grace), (signal.SIGKILL, self._grace)):
             deadline = time.monotonic() + patience

@@ -52,11 +52,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def program(name: str) -> str:
-    """Path of a program installed beside this Python.
-
-    Raises:
-        RunError: where it is missing.
-    """
+    """Path of a program installed beside this Python."""
     path = Path(sys.executable).with_name(name)
     if not path.exists():
         raise RunError(f"`{name}` is not installed beside {sys.executable}: install `flwr[simulation]` there")
@@ -87,11 +83,7 @@ def project_folder(home: Path) -> Path:
 
 
 def write_app(folder: Path) -> Path:
-    """The installed packages as a Flower app, as `flwr build` and the Hub want it: licence, README, Python and TOML.
-
-    Raises:
-        RunError: the folder holds something else already.
-    """
+    """The installed packages as a Flower app, as `flwr build` and the Hub want it: licence, README, Python and TOML."""
     if folder.exists() and not (folder / PACKAGES[0] / "server_app.py").is_file():
         raise RunError(f"{folder} exists and is no copy of this app; name another folder")
     known = metadata("fedgp-flower")
@@ -141,11 +133,7 @@ class Flower:
     connection: str
 
     def wait_until_ready(self, url: str, seconds: float = 60.0, trust: Path | None = None) -> None:
-        """Wait until the SuperLink answers at ``url``.
-
-        Raises:
-            RunError: when it ends, or has not answered after ``seconds``.
-        """
+        """Wait until the SuperLink answers at ``url``."""
         context = ssl.create_default_context(cafile=trust) if trust else None
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -158,11 +146,7 @@ class Flower:
         raise RunError(f"the SuperLink did not answer at {url} within {seconds:.0f} s; see {self.processes.logs}")
 
     def json(self, *arguments: str) -> dict[str, Any]:
-        """The answer of ``flwr … --format json``.
-
-        Raises:
-            RunError: with Flower's message, if it reports a failure.
-        """
+        """The answer of ``flwr … --format json``."""
         done = self.processes.call([program("flwr"), *arguments, "--format", "json"], self.home)
         try:
             answer: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])

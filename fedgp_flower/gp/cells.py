@@ -23,6 +23,8 @@ DRAWS = 4000
 LLOYD_STEPS = 8
 CHUNK = 4096
 """Rows handled at once."""
+LEFT = 1e-4
+"""Share of its prior variance that must be left of a candidate to be taken before others."""
 
 
 def nearest(points: Array, centres: Array) -> Indices:
@@ -83,3 +85,34 @@ def drawn(rows: Array, first: Array, second: Array, rng: np.random.Generator) ->
     spread = np.sqrt(np.maximum(second[kept] / rows[kept, None] - mean**2, 0))  # below 0 by rounding alone
     chosen = rng.choice(len(mean), DRAWS, p=rows[kept] / rows[kept].sum())
     return mean[chosen] + spread[chosen] * rng.standard_normal((DRAWS, mean.shape[1]))
+
+
+def explaining(covariance: Array, products: Array, count: int) -> Indices:
+    """The ``count`` candidates for inducing points that explain most of the rows' variance, in their order [P].
+
+    With K = k(Z, Z) and G = Σ k(Z, x) k(x, Z), a candidate j explains G̃_jj/K̃_jj beyond those taken before,
+    where K̃ and G̃ are what those left of K and G. Taking j leaves, with u = K̃_:j/K̃_jj,
+
+        K̃ ← K̃ − K̃_jj u uᵀ,   G̃ ← G̃ − u G̃_j: − G̃_:j uᵀ + G̃_jj u uᵀ.
+
+    See Farahat et al., Greedy column subset selection for large-scale data sets (2015).
+
+    Args:
+        covariance: K [C, C].
+        products: G, of all rows [C, C].
+        count: P, how many to take.
+    """
+    left, explained = covariance.copy(), products.copy()
+    least = LEFT * left.diagonal()
+    taken: list[int] = []
+    for _ in range(count):
+        variances = left.diagonal()
+        gains = np.where(variances > least, explained.diagonal() / np.maximum(variances, least), -1.0)
+        gains[taken] = -2.0
+        best = int(gains.argmax())
+        taken.append(best)
+        column, moved = left[:, best].copy(), explained[:, best].copy()
+        share = column / max(column[best], least[best])
+        explained -= np.outer(share, moved) + np.outer(moved, share) - moved[best] * np.outer(share, share)
+        left -= np.outer(column, share)
+    return np.sort(taken)

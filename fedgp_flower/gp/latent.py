@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 
 import torch
+from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
-from gpytorch.means import ConstantMean
 from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.gp.kernels import prior_variance, wire_name
 from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.sparse import CHUNK, SparseGP
-from fedgp_flower.gp.sums import WhitenedPosterior
+from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, Rows, Targets
 
-CONSTANT, OWN = "mean.constant", "likelihood.log_parameters"
+CONSTANT, HYPER = "mean.constant", "likelihood.log_parameters"
 AMPLITUDE, REACH = 2.0, 1.35
 """Where ``model.outputscale`` and ``model.lengthscale`` keep their default: k(x, x), and ℓ in units of √D."""
 
@@ -29,10 +28,10 @@ class LatentGP(SparseGP):
 
     def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
         super().__init__(model, inducing_points)
-        del self.likelihood
+        del self._modules["likelihood"]
         self.observed = build_point_likelihood(model.likelihood, noise=model.noise)
         self.constant = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        self.own = torch.nn.Parameter(self.observed.initial.clone())
+        self.hyper = torch.nn.Parameter(self.observed.initial.clone())
         usual, reach = ModelSection(), REACH * math.sqrt(inducing_points.shape[-1])
         for name, parameter in self.kernel.named_parameters():
             if "lengthscale" in name and model.lengthscale == usual.lengthscale:
@@ -53,8 +52,8 @@ class LatentGP(SparseGP):
         for name, parameter in self.kernel.named_parameters():
             yield f"kernel.{wire_name(name)}", parameter
         yield CONSTANT, self.constant
-        if self.own.numel():
-            yield OWN, self.own
+        if self.hyper.numel():
+            yield HYPER, self.hyper
 
     def log_prior(self) -> Tensor:
         """Log density, up to a constant, of log ℓ ~ N(½ log D + ½, 1) and log k(x, x) ~ N(log 4, 1).
@@ -92,21 +91,22 @@ class LatentGP(SparseGP):
 
     def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
         """Mean and variance of an observation, both [N]: of a label its probability p and p (1 − p)."""
-        return self.observed.moments(*self.latent(inputs, posterior), self.own.detach())
+        return self.observed.moments(*self.latent(inputs, posterior), self.hyper.detach())
 
     def log_predictive(self, inputs: Rows, targets: Targets, posterior: WhitenedPosterior) -> Tensor:
         """Log density of each target [N]."""
-        return self.observed.log_predictive(targets, *self.latent(inputs, posterior), self.own.detach())
+        return self.observed.log_predictive(targets, *self.latent(inputs, posterior), self.hyper.detach())
 
-    def mean_of_gpytorch(self) -> ConstantMean:
-        """The prior mean c as a module of GPyTorch."""
-        mean = ConstantMean().double()
-        mean.constant = float(self.constant.detach())
-        return mean.requires_grad_(False)
+    def forward(self, inputs: Rows) -> MultivariateNormal:
+        """The prior, with the nugget."""
+        prior = super().forward(inputs)
+        nugget = self.nugget().expand(inputs.shape[:-1])
+        return MultivariateNormal(prior.mean + self.constant, prior.lazy_covariance_matrix.add_diagonal(nugget))
 
-    def likelihood_of_gpytorch(self) -> Likelihood:
-        """The likelihood as one of GPyTorch, in evaluation mode."""
-        return deepcopy(self.observed.to_gpytorch(self.own.detach())).requires_grad_(False).eval()
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood at the parameters, as one of GPyTorch in evaluation mode."""
+        return self.observed.to_gpytorch(self.hyper.detach()).requires_grad_(False).eval()
 
 
 def _is_amplitude(name: str) -> bool:

@@ -1,9 +1,7 @@
-"""The sparse GP of every sparse method: a GPyTorch kernel and likelihood with shared inducing points."""
+"""The sparse GP of every sparse method, its sums over rows and their gradients by formula."""
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +16,8 @@ from fedgp_flower.gp.kernels import WiredModel, build_kernel, prior_variance
 from fedgp_flower.gp.likelihoods import gaussian_likelihood
 from fedgp_flower.gp.linalg import kernel_cholesky, symmetric
 from fedgp_flower.gp.placement import FLOAT32_JITTER, to_array
-from fedgp_flower.gp.projections import whitened_projection
-from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior, bound_gradient
+from fedgp_flower.gp.sums import Adjoints, SparseSums, bound_gradient
+from fedgp_flower.gp.whitened import WhitenedGP, WhitenedPosterior, whitened_projection
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
@@ -31,15 +29,12 @@ BLOCK = 128
 """Rows of W Wᵀ formed at once, as far as the diagonal: above it they are those below."""
 
 
-class SparseGP(WiredModel):
+class SparseGP(WiredModel, WhitenedGP):
     """Kernel, Gaussian noise and inducing points; parameters in log coordinates, data standardised."""
 
     def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
-        super().__init__()
-        self.covar_module = build_kernel(model, inducing_points.shape[-1])
+        WhitenedGP.__init__(self, build_kernel(model, inducing_points.shape[-1]), inducing_points, model.jitter)
         self.likelihood = gaussian_likelihood(model.noise)
-        self.inducing_points = torch.nn.Parameter(inducing_points.double().clone())
-        self.requested_jitter = model.jitter
 
     @staticmethod
     def from_arrays(model: ModelSection, arrays: Mapping[str, Array]) -> SparseGP:
@@ -61,15 +56,16 @@ class SparseGP(WiredModel):
 
     def factor(self) -> Tensor:
         """L with L Lᵀ = K_zz + jitter, shape [M, M]."""
-        if not torch.is_grad_enabled() and is_squared_exponential(self.kernel):  # its formula is known
-            scale, variance = _of_squared_exponential(self.kernel)
-            points = self.inducing_points / scale
-            return kernel_cholesky(_covariance(points, points, variance), variance=variance, jitter=self.jitter)
-        kzz, variance = self._inducing_covariance()
+        kzz, variance = self.inducing_covariance()
         return kernel_cholesky(kzz, variance=variance, jitter=self.jitter)
 
-    def _inducing_covariance(self) -> tuple[Tensor, Tensor]:
-        return self.kernel(self.inducing_points).to_dense(), prior_variance(self.kernel, self.inducing_points)
+    def inducing_covariance(self) -> tuple[Tensor, Tensor]:
+        """K_zz [M, M], and the variance that jitter is relative to."""
+        if torch.is_grad_enabled() or not is_squared_exponential(self.kernel):
+            return self.kernel(self.inducing_points).to_dense(), prior_variance(self.kernel, self.inducing_points)
+        scale, variance = _of_squared_exponential(self.kernel)  # its formula is known
+        points = self.inducing_points / scale
+        return _covariance(points, points, variance), variance
 
     def covariances(self, inputs: Rows) -> tuple[Tensor, Tensor]:
         """K_zx [M, N] and k(x, x) [N]."""
@@ -78,12 +74,6 @@ class SparseGP(WiredModel):
     def whitened_cross(self, inputs: Rows) -> Tensor:
         """W = L⁻¹ K_zx with L Lᵀ = K_zz + jitter, shape [M, N]."""
         return whitened_projection(self.kernel, self.inducing_points, inputs, jitter=self.jitter)
-
-    def sums(self, inputs: Rows, targets: Targets) -> SparseSums:
-        """The additive sums of some rows, differentiable by the parameters."""
-        covariance, variances = self.covariances(inputs)
-        cross = torch.linalg.solve_triangular(self.factor(), covariance, upper=False)
-        return _sums(cross, targets, variances.sum())
 
     def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
         """Mean and variance of a noisy observation, both [N], in standardised units.
@@ -111,17 +101,6 @@ class SparseGP(WiredModel):
 
 def _chunks(rows: Tensor) -> Sequence[Tensor]:
     return (rows,) if rows.shape[0] <= CHUNK else rows.split(CHUNK)
-
-
-def _sums(cross: Tensor, targets: Targets, variance: Tensor) -> SparseSums:
-    """From W [M, N], y [N] and Σ k(x, x)."""
-    return SparseSums(
-        gram=_gram(cross),
-        projection=torch.mv(cross, targets),
-        target_squares=torch.dot(targets, targets),
-        prior_variance=variance,
-        count=targets.new_full((), targets.shape[0]),
-    )
 
 
 def _gram(cross: Tensor) -> Tensor:
@@ -225,8 +204,14 @@ class Whitener:
 
     def pulled(self, adjoints: Adjoints) -> _Pulled:
         """Derivatives through L⁻ᵀ; kept, since in one process the next site mostly comes with the same ones."""
-        if self._pulled is None or not adjoints.equals(self._pulled[0]):
-            self._pulled = adjoints, adjoints.through(self.factor)
+        known = self._pulled[0] if self._pulled else None
+        if known is not adjoints and not (
+            known
+            and np.array_equal(known.gram, adjoints.gram)
+            and np.array_equal(known.projection, adjoints.projection)
+        ):
+            self._pulled = adjoints, _Pulled.through(self.factor, adjoints)
+        assert self._pulled is not None
         return self._pulled[1]
 
     def projected(self, inputs: Rows, *, last: bool = False) -> Iterator[_Projected]:
@@ -258,41 +243,33 @@ class Whitener:
 def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whitener | None = None) -> SparseSums:
     """The sums of any number of rows, chunk by chunk, without a graph; with the model's whitener where there is one."""
     chunks = Whitener(model).projected(inputs, last=True) if whitener is None else whitener.projected(inputs)
-    pairs = zip(chunks, _chunks(targets), strict=True)
-    return functools.reduce(operator.iadd, (_sums(own.cross, y, own.variance) for own, y in pairs))
+    parts = (_sums(rows, y) for rows, y in zip(chunks, _chunks(targets), strict=True))
+    gram, projection, squares, variance = next(parts)
+    for more in parts:
+        gram.add_(more[0])
+        projection, squares, variance = projection + more[1], squares + more[2], variance + more[3]
+    count = targets.new_tensor(float(len(targets)))
+    return SparseSums(*(to_array(part) for part in (gram, projection, squares, variance, count)))
 
 
-@dataclass(frozen=True, slots=True)
-class Adjoints:
-    """Derivatives of the bound by the pooled sums."""
-
-    gram: Tensor  # ∂F/∂A  [M, M], symmetric
-    projection: Tensor  # ∂F/∂b  [M]
-    prior_variance: Tensor  # ∂F/∂c  []
-
-    @staticmethod
-    def of(gram: Array, projection: Array, prior_variance: Array, like: Tensor) -> Adjoints:
-        """From arrays, as precise as ``like`` and where it is."""
-        return Adjoints(*(torch.as_tensor(array).to(like) for array in (gram, projection, prior_variance)))
-
-    def equals(self, other: Adjoints) -> bool:
-        """Whether these are the same numbers."""
-        names = ("prior_variance", "projection", "gram")
-        return self is other or all(torch.equal(getattr(self, name), getattr(other, name)) for name in names)
-
-    def through(self, factor: Tensor) -> _Pulled:
-        """2 ∂F/∂A L⁻¹ and L⁻ᵀ ∂F/∂b: formed once, so that no row needs a triangular solve of its own."""
-        gram = torch.linalg.solve_triangular(factor, 2 * self.gram, upper=False, left=False)
-        projection = torch.linalg.solve_triangular(factor.mT, self.projection[:, None], upper=True)[:, 0]
-        return _Pulled(gram, projection)
+def _sums(rows: _Projected, targets: Targets) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A [M, M], b [M], s and c of a chunk."""
+    return _gram(rows.cross), torch.mv(rows.cross, targets), torch.dot(targets, targets), rows.variance
 
 
 @dataclass(frozen=True, slots=True)
 class _Pulled:
-    """:class:`Adjoints` behind the triangular solve that rows go through."""
+    """Adjoints behind the triangular solve that rows go through: formed once for all rows."""
 
     gram: Tensor  # 2 ∂F/∂A L⁻¹  [M, M]
     projection: Tensor  # L⁻ᵀ ∂F/∂b  [M]
+
+    @staticmethod
+    def through(factor: Tensor, adjoints: Adjoints) -> _Pulled:
+        """Through L."""
+        by_gram, by_projection = (torch.as_tensor(part).to(factor) for part in (adjoints.gram, adjoints.projection))
+        gram = torch.linalg.solve_triangular(factor, 2 * by_gram, upper=False, left=False)
+        return _Pulled(gram, torch.linalg.solve_triangular(factor.mT, by_projection[:, None], upper=True)[:, 0])
 
     def of_rows(self, cross: Tensor, products: Tensor) -> Tensor:
         """L⁻ᵀ (2 ∂F/∂A C + ∂F/∂b dᵀ) transposed  [N, M], of C [M, N] and d [N].
@@ -314,15 +291,16 @@ def rows_gradient(
     """
     whitener = whitener or Whitener(model)
     total, pulled = _Gradient(whitener.parameters), whitener.pulled(adjoints)
+    by_variance = torch.as_tensor(adjoints.prior_variance).to(inputs)
     for own, y in zip(whitener.projected(inputs, last=True), _chunks(targets), strict=True):
         incoming = pulled.of_rows(own.cross, y)  # [N, M]
         if own.closed is not None and whitener.closed is not None:
             moments, covariance = own.closed
             products = to_array(torch.mm(incoming.mul_(covariance.mT).mT, moments))
-            total.take(whitener.closed.pulled_back(products, to_array(adjoints.prior_variance * own.variance)))
+            total.take(whitener.closed.pulled_back(products, to_array(by_variance * own.variance)))
             continue
         cross, variances = model.covariances(own.inputs)
-        total.add([cross, variances], [incoming.mT, adjoints.prior_variance.expand_as(variances)])
+        total.add([cross, variances], [incoming.mT, by_variance.expand_as(variances)])
     return total.arrays()
 
 
@@ -342,7 +320,7 @@ def _covariance(points: Tensor, rows: Tensor, variance: Tensor) -> Tensor:
     return torch.addmm(squares, points, rows.mT, alpha=-2).clamp_(min=0).mul_(-0.5).exp_().mul_(variance)
 
 
-def inducing_gradient(model: SparseGP, gram: Tensor, projection: Tensor, adjoints: Adjoints) -> NamedArrays:
+def inducing_gradient(model: SparseGP, sums: SparseSums, adjoints: Adjoints) -> NamedArrays:
     """The part of dF/dw that comes through K_zz = L Lᵀ, from totals alone.
 
     With P = K̄_zx Wᵀ = L⁻ᵀ (2 ∂F/∂A A + ∂F/∂b bᵀ) summed over all rows, L̄ = −tril P and
@@ -350,38 +328,27 @@ def inducing_gradient(model: SparseGP, gram: Tensor, projection: Tensor, adjoint
 
     Args:
         model: At the parameters the adjoints were formed for.
-        gram: A = Σ W Wᵀ over all rows [M, M].
-        projection: b = Σ W y over all rows [M].
+        sums: Of all rows.
         adjoints: Derivatives of the bound.
     """
-    total = _Gradient(list(model.wire_parameters()))
-    if is_squared_exponential(model.kernel):
-        with torch.no_grad():
-            scale, variance = _of_squared_exponential(model.kernel)
-            points = model.inducing_points / scale
-            covariance = _covariance(points, points, variance)
-            incoming = _incoming_inducing(model, (covariance, variance), (gram, projection), adjoints)
-            by_variance = to_array(model.jitter * incoming.diagonal().sum() * variance)
-            products = to_array(torch.mm(incoming.mul_(covariance), _moments(model.inducing_points)))
-            total.take(_Closed.of(model).pulled_back(products, by_variance, both=True))
-    else:
-        covariance, variance = model._inducing_covariance()
-        with torch.no_grad():
-            incoming = _incoming_inducing(model, (covariance, variance), (gram, projection), adjoints)
-        total.add([covariance, variance], [incoming, model.jitter * incoming.diagonal().sum()])
+    total, closed = _Gradient(list(model.wire_parameters())), is_squared_exponential(model.kernel)
+    with torch.set_grad_enabled(not closed):
+        covariance, variance = model.inducing_covariance()
+    with torch.no_grad():
+        factor = kernel_cholesky(covariance, variance=variance, jitter=model.jitter)
+        gram, projection = (torch.as_tensor(part).to(factor) for part in (sums.gram, sums.projection))
+        products = _Pulled.through(factor, adjoints).of_rows(gram, projection).mT
+        inner = -(factor.mT @ products.tril()).tril()
+        inner.diagonal().mul_(0.5)
+        left = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
+        incoming = symmetric(torch.linalg.solve_triangular(factor, left, upper=False, left=False))
+        by_variance = model.jitter * incoming.diagonal().sum()
+        if closed:
+            moments = to_array(torch.mm(incoming.mul_(covariance), _moments(model.inducing_points)))
+            total.take(_Closed.of(model).pulled_back(moments, to_array(by_variance * variance), both=True))
+    if not closed:
+        total.add([covariance, variance], [incoming, by_variance])
     return total.arrays()
-
-
-def _incoming_inducing(
-    model: SparseGP, prior: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], adjoints: Adjoints
-) -> Tensor:
-    """K̄_zz, where the prior is K_zz with the variance that jitter is relative to."""
-    factor = kernel_cholesky(prior[0], variance=prior[1], jitter=model.jitter)
-    products = adjoints.through(factor).of_rows(*totals).mT
-    inner = -(factor.mT @ products.tril()).tril()
-    inner.diagonal().mul_(0.5)
-    left = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
-    return symmetric(torch.linalg.solve_triangular(factor, left, upper=False, left=False))
 
 
 class _Gradient:
@@ -419,7 +386,7 @@ class _ChunkedBound(torch.autograd.Function):
         """Sums of all chunks, then the bound."""
         del parameters
         ctx.whitener = Whitener(model)
-        sums = SparseSums.from_arrays(pooled_sums(model, inputs, targets, ctx.whitener).to_arrays())
+        sums = pooled_sums(model, inputs, targets, ctx.whitener)
         bound = bound_gradient(sums, float(model.noise.detach().log()))
         ctx.model, ctx.inputs, ctx.targets, ctx.sums, ctx.bound = model, inputs, targets, sums, bound
         return torch.tensor(bound.value, dtype=torch.float64)
@@ -428,10 +395,9 @@ class _ChunkedBound(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """The derivatives by the sums, pulled back through each chunk and through K_zz."""
         model, sums, bound = ctx.model, ctx.sums, ctx.bound
-        adjoints = Adjoints.of(bound.gram, bound.projection, bound.prior_variance, ctx.inputs)
         with torch.enable_grad():
-            shares = rows_gradient(model, ctx.inputs, ctx.targets, adjoints, ctx.whitener)
-            through = inducing_gradient(model, sums.gram.to(ctx.inputs), sums.projection.to(ctx.inputs), adjoints)
+            shares = rows_gradient(model, ctx.inputs, ctx.targets, bound, ctx.whitener)
+            through = inducing_gradient(model, sums, bound)
         shares["likelihood.log_noise"] = shares["likelihood.log_noise"] + bound.log_noise
         scale = grad_outputs[0].item()
         whole = (scale * torch.as_tensor(shares[name] + through[name]).to(ctx.inputs) for name in shares)

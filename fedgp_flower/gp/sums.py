@@ -13,104 +13,79 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from numpy import ndarray
+from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, symmetric
-from fedgp_flower.typing import Array, NamedArrays, Scalar, Square, Vector
+from fedgp_flower.gp.whitened import WhitenedPosterior
+from fedgp_flower.messages import leaves, message
+from fedgp_flower.typing import Array, Indices, NamedArrays, Square
 
-PREFIX = "sums."
 INPUT_EDGES: Array = np.linspace(-6.0, 6.0, 41)
 """Bin edges of :func:`input_shape`, in standardised units: part of the message contract."""
+LOG_RATIO = (-8.0, 18.0)
+"""Where log a/σ² is searched."""
+PENALTY = 0.05
+"""J = F − .05 Σ (log ℓ − 1)²: a lengthscale that the data leave open does not run away."""
+LEAST_NOISE = 1e-6
+"""Of the standardised target."""
 
 
-@dataclass(frozen=True, slots=True)
+@message()
 class SparseSums:
     """Sufficient statistics of rows under fixed hyperparameters and inducing points; ``+`` pools them."""
 
-    gram: Square  # A = Σ W Wᵀ  [M, M]
-    projection: Vector  # b = Σ W y  [M]
-    target_squares: Scalar  # s = Σ y²
-    prior_variance: Scalar  # c = Σ k(x, x)
-    count: Scalar  # N
+    gram: Float[ndarray, "M M"] = leaves("A = W Wᵀ, W = L⁻¹ k(Z, X)", symmetric=True)
+    projection: Float[ndarray, " M"] = leaves("b = W y")
+    target_squares: Float[ndarray, ""] = leaves("s = yᵀ y")
+    prior_variance: Float[ndarray, ""] = leaves("c = Σ k(x, x)")
+    count: Float[ndarray, ""] = leaves("number of rows")
 
     def __add__(self, other: SparseSums) -> SparseSums:
-        return self._with(other, self.gram + other.gram)
+        return SparseSums(*(np.asarray(a + b) for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
-    def __iadd__(self, other: SparseSums) -> SparseSums:
-        return self._with(other, self.gram.add_(other.gram))
-
-    def _with(self, other: SparseSums, gram: Square) -> SparseSums:
-        return SparseSums(
-            gram,
-            self.projection + other.projection,
-            self.target_squares + other.target_squares,
-            self.prior_variance + other.prior_variance,
-            self.count + other.count,
-        )
-
-    def to_arrays(self) -> NamedArrays:
-        """The sums under their wire names ``sums.gram``, ``sums.projection`` and so on."""
-        return {PREFIX + f.name: getattr(self, f.name).detach().cpu().double().numpy() for f in fields(self)}
-
-    @staticmethod
-    def from_arrays(arrays: Mapping[str, Array]) -> SparseSums:
-        """The inverse of :meth:`to_arrays`."""
-        return SparseSums(*(torch.as_tensor(arrays[PREFIX + f.name]).double() for f in fields(SparseSums)))
-
-    @staticmethod
-    def shapes(num_inducing: int) -> dict[str, tuple[int, ...]]:
-        """The wire names with the shape each must have."""
-        shapes: tuple[tuple[int, ...], ...] = ((num_inducing, num_inducing), (num_inducing,), (), (), ())
-        return {PREFIX + f.name: shape for f, shape in zip(fields(SparseSums), shapes, strict=True)}
+    def factor(self, noise: float) -> Square:
+        """The Cholesky factor of B = I + A/σ²."""
+        eye = torch.eye(len(self.projection), dtype=torch.float64)
+        b = eye + symmetric(torch.as_tensor(self.gram)) / noise
+        return cholesky(b, of="B = I + A/σ²", hint="The sums are not those of real rows.")
 
 
-def collapsed_bound(sums: SparseSums, noise: Scalar) -> Scalar:
-    """Titsias' bound on log p(y) of all rows behind the sums, in nats.
+def collapsed_bound(sums: SparseSums, noise: float) -> float:
+    """Titsias' bound on log p(y) of all rows behind the sums, in nats, at the noise variance σ².
 
     F = -N/2 log 2πσ² - ½ log|B| - s/2σ² + bᵀB⁻¹b/2σ⁴ - (c - tr A)/2σ²,  B = I + A/σ²  (Guo et al. Eq. 9 times N).
-
-    Args:
-        sums: Sums at some hyperparameters and inducing points.
-        noise: Noise variance σ², in squared units of y.
 
     Raises:
         NumericsError: if B is not positive definite, which means that ``sums.gram`` is not a Gram matrix.
 
-    >>> one = torch.ones((), dtype=torch.float64)
-    >>> sums = SparseSums(one.view(1, 1), one.view(1), one, one, one)  # one row x = z, y = 1, k(x, x) = 1
-    >>> float(collapsed_bound(sums, one))  # log N(1 | 0, 2)
+    >>> one = np.ones(())
+    >>> sums = SparseSums(np.ones((1, 1)), np.ones(1), one, one, one)  # one row x = z, y = 1, k(x, x) = 1
+    >>> collapsed_bound(sums, 1.0)  # log N(1 | 0, 2)
     -1.5155121234846454
     """
-    factor = _factor(sums, noise)
-    residual = torch.linalg.solve_triangular(factor, sums.projection[:, None], upper=False)[:, 0]  # [M]
-    log_determinant = 2 * factor.diagonal().log().sum()
-    fit = (sums.target_squares - residual.square().sum() / noise) / noise
-    unexplained = (sums.prior_variance - sums.gram.diagonal().sum()) / noise
-    return -0.5 * (sums.count * (2 * math.pi * noise).log() + log_determinant + fit + unexplained)
+    return bound_gradient(sums, math.log(noise)).value
 
 
-def collapsed_bound_value(sums: SparseSums, noise: float) -> float:
-    """:func:`collapsed_bound` as a number."""
-    return float(collapsed_bound(sums, torch.tensor(noise, dtype=torch.float64)))
+@dataclass(frozen=True)
+class Adjoints:
+    """Derivatives of the bound by the pooled sums: what sites need to finish the gradient."""
 
-
-def _factor(sums: SparseSums, noise: Scalar) -> Square:
-    eye = torch.eye(sums.gram.shape[-1], dtype=sums.gram.dtype, device=sums.gram.device)
-    return cholesky(eye + symmetric(sums.gram) / noise, of="B = I + A/σ²", hint="The sums are not those of real rows.")
-
-
-@dataclass(frozen=True, slots=True)
-class BoundGradient:
-    """The bound and its derivatives by the sums and the noise: what sites need to finish the gradient by themselves."""
-
-    value: float  # F, nats
-    gram: Array  # ∂F/∂A  [M, M]
+    gram: Array  # ∂F/∂A  [M, M], symmetric
     projection: Array  # ∂F/∂b  [M]
     prior_variance: Array  # ∂F/∂c  []
+
+
+@dataclass(frozen=True)
+class BoundGradient(Adjoints):
+    """The bound and all its derivatives."""
+
+    value: float  # F, nats
     log_noise: float  # ∂F/∂ log σ², the sums held fixed
 
 
@@ -123,44 +98,26 @@ def bound_gradient(sums: SparseSums, log_noise: float) -> BoundGradient:
     Sites finish the chain rule, dF/dw = Σ_k [⟨∂F/∂A, dA_k/dw⟩ + ⟨∂F/∂b, db_k/dw⟩ + ∂F/∂c dc_k/dw].
     """
     noise = math.exp(log_noise)
-    factor = _factor(sums, torch.tensor(noise, dtype=torch.float64))
+    factor = sums.factor(noise)
+    gram, projection, squares, prior_variance, count = map(torch.as_tensor, vars(sums).values())
     inverse = torch.cholesky_inverse(factor)  # it is part of the answer
-    direction = torch.cholesky_solve(sums.projection[:, None], factor)[:, 0] / noise
-    explained, trace = sums.projection @ direction, inverse.diagonal().sum()
-    left = (sums.target_squares - explained + sums.prior_variance - sums.gram.diagonal().sum()) / noise
+    direction = torch.cholesky_solve(projection[:, None], factor)[:, 0] / noise
+    explained, trace = projection @ direction, inverse.diagonal().sum()
+    left = (squares - explained + prior_variance - gram.diagonal().sum()) / noise
     determinant = 2 * factor.diagonal().log().sum()
-    value = -0.5 * (sums.count * math.log(2 * math.pi * noise) + determinant + left)
-    by_noise = -0.5 * (sums.count - len(factor) + trace - left + direction.square().sum())
-    gram = torch.outer(direction, direction).add_(inverse).neg_()
-    gram.diagonal().add_(1)
-    by_variance = np.array(-0.5 / noise)
-    return BoundGradient(
-        float(value), (gram / (2 * noise)).numpy(), (direction / noise).numpy(), by_variance, float(by_noise)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class WhitenedPosterior:
-    """q(v) = N(mean, covariance) of whitened inducing values v = L⁻¹u."""
-
-    mean: Vector  # [M]
-    covariance: Square  # [M, M]
-
-    def to_arrays(self) -> NamedArrays:
-        """Under the wire names ``inducing.mean`` and ``inducing.covariance``."""
-        return {"inducing.mean": self.mean.numpy(), "inducing.covariance": self.covariance.numpy()}
-
-    @staticmethod
-    def from_arrays(arrays: Mapping[str, Array]) -> WhitenedPosterior:
-        """The inverse of :meth:`to_arrays`."""
-        return WhitenedPosterior(*(torch.as_tensor(arrays[f"inducing.{n}"]).double() for n in ("mean", "covariance")))
+    value = -0.5 * (count * math.log(2 * math.pi * noise) + determinant + left)
+    by_noise = -0.5 * (count - len(factor) + trace - left + direction.square().sum())
+    by_gram = torch.outer(direction, direction).add_(inverse).neg_()
+    by_gram.diagonal().add_(1)
+    by_sums = (by_gram / (2 * noise)).numpy(), (direction / noise).numpy(), np.array(-0.5 / noise)
+    return BoundGradient(*by_sums, float(value), float(by_noise))
 
 
 def exact_posterior(sums: SparseSums, noise: float) -> WhitenedPosterior:
     """The optimal q(v) = N(B⁻¹b/σ², B⁻¹) of all rows behind the sums (Guo et al. Eqs. 14-15, whitened)."""
-    factor = _factor(sums, torch.tensor(noise, dtype=torch.float64))
+    factor = sums.factor(noise)
     covariance = torch.cholesky_inverse(factor)  # the inverse is the answer here
-    mean = torch.cholesky_solve(sums.projection[:, None], factor)[:, 0] / noise
+    mean = torch.cholesky_solve(torch.as_tensor(sums.projection)[:, None], factor)[:, 0] / noise
     return WhitenedPosterior(mean, symmetric(covariance))
 
 
@@ -176,3 +133,103 @@ def input_shape(inputs: Array) -> NamedArrays:
     bins = np.clip(np.digitize(inputs, INPUT_EDGES) - 1, 0, last)
     counts = [np.bincount(column, minlength=last + 1) for column in bins.T]
     return {"input.histogram": np.stack(counts).astype(np.int64), "input.products": inputs.T @ inputs}
+
+
+# Amplitude and noise at their best for given sums: two hyperparameters that cost no exchange.
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The maximum of the bound over amplitude and noise."""
+
+    value: float  # F, nats
+    amplitude: float  # a, factor of the kernel
+    noise: float  # σ²
+
+
+def profiled(sums: SparseSums) -> Profile:
+    """Where the bound of the kernel a·k is highest over a and the noise σ², from the sums of k.
+
+    With A = UΛUᵀ, β = (Uᵀb)² and r = a/σ²,
+
+        F = −½ [N log 2πσ² + Σ log(1 + rλ) + (s − Σ rβ/(1 + rλ))/σ² + r (c − Σ λ)],
+
+    so σ²(r) = (s − Σ rβ/(1 + rλ))/N, and one number is left to search. By the envelope theorem the gradient of the
+    maximum by everything else is the gradient of F at this a and σ².
+    """
+    gram = torch.as_tensor(sums.gram)
+    spectrum, vectors = torch.linalg.eigh(symmetric(gram))
+    spectrum = spectrum.clamp(min=0)  # a Gram matrix: what is below 0 is rounding
+    weights = (vectors.mT @ torch.as_tensor(sums.projection)).square()
+    unexplained = float(sums.prior_variance) - float(gram.diagonal().sum())
+    count, squares = float(sums.count), float(sums.target_squares)
+
+    def noise_at(log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ratio = log_ratio.exp()[:, None]
+        grown = 1 + ratio * spectrum  # [G, M]
+        residual = squares - (ratio * weights / grown).sum(1)
+        return (residual / count).clamp(min=LEAST_NOISE), residual, grown
+
+    def bound(log_ratio: torch.Tensor) -> torch.Tensor:
+        noise, residual, grown = noise_at(log_ratio)
+        fit = count * (2 * math.pi * noise).log() + residual / noise
+        return -0.5 * (fit + grown.log().sum(1) + log_ratio.exp() * unexplained)
+
+    def slope(log_ratio: torch.Tensor) -> torch.Tensor:
+        noise, _, grown = noise_at(log_ratio)
+        ratio = log_ratio.exp()
+        trace = (spectrum / grown).sum(1) - (weights / grown.square()).sum(1) / noise + unexplained
+        return -0.5 * ratio * trace
+
+    grid = torch.linspace(*LOG_RATIO, 261, dtype=torch.float64)
+    best = int(bound(grid).argmax())
+    low, high = grid[max(best - 1, 0)][None], grid[min(best + 1, len(grid) - 1)][None]
+    if bool(slope(low) > 0) and bool(slope(high) < 0):
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if bool(slope(middle) > 0) else (low, middle)
+        top = (low + high) / 2
+    else:
+        top = grid[best][None]  # at an end of the search, or where the noise reaches its floor
+    noise = noise_at(top)[0]
+    return Profile(float(bound(top)), float(noise * top.exp()), float(noise))
+
+
+def scaled(sums: SparseSums, amplitude: float) -> SparseSums:
+    """The sums of the kernel a·k from those of k: A and c by a, b by √a."""
+    return SparseSums(
+        sums.gram * amplitude,
+        sums.projection * math.sqrt(amplitude),
+        sums.target_squares,
+        np.asarray(sums.prior_variance * amplitude),
+        sums.count,
+    )
+
+
+def prior(name: str, num_inputs: int) -> tuple[float, float]:
+    """Mean and standard deviation of the logarithm of a hyperparameter, by its wire name.
+
+    log ℓ ~ N(½ log D + .3, 1), log a ~ N(1, 1.5²), log σ² ~ N(−4, 2²), of a standardised target; others N(0, 1).
+    """
+    if "lengthscale" in name:
+        return 0.5 * math.log(num_inputs) + 0.3, 1.0
+    if "noise" in name:
+        return -4.0, 2.0
+    return (1.0, 1.5) if "outputscale" in name or "variance" in name else (0.0, 1.0)
+
+
+def restricted(sums: SparseSums, factor: Tensor, kept: Indices, new_factor: Tensor) -> SparseSums:
+    """The sums of some of the inducing points from those of all: A₁ = T A Tᵀ and b₁ = T b with T = L₁⁻¹ L₁:.
+
+    L₁: are the rows of L that stay, so that L₁: L₁:ᵀ = L₁ L₁ᵀ: the rows of T are orthonormal, and rounding stays small
+    however near K is to being singular.
+
+    Args:
+        sums: At all candidates.
+        factor: L, of all candidates [C, C].
+        kept: Which ones stay [P].
+        new_factor: L₁, of those alone [P, P].
+    """
+    turned = torch.linalg.solve_triangular(new_factor, factor[torch.from_numpy(kept)], upper=False)
+    gram, projection = turned @ torch.as_tensor(sums.gram) @ turned.mT, turned @ torch.as_tensor(sums.projection)
+    return SparseSums(symmetric(gram).numpy(), projection.numpy(), sums.target_squares, sums.prior_variance, sums.count)

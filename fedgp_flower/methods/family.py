@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
+from numpy.typing import NDArray
+from scipy.special import ndtri
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky
@@ -30,6 +32,7 @@ class GlobalPosterior:
     mean: Float[Tensor, " M"]
     log_scale: Float[Tensor, " M"]
     lower: Float[Tensor, " T"] | None
+    coupling: ClassVar[None] = None
 
     @staticmethod
     def of(values: Mapping[str, np.ndarray | Tensor]) -> GlobalPosterior:
@@ -76,6 +79,8 @@ class LocalPosterior:
     log_scale: Float[Tensor, "U W"]
     coupling: Float[Tensor, "U W M"] | None
     lower: Float[Tensor, "U T"] | None
+    fixed: bool = False
+    """Whether nothing of it is learned."""
 
     def transform(
         self, z_global: Float[Tensor, "*S M"], global_mean: Float[Tensor, " M"], noise: Float[Tensor, "*R U W"]
@@ -158,8 +163,9 @@ def initial_local(
 
 def named(posterior: GlobalPosterior | LocalPosterior) -> dict[str, Tensor]:
     """The learned parameters that are present, by the name of their field."""
-    learned = [entry.name for entry in fields(posterior) if entry.metadata.get("learned", True)]
-    values = {name: getattr(posterior, name) for name in learned}
+    if isinstance(posterior, LocalPosterior) and posterior.fixed:
+        return {}
+    values = {name: getattr(posterior, name) for name in ("mean", "log_scale", "coupling", "lower")}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -179,6 +185,34 @@ def with_named(posterior: Family, values: Mapping[str, Tensor]) -> Family:
 def held(posterior: Family) -> Family:
     """The posterior with its parameters held constant, for the density inside the sticking-the-landing estimator."""
     return with_named(posterior, {name: value.detach() for name, value in named(posterior).items()})
+
+
+def unit_noise(
+    seed: int, step: int, keys: Int64[Tensor, " U"], shape: tuple[int, ...], width: int
+) -> Float[Tensor, "*S U W"]:
+    """Standard normal draws that depend on (seed, step, key of the unit) and on nothing else.
+
+    A unit gets the same draws whichever site it is in, so the sum of the gradient messages does not depend on the
+    partition. Every number is a counter put through the splitmix64 finaliser, then Φ⁻¹.
+    """
+    if width == 0:
+        return torch.zeros(*shape, len(keys), 0, dtype=torch.float64)
+    count = math.prod(shape) * width
+    state = _absorb(np.zeros(1, dtype=np.uint64), np.array([seed % 2**64], dtype=np.uint64))
+    state = _absorb(state, np.array([step % 2**64], dtype=np.uint64))
+    state = _absorb(state, keys.numpy().astype(np.uint64))  # [U]
+    bits = _absorb(state[None, :], np.arange(count, dtype=np.uint64)[:, None])  # [count, U]
+    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    normal = torch.from_numpy(ndtri(uniform)).reshape(*shape, width, len(keys))
+    return normal.mT
+
+
+def _absorb(state: NDArray[np.uint64], word: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mix a word into the state; arithmetic is modulo 2⁶⁴."""
+    mixed = (state ^ word) + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def unit_lower(packed: Float[Tensor, "*B T"], size: int) -> Float[Tensor, "*B M M"]:

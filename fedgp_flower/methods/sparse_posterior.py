@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
 
-from fedgp_flower.gp.latent import LatentGP, sparse_gp
+from fedgp_flower.gp.latent import sparse_gp
 from fedgp_flower.gp.sparse import SparseGP
-from fedgp_flower.gp.sums import WhitenedPosterior
-from fedgp_flower.gp.to_gpytorch import SparsePosterior, export
+from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SavedSparseGP:
-    """Kernel, noise, Z and q(v)."""
+    """The model of a run with its q(v)."""
 
     model: SparseGP
     whitened: WhitenedPosterior
@@ -34,22 +33,10 @@ class SavedSparseGP:
             mean, variance = self.model.predict(torch.from_numpy(inputs), self.whitened)
         return mean.numpy(), variance.sqrt().numpy()
 
-    def export(self) -> list[tuple[SparsePosterior, Likelihood]]:
-        """The one model and likelihood of GPyTorch."""
-        return [export(self.model, self.whitened)]
-
-
-class SavedLatentGP(SavedSparseGP):
-    """The same behind another likelihood than a Gaussian one."""
-
-    model: LatentGP
-
-    def export(self) -> list[tuple[SparsePosterior, Likelihood]]:
-        """The one model, with its constant mean, and likelihood of GPyTorch."""
-        points = self.model.inducing_points.detach()
-        model = SparsePosterior(deepcopy(self.model.kernel), points, self.whitened, self.model.jitter)
-        model.mean_module = self.model.mean_of_gpytorch()
-        return [(model, self.model.likelihood_of_gpytorch())]
+    def export(self) -> list[tuple[SparseGP, Likelihood]]:
+        """The same model of GPyTorch, and its likelihood."""
+        model = deepcopy(self.model).hold(self.whitened).requires_grad_(False)
+        return [(model, model.likelihood)]
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
@@ -61,5 +48,5 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedSparseGP:
         if name.startswith(("kernel.", "likelihood.")):
             *path, leaf = name.split(".")
             arrays[".".join([*path, f"log_{leaf}"])] = np.log(array)
-    model, whitened = sparse_gp(section, arrays), WhitenedPosterior.from_arrays(arrays)
-    return SavedLatentGP(model, whitened) if isinstance(model, LatentGP) else SavedSparseGP(model, whitened)
+    mean, covariance = (torch.as_tensor(arrays[f"inducing.{part}"]).double() for part in ("mean", "covariance"))
+    return SavedSparseGP(sparse_gp(section, arrays), WhitenedPosterior(mean, covariance))

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.agreement import SiteDescription, agree
+from fedgp_flower.data.agreement import agree
 from fedgp_flower.data.sites import RawSite, load_site, natural_sites, simulated_nodes, site_of_table
 from fedgp_flower.data.tables import table_stem
 from fedgp_flower.errors import DataError
@@ -59,8 +59,7 @@ def _agreed(sites: Mapping[str, Callable[[], RawSite]], config: CoreConfig) -> C
         except DataError as error:
             problems.append(str(error))
             continue
-        own = site.describe()
-        described[name] = SiteDescription(own.arrays, own.schema, own.num_examples)
+        described[name] = site.describe()
         dropped += site.dropped
         suspected += [f"{name}: {site.suspected}"] if site.suspected else []
     try:

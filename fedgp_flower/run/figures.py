@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from scipy.stats import binom
 
-from fedgp_flower.clients.counts import central
 from fedgp_flower.run.summary import Arm, number
+from fedgp_flower.scores import central
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:

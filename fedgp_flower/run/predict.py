@@ -20,8 +20,6 @@ from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from pydantic import ValidationError
 from scipy.special import ndtri
 
-from fedgp_flower.clients.counts import count_quantiles
-from fedgp_flower.clients.transformed import transformed_moments, transformed_quantiles
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.dates import source
 from fedgp_flower.data.sites import RawSite, load_site
@@ -35,11 +33,13 @@ from fedgp_flower.data.standardisation import (
 )
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
-from fedgp_flower.gp.to_gpytorch import Exported, SparsePosterior, Transforms, mixture, together
+from fedgp_flower.gp.to_gpytorch import Exported, Transforms, mixture, together
+from fedgp_flower.gp.whitened import WhitenedGP
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.policy import Rules
 from fedgp_flower.run.artefacts import Posterior, RunData, read_run
 from fedgp_flower.run.registry import METHODS, Method, load, parse_config
+from fedgp_flower.scores import count_quantiles, transformed_moments, transformed_quantiles
 from fedgp_flower.typing import Array, NamedArrays, Rows
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Exportable(Protocol):
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and sd of a noisy observation, standardised."""
 
-    def export(self) -> Sequence[tuple[SparsePosterior, Likelihood]]:
+    def export(self) -> Sequence[tuple[WhitenedGP, Likelihood]]:
         """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts.
 
         Raises:
@@ -331,7 +331,7 @@ class Predictor:
         transforms = Transforms.of(self.saved.arrays)
         return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.draws())
 
-    def draws(self) -> Sequence[tuple[SparsePosterior, Likelihood]]:
+    def draws(self) -> Sequence[tuple[WhitenedGP, Likelihood]]:
         """What :meth:`to_gpytorch_draws` is made of.
 
         Raises:

@@ -24,7 +24,6 @@ from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
 from fedgp_flower.run.dependence import MOST, effects, relevances
 from fedgp_flower.run.figures import Predictor
-from fedgp_flower.run.metrics import RANK_BINS, RANK_REACH
 from fedgp_flower.run.predict import Predictor as SavedPredictor
 from fedgp_flower.run.predict import row_of, why_no_posterior
 from fedgp_flower.run.registry import load
@@ -46,6 +45,7 @@ from fedgp_flower.run.summary import (
     text_rows,
     title_of,
 )
+from fedgp_flower.scores import RANK_BINS, RANK_REACH
 from fedgp_flower.typing import Array
 
 FAILURE_LIMIT = 100

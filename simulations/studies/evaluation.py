@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fedgp_flower.gp.placement import limit_threads
-from fedgp_flower.gp.sparse import Adjoints, SparseGP, Whitener, inducing_gradient, pooled_sums, rows_gradient
+from fedgp_flower.gp.sparse import SparseGP, Whitener, inducing_gradient, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import bound_gradient
 from fedgp_flower.options import ModelSection
 from simulations.common import Array, Row
@@ -75,11 +75,10 @@ class Peer(gpytorch.models.ExactGP):
 def federated(model: SparseGP, parts: Parts) -> tuple[float, Array]:
     """Bound per row and its gradient in Z, as sites and server compute them."""
     whitener = Whitener(model)
-    total = reduce(operator.iadd, (pooled_sums(model, x, y, whitener) for x, y in parts))
+    total = reduce(operator.add, (pooled_sums(model, x, y, whitener) for x, y in parts))
     bound = bound_gradient(total, float(model.noise.detach().log()))
-    adjoints = Adjoints.of(bound.gram, bound.projection, bound.prior_variance, parts[0][0])
-    shares = [rows_gradient(model, x, y, adjoints, whitener) for x, y in parts]
-    shares.append(inducing_gradient(model, total.gram, total.projection, adjoints))
+    shares = [rows_gradient(model, x, y, bound, whitener) for x, y in parts]
+    shares.append(inducing_gradient(model, total, bound))
     count = sum(len(y) for _, y in parts)
     gradient: Array = sum(own["inducing.locations"] for own in shares) / count
     return bound.value / count, gradient

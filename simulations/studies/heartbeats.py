@@ -17,7 +17,7 @@ from pathlib import Path
 
 from simulations.common import ROOT, Row, remembered
 
-OURS, FLOWERS = "from fedgp_flower.deploy.patience import supernode", "from flwr.supernode.cli import flower_supernode"
+OURS, FLOWERS = "from fedgp_flower.deploy.wrapped import supernode", "from flwr.supernode.cli import flower_supernode"
 PLAIN = """
 import sys
 from pathlib import Path

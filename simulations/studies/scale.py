@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 
 from fedgp_flower.gp.placement import limit_threads
-from fedgp_flower.gp.sparse import Adjoints, SparseGP, Whitener, inducing_gradient, pooled_sums, rows_gradient
+from fedgp_flower.gp.sparse import SparseGP, Whitener, inducing_gradient, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, bound_gradient
 from fedgp_flower.options import ModelSection
 from simulations.common import Row, fit, kept_table
@@ -54,12 +54,11 @@ def evaluated(rows: int) -> Iterator[Row]:
         summand = timed("sums", lambda x=x, y=y: pooled_sums(model, x, y, sums_at))
         total = summand if total is None else total + summand
     bound = timed("server", lambda: bound_gradient(total, float(model.noise.detach().log())))
-    adjoints = Adjoints.of(bound.gram, bound.projection, bound.prior_variance, sums_at.factor)
     assert total is not None
-    timed("server", lambda: inducing_gradient(model, total.gram, total.projection, adjoints))
+    timed("server", lambda: inducing_gradient(model, total, bound))
     for number in range(SITES):
         x, y = site_rows(number, count)
-        timed("shares", lambda x=x, y=y: rows_gradient(model, x, y, adjoints, shares_at))
+        timed("shares", lambda x=x, y=y: rows_gradient(model, x, y, bound, shares_at))
     a = torch.randn(INDUCING, 4096, dtype=torch.float64)
     factor = torch.linalg.cholesky(torch.eye(INDUCING, dtype=torch.float64) + a @ a.mT / 4096)
     actions = {"product": lambda: a @ a.mT, "solve": lambda: torch.linalg.solve_triangular(factor, a, upper=False)}

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import encode
-from fedgp_flower.methods.messages import ScoreSums
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Posterior
+from fedgp_flower.shared_messages import ScoreSums
 from fedgp_flower.typing import NamedArrays
 from strategies.server.course import Course
 from strategies.server.enrolment import Preparation

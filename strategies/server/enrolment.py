@@ -15,7 +15,8 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.data.agreement import SiteDescription, agree, encoded_sums, squares_about, summed_arrays
 from fedgp_flower.data.overview import described
 from fedgp_flower.errors import DataError, ProtocolError, RunError
-from fedgp_flower.methods.messages import (
+from fedgp_flower.outcome import Snapshot
+from fedgp_flower.shared_messages import (
     Centres,
     ColumnSquares,
     ColumnSums,
@@ -24,7 +25,6 @@ from fedgp_flower.methods.messages import (
     TargetMoments,
     TargetPowers,
 )
-from fedgp_flower.outcome import Snapshot
 from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.server.network import Network, pause_after

@@ -16,8 +16,8 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, F
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import message, too_far
-from fedgp_flower.methods.messages import MOVE, Step, Stepped, WeightedStep
 from fedgp_flower.records import array_record, numpy_arrays
+from fedgp_flower.shared_messages import MOVE, Step, Stepped, WeightedStep
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
 

@@ -12,9 +12,15 @@ from typing import Any
 import numpy as np
 from flwr.app import Message
 
-from fedgp_flower.methods.linear import LinearPredictor, LinearScoreSums
-from fedgp_flower.methods.messages import HISTOGRAM_SHAPES, LocalScoreSums, Nothing, ScoreSums
 from fedgp_flower.scores import CLASSIFICATION_SUMS, REGRESSION_SUMS, Scores
+from fedgp_flower.shared_messages import (
+    HISTOGRAM_SHAPES,
+    LinearPredictor,
+    LinearScoreSums,
+    LocalScoreSums,
+    Nothing,
+    ScoreSums,
+)
 from fedgp_flower.typing import NamedArrays
 from strategies.server import linear
 from strategies.server.evaluation import Evaluation, as_baseline, combine, of_all

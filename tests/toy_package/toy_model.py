@@ -24,7 +24,7 @@ class ToyLinear(ClosedFormModel):
 
     @classmethod
     def configured(cls, options, section, num_inputs, inputs=None):
-        return cls(num_inputs, options.of(ToyKeys).toy_noise)
+        return cls(num_inputs, options.toy_noise)
 
     def local_width(self, site):
         return 0

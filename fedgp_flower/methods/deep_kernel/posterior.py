@@ -20,8 +20,8 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
 if TYPE_CHECKING:
+    from fedgp_flower.config import RunConfig
     from fedgp_flower.run.artefacts import Posterior, RunData
-    from fedgp_flower.run.config import RunConfig
 
 HEADS = ("heads.mean", "heads.covariance")
 """Names of saved arrays; all others are weights of the network."""

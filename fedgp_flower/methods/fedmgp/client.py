@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from fedgp_flower.clients.baselines import Baseline, local_only
-from fedgp_flower.clients.counts import count_scores
 from fedgp_flower.clients.numpy_client import Prediction, Said, SiteClient
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.errors import NumericsError
@@ -61,8 +60,8 @@ from fedgp_flower.methods.fedmgp.unit import (
     starting_parameters,
     statistics,
 )
-from fedgp_flower.methods.messages import Nothing
-from fedgp_flower.run.metrics import Scores, bernoulli_scores
+from fedgp_flower.scores import Scores, bernoulli_scores, count_scores
+from fedgp_flower.shared_messages import Nothing
 from fedgp_flower.typing import Array, NamedArrays
 
 MOST_ROWS_SHOWN = 250

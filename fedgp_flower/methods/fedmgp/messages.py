@@ -12,7 +12,7 @@ from numpy import ndarray
 from fedgp_flower.messages import leaves, message, too_far
 from fedgp_flower.methods.fedmgp.latents import PRECISION, SHIFT, Latents, Move, Posterior, Statistics
 from fedgp_flower.methods.fedmgp.trust import possible_start, semidefinite
-from fedgp_flower.methods.messages import MOVE, count_parameters
+from fedgp_flower.shared_messages import MOVE, count_parameters
 from fedgp_flower.typing import AnyShape
 
 PSEUDO_INPUTS = "pseudo-inputs"

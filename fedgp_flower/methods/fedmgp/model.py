@@ -31,7 +31,7 @@ from fedgp_flower.gp.likelihoods import (
     gaussian_likelihood,
 )
 from fedgp_flower.gp.optimisers import maximise
-from fedgp_flower.gp.projections import whitened
+from fedgp_flower.gp.whitened import whitened
 from fedgp_flower.methods.fedmgp.latents import Latents, Posterior
 from fedgp_flower.methods.fedmgp.unit import UnitParameters
 from fedgp_flower.typing import Array

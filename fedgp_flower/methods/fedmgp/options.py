@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import Count, Fraction, MethodOptions, Positive, PositiveInt
-from fedgp_flower.run.config import CoreConfig
 
 OF_EXACT = ("mean", "agreement", "sum")
 """Rules of exact rounds; those of Algorithm 2 are in ``strategies.server.aggregators``."""

@@ -10,13 +10,13 @@ import numpy as np
 
 from fedgp_flower.clients.numpy_client import Prediction, Setting
 from fedgp_flower.clients.state import SiteState
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.methods.fedmgp.client import FedMGPClient
 from fedgp_flower.methods.fedmgp.latents import Latents, Posterior, still
 from fedgp_flower.methods.fedmgp.messages import PSEUDO_INPUTS, Known, View
 from fedgp_flower.run.artefacts import RunData
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array, NamedArrays
 
 UnitPredictor: TypeAlias = Callable[[Array], tuple[Array, Array]]

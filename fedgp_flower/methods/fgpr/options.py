@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.options import MethodOptions
-from fedgp_flower.run.config import CoreConfig
 
 
 class FGPROptions(MethodOptions):

@@ -13,8 +13,8 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.messages import dwarfing
 from fedgp_flower.privacy.disclosure import merged_cells
+from fedgp_flower.shared_messages import dwarfing
 from fedgp_flower.typing import AnyShape
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import BASIC, MethodOptions
-from fedgp_flower.run.config import CoreConfig
 
 
 class HierarchicalOptions(MethodOptions):

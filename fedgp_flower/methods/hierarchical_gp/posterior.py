@@ -11,6 +11,7 @@ import torch
 
 from fedgp_flower.clients.numpy_client import Setting
 from fedgp_flower.clients.state import SiteState
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.methods.family import GlobalPosterior
@@ -18,10 +19,9 @@ from fedgp_flower.methods.hierarchical_gp.client import HierarchicalClient, thet
 from fedgp_flower.methods.hierarchical_gp.messages import HierarchicalView
 from fedgp_flower.methods.hierarchical_gp.smooth import ShapedGP
 from fedgp_flower.methods.sfvi.options import SHARED
-from fedgp_flower.methods.sfvi.posterior import NewSite, StructuredPosterior
+from fedgp_flower.methods.sfvi.posterior import NewSite
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import Posterior, RunData
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array, NamedArrays
 
 Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]
@@ -33,8 +33,7 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
     section = ModelSection.model_validate(dict(saved.model["model"]))
     model = ShapedGP.of(section, len(names), torch.from_numpy(arrays[SHARED]))
     model.load_theta(theta_of(arrays))
-    posterior = StructuredPosterior(model, GlobalPosterior.of(arrays))
-    return NewSite(posterior, range(len(names)), link=False)
+    return NewSite(model, GlobalPosterior.of(arrays), range(len(names)))
 
 
 def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> Predict | None:

@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import Count, Fraction, MethodOptions, NonNegative
-from fedgp_flower.run.config import CoreConfig
 
 Form = Literal["tied", "free", "cpo"]
 LOCAL_KEYS = ("inducing", "factor", "steps", "learning_rate")

@@ -10,12 +10,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from fedgp_flower.files import read_json
 from fedgp_flower.methods.pvi.model import ALPHA
 from fedgp_flower.methods.pvi.saved import names_of
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95, label_text
-from fedgp_flower.run.files import read_json
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import cell, number, show, title_of
 from fedgp_flower.typing import NamedArrays

@@ -14,8 +14,7 @@ import torch
 from gpytorch.likelihoods import Likelihood
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
-from fedgp_flower.gp.sums import WhitenedPosterior
-from fedgp_flower.gp.to_gpytorch import SparsePosterior
+from fedgp_flower.gp.whitened import WhitenedGP, WhitenedPosterior
 from fedgp_flower.methods.pvi.messages import Factors, NaturalParameters, PseudoPoints
 from fedgp_flower.methods.pvi.model import (
     Draws,
@@ -78,7 +77,7 @@ class SavedFactors:
         return mixture.mean().numpy(), mixture.variance().sqrt().numpy()
 
     @torch.no_grad()
-    def export(self) -> list[tuple[SparsePosterior, Likelihood]]:
+    def export(self) -> list[tuple[WhitenedGP, Likelihood]]:
         """A model and likelihood of GPyTorch for every draw, in evaluation mode and standardised coordinates."""
         model, draws = self.model, self.draws
         density = product(model.geometry(draws), self.factors)[0].density()
@@ -88,7 +87,8 @@ class SavedFactors:
             covariance = torch.cholesky_inverse(density.chol[s])  # the inverse is the answer here
             q = WhitenedPosterior(density.mean[s], covariance)
             likelihood = model.likelihood.to_gpytorch(hyper).requires_grad_(False).eval()
-            exported.append((SparsePosterior(kernel, draws.inducing[s], q, model.jitter), likelihood))
+            gp = WhitenedGP(kernel, draws.inducing[s], model.jitter).hold(q).requires_grad_(False)
+            exported.append((gp, likelihood))
         return exported
 
 

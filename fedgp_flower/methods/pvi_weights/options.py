@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.options import MethodOptions, Positive, PositiveInt
-from fedgp_flower.run.config import CoreConfig
 
 LIKELIHOODS = ("gaussian", "bernoulli", "poisson")
 """Log-concave ones: every factor then has a precision that is not negative, and every product is a density."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -29,10 +29,9 @@ from torch import Tensor, nn
 
 from fedgp_flower.errors import DataError
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
-from fedgp_flower.methods.sfvi.classes import Classifier
+from fedgp_flower.methods.sfvi.classes import Classifier, standard_normal
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.rows import LatentKeys
-from fedgp_flower.methods.sfvi.structured import IndexVector, ReportTable, SiteRows
+from fedgp_flower.methods.sfvi.structured import IndexVector, ModelInputs, ReportTable, SiteRows
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
 
@@ -46,48 +45,34 @@ SHOWN = 10
 """Words of a topic in a report."""
 
 
-@dataclass(frozen=True, slots=True)
-class StandardNormal(LocalPosterior):
-    """N(0, I), of which nothing is learned."""
-
-    mean: Float[Tensor, "U W"] = field(metadata={"learned": False})
-    log_scale: Float[Tensor, "U W"] = field(metadata={"learned": False})
-
-
 class AmortisedModel(Classifier):
     """V features, W latents, H entries of the code, C classes; every row is a unit."""
 
-    def __init__(self, num_inputs: int, latents: int, width: int, keys: LatentKeys, *, binary: bool) -> None:
-        size = (num_inputs + keys.classes) * (width + 1)
-        super().__init__(torch.zeros(size, dtype=torch.float64), classes=keys.classes, binary=binary)
-        self.num_inputs, self.latents, self.width = num_inputs, latents, width
+    prior_variance: float
+    """τ²."""
+
+    def __init__(self, num_inputs: int, width: int, options: SFVIOptions, *, binary: bool) -> None:
+        """``width`` is H; the encoder gets its weights before the networks of a subclass."""
+        size = (num_inputs + options.classes) * (width + 1)
+        super().__init__(torch.zeros(size, dtype=torch.float64), classes=options.classes, binary=binary)
+        self.num_inputs, self.latents, self.width = num_inputs, options.latents, width
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(START)
-            self._build(keys)
+            first, last = nn.Linear(num_inputs, options.hidden), nn.Linear(options.hidden, 2 * self.latents)
+            self.encoder = nn.Sequential(first, nn.Softplus(), last)
+            self.finish(last)
         self.double()
 
     @classmethod
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> AmortisedModel:
-        """Needs no shared inputs."""
-        del inputs
-        return cls.of(options, num_inputs, binary=section.likelihood == "bernoulli")
+        """A code of as many entries as there are hidden units."""
+        return cls(num_inputs, options.hidden, options, binary=section.likelihood == "bernoulli")
 
-    @classmethod
     @abstractmethod
-    def of(cls, options: SFVIOptions, num_inputs: int, *, binary: bool) -> AmortisedModel:
-        """The model of a table of keys."""
-
-    def _build(self, keys: LatentKeys) -> None:
-        """The networks."""
-        first, last = nn.Linear(self.num_inputs, keys.hidden), nn.Linear(keys.hidden, 2 * self.latents)
-        self.encoder = nn.Sequential(first, nn.Softplus(), last)
-
-    @property
-    def prior_variance(self) -> float:
-        """τ²."""
-        return 1.0
+    def finish(self, last: nn.Linear) -> None:
+        """Build other networks, or change the ``last`` layer of the encoder."""
 
     @abstractmethod
     def seen(self, features: Rows) -> Rows:
@@ -111,13 +96,10 @@ class AmortisedModel(Classifier):
         site, each = super().prepare(features, targets, groups, key=key), torch.arange(len(features))
         return replace(site, unit=each, keys=key + each)
 
-    def located(
-        self, site: SiteRows, features: Rows, groups: IndexVector, *, trained: bool
-    ) -> Iterator[tuple[Tensor, SiteRows, bool]]:
+    def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
         """New rows, whose q the encoder makes."""
-        del site, groups, trained
-        every = torch.ones(len(features), dtype=torch.bool)
-        yield every, self.prepare(features, features.new_zeros(len(features))), False
+        count = len(rows.features)
+        yield torch.ones(count, dtype=torch.bool), self.prepare(rows.features, rows.features.new_zeros(count)), False
 
     def local_width(self, site: SiteRows) -> int:
         """That of ε."""
@@ -125,9 +107,8 @@ class AmortisedModel(Classifier):
 
     def initial_local(self, site: SiteRows, *, scale: float, coupled: bool, triangular: bool) -> LocalPosterior:
         """N(0, I), now and later."""
-        del scale, coupled, triangular
         zero = torch.zeros(len(site.keys), self.latents, dtype=torch.float64)
-        return StandardNormal(zero, zero, None, None)
+        return LocalPosterior(zero, zero, None, None, fixed=True)
 
     def encoded(self, features: Rows) -> tuple[Float[Tensor, "N W"], Float[Tensor, "N W"]]:
         """Mean m and log s of q(z | x)."""
@@ -138,28 +119,28 @@ class AmortisedModel(Classifier):
         self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
     ) -> Float[Tensor, "*S U"]:
         """The row's bound given ε and Z_G, + log N(ε | 0, I), which q takes away again."""
-        noise = -0.5 * z_local.square().sum(-1) - 0.5 * self.latents * math.log(2 * math.pi)
-        return self.bound(site, z_global, z_local) + self.log_likelihood(site, z_global, z_local) + noise
+        bound = self.bound(site, z_global, z_local) + self.log_likelihood(site, z_global, z_local)
+        return bound + standard_normal(z_local)
 
     def bound(
         self, site: SiteRows, z_global: Float[Tensor, "*S M"], noise: Float[Tensor, "*S N W"]
     ) -> Float[Tensor, "*S N"]:
         """The bound log p(x_n | z_n, Z_G) − KL of the features alone, without classes."""
         mean, log_scale = self.encoded(site.features)
-        outputs = self._outputs(z_global, self.code(mean + log_scale.exp() * noise), slice(None, self.num_inputs))
-        variance = self.prior_variance
-        squares = ((2 * log_scale).exp() + mean.square()) / variance
-        divergence = 0.5 * (squares - 1 + math.log(variance)).sum(-1) - log_scale.sum(-1)
+        outputs = self._outputs(site, z_global, noise)[..., : self.num_inputs]
+        squares = ((2 * log_scale).exp() + mean.square()) / self.prior_variance
+        divergence = 0.5 * (squares - 1 + math.log(self.prior_variance)).sum(-1) - log_scale.sum(-1)
         return self.log_features(site.features, outputs) - divergence
 
     def logits(self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]) -> Tensor:
         """Of the classes."""
-        mean, log_scale = self.encoded(site.features)
-        return self._outputs(z_global, self.code(mean + log_scale.exp() * z_local), slice(self.num_inputs, None))
+        return self._outputs(site, z_global, z_local)[..., self.num_inputs :]
 
-    def _outputs(self, z_global: Tensor, code: Tensor, which: slice) -> Tensor:
-        weights = self.layer(z_global)[..., which, :]
-        return code @ weights[..., :-1].mT + weights[..., None, :, -1]
+    def _outputs(self, site: SiteRows, z_global: Tensor, noise: Tensor) -> Tensor:
+        """The outputs o [*S, N, V + C]."""
+        mean, log_scale = self.encoded(site.features)
+        weights = self.layer(z_global)
+        return self.code(mean + log_scale.exp() * noise) @ weights[..., :-1].mT + weights[..., None, :, -1]
 
     def layer(self, z_global: Float[Tensor, "*S M"]) -> Float[Tensor, "*S O H1"]:
         """Z_G as a matrix [V + C, H + 1]; the last column is a constant."""
@@ -169,14 +150,10 @@ class AmortisedModel(Classifier):
 class Autoencoder(AmortisedModel):
     """Features between 0 and 1."""
 
-    @classmethod
-    def of(cls, options: SFVIOptions, num_inputs: int, *, binary: bool) -> Autoencoder:
-        """Latents and hidden units as configured."""
-        keys = options.of(LatentKeys)
-        return cls(num_inputs, keys.latents, keys.hidden, keys, binary=binary)
+    prior_variance = 1.0
 
-    def _build(self, keys: LatentKeys) -> None:
-        super()._build(keys)
+    def finish(self, last: nn.Linear) -> None:
+        """The first layer of the decoder."""
         self.decoder = nn.Linear(self.latents, self.width)
 
     def seen(self, features: Rows) -> Rows:
@@ -197,29 +174,22 @@ class Autoencoder(AmortisedModel):
 class TopicModel(AmortisedModel):
     """Counts of words; a latent is a topic."""
 
-    def __init__(self, num_inputs: int, latents: int, width: int, keys: LatentKeys, *, binary: bool) -> None:
-        super().__init__(num_inputs, latents, width, keys, binary=binary)
-        self.concentration = CONCENTRATION
-
     @classmethod
-    def of(cls, options: SFVIOptions, num_inputs: int, *, binary: bool) -> TopicModel:
-        """Topics as configured."""
-        keys = options.of(LatentKeys)
-        return cls(num_inputs, keys.latents, keys.latents, keys, binary=binary)
+    def configured(
+        cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
+    ) -> TopicModel:
+        """A code of as many entries as there are topics."""
+        return cls(num_inputs, options.latents, options, binary=section.likelihood == "bernoulli")
 
-    def _build(self, keys: LatentKeys) -> None:
-        """Documents start far apart, each in few topics, or all would stay in the middle, where topics are alike."""
-        super()._build(keys)
-        last = self.encoder[-1]
-        assert isinstance(last, nn.Linear)
+    def finish(self, last: nn.Linear) -> None:
+        """Documents start far apart, each in few topics, or all would stay in the middle, where topics are alike.
+
+        τ² is that of the Laplace approximation to Dirichlet(α) in the coordinates of a softmax.
+        """
+        self.prior_variance = (1 - 1 / self.latents) / CONCENTRATION
         with torch.no_grad():
             last.weight[: self.latents] *= APART
             last.bias[self.latents :] -= 1.0
-
-    @property
-    def prior_variance(self) -> float:
-        """That of the Laplace approximation to Dirichlet(α) in the coordinates of a softmax."""
-        return (1 - 1 / self.latents) / self.concentration
 
     def seen(self, features: Rows) -> Rows:
         """Logarithms of counts, of the same length for all documents; one without words is 0."""
@@ -239,8 +209,8 @@ class TopicModel(AmortisedModel):
         """The first words of every topic."""
         count = min(SHOWN, len(names))
         caption = f"The {count} words that each topic makes likeliest, beyond what the background does."
-        words = [", ".join(own[:count]) for own in self.topics(q_global.mean, names)]
-        return [ReportTable("Topics", ("topic", "words"), [(str(k + 1), own) for k, own in enumerate(words)], caption)]
+        rows = [(str(k + 1), ", ".join(words[:count])) for k, words in enumerate(self.topics(q_global.mean, names))]
+        return [ReportTable("Topics", ("topic", "words"), [*rows], caption)]
 
     def topics(self, mean: Float[Tensor, " M"], names: Sequence[str]) -> list[list[str]]:
         """All words by how much each topic makes them likelier than the background does, most first."""

@@ -30,7 +30,6 @@ from torch import Tensor
 from fedgp_flower.errors import DataError
 from fedgp_flower.methods.family import LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.rows import ClassKeys, HiddenKeys
 from fedgp_flower.methods.sfvi.structured import IndexVector, SampledModel, SiteRows
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
@@ -91,6 +90,11 @@ class Classifier(SampledModel):
         return every[..., 1] - every[..., 0] if self.binary else every
 
 
+def standard_normal(z: Float[Tensor, "*S U W"]) -> Float[Tensor, "*S U"]:
+    """Log N(z | 0, I) by unit."""
+    return -0.5 * z.square().sum(-1) - 0.5 * z.shape[-1] * math.log(2 * math.pi)
+
+
 class Multinomial(Classifier):
     """W and b."""
 
@@ -104,9 +108,8 @@ class Multinomial(Classifier):
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> Multinomial:
-        """Needs no shared inputs."""
-        del inputs
-        return cls(num_inputs, options.of(ClassKeys).classes, binary=section.likelihood == "bernoulli")
+        """W [C, D] and b [C]."""
+        return cls(num_inputs, options.classes, binary=section.likelihood == "bernoulli")
 
     def local_width(self, site: SiteRows) -> int:
         """No local latents."""
@@ -121,7 +124,7 @@ class Multinomial(Classifier):
     def logits(self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U 0"]) -> Tensor:
         """W x + b."""
         split = self.num_inputs * self.num_classes
-        weight = z_global[..., :split].reshape(*z_global.shape[:-1], self.num_classes, self.num_inputs)
+        weight = z_global[..., :split].unflatten(-1, (self.num_classes, self.num_inputs))
         return torch.einsum("nd,...cd->...nc", site.features, weight) + z_global[..., None, split:]
 
 
@@ -134,25 +137,18 @@ class PersonalNetwork(Classifier):
     def __init__(self, num_inputs: int, hidden: int, num_classes: int, *, binary: bool = False) -> None:
         size = hidden * num_inputs + self.extra
         super().__init__(torch.zeros(size, dtype=torch.float64), classes=num_classes, binary=binary)
-        self.num_inputs, self.hidden = num_inputs, hidden
+        self.num_inputs, self.hidden, self.head = num_inputs, hidden, num_classes * hidden
 
     @classmethod
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> PersonalNetwork:
-        """Needs no shared inputs."""
-        del inputs
-        keys = options.of(HiddenKeys)
-        return cls(num_inputs, keys.hidden, keys.classes, binary=section.likelihood == "bernoulli")
+        """Hidden units and classes as configured."""
+        return cls(num_inputs, options.hidden, options.classes, binary=section.likelihood == "bernoulli")
 
     @abstractmethod
-    def first_layer(self, z_global: Float[Tensor, "*S M"], own: Float[Tensor, "*S V"]) -> Float[Tensor, "*S D1"]:
+    def first_layer(self, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S V"]) -> Float[Tensor, "*S D1"]:
         """W⁽¹ʲ⁾ [*S, H D], of the shared latents and of the local ones before W⁽²ʲ⁾."""
-
-    @property
-    def head(self) -> int:
-        """Entries of W⁽²ʲ⁾."""
-        return self.num_classes * self.hidden
 
     def initial_local(self, site: SiteRows, *, scale: float, coupled: bool, triangular: bool) -> LocalPosterior:
         """N(m, scale² I) with m = 0 but for the last layer, where it is drawn: hidden units would stay alike else."""
@@ -167,14 +163,13 @@ class PersonalNetwork(Classifier):
         self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
     ) -> Float[Tensor, "*S U"]:
         """Σ_i log p(y_i | Z_G, Z_L) + log N(Z_L | 0, I)."""
-        prior = -0.5 * z_local.square().sum(-1) - 0.5 * z_local.shape[-1] * math.log(2 * math.pi)
-        return self.log_likelihood(site, z_global, z_local) + prior
+        return self.log_likelihood(site, z_global, z_local) + standard_normal(z_local)
 
     def logits(self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]) -> Tensor:
         """W⁽²ʲ⁾ relu(W⁽¹ʲ⁾ x)."""
-        own = z_local[..., 0, :]
-        first = self.first_layer(z_global, own[..., : -self.head]).unflatten(-1, (self.hidden, self.num_inputs))
-        second = own[..., -self.head :].unflatten(-1, (self.num_classes, self.hidden))
+        before, last = z_local[..., 0, : -self.head], z_local[..., 0, -self.head :]
+        first = self.first_layer(z_global, before).unflatten(-1, (self.hidden, self.num_inputs))
+        second = last.unflatten(-1, (self.num_classes, self.hidden))
         return torch.relu(site.features @ first.mT) @ second.mT
 
 
@@ -187,9 +182,8 @@ class FedPop(PersonalNetwork):
         """The last layer."""
         return self.head
 
-    def first_layer(self, z_global: Float[Tensor, "*S M"], own: Float[Tensor, "*S V"]) -> Float[Tensor, "*S D1"]:
+    def first_layer(self, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S V"]) -> Float[Tensor, "*S D1"]:
         """Z_G itself."""
-        del own
         return z_global
 
 
@@ -202,9 +196,9 @@ class HierarchicalNetwork(PersonalNetwork):
         """ε and the last layer."""
         return self.hidden * self.num_inputs + self.head
 
-    def first_layer(self, z_global: Float[Tensor, "*S M"], own: Float[Tensor, "*S V"]) -> Float[Tensor, "*S D1"]:
+    def first_layer(self, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S V"]) -> Float[Tensor, "*S D1"]:
         """μ + σ ε."""
-        return z_global[..., :-1] + half_normal(z_global[..., -1:]) * own
+        return z_global[..., :-1] + half_normal(z_global[..., -1:]) * z_local
 
 
 def half_normal(z: Tensor) -> Tensor:

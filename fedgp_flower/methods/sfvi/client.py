@@ -12,7 +12,6 @@ import torch
 from numpy import ndarray
 
 from fedgp_flower.clients import baselines
-from fedgp_flower.clients.counts import count_scores
 from fedgp_flower.clients.numpy_client import Prediction, Said, SiteClient, scored
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.data.standardisation import Preparation
@@ -21,12 +20,10 @@ from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, initial_global, named, on_the_wire
-from fedgp_flower.methods.messages import Nothing, Parameters
 from fedgp_flower.methods.sfvi.gp import farthest_points
 from fedgp_flower.methods.sfvi.learner import (
     Learner,
     LocalState,
-    ModelInputs,
     configured,
     initial_local,
     model_and_rows,
@@ -34,12 +31,12 @@ from fedgp_flower.methods.sfvi.learner import (
     site_number,
     step_local,
 )
-from fedgp_flower.methods.sfvi.memory import SiteMemory, remembered, scaled
+from fedgp_flower.methods.sfvi.memory import RoundMemory, SiteMemory, scaled
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
-from fedgp_flower.methods.sfvi.posterior import StructuredPosterior
 from fedgp_flower.methods.sfvi.structured import SiteRows, StructuredModel
-from fedgp_flower.run.metrics import Scores, bernoulli_scores, class_scores
+from fedgp_flower.scores import Scores, bernoulli_scores, class_scores, count_scores
+from fedgp_flower.shared_messages import Nothing, Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
 
@@ -75,12 +72,15 @@ class SFVIClient(SiteClient):
 
     def predict(self, request: Parameters, inputs: Array) -> Prediction:
         """Personal prediction: shared latents of the request, local ones of this site."""
-        posterior, site, q_local = self.posterior(request.values)
-        return Prediction(*posterior.moments(site, q_local, self.rows_of(inputs)))
+        learner, q_global, q_local = self.posterior(request.values)
+        rows = rows_of(self.preparation, inputs, self.options)
+        mean, variance = learner.model.moments(learner.site, q_global, q_local, rows, link=False)
+        return Prediction(mean.numpy(), variance.numpy())
 
     def score(self, request: Parameters) -> Scores:
         """Scores by the kind of the target."""
-        return self.scores(*self.posterior(request.values), self.rows)
+        learner, q_global, q_local = self.posterior(request.values)
+        return self.scores(learner, q_global, q_local, self.rows)
 
     def confusion(self, request: Parameters) -> Confusion:
         """Which class was taken for which; only models of classes are asked."""
@@ -88,10 +88,12 @@ class SFVIClient(SiteClient):
 
     def shown(self, request: Parameters) -> NamedArrays:
         """Held-out rows with their predictions, and how they add up; for classes the probability of the second one."""
-        posterior, site, q_local = self.posterior(request.values)
-        rows, arrays = self.rows_of(self.rows.x_test), super().shown(request)
-        trend, whole = (posterior.moments(site, q, rows, link=True)[0] for q in (None, q_local))
-        arrays |= trend_and_deviation(self.preparation, trend, whole)
+        learner, q_global, q_local = self.posterior(request.values)
+        rows = rows_of(self.preparation, self.rows.x_test, self.options)
+        trend, whole = (
+            learner.model.moments(learner.site, q_global, q, rows, link=True).mean.numpy() for q in (None, q_local)
+        )
+        arrays = super().shown(request) | trend_and_deviation(self.preparation, trend, whole)
         if self.config.model.likelihood == "bernoulli":
             arrays["prediction.probability"] = arrays.pop("prediction.mean")
             del arrays["prediction.sd"]
@@ -116,10 +118,6 @@ class SFVIClient(SiteClient):
         """The table ``sfvi.*``."""
         return cast(SFVIOptions, self.config.options)
 
-    def rows_of(self, inputs: Array) -> ModelInputs:
-        """Encoded inputs without the unit column, and its values in original units."""
-        return rows_of(self.preparation, inputs, self.options)
-
     @property
     def plain(self) -> bool:
         """Whether the comparisons of all methods will do: a Gaussian likelihood and a Gaussian process."""
@@ -142,6 +140,11 @@ class SFVIClient(SiteClient):
         model, site = model_and_rows(self.config, self.preparation, self.site, {**values, **self.setting.constants})
         return self.learner_of(model, site, self.seed)
 
+    def learner_of(self, model: StructuredModel, site: SiteRows, seed: int) -> Learner:
+        """A learner of a model and rows."""
+        options = self.options
+        return Learner(model, site, seed, site_number(self.site.site), options.samples, options.weighted_draws)
+
     def begin(
         self, learner: Learner, q_global: GlobalPosterior
     ) -> tuple[LocalPosterior, AdamState[torch.Tensor], bool]:
@@ -161,31 +164,33 @@ class SFVIClient(SiteClient):
         return *learner.caught_up(q_global, start, rates), True
 
     def remember(self, learner: Learner, end: LocalState, answer: GradientShare | LocalEnd, *, averaged: bool) -> None:
-        """Keep where the steps of this round led.
+        """Keep where the steps of this round led; a repeated round replaces what its first attempt left.
 
         Raises:
             NumericsError: for steps that led to numbers that are not finite; what was kept before stays.
         """
-        memory = remembered(self.setting.round, learner.site, end, averaged=averaged)
+        memory = RoundMemory.of(self.setting.round, learner.site, end, averaged=averaged)
         if not all(np.isfinite(array).all() for array in (*encode(memory).values(), *encode(answer).values())):
             raise NumericsError(
                 "a step led to numbers that are not finite, so the site stays where it was. Lower `sfvi.learning-rate`?"
             )
-        self.state.replace(encode(self.memory.after(memory, None if self.site.simulated else self.seed)))
+        seed = None if self.site.simulated else self.seed
+        self.state.replace(encode(SiteMemory(memory, self.memory.at(memory.round), seed)))
 
-    def posterior(self, values: Mapping[str, ndarray]) -> tuple[StructuredPosterior, SiteRows, LocalPosterior | None]:
-        """What predicts at given θ and η_G: the posterior, the training rows, and the local posterior if any."""
+    def posterior(self, values: Mapping[str, ndarray]) -> tuple[Learner, GlobalPosterior, LocalPosterior | None]:
+        """What predicts at given θ and η_G: the model and its rows, q(Z_G), and the local posterior if any."""
         learner, q_global = self.learner(values), GlobalPosterior.of(values)
         start = initial_local(learner.model, learner.site, self.options)
-        q_local = self.memory.posterior(learner.site, start, q_global.mean, self.setting.round)
-        return StructuredPosterior(learner.model, q_global), learner.site, q_local
+        return learner, q_global, self.memory.posterior(learner.site, start, q_global.mean, self.setting.round)
 
     def scores(
-        self, posterior: StructuredPosterior, site: SiteRows, q_local: LocalPosterior | None, data: SiteData
+        self, learner: Learner, q_global: GlobalPosterior, q_local: LocalPosterior | None, data: SiteData
     ) -> Scores:
         """Scores of held-out rows: of class probabilities, of counts, or Gaussian in original units."""
-        rows, target, likelihood = self.rows_of(data.x_test), data.y_test, self.config.model.likelihood
-        mean, variance = posterior.moments(site, q_local, rows, link=likelihood == "poisson")
+        rows, target = rows_of(self.preparation, data.x_test, self.options), data.y_test
+        likelihood = self.config.model.likelihood
+        found = learner.model.moments(learner.site, q_global, q_local, rows, link=likelihood == "poisson")
+        mean, variance = found.mean.numpy(), found.variance.numpy()
         if likelihood == "poisson":
             return count_scores(mean, variance, target)
         if mean.ndim == 2:
@@ -196,7 +201,8 @@ class SFVIClient(SiteClient):
 
     def alone(self, data: SiteData) -> tuple[Scores, int]:
         """Fit the model to these rows as if there were no others, by the run's schedule, and score."""
-        rows, options, section = self.rows_of(data.x), self.options, self.config.model
+        options, section = self.options, self.config.model
+        rows = rows_of(self.preparation, data.x, options)
         points = farthest_points(rows.features, section.num_inducing) if options.row.inducing else None
         model = configured(options, section, rows.features.shape[1], points)
         site = model.prepare(rows.features, torch.from_numpy(data.y), rows.groups, key=site_number(self.site.site))
@@ -207,12 +213,7 @@ class SFVIClient(SiteClient):
         start = (q_global, initial_local(model, site, options), AdamState[torch.Tensor]())
         rates = options.rates(self.config.num_server_rounds)
         (q_global, q_local, _), _ = learner.local_steps(start, 1.0, first_step=0, rates=rates)
-        return self.scores(StructuredPosterior(model, q_global), site, q_local, data), len(rates)
-
-    def learner_of(self, model: StructuredModel, site: SiteRows, seed: int) -> Learner:
-        """A learner of a model and rows."""
-        options = self.options
-        return Learner(model, site, seed, site_number(self.site.site), options.samples, options.weighted_draws)
+        return self.scores(learner, q_global, q_local, data), len(rates)
 
 
 def trend_and_deviation(agreed: Preparation, trend: Array, whole: Array) -> NamedArrays:

@@ -22,9 +22,7 @@ from torch import Tensor, nn
 
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import NONE, Noise, build_point_likelihood, gaussian_likelihood
-from fedgp_flower.gp.projections import whitened, whitened_projection
-from fedgp_flower.gp.sums import WhitenedPosterior
-from fedgp_flower.gp.to_gpytorch import SparsePosterior
+from fedgp_flower.gp.whitened import WhitenedGP, WhitenedPosterior, whitened, whitened_projection
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ClosedFormModel, IndexVector, PredictiveMoments, SiteRows
@@ -241,14 +239,15 @@ class LinearTerms(Kernel):
         return (left * right).sum(-1) if diag else left @ right.mT
 
 
-class SharedTrend(SparsePosterior):
+class SharedTrend(WhitenedGP):
     """The trend g with q(Z_G) of its whitened inducing values and linear terms, plus a deviation from its prior."""
 
     def __init__(
         self, trend: Kernel, kernel: Kernel, inputs: Rows, posterior: WhitenedPosterior, jitter: float
     ) -> None:
-        super().__init__(kernel, inputs, posterior, jitter)
-        self.trend = trend.requires_grad_(False).eval()
+        super().__init__(kernel, inputs, jitter)
+        self.trend = trend
+        self.hold(posterior).requires_grad_(False)
 
     def project(self, inducing_points: Tensor, inputs: Tensor) -> Tensor:
         """The weights of g(x) on Z_G."""
@@ -259,7 +258,7 @@ class SharedTrend(SparsePosterior):
 @torch.no_grad()
 def export(
     model: HierarchicalModel, q_global: GlobalPosterior, *, deviation: bool = True
-) -> tuple[SparsePosterior, Likelihood]:
+) -> tuple[WhitenedGP, Likelihood]:
     """Model and likelihood of a new site, in evaluation mode and standardised coordinates.
 
     f includes h_k from its prior; without ``deviation`` it is the trend g.

@@ -15,11 +15,10 @@ from typing import TypeAlias, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
-from numpy.typing import NDArray
-from scipy.special import ndtri
+from jaxtyping import Float
 from torch import Tensor
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
@@ -31,22 +30,21 @@ from fedgp_flower.methods.family import (
     held,
     named,
     sampled_global_term,
+    unit_noise,
     with_named,
 )
-from fedgp_flower.methods.sfvi.memory import LOCAL, below
 from fedgp_flower.methods.sfvi.options import SHARED, SFVIOptions
-from fedgp_flower.methods.sfvi.structured import ClosedFormModel, SampledModel, SiteRows, StructuredModel
+from fedgp_flower.methods.sfvi.structured import ClosedFormModel, ModelInputs, SampledModel, SiteRows, StructuredModel
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.run.registry import load
 from fedgp_flower.typing import Array, Scalar
 
 LocalState: TypeAlias = tuple[GlobalPosterior, LocalPosterior, AdamState[Tensor]]
 """Where local steps start and end; θ is in the model."""
+LOCAL = "local."
+"""Prefix of η_Lk among the names of parameters that a site moves."""
 CATCHING_UP = 2**40
 """Steps of catching up are numbered from here, so that they share no draw with a round."""
-
-# The term of a site.
 
 
 def sampled_site_term(
@@ -74,13 +72,6 @@ def sampled_site_term(
     return (log_weight.logsumexp(0) - math.log(draws)).sum(-1).mean()
 
 
-def expected_site_term(
-    model: ClosedFormModel, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior
-) -> Scalar:
-    """The site's term without draws."""
-    return model.expected_log_local(site, q_global, q_local) + q_local.entropy()
-
-
 @dataclass(frozen=True, slots=True)
 class SiteGradient:
     """Value and gradient of a term. ``theta`` and ``eta`` may be sent; ``local`` and what it belongs to stay."""
@@ -89,6 +80,10 @@ class SiteGradient:
     theta: dict[str, Tensor]
     eta: dict[str, Tensor]
     local: dict[str, Tensor]
+
+    def joined(self) -> dict[str, Tensor]:
+        """The whole gradient."""
+        return joined(self.theta, self.eta, self.local)
 
 
 def gradients(
@@ -99,50 +94,14 @@ def gradients(
 ) -> SiteGradient:
     """∇ of ``term`` with respect to θ, η_G (through Z_G and through Z_Lk) and η_Lk."""
     theta: Mapping[str, Tensor] = model.theta()
-    eta: dict[str, Tensor] = _leaves(named(q_global))
-    local: dict[str, Tensor] = _leaves(named(q_local))
+    eta, local = (
+        {name: value.detach().requires_grad_() for name, value in named(q).items()} for q in (q_global, q_local)
+    )
     value = term(with_named(q_global, eta), with_named(q_local, local))
     leaves: list[Tensor] = [*theta.values(), *eta.values(), *local.values()]
-    found = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
-    first, second = len(theta), len(theta) + len(eta)
-    return SiteGradient(
-        float(value.detach()),
-        dict(zip(theta, found[:first], strict=True)),
-        dict(zip(eta, found[first:second], strict=True)),
-        dict(zip(local, found[second:], strict=True)),
-    )
-
-
-def _leaves(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().requires_grad_() for name, value in values.items()}
-
-
-def unit_noise(
-    seed: int, step: int, keys: Int64[Tensor, " U"], shape: tuple[int, ...], width: int
-) -> Float[Tensor, "*S U W"]:
-    """Standard normal draws that depend on (seed, step, key of the unit) and on nothing else.
-
-    A unit gets the same draws whichever site it is in, so the sum of the gradient messages does not depend on the
-    partition. Every number is a counter put through the splitmix64 finaliser, then Φ⁻¹.
-    """
-    if width == 0:
-        return torch.zeros(*shape, len(keys), 0, dtype=torch.float64)
-    count = math.prod(shape) * width
-    state = _absorb(np.zeros(1, dtype=np.uint64), np.array([seed % 2**64], dtype=np.uint64))
-    state = _absorb(state, np.array([step % 2**64], dtype=np.uint64))
-    state = _absorb(state, keys.numpy().astype(np.uint64))  # [U]
-    bits = _absorb(state[None, :], np.arange(count, dtype=np.uint64)[:, None])  # [count, U]
-    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    normal = torch.from_numpy(ndtri(uniform)).reshape(*shape, width, len(keys))
-    return normal.mT
-
-
-def _absorb(state: NDArray[np.uint64], word: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix a word into the state; arithmetic is modulo 2⁶⁴."""
-    mixed = (state ^ word) + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    found = iter(torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True))
+    parts = [{name: next(found) for name in part} for part in (theta, eta, local)]
+    return SiteGradient(float(value.detach()), *parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,24 +113,21 @@ class Learner:
     seed: int
     """Of the draws of units' latents; a real site tells it nobody."""
     key: int
-    """Number of the site: its own draws of Z_G are those of no other site."""
+    """Number of the site, so that no other site has the same draws of Z_G."""
     samples: int
     importance: int
 
-    @property
-    def closed_form(self) -> bool:
-        """Whether no draws are needed."""
-        return isinstance(self.model, ClosedFormModel)
-
-    def noise_global(self, step: int) -> Tensor:
-        """ε_G [S, M] of a step that the site takes by itself."""
+    def noise_global(self, step: int) -> Tensor | None:
+        """ε_G [S, M] of a step that the site takes by itself; None where expectations are known."""
+        if isinstance(self.model, ClosedFormModel):
+            return None
         draw = np.random.default_rng([self.seed, self.key, step])
         return torch.from_numpy(draw.standard_normal((self.samples, self.model.global_size)))
 
     def site_term(self, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Tensor | None, step: int) -> Scalar:
         """The site's term of the bound; ``noise`` is ε_G [S, M] and needed where expectations are not known."""
         if isinstance(self.model, ClosedFormModel):
-            return expected_site_term(self.model, self.site, q_global, q_local)
+            return self.model.expected_log_local(self.site, q_global, q_local) + q_local.entropy()
         assert noise is not None
         assert isinstance(self.model, SampledModel)
         width = self.model.local_width(self.site)
@@ -181,15 +137,15 @@ class Learner:
 
     def global_term(self, q_global: GlobalPosterior, noise: Tensor | None) -> Scalar:
         """The server's bracket, for a site that stands in for all."""
-        if isinstance(self.model, ClosedFormModel):
-            return expected_global_term(self.model.prior_log_scale(), q_global)
-        assert noise is not None
-        return sampled_global_term(self.model.prior_log_scale(), q_global, noise)
+        log_scale = self.model.prior_log_scale()
+        if noise is None:
+            return expected_global_term(log_scale, q_global)
+        return sampled_global_term(log_scale, q_global, noise)
 
     def gradient(
         self, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Tensor | None, step: int
     ) -> SiteGradient:
-        """Value and gradient of the site's term: one message of SFVI, and the site's own part."""
+        """Value and gradient of the site's term: one message of SFVI, and what the site keeps."""
         return gradients(self.model, q_global, q_local, lambda eta, local: self.site_term(eta, local, noise, step))
 
     def caught_up(
@@ -198,8 +154,7 @@ class Learner:
         """The site's q after a step on it alone at every rate, θ and q(Z_G) as they are: for a site that comes late."""
         moments: AdamState[Tensor] = AdamState()
         for step, rate in enumerate(rates, CATCHING_UP):
-            noise = None if self.closed_form else self.noise_global(step)
-            share = self.gradient(q_global, q_local, noise, step)
+            share = self.gradient(q_global, q_local, self.noise_global(step), step)
             q_local, moments = step_local(q_local, share, moments, rate)
         return q_local, moments
 
@@ -216,7 +171,7 @@ class Learner:
         q_global, q_local, moments = start
         value = 0.0
         for step, rate in enumerate(rates, first_step):
-            noise = None if self.closed_form else self.noise_global(step)
+            noise = self.noise_global(step)
 
             def term(
                 eta: GlobalPosterior, local: LocalPosterior, noise: Tensor | None = noise, step: int = step
@@ -224,12 +179,15 @@ class Learner:
                 return self.global_term(eta, noise) + ratio * self.site_term(eta, local, noise, step)
 
             share = gradients(self.model, q_global, q_local, term)
-            point = _joined(self.model.theta(), named(q_global), named(q_local))
-            moves, moments = moments.update(_joined(share.theta, share.eta, share.local), rate)
+            moves, moments = moments.update(share.joined(), rate)
+            point = joined(self.model.theta(), named(q_global), named(q_local))
             moved = {name: array + moves[name] for name, array in point.items()}
-            self.model.load_theta(below(moved, "theta."))
-            q_global = with_named(q_global, below(moved, "q."))
-            q_local = with_named(q_local, below(moved, LOCAL))
+            theta, eta, local = (
+                {name.removeprefix(prefix): value for name, value in moved.items() if name.startswith(prefix)}
+                for prefix in ("theta.", "q.", LOCAL)
+            )
+            self.model.load_theta(theta)
+            q_global, q_local = with_named(q_global, eta), with_named(q_local, local)
             value += share.value / len(rates)
         return (q_global, q_local, moments), value
 
@@ -244,15 +202,15 @@ def step_local(
     q_local: LocalPosterior, share: SiteGradient, moments: AdamState[Tensor], rate: float
 ) -> tuple[LocalPosterior, AdamState[Tensor]]:
     """One step on the site's q."""
-    moves, moments = moments.update(_joined({}, {}, share.local), rate)
+    moves, moments = moments.update(joined({}, {}, share.local), rate)
     moved = {name: value.detach() + moves[f"{LOCAL}{name}"] for name, value in named(q_local).items()}
     return with_named(q_local, moved), moments
 
 
-def _joined(theta: Mapping[str, Tensor], eta: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    joined = {f"theta.{name}": value.detach() for name, value in theta.items()}
-    joined |= {f"q.{name}": value.detach() for name, value in eta.items()}
-    return joined | {f"{LOCAL}{name}": value.detach() for name, value in local.items()}
+def joined(theta: Mapping[str, Tensor], eta: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """θ, η_G and η_Lk, or gradients by them, as one mapping."""
+    parts = {"theta.": theta, "q.": eta, LOCAL: local}
+    return {f"{prefix}{name}": value.detach() for prefix, part in parts.items() for name, value in part.items()}
 
 
 # The model of a configuration, and rows as a model reads them.
@@ -277,14 +235,6 @@ def model_at(
     return model
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInputs:
-    """Inputs without the column that names units, and those names."""
-
-    features: Tensor  # [N, D]
-    groups: Tensor  # int64 [N]
-
-
 def rows_of(preparation: Preparation, inputs: Array, options: SFVIOptions) -> ModelInputs:
     """Standardised inputs [N, D] as :class:`ModelInputs`; without a column that names units all are of one unit.
 
@@ -293,13 +243,13 @@ def rows_of(preparation: Preparation, inputs: Array, options: SFVIOptions) -> Mo
     """
     names = list(preparation.names)
     features = torch.from_numpy(inputs[:, options.columns(names)])
-    if not options.groups_by:
+    if not options.unit_column:
         return ModelInputs(features, torch.zeros(len(inputs), dtype=torch.int64))
-    index = names.index(options.groups_by)
+    index = names.index(options.unit_column)
     values = inputs[:, index] * preparation.input_scale[index] + preparation.input_mean[index]
     whole = np.rint(values)
     if np.abs(values - whole).max(initial=0.0) > 1e-6:
-        raise DataError(f"column `{options.groups_by}` names units by whole numbers; it has others here")
+        raise DataError(f"column `{options.unit_column}` names units by whole numbers; it has others here")
     return ModelInputs(features, torch.from_numpy(whole.astype(np.int64)))
 
 

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import message
-from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, named, with_named
+from fedgp_flower.methods.family import LocalPosterior, named, with_named
+from fedgp_flower.methods.sfvi.learner import LOCAL, LocalState
 from fedgp_flower.methods.sfvi.structured import SiteRows
 from fedgp_flower.typing import AnyShape, NamedArrays
-
-LOCAL = "local."
-"""Prefix of η_Lk among the names of parameters that a site moves."""
 
 
 @message()
@@ -36,14 +34,17 @@ class RoundMemory:
     first: Mapping[str, AnyShape]
     second: Mapping[str, AnyShape]
 
+    @staticmethod
+    def of(server_round: int, site: SiteRows, end: LocalState, *, averaged: bool) -> RoundMemory:
+        """The memory of a round from where its steps ended."""
+        q_global, q_local, moments = end
+        parts = (_arrays(named(q_local)), moments.step, _arrays(moments.first), _arrays(moments.second))
+        return RoundMemory(server_round, averaged, subject(site), q_global.mean.detach().numpy(), *parts)
+
     @property
     def moments(self) -> AdamState[Tensor]:
         """As the optimiser wants them."""
         return AdamState(self.steps, _tensors(self.first), _tensors(self.second))
-
-    def with_moments(self, moments: AdamState[Tensor]) -> RoundMemory:
-        """The same with other moments."""
-        return replace(self, steps=moments.step, first=_arrays(moments.first), second=_arrays(moments.second))
 
     def fits(self, site: SiteRows, start: LocalPosterior) -> bool:
         """Whether it is about latents like these of the same units: a site may come back with other rows."""
@@ -85,24 +86,6 @@ class SiteMemory:
             return None
         return self.latest.read_around(start, centre, server_round)
 
-    def after(self, memory: RoundMemory, seed: int | None = None) -> SiteMemory:
-        """With what a round left; a repeated round replaces what its first attempt left."""
-        return SiteMemory(memory, self.at(memory.round), seed)
-
-
-def remembered(
-    server_round: int,
-    site: SiteRows,
-    end: tuple[GlobalPosterior, LocalPosterior, AdamState[Tensor]],
-    *,
-    averaged: bool,
-) -> RoundMemory:
-    """The memory of a round from where its steps ended."""
-    q_global, q_local, moments = end
-    local, centre = _arrays(named(q_local)), q_global.mean.detach().numpy()
-    empty = RoundMemory(server_round, averaged, subject(site), centre, local, 0, {}, {})
-    return empty.with_moments(moments)
-
 
 def subject(site: SiteRows) -> str:
     """A digest of the units whose latents q is about, and of the inputs they refer to."""
@@ -113,17 +96,12 @@ def subject(site: SiteRows) -> str:
 def scaled(moments: AdamState[Tensor], factor: float) -> AdamState[Tensor]:
     """Moments as if the gradients by η_Lk had been ``factor`` times what they were.
 
-    A site keeps those of its latents for its own term of the bound. Local steps on a bound that stands in for all
-    sites follow N / N_k times that, and would leave moments under which later gradients move nothing.
+    A site keeps those of its latents for its term of the bound. Local steps on a bound that stands in for all sites
+    follow N / N_k times that, and would leave moments under which later gradients move nothing.
     """
     first = {name: value * factor if name.startswith(LOCAL) else value for name, value in moments.first.items()}
     second = {n: value * factor**2 if n.startswith(LOCAL) else value for n, value in moments.second.items()}
-    return AdamState(moments.step, first, second)
-
-
-def below(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The values whose name begins with a prefix, without it."""
-    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+    return replace(moments, first=first, second=second)
 
 
 def _tensors(arrays: Mapping[str, ndarray]) -> dict[str, Tensor]:

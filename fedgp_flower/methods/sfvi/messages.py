@@ -13,7 +13,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.messages import count_parameters, dwarfing
+from fedgp_flower.shared_messages import count_parameters, dwarfing
 from fedgp_flower.typing import AnyShape
 
 MOVE = 100.0

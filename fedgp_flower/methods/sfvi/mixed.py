@@ -20,8 +20,7 @@ from torch import Tensor
 from fedgp_flower.gp.logit import canonical_likelihood
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.rows import MixedKeys
-from fedgp_flower.methods.sfvi.structured import IndexVector, ReportTable, SampledModel, SiteRows
+from fedgp_flower.methods.sfvi.structured import IndexVector, ModelInputs, ReportTable, SampledModel, SiteRows
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
 
@@ -31,14 +30,7 @@ PRIOR_SCALE = 10.0
 
 
 class MixedModel(SampledModel):
-    """θ is empty: everything has a prior.
-
-    Args:
-        num_inputs: D, without the constant, which the model adds.
-        num_slopes: Q; the last Q columns of the features are z, beside the D of x.
-        likelihood: ``gaussian``, ``bernoulli`` or ``poisson``.
-        prior_scale: Standard deviation s of β, ω and ς a priori.
-    """
+    """θ is empty: everything has a prior. ``num_slopes`` is Q; the last Q columns of the features are z, beside x."""
 
     def __init__(
         self,
@@ -57,29 +49,25 @@ class MixedModel(SampledModel):
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> MixedModel:
-        """Needs no shared inputs; ``num_inputs`` counts the columns of x and z."""
-        del inputs
-        slopes = len(options.of(MixedKeys).slopes)
+        """``num_inputs`` counts the columns of x and z."""
+        slopes = len(options.slopes)
         return cls(num_inputs - slopes, slopes, likelihood=section.likelihood)
 
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
         """Rows of a site; equal numbers in ``groups`` share effects and key their draws."""
-        del key
         assert groups is not None
         keys, unit = torch.unique(groups, return_inverse=True)
         return SiteRows(features, targets, unit, keys, features.new_zeros(0, features.shape[1]))
 
-    def located(
-        self, site: SiteRows, features: Rows, groups: IndexVector, *, trained: bool
-    ) -> Iterator[tuple[Tensor, SiteRows, bool]]:
+    def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
         """Rows of units that the site knows, then those of others, whose effects have their prior."""
-        unit = torch.searchsorted(site.keys, groups).clamp(max=len(site.keys) - 1)
-        known = (site.keys[unit] == groups) & trained
+        unit = torch.searchsorted(site.keys, rows.groups).clamp(max=len(site.keys) - 1)
+        known = (site.keys[unit] == rows.groups) & trained
         if known.any():
-            yield known, site.at(features[known], unit[known]), True
+            yield known, site.at(rows.features[known], unit[known]), True
         if not known.all():
-            new = ~known
-            yield new, self.prepare(features[new], features.new_zeros(int(new.sum())), groups[new]), False
+            features, groups = rows.features[~known], rows.groups[~known]
+            yield ~known, self.prepare(features, features.new_zeros(len(features)), groups), False
 
     def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
         """Fixed effects, and the standard deviations of random effects and noise."""
@@ -90,7 +78,7 @@ class MixedModel(SampledModel):
         sds = q_global.factor().square().sum(1).sqrt()
         for (words, is_scale), mean, sd in zip(self.entries(names), q_global.mean.tolist(), sds.tolist(), strict=False):
             low, high = mean - Z95 * sd, mean + Z95 * sd
-            ends = [math.exp(-own) for own in (mean, high, low)] if is_scale else [mean, low, high]
+            ends = [math.exp(-value) for value in (mean, high, low)] if is_scale else [mean, low, high]
             rows.append((words, *ends))
         return [ReportTable("Effects", ("effect", "median", "2.5 %", "97.5 %"), rows, caption)]
 
@@ -124,8 +112,8 @@ class MixedModel(SampledModel):
         """The linear predictor [*S, N]."""
         effects = z_local * (-self._omega(z_global)).exp()
         fixed = z_global[..., :1] + z_global[..., 1 : self.fixed] @ site.features[:, : self.fixed - 1].mT
-        own = effects.index_select(-2, site.unit)  # [*S, N, W]
-        return fixed + own[..., 0] + (own[..., 1:] * site.features[:, self.fixed - 1 :]).sum(-1)
+        unit = effects.index_select(-2, site.unit)  # [*S, N, W]
+        return fixed + unit[..., 0] + (unit[..., 1:] * site.features[:, self.fixed - 1 :]).sum(-1)
 
     def _omega(self, z_global: Tensor) -> Float[Tensor, "*S 1 W"]:
         return z_global[..., None, self.fixed : self.fixed + self.width]

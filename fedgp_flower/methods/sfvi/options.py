@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
-from fedgp_flower.errors import ConfigError
+from fedgp_flower.config import CoreConfig
+from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.methods.sfvi.rows import BUILT_IN, ModelRow, installed, sections_of
-from fedgp_flower.options import BASIC, Count, MethodOptions, ModelSection, Positive, PositiveInt, Section
-from fedgp_flower.run.config import CoreConfig
-
-K = TypeVar("K", bound=Section)
+from fedgp_flower.options import BASIC, Count, MethodOptions, ModelSection, Positive, PositiveInt
 
 SHARED = "inducing.locations"
 """Name of the shared inducing inputs, which stay as they are."""
 MODELS: Mapping[str, ModelRow] = BUILT_IN | installed(BUILT_IN)
 """By the name in ``sfvi.model``."""
-KEYS = sections_of(MODELS.values())
 CONSTANT_SHARE, FINAL_RATE = 0.5, 0.01
 """Share of the rounds before the learning rate falls, unless the bound is flat sooner, and where it ends, as a share of
 the first rate: half of the rounds find the place, the other half average out the noise."""
 CATCH_UP_STEPS = 400
 """Steps on its latents alone by a site that comes late or has lost its state: as many as a usual run takes."""
-PREDICTION_DRAWS = 200
-"""Draws in a prediction: the Monte Carlo error of a mean is then 7 % of the predictive sd."""
 
 
 class CommonKeys(MethodOptions):
-    """What all models read."""
+    """The keys of the built-in models."""
 
     table: ClassVar[str] = "sfvi"
     variant_key: ClassVar[str] = "model"
@@ -55,6 +50,17 @@ class CommonKeys(MethodOptions):
     local_steps: PositiveInt = 20
     """``sfvi-avg``: m, steps of a site in a round."""
 
+    unit_column: str = ""
+    """``glmm``: numeric feature whose value names the unit that shares random effects."""
+    random_slopes: str = ""
+    """``glmm``: features with a slope for every unit beside its intercept, with commas between them."""
+    classes: Annotated[int, Field(ge=2)] = 10
+    """Of models of classes: the target holds the numbers 0 to ``classes`` − 1."""
+    hidden: PositiveInt = 50
+    """``hierarchical-bnn``, ``fedpop``, ``vae``, ``prodlda``: units of a hidden layer."""
+    latents: PositiveInt = 2
+    """``vae``: latents of a row; ``prodlda``: topics."""
+
     @field_validator("model")
     @classmethod
     def _known_model(cls, name: str) -> str:
@@ -64,25 +70,17 @@ class CommonKeys(MethodOptions):
 
     def check(self, core: CoreConfig) -> None:
         """A likelihood the model has, whole batches, and the keys a model cannot do without."""
-        allowed = self.row.likelihoods
-        if core.model.likelihood not in allowed:
-            raise ConfigError(
-                f"`model.likelihood` = {core.model.likelihood!r}: `sfvi.model` = {self.model!r} needs "
-                + " or ".join(repr(name) for name in allowed)
-            )
+        row, likelihood = self.row, core.model.likelihood
+        if likelihood not in row.likelihoods:
+            allowed = " or ".join(repr(name) for name in row.likelihoods)
+            raise ConfigError(f"`model.likelihood` = {likelihood!r}: `sfvi.model` = {self.model!r} needs {allowed}")
         if core.optimizer.batch_size:
             raise ConfigError("`optimizer.batch-size`: sfvi takes all rows of a site; set it to 0")
         if unread := core.optimizer.unread("batch_size"):
             raise ConfigError(f"{unread}: sfvi takes steps of Adam; see `sfvi.learning-rate` and `sfvi.local-steps`")
         if core.device == "cuda" or core.precision != "float64":
             raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
-        others = {name: field for row in MODELS.values() for name, field in row.keys.model_fields.items()}
-        for name in others.keys() - self.row.keys.model_fields.keys():
-            if getattr(self, name) != others[name].default:
-                readers = ", ".join(model for model, row in MODELS.items() if name in row.keys.model_fields)
-                key = f"`sfvi.{name.replace('_', '-')}`"
-                raise ConfigError(f"{key}: `sfvi.model` = {self.model!r} does not read it; only {readers}")
-        self.row.check(self, core)
+        self._check_model(core)
         averages = self.averages or self.warm_start_rounds
         if core.privacy.secure_aggregation and averages and self.structure == "full":
             raise ConfigError(
@@ -90,15 +88,31 @@ class CommonKeys(MethodOptions):
                 " formed under masks; set it to 'diagonal', or `privacy.secure-aggregation` to false"
             )
 
+    def _check_model(self, core: CoreConfig) -> None:
+        """The model reads every key that is set, and has the keys that it needs."""
+        for name in frozenset().union(*(row.fields for row in MODELS.values())) - self.row.fields:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                readers = ", ".join(model for model, row in MODELS.items() if name in row.fields)
+                key = f"`sfvi.{name.replace('_', '-')}`"
+                raise ConfigError(f"{key}: `sfvi.model` = {self.model!r} does not read it; only {readers}")
+        if "unit_column" in self.row.fields and not self.unit_column:
+            raise ConfigError(f"`sfvi.model` = {self.model!r} needs `sfvi.unit-column`, which names the units")
+        if self.row.classes and core.model.likelihood == "bernoulli" and self.classes != 2:
+            raise ConfigError("`model.likelihood` = 'bernoulli' is two classes: set `sfvi.classes` to 2")
+        if self.numbers_classes(core.model) and core.standardise:
+            raise ConfigError(
+                f"`sfvi.model` = {self.model!r} reads class numbers off the target: set `standardise` false"
+            )
+
     @property
     def row(self) -> ModelRow:
         """The model."""
         return MODELS[self.model]
 
-    def of(self, section: type[K]) -> K:
-        """The same as one of the sections of keys that it extends."""
-        assert isinstance(self, section)
-        return self
+    @property
+    def slopes(self) -> tuple[str, ...]:
+        """The features with random slopes."""
+        return tuple(name.strip() for name in self.random_slopes.split(",") if name.strip())
 
     def numbers_classes(self, section: ModelSection) -> bool:
         """Whether the target holds the numbers of several classes."""
@@ -109,18 +123,18 @@ class CommonKeys(MethodOptions):
         """R."""
         return 1 if self.row.mean_field else self.importance_samples
 
-    @property
-    def groups_by(self) -> str:
-        """The column whose values name units; empty for a model without units."""
-        return self.row.units_by(self)
-
     def columns(self, names: Sequence[str]) -> list[int]:
-        """The columns a model sees, of all inputs by name.
+        """The columns a model sees, of all inputs by name: not the one that names units; those with slopes twice.
 
         Raises:
             DataError: a column is not there.
         """
-        return self.row.columns(self, names)
+        for key, wanted in (("unit-column", (self.unit_column,)), ("random-slopes", self.slopes)):
+            if missing := [name for name in wanted if name and name not in names]:
+                known = ", ".join(names)
+                raise DataError(f"`sfvi.{key}`: {missing[0]!r} is not a numeric feature; there are {known}")
+        fixed = [index for index, name in enumerate(names) if name != self.unit_column]
+        return fixed + [list(names).index(name) for name in self.slopes]
 
     def rate(self, step: int, steps: int, constant: float = CONSTANT_SHARE) -> float:
         """The learning rate of one of ``steps`` rounds or steps, counted from 0: constant, then falling geometrically.
@@ -143,19 +157,15 @@ class CommonKeys(MethodOptions):
 if TYPE_CHECKING:
 
     class SFVIOptions(CommonKeys):
-        """The table ``sfvi.*``, with the keys of every model."""
+        """The table ``sfvi.*``."""
 
 else:
+    SECTIONS = sections_of(MODELS.values(), CommonKeys.model_fields)
 
-    class SFVIOptions(*KEYS, CommonKeys):
-        """The table ``sfvi.*``, with the keys of every model."""
+    class SFVIOptions(*SECTIONS, CommonKeys):
+        """The table ``sfvi.*``, with the keys of installed models."""
 
-        foreign: ClassVar[frozenset[str]] = frozenset(
-            name
-            for section in KEYS
-            for name in section.model_fields
-            if not any(name in row.keys.model_fields for row in BUILT_IN.values())
-        )
+        foreign: ClassVar[frozenset[str]] = frozenset(name for section in SECTIONS for name in section.model_fields)
 
 
 class SFVIAvgOptions(SFVIOptions):

@@ -1,25 +1,17 @@
-"""A row for each model of SFVI: its keys, what it asks of a configuration, and where its class is.
+"""A row for each model of SFVI: the keys it reads, the likelihoods it has, and where its class is.
 
-Further rows come from installed packages through the entry-point group ``fedgp_flower.sfvi_models``, by the name of the
-entry. Reading them imports no model.
+Installed packages add rows through the entry-point group ``fedgp_flower.sfvi_models``, by the name of the entry.
+Reading the rows imports no model.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
-
-from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.options import PositiveInt, Section
-
-if TYPE_CHECKING:
-    from fedgp_flower.methods.sfvi.options import CommonKeys
-    from fedgp_flower.run.config import CoreConfig
+from fedgp_flower.errors import ConfigError
+from fedgp_flower.options import Section
 
 GROUP = "fedgp_flower.sfvi_models"
 
@@ -33,14 +25,14 @@ class ModelRow:
     summary: str
     """Behind the name in ``docs/configuration.md``."""
     keys: type[Section] = Section
-    """Fields that the model adds to the table ``sfvi.*``; no two models may give one name two meanings."""
+    """Fields that an installed model adds to the table ``sfvi.*``."""
+    reads: tuple[str, ...] = ()
+    """Fields of the table that the model reads and not every other model does."""
     likelihoods: tuple[str, ...] = ("gaussian",)
     classes: bool = False
     """Whether the target holds classes: their numbers, or two by name where ``model.likelihood`` is ``bernoulli``."""
     mean_field: bool = False
     """Whether a site has too many latents for anything but a diagonal q(Z_Lk | Z_G) without C_k, and R = 1."""
-    along: bool = True
-    """Whether a report shows how predictions change along one input; not where inputs are no free numbers."""
     link: str = "logit"
     """What the distribution of two classes depends on."""
     known_expectations: bool = False
@@ -48,105 +40,22 @@ class ModelRow:
     inducing: bool = False
     """Whether it has shared inducing inputs."""
 
-    def check(self, options: CommonKeys, core: CoreConfig) -> None:
-        """Raise ConfigError where the model cannot work with these keys; any will do here."""
-
-    def units_by(self, options: CommonKeys) -> str:
-        """The column whose values name units that share random effects; empty for a model without units."""
-        del options
-        return ""
-
-    def columns(self, options: CommonKeys, names: Sequence[str]) -> list[int]:
-        """The columns that the model sees, of all inputs by name; all of them here.
-
-        Raises:
-            DataError: a column is not there.
-        """
-        del options
-        return list(range(len(names)))
-
-
-class MixedKeys(Section):
-    """Units that share random effects."""
-
-    unit_column: str = ""
-    """``glmm``: numeric feature whose value names the unit that shares random effects."""
-    random_slopes: str = ""
-    """``glmm``: features with a slope for every unit beside its intercept, with commas between them."""
-
     @property
-    def slopes(self) -> tuple[str, ...]:
-        """The features with random slopes."""
-        return tuple(name.strip() for name in self.random_slopes.split(",") if name.strip())
+    def fields(self) -> frozenset[str]:
+        """The optional fields that the model reads."""
+        return frozenset({*self.reads, *self.keys.model_fields})
 
 
-@dataclass(frozen=True, slots=True)
-class MixedRow(ModelRow):
-    """A model with units."""
-
-    def check(self, options: CommonKeys, core: CoreConfig) -> None:
-        """Units have a name."""
-        del core
-        if not self.units_by(options):
-            raise ConfigError(f"`sfvi.model` = {options.model!r} needs `sfvi.unit-column`, which names the units")
-
-    def units_by(self, options: CommonKeys) -> str:
-        """The key."""
-        return options.of(MixedKeys).unit_column
-
-    def columns(self, options: CommonKeys, names: Sequence[str]) -> list[int]:
-        """Features without the one that names units, then those with slopes."""
-        keys = options.of(MixedKeys)
-        for key, wanted in (("unit-column", (keys.unit_column,)), ("random-slopes", keys.slopes)):
-            if missing := [name for name in wanted if name not in names]:
-                known = ", ".join(names)
-                raise DataError(f"`sfvi.{key}`: {missing[0]!r} is not a numeric feature; there are {known}")
-        fixed = [index for index, name in enumerate(names) if name != keys.unit_column]
-        return fixed + [list(names).index(name) for name in keys.slopes]
-
-
-class ClassKeys(Section):
-    """How many classes."""
-
-    classes: Annotated[int, Field(ge=2)] = 10
-    """Of models of classes: the target holds the numbers 0 to ``classes`` − 1."""
-
-
-class HiddenKeys(ClassKeys):
-    """A hidden layer."""
-
-    hidden: PositiveInt = 50
-    """``hierarchical-bnn``, ``fedpop``, ``vae``, ``prodlda``: units of a hidden layer."""
-
-
-class LatentKeys(HiddenKeys):
-    """Latents of a row."""
-
-    latents: PositiveInt = 2
-    """``vae``: latents of a row; ``prodlda``: topics."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClassRow(ModelRow):
-    """Class numbers, or two classes by name."""
-
-    keys: type[Section] = ClassKeys
-    likelihoods: tuple[str, ...] = ("gaussian", "bernoulli")
-    classes: bool = True
-
-    def check(self, options: CommonKeys, core: CoreConfig) -> None:
-        """Numbers are read as they are, and two classes are two."""
-        if options.numbers_classes(core.model) and core.standardise:
-            raise ConfigError(
-                f"`sfvi.model` = {options.model!r} reads class numbers off the target: set `standardise` false"
-            )
-        if core.model.likelihood == "bernoulli" and options.of(ClassKeys).classes != 2:
-            raise ConfigError("`model.likelihood` = 'bernoulli' is two classes: set `sfvi.classes` to 2")
-
-
-_FAMILY = ("gaussian", "bernoulli", "poisson")
-_HERE = "fedgp_flower.methods.sfvi"
-_NETWORK = "a Bayesian neural network {} at every site, Section 4.1"
+_HERE, _FAMILY = "fedgp_flower.methods.sfvi", ("gaussian", "bernoulli", "poisson")
+_CLASSES = ModelRow(
+    f"{_HERE}.classes:Multinomial",
+    "logistic regression of several classes, Section S3.2",
+    reads=("classes",),
+    likelihoods=("gaussian", "bernoulli"),
+    classes=True,
+)
+_NETWORK = replace(_CLASSES, reads=("classes", "hidden"), mean_field=True)
+_AMORTISED = replace(_NETWORK, reads=("classes", "hidden", "latents"))
 BUILT_IN: dict[str, ModelRow] = {
     "gp": ModelRow(
         f"{_HERE}.gp:HierarchicalModel",
@@ -156,28 +65,30 @@ BUILT_IN: dict[str, ModelRow] = {
         known_expectations=True,
         inducing=True,
     ),
-    "glmm": MixedRow(
+    "glmm": ModelRow(
         f"{_HERE}.mixed:MixedModel",
         "generalised linear mixed models, Gaussian, logistic or Poisson, Section S3.1",
-        MixedKeys,
-        _FAMILY,
+        reads=("unit_column", "random_slopes"),
+        likelihoods=_FAMILY,
     ),
-    "multinomial": ClassRow(f"{_HERE}.classes:Multinomial", "logistic regression of several classes, Section S3.2"),
-    "hierarchical-bnn": ClassRow(
-        f"{_HERE}.classes:HierarchicalNetwork", _NETWORK.format("with other weights"), HiddenKeys, mean_field=True
+    "multinomial": _CLASSES,
+    "hierarchical-bnn": replace(
+        _NETWORK,
+        model=f"{_HERE}.classes:HierarchicalNetwork",
+        summary="a Bayesian neural network with other weights at every site, Section 4.1",
     ),
-    "fedpop": ClassRow(
-        f"{_HERE}.classes:FedPop", _NETWORK.format("with another last layer"), HiddenKeys, mean_field=True
+    "fedpop": replace(
+        _NETWORK,
+        model=f"{_HERE}.classes:FedPop",
+        summary="a Bayesian neural network with another last layer at every site, Section 4.1",
     ),
-    "vae": ClassRow(
-        f"{_HERE}.amortised:Autoencoder",
-        "an autoencoder, one encoder for all sites",
-        LatentKeys,
-        mean_field=True,
-        along=False,
+    "vae": replace(
+        _AMORTISED,
+        model=f"{_HERE}.amortised:Autoencoder",
+        summary="an autoencoder, one encoder for all sites",
     ),
-    "prodlda": ClassRow(
-        f"{_HERE}.amortised:TopicModel", "topics of counts of words, likewise", LatentKeys, mean_field=True, along=False
+    "prodlda": replace(
+        _AMORTISED, model=f"{_HERE}.amortised:TopicModel", summary="topics of counts of words, likewise"
     ),
 }
 
@@ -198,20 +109,16 @@ def installed(known: Mapping[str, ModelRow]) -> dict[str, ModelRow]:
     return found
 
 
-def sections_of(rows: Iterable[ModelRow]) -> list[type[Section]]:
-    """The sections of keys to extend, without those that others extend already.
+def sections_of(rows: Iterable[ModelRow], fields: Iterable[str]) -> list[type[Section]]:
+    """The sections of keys that installed models add to ``fields``.
 
     Raises:
         ConfigError: two sections have a field of one name.
     """
-    every = list(dict.fromkeys(row.keys for row in rows if row.keys is not Section))
-    for name in {name for section in every for name in section.model_fields}:
-        owners = {
-            next(base for base in reversed(section.__mro__) if name in inspect.get_annotations(base))
-            for section in every
-            if name in section.model_fields
-        }
-        if len(owners) > 1:
-            modules = ", ".join(sorted(f"{owner.__module__}:{owner.__name__}" for owner in owners))
-            raise ConfigError(f"`sfvi.{name.replace('_', '-')}` is a key of two sections: {modules}; rename one")
-    return [one for one in every if not any(other is not one and issubclass(other, one) for other in every)]
+    sections, taken = list(dict.fromkeys(row.keys for row in rows if row.keys is not Section)), set(fields)
+    for section in sections:
+        if twice := taken & set(section.model_fields):
+            key = f"`sfvi.{min(twice).replace('_', '-')}`"
+            raise ConfigError(f"{key} of {section.__module__}:{section.__name__} is a key already; rename it")
+        taken |= set(section.model_fields)
+    return sections

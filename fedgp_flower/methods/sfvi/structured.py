@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import wire_name
-from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, initial_local
+from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, initial_local, unit_noise
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Scalar, Targets
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:  # a model in one file with its row is imported by the options
     from fedgp_flower.methods.sfvi.options import SFVIOptions
 
 IndexVector = Int64[Tensor, " N"]
+PREDICTION_DRAWS, PREDICTION_SEED = 200, 20
+"""Draws in a prediction: the Monte Carlo error of a mean is then 7 % of the predictive sd. They are always the same, so
+that a prediction is a function of the posterior alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,14 @@ class SiteRows:
         """The same site with other rows, to predict at; all of unit 0 unless told."""
         where = torch.zeros(len(features), dtype=torch.int64) if unit is None else unit
         return replace(self, features=features, targets=features.new_zeros(len(features)), unit=where)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """Inputs without the column that names units, and those names."""
+
+    features: Rows
+    groups: IndexVector
 
 
 class PredictiveMoments(NamedTuple):
@@ -87,14 +99,7 @@ class StructuredModel(nn.Module, ABC):
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> StructuredModel:
-        """The model at its initial θ.
-
-        Args:
-            options: ``sfvi.*``.
-            section: ``model.*``.
-            num_inputs: D, without a column that names units.
-            inputs: Shared inducing inputs, for a model that has any; without them it stands for its shapes only.
-        """
+        """The model at its initial θ; without shared inducing ``inputs`` it has the right shapes only."""
 
     @property
     def global_size(self) -> int:
@@ -109,7 +114,6 @@ class StructuredModel(nn.Module, ABC):
 
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
         """Rows of a site, dealt to units by equal ``groups``; here the site is one unit, and ``key`` its number."""
-        del groups
         unit = torch.zeros(len(features), dtype=torch.int64)
         return SiteRows(features, targets, unit, torch.tensor([key]), features[:0])
 
@@ -124,9 +128,17 @@ class StructuredModel(nn.Module, ABC):
             len(site.keys), size, self.global_size, scale=scale, coupled=coupled, triangular=triangular
         )
 
+    @abstractmethod
+    def moments(
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
+    ) -> PredictiveMoments:
+        """Prediction at rows of a site, or of a new site without ``q_local``.
+
+        With ``link`` it is on the scale of the link function, where trend and deviation add up.
+        """
+
     def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
         """Tables of a report that say what Z_G is, given the model's columns; nothing to say here."""
-        del q_global, names
         return []
 
     def theta(self) -> dict[str, nn.Parameter]:
@@ -139,28 +151,44 @@ class StructuredModel(nn.Module, ABC):
         Raises:
             ProtocolError: if names or shapes are not those of this model.
         """
-        own = self.theta()
-        expected = {name: tuple(value.shape) for name, value in own.items()}
+        theta = self.theta()
+        expected = {name: tuple(value.shape) for name, value in theta.items()}
         got = {name: tuple(value.shape) for name, value in values.items()}
         if expected != got:
             raise ProtocolError(f"model parameters: expected {expected}, got {got}. Is `model.*` the same everywhere?")
         with torch.no_grad():
-            for name, parameter in own.items():
+            for name, parameter in theta.items():
                 parameter.copy_(values[name])
 
 
 class SampledModel(StructuredModel):
     """A model whose expectations are averages over draws of its latents."""
 
-    def located(
-        self, site: SiteRows, features: Rows, groups: IndexVector, *, trained: bool
-    ) -> Iterator[tuple[Tensor, SiteRows, bool]]:
+    def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
         """Rows to predict at: which they are, as the model has them, and whether the site's posterior is about them.
 
-        ``groups`` are their units, ``trained`` says whether the site has a posterior at all.
+        ``trained`` says whether the site has a posterior at all.
         """
-        del groups
-        yield torch.ones(len(features), dtype=torch.bool), site.at(features), trained
+        yield torch.ones(len(rows.features), dtype=torch.bool), site.at(rows.features), trained
+
+    def moments(
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
+    ) -> PredictiveMoments:
+        """Over draws; a unit that the site has no rows of has its latents from the prior."""
+        parts: list[tuple[Tensor, PredictiveMoments]] = []
+        noise = np.random.default_rng(PREDICTION_SEED).standard_normal((PREDICTION_DRAWS, self.global_size))
+        for chosen, data, known in self.located(site, rows, trained=q_local is not None):
+            noise_local = unit_noise(PREDICTION_SEED, 0, data.keys, (PREDICTION_DRAWS,), self.local_width(data))
+            draws = {"noise_global": torch.from_numpy(noise), "noise_local": noise_local}
+            parts.append(
+                (chosen, predict_by_draws(self, data, q_global, q_local if known else None, **draws, link=link))
+            )
+        if len(parts) == 1:
+            return parts[0][1]
+        joined = rows.features.new_empty(2, len(rows.features))
+        for chosen, part in parts:
+            joined[:, chosen] = torch.stack(part)
+        return PredictiveMoments(*joined)
 
     @abstractmethod
     def log_local(
@@ -170,7 +198,6 @@ class SampledModel(StructuredModel):
 
     def draw_local(self, z_global: Float[Tensor, "*S M"], noise: Float[Tensor, "*S U W"]) -> Float[Tensor, "*S U W"]:
         """Z_L | Z_G from its prior, for a site that has no posterior: N(0, I), unless it depends on Z_G."""
-        del z_global
         return noise
 
     @abstractmethod
@@ -190,6 +217,13 @@ class ClosedFormModel(StructuredModel):
     @abstractmethod
     def expected_log_local(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
         """E_q log p_θ(y_k, Z_Lk | Z_G), summed over units."""
+
+    def moments(
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
+    ) -> PredictiveMoments:
+        """Without draws."""
+        where = (site.at(rows.features), q_global, q_local)
+        return PredictiveMoments(*self.latent(*where)) if link else self.predict(*where)
 
     @abstractmethod
     def latent(

@@ -10,16 +10,14 @@ import torch
 from numpy import ndarray
 
 from fedgp_flower.clients.numpy_client import AveragingClient, SiteClient
-from fedgp_flower.gp import sparse
 from fedgp_flower.gp.cells import LEAST_ROWS, cells
 from fedgp_flower.gp.latent import LatentGP, sparse_gp
 from fedgp_flower.gp.placement import to_array
-from fedgp_flower.gp.sparse import SparseGP, Whitener, pooled_sums
-from fedgp_flower.gp.sums import collapsed_bound
+from fedgp_flower.gp.sparse import SparseGP, Whitener, pooled_bound, pooled_sums, rows_gradient
+from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.lazy import Lazy
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
-    Adjoints,
     Anchors,
     Expectations,
     PooledPosterior,
@@ -65,8 +63,12 @@ class SparseClient(SiteClient):
 
     def statistics(self, request: Parameters) -> Statistics:
         """The additive sums of this site's rows (Guo et al. 2022, Eqs. 14-15)."""
-        whitener = self.whitener(request.values)
-        return Statistics.of(pooled_sums(whitener.model, *self.tensors, whitener))
+        return Statistics(**vars(self.sums(request.values)))
+
+    def sums(self, values: Mapping[str, ndarray]) -> SparseSums:
+        """The sums of this site's rows at given parameters."""
+        whitener = self.whitener(values)
+        return pooled_sums(whitener.model, *self.tensors, whitener)
 
     def predict(self, request: PooledPosterior, inputs: Array) -> Prediction:
         """Prediction from the exact pooled posterior."""
@@ -89,17 +91,15 @@ class SGPRClient(SparseClient):
 
     def trials(self, request: Trials) -> TrialSums:
         """The additive sums of this site's rows at each of several parameters."""
-        return TrialSums.of([self.statistics(Parameters(values)) for values in apart(request.values)])
+        return TrialSums.of([self.sums(values) for values in apart(request.values)])
 
     def gradients(self, request: TrialAdjoints) -> TrialGradients:
         """The parts of several gradients that need this site's rows."""
-        return TrialGradients(numbered([self.share(adjoints) for adjoints in request.each()]))
-
-    def share(self, request: Adjoints) -> NamedArrays:
-        """⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw of this site's rows; the rest, through K_zz, follows from the totals."""
-        whitener, (inputs, targets) = self.whitener(request.values), self.tensors
-        adjoints = sparse.Adjoints.of(request.gram, request.projection, request.prior_variance, inputs)
-        return sparse.rows_gradient(whitener.model, inputs, targets, adjoints, whitener)
+        shares = []
+        for values, adjoints in request.each():
+            whitener = self.whitener(values)
+            shares.append(rows_gradient(whitener.model, *self.tensors, adjoints, whitener))
+        return TrialGradients(numbered(shares))
 
 
 class SVGPClient(SparseClient):
@@ -139,6 +139,6 @@ class FSGPClient(SparseClient, AveragingClient):
         model, (inputs, targets) = self.model(request.values), self.tensors
 
         def objective() -> torch.Tensor:
-            return collapsed_bound(model.sums(inputs, targets), model.noise) / len(targets)
+            return pooled_bound(model, inputs, targets) / len(targets)
 
         return self.stepped(model, objective, request)

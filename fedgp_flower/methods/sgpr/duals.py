@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fedgp_flower.gp.latent import CONSTANT, OWN, LatentGP
+from fedgp_flower.gp.latent import CONSTANT, HYPER, LatentGP
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import CHUNK
-from fedgp_flower.gp.sums import WhitenedPosterior
+from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.methods.sgpr.messages import Expectations
 from fedgp_flower.typing import NamedArrays, Rows, Scalar, Square, Targets, Vector
 
@@ -97,7 +97,7 @@ def expectations(
     """
     with torch.no_grad():
         factor = model.factor() if factor is None else factor
-    moving = {name: parameter for name, parameter in model.wire_parameters() if name not in (CONSTANT, OWN)}
+    moving = {name: parameter for name, parameter in model.wire_parameters() if name not in (CONSTANT, HYPER)}
     gradient = {name: torch.zeros_like(parameter) for name, parameter in model.wire_parameters()}
     size = len(factor)
     fit, slope, curvature = factor.new_zeros(()), factor.new_zeros(size), factor.new_zeros(size, size)
@@ -108,7 +108,7 @@ def expectations(
         with torch.no_grad():
             whitened = torch.linalg.solve_triangular(factor, cross, upper=False)
             mean, variance, spread = model.moments(whitened, prior, posterior)
-        value, alpha, beta, own = model.observed.slopes(y, mean, variance, model.own.detach())
+        value, alpha, beta, by_hyper = model.observed.slopes(y, mean, variance, model.hyper.detach())
         with torch.no_grad():
             alpha, beta = alpha.to(whitened), beta.to(whitened)
             incoming = torch.outer(posterior.mean.to(whitened), alpha) + (whitened - spread) * beta
@@ -123,8 +123,8 @@ def expectations(
             if grad is not None:
                 gradient[name] += grad
         gradient[CONSTANT] += alpha.sum()
-        if OWN in gradient:
-            gradient[OWN] += own
+        if HYPER in gradient:
+            gradient[HYPER] += by_hyper
     values = {name: to_array(grad) for name, grad in gradient.items()}
     return Expectations(values, to_array(fit), to_array(slope), to_array(symmetric(curvature)))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedgp_flower.gp.exact import ExactGP
 from fedgp_flower.gp.linalg import bounded
 from fedgp_flower.gp.optimisers import LOGARITHM, maximise
-from fedgp_flower.gp.profiled import prior
+from fedgp_flower.gp.sums import prior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, Rows, Targets
 

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.gp.sums import SparseSums, WhitenedPosterior
+from fedgp_flower.gp.sums import Adjoints, SparseSums
+from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.messages import leaves, message, packed, unpacked
 from fedgp_flower.shared_messages import Described, along, count_parameters, dwarfing, odd_variances
 from fedgp_flower.typing import AnyShape
@@ -21,28 +22,12 @@ NO_GRAM, TOO_LARGE = "`gram` is not a Gram matrix", "`projection` is larger than
 
 
 @message("query.statistics", summand=True)
-class Statistics:
+class Statistics(SparseSums):
     """What follows from a site's rows at given kernel and inducing points (Guo et al. 2022, Eqs. 14-15, whitened)."""
-
-    gram: Float[ndarray, "M M"] = leaves("A = W Wᵀ, W = L⁻¹ k(Z, X)", symmetric=True)
-    projection: Float[ndarray, " M"] = leaves("b = W y")
-    target_squares: Float[ndarray, ""] = leaves("s = yᵀ y")
-    prior_variance: Float[ndarray, ""] = leaves("c = Σ k(x, x)")
-    count: Float[ndarray, ""] = leaves("number of rows")
 
     def num_parameters(self) -> int:
         """M."""
         return len(self.projection)
-
-    @staticmethod
-    def of(sums: SparseSums) -> Statistics:
-        """From sums as tensors."""
-        arrays = sums.to_arrays()
-        return Statistics(**{name.removeprefix("sums."): array for name, array in arrays.items()})
-
-    def sums(self) -> SparseSums:
-        """As tensors."""
-        return SparseSums.from_arrays({f"sums.{name}": array for name, array in vars(self).items()})
 
     def disagreement(self, described: Described) -> str | None:
         """What shows that the site has other rows than it described, or None."""
@@ -104,16 +89,6 @@ class Statistics:
 
 
 @message()
-class Adjoints:
-    """The parameters, and the derivatives of the pooled bound by the sums: what a site needs for its share of dF/dw."""
-
-    values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates")
-    gram: Float[ndarray, "M M"] = leaves("∂F/∂A", symmetric=True)
-    projection: Float[ndarray, " M"] = leaves("∂F/∂b")
-    prior_variance: Float[ndarray, ""] = leaves("∂F/∂c")
-
-
-@message()
 class Anchors:
     """Points where inputs of all sites lie, one for each slot that cells of rows are added up in."""
 
@@ -166,11 +141,10 @@ class TrialSums:
     counts: Float[ndarray, " T"] = leaves("number of rows")
 
     @staticmethod
-    def of(each: Sequence[Statistics]) -> TrialSums:
+    def of(each: Sequence[SparseSums]) -> TrialSums:
         """From the sums at each parameters."""
-        columns = ("projection", "target_squares", "prior_variance", "count")
-        grams = np.stack([packed(own.gram) for own in each])
-        return TrialSums(grams, *(np.stack([vars(own)[c] for own in each]) for c in columns))
+        grams, *rest = (np.stack(column) for column in zip(*(vars(sums).values() for sums in each), strict=True))
+        return TrialSums(np.stack([packed(gram) for gram in grams]), *rest)
 
     def num_parameters(self) -> int:
         """M, of sums at parameters that differ little."""
@@ -209,7 +183,7 @@ class TrialSums:
 
 @message()
 class TrialAdjoints:
-    """:class:`Adjoints` at each of several parameters."""
+    """Several parameters, and the derivatives of the pooled bound by the sums at each of them."""
 
     values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates, under `number.name`")
     grams: Float[ndarray, "T Q"] = leaves("lower triangle of ∂F/∂A at each parameters")
@@ -217,23 +191,17 @@ class TrialAdjoints:
     prior_variances: Float[ndarray, " T"] = leaves("∂F/∂c")
 
     @staticmethod
-    def of(each: Sequence[Adjoints]) -> TrialAdjoints:
-        """From the adjoints at each parameters."""
-        grams, rest = [packed(own.gram) for own in each], ("projection", "prior_variance")
-        return TrialAdjoints(
-            numbered([own.values for own in each]),
-            np.stack(grams),
-            *(np.stack([vars(own)[name] for own in each]) for name in rest),
-        )
+    def of(values: Sequence[Mapping[str, ndarray]], adjoints: Sequence[Adjoints]) -> TrialAdjoints:
+        """From parameters and the adjoints at them."""
+        grams = np.stack([packed(at.gram) for at in adjoints])
+        projections, variances = zip(*((at.projection, at.prior_variance) for at in adjoints), strict=True)
+        return TrialAdjoints(numbered(values), grams, np.stack(projections), np.stack(variances))
 
-    def each(self) -> list[Adjoints]:
-        """The adjoints at each parameters."""
-        return [
-            Adjoints(values, unpacked(gram, self.projections.shape[1]), *map(np.asarray, rest))
-            for values, gram, *rest in zip(
-                apart(self.values), self.grams, self.projections, self.prior_variances, strict=True
-            )
-        ]
+    def each(self) -> list[tuple[dict[str, ndarray], Adjoints]]:
+        """Parameters, and the adjoints at them."""
+        size, columns = self.projections.shape[1], (self.grams, self.projections, self.prior_variances)
+        adjoints = [Adjoints(unpacked(gram, size), b, np.asarray(c)) for gram, b, c in zip(*columns, strict=True)]
+        return list(zip(apart(self.values), adjoints, strict=True))
 
 
 @message("train.gradients", summand=True)
@@ -276,7 +244,7 @@ class PooledPosterior:
 
     def whitened(self) -> WhitenedPosterior:
         """As tensors."""
-        return WhitenedPosterior.from_arrays({"inducing.mean": self.mean, "inducing.covariance": self.covariance})
+        return WhitenedPosterior(torch.as_tensor(self.mean), torch.as_tensor(self.covariance))
 
 
 # Labels, counts and outliers: expectations at a posterior.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import Count, MethodOptions, PositiveInt
-from fedgp_flower.run.config import CoreConfig
 
 STATIONARY = ("rbf", "matern32", "matern52")
 """Kernels of one amplitude with which differential privacy bounds a row."""

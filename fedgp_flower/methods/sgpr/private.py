@@ -32,13 +32,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
-import torch
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import PrivateSums
 from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.privacy.noise import composed, discrete_normal, epsilon_of, mu_of
-from fedgp_flower.run.config import RunConfig
 from fedgp_flower.typing import Array
 
 SENSITIVITY = math.sqrt(4.5)
@@ -92,10 +91,9 @@ def disturbed(sums: SparseSums, amplitude: float, noise: float, rng: np.random.G
     symmetric = np.diag(discrete_normal(1 / GRID, size, rng))
     symmetric[lower] = symmetric.T[lower] = discrete_normal(1 / (GRID * math.sqrt(2)), len(lower[0]), rng)
     draws = symmetric, discrete_normal(1 / GRID, size, rng), discrete_normal(1 / GRID, 1, rng)[0]
-    exact = (own.cpu().double().numpy() for own in (sums.gram, sums.projection, sums.target_squares))
     steps = [GRID * noise * unit for unit in units_of(amplitude)]
-    parts = zip(exact, draws, steps, strict=True)
-    return PrivateSums(*(np.asarray((np.rint(own / step) + draw) * step) for own, draw, step in parts))
+    parts = zip((sums.gram, sums.projection, sums.target_squares), draws, steps, strict=True)
+    return PrivateSums(*(np.asarray((np.rint(exact / step) + draw) * step) for exact, draw, step in parts))
 
 
 def cleaned(told: PrivateSums, rows: int, amplitude: float, noise: float) -> tuple[SparseSums, int]:
@@ -114,5 +112,6 @@ def cleaned(told: PrivateSums, rows: int, amplitude: float, noise: float) -> tup
     size = amplitude * float(least_squares @ least_squares)
     deviation = noise * math.sqrt(2 * EDGE**4 + 4 * EDGE**2 * size + size**2)
     squares = max(float(told.target_squares), float(weights @ least_squares) + deviation)
-    numbers = (gram, projection, squares, max(rows * amplitude, float(np.trace(gram))), float(rows))
-    return SparseSums(*(torch.as_tensor(own, dtype=torch.float64) for own in numbers)), len(spectrum) - kept.shape[1]
+    prior_variance = max(rows * amplitude, float(np.trace(gram)))
+    numbers = map(np.asarray, (squares, prior_variance, float(rows)))
+    return SparseSums(gram, projection, *numbers), len(spectrum) - kept.shape[1]
