@@ -345,8 +345,9 @@ class PVI(FederatedStrategy[PVIState]):
         draws = prediction_draws(latents, model, PREDICTION_DRAWS, self.config.seed)
         kl = {"kl_function": divergence(model, draws, request.factors.factors(tied=self.table.tied))}
         for name, latent in zip(LATENTS, (latents.inducing, latents.hyper), strict=True):
-            spread = isinstance(latent, DiagonalGaussian)
-            kl[f"kl_{name}"] = float(latent.kl(DiagonalGaussian.standard(latent.size))) if spread else 0.0
+            kl[f"kl_{name}"] = 0.0
+            if isinstance(latent, DiagonalGaussian):
+                kl[f"kl_{name}"] = float(latent.kl(DiagonalGaussian.standard(latent.size)))
         return (yield from free_energy(state, request, kl))
 
 

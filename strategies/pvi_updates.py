@@ -19,6 +19,7 @@ from numpy import ndarray
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
+from fedgp_flower.gp.sums import collapsed_bound
 from fedgp_flower.messages import message
 from fedgp_flower.methods.pvi.messages import (
     LATENTS,
@@ -216,7 +217,7 @@ class ExactFactor:
         """The factor; the objective is the bound on the evidence of these rows alone."""
         noise, rows = noise_of(self.values), state.rows[site]
         factor = NaturalParameters(answer.projection / noise, -0.5 * answer.gram / noise)
-        return Proposal(Contribution({"whitened": factor}), collapsed_bound_value(answer.sums(), noise) / rows)
+        return Proposal(Contribution({"whitened": factor}), collapsed_bound(answer, noise) / rows)
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,9 @@ class Site:
 
     def train(self, request: Visit) -> Refined:
         update = {"optimum": optimum, "gradient": gradient}[self.update]
-        done = update(self.site, request.posterior[WEIGHTS].gaussian, request.context[WEIGHTS].gaussian)
+        done = update(self.site, request.posterior.gaussian, request.context[WEIGHTS].gaussian)
         factor = NaturalParameters.of(done.factor)
-        return Refined(done.free_energy, done.iterations, halvings=done.halvings, weights=factor)
+        return Refined(done.free_energy, done.iterations, weights=factor)
 
 
 def problem(

@@ -182,8 +182,8 @@ class Factors:
         found: list[Factor] = [] if self.values is None else [InducingFactor(self.values.full())]
         if self.points is None:
             return found
-        arrays = (torch.as_tensor(np.array(array)) for array in vars(self.points).values())
-        return [PseudoObservations(*arrays, tied), *found]
+        inputs, targets, root = (torch.as_tensor(np.array(array)) for array in vars(self.points).values())
+        return [PseudoObservations(inputs, targets, root, tied), *found]
 
 
 # ---- What a site is asked -------------------------------------------------------------------------------------------
