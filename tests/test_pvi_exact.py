@@ -96,8 +96,8 @@ def blocks(**gaussians) -> dict[str, NaturalParameters]:
     return {name: NaturalParameters.of(gaussian) for name, gaussian in gaussians.items()}
 
 
-def contribution(factor, rows: int = 1) -> Contribution:
-    return Contribution(blocks(function=factor), rows=rows)
+def contribution(factor) -> Contribution:
+    return Contribution(blocks(function=factor))
 
 
 def assert_same(left, right, **tolerance) -> None:

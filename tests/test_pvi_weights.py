@@ -213,7 +213,7 @@ def test_global_vi_takes_the_same_steps_however_rows_are_dealt(covariance):
 def test_a_factor_with_negative_precision_is_refused(covariance):
     sites, state, _, _ = problem("bernoulli", covariance)
     prior = state.prior[WEIGHTS]
-    honest = sites["a"].train(Visit({WEIGHTS: prior}, {WEIGHTS: prior}))
+    honest = sites["a"].train(Visit({WEIGHTS: prior}, prior))
     assert honest.refusal(8) is None
     lie = replace(honest, weights=replace(honest.weights, eta2=-honest.weights.eta2))
     assert "precision" in lie.refusal(8)

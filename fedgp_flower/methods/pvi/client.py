@@ -106,9 +106,9 @@ class PVIClient(SiteClient):
         settings = AdamSettings(steps, options.learning_rate or ADAM_RATE)
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
         done = adam_update(problem, before, latents, settings, source)
-        factor, latents = Factors.of(done.factor), (self._part(name, done.latents, cavity) for name in LATENTS)
+        factor, parts = Factors.of(done.factor), (self._part(name, done.latents, cavity) for name in LATENTS)
         evaluations = len(done.trace.values)
-        return Refined(done.free_energy / len(self.data), evaluations, factor.points, factor.values, None, *latents)
+        return Refined(done.free_energy / len(self.data), evaluations, factor.points, factor.values, None, *parts)
 
     def _part(self, name: str, latents: Latents, cavity: Latents) -> Marginal | None:
         """A factor q_k / cavity of a latent in the product; an averaged point itself; of a fixed one nothing."""
