@@ -29,7 +29,7 @@ from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.methods.pvi.saved import EQUATION, PREDICTION_DRAWS, lengthscales_of, names_of, saved_arrays
 from fedgp_flower.methods.pvi.state import Product, forget, merge, without
 from fedgp_flower.options import MethodOptions
-from fedgp_flower.outcome import Snapshot
+from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.pooled_bound import LOCATIONS
 from strategies.pvi_updates import (
@@ -44,8 +44,17 @@ from strategies.pvi_updates import (
     product,
 )
 from strategies.server.checkpoint import STATE
-from strategies.server.finalise import Posterior, Predicted, lengthscale_facts
-from strategies.server.questions import Asking, Each, Figures, First, Refuse, Roster, Total
+from strategies.server.questions import (
+    Asking,
+    Each,
+    Figures,
+    First,
+    Predicted,
+    Refuse,
+    Roster,
+    Total,
+    lengthscale_facts,
+)
 from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 

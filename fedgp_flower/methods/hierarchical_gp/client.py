@@ -9,8 +9,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from fedgp_flower.clients.baselines import Baseline
-from fedgp_flower.clients.numpy_client import Prediction, SiteClient
+from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.messages import (
     Calibration,
@@ -25,6 +24,7 @@ from fedgp_flower.methods.hierarchical_gp.rough import RoughDeviation, calibrati
 from fedgp_flower.methods.hierarchical_gp.smooth import ShapedGP, SmoothDeviation
 from fedgp_flower.methods.sfvi.client import trend_and_deviation
 from fedgp_flower.methods.sfvi.options import SHARED
+from fedgp_flower.scores import Prediction
 from fedgp_flower.typing import Array, NamedArrays
 
 MOST_ROWS = 400
@@ -59,13 +59,6 @@ class HierarchicalClient(SiteClient):
         site = self.deviation(request.values)
         trend = site.trend(x, GlobalPosterior.of(request.values)).numpy()
         return arrays | trend_and_deviation(self.preparation, trend, self.predict(request, self.rows.x_test).mean)
-
-    def local_fit(self) -> Baseline:
-        """A GP of the site's rows, fitted only where there is a held-out row to score."""
-        if len(self.rows.y_test):
-            return super().local_fit()
-        none = np.empty(0)
-        return Baseline(none, none, none, 0)
 
     # What the handlers work with.
 

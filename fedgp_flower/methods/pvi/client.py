@@ -172,18 +172,8 @@ class PVIClient(SiteClient):
         if name == "bernoulli":
             return bernoulli_scores(mixture.mean().clamp(0.0, 1.0).numpy(), target)
         if name == "gaussian":
-            return self.mixture_scores(mixture.means.numpy(), mixture.variances.numpy(), target)
+            return self.units.mixture_scores(mixture.means.numpy(), mixture.variances.numpy(), target)
         moments = Prediction(mixture.mean().numpy(), mixture.variance().numpy())
-        rough = gaussian_scores(*self.original(moments, target))
+        rough = gaussian_scores(*self.units.original(moments, target))
         nll = -float(mixture.log_density().sum()) + len(target) * float(np.log(self.preparation.target_scale))
         return Scores(rough.sums | {"nll": nll}, rough.arrays)
-
-    def shown(self, request: Predictive) -> NamedArrays:
-        """Held-out rows with their predictions; for classes the probability of the second one."""
-        if request.agreed is not None:
-            return self.at_agreed.shown(request.agreed)
-        arrays = super().shown(request)
-        if self.config.model.likelihood == "bernoulli":
-            arrays["prediction.probability"] = arrays.pop("prediction.mean")
-            del arrays["prediction.sd"]
-        return arrays

@@ -18,6 +18,7 @@ from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.pvi.model import Factor, InducingFactor, Latent, Latents, Point, PseudoObservations
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
+from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import AnyShape, Array
 
 LATENTS = ("inducing", "hyper")
@@ -231,8 +232,9 @@ class Refined:
             size += len(self.points.targets)
         return size + sum(len(factor.eta1) for factor in (self.values, self.weights) if factor is not None)
 
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
+        rows = described.rows
         if self.evaluations < 0:
             return "the count of evaluations cannot be negative"
         reasons = (
