@@ -17,7 +17,7 @@ from faults import waves
 from test_launch import handshake
 
 from fedgp_flower import cli
-from fedgp_flower.deploy import doctor, machines, units
+from fedgp_flower.deploy import doctor, machines
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
 from fedgp_flower.deploy.submission import Flower
 from fedgp_flower.deploy.wrapped import guarded
@@ -103,7 +103,7 @@ def test_service_files_are_valid_in_a_folder_with_a_space(tmp_path: Path) -> Non
     """By systemd's own check, where it is installed."""
     folder = tmp_path / "my 100% lab"
     folder.mkdir()
-    units.write(folder, "superlink", ["deploy", "serve", "--folder", str(folder)], 8000)
+    machines.write_units(folder, "superlink", ["deploy", "serve", "--folder", str(folder)], 8000)
     unit = folder / "fedgp-superlink.service"
     [line] = re.findall(r"ExecStart=(.*)", unit.read_text())
     assert shlex.split(line)[-1].replace("%%", "%") == str(folder)
@@ -182,9 +182,9 @@ def test_the_doctor_names_what_is_wrong(both: tuple[Coordinator, SiteFolder]) ->
     (site.folder / "site-key").chmod(0o644)
     Path("north.csv").write_text("x1,y\n1,\n")
     found = {finding.what: finding for finding in doctor.of_site(site.approve("cd" * 32))}
-    assert "chmod 600" in found["keys"].said
-    assert "north.csv" in found["table"].said
-    assert "fedgp site approve" in found["app"].said
+    assert "chmod 600" in found["keys"].words
+    assert "north.csv" in found["table"].words
+    assert "fedgp site approve" in found["app"].words
     assert not any(found[what].good for what in ("keys", "table", "app", "SuperLink"))
     with pytest.raises(SystemExit) as end:
         cli.main(["doctor", "north"])
