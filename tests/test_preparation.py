@@ -30,7 +30,7 @@ def rows(n: int, seed: int, offset: float = 0.0) -> pd.DataFrame:
     return pd.DataFrame({"x": x, "job": draw.choice(["a", "b", "c"], n), "y": -offset + 3 * draw.normal(size=n)})
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     n=st.integers(6, 120),
     seed=st.integers(0, 999),
@@ -52,7 +52,7 @@ def test_agreement_of_any_partition_is_the_pooled_mean_and_spread(n, seed, sites
     assert found["target.scale"] == pytest.approx(frame["y"].std(ddof=0), rel=1e-12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     value=st.floats(-1e9, 1e9, allow_subnormal=False).filter(lambda v: v == 0 or abs(v) > 1e-9),
     n=st.integers(2, 200),
