@@ -86,11 +86,7 @@ class Prediction:
 
 
 def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores:
-    """Scores of Gaussian predictions N(mean, sd²) [n], with the closed-form CRPS σ[z(2Φ(z) − 1) + 2φ(z) − π^(−½)].
-
-    Raises:
-        NumericsError: for unequal shapes, values that are not finite, or a standard deviation that is not positive.
-    """
+    """Scores of Gaussian predictions N(mean, sd²) [n], with the closed-form CRPS σ[z(2Φ(z) − 1) + 2φ(z) − π^(−½)]."""
     m, s, y = _checked(mean, sd, target, ndim=1)
     z = (y - m) / s
     nll = 0.5 * z**2 + np.log(s) + 0.5 * math.log(2 * math.pi)
@@ -106,9 +102,6 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Score
     A(μ, σ²) = E|N(μ, σ²)| = 2σφ(μ/σ) + μ(2Φ(μ/σ) − 1), the CRPS is (Grimit et al. 2006)
     mean_s A(y − m_s, σ_s²) − ½ mean_{s,t} A(m_s − m_t, σ_s² + σ_t²). ``means`` and ``sds`` are [S, n], ``target`` is
     [n]. Time O(S² n), memory O(S n).
-
-    Raises:
-        NumericsError: for unequal shapes, values that are not finite, or a standard deviation that is not positive.
     """
     m, s, y = _checked(means, sds, target, ndim=2)
     z = (y - m) / s
@@ -124,9 +117,6 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
     Ranks need all sites' rows at once: two histograms of the log odds, one for each class, stand in for them.
 
     A probability of exactly 0 or 1 that is wrong has an infinite NLL; it is reported as such.
-
-    Raises:
-        NumericsError: for unequal shapes, probabilities outside [0, 1], or labels other than 0 and 1.
     """
     p, y = np.asarray(probability, dtype=np.float64), np.asarray(label, dtype=np.float64)
     if p.ndim != 1 or p.shape != y.shape:
@@ -152,9 +142,6 @@ def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
     """Scores of probabilities [n, C] of C classes: NLL, Brier Σ_c (p_c − 1[label = c])², correct where p is largest.
 
     Reliability is that of the likeliest class: its probability, and whether it came true (Guo et al. 2017).
-
-    Raises:
-        NumericsError: for unequal lengths, rows that are no probabilities, or labels that are no classes.
     """
     p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(label, dtype=np.float64)
     if p.ndim != 2 or p.shape[:1] != y.shape:
@@ -198,6 +185,44 @@ def _regression(
     }
     sums |= {f"inside-{level}": float(np.sum(hit)) for level, hit in inside.items()}
     return Scores(sums, {"evaluation.pit": pit})
+
+
+@dataclass(frozen=True, slots=True)
+class TargetUnits:
+    """The units of the target: y = shift + scale · t of a standardised t, or a transformation's inverse of that."""
+
+    shift: float
+    scale: float
+    transform: Transform | None = None
+
+    def gaussian_scores(self, prediction: Prediction, target: Array) -> Scores:
+        """Scores of Gaussian predictions of a standardised target."""
+        if self.transform is None:
+            return gaussian_scores(*self.original(prediction, target))
+        return self.mixture_scores(prediction.mean[None], prediction.variance[None], target)
+
+    def mixture_scores(self, means: Array, variances: Array, target: Array) -> Scores:
+        """Scores of even mixtures of Gaussians [S, N] of a standardised target [N]."""
+        goal, moments = target * self.scale + self.shift, self._unscaled(means, variances)
+        if self.transform is None:
+            return mixture_scores(*moments, goal)
+        return transformed_scores(*moments, goal, self.transform)
+
+    def original(self, prediction: Prediction, target: Array) -> tuple[Array, Array, Array]:
+        """Mean, standard deviation and target in the units of the data."""
+        moments, goal = self._unscaled(prediction.mean, prediction.variance), target * self.scale + self.shift
+        if self.transform is None:
+            return *moments, goal
+        return *transformed_moments(*moments, self.transform), self.transform.inverse(goal)
+
+    def quantiles(self, prediction: Prediction, levels: Sequence[float]) -> Array:
+        """Quantiles [levels, N] of a transformed target."""
+        assert self.transform is not None
+        return transformed_quantiles(*self._unscaled(prediction.mean, prediction.variance), levels, self.transform)
+
+    def _unscaled(self, mean: Array, variance: Array) -> tuple[Array, Array]:
+        """Mean and standard deviation in units of the target, or of the transformed target."""
+        return mean * self.scale + self.shift, np.sqrt(variance) * self.scale
 
 
 def transformed_scores(means: Array, sds: Array, target: Array, transform: Transform) -> Scores:
@@ -286,9 +311,6 @@ def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
     The mixture is taken at equal steps of f, where the trapezoidal rule converges faster than any power. y lies in the
     central interval where F(y) and 1 − F(y − 1) both exceed its tails, and the PIT of a row is spread evenly over
     [F(y − 1), F(y)] (Czado, Gneiting & Held 2009).
-
-    Raises:
-        NumericsError: for moments that are not finite, variances below zero, or targets that are no counts.
     """
     if not (np.isfinite(mean).all() and np.isfinite(variance).all() and (variance >= 0).all()):
         raise NumericsError("moments of a predicted log rate are not finite, or a variance is negative")

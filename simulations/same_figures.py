@@ -116,8 +116,8 @@ RUNS = (
     Run("pvi-bnn", 3, f"method=pvi-bnn {LABELS} bnn.classes=2 bnn.hidden=5 pvi.steps=20 "
         "num-server-rounds=3"),
     Run("fedmgp-exact", 0, f"{EXACT}=5 baselines.max-evaluations=30", quiet=False),
-    Run("fedmgp-exact-two-latents", 0, f"{EXACT}=10 fedmgp.latents=2 fedmgp.starts=2 fedmgp.start-rounds=3"),
-    Run("fedmgp-exact-lmc", 0, f"{EXACT}=8 fedmgp.covariance=lmc fedmgp.aggregation=agreement"),
+    Run("fedmgp-exact-two-latents", 0, f"{EXACT}=10 fedmgp.latents=2"),
+    Run("fedmgp-exact-agreement", 0, f"{EXACT}=8 fedmgp.aggregation=agreement"),
     Run("fedmgp", 0, FEDMGP),
     Run("fedmgp-median", 0, f"{FEDMGP} fedmgp.aggregation=median"),
     Run("fedmgp-krum", 0, f"{FEDMGP} fedmgp.aggregation=krum fedmgp.malicious=1"),

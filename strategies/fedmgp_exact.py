@@ -5,9 +5,9 @@ q(u), trial moves. A round up: every unit improves φ_m with q fixed, and answer
 The server takes the move with the best pooled bound; the first move keeps the lengthscales, so with all units present
 the bound never falls (EM with an exact E-step, and an M-step expanded by the common amplitudes).
 
-The bound needs only the sum over units, and rounds of ``aggregation = "sum"``, or under masks, ask a ``Total``. The
-other rules ask ``Each``: an absent unit still counts by its last statistics, carried to the lengthscales of now,
-answers are judged by what was asked, and ``agreement`` compares units with one another.
+The bound needs only the sum over units, and rounds under masks ask a ``Total``. Other rounds ask ``Each``: an absent
+unit still counts by its last statistics, carried to the lengthscales of now, answers are judged by what was asked, and
+``agreement`` compares units with one another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Float
@@ -39,16 +39,15 @@ from fedgp_flower.methods.fedmgp.latents import (
 )
 from fedgp_flower.methods.fedmgp.messages import Known, Trials, TrialStatistics
 from fedgp_flower.methods.fedmgp.options import FedMGPExactOptions
-from fedgp_flower.methods.fedmgp.trust import agreeing, consistent, possible
+from fedgp_flower.methods.fedmgp.trust import consistent, possible, sharing
 from fedgp_flower.typing import Array, NamedArrays
 from strategies.fedmgp_shared import (
     EVERYONE,
-    Record,
     SharedLatents,
     first_inducing,
     first_posterior,
     latents_at,
-    notice_fresh,
+    sizes,
     view,
 )
 from strategies.server.fedavg import sampled
@@ -63,6 +62,9 @@ WIDTH: Hold = "width"
 _STEP_START, _STEP_MIN, _STEP_MAX, _STEP_GROW = 0.3, 0.02, 0.7, 1.5
 _STRETCH_MIN, _STRETCH_MAX = 1.5, 16.0
 
+Replies = Mapping[str, Sequence[Statistics]]
+"""Statistics at every trial move, by site."""
+
 
 @message()
 class Shared:
@@ -72,10 +74,6 @@ class Shared:
     posterior: Posterior
 
 
-Replies = Mapping[str, Sequence[Statistics]]
-"""Statistics at every trial move, by site."""
-
-
 @message()
 class Report:
     """A unit's last statistics that count: at the accepted move, and the latents they are whitened with."""
@@ -83,11 +81,13 @@ class Report:
     statistics: Statistics
     latents: Latents
     move: Move
+    round: int
+    """A unit that remembers another one starts afresh."""
 
 
 @message()
 class ExactState:
-    """One start: latents, q(u), the search steps, and the last report of every unit."""
+    """Latents, q(u), the search steps, and the last report of every unit."""
 
     latents: Latents
     posterior: Posterior
@@ -101,122 +101,23 @@ class ExactState:
     unsmoothed: int = 0
     """Rounds to come in which units do not smooth."""
     round: int = 0
-    """Rounds of this start: whose turn it is to be moved."""
+    """Rounds that changed something: whose turn it is to be moved."""
     reports: Mapping[str, Report] = field(default_factory=dict)
-    reported: Mapping[str, int] = field(default_factory=dict)
-    """Round of a unit's last report; a unit that remembers another one starts afresh."""
-    trusted: tuple[str, ...] = ()
-    """Units that ``agreement`` counts."""
-
-
-@message()
-class ExactRun:
-    """All starts of a run, and which one goes on."""
-
-    starts: tuple[ExactState, ...]
-    active: int
-    record: Record
-
-    @property
-    def state(self) -> ExactState:
-        """The start that is being worked on."""
-        return self.starts[self.active]
-
-    @property
-    def latents(self) -> Latents:
-        """Latent functions of that start."""
-        return self.state.latents
-
-    @property
-    def posterior(self) -> Posterior:
-        """The joint q(u) of that start."""
-        return self.state.posterior
-
-    @property
-    def bounds(self) -> dict[str, Any]:
-        """The pooled bound of that start, and of all."""
-        return {"bound": self.state.bound, "bounds_of_starts": [start.bound for start in self.starts]}
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Lengths that statistics must have: C moves, I latent functions, L whitened values."""
-        latents = self.state.latents
-        return {"C": len(trial_moves(self.state)), "I": len(latents.amplitudes), "L": latents.size}
+    counted: tuple[str, ...] = ()
 
     def known(self, site: str) -> Known:
         """The unit's last report; the units of a sum are all sent the same."""
-        key = EVERYONE if EVERYONE in self.state.reports else site
-        report, when = self.state.reports.get(key), self.state.reported.get(key, 0)
-        return Known(self.active, when, still(self.state.latents.scales.shape) if report is None else report.move)
-
-    def having(self, state: ExactState) -> ExactRun:
-        """With the next state of that start."""
-        return replace(self, starts=(*self.starts[: self.active], state, *self.starts[self.active + 1 :]))
+        report = self.reports.get(EVERYONE) or self.reports.get(site)
+        return Known(0, still(self.latents.scales.shape)) if report is None else Known(report.round, report.move)
 
 
-@dataclass(frozen=True, slots=True)
-class ExactPlan:
-    """How a round goes."""
-
-    config: RunConfig
-    options: FedMGPExactOptions
-    rows: Mapping[str, int]
-    """Training rows of every unit that was ever known."""
-
-    @property
-    def agreement(self) -> bool:
-        """Whether only units that share g with most others count."""
-        return self.options.aggregation == "agreement"
-
-
-def first_state(inducing: Array, number: int, roster: Roster, plan: ExactPlan) -> Asking[ExactState]:
-    """A start: lengthscales from the spacing of the pseudo-inputs, q(u) of one unit."""
-    options, config = plan.options, plan.config
-    latents = latents_at(
-        inducing, [start_factor(number) * multiple for multiple in options.multiples], config.model.jitter
-    )
+def first_state(inducing: Array, roster: Roster, config: RunConfig) -> Asking[ExactState]:
+    """Lengthscales from the spacing of the pseudo-inputs, q(u) of one unit."""
+    options = cast(FedMGPExactOptions, config.options)
+    latents = latents_at(inducing, options.multiples, config.model.jitter)
     q = yield from first_posterior(latents, roster)
     steps = np.full(latents.scales.shape, _STEP_START)
     return ExactState(latents, q, None, steps, steps, unsmoothed=options.unsmoothed(config, inducing.shape[1]))
-
-
-def start_factor(number: int) -> float:
-    """Lengthscales of a start over those of the first one: 1, 2, ½, 4, ¼ and so on."""
-    power = (number + 1) // 2
-    return 2.0**power if number % 2 else 2.0**-power
-
-
-def one_round(run: ExactRun, roster: Roster, plan: ExactPlan) -> Asking[tuple[ExactRun, Figures]]:
-    """An exact round of the start that is being worked on, with max(⌈ρM⌉, 1) units.
-
-    M-steps at these units, statistics at trial moves, and the move with the best pooled bound.
-    """
-    run = yield from next_start(run, roster, plan)
-    chosen = sampled(roster, plan.options.fraction, plan.config.seed)
-    moves = trial_moves(run.state)
-    ask = the_sum if plan.options.aggregation == "sum" or roster.totals_only else individuals
-    asked: Asked = yield from ask(run, moves, chosen, plan)
-    state, weights = advance(run.state, asked, moves, roster.round, plan)
-    if EVERYONE in weights:
-        weights = dict.fromkeys(asked.sites, 1.0)
-    run = replace(run.having(state), record=run.record.after(weights, asked.flat))
-    rows = sum(plan.rows[site] for site, weight in weights.items() if weight)
-    if not rows or state.bound is None or not math.isfinite(state.bound):
-        return run, {}
-    return run, {"bound": state.bound, "objective": state.bound / rows}
-
-
-def next_start(run: ExactRun, roster: Roster, plan: ExactPlan) -> Asking[ExactRun]:
-    """Begin another start, or choose the best one, when it is time."""
-    done, starts, each = roster.round - 1, plan.options.num_starts(plan.config), plan.options.start_rounds
-    if done and done % each == 0 and len(run.starts) < starts:
-        state = yield from first_state(run.state.latents.inducing, len(run.starts), roster, plan)
-        return replace(run, starts=(*run.starts, state), active=len(run.starts))
-    if starts > 1 and done == starts * each:
-        best = best_start(run.starts, agreement=plan.agreement)
-        logger.info("start %d of %d has the best bound", best + 1, starts)
-        return replace(run, active=best)
-    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,19 +127,39 @@ class Asked:
     replies: Replies
     refused: Collection[str] = ()
     """Sites whose statistics no rows can produce."""
-    flat: Mapping[str, float] = field(default_factory=dict)
-    sites: tuple[str, ...] = ()
-    """Whose the sum is."""
 
 
-def individuals(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], plan: ExactPlan) -> Asking[Asked]:
+def one_round(
+    state: ExactState, roster: Roster, config: RunConfig, rows: Mapping[str, int]
+) -> Asking[tuple[ExactState, Figures]]:
+    """An exact round with max(⌈ρM⌉, 1) units: M-steps, statistics at trial moves, the move with the best pooled bound.
+
+    ``rows`` are the training rows of every unit that was ever known.
+    """
+    options = cast(FedMGPExactOptions, config.options)
+    chosen, moves = sampled(roster, options.fraction, config.seed), trial_moves(state)
+    lengths = {"C": len(moves), **sizes(state.latents)}
+    if roster.totals_only:
+        request = Trials(view(state, EVERYONE), moves, not state.unsmoothed)
+        summed: Summed[TrialStatistics] = yield Total(TrialStatistics, request, tuple(chosen), sizes=lengths)
+        asked, sites = Asked({} if summed.total is None else {EVERYONE: summed.total.each()}), summed.sites
+    else:
+        requests = {site: Trials(view(state, site), moves, not state.unsmoothed) for site in chosen}
+        answers: Mapping[str, TrialStatistics] = yield Each(TrialStatistics, requests, sizes=lengths)
+        asked, sites = (yield from judged(answers, moves, state.posterior, rows)), ()
+    state, counted = advance(state, asked, moves, roster.round, rows if options.aggregation == "agreement" else None)
+    state = replace(state, counted=tuple(sites if EVERYONE in counted else counted))
+    total = sum(rows[site] for site in state.counted)
+    if not counted or not total or state.bound is None or not math.isfinite(state.bound):
+        return state, {}
+    return state, {"bound": state.bound, "objective": state.bound / total}
+
+
+def judged(
+    answers: Mapping[str, TrialStatistics], moves: Sequence[Move], q: Posterior, rows: Mapping[str, int]
+) -> Asking[Asked]:
     """Statistics of each unit, without those that its rows cannot have produced."""
-    state = run.state
-    requests = {site: Trials(view(run, site), tuple(moves), not state.unsmoothed) for site in chosen}
-    answers: Mapping[str, TrialStatistics] = yield Each(TrialStatistics, requests)
-    notice_fresh((site for site, own in answers.items() if float(own.fresh)), state.reported)
-    replies = {site: own.each() for site, own in answers.items()}
-    q, rows = state.posterior, plan.rows
+    replies = {site: answer.each() for site, answer in answers.items()}
     refused = [
         site
         for site, given in replies.items()
@@ -247,65 +168,41 @@ def individuals(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], pla
     for site in refused:
         yield Refuse(site, "statistics that no rows can produce")
         del replies[site]
-    return Asked(replies, refused, {site: float(own.flat) for site, own in answers.items()})
-
-
-def the_sum(run: ExactRun, moves: Sequence[Move], chosen: Sequence[str], plan: ExactPlan) -> Asking[Asked]:
-    """Statistics of all units as if they were those of one; only those that answer count in this round."""
-    del plan
-    request = Trials(view(run, EVERYONE), tuple(moves), not run.state.unsmoothed)
-    summed: Summed[TrialStatistics] = yield Total(TrialStatistics, request, tuple(chosen))
-    if summed.total is None:
-        return Asked({})
-    share = float(summed.total.flat) / (len(summed.sites) - summed.silent)
-    return Asked({EVERYONE: summed.total.each()}, flat={EVERYONE: share}, sites=summed.sites)
+    return Asked(replies, refused)
 
 
 def advance(
-    state: ExactState, asked: Asked, moves: Sequence[Move], server_round: int, plan: ExactPlan
-) -> tuple[ExactState, dict[str, float]]:
-    """The next state, and 1 or 0 for every site that has a report: whether it counts.
+    state: ExactState, asked: Asked, moves: Sequence[Move], server_round: int, rows: Mapping[str, int] | None
+) -> tuple[ExactState, tuple[str, ...]]:
+    """The next state, and the sites that count; with ``rows`` only those that share g with most others do.
 
     A site whose statistics were refused loses its earlier report too. Under ``agreement`` everyone with a report is
     judged in every round, and a round with nobody to trust changes nothing but reports.
     """
-    kept = {site: report for site, report in state.reports.items() if site not in asked.refused}
-    state = replace(state, reports=kept)
-    if plan.agreement:
-        state = replace(state, trusted=_trusted(state, asked.replies, plan.rows))
-    keep = state.trusted if plan.agreement else None
+    state = replace(state, reports={s: report for s, report in state.reports.items() if s not in asked.refused})
+    keep = None if rows is None else agreeing(state, asked.replies, rows)
     try:
         if keep is None or keep:
-            new = merge(state, asked.replies, moves=moves, keep=keep, quorum=QUORUM if plan.agreement else 0.0)
+            quorum = 0.0 if rows is None else QUORUM
+            new = merge(state, asked.replies, moves=moves, keep=keep, quorum=quorum, server_round=server_round)
         else:
             logger.warning("no units agree on g yet; the round changes nothing but what is known of each")
-            new = hold(state, asked.replies, moves)
+            new = replace(state, reports=_reported(state, asked.replies, moves, state.latents, 0, server_round))
     except (NumericsError, ProtocolError) as error:
         logger.warning("the round changes nothing: %s", error)
-        return state, {}
-    reported = {site: when for site, when in state.reported.items() if site not in asked.refused}
-    new = replace(new, reported={**reported, **dict.fromkeys(asked.replies, server_round)})
-    return new, {site: float(keep is None or site in keep) for site in sorted(new.reports)}
+        return state, ()
+    return new, tuple(sorted(new.reports) if keep is None else keep)
 
 
-def _trusted(state: ExactState, replies: Replies, rows: Mapping[str, int]) -> tuple[str, ...]:
-    """Who agrees with most of all who ever reported."""
-    first = {site: answers[0] for site, answers in replies.items()}
-    absent = {s: carried(report, state.latents) for s, report in state.reports.items() if s not in replies}
-    return agreeing(first, asked=state.posterior, counts=rows, absent=absent)
+def agreeing(state: ExactState, replies: Replies, rows: Mapping[str, int]) -> tuple[str, ...]:
+    """Sites whose answers data can produce and that share g with most of all who ever reported.
 
-
-def best_start(starts: Sequence[ExactState], *, agreement: bool) -> int:
-    """Index of the start with the best bound over the sites that all starts count.
-
-    The bound of more sites is another number, so starts that counted different ones cannot be compared as they are.
+    The last reports of absent sites are compared, and judged, like those that are present. A unit that nobody can be
+    compared with stays only where it is the only one there is.
     """
-    counted = [set(state.reports) & set(state.trusted if agreement else state.reports) for state in starts]
-    common = set.intersection(*counted)
-    if not common:
-        logger.warning("the starts have no unit in common; the last one goes on")
-        return len(starts) - 1
-    return int(np.argmax([bound_of(state, common) for state in starts]))
+    usable = {site: each[0] for site, each in replies.items() if possible(each[0], state.posterior, rows[site])}
+    usable |= {site: carried(report, state.latents) for site, report in state.reports.items() if site not in replies}
+    return sharing(usable) if len(usable) > 1 or len(rows) == 1 else ()
 
 
 def trial_moves(state: ExactState) -> tuple[Move, ...]:
@@ -332,6 +229,7 @@ def merge(
     moves: Sequence[Move],
     keep: Collection[str] | None = None,
     quorum: float = 0.0,
+    server_round: int = 0,
 ) -> ExactState:
     """Take the trial move with the best pooled bound over all units, absent ones with their last, rotated statistics.
 
@@ -342,16 +240,18 @@ def merge(
         keep: sites to count, present or absent; None counts all. Others keep their last report outside the sums.
         quorum: take a move only if it raises the terms of the bound of more than this share of the sites that are
             counted and present, so that fewer cannot steer the lengthscales by what they claim at a trial.
+        server_round: of the reports.
 
     Raises:
-        ProtocolError: nothing to count, or a reply does not have one answer per move.
+        ProtocolError: nothing to count.
     """
     trials = [replace(state.latents, scales=state.latents.scales * np.exp(m.offset)) for m in moves]
     totals = _totals(state, replies, trials, keep)
     results = [best_scales(total, state.latents.amplitudes.size) for total in totals]
-    allowed, counted = [True] * len(moves), [own for s, own in sorted(replies.items()) if keep is None or s in keep]
+    allowed = [True] * len(moves)
     if quorum:
-        gaining = _gaining(counted, totals, [factors for _, factors in results]) > quorum
+        present = [replies[site] for site in sorted(replies) if keep is None or site in keep]
+        gaining = _gaining(present, totals, [factors for _, factors in results]) > quorum
         allowed = [True, *gaining[1:].tolist()]
     c = int(np.argmax([bound if may else -math.inf for (bound, _), may in zip(results, allowed, strict=True)]))
     (bound, factors), (gain, width) = results[c], _next_steps(state, moves, c)
@@ -365,41 +265,21 @@ def merge(
         stretch=min(state.stretch * 2, _STRETCH_MAX) if moves[c].stretch > 1 else max(state.stretch / 2, _STRETCH_MIN),
         unsmoothed=max(state.unsmoothed - 1, 0),
         round=state.round + 1,
-        reports=_reported(state, replies, moves, trials[c], c),
+        reports=_reported(state, replies, moves, trials[c], c, server_round),
     )
 
 
-def hold(state: ExactState, replies: Replies, moves: Sequence[Move]) -> ExactState:
-    """Keep what sites said at the first move, which stays where it is, and change nothing else.
-
-    For a round in which nobody can be counted yet: who answers next has somebody to be compared with.
-    """
-    return replace(state, reports=_reported(state, replies, moves, state.latents, 0))
-
-
 def _reported(
-    state: ExactState, replies: Replies, moves: Sequence[Move], trial: Latents, chosen: int
+    state: ExactState, replies: Replies, moves: Sequence[Move], trial: Latents, chosen: int, server_round: int
 ) -> Mapping[str, Report]:
-    new = {site: Report(answers[chosen], trial, moves[chosen]) for site, answers in replies.items()}
+    new = {site: Report(answers[chosen], trial, moves[chosen], server_round) for site, answers in replies.items()}
     return {**state.reports, **new}
 
 
-def bound_of(state: ExactState, sites: Collection[str]) -> float:
-    """The pooled bound over some sites that have a report, q(u) and the common amplitudes the best for them alone."""
-    total = reduce(add, [carried(state.reports[site], state.latents) for site in sorted(sites)])
-    return best_scales(total, state.latents.amplitudes.size)[0]
-
-
 def _totals(
-    state: ExactState,
-    replies: Replies,
-    trials: Sequence[Latents],
-    keep: Collection[str] | None,
+    state: ExactState, replies: Replies, trials: Sequence[Latents], keep: Collection[str] | None
 ) -> list[Statistics]:
     """Sums over counted sites at every trial, in the order of site names, so that replies may come in any order."""
-    for site, answers in replies.items():
-        if len(answers) != len(trials):
-            raise ProtocolError(f"site {site}: {len(answers)} statistics for {len(trials)} trial moves")
     absent = sorted(s for s in state.reports if s not in replies and (keep is None or s in keep))
     present = sorted(s for s in replies if keep is None or s in keep)
     if not present and not absent:
@@ -416,7 +296,7 @@ def _gaining(replies: Sequence[Sequence[Statistics]], totals: Sequence[Statistic
     for c, (total, scale) in enumerate(zip(totals, factors, strict=True)):
         q = posterior(total.rescaled(scale))
         second = q.second_moment()
-        for m, part in enumerate(own[c].rescaled(scale) for own in replies):
+        for m, part in enumerate(answers[c].rescaled(scale) for answers in replies):
             fit = part.shift @ q.mean - 0.5 * np.vdot(part.precision, second)
             terms[m, c] = part.evidence + part.slack.sum() + fit
     share: Array = np.sum(terms > terms[:, :1], axis=0) / max(len(replies), 1)
@@ -442,40 +322,34 @@ def _next_steps(state: ExactState, moves: Sequence[Move], chosen: int) -> tuple[
     return new[0], new[1]
 
 
-class FedMGPExact(SharedLatents[ExactRun]):
+class FedMGPExact(SharedLatents[ExactState]):
     """Exact rounds from the first to the last; for a Gaussian likelihood and whole batches."""
 
     method = "fedmgp-exact"
     options_class = FedMGPExactOptions
-    state_class = ExactRun
+    state_class = ExactState
     options: FedMGPExactOptions
 
-    @property
-    def plan(self) -> ExactPlan:
-        """How a round goes."""
-        return ExactPlan(self.config, self.options, self.preparation.rows)
-
-    def initialise(self, roster: Roster) -> Asking[ExactRun]:
-        """One start, at pseudo-inputs from where inputs lie."""
+    def initialise(self, roster: Roster) -> Asking[ExactState]:
+        """Pseudo-inputs from where inputs lie."""
         inducing = yield from first_inducing(self.config, roster)
-        first = yield from first_state(inducing, 0, roster, self.plan)
-        return ExactRun((first,), 0, Record())
+        return (yield from first_state(inducing, roster, self.config))
 
     def watching(self) -> bool:
-        """Once the best start goes on, and units smooth."""
-        starts = self.options.num_starts(self.config)
-        tried = starts * self.options.start_rounds if starts > 1 else 0
-        return self.round > tried and not self.current.state.unsmoothed
+        """Once units smooth."""
+        return not self.current.unsmoothed
 
-    def one_round(self, state: ExactRun, roster: Roster) -> Asking[tuple[ExactRun, Figures]]:
+    def one_round(self, state: ExactState, roster: Roster) -> Asking[tuple[ExactState, Figures]]:
         """An exact round."""
-        self.sizes |= state.sizes
-        return (yield from one_round(state, roster, self.plan))
+        return (yield from one_round(state, roster, self.config, self.preparation.rows))
 
-    def public(self, state: ExactRun) -> NamedArrays:
+    def public(self, state: ExactState) -> NamedArrays:
         """Latent functions and q(u)."""
         return encode(Shared(state.latents, state.posterior))
 
-    def adopt(self, state: ExactRun, arrays: NamedArrays) -> ExactRun:
+    def adopt(self, state: ExactState, arrays: NamedArrays) -> ExactState:
         """Other latent functions and q(u); reports stay what they are."""
-        return state.having(replace(state.state, **vars(decode(Shared, arrays))))
+        return replace(state, **vars(decode(Shared, arrays)))
+
+    def _facts(self, state: ExactState) -> dict[str, Any]:
+        return {"bound": state.bound, **super()._facts(state)}

@@ -8,34 +8,33 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from fedgp_flower import outcome
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES
-from fedgp_flower.messages import encode, message
+from fedgp_flower.messages import encode
 from fedgp_flower.methods.fedmgp.latents import Latents, Posterior, grid_side, posterior, spacing
 from fedgp_flower.methods.fedmgp.messages import (
     PSEUDO_INPUTS,
-    AlignedStatistics,
     Curve,
     CurveRequest,
     Directions,
+    FirstLook,
     FirstStatistics,
     Known,
-    Towards,
     View,
 )
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server import finalise
 from strategies.server.enrolment import Preparation
-from strategies.server.questions import Asking, Each, Refuse, Roster, Summed, Total
+from strategies.server.questions import Asking, Each, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
@@ -51,29 +50,16 @@ MARGIN = 0.025
 """How far the grid goes beyond the inputs at each end, as a share of their range."""
 MOST_CURVES, CURVE_POINTS = 12, 161
 """Units whose curves are drawn, and points of a curve."""
+COLLAPSED = 0.95
+"""Held-out error, in root mean squares of the targets, from which on g explains next to nothing."""
 
 
-@message()
-class Record:
-    """What the report shows of the rounds so far."""
-
-    weights: tuple[Mapping[str, float], ...] = ()
-    """By round, the weight of every unit in it."""
-    flat: Mapping[str, float] = field(default_factory=dict)
-    """1 for a unit whose signal noise explains nearly all of, as it last said."""
-
-    def after(self, weights: Mapping[str, float], flat: Mapping[str, float]) -> Record:
-        """With one more round."""
-        return Record((*self.weights, weights), {**self.flat, **flat})
+class SharedState(Protocol):
+    """What the states of both Strategies have."""
 
     @property
-    def collapsed(self) -> bool:
-        """Whether in most units noise explains nearly all of the signal."""
-        return bool(self.flat) and float(np.median(list(self.flat.values()))) > 0.5
-
-
-class LatentRun(Protocol):
-    """What the states of both Strategies have."""
+    def counted(self) -> tuple[str, ...]:
+        """Units that the last round counted."""
 
     @property
     def latents(self) -> Latents:
@@ -83,31 +69,24 @@ class LatentRun(Protocol):
     def posterior(self) -> Posterior:
         """The joint q(u) now."""
 
-    @property
-    def record(self) -> Record:
-        """What the report shows."""
-
-    @property
-    def bounds(self) -> dict[str, Any]:
-        """The pooled bound, and that of every start, where there is one."""
-
     def known(self, site: str) -> Known:
         """What the server knows of a unit's memory."""
 
 
-S = TypeVar("S", bound=LatentRun)
+S = TypeVar("S", bound=SharedState)
+
+
+def view(state: SharedState, site: str) -> View:
+    """What a unit is sent: with what it alone knows, all that predicts."""
+    return View(state.latents, state.posterior, state.known(site))
+
+
+def sizes(latents: Latents) -> dict[str, int]:
+    """Lengths that statistics must have: I latent functions, L whitened values."""
+    return {"I": len(latents.amplitudes), "L": latents.size}
 
 
 # Where a run starts.
-
-
-def scaled(preparation: Preparation, config: RunConfig) -> Preparation:
-    """Targets divided by their root mean square, and not centred: units scale g, and would scale a common offset."""
-    arrays = preparation.arrays
-    if config.model.likelihood not in ("gaussian", "student-t"):
-        return preparation
-    power = math.hypot(float(arrays["target.mean"]), float(arrays["target.scale"]))
-    return replace(preparation, arrays={**arrays, "target.mean": np.array(0.0), "target.scale": np.array(power)})
 
 
 def first_inducing(config: RunConfig, roster: Roster) -> Asking[Array]:
@@ -156,12 +135,9 @@ def first_posterior(latents: Latents, roster: Roster) -> Asking[Posterior]:
     if roster.totals_only:
         return (yield from aligned_posterior(latents))
     asked = sorted(roster.sites, key=lambda site: -roster.rows[site])[:LEADS]
-    answers = yield Each(FirstStatistics, dict.fromkeys(asked, latents), retries=1)
+    requests = dict.fromkeys(asked, FirstLook(latents))
+    answers = yield Each(FirstStatistics, requests, retries=1, sizes=sizes(latents))
     starts = {site: answer.statistics for site, answer in answers.items()}
-    for site, first in list(starts.items()):
-        if first.shift.size != latents.size or first.slack.shape != latents.amplitudes.shape:
-            yield Refuse(site, f"statistics of {first.shift.size} whitened values, expected {latents.size}")
-            del starts[site]
     if not starts:
         raise RunError("no unit sent statistics to start from; see the failures above")
     return posterior(starts[best_lead(starts)])
@@ -176,31 +152,16 @@ def aligned_posterior(latents: Latents) -> Asking[Posterior]:
     Raises:
         RunError: no unit answered.
     """
-    pointed: Summed[Directions] = yield Total(Directions, latents)
+    pointed: Summed[Directions] = yield Total(Directions, latents, sizes=sizes(latents))
     if pointed.total is None:
         raise RunError("no unit sent statistics to start from; see the failures above")
     direction = np.linalg.eigh(pointed.total.outer)[1][:, -1]
     direction = direction * math.copysign(1.0, direction[np.abs(direction).argmax()])
-    summed: Summed[AlignedStatistics] = yield Total(AlignedStatistics, Towards(latents, direction))
+    summed: Summed[FirstStatistics] = yield Total(FirstStatistics, FirstLook(latents, direction), sizes=sizes(latents))
     if summed.total is None:
         raise RunError("no unit sent statistics to start from; see the failures above")
     total, units = summed.total.statistics, len(summed.sites) - summed.silent
     return posterior(replace(total, precision=total.precision / units, shift=total.shift / units))
-
-
-# What a unit is sent.
-
-
-def view(state: LatentRun, site: str) -> View:
-    """What a unit sees: with what it alone knows, all that predicts."""
-    return View(state.latents, state.posterior, state.known(site))
-
-
-def notice_fresh(fresh: Iterable[str], reports: Mapping[str, int]) -> None:
-    """Say which sites go on without the memory that the server knows of."""
-    for site in fresh:
-        if reports.get(site):
-            logger.warning("site %s lost its memory and starts afresh; its earlier report is replaced", site)
 
 
 # What a run leaves.
@@ -231,35 +192,43 @@ class SharedLatents(FederatedStrategy[S]):
     options: FedMGPOptions
 
     def adjusted(self, preparation: Preparation) -> Preparation:
-        """Targets are divided by their root mean square, and not centred."""
-        return scaled(preparation, self.config)
+        """Targets divided by their root mean square, and not centred: units scale g, and would scale an offset."""
+        arrays = preparation.arrays
+        if self.config.model.likelihood not in ("gaussian", "student-t"):
+            return preparation
+        power = math.hypot(float(arrays["target.mean"]), float(arrays["target.scale"]))
+        return replace(preparation, arrays={**arrays, "target.mean": np.array(0.0), "target.scale": np.array(power)})
 
     def constants(self, state: S) -> NamedArrays:
         """Pseudo-inputs as they are, for the pooled baseline; a run whose sites are real has none."""
         wanted = self.preparation.simulated and self.config.baselines.pooled
         return {PSEUDO_INPUTS: state.latents.inducing} if wanted else {}
 
-    def predictive(self, state: S, roster: Roster) -> Asking[finalise.Predicted]:
+    def predictive(self, state: S, roster: Roster) -> Asking[Predicted]:
         """Each unit's view, the saved posterior of g, and facts for the report."""
         yield from ()
         request = view(state, EVERYONE) if roster.totals_only else {site: view(state, site) for site in roster.everyone}
-        return finalise.Predicted(request, self._saved(state), self._facts(state))
+        return Predicted(request, self._saved(state), self._facts(state))
 
-    def _saved(self, state: S) -> finalise.Posterior:
+    def _saved(self, state: S) -> outcome.Posterior:
         """The posterior of g. It predicts no unit: that takes what the unit alone knows."""
         mean, covariance = state.posterior.of_latents(state.latents)
         arrays = {f"latents.{name}": array for name, array in encode(state.latents).items()}
         arrays |= {f"posterior.{name}": array for name, array in encode(state.posterior).items()}
-        arrays = {name: array for name, array in arrays.items() if name in MEANINGS}
         arrays |= {"latents.mean": mean, "latents.covariance": covariance}
+        arrays = {name: arrays[name] for name in MEANINGS}
         coordinates = {name: "whitened" if name.startswith("posterior.") else "standardised" for name in arrays}
-        known = {site: state.known(site).written() for site in self.preparation.rows}  # which φ_m a unit predicts with
-        model = {"family": "shared-latents", "kernel": "rbf", "jitter": state.latents.jitter, "known": known}
-        return finalise.Posterior(arrays, MEANINGS, coordinates, EQUATION, model)
+        known = {site: state.known(site) for site in self.preparation.rows}  # which φ_m a unit predicts with
+        told = {
+            site: {"report": each.report, **vars(each.move), "offset": each.move.offset.tolist()}
+            for site, each in known.items()
+        }
+        model = {"family": "shared-latents", "kernel": "rbf", "jitter": state.latents.jitter, "known": told}
+        return outcome.Posterior(arrays, MEANINGS, coordinates, EQUATION, model)
 
     def _facts(self, state: S) -> dict[str, Any]:
-        """Bound, lengthscales, weights by round, and latent functions of one input."""
-        latents, record, arrays = state.latents, state.record, self.preparation.arrays
+        """Lengthscales, the units that count, and latent functions of one input."""
+        latents, arrays = state.latents, self.preparation.arrays
         functions: list[dict[str, list[float]]] = []
         if latents.inducing.shape[1] == 1:
             mean, covariance = state.posterior.of_latents(latents)
@@ -267,52 +236,34 @@ class SharedLatents(FederatedStrategy[S]):
             w = (latents.inducing[:, 0] * arrays["input.scale"][0] + arrays["input.mean"][0]).tolist()
             parts = zip(mean.reshape(shape), np.sqrt(np.diag(covariance)).reshape(shape), strict=True)
             functions = [{"w": w, "mean": part.tolist(), "sd": sd.tolist()} for part, sd in parts]
-        return {
-            **state.bounds,
-            "flat_units": [site for site, share in record.flat.items() if share > 0.5],
-            "lengthscales": (np.sqrt(latents.scales) * arrays["input.scale"]).tolist(),
-            "weights": [dict(weights) for weights in record.weights],
-            "latents": functions,
-            "units": {},
-        }
+        scales = (np.sqrt(latents.scales) * arrays["input.scale"]).tolist()
+        return {"lengthscales": scales, "counted": list(state.counted), "latents": functions, "units": {}}
 
     def final(self, state: S, roster: Roster) -> Asking[dict[str, Any]]:
         """Whether the model collapsed, and the curves of the first simulated units along the one input."""
-        worse = self._worse_than_alone()
-        if state.record.collapsed:
+        if collapsed := self.collapsed():
             logger.warning(
-                "the model collapsed: in most units the noise explains the signal; lower `fedmgp.start-multiple`"
+                "the model collapsed: held-out errors are as large as the signal, or larger than those of units that "
+                "fit a GP alone; try a lower `fedmgp.start-multiple`, more `fedmgp.latents` or `model.num-inducing`"
             )
-        elif worse:
-            logger.warning(
-                "the model collapsed: held-out errors are larger than those of units that fit a GP alone; try more"
-                " `fedmgp.starts`, `fedmgp.latents` or `model.num-inducing`"
-            )
-        inducing = state.latents.inducing
-        curves = yield from unit_curves(self, inducing, roster, lambda site, at: CurveRequest(view(state, site), at))
-        return {"collapsed": state.record.collapsed or worse, **curves}
+        agreed, inducing = self.preparation, state.latents.inducing
+        shown = agreed.simulated and self.config.keep_predictions and self.config.model.likelihood == "gaussian"
+        if not shown or roster.totals_only or inducing.shape[1] > 1:
+            return {"collapsed": collapsed}
+        grid = np.linspace(inducing.min(), inducing.max(), CURVE_POINTS)[:, None]
+        requests = {site: CurveRequest(view(state, site), grid) for site in roster.everyone[:MOST_CURVES]}
+        answers: Mapping[str, Curve] = yield Each(Curve, requests)
+        at = (grid[:, 0] * agreed.arrays["input.scale"][0] + agreed.arrays["input.mean"][0]).tolist()
+        curves = {
+            agreed.labels[site]: {"grid": at} | {name: array.tolist() for name, array in vars(curve).items()}
+            for site, curve in answers.items()
+        }
+        return {"collapsed": collapsed, "units": curves}
 
-    def _worse_than_alone(self) -> bool:
-        """Whether the held-out error exceeds that of local-only, where both are known."""
-        if self.evaluation is None or self.scoring.local_only is None or "rmse" not in self.evaluation["test"]:
+    def collapsed(self) -> bool:
+        """Whether held-out errors are as large as the signal, or exceed those of local-only."""
+        if self.evaluation is None or "rmse" not in self.evaluation["test"]:
             return False
-        return bool(self.evaluation["test"]["rmse"] > self.scoring.local_only["rmse"])
-
-
-def unit_curves(
-    strategy: FederatedStrategy[Any], inducing: Array, roster: Roster, request: Callable[[str, Array], object]
-) -> Asking[dict[str, Any]]:
-    """Curves of the first units of a simulation, as the report reads them; none where there are several inputs."""
-    agreed, config = strategy.preparation, strategy.config
-    shown = agreed.simulated and config.keep_predictions and config.model.likelihood == "gaussian"
-    if not shown or roster.totals_only or inducing.shape[1] > 1:
-        return {}
-    grid = np.linspace(inducing.min(), inducing.max(), CURVE_POINTS)[:, None]
-    requests = {site: request(site, grid) for site in roster.everyone[:MOST_CURVES]}
-    answers: Mapping[str, Curve] = yield Each(Curve, requests)
-    at = (grid[:, 0] * agreed.arrays["input.scale"][0] + agreed.arrays["input.mean"][0]).tolist()
-    curves = {}
-    for site, curve in answers.items():
-        lists = {name.replace("alone_", "alone."): array.tolist() for name, array in vars(curve).items()}
-        curves[agreed.labels[site]] = {"grid": at, **lists}
-    return {"units": curves}
+        alone = self.scoring.local_only
+        worse = alone is not None and self.evaluation["test"]["rmse"] > alone["rmse"]
+        return bool(worse or self.evaluation["test_standardised"]["rmse"] > COLLAPSED)

@@ -36,7 +36,6 @@ from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.hierarchical_gp import rough
-from fedgp_flower.methods.hierarchical_gp.calibration import CUTS, factors
 from fedgp_flower.methods.hierarchical_gp.messages import (
     Calibration,
     CalibrationRequest,
@@ -46,7 +45,6 @@ from fedgp_flower.methods.hierarchical_gp.messages import (
 )
 from fedgp_flower.methods.hierarchical_gp.newton import (
     Expansion,
-    Slopes,
     Sums,
     expansion,
     newton_step,
@@ -56,11 +54,11 @@ from fedgp_flower.methods.hierarchical_gp.newton import (
 from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
 from fedgp_flower.methods.hierarchical_gp.smooth import NOISE, WIDTHS, ShapedGP
 from fedgp_flower.methods.sfvi.options import SHARED
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters, Shape
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.enrolment import Preparation
-from strategies.server.finalise import Posterior, Predicted, lengthscale_facts
-from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
@@ -160,7 +158,9 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
         theta = unpack(state.trial, state.theta)
         state = replace(
             state,
-            **of_total(summed.total, found),
+            **{name: getattr(summed.total, name) for name in ("precision", "shift", "squares", "known")},
+            gradient=found.gradient.numpy(),
+            hessian=found.hessian.numpy(),
             parameters={**theta, **state.widths, **on_the_wire({}, named(found.q_global))},
             sites=summed.sites,
             count=count,
@@ -170,12 +170,6 @@ def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking
     state = replace(stepped(state, radius, factor_at), factors=None)
     assert state.bound is not None
     return state, {"objective": state.bound / state.count, "promised_rise": state.rise}
-
-
-def of_total(total: ExpansionShare, found: Expansion) -> dict[str, Any]:
-    """What a state keeps of a total that counts, and of F to second order."""
-    kept = {name: getattr(total, name) for name in ("precision", "shift", "squares", "known")}
-    return kept | {"gradient": found.gradient.numpy(), "hessian": found.hessian.numpy()}
 
 
 def shaped_round(state: NewtonState, roster: Roster, model: ShapedGP) -> Asking[tuple[NewtonState, Figures]]:
@@ -221,10 +215,10 @@ def log_prior(state: NewtonState) -> tuple[float, torch.Tensor, torch.Tensor]:
 def with_prior(state: NewtonState, total: ExpansionShare) -> Expansion:
     """F + log p(θ) to second order around the trial point, by θ in prior standard deviations."""
     precision, shift, constant, flat, curvature = (
-        torch.from_numpy(np.asarray(own))
-        for own in (total.precision, total.shift, total.constant, total.slopes, total.curvature)
+        torch.from_numpy(np.asarray(array))
+        for array in (total.precision, total.shift, total.constant, total.slopes, total.curvature)
     )
-    found = expansion(Sums(precision, shift, constant), Slopes.of(flat, len(shift)), curvature)
+    found = expansion(Sums(precision, shift, constant), flat, curvature)
     scale, (value, slope, bend) = torch.from_numpy(state.scale), log_prior(state)
     return replace(
         found,
@@ -341,7 +335,7 @@ def calibrated(state: NewtonState) -> Asking[NewtonState]:
         return state
     request = CalibrationRequest(state.parameters, summed.total.precision, summed.total.shift)
     answered: Summed[Calibration] = yield Total(Calibration, request, summed.sites)
-    return state if answered.total is None else replace(state, factors=factors(answered.total))
+    return state if answered.total is None else replace(state, factors=rough.factors(answered.total))
 
 
 # What a run leaves.
@@ -377,7 +371,6 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     method = "hierarchical-gp"
     options_class = HierarchicalOptions
     state_class = NewtonState
-    row_arrays = ("prediction.trend", "prediction.deviation")
     options: HierarchicalOptions
 
     def adjusted(self, preparation: Preparation) -> Preparation:
@@ -472,5 +465,5 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         facts["hyperparameters"] = {name: float(np.exp(log[0])) for name, log in theta.items()}
         facts["roughness"] = (weights / weights.sum()).tolist()
         if state.factors is not None:
-            facts["widened"] = {f"{cut:.1f}": by for cut, by in zip(CUTS, state.factors.tolist(), strict=True)}
+            facts["widened"] = {f"{cut:.1f}": by for cut, by in zip(rough.CUTS, state.factors.tolist(), strict=True)}
         return facts

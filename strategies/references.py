@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.messages import message
-from fedgp_flower.shared_messages import LocalScoreSums, Nothing
-from strategies.server.questions import Asking, Figures, Roster
-from strategies.server.scoring import ALONE, POOLED
+from fedgp_flower.shared_messages import LocalScoreSums, Nothing, PooledScoreSums, ScoreSums
+from strategies.server.questions import Asking, Figures, Predicted, Roster
 from strategies.server.strategy import FederatedStrategy
 
 
@@ -22,8 +23,7 @@ class LocalOnly(FederatedStrategy[NoState]):
     state_class = NoState
     predicts = False
     trains = False
-    evaluation_kind = ALONE
-    score_sums = LocalScoreSums
+    score_sums: ClassVar[type[ScoreSums]] = LocalScoreSums
 
     def initialise(self, roster: Roster) -> Asking[NoState]:
         """Nothing."""
@@ -39,17 +39,17 @@ class LocalOnly(FederatedStrategy[NoState]):
         """One round says all."""
         return self.round > 0
 
-    def predictive(self, state: NoState, roster: Roster) -> Asking[Nothing]:
+    def predictive(self, state: NoState, roster: Roster) -> Asking[Predicted]:
         """Nothing is shared."""
         yield from ()
-        return Nothing()
+        return Predicted(Nothing())
 
 
 class Pooled(LocalOnly):
     """Simulation only: one process sees the rows of all sites."""
 
     method = "pooled"
-    evaluation_kind = POOLED
+    score_sums = PooledScoreSums
 
     def initialise(self, roster: Roster) -> Asking[NoState]:
         """Nothing.

@@ -19,8 +19,7 @@ from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare
 from fedgp_flower.typing import Array, NamedArrays
 from strategies import sfvi_avg
 from strategies.server.questions import Asking, Figures, Roster, Summed, Total
-from strategies.sfvi_avg import SFVIPlan
-from strategies.sfvi_state import Prior, SFVIState, StructuredVI
+from strategies.sfvi_avg import Prior, SFVIPlan, SFVIState, StructuredVI
 
 LEARNED_PRIOR = "theta.prior_log_scales"
 

@@ -27,8 +27,7 @@ from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import SampledModel
 from fedgp_flower.options import ModelSection
 from strategies.server.questions import Roster
-from strategies.sfvi_avg import SFVIPlan
-from strategies.sfvi_state import Prior, SFVIState
+from strategies.sfvi_avg import Prior, SFVIPlan, SFVIState
 
 
 def randomised(posterior, generator, spread=0.3):

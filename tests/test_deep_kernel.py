@@ -23,6 +23,7 @@ from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.shared_messages import Described
 from strategies.deep_kernel import chosen
 
 C, D, N = 3, 4, 24
@@ -139,8 +140,8 @@ def test_probabilities_are_those_of_a_softmax_of_draws():
 def test_precision_of_no_rows_is_refused(problem):
     model, x, y, _ = problem
     own = summed(model, x, y, [torch.arange(N)])
-    assert own.refusal(N) is None
-    assert "positive semi-definite" in str(Heads(-own.precision, own.shift, own.constant).refusal(N))
+    assert own.refusal(Described(N)) is None
+    assert "positive semi-definite" in str(Heads(-own.precision, own.shift, own.constant).refusal(Described(N)))
 
 
 def opposite_sites(rows: int = 60) -> pd.DataFrame:

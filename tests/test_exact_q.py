@@ -26,11 +26,9 @@ from fedgp_flower.methods.fedmgp.messages import TrialStatistics
 from fedgp_flower.methods.fedmgp.model import MultiOutputGP
 from fedgp_flower.methods.fedmgp.pooled import fit_pooled
 from fedgp_flower.methods.fedmgp.unit import (
-    SearchOptions,
     UnitData,
     UnitParameters,
     UnitState,
-    explained_share,
     maximise,
     moved,
     predict,
@@ -39,10 +37,9 @@ from fedgp_flower.methods.fedmgp.unit import (
     statistics,
 )
 from strategies.fedmgp_exact import ExactState, merge, trial_moves
-from strategies.fedmgp_shared import Record, latents_at
+from strategies.fedmgp_shared import latents_at
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
-OPTIONS = SearchOptions()
 
 
 def grid(dims: int) -> np.ndarray:
@@ -68,19 +65,20 @@ def start(inducing, multiples=(1.0,)):  # type: ignore[no-untyped-def]
     return ExactState(latents, Posterior(np.zeros(latents.size), np.eye(latents.size)), None, steps, steps)
 
 
-def federate(units, inducing, rounds, *, multiples=(1.0,), options=OPTIONS, reach=None):  # type: ignore[no-untyped-def]
+def federate(units, inducing, rounds, *, multiples=(1.0,), unsmoothed=0, reach=None):  # type: ignore[no-untyped-def]
     """The whole protocol in one process; returns every state and every unit's parameters."""
     data = {str(i): UnitData.build(x, y, inducing) for i, (x, y) in enumerate(units)}
     state = start(inducing, multiples)
-    first = statistics(data["0"], state.latents, starting_parameters(data["0"], state.latents, options))
-    state = replace(state, posterior=posterior(first))
+    first = statistics(data["0"], state.latents, starting_parameters(data["0"], state.latents))
+    state = replace(state, posterior=posterior(first), unsmoothed=unsmoothed)
     memory: dict[str, UnitState] = {}
     states = [state]
     for r in range(rounds):
         moves, replies = trial_moves(state), {}
         for site in sorted(data) if reach is None else reach(r, sorted(data)):
             phi = moved(data[site], memory[site], state.reports[site].move)[1] if site in memory else None
-            memory[site], replies[site] = respond(data[site], state.latents, state.posterior, moves, phi, options)
+            smooth = not state.unsmoothed
+            memory[site], replies[site] = respond(data[site], state.latents, state.posterior, moves, phi, smooth=smooth)
         state = merge(state, replies, moves=moves)
         states.append(state)
     return states, {s: moved(data[s], memory[s], state.reports[s].move)[1] for s in memory}, data
@@ -119,7 +117,7 @@ def test_statistics_give_the_expected_log_likelihood_of_the_model(num_latents: i
 def test_unit_step_is_a_maximum_with_q_fixed(num_latents: int, dims: int) -> None:
     """Autograd of E_q log p(y | f) vanishes in s and log σ², R is no worse than before, and E‖y − f‖² = Nσ²."""
     latents, q, data, phi, x = random_unit(num_latents, dims)
-    best = maximise(data, latents, q, phi, OPTIONS)
+    best = maximise(data, latents, q, phi)
     s = torch.tensor(best.amplitudes, requires_grad=True)
     log_noise = torch.tensor(math.log(best.noise), dtype=torch.float64, requires_grad=True)
     S, R, W = map(torch.from_numpy, (latents.scales, best.smoothing, latents.inducing))
@@ -143,31 +141,30 @@ def test_coarse_search_escapes_a_bad_start() -> None:
     latents, _, data, phi, _ = random_unit(1, 1)
     q = posterior(statistics(data, latents, phi))
     far = replace(phi, smoothing=np.full((1, 1), 50.0))
-    fine, coarse = (maximise(data, latents, q, far, OPTIONS, coarse=c) for c in (False, True))
+    fine, coarse = (maximise(data, latents, q, far, coarse=c) for c in (False, True))
     assert coarse.noise < fine.noise
 
 
-@pytest.mark.parametrize("options", [OPTIONS, SearchOptions(convolved=False)])
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
-def test_bound_never_falls_and_is_the_model_s(num_latents: int, dims: int, options: SearchOptions) -> None:
+def test_bound_never_falls_and_is_the_model_s(num_latents: int, dims: int) -> None:
+    """With several functions or inputs the first two rounds have the narrowest R, and four trial moves."""
     units, W = signals(dims), grid(dims)
-    multiples = (1.0, 2.0)[:num_latents]
-    states, phi, data = federate(units, W, 8, multiples=multiples, options=options)
+    wide = num_latents * dims > 1
+    states, phi, data = federate(units, W, 6, multiples=(1.0, 2.0)[:num_latents], unsmoothed=2 * wide)
     bounds = [s.bound for s in states[1:]]
     assert min(np.diff(bounds)) >= -1e-7
     assert bounds[-1] > bounds[0] + 1
+    assert [len(trial_moves(s)) for s in states[:3]] == ([4, 4, 6] if wide else [6] * 3)
     last = states[-1]
     parts = [statistics(data[s], last.latents, phi[s]) for s in sorted(data)]
     assert pooled_bound(sum(parts[1:], parts[0])) == pytest.approx(last.bound, rel=1e-9)
     np.testing.assert_allclose(posterior(sum(parts[1:], parts[0])).mean, last.posterior.mean, rtol=1e-6, atol=1e-7)
-    if not options.convolved:
-        assert all(np.all(p.smoothing == 0) for p in phi.values())
+    assert max(float(np.max(phi[s].smoothing / data[s].lower)) for s in data) > 10
 
 
-@pytest.mark.parametrize("seed", [2, 10])
-def test_rounds_reach_the_pooled_optimum(seed: int) -> None:
+def test_rounds_reach_the_pooled_optimum() -> None:
     """Units of one random function, one half unobserved: 1 nat from L-BFGS in 20 rounds, error near the noise."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(2)
     x = np.linspace(-1.6, 1.6, 321)
     g = np.linalg.cholesky(np.exp(-0.5 * (x[:, None] - x) ** 2 / 0.01) + 1e-9 * np.eye(321)) @ rng.normal(size=321)
     inside = np.abs(x) <= 1
@@ -184,7 +181,7 @@ def test_rounds_reach_the_pooled_optimum(seed: int) -> None:
     states, phi, _ = federate(units, W, 20)
     assert min(np.diff([s.bound for s in states[1:]])) >= -1e-7
     order = [phi[s] for s in sorted(phi)]
-    assert states[-1].bound > fit_pooled(units, states[-1].latents, order).bound - 1
+    assert states[-1].bound > fit_pooled(units, states[-1].latents, order)[-1] - 1
     mean, variance = predict(missing[0], states[-1].latents, states[-1].posterior, phi["3"])
     assert np.mean((mean - missing[1]) ** 2) < 0.02
     inside95 = np.abs(mean - missing[1]) < 1.96 * np.sqrt(variance + phi["3"].noise)
@@ -195,9 +192,9 @@ def test_absent_units_still_count() -> None:
     """60 % reachable: about as good as everyone present; the cached statistics are rotated, not dropped."""
     units, W = signals(1, num_units=4), grid(1)
     rng = np.random.default_rng(0)
-    full, _, _ = federate(units, W, 15)
+    full, _, _ = federate(units, W, 10)
     part, phi, data = federate(
-        units, W, 25, reach=lambda r, s: s if r == 0 else [t for t in s if rng.random() < 0.6] or s[:1]
+        units, W, 16, reach=lambda r, s: s if r == 0 else [t for t in s if rng.random() < 0.6] or s[:1]
     )
     parts = [statistics(data[s], part[-1].latents, phi[s]) for s in sorted(data)]
     assert pooled_bound(sum(parts[1:], parts[0])) > full[-1].bound - 3
@@ -295,17 +292,15 @@ def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
     states, phi, data = federate(units, W, 3)
     state = states[-1]
     moves = trial_moves(state)
-    replies = {s: respond(data[s], state.latents, state.posterior, moves, phi[s], OPTIONS)[1] for s in sorted(data)}
+    replies = {s: respond(data[s], state.latents, state.posterior, moves, phi[s])[1] for s in sorted(data)}
     a, b = merge(state, replies, moves=moves), merge(state, dict(reversed(replies.items())), moves=moves)
     assert a.bound == b.bound
     np.testing.assert_array_equal(a.posterior.mean, b.posterior.mean)
-    with pytest.raises(ProtocolError, match="5 statistics for 6 trial moves"):
-        merge(state, {"0": replies["0"][:5]}, moves=moves)
     with pytest.raises(ProtocolError, match="no unit's statistics"):
         merge(state, replies, moves=moves, keep=())
-    own = replies["0"][0]
+    told = replies["0"][0]
     with pytest.raises(NumericsError, match="agreement"):
-        posterior(Statistics(*(-5 * part for part in (own.precision, own.shift, own.evidence, own.slack))))
+        posterior(Statistics(*(-5 * part for part in (told.precision, told.shift, told.evidence, told.slack))))
     only = merge(state, replies, moves=moves, keep=("1",))
     np.testing.assert_allclose(only.bound, max(best_scales(r, 1)[0] for r in replies["1"]))
 
@@ -328,28 +323,11 @@ def test_trial_moves_take_turns_and_steps_adapt() -> None:
 def test_statistics_survive_the_wire() -> None:
     latents, _, data, phi, _ = random_unit(2, 1)
     sent = [statistics(data, latents, phi), statistics(data, latents, replace(phi, noise=0.2))]
-    message = TrialStatistics.of(sent, flat=False, fresh=True)
-    J = latents.size
-    assert message.precision.shape == (2, J * (J + 1) // 2)
-    for a, b in zip(sent, decode(TrialStatistics, encode(message)).each(), strict=True):
+    for a, b in zip(sent, decode(TrialStatistics, encode(TrialStatistics.of(sent))).each(), strict=True):
         np.testing.assert_array_equal(np.tril(a.precision), np.tril(b.precision))
         np.testing.assert_array_equal(b.precision, b.precision.T)
-        np.testing.assert_array_equal(a.shift, b.shift)
-        np.testing.assert_array_equal(a.slack, b.slack)
-        assert a.evidence == b.evidence
-
-
-def test_a_flat_g_is_noticed() -> None:
-    units, W = signals(1), grid(1)
-    states, phi, data = federate(units, W, 5)
-    good = {s: explained_share(data[s], phi[s]) for s in data}
-    assert min(good.values()) > 0.8
-    assert not Record((), {site: float(share < 0.1) for site, share in good.items()}).collapsed
-    prior = Posterior(np.zeros(16), np.eye(16))
-    stuck = {s: explained_share(data[s], maximise(data[s], states[0].latents, prior, phi[s], OPTIONS)) for s in data}
-    assert max(stuck.values()) < 1e-9  # with m = 0 no amplitude explains anything
-    assert Record((), {site: float(share < 0.1) for site, share in stuck.items()}).collapsed
-    assert not Record().collapsed
+        for name in ("shift", "slack", "evidence"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
 def test_spacing_is_the_distance_of_neighbours_on_a_grid() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.messages import decode
 from fedgp_flower.methods.fedmgp.latents import pooled_bound, posterior
-from fedgp_flower.methods.fedmgp.unit import Memories, Memory, UnitData, UnitParameters, predict, statistics
+from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState, predict, statistics
 from fedgp_flower.run.registry import parse_config
-from strategies.fedmgp_exact import ExactState
+from strategies.fedmgp_shared import SharedLatents
 
 UNITS = ("a", "b", "c", "d")
 
@@ -52,20 +52,10 @@ def shared(strategy: Any) -> tuple[Any, Any]:
     return strategy.current.latents, strategy.current.posterior
 
 
-def exact(strategy: Any) -> ExactState:
-    """The start that is being worked on."""
-    return strategy.current.state
-
-
-def weights(strategy: Any) -> list[Mapping[str, float]]:
-    """By round."""
-    return list(strategy.current.record.weights)
-
-
-def memory(grid: FaultyGrid, strategy: Any, site: str, start: int = 0) -> Memory | None:
-    """What a unit remembers of a start."""
+def memory(grid: FaultyGrid, strategy: Any, site: str) -> UnitState | None:
+    """What a unit remembers."""
     arrays = load_state(grid.contexts[grid.node_of(site)], strategy.network.run).arrays
-    return decode(Memories, arrays).starts.get(str(start)) if arrays else None
+    return decode(UnitState, arrays) if arrays else None
 
 
 def known(grid: FaultyGrid, strategy: Any, site: str) -> tuple[UnitParameters | None, UnitData, Any]:
@@ -75,14 +65,13 @@ def known(grid: FaultyGrid, strategy: Any, site: str) -> tuple[UnitParameters | 
     prepared = Preparation.from_wire(strategy.preparation.arrays, strategy.preparation.schema)
     rows = load_site(strategy.config, context.node_config).encode(prepared)
     data = UnitData.build(rows.x, rows.y, latents.inducing)
-    about = strategy.current.known(site)
-    kept = memory(grid, strategy, site, about.start)
-    phi = None if kept is None else kept.agreed(data, about)
+    kept = memory(grid, strategy, site)
+    phi = None if kept is None else kept.agreed(data, strategy.current.known(site))
     return phi, data, rows
 
 
 def consistent(grid: FaultyGrid, strategy: Any, sites: tuple[str, ...] = UNITS) -> float:
-    """Asserts that bound and q(u) are those of the units' rows at the units' own parameters; returns the bound."""
+    """Asserts that bound and q(u) are those of the units' rows at the parameters of the units; returns the bound."""
     latents, q = shared(strategy)
     parts = []
     for site in sites:
@@ -90,7 +79,7 @@ def consistent(grid: FaultyGrid, strategy: Any, sites: tuple[str, ...] = UNITS) 
         assert phi is not None
         parts.append(statistics(data, latents, phi))
     total = sum(parts[1:], parts[0])
-    assert exact(strategy).bound == pytest.approx(pooled_bound(total), rel=1e-9)
+    assert strategy.current.bound == pytest.approx(pooled_bound(total), rel=1e-9)
     np.testing.assert_allclose(posterior(total).mean, q.mean, rtol=1e-6, atol=1e-8)
     return pooled_bound(total)
 
@@ -103,9 +92,8 @@ def test_exact_rounds_hold_what_the_rows_say_and_never_lose(tmp_path: Path, late
     bounds = [row["bound"] for row in recorder.rows]
     assert min(np.diff(bounds)) >= -1e-7
     assert bounds[-1] > bounds[0]
-    assert strategy.details()["flat_units"] == []
     assert not strategy.details()["collapsed"]
-    assert weights(strategy) == [dict.fromkeys(UNITS, 1.0)] * 5
+    assert strategy.current.counted == UNITS
 
 
 def test_a_unit_predicts_with_what_it_alone_knows(tmp_path: Path) -> None:
@@ -127,18 +115,12 @@ def test_a_unit_predicts_with_what_it_alone_knows(tmp_path: Path) -> None:
     truth = 0.6 * (np.sin(3 * x) + 0.5 * np.cos(5 * x)) / float(prepared["target.scale"])
     assert np.abs(mean - truth).max() < 0.15
     assert (np.abs(mean - truth) < 4 * np.sqrt(variance + phi.noise)).all()
-
-
-def test_targets_are_scaled_and_not_centred(tmp_path: Path) -> None:
-    strategy = run(FaultyGrid(keys(num_server_rounds=1), nodes(tmp_path)))
     y = np.concatenate([wave(index)["y"] for index in range(4)])
-    assert float(strategy.preparation.arrays["target.mean"]) == 0
-    # 4 of 5 rows train, so the root mean square is nearly that of all rows
-    assert float(strategy.preparation.arrays["target.scale"]) == pytest.approx(math.sqrt(np.mean(y**2)), rel=0.15)
+    assert float(prepared["target.mean"]) == 0  # divided by the root mean square, of 4 of 5 rows
+    assert float(prepared["target.scale"]) == pytest.approx(math.sqrt(np.mean(y**2)), rel=0.15)
 
 
-@pytest.mark.parametrize("change", [lost, crashed], ids=["lost", "crashed"])
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(("change", "times"), [(lost, 1), (crashed, 2)], ids=["lost", "crashed twice"])
 def test_a_unit_whose_replies_get_lost_goes_back_to_its_last_report(tmp_path: Path, change: Any, times: int) -> None:
     fault = Fault("b", change, ("train.exact",), range(3, 3 + times), times=times)
     recorder, grid = Recorder(), FaultyGrid(keys(num_server_rounds=6), nodes(tmp_path), fault)
@@ -158,8 +140,8 @@ def test_a_reply_lost_in_the_last_round_leaves_the_report_before(tmp_path: Path)
     assert (kept.round, kept.based_on) == (5, 4)
     phi, _, _ = known(grid, strategy, "b")
     assert phi is not None
-    assert np.array_equal(phi.smoothing, kept.unit.before.smoothing)
-    assert phi.noise == kept.unit.before.noise != kept.unit.proposed.noise
+    assert np.array_equal(phi.smoothing, kept.before.smoothing)
+    assert phi.noise == kept.before.noise != kept.proposed.noise
 
 
 def test_a_unit_that_lost_its_memory_starts_afresh_and_replaces_its_report(tmp_path: Path) -> None:
@@ -167,7 +149,7 @@ def test_a_unit_that_lost_its_memory_starts_afresh_and_replaces_its_report(tmp_p
     recorder.at[3] = lambda: grid.restart("c")
     strategy = run(grid, recorder)
     consistent(grid, strategy)
-    assert sorted(exact(strategy).reports) == list(UNITS)
+    assert sorted(strategy.current.reports) == list(UNITS)
     assert recorder.rows[-1]["bound"] > recorder.rows[0]["bound"]
 
 
@@ -196,38 +178,30 @@ def test_a_resumed_run_ends_where_it_would_have_ended(tmp_path: Path, method: st
     again = Recorder()
     resumed = run(FaultyGrid(flat, sites), again, recorder.snapshots[1])
     assert again.rows[-1]["objective"] == recorder.rows[-1]["objective"]
-    for own, other in zip(shared(resumed), shared(whole), strict=True):
-        for name in own.__dataclass_fields__:
-            assert np.array_equal(getattr(own, name), getattr(other, name)), name
+    for found, expected in zip(shared(resumed), shared(whole), strict=True):
+        for name in found.__dataclass_fields__:
+            assert np.array_equal(getattr(found, name), getattr(expected, name)), name
     json.dumps(resumed.details())
 
 
 STATISTICS = ("precision", "shift", "evidence", "slack")
 LIES = {
-    "a hundred times": lambda own: {**own, **{name: 100 * own[name] for name in STATISTICS}},
-    "negative": lambda own: {**own, "precision": -own["precision"]},
-    "not a number": lambda own: {**own, "shift": own["shift"] * np.nan},
-    "evidence at one trial": lambda own: {**own, "evidence": own["evidence"] + [0, 0, 0, 5, 0, 0]},
-    "evidence of every trial": lambda own: {**own, "evidence": own["evidence"] + [0, *[99] * 5]},
-    "large slack": lambda own: {**own, "slack": own["slack"] + 1e6},
-    "five trials of six": lambda own: {**own, **{name: own[name][:5] for name in STATISTICS}},
-    "another number of pseudo-inputs": lambda own: {**own, "shift": own["shift"][:, 1:]},
-    "flat": lambda own: {**own, "flat": np.array(7.0)},
+    "a hundred times": lambda sent: {**sent, **{name: 100 * sent[name] for name in STATISTICS}},
+    "negative": lambda sent: {**sent, "precision": -sent["precision"]},
+    "evidence at one trial": lambda sent: {**sent, "evidence": sent["evidence"] + [0, 0, 0, 5, 0, 0]},
+    "five trials of six": lambda sent: {**sent, **{name: sent[name][:5] for name in STATISTICS}},
+    "another number of pseudo-inputs": lambda sent: {**sent, "shift": sent["shift"][:, 1:]},
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_statistics_that_no_rows_can_produce_are_refused(tmp_path: Path, lie: str) -> None:
     fault = Fault("d", arrays(LIES[lie]), ("train.exact",))
-    grid = FaultyGrid(keys(), nodes(tmp_path), fault)
+    grid = FaultyGrid(keys(num_server_rounds=3), nodes(tmp_path), fault)
     strategy = run(grid)
     consistent(grid, strategy, ("a", "b", "c"))
     assert len(blamed(strategy)["d"]) >= 3
-    assert "d" not in exact(strategy).reports
-
-
-def flipped(own: dict[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    return {**own, "shift": -own["shift"]}
+    assert "d" not in strategy.current.reports
 
 
 def test_agreement_leaves_out_who_does_not_share_g(tmp_path: Path) -> None:
@@ -235,12 +209,15 @@ def test_agreement_leaves_out_who_does_not_share_g(tmp_path: Path) -> None:
     draw = np.random.default_rng(9)
     frames["e"]["y"] = 2 * np.sin(11 * frames["e"]["x"] + 1) + 0.1 * draw.standard_normal(40)
     flat = keys(fedmgp__aggregation="agreement", num_server_rounds=8, fedmgp__fraction=0.8)
-    grid = FaultyGrid(flat, csv_nodes(tmp_path, frames), Fault("d", arrays(flipped), ("train.exact",)))
+    grid = FaultyGrid(
+        flat,
+        csv_nodes(tmp_path, frames),
+        Fault("d", arrays(lambda sent: {**sent, "shift": -sent["shift"]}), ("train.exact",)),
+    )
     strategy = run(grid)
-    assert {"a", "b", "c"} <= set(exact(strategy).trusted)
-    assert "d" not in exact(strategy).trusted
-    counted = tuple(sorted(exact(strategy).trusted))
-    consistent(grid, strategy, counted)
+    assert {"a", "b", "c"} <= set(strategy.current.counted)
+    assert "d" not in strategy.current.counted
+    consistent(grid, strategy, strategy.current.counted)
 
 
 def test_a_unit_that_joins_late_takes_part_and_one_that_comes_after_fits_alone(tmp_path: Path) -> None:
@@ -265,26 +242,14 @@ def test_a_collapse_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture
     frames = {unit: wave(1).assign(y=draw.standard_normal(40)) for unit in UNITS}
     strategy = run(FaultyGrid(keys(fedmgp__start_multiple=12.0, num_server_rounds=3), csv_nodes(tmp_path, frames)))
     with caplog.at_level("WARNING", logger="fedgp"):
-        details = strategy.details()
-    assert details["collapsed"]
-    assert len(details["flat_units"]) >= 3
+        assert strategy.details()["collapsed"]
     assert "collapsed" in caplog.text
 
 
 def test_one_unit_cannot_end_a_run_with_its_first_look(tmp_path: Path) -> None:
-    lie = arrays(lambda own: {**own, "statistics.precision": own["statistics.precision"] * 0 + 1e16})
+    lie = arrays(lambda sent: {**sent, "statistics.precision": sent["statistics.precision"] * 0 + 1e16})
     strategy = run(FaultyGrid(keys(num_server_rounds=2), nodes(tmp_path), Fault("a", lie, ("query.first",))))
     assert blamed(strategy) == {"a": ["first statistics that its rows cannot produce"]}
-    assert strategy.details()["flat_units"] == []
-
-
-def test_several_starts_go_on_with_the_best(tmp_path: Path) -> None:
-    flat = keys(fedmgp__starts=2, fedmgp__start_rounds=2, fedmgp__start_multiple=12.0, num_server_rounds=6)
-    recorder, grid = Recorder(), FaultyGrid(flat, nodes(tmp_path))
-    strategy = run(grid, recorder)
-    assert strategy.current.active == int(np.argmax([recorder.rows[1]["bound"], recorder.rows[3]["bound"]]))
-    assert recorder.rows[4]["bound"] > max(recorder.rows[1]["bound"], recorder.rows[3]["bound"])
-    consistent(grid, strategy)
 
 
 def test_classes_are_predicted_by_the_unit(tmp_path: Path) -> None:
@@ -306,17 +271,11 @@ def test_classes_are_predicted_by_the_unit(tmp_path: Path) -> None:
     [
         ({"fedmgp__aggregation": "median"}, "needs `method` = 'fedmgp'"),
         ({"method": "fedmgp", "fedmgp__aggregation": "agreement", "fedmgp__latents": 2}, "one latent function"),
-        ({"method": "fedmgp", "fedmgp__aggregation": "sum"}, "'fedmgp-exact'"),
-        ({"method": "fedmgp", "fedmgp__starts": 2}, "'fedmgp-exact'"),
         ({"method": "fedmgp", "optimizer__name": "sgd"}, "adam"),
         ({"optimizer__batch_size": 5}, "batch-size"),
         ({"model__kernel": "matern32"}, "rbf"),
-        ({"fedmgp__starts": 3}, "must exceed"),
         ({"model__likelihood": "poisson"}, "gaussian"),
         ({"precision": "float32"}, "precision"),
-        ({"device": "cuda"}, "device"),
-        ({"model__ard": False}, "ard"),
-        ({"standardise": False}, "standardise"),
         ({"model__num_inducing": 1}, "num-inducing"),
         ({"fedmgp__update": "exact"}, "'fedmgp-exact' for exact rounds"),
     ],
@@ -324,3 +283,24 @@ def test_classes_are_predicted_by_the_unit(tmp_path: Path) -> None:
 def test_combinations_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(keys(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "inputs", "unsmoothed"),
+    [({}, 1, 0), ({}, 2, 10), ({"fedmgp__latents": 2, "num_server_rounds": 12}, 1, 6)],
+)
+def test_how_many_rounds_go_without_smoothing(changes: dict[str, Any], inputs: int, unsmoothed: int) -> None:
+    config = parse_config(keys(**{"num_server_rounds": 100, **changes}))
+    assert config.options.unsmoothed(config, inputs) == unsmoothed
+
+
+@pytest.mark.parametrize(
+    ("error", "alone", "collapsed"), [(0.6, 0.5, True), (0.5, 0.6, False), (0.99, 2.0, True), (0.9, None, False)]
+)
+def test_a_run_has_collapsed_where_units_alone_or_nothing_do_as_well(
+    error: float, alone: float | None, collapsed: bool
+) -> None:
+    scores = {"test": {"rmse": error}, "test_standardised": {"rmse": error}}
+    local = SimpleNamespace(local_only=None if alone is None else {"rmse": alone})
+    seen: Any = SimpleNamespace(evaluation=scores, scoring=local)
+    assert SharedLatents.collapsed(seen) is collapsed

@@ -54,7 +54,7 @@ def by_hand(x: np.ndarray, y: np.ndarray, shared: tuple[Latents, Posterior]) -> 
                 seconds.append(np.diag(C[n:, n:] - gain @ C[:n, n:]) + means[-1] ** 2)
                 noises.append(math.exp(2 * log_sd))
     w = np.exp(np.array(logs) - max(logs))
-    mean, second = (w @ np.array(own) / w.sum() for own in (means, seconds))
+    mean, second = (w @ np.array(each) / w.sum() for each in (means, seconds))
     return mean, second - mean**2, float(w @ np.array(noises) / w.sum())
 
 

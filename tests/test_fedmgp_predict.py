@@ -35,14 +35,14 @@ def signals() -> pd.DataFrame:
     return pd.concat(frames)
 
 
-@pytest.fixture(scope="module", params=["mean", "sum"])
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a masked range: the rows that the column ``split`` calls ``test``."""
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp("finished")
     signals().to_csv(folder / "signals.csv", index=False)
-    own = {"dataset": str(folder / "signals.csv"), "split": 0, "partitioner": "natural", "partition__column": "unit"}
-    kept = {"keep_predictions": True, "output_dir": str(folder), "name": "run", "fedmgp__aggregation": request.param}
-    return run_in_process(configured(**ROUGH, **own, **kept))
+    table = {"dataset": str(folder / "signals.csv"), "split": 0, "partitioner": "natural", "partition__column": "unit"}
+    kept = {"keep_predictions": True, "output_dir": str(folder), "name": "run"}
+    return run_in_process(configured(**ROUGH, **table, **kept))
 
 
 def test_a_simulated_unit_predicts_new_rows_as_it_did_its_masked_ones(finished: Path) -> None:
@@ -101,9 +101,9 @@ def test_a_real_unit_predicts_from_its_own_files_alone(tmp_path: Path) -> None:
     flat = configured(**ROUGH, output_dir=str(tmp_path), name="run", test_fraction=0.2)
     folder = server_app.execute(FaultyGrid(flat, nodes), flat, lambda row, total: None)
     rows = pd.read_json(folder / "metrics.json", typ="series")["per_site"]
-    own = Predictor.at_site(folder, "b", data=tmp_path / "b.csv", state_dir=tmp_path / "b")
-    assert own.site is not None
-    error = own.predict(own.site.test)["mean"].to_numpy() - own.site.test["y"].to_numpy()
+    unit = Predictor.at_site(folder, "b", data=tmp_path / "b.csv", state_dir=tmp_path / "b")
+    assert unit.site is not None
+    error = unit.predict(unit.site.test)["mean"].to_numpy() - unit.site.test["y"].to_numpy()
     assert np.sqrt(np.mean(error**2)) == pytest.approx(next(row["rmse"] for row in rows if row["site"] == "b"))
     assert not (folder / "sites").exists()
     with pytest.raises(RunError, match="name the unit with `--site`"):

@@ -12,12 +12,11 @@ import torch
 from faults import FaultyGrid, configured, run
 from scipy import stats
 
-from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.errors import DataError
 from fedgp_flower.methods.sfvi.mixed import MixedModel
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
-from fedgp_flower.run.registry import parse_config
 
 BETA, OMEGA, SIGMA = (0.4, -0.8, 0.5), (0.3, 0.9), -0.5
 """Intercept and slopes; log precisions ω of intercept and slope of units; ς."""
@@ -120,49 +119,6 @@ def test_three_sites_end_where_one_with_all_rows_ends(tmp_path, likelihood):
     assert len(ends[0]["q.mean"]) == 3 + 2 + (likelihood == "gaussian")
 
 
-@pytest.mark.long
-def test_sfvi_finds_the_marginal_posterior(tmp_path):
-    """Gaussian y: β within .15 standard deviations of what the closed-form marginal gives.
-
-    With the random effects integrated out, p(β, ω, ς | y) is looked at around its mode.
-    """
-    frame = table(units=40)
-    frame.to_csv(tmp_path / "visits.csv", index=False)
-    changes = {"standardise": False, "test_fraction": 0.0, "num_server_rounds": 250}
-    strategy = run(FaultyGrid(keys(tmp_path / "visits.csv", **changes), 3))
-    found = strategy.current.parameters["q.mean"]
-    frame = frame.assign(one=1.0)
-    names = (["one", "a", "b"], ["one", "a"], "y")
-    groups = [[torch.from_numpy(g[own].to_numpy().copy()) for own in names] for _, g in frame.groupby("unit")]
-
-    def log_posterior(value):
-        value = torch.as_tensor(value)
-        total = -0.5 * (value / 10.0).square().sum()
-        for x, z, y in groups:
-            noise = (-2 * value[5]).exp() * torch.eye(len(y), dtype=torch.float64)
-            cov = z @ torch.diag((-2 * value[3:5]).exp()) @ z.T + noise
-            total = total + torch.distributions.MultivariateNormal(x @ value[:3], cov).log_prob(y)
-        return total
-
-    mode = torch.tensor([*BETA, *OMEGA, SIGMA], dtype=torch.float64, requires_grad=True)
-    steps = torch.optim.LBFGS([mode], max_iter=100, line_search_fn="strong_wolfe")
-
-    def closure():
-        steps.zero_grad()
-        loss = -log_posterior(mode)
-        loss.backward()
-        return loss
-
-    steps.step(closure)
-    curvature = -torch.autograd.functional.hessian(log_posterior, mode.detach())
-    sd = torch.linalg.solve(curvature, torch.eye(len(curvature)).to(curvature)).diagonal().sqrt().numpy()
-    away = np.abs(found - mode.detach().numpy()) / sd
-    assert away[:3].max() < 0.15
-    assert away.max() < 0.6  # ω is skewed: its mean is not its mode
-    ratio = np.exp(strategy.current.parameters["q.log_scale"][:3]) / sd[:3]
-    assert 0.5 < ratio.min() < ratio.max() < 1.3
-
-
 def test_a_run_is_saved_and_predicts_units_it_knows_and_new_ones(path, tmp_path):
     folder = run_in_process(keys(path, name="run", output_dir=str(tmp_path), num_server_rounds=15), 3)
     read = load_run(folder)
@@ -172,19 +128,6 @@ def test_a_run_is_saved_and_predicts_units_it_knows_and_new_ones(path, tmp_path)
     assert len(new) == len(known) == 4
     assert (known["sd"].to_numpy()[frame["site"] == "north"] < new["sd"].to_numpy()[frame["site"] == "north"]).all()
     assert "Effects" in (folder / "report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"sfvi.model": "glmm"}, "needs `sfvi.unit-column`"),
-        ({"sfvi.model": "multinomial", "sfvi.random-slopes": "a", "standardise": False}, "`sfvi.random-slopes`"),
-        ({"sfvi.model": "glmm", "sfvi.unit-column": "unit", "model.likelihood": "student-t"}, "`model.likelihood`"),
-    ],
-)
-def test_wrong_keys_are_named(changes, words):
-    with pytest.raises(ConfigError, match=words):
-        parse_config({"method": "sfvi", **changes})
 
 
 def test_a_slope_in_a_column_that_is_not_there_is_named():

@@ -19,22 +19,25 @@ from scipy.stats import multivariate_normal
 
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.methods.family import GlobalPosterior, initial_global
-from fedgp_flower.methods.hierarchical_gp.calibration import CUTS, EDGES, calibration, factors, widened
-from fedgp_flower.methods.hierarchical_gp.client import theta_of
+from fedgp_flower.methods.hierarchical_gp.client import share_of, theta_of
 from fedgp_flower.methods.hierarchical_gp.messages import (
     Calibration,
     CalibrationRequest,
     ExpansionRequest,
     ExpansionShare,
 )
-from fedgp_flower.methods.hierarchical_gp.newton import Expansion, Slopes, Sums, expansion, posterior
+from fedgp_flower.methods.hierarchical_gp.newton import Expansion, Sums, expansion, posterior
 from fedgp_flower.methods.hierarchical_gp.rough import (
+    CUTS,
+    EDGES,
     ROUGHNESS,
     RoughDeviation,
     Theta,
     Weighing,
+    calibration,
+    factors,
     first_theta,
-    inducing_factor,
+    widened,
 )
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
@@ -67,12 +70,16 @@ def units() -> list[RoughDeviation]:
     return found
 
 
+def together(parts: list[Sums]) -> Sums:
+    return Sums(sum(p.precision for p in parts), sum(p.shift for p in parts), sum(p.constant for p in parts))
+
+
 def settled(every: list[RoughDeviation], own: Theta, sweeps: int = 60) -> tuple[Sums, GlobalPosterior]:
     """The fixed point of q(u) and the weights of roughness at a θ."""
     q = initial_global(len(INDUCING), scale=1.0, triangular=True)
     for _ in range(sweeps):
         parts = [replace(unit, theta=own).weighing().sums(q) for unit in every]
-        total = Sums(*(sum(own) for own in zip(*(part.parts() for part in parts), strict=True)))
+        total = together(parts)
         q = posterior(total.precision, total.shift)[0]
     return total, q
 
@@ -129,9 +136,8 @@ def expanded(every: list[RoughDeviation], own: Theta, sweeps: int) -> Expansion:
     """The settled bound to second order, from sums over units."""
     _, q = settled(every, own, sweeps)
     parts = [replace(unit, theta=own).derivatives(q) for unit in every]
-    sums = Sums(*(sum(each) for each in zip(*(part.sums.parts() for part in parts), strict=True)))
-    slopes = Slopes.of(sum(part.slopes for part in parts), len(INDUCING))
-    return expansion(sums, slopes, sum(part.curvature for part in parts))
+    sums = together([part.sums for part in parts])
+    return expansion(sums, sum(part.slopes for part in parts), sum(part.curvature for part in parts))
 
 
 def moved(own: Theta, name: str, by: float) -> Theta:
@@ -227,14 +233,6 @@ def test_bands_are_widened_by_the_quantile_of_units() -> None:
     np.testing.assert_allclose(widened(np.ones(4), x, 0.2, by) ** 0.5, [1, 1, by[1], by[1]])
 
 
-def test_the_guess_at_another_lengthscale_keeps_the_curve() -> None:
-    own = theta()
-    factor = inducing_factor(own, INDUCING, 1e-8).numpy()
-    z = INDUCING.numpy()
-    expected = matern(z, z, float(own["lengthscale"].exp())) + 1e-8 * np.eye(len(z))
-    np.testing.assert_allclose(factor @ factor.T, expected, atol=1e-12)
-
-
 @dataclass(frozen=True)
 class Site:
     """A unit that answers."""
@@ -245,9 +243,7 @@ class Site:
         return replace(self.unit, theta=theta_of(values))
 
     def expansion(self, request: ExpansionRequest) -> ExpansionShare:
-        found = self.at(request.values).derivatives(GlobalPosterior.of(request.values))
-        parts = [own.numpy() for own in (*found.sums.parts(), found.slopes, found.curvature)]
-        return ExpansionShare(*parts, np.array(float(len(self.unit.y))), np.zeros(0), np.zeros(0))
+        return share_of(self.at(request.values).derivatives(GlobalPosterior.of(request.values)), len(self.unit.y))
 
     def calibration(self, request: CalibrationRequest) -> Calibration:
         total = Sums(torch.tensor(request.precision), torch.tensor(request.shift), torch.zeros(()))

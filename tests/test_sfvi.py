@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,11 @@ from faults import (
 )
 from scipy.special import ndtr
 
-from fedgp_flower import server_app
 from fedgp_flower.clients.state import ARRAYS
-from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode
-from fedgp_flower.methods.sfvi import client
 from fedgp_flower.methods.sfvi.memory import RoundMemory, SiteMemory
-from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
 from strategies.sfvi import plus, server_term
 from strategies.sfvi_avg import move_limit
@@ -108,10 +103,9 @@ def test_the_result_is_the_same_for_any_partition(tmp_path: Path, weighted: int)
     assert np.abs(found[0]["q.lower"]).max() > 1e-3
 
 
-@pytest.mark.parametrize("structure", ["diagonal", "full"])
-def test_one_site_and_one_step_make_both_methods_the_same(structure: str) -> None:
+def test_one_site_and_one_step_make_both_methods_the_same() -> None:
     """The site's Adam on the whole bound is the server's on the sum of two gradients; nothing is left to average."""
-    keys: dict[str, Any] = {"min_sites": 1, "sfvi__structure": structure, "sfvi__local_steps": 1}
+    keys: dict[str, Any] = {"min_sites": 1, "sfvi__structure": "full", "sfvi__local_steps": 1}
     by_gradient = parameters(run(FaultyGrid(tiny(**keys), 1)))
     by_average = parameters(run(FaultyGrid(tiny(method="sfvi-avg", **keys), 1)))
     for name, array in by_gradient.items():
@@ -120,31 +114,11 @@ def test_one_site_and_one_step_make_both_methods_the_same(structure: str) -> Non
 
 def test_the_bound_rises_and_is_that_of_the_pooled_model() -> None:
     recorder = Recorder()
-    strategy = run(FaultyGrid(tiny(num_server_rounds=20), 3), recorder)
+    strategy = run(FaultyGrid(tiny(num_server_rounds=12), 3), recorder)
     values = [row["objective"] for row in recorder.rows]
-    assert values[-1] > values[0] + 0.3
+    assert values[-1] > values[0] + 0.2
     rows = sum(strategy.preparation.rows.values())
     assert strategy.details()["bound"] == pytest.approx(values[-1] * rows)
-
-
-def test_the_average_weighs_sites_by_rows(tmp_path: Path) -> None:
-    """Replies written by hand: 48 and 16 training rows, and scales whose barycentre is their mean."""
-    nodes = csv_nodes(tmp_path, {"a": waves(60, 0), "b": waves(20, 1)})
-    flat = tiny(method="sfvi-avg", num_server_rounds=1)
-    start = parameters(run(FaultyGrid(flat | {"num-server-rounds": 0}, nodes)))
-    moved = lambda by: arrays(lambda own: {n: start[n.removeprefix(VALUES)] + by for n in own})  # noqa: E731
-    faults = [Fault("a", moved(0.4), ("train.average",)), Fault("b", moved(-0.2), ("train.average",))]
-    strategy = run(FaultyGrid(flat, nodes, *faults))
-    share = 0.75
-    mean = share * 0.4 - (1 - share) * 0.2
-    for name, array in parameters(strategy).items():
-        if name == "q.log_scale":
-            expected = start[name] + math.log(share * math.exp(0.4) + (1 - share) * math.exp(-0.2))
-        else:
-            expected = start[name] + mean
-        assert array == pytest.approx(expected, rel=1e-12, abs=1e-12), name
-    spread = strategy.details()["spread"]
-    assert spread["a"] / spread["b"] == pytest.approx((0.4 - mean) / (0.2 + mean), rel=0.1)
 
 
 def test_absent_sites_are_stood_in_for() -> None:
@@ -173,7 +147,6 @@ LIES: dict[str, tuple[str, Any, str]] = {
     "huge": ("sfvi", HUGE, "times the usual"),
     "rows": ("sfvi", numbers(num_examples=10**9), "claims 1000000000 rows"),
     "far": ("sfvi-avg", HUGE, "local steps move nothing by more than"),
-    "average of nan": ("sfvi-avg", each(lambda array: array * np.nan), "not finite"),
 }
 
 
@@ -188,20 +161,6 @@ def test_a_site_that_lies_changes_nothing(lie: str) -> None:
     assert all(words in reason for reason in blamed(liar)["1"])
     for name, array in parameters(absent).items():
         assert np.array_equal(parameters(liar)[name], array), name
-
-
-def test_a_site_that_lost_its_state_begins_anew_and_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "CATCH_UP_STEPS", 50)
-    recorder = Recorder()
-    grid = FaultyGrid(tiny(num_server_rounds=30), 3)
-    recorder.at[20] = lambda: grid.restart("1")
-    strategy = run(grid, recorder)
-    assert strategy.details()["fresh_starts"] == 1
-    values = [row["objective"] for row in recorder.rows]
-    assert min(values[20:]) > values[19] - 0.1
-    calm = Recorder()
-    run(FaultyGrid(tiny(num_server_rounds=30), 3), calm)
-    assert values[-1] > calm.rows[-1]["objective"] - 0.05
 
 
 class Killed(BaseException):
@@ -221,11 +180,10 @@ class Fatal(Recorder):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"method": "sfvi"},
         {"method": "sfvi-avg", "sfvi__local_steps": 2},
         {"sfvi__warm_start_rounds": 4, "sfvi__local_steps": 2},
     ],
-    ids=["sfvi", "avg", "warm"],
+    ids=["avg", "warm"],
 )
 def test_a_killed_run_ends_where_it_would_have_ended(tmp_path: Path, keys: dict[str, Any]) -> None:
     """Sites on their own machines keep their state: the round asked for again starts where it started."""
@@ -244,75 +202,6 @@ def test_a_killed_run_ends_where_it_would_have_ended(tmp_path: Path, keys: dict[
         assert np.array_equal(parameters(resumed)[name], array), name
     assert resumed.evaluation["test"] == expected.evaluation["test"]
     assert resumed.details() == expected.details()
-
-
-def offset_nodes(folder: Path) -> list[dict[str, str]]:
-    """Two sites whose targets differ by a constant that no input explains."""
-    frames = {name: waves(60, seed) for seed, name in enumerate("ab")}
-    frames["a"]["y"] += 2.0
-    frames["b"]["y"] -= 2.0
-    return csv_nodes(folder, frames)
-
-
-def test_a_site_predicts_with_its_own_deviation_and_a_new_site_without(tmp_path: Path) -> None:
-    nodes = offset_nodes(tmp_path)
-    flat = tiny(
-        num_server_rounds=50,
-        sfvi__learning_rate=0.1,
-        output_dir=str(tmp_path),
-        name="run",
-        wait_seconds=1.0,
-    )
-    path = server_app.execute(FaultyGrid(flat, nodes), flat, lambda row, total: None)
-    predictor = Predictor.of_run(path)
-    config = parse_config(flat)
-    site = load_site(config, nodes[0])
-    mean, sd = predictor(site.test[["x1", "x2"]].to_numpy())
-    alone = float(np.sqrt(np.mean((mean - site.test["y"]) ** 2)))
-    personal = pd.read_json(path / "metrics.json", typ="series")["per_site"][0]["rmse"]
-    assert personal < 0.8
-    assert alone > 1.0  # the trend lies between the sites
-    assert (sd > 1.0).all()  # a new site may be as far off as these two
-    table = predictor.predict(site.test[["x1", "x2"]])
-    assert table["mean"].to_numpy() == pytest.approx(mean)
-
-
-def test_classes_of_units_with_and_without_rows(tmp_path: Path) -> None:
-    """A logistic mixed model through to its report: probabilities, for known units and new ones."""
-    path = visits_csv(tmp_path, rows=6)
-    flat = mixed(path, "three", test_fraction=0.3, num_server_rounds=10, keep_predictions=True)
-    flat |= {"output-dir": str(tmp_path), "name": "run", "baselines.local-only": True}
-    flat |= {"baselines.pooled": True, "baselines.max-evaluations": 5}
-    folder = server_app.execute(FaultyGrid(flat, 3), flat, lambda row, total: None)
-    metrics = pd.read_json(folder / "metrics.json", typ="series")
-    names = {"accuracy", "nll", "brier", "auc", "base_rate", "calibration_slope", "calibration_slope_se"}
-    assert set(metrics["test"]) == names == set(metrics["pooled"]) - {"per_site"}
-    frame = pd.read_csv(path).astype({"unit": float})
-    table = Predictor.of_run(folder).predict(frame)
-    assert list(table.columns) == ["probability of no", "probability of yes"]
-    assert table.sum(axis=1).to_numpy() == pytest.approx(np.ones(len(table)))
-    assert (folder / "report.html").exists()
-
-
-def test_numbers_of_classes(tmp_path: Path) -> None:
-    """Multinomial regression: three classes that one input tells apart."""
-    draw = np.random.default_rng(1)
-    label = draw.integers(0, 3, 90)
-    frame = pd.DataFrame({"x": label + 0.1 * draw.standard_normal(90), "one": draw.standard_normal(90), "y": label})
-    frame.to_csv(tmp_path / "classes.csv", index=False)
-    flat = tiny(
-        dataset=str(tmp_path / "classes.csv"),
-        target="y",
-        standardise=False,
-        sfvi__model="multinomial",
-        sfvi__classes=3,
-        sfvi__learning_rate=0.5,
-        num_server_rounds=30,
-    )
-    strategy = run(FaultyGrid(flat, 3))
-    assert strategy.evaluation["test"]["accuracy"] > 0.9
-    assert set(parameters(strategy)) == {"theta.prior_log_scales", "q.mean", "q.log_scale"}
-    assert not blamed(strategy)
 
 
 def test_a_warm_start_averages_first() -> None:
@@ -359,6 +248,9 @@ def test_no_gradient_carries_adam_beyond_its_limit() -> None:
         ({"sfvi.hidden": 2}, "`sfvi.hidden`"),
         ({"optimizer.batch-size": 3}, "`optimizer.batch-size`"),
         ({"precision": "float32"}, "`precision`"),
+        ({"optimizer.name": "sgd", "optimizer.steps": 7}, "`optimizer.name`, `optimizer.steps`"),
+        ({"sfvi.model": "fedpop", "model.likelihood": "bernoulli"}, "set `sfvi.classes` to 2"),
+        ({"sfvi.model": "multinomial", "sfvi.random-slopes": "a", "standardise": False}, "`sfvi.random-slopes`"),
     ],
 )
 def test_combinations_that_make_no_sense(flat: Mapping[str, Any], word: str) -> None:

@@ -14,7 +14,7 @@ from test_sfvi import memories, mixed, tiny, visits_csv
 
 from fedgp_flower import server_app
 from fedgp_flower.data.sites import load_site
-from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.errors import RunError
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.sfvi.client import SFVIClient
 from fedgp_flower.methods.sfvi.learner import Learner, SiteGradient
@@ -136,19 +136,6 @@ def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path: Path
         Predictor.at_site(folder, "a", data=tmp_path / "a.csv", state_dir=tmp_path / "state" / "b")
     with pytest.raises(RunError, match="`--site-data`"):
         Predictor.at_site(folder, "a")
-
-
-@pytest.mark.parametrize(
-    ("flat", "word"),
-    [
-        ({"optimizer.name": "sgd"}, "`optimizer.name`"),
-        ({"optimizer.steps": 7}, "`optimizer.steps`"),
-        ({"optimizer.learning-rate": 0.5, "optimizer.decay": 0.9}, "`optimizer.learning-rate`, `optimizer.decay`"),
-    ],
-)
-def test_keys_that_would_do_nothing_are_refused(flat: dict[str, Any], word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
-        parse_config({"method": "sfvi", **flat})
 
 
 def test_the_baseline_takes_the_steps_and_rates_of_the_run() -> None:

@@ -12,7 +12,7 @@ from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, para
 from flwr.app import Message, RecordDict
 
 from fedgp_flower.records import numpy_arrays
-from strategies.server.context import LACKS, SharedContext
+from strategies.server.wire import LACKS, SharedContext
 
 
 class Watched(FaultyGrid):
@@ -62,29 +62,6 @@ def multinomial(folder: Path, **changes: Any) -> dict[str, Any]:
         "sfvi__learning_rate": 0.1,
     }
     return configured(**{**own, **changes})
-
-
-def gaussian_process(structure: str) -> dict[str, Any]:
-    """The default model."""
-    return configured(method="sfvi", sfvi__structure=structure)
-
-
-@pytest.mark.parametrize("structure", ["diagonal", "full"])
-def test_a_later_round_carries_the_numbers_of_the_method_and_no_others(structure: str) -> None:
-    """θ and η_G down, their gradients up; the closed-form model needs no draws."""
-    grid = Watched(gaussian_process(structure), 3)
-    strategy = run(grid)
-    shared = {f"values.{name}" for name in parameters(strategy)}
-    numbers = sum(array.size for array in parameters(strategy).values())
-    assert "inducing.locations" in strategy.current.shared
-    for (phase, number, down), up, once in zip(grid.down, grid.up, grid.once, strict=True):
-        if phase != "train.gradient":
-            continue
-        first = number == 1
-        assert once == first
-        assert set(down) - shared == ({"inducing.locations"} if first else set())
-        assert set(up) == shared
-        assert first or sum(array.nbytes for array in (*down.values(), *up.values())) == 2 * numbers * 8
 
 
 def test_bytes_of_a_round_keep_to_the_bound(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from fedgp_flower.methods.sfvi.options import SFVIOptions
 from strategies import sfvi, sfvi_avg
 from strategies.server.course import Course
 from strategies.server.questions import Roster, drive
-from strategies.sfvi_avg import move_limit
-from strategies.sfvi_state import Averaged, Prior, SFVIState
+from strategies.sfvi_avg import Prior, SFVIState, move_limit
 
 
 def test_learning_rate_is_constant_then_falls_to_its_final_fraction():
@@ -90,8 +89,10 @@ def test_a_round_of_gradients_is_a_step_of_adam_and_one_of_averages_is_none():
     assert figures == {
         "objective": pytest.approx((-6.0 + sfvi.server_term(start().parameters, start().prior, None)[0]) / 6)
     }
+    sites = {"a": Site(move=0.01), "b": Site(move=0.03), "c": Site(move=0.05)}
     averaged, figures = drive(sfvi_avg.one_round(stepped, ROSTER, plan_of()), sites)
-    np.testing.assert_allclose(averaged.parameters["theta.noise"], 1.06, rtol=1e-6)
+    mean = (3 * 0.01 + 0.03 + 2 * 0.05) / 6  # weighted by rows
+    np.testing.assert_allclose(averaged.parameters["theta.noise"], 1.05 + mean, rtol=1e-6)
     assert (averaged.steps, averaged.bound) == (1, stepped.bound)
     assert figures["site_estimate"] == pytest.approx(-2.0 / 6)
     for state in (stepped, averaged):
@@ -99,13 +100,12 @@ def test_a_round_of_gradients_is_a_step_of_adam_and_one_of_averages_is_none():
 
 
 def test_a_state_survives_its_checkpoint():
-    last = Averaged(3, 1e-13, {"a": 0.25, "b": 0.1}, -7.5)
-    state = start(trained=("a", "b"), fresh=2, bound=-1.25, averaged=last, steps=1)
+    state = start(trained=("a", "b"), fresh=2, bound=-1.25, spread={"a": 0.25, "b": 0.1}, steps=1)
     back = decode(SFVIState, encode(state))
-    assert (back.trained, back.fresh, back.bound, back.averaged, back.steps) == (("a", "b"), 2, -1.25, last, 1)
+    assert (back.trained, back.fresh, back.bound, back.spread, back.steps) == (("a", "b"), 2, -1.25, state.spread, 1)
     assert back.prior.block.dtype == np.int64
     none = decode(SFVIState, encode(start()))
-    assert (none.bound, none.averaged, none.fresh) == (None, None, 0)
+    assert (none.bound, none.spread, none.fresh) == (None, {}, 0)
 
 
 def test_gradients_that_dwarf_the_others_are_outliers_where_three_can_be_compared():

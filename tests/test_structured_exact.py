@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize
 from structured_problems import (
     PlainSite,
     children,
@@ -138,19 +137,6 @@ def test_the_server_s_term_needs_the_prior_s_arrays_alone(generator, triangular)
         assert_close(found, on_the_wire(expected.theta, expected.eta))
 
 
-def test_expected_divergence_agrees_with_torch(generator):
-    model = mixed_model()
-    site = model.prepare(*children(generator))
-    q_global, _ = start_posteriors(model, [site], generator)
-    factor = q_global.factor()
-    q = torch.distributions.MultivariateNormal(q_global.mean, scale_tril=factor)
-    p = torch.distributions.MultivariateNormal(torch.zeros_like(q_global.mean), torch.eye(4).double() * 4.0)
-    divergence = torch.distributions.kl_divergence(q, p)
-    torch.testing.assert_close(
-        expected_global_term(model.prior_log_scale(), q_global), -divergence, rtol=1e-12, atol=1e-12
-    )
-
-
 def total_of(replies):
     """Σ of the sites' gradients by η_G."""
     shares = [on_the_wire({}, reply.eta) for reply in replies]
@@ -167,50 +153,6 @@ def conjugate_problem(generator):
     q_global, q_local, evidence = linear_gaussian_posterior(designs, [site.targets.numpy() for site in sites], 0.2)
     left_open = sum(float(basis.left_over.sum()) for basis in bases) / (2 * 0.2)
     return model, sites, q_global, q_local, evidence - left_open
-
-
-def test_sfvi_reaches_the_exact_posterior_of_a_conjugate_model(generator):
-    """L-BFGS on server term + messages: q(Z_G), every q(Z_Lk | Z_G) and the bound are the exact ones."""
-    model, sites, exact_global, exact_local, exact_bound = conjugate_problem(generator)
-    q_global, q_local = start_posteriors(model, sites, generator)
-    template = [named(q_global), *(named(q) for q in q_local)]
-
-    def unpack(vector):
-        position, groups = 0, []
-        for group in template:
-            filled = {}
-            for name, value in group.items():
-                filled[name] = torch.tensor(vector[position : position + value.numel()]).reshape(value.shape)
-                position += value.numel()
-            groups.append(filled)
-        return with_named(q_global, groups[0]), [
-            with_named(q, group) for q, group in zip(q_local, groups[1:], strict=True)
-        ]
-
-    def pack(groups):
-        return np.concatenate([np.ravel(value) for group in groups for value in group.values()])
-
-    def negative_bound(vector):
-        eta, own = unpack(vector)
-        value, server = server_term(on_the_wire({}, named(eta)), prior_of(model), None)
-        replies = [
-            gradients(model, eta, mine, lambda e, o, site=site: model.expected_log_local(site, e, o) + o.entropy())
-            for site, mine in zip(sites, own, strict=True)
-        ]
-        summed = plus(server, total_of(replies))
-        ordered = {name: summed[f"q.{name}"] for name in template[0]}
-        return -value - sum(r.value for r in replies), -pack([ordered, *(r.local for r in replies)])
-
-    options = {"maxiter": 3000, "maxfun": 4000, "maxcor": 50, "ftol": 1e-16, "gtol": 1e-9}
-    found = minimize(negative_bound, pack(template), jac=True, method="L-BFGS-B", options=options)
-    eta, own = unpack(found.x)
-    assert -found.fun == pytest.approx(exact_bound, abs=1e-9)
-    torch.testing.assert_close(eta.mean, exact_global.mean, rtol=0, atol=1e-5)  # √(bound error), amplified
-    torch.testing.assert_close(eta.factor(), exact_global.factor(), rtol=0, atol=1e-5)
-    for mine, exact in zip(own, exact_local, strict=True):
-        torch.testing.assert_close(mine.mean, exact.mean, rtol=0, atol=1e-5)
-        torch.testing.assert_close(mine.coupling, exact.coupling, rtol=0, atol=1e-5)
-        torch.testing.assert_close(mine.factor(), exact.factor(), rtol=0, atol=1e-5)
 
 
 def test_sticking_the_landing_has_no_gradient_and_no_noise_at_the_exact_posterior(generator):
@@ -231,24 +173,6 @@ def test_sticking_the_landing_has_no_gradient_and_no_noise_at_the_exact_posterio
     assert max(np.abs(gradient).max() for name, gradient in summed.items() if name.startswith("q.")) < 1e-10
     assert max(float(g.abs().max()) for reply in replies for g in reply.local.values()) < 1e-10
     assert value + sum(reply.value for reply in replies) == pytest.approx(exact_bound, abs=1e-9)
-
-
-def test_importance_weights_give_the_conditional_evidence_when_q_is_exact(generator):
-    """All weights p/q are then p(y_k | Z_G): their mean does not depend on how many there are."""
-    model, sites, q_global, q_local, _ = conjugate_problem(generator)
-    noise = torch.randn(3, model.global_size, generator=generator, dtype=torch.float64)
-    values = [
-        sampled_site_term(
-            model,
-            sites[0],
-            q_global,
-            q_local[0],
-            noise=(noise, unit_noise(1, 0, sites[0].keys, (draws, 3), model.local_width(sites[0]))),
-        )
-        for draws in (1, 2, 9)
-    ]
-    torch.testing.assert_close(values[1], values[0], rtol=1e-11, atol=0)
-    torch.testing.assert_close(values[2], values[0], rtol=1e-11, atol=0)
 
 
 def test_more_importance_weights_tighten_the_bound(generator):

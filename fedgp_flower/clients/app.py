@@ -15,18 +15,17 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
-from numpy.typing import NDArray
 
 from fedgp_flower.clients import masking
-from fedgp_flower.clients.numpy_client import KIND, NAMES, Setting, SiteClient, answers_publicly
+from fedgp_flower.clients.numpy_client import KIND, NAMES, Setting, SiteClient, handlers
 from fedgp_flower.clients.prepared import prepared_site
-from fedgp_flower.clients.state import SiteState, load_state, require_same_rows, save_state
+from fedgp_flower.clients.state import load_state, require_same_rows, save_state
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, load_site, site_id
-from fedgp_flower.data.standardisation import Preparation
+from fedgp_flower.data.standardisation import Preparation, bare
 from fedgp_flower.errors import FedGPError
 from fedgp_flower.gp.linalg import counting_repairs
-from fedgp_flower.messages import ECHOED
+from fedgp_flower.messages import ECHOED, is_public
 from fedgp_flower.options import Value
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy.policy import Decision, Rules
@@ -91,9 +90,9 @@ class SiteApp(ClientApp):
         path = audit.log_of(context.node_config)
         if path is not None:
             try:
-                audit.record(path, message, reply, decisions, masking.REQUEST in message.content["config"])
+                audit.record(path, message, reply, decisions, masking.REQUEST in settings_of(message))
             except FedGPError as error:
-                return _refusal(message, _identity(message, context), str(error))
+                return _refusal(message, context, str(error))
         return reply
 
     def _answered(self, message: Message, context: Context, decisions: list[Decision]) -> Message:
@@ -101,107 +100,63 @@ class SiteApp(ClientApp):
 
         The words of an error that nobody foresaw may hold a cell of the site's table: they stay in the site's own log.
         """
-        identity = _identity(message, context)
         started = time.perf_counter()
         try:
             if _lacks(message, context):
-                return _reply(message, identity, {}, {"num-examples": 0}, {LACKS: True})
+                return _reply(message, context, {}, {"num-examples": 0}, {LACKS: True})
             with counting_repairs() as repairs:
                 arrays, metrics, texts = self._computed(message, context, decisions)
         except FedGPError as error:
-            return _refusal(message, identity, str(error))
+            return _refusal(message, context, str(error))
         except Exception as error:
-            logger.exception("site %s could not answer %s", identity["site"], message.metadata.message_type)
+            kind, site = message.metadata.message_type, site_id(context.node_config)
+            logger.exception("site %s could not answer %s", site, kind)
             place = traceback.extract_tb(error.__traceback__)[-1]
             what = f"unexpected {type(error).__name__} in {Path(place.filename).name}:{place.lineno}"
             said = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
-            return _refusal(message, identity, f"{what}{said}; see the site's log")
+            return _refusal(message, context, f"{what}{said}; see the site's log")
         if masking.WORDS not in arrays:  # what a site spent may say how many rows it has
             metrics |= {f"repairs.{name}": count for name, count in repairs.items()}
             metrics["seconds"] = time.perf_counter() - started
-        return _reply(message, identity, arrays, metrics, texts)
+        return _reply(message, context, arrays, metrics, texts)
 
     def _computed(self, message: Message, context: Context, decisions: list[Decision]) -> Answer:
         """Arrays, numbers and texts of the reply: the site's owner decides before any row is read."""
         given: dict[str, Any] = {**settings_of(message)}
-        kind, masked = message.metadata.message_type, masking.REQUEST in given
+        kind, run, masked = message.metadata.message_type, str(given["run"]), masking.REQUEST in given
         if masked:
             masking.require_shared(given)
-        config = self.parsed(self._configuration(message, context))
+        kept = record_of(context.state, CONTEXT, ConfigRecord) if given.get(CONTEXT) else None
+        text = given.get("configuration") or (kept and kept["configuration"])
+        config = self.parsed(str(text) if text else json.dumps(context.run_config, sort_keys=True))
         method = self.client_of(config)
         rules = Rules.of(context.node_config, kind, masked, decisions)
-        rules.admit(config, str(given["run"]), int(given["round"]), context.node_config.get("state-dir"))
+        rules.admit(config, run, int(given["round"]), context.node_config.get("state-dir"))
         if kind == masking.KEYS:
-            return masking.introduced(context, str(given["run"]))
+            return masking.introduced(context, run)
         if not masked:
-            public = answers_publicly(method, kind)
+            found = handlers(method).get(kind)
+            public = found is not None and is_public(found.answer)
             masking.require_masks(context, config.privacy.secure_aggregation, kind, public)
-        state = load_state(context, str(given["run"]))
-        client = self._client(method, config, given, context, state, rules)
+        preparation = None if kept is None else _preparation(kept)
+        site = self._site(config, context, (run, preparation), rules)
+        if kind == masking.DESCRIBE:
+            return _described(site, config, context)
+        state, constants = load_state(context, run), _constants(context) if kept is not None else {}
+        client = method(Setting(config, site, state, preparation, int(given["round"]), constants, rules))
         arrays = numpy_arrays(record_of(message.content, "arrays", ArrayRecord) or ArrayRecord())
         if masked:
-            answer = self._masked(message, context, client, arrays)
+            request, digest = client.asked(kind, arrays, given), context_digest(kept or {}, constants)
+            question = masking.question_of(message, context, request, digest)
+            answer = masking.answered(question, context, lambda: client.answer(kind, request))
         else:
-            given |= {KIND: kind, NAMES: "\n".join(arrays)}
-            answer = self._plain(client, list(arrays.values()), given, rules)
-            answer[1].update(masking.stance(context, kind))
+            answer = _plain(client, list(arrays.values()), {**given, KIND: kind, NAMES: "\n".join(arrays)}, rules)
         if kind != "evaluate":
             save_state(context, state)
         return answer
 
-    @staticmethod
-    def _plain(client: SiteClient, parameters: list[NDArray[Any]], given: dict[str, Any], rules: Rules) -> Answer:
-        """The reply to a question in the clear, through Flower's ``fit`` or ``evaluate``."""
-        if given[KIND] == "evaluate":
-            loss, count, scores = client.evaluate(parameters, given)
-            return {}, {"num-examples": count, "loss": loss, **scores}, {}
-        outputs, count, mixed = client.fit(parameters, given)
-        said = str(mixed.pop(NAMES))
-        texts = {name: value for name, value in mixed.items() if isinstance(value, str)}
-        numbers = {name: value for name, value in mixed.items() if name not in texts}
-        warned = [words for words in (texts.get(WARNING), rules.warning) if words]
-        texts |= {WARNING: ". ".join(warned)} if warned else {}
-        named = dict(zip(said.split("\n") if said else [], outputs, strict=True))
-        return named, {"num-examples": count, **numbers}, texts
-
-    @staticmethod
-    def _masked(message: Message, context: Context, client: SiteClient, arrays: NamedArrays) -> Answer:
-        """The reply to a question under masks."""
-        kind, given = message.metadata.message_type, dict(settings_of(message))
-        request = client.asked(kind, arrays, given)
-        kept = record_of(context.state, CONTEXT, ConfigRecord) or ConfigRecord()
-        digest = context_digest(kept, _constants(context))
-        question = masking.question_of(message, context, request, digest)
-        return masking.answered(question, context, lambda: client.handler(kind)(request))
-
-    def _configuration(self, message: Message, context: Context) -> str:
-        """The configuration that the server names, else this node's copy of the run's, as JSON."""
-        asked, kept = settings_of(message), record_of(context.state, CONTEXT, ConfigRecord)
-        text = asked.get("configuration")
-        if text is None and kept is not None and CONTEXT in asked:
-            text = kept["configuration"]
-        return json.dumps(context.run_config, sort_keys=True) if text is None else str(text)
-
-    def _client(
-        self,
-        method: type[SiteClient],
-        config: RunConfig,
-        given: Mapping[str, Any],
-        context: Context,
-        state: SiteState,
-        rules: Rules,
-    ) -> SiteClient:
-        """The client of the configured method, holding this node's data and state."""
-        kept = record_of(context.state, CONTEXT, ConfigRecord) if given.get(CONTEXT) else None
-        preparation = None if kept is None else _preparation(kept)
-        site = self._site(config, context, (state.run, preparation), rules)
-        constants = _constants(context) if kept is not None else {}
-        numbers = int(given["round"]), int(given["communication"])
-        bare = masking.bare(context, config)
-        return method(Setting(config, site, state, preparation, *numbers, constants, rules, bare))
-
     def _site(self, config: RunConfig, context: Context, of: tuple[str, Preparation | None], rules: Rules) -> RawSite:
-        """This node's rows as its policy lets messages know them; what a loader of one's own reads is not kept."""
+        """This node's rows as its policy lets messages know them; what a user's loader reads is not kept."""
         run, preparation = of
 
         def checked(applied: Rules) -> RawSite:
@@ -212,6 +167,33 @@ class SiteApp(ClientApp):
         if self.load is not None:
             return checked(rules)
         return prepared_site(context, (run, config, preparation), rules, checked)
+
+
+def _plain(client: SiteClient, parameters: list[np.ndarray], given: dict[str, Any], rules: Rules) -> Answer:
+    """The reply to a question in the clear, through Flower's ``fit`` or ``evaluate``."""
+    if given[KIND] == "evaluate":
+        loss, count, scores = client.evaluate(parameters, given)
+        return {}, {"num-examples": count, "loss": loss, **scores}, {}
+    outputs, count, numbers = client.fit(parameters, given)
+    names = str(numbers.pop(NAMES))
+    named = dict(zip(names.split("\n") if names else [], outputs, strict=True))
+    return named, {"num-examples": count, **numbers}, {WARNING: rules.warning} if rules.warning else {}
+
+
+def _described(site: RawSite, config: RunConfig, context: Context) -> Answer:
+    """The answer to ``query.describe``: counts, sums and sums of squares of the training rows, and the schema.
+
+    A site that answers under masks describes its columns alone; public ranges say nothing of rows anyway.
+    """
+    bounds, trust = config.privacy.bounds, bool(context.node_config.get("trust"))
+    description = site.describe(bounds)
+    numbers = {"num-examples": site.num_examples, "partitions": site.partitions, "dropped": site.dropped}
+    texts = {"schema": description.schema, "label": site.label}
+    if (config.privacy.secure_aggregation or trust) and not bounds:
+        description, numbers = bare(description), {**numbers, "dropped": 0, "bare": 1}
+    elif site.suspected and not bounds:
+        texts[WARNING] = site.suspected
+    return dict(description.arrays), {**numbers, **({masking.TRUST: 1} if trust else {})}, texts
 
 
 def _lacks(message: Message, context: Context) -> bool:
@@ -233,17 +215,33 @@ def _constants(context: Context) -> NamedArrays:
 
 
 def _preparation(kept: ConfigRecord) -> Preparation:
-    means, scales = (tuple(kept[name]) for name in ("input.mean", "input.scale"))  # type: ignore[arg-type]
-    numbers = (tuple(np.ravel(kept[name])) for name in ("target.mean", "target.scale"))
-    return _agreed(str(kept["schema"]), means, scales, *numbers)
+    names = ("input.mean", "input.scale", "target.mean", "target.scale")
+    return _agreed(str(kept["schema"]), tuple((name, tuple(np.ravel(kept[name]).tolist())) for name in names))
 
 
 @lru_cache(maxsize=8)
-def _agreed(schema: str, means: Any, scales: Any, mean: Any, scale: Any) -> Preparation:
+def _agreed(schema: str, numbers: tuple[tuple[str, tuple[float, ...]], ...]) -> Preparation:
     """Sites that share a process agreed on the same."""
-    arrays = {"input.mean": np.array(means), "input.scale": np.array(scales)}
-    arrays |= {"target.mean": np.reshape(mean, ()), "target.scale": np.reshape(scale, ())}
+    arrays = {name: np.reshape(values, -1 if name.startswith("input") else ()) for name, values in numbers}
     return Preparation.from_wire(arrays, schema)
+
+
+def _reply(
+    message: Message,
+    context: Context,
+    arrays: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    texts: Mapping[str, Any],
+) -> Message:
+    record = array_record if settings_of(message).get(APART) else packed_record
+    config = ConfigRecord({**_identity(message, context), **texts})
+    content = RecordDict({"arrays": record(arrays), "metrics": MetricRecord(dict(metrics)), "config": config})
+    return Message(content, reply_to=message)
+
+
+def _refusal(message: Message, context: Context, error: str) -> Message:
+    config = ConfigRecord({**_identity(message, context), "error": error})
+    return Message(RecordDict({"config": config}), reply_to=message)
 
 
 def _identity(message: Message, context: Context) -> dict[str, Any]:
@@ -251,25 +249,3 @@ def _identity(message: Message, context: Context) -> dict[str, Any]:
     given = settings_of(message)
     asked = {name: given[name] for name in ECHOED if name in given}
     return {"schema-version": SCHEMA_VERSION, "site": site_id(context.node_config), **asked}
-
-
-def _reply(
-    message: Message,
-    identity: Mapping[str, Any],
-    arrays: Mapping[str, Any],
-    metrics: Mapping[str, Any],
-    texts: Mapping[str, Any],
-) -> Message:
-    record = array_record if settings_of(message).get(APART) else packed_record
-    content = RecordDict(
-        {
-            "arrays": record(arrays),
-            "metrics": MetricRecord(dict(metrics)),
-            "config": ConfigRecord({**identity, **texts}),
-        }
-    )
-    return Message(content, reply_to=message)
-
-
-def _refusal(message: Message, identity: Mapping[str, Any], error: str) -> Message:
-    return Message(RecordDict({"config": ConfigRecord({**identity, "error": error})}), reply_to=message)

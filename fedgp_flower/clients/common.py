@@ -17,7 +17,6 @@ from fedgp_flower.shared_messages import (
     ColumnSums,
     LinearPredictor,
     LinearScoreSums,
-    LocalScoreSums,
     LogisticSums,
     Moments,
     Nothing,
@@ -68,11 +67,6 @@ class CommonAnswers:
         arrays, start = input_shape(rows.x), self.client.start(rows.x.shape[1])
         return Shape(arrays["input.histogram"], arrays["input.products"], np.array(rows.y @ rows.y), start)
 
-    def local_scores(self, request: Nothing) -> LocalScoreSums:
-        """Scores of a model of this site's rows, as a summand."""
-        del request
-        return LocalScoreSums.of(self.client.own_scores()[0])
-
     def moments(self, request: Nothing) -> Moments:
         """Sums for linear regression."""
         del request
@@ -101,4 +95,4 @@ class CommonAnswers:
             return count_scores(mean, variance, y)
         if request.spread is not None:
             variance += np.square(x @ request.spread.T).sum(axis=1)
-        return self.client.gaussian_scores(Prediction(mean, variance), y)
+        return self.client.units.gaussian_scores(Prediction(mean, variance), y)

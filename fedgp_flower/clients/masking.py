@@ -23,7 +23,6 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import site_id
 from fedgp_flower.errors import ConfigError, ProtocolError
 from fedgp_flower.files import write_arrays, write_bytes
@@ -57,8 +56,6 @@ WORDS = "masked"
 KEYS = "query.keys"
 DESCRIBE, TRUST = "query.describe", "trust-file"
 """Kind of the description, and the number in it that says that the site has a trust file."""
-IN_THE_CLEAR = frozenset({DESCRIBE, KEYS})
-"""What a site that answers under masks alone still says by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +69,7 @@ class Guard:
 
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> Guard:
-        """By ``site-key``, ``trust``, ``min-sites`` and ``max-roster-changes`` of the node configuration.
-
-        Raises:
-            ConfigError: a real site without a key or a trust file.
-        """
+        """By ``site-key``, ``trust``, ``min-sites`` and ``max-roster-changes`` of the node configuration."""
         site = site_id(node_config)
         least = int(node_config.get("min-sites", LEAST_SITES))
         policy = SitePolicy(max(least, LEAST_SITES), int(node_config.get("max-roster-changes", MAX_CHANGES)))
@@ -99,25 +92,9 @@ def introduced(context: Context, run: str) -> tuple[NamedArrays, dict[str, Any],
     return {}, {"num-examples": 0, "latest-question": latest}, {"key": member.key, "signature": member.signature}
 
 
-def stance(context: Context, kind: str) -> dict[str, int]:
-    """What a description says of masks: a site that has a trust file answers under masks alone."""
-    return {TRUST: 1} if kind == DESCRIBE and context.node_config.get("trust") else {}
-
-
-def bare(context: Context, config: RunConfig) -> bool:
-    """Whether this site describes its columns under masks alone; public ranges say nothing of rows anyway."""
-    masked = config.privacy.secure_aggregation or bool(context.node_config.get("trust"))
-    return masked and not config.privacy.bounds
-
-
 def require_masks(context: Context, wanted: bool, kind: str, public: bool) -> None:
-    """Refuse to answer in the clear where the run or the site's owner wants masks.
-
-    Raises:
-        ProtocolError: this kind of message is answered under masks, or not at all.
-    """
-    clear = IN_THE_CLEAR | ({"query.pooled"} if "partition-id" in context.node_config else frozenset())
-    if (wanted or context.node_config.get("trust")) and kind not in clear and not public:
+    """Refuse to answer in the clear where the run or the site's owner wants masks."""
+    if (wanted or context.node_config.get("trust")) and kind not in {DESCRIBE, KEYS} and not public:
         raise ProtocolError(
             f"this site answers `{kind}` under masks alone; the run needs `privacy.secure-aggregation = true` and a"
             " method that asks for totals"
@@ -129,9 +106,6 @@ def require_shared(config: Mapping[str, Any]) -> None:
 
     A site that were told of other settings, or of no scales, would add another summand or none, under masks that
     cancel: from that total and the one before follows what it adds.
-
-    Raises:
-        ProtocolError: the message names no context, or brings settings of its own.
     """
     if CONTEXT not in config or CONFIGURATION in config:
         raise ProtocolError(
@@ -193,11 +167,7 @@ class Journal:
 
 
 def question_of(message: Message, context: Context, request: Any, digest: str) -> MaskedQuestion:
-    """The question as this site has received it.
-
-    Raises:
-        ProtocolError: the message is no question under masks.
-    """
+    """The question as this site has received it."""
     config = settings_of(message)
     try:
         said = json.loads(str(config[REQUEST]))
@@ -224,11 +194,7 @@ def question_of(message: Message, context: Context, request: Any, digest: str) -
 def answered(
     question: MaskedQuestion, context: Context, answer: Callable[[], Any]
 ) -> tuple[NamedArrays, dict[str, Any], dict[str, Any]]:
-    """The masked summand of this site, or masked zeros where it cannot answer and knows of what shape.
-
-    Raises:
-        ProtocolError: this site refuses the question; nothing is remembered then.
-    """
+    """The masked summand of this site, or masked zeros where it cannot answer and knows of what shape."""
     guard, journal = Guard.of(context.node_config), Journal(context, question.run)
     member = guard.identity.member(question.run, guard.site)
     texts: dict[str, Any] = {ANSWERS: question.digest}

@@ -59,14 +59,7 @@ def prepared_site(
     rules: Rules,
     load: Callable[[Rules], RawSite],
 ) -> RawSite:
-    """The site as a message of a run may know it: from what is kept, else as ``load`` has it, which is then kept.
-
-    Args:
-        context: Of the node.
-        run: Its id, its configuration, and what the sites agreed on.
-        rules: The site's policy; takes the decisions that were made when the rows were read.
-        load: Reads, checks and judges the tables.
-    """
+    """The site as a message of a run may know it: from what is kept, else as ``load`` has it, which is then kept."""
     preparation, path = run[2], _file(context)
     if preparation is None or path is None:
         return load(rules)

@@ -96,11 +96,7 @@ def _read(path: Path, run: str) -> SiteState | None:
 
 
 def require_same_rows(context: Context, run: str, site: RawSite) -> None:
-    """Remember the rows of a real site at its first message of a run, and refuse others later.
-
-    Raises:
-        DataError: the table changed while the run went on.
-    """
+    """Remember the rows of a real site at its first message of a run, and refuse others later."""
     if site.simulated:
         return
     kept = _kept(context)

@@ -34,8 +34,7 @@ def smoothed_covariance(x: Tensor, other: Tensor, scales: Tensor, smoothing: Ten
 class ConvolvedKernel(Kernel):
     """Covariance of one unit's output: shared lengthscales S, the unit's smoothing R and signed amplitudes s.
 
-    Called like any GPyTorch kernel it is c_ff; :meth:`cross` and :meth:`latent` give c_fg and c_gg. With R = 0 it is
-    the linear model of coregionalisation, and R is not learned.
+    Called like any GPyTorch kernel it is c_ff; :meth:`cross` and :meth:`latent` give c_fg and c_gg.
     """
 
     is_stationary = True
@@ -43,10 +42,7 @@ class ConvolvedKernel(Kernel):
     def __init__(self, scales: Tensor, smoothing: Tensor, amplitudes: Tensor) -> None:
         super().__init__()
         self.register_parameter("raw_scales", torch.nn.Parameter(scales.log()))  # [I, D]
-        if bool((smoothing > 0).any()):
-            self.register_parameter("raw_smoothing", torch.nn.Parameter(smoothing.log()))  # [I, D]
-        else:
-            self.register_buffer("raw_smoothing", smoothing.log())
+        self.register_parameter("raw_smoothing", torch.nn.Parameter(smoothing.log()))  # [I, D]
         self.register_parameter("amplitudes", torch.nn.Parameter(amplitudes.clone()))  # [I]
 
     @property

@@ -26,6 +26,7 @@ SCORES = (
     " histogram of 20 bins; of classes right ones and Brier score, sums in 10 bins of predicted probability"
 )
 SIMULATED = "simulation only: "
+SIMULATION_KINDS = frozenset({"query.curve", "query.pooled", "query.predictions"})
 WORDS: Mapping[str, str] = {
     "query.keys": "under masks: the site's key of the run, signed; number of the latest question answered",
     "query.describe": "id and label of the site; names and kinds of columns; **levels of text with their counts**;"
@@ -33,11 +34,6 @@ WORDS: Mapping[str, str] = {
     " may hold a code for missing cells, and in how many; under masks"
     " names, kinds and levels of columns and the number of rows alone",
     "evaluate": SCORES,
-    "query.local_only": "the same scores of a GP of the site's rows alone; evaluations used",
-    "query.predictions": f"{SIMULATED}held-out targets and predictions, row by row",
-    "query.pooled": f"{SIMULATED}scores of one model of all rows",
-    "query.modular": f"{SIMULATED}scores of ModularGP",
-    "query.polynomial": f"{SIMULATED}scores of FedPoly",
 }
 """Answers that are no declared messages."""
 
@@ -45,7 +41,7 @@ WORDS: Mapping[str, str] = {
 def answers(client: type[SiteClient]) -> Iterator[tuple[str, Any]]:
     """The kinds that a method's sites answer, and the class of each answer; None where it is no declared message."""
     yield from ((kind, handler.answer) for kind, handler in sorted(handlers(client).items()))
-    yield from (("query.keys", None), ("evaluate", None))
+    yield from ((kind, None) for kind in WORDS)
 
 
 def all_answers(method: str) -> list[tuple[str, Any]]:
@@ -77,11 +73,12 @@ def _under_masks(kind: str, answer: Any) -> str:
 def _content(kind: str, answer: Any) -> str:
     if answer is None:
         return WORDS[kind]
+    only = SIMULATED if kind in SIMULATION_KINDS else ""
     if is_message(answer.__base__) and kind_of(answer.__base__):
-        return f"what `{kind_of(answer.__base__)}` holds"
+        return f"{only}what `{kind_of(answer.__base__)}` holds"
     fields = [f"`{name}` {_lengths(shape)}{words}" for name, shape, words in table(answer)]
     said = "; ".join(fields).replace("|", "\\|")
-    return f"{SIMULATED}{said}" if kind == "query.curve" else said
+    return f"{only}{said}"
 
 
 def _lengths(shape: str) -> str:

@@ -10,8 +10,8 @@ What a rule can and cannot see. A flipped or hundredfold answer of an exact roun
 under every rule. A unit of pure noise says next to nothing about g. `agreement` leaves out units whose rows and those
 of most others are likelier apart than together. `mean` follows one long update anywhere; `norm-clipped` bounds how far
 one unit moves θ, not in which direction; `median` and `trimmed-mean` bound every coordinate as long as fewer than half,
-or than the trimmed share, are bad, at the price of a bias because honest units differ; `krum` and `multi-krum` take one
-or a few whole updates, and those left out take their knowledge with them.
+or than the trimmed share, are bad, at the price of a bias because honest units differ; `krum` averages a few whole
+updates, and those left out take their knowledge with them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LIES: Mapping[str, tuple[float, float]] = {"update flipped": (-1.0, 1.0), "updat
 MODES: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "natural": (
         NATURAL | {"num-server-rounds": 30, "fedmgp.malicious": 3, "fedmgp.select": UNITS - 3, "fedmgp.trim": 0.3},
-        ("mean", "loss-weighted", "norm-clipped", "median", "trimmed-mean", "krum", "multi-krum", "agreement"),
+        ("mean", "norm-clipped", "median", "trimmed-mean", "krum", "agreement"),
     ),
     "exact": (EXACT, ("mean", "agreement")),
 }

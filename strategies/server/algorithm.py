@@ -9,17 +9,15 @@ from typing import Any, ClassVar, Generic, TypeVar
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import encode
 from fedgp_flower.options import MethodOptions
-from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import ScoreSums
 from fedgp_flower.typing import NamedArrays
 from strategies.server.course import Course
 from strategies.server.enrolment import Preparation
-from strategies.server.evaluation import Evaluation
-from strategies.server.masking import Masking
 from strategies.server.network import Network
-from strategies.server.questions import Asking, Figures, Roster
-from strategies.server.scoring import Scoring
+from strategies.server.questions import Asking, Figures, Predicted, Roster
+from strategies.server.scoring import Evaluation, Scoring
 from strategies.server.session import Session
+from strategies.server.totals import Masking
 
 S = TypeVar("S")
 
@@ -40,16 +38,12 @@ class Algorithm(ABC, Generic[S]):
     """Where exchanges are limited."""
     watched: ClassVar[str] = ""
     """The figure whose course tells a stochastic method whether it has converged, in nats a row."""
-    evaluation_kind: ClassVar[str] = "evaluate"
-    """The kind of message that asks sites for their scores."""
     score_sums: ClassVar[type[ScoreSums]] = ScoreSums
-    """The total that stands for these scores under masks."""
+    """Sites answer with these scores, of predictions or of a model that they fit by themselves."""
     predicts = True
     """Whether sites can predict single rows with what :meth:`predictive` returns."""
     trains = True
     """Whether rounds change the state by what sites answer."""
-    row_arrays: tuple[str, ...] = ()
-    """Arrays that a simulated site sends for its held-out rows besides target, prediction and inputs."""
 
     config: RunConfig
     options: MethodOptions
@@ -67,8 +61,8 @@ class Algorithm(ABC, Generic[S]):
         """The next state, and the figures of the round."""
 
     @abstractmethod
-    def predictive(self, state: S, roster: Roster) -> Asking[Any]:
-        """What a state predicts with, as :class:`~strategies.server.finalise.Predicted`."""
+    def predictive(self, state: S, roster: Roster) -> Asking[Predicted]:
+        """What a state predicts with."""
 
     def resumed(self, state: S, roster: Roster) -> Asking[S]:
         """The state with which a resumed run goes on; sites may be asked, for a state that was changed in between."""
@@ -123,16 +117,6 @@ class Algorithm(ABC, Generic[S]):
         yield from ()
         return {}
 
-    def posterior_of(self, state: S) -> Posterior | None:
-        """The posterior of a method whose :meth:`predictive` returns the request alone."""
-        del state
-        return None
-
-    def details_of(self, state: S) -> dict[str, Any]:
-        """The details of a method whose :meth:`predictive` returns the request alone."""
-        del state
-        return {}
-
     # What an algorithm may look at.
 
     def roster(self) -> Roster:
@@ -148,15 +132,6 @@ class Algorithm(ABC, Generic[S]):
     def preparation(self) -> Preparation:
         """The columns and scales that the sites agreed on."""
         return self.session.preparation
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of dimensions that hold in the whole run."""
-        return self.session.sizes
-
-    @sizes.setter
-    def sizes(self, sizes: dict[str, int]) -> None:
-        self.session.sizes = sizes
 
     @property
     def round(self) -> int:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.clients.baselines import Baseline
-from fedgp_flower.clients.numpy_client import AveragingClient, SameModelClient
+from fedgp_flower.clients.numpy_client import AveragingClient
+from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
@@ -19,10 +19,10 @@ from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.methods.deep_kernel.posterior import DeepPosterior
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
 from fedgp_flower.shared_messages import Step, Stepped
-from fedgp_flower.typing import Array, NamedArrays
+from fedgp_flower.typing import Array
 
 
-class DeepKernelClient(SameModelClient, AveragingClient):
+class DeepKernelClient(AveragingClient):
     """A personal head needs the shared one and this site's rows: the site keeps nothing."""
 
     @property
@@ -55,34 +55,28 @@ class DeepKernelClient(SameModelClient, AveragingClient):
     def score(self, request: HeadPosterior) -> Scores:
         """Scores by the kind of the target."""
         found = self.predict(request, self.rows.x_test)
-        return self._scored(Baseline(found.mean, found.variance, self.rows.y_test, 0))
+        return self._scored(found, self.rows.y_test)
 
     def confusion(self, request: HeadPosterior) -> Confusion:
         """Which class was taken for which; only where there are several."""
         return Confusion.of(self.predict(request, self.rows.x_test).mean, self.rows.y_test)
 
-    def shown(self, request: HeadPosterior) -> NamedArrays:
-        """Held-out rows with predictions, of two classes the second one's; nothing where there are more."""
-        if self.config.model.likelihood != "bernoulli":
-            return {} if self.options.classes else super().shown(request)
-        arrays = super().shown(request)
-        del arrays["prediction.sd"]
-        return {"prediction.probability": arrays.pop("prediction.mean"), **arrays}
-
-    def _alone(self, data: tuple[Array, Array, Array, Array]) -> Baseline:
-        x, y, x_test, y_test = data
+    def alone(self, data: SiteData, pooled: bool) -> Scores:
+        """Scores of this model of the rows alone."""
+        del pooled
+        x, y = data.x, data.y
         model, steps = self.model(), self.options.local_steps * self.config.num_server_rounds
         climbed(model, x, y, steps=steps, learning_rate=self.options.learning_rate)
         with torch.no_grad():
             head = model.sums(torch.from_numpy(x), torch.from_numpy(y)).without_personal(0.0).posterior(0.0)
-        return Baseline(*DeepPosterior(model, *head, 0.0).moments(x_test), y_test, steps)
+        return self._scored(Prediction(*DeepPosterior(model, *head, 0.0).moments(data.x_test)), data.y_test)
 
-    def _scored(self, result: Baseline) -> Scores:
-        if result.mean.ndim == 2:
-            return class_scores(result.mean, result.target)
+    def _scored(self, found: Prediction, target: Array) -> Scores:
+        if found.mean.ndim == 2:
+            return class_scores(found.mean, target)
         if self.config.model.likelihood == "bernoulli":
-            return bernoulli_scores(result.mean, result.target)
-        return super()._scored(result)
+            return bernoulli_scores(found.mean, target)
+        return self.units.gaussian_scores(found, target)
 
 
 def climbed(model: DeepKernel, x: Array, y: Array, *, steps: int, learning_rate: float) -> float:

@@ -11,6 +11,7 @@ from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.deep_kernel.mathematics import Evidence
+from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import AnyShape
 
 
@@ -48,9 +49,9 @@ class Heads:
         return [Evidence(*own) for own in zip(*parts, strict=True)]
 
     @np.errstate(over="ignore", invalid="ignore")
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why these cannot be sums over rows, or None: B is positive semi-definite."""
-        del rows
+        del described
         size = max(float(np.abs(self.precision).max()), 1e-300)
         scaled = self.precision / size  # units first: a liar's numbers may be huge
         if np.linalg.eigvalsh(scaled).min() < -1e-6:

@@ -80,8 +80,8 @@ def smoothed(
     """For each ρ; ``rows`` are x [N, 1] and y [N]."""
     (seen, y), scale, height = rows, latents.scales[0], float(latents.amplitudes[0])
     [factor], ends = latents.whitening(), (squared_gaps(seen, latents.inducing), squared_gaps(x, latents.inducing))
-    for own in rho:
-        A, ahead = (feature(gaps, scale, height, factor, scale * math.expm1(own) / 2) for gaps in ends)
+    for width in rho:
+        A, ahead = (feature(gaps, scale, height, factor, scale * math.expm1(width) / 2) for gaps in ends)
         left, left_ahead = (np.maximum(height**2 - np.square(part).sum(1), 0) for part in (A, ahead))
         values, vectors = np.linalg.eigh(A @ posterior.covariance @ A.T + np.diag(left))
         across = ahead @ posterior.covariance
@@ -101,7 +101,7 @@ def predict_joining(
     for _ in range(PASSES):
         parts = list(smoothed(rows, x, latents, posterior, rho))
         found = [part.grid(np.exp(log_sd), variance) for part in parts]
-        s, weights = (np.stack(own) for own in zip(*found, strict=True))  # [R, S, T]
+        s, weights = (np.stack(part) for part in zip(*found, strict=True))  # [R, S, T]
         weights = weights - 0.5 * np.square((log_sd - centre) / SPREAD)[:, None] - DECAY * rho[:, None, None]
         weights = np.exp(weights - logsumexp(weights))
         noise = np.exp(2 * np.broadcast_to(log_sd[:, None], s.shape[1:]))
@@ -112,8 +112,8 @@ def predict_joining(
     kept /= kept.sum()
     for part, amplitudes, share in zip(parts, s, kept, strict=True):
         heavy = share > 0
-        own, around = part.predicted(amplitudes[heavy], noise[heavy])
-        mean, square = mean + share[heavy] @ own, square + share[heavy] @ (around + own**2)
+        means, around = part.predicted(amplitudes[heavy], noise[heavy])
+        mean, square = mean + share[heavy] @ means, square + share[heavy] @ (around + means**2)
         level += float(share[heavy] @ noise[heavy])
     return mean, square - mean**2, level
 

@@ -34,7 +34,7 @@ PRECISION, SHIFT = "natural.precision", "natural.shift"
 class Latents:
     """I independent functions g_i ~ GP(0, a_i² exp(−½ (w − w')ᵀ S_i⁻¹ (w − w'))) seen at J pseudo-inputs W (Eq. 17).
 
-    The amplitudes a_i are redundant with the units' own; they let the server rescale every unit at once.
+    The amplitudes a_i are redundant with those of the units; they let the server rescale every unit at once.
     """
 
     inducing: Float[ndarray, "J D"] = leaves("W, pseudo-inputs")
@@ -92,7 +92,7 @@ class Posterior:
 
 @message()
 class Move:
-    """A trial change of the shared lengthscales together with the units' own parameters.
+    """A trial change of the shared lengthscales together with the parameters of the units.
 
     ``stretch`` 1 takes the unit's improved parameters, more extrapolates beyond them. When S_i changes a unit keeps
     either the ``gain`` of its convolution, v = s (|2R + S| / |S|)^¼, or the ``width`` of its output, 2R + S.

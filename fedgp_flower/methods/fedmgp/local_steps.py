@@ -65,7 +65,7 @@ def natural_steps(
     """
     precision, shift, rho, inner = theta[PRECISION], theta[SHIFT], steps.natural, squared_gaps(*[latents.inducing] * 2)
     free: NamedArrays = {SCALES: theta[SCALES], AMPLITUDES: phi.amplitudes, NOISE: np.log([phi.noise])}
-    free |= {SMOOTHING: np.log(phi.smoothing)} if np.any(phi.smoothing > 0) else {}
+    free[SMOOTHING] = np.log(phi.smoothing)
     moments: AdamState[Array] = AdamState()
     for _ in range(steps.count):
         rows = steps.draw()
@@ -78,12 +78,11 @@ def natural_steps(
             target = _targets(part, here, phi, q[0], scale)
         precision = (1 - rho) * precision + rho * (np.eye(precision.shape[1]) + target[0])
         shift = (1 - rho) * shift + rho * target[1]
-        moves, moments = moments.update({name: slopes[name] for name in free}, steps.rate)
+        moves, moments = moments.update(slopes, steps.rate)
         free = {name: value - moves[name] for name, value in free.items()}
         if not all(np.isfinite(value).all() for value in (*free.values(), precision, shift)):
             raise NumericsError(DIVERGED)
-        smoothing = np.exp(free[SMOOTHING]) if SMOOTHING in free else phi.smoothing
-        noise = float(np.exp(free[NOISE][0]))
+        smoothing, noise = np.exp(free[SMOOTHING]), float(np.exp(free[NOISE][0]))
         phi = replace(phi, smoothing=smoothing, amplitudes=free[AMPLITUDES], noise=noise)
     return {SCALES: free[SCALES], PRECISION: precision, SHIFT: shift}, phi
 
@@ -114,7 +113,7 @@ def risk_slopes(
         scale: N_m / (|B| p_m), which multiplies the sum over rows.
     """
     (m, T), s, noise, L = q, phi.amplitudes, phi.noise, latents.whitening()
-    K = np.stack([own.T for own in features(data.gaps, latents, L, phi.smoothing)])  # [I, J, N]
+    K = np.stack([each.T for each in features(data.gaps, latents, L, phi.smoothing)])  # [I, J, N]
     TK = T.transpose(0, 2, 1) @ K
     residual = data.y - np.einsum("i,ij,ijn->n", s, m, K)
     spread = 1 - np.einsum("ijn,ijn->in", K, K) + np.einsum("ijn,ijn->in", TK, TK)  # [I, N]
@@ -167,7 +166,7 @@ def factor_steps(model: MultiOutputGP, x: Tensor, y: Tensor, steps: LocalSteps) 
 
     ascend(negative_risk, list(model.parameters()), name="adam", steps=steps.count, learning_rate=steps.rate)
     smoothing, noise = model.kernel.smoothing, torch.tensor([model.unit_parameters().noise])
-    positive = torch.cat([model.kernel.scales.ravel(), smoothing[smoothing != 0], noise])
+    positive = torch.cat([model.kernel.scales.ravel(), smoothing.ravel(), noise])
     finite = all(bool(torch.isfinite(p).all()) for p in [*model.parameters(), positive])
     if not (finite and bool((positive > 0).all())):
         raise NumericsError(DIVERGED)

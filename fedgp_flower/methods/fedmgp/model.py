@@ -140,7 +140,7 @@ class MultiOutputGP(GP):
 
     def unit_parameters(self) -> UnitParameters:
         """φ_m; without Gaussian noise σ² is 1."""
-        smoothing, amplitudes = (own.detach().numpy().copy() for own in (self.kernel.smoothing, self.kernel.amplitudes))
+        smoothing, amplitudes = (p.detach().numpy().copy() for p in (self.kernel.smoothing, self.kernel.amplitudes))
         if isinstance(self.likelihood, GaussianLikelihood):
             return UnitParameters(smoothing, amplitudes, float(self.likelihood.noise.detach()))
         return UnitParameters(smoothing, amplitudes, 1.0, tuple(self.likelihood.own.tolist()))

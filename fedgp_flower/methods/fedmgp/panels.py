@@ -1,4 +1,4 @@
-"""Sections that FedMGP adds to a report: a panel per unit, the shared latent functions, and what each unit counted."""
+"""Sections that FedMGP adds to a report: a panel per unit, and the shared latent functions."""
 
 from __future__ import annotations
 
@@ -15,28 +15,21 @@ from fedgp_flower.run.report import Panel
 from fedgp_flower.typing import Array
 
 COLUMNS = 3
-MOST_SITES_OF_WEIGHTS = 60
 
 
 def panels(run: RunData) -> list[Panel]:
-    """Sections for what ``method_details`` hold: units, latent functions, weights by round."""
+    """Sections for what ``method_details`` hold: units and latent functions."""
     details = run.metrics.method_details
     sections: list[Panel] = []
     if details.get("units"):
         caption = (
-            "Solid with band: federated mean and 95 % interval of an observation. Dashed: a GP of the unit's own rows. "
-            "Grey dots: rows the unit trained on; red circles: held-out rows."
+            "Solid with band: federated mean and 95 % interval of an observation. Dashed: a GP of its rows "
+            "alone. Grey dots: rows the unit trained on; red circles: held-out rows."
         )
         sections.append(Panel("Units", units(details["units"], _held_out(run), _names(run)), caption))
     if details.get("latents"):
         caption = "Mean and 95 % interval at the pseudo-inputs, all that the units share."
         sections.append(Panel("Shared latent functions", latents(details["latents"], _names(run)[0]), caption))
-    weights = details.get("weights") or ()
-    sites, levels = {site for row in weights for site in row}, {own for row in weights for own in row.values()}
-    told = len(levels) > 1 or any(len(row) < len(sites) for row in weights)
-    if told and 2 <= len(sites) <= MOST_SITES_OF_WEIGHTS:
-        caption = "Weight the aggregation gave each unit in each round; white: the unit had no part in it."
-        sections.append(Panel("Weights by round", weights_map(weights), caption))
     return sections
 
 
@@ -68,15 +61,15 @@ def units(
     rows = -(-count // COLUMNS)
     figure = Figure(figsize=(8.6, 2.3 * rows), dpi=DPI, layout="constrained")
     axes = figure.subplots(rows, min(COLUMNS, count), squeeze=False).ravel()
-    for ax, (label, own) in zip(axes, curves.items(), strict=False):
-        grid, mean, sd = (np.asarray(own[name]) for name in ("grid", "mean", "sd"))
+    for ax, (label, curve) in zip(axes, curves.items(), strict=False):
+        grid, mean, sd = (np.asarray(curve[name]) for name in ("grid", "mean", "sd"))
         ax.fill_between(grid, mean - Z95 * sd, mean + Z95 * sd, color=BAND, alpha=0.7, lw=0)
-        ax.plot(grid, own["alone.mean"], "--", color=LOCAL, lw=1.2)
+        ax.plot(grid, curve["alone_mean"], "--", color=LOCAL, lw=1.2)
         ax.plot(grid, mean, color=FEDERATED, lw=1.6)
-        ax.plot(own["x"], own["y"], ".", color="#888888", ms=2.5)
+        ax.plot(curve["x"], curve["y"], ".", color="#888888", ms=2.5)
         if label in held_out:
             ax.plot(*held_out[label], "o", mfc="none", mec=MISS, ms=3, mew=0.6)
-        seen = np.concatenate([own["y"], *(held_out[label][1:] if label in held_out else ())])
+        seen = np.concatenate([curve["y"], *(held_out[label][1:] if label in held_out else ())])
         if seen.size:  # beyond the rows a curve may go far
             ax.set_ylim(seen.min() - 0.3 * np.ptp(seen) - 1e-9, seen.max() + 0.3 * np.ptp(seen) + 1e-9)
         ax.set_title(label_text(label), fontsize=8)
@@ -91,29 +84,13 @@ def units(
 def latents(functions: Sequence[Mapping[str, Sequence[float]]], name: str = "input") -> Figure:
     """Mean and 95 % band of every latent function at the pseudo-inputs."""
     figure = Figure(figsize=(8.6, 2.4), dpi=DPI, layout="constrained")
-    for index, (ax, own) in enumerate(
-        zip(figure.subplots(1, len(functions), squeeze=False)[0], functions, strict=True)
-    ):
-        w, mean, sd = (np.asarray(own[name]) for name in ("w", "mean", "sd"))
+    axes = figure.subplots(1, len(functions), squeeze=False)[0]
+    for index, (ax, function) in enumerate(zip(axes, functions, strict=True)):
+        w, mean, sd = (np.asarray(function[name]) for name in ("w", "mean", "sd"))
         ax.fill_between(w, mean - Z95 * sd, mean + Z95 * sd, color=BAND, alpha=0.7, lw=0)
         ax.plot(w, mean, "o-", color=POOLED, ms=2.5, lw=1.2)
         ax.set_title(f"g{index + 1}", fontsize=8)
         ax.tick_params(labelsize=7)
     figure.supxlabel(name, fontsize=9)
     figure.supylabel("value (standardised)", fontsize=9)
-    return figure
-
-
-def weights_map(weights: Sequence[Mapping[str, float]]) -> Figure:
-    """Units by rounds, coloured by weight."""
-    sites = list(dict.fromkeys(site for row in weights for site in row))
-    table = np.array([[row.get(site, np.nan) for row in weights] for site in sites])
-    figure = Figure(figsize=(8.6, 1.2 + 0.16 * len(sites)), dpi=DPI, layout="constrained")
-    ax = figure.subplots()
-    extent = (0.5, len(weights) + 0.5, len(sites) - 0.5, -0.5)
-    image = ax.imshow(table, aspect="auto", cmap="Blues", vmin=0, extent=extent, interpolation="nearest")
-    ax.set_yticks(range(len(sites)), sites)
-    ax.tick_params(labelsize=7)
-    ax.set(xlabel="round", ylabel="unit")
-    figure.colorbar(image, ax=ax).ax.tick_params(labelsize=7)
     return figure

@@ -1,8 +1,7 @@
 """Which statistics exact rounds trust: those that rows can produce, of units that share g with most others.
 
-All of it needs individual statistics, and most of it what was asked. A unit
-that took its M-step with q fixed has E_q‖y − f‖²/σ² = N, which ties what it sends together; a lie that respects every
-tie is one that other rows could have sent.
+All of it needs individual statistics. A unit that took its M-step with q fixed has E_q‖y − f‖²/σ² = N, which ties what
+it sends together; a lie that respects every tie is one that other rows could have sent.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ def best_lead(starts: Mapping[str, Statistics]) -> str:
     """The site that shares g, up to a sign, with the most others, from everyone's statistics at their starts.
 
     Its score is the median over k of the better log evidence of b_m + b_k and b_m − b_k, so that a minority of bad
-    sites cannot become lead by agreeing with one another. It needs individual statistics.
+    sites cannot become lead by agreeing with one another.
 
     Raises:
         ProtocolError: no site sent statistics that data can produce.
     """
-    known = {site: own for site, own in starts.items() if semidefinite(own)}
-    alone = _finite_evidence(known)
+    alone = _finite_evidence({site: start for site, start in starts.items() if semidefinite(start)})
     if not alone:
         raise ProtocolError("no site sent starting statistics that data can produce; one is enough")
     flipped = {site: replace(starts[site], shift=-starts[site].shift) for site in alone}
@@ -52,29 +50,11 @@ def best_lead(starts: Mapping[str, Statistics]) -> str:
     return max(alone, key=support)
 
 
-def agreeing(
-    statistics: Mapping[str, Statistics],
-    *,
-    asked: Posterior,
-    counts: Mapping[str, int],
-    absent: Mapping[str, Statistics] | None = None,
-) -> tuple[str, ...]:
-    """Sites whose answers data can produce and that share g with most others: the `agreement` rule.
-
-    Unit m stays if :func:`possible` and the median over k of log p(m, k share g) − log p(they do not) is positive, from
-    :func:`shared_evidence` of the pair and of each alone. It needs individual statistics. A unit that nobody can be
-    compared with stays only where it is the only one there is. ``absent`` are the last words of the other sites, in the
-    coordinates of the first trial move; they are compared, and judged, like those that are present.
-    """
-    usable = {site: own for site, own in statistics.items() if possible(own, asked, counts[site])}
-    usable |= absent or {}
-    return sharing(usable) if len(usable) > 1 or len(counts) == 1 else ()
-
-
 def sharing(usable: Mapping[str, Statistics]) -> tuple[str, ...]:
-    """Units that share g with most others, for which the median over k of log p(m, k share g) − log p(they do not) > 0.
+    """Units that share g with most others: the median over k of log p(m, k share g) − log p(they do not) is positive.
 
-    A single one stays; one that can be compared with nobody does not.
+    Each term is the :func:`shared_evidence` of the pair less those of each alone. A single unit stays; one that can be
+    compared with nobody does not.
     """
     alone = _finite_evidence(usable)
     valid = list(alone)

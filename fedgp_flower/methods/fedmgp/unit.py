@@ -7,7 +7,7 @@ takes a gradient step: amplitudes and noise have a closed form, each smoothing w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,25 +27,10 @@ from fedgp_flower.typing import Array
 class UnitParameters:
     """φ_m, which never leaves the unit: f_m = Σ_i s_i · (g_i smoothed by N(0, R_i), scaled to the variance of g_i)."""
 
-    smoothing: Float[ndarray, "I D"] = leaves("diagonals of R_i; all 0 is the linear model of coregionalisation")
+    smoothing: Float[ndarray, "I D"] = leaves("diagonals of R_i")
     amplitudes: Float[ndarray, " I"] = leaves("s_i, signed")
     noise: float = leaves("σ²")
     likelihood: tuple[float, ...] = leaves("parameters of a likelihood that is not Gaussian, once trained", default=())
-
-
-@dataclass(frozen=True, slots=True)
-class SearchOptions:
-    """How a unit improves its own parameters."""
-
-    convolved: bool = True
-    """False: linear model of coregionalisation, R = 0."""
-    released: bool = True
-    """False: R stays at its lower bound, where the model is nearly that of coregionalisation and one of its own."""
-    window: float = 1.5
-    """Half-width of the search in log R."""
-    evaluations: int = 12
-    min_noise: float = 1e-6
-    """Smallest noise variance, relative to the mean square of y."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +51,31 @@ class UnitData:
 
 @message()
 class UnitState:
-    """What a unit remembers between rounds: where it was, what it proposed, and under which lengthscales."""
+    """What a unit remembers: where its last round started and ended, and the lengthscales of that round."""
 
     before: UnitParameters
     proposed: UnitParameters
     scales: Float[ndarray, "I D"]
+    round: int = 0
+    """Round of the request that it answered with this."""
+    based_on: int = 0
+    """Round of the report that counted then."""
+
+    def agreed(self, data: UnitData, known: Known) -> UnitParameters | None:
+        """The parameters behind the report that counts; None where the unit must start afresh."""
+        if known.report == self.round:
+            return moved(data, self, known.move)[1]
+        return self.before if known.report == self.based_on > 0 else None
+
+    def start(self, server_round: int) -> UnitParameters:
+        """Where the local steps of a round start; a round that is asked for again starts where it started before."""
+        return self.before if self.round == server_round else self.proposed
 
 
+WINDOW, EVALUATIONS = 1.5, 12
+"""Half-width of the search in log R, and its evaluations."""
+LEAST_NOISE = 1e-6
+"""Smallest noise variance, relative to the mean square of y."""
 ALONE_SWEEPS = 20
 """Sweeps of a unit that fits φ_m to a g it took no part in."""
 _GRID = np.log([0.003, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0])
@@ -109,19 +112,18 @@ def features(gaps: Array, latents: Latents, factors: Array, smoothing: Array) ->
     return [feature(gaps, scale, float(amplitude), factor, r) for scale, amplitude, factor, r in parts]
 
 
-def starting_parameters(data: UnitData, latents: Latents, options: SearchOptions) -> UnitParameters:
-    """R = S/4, f as large as the data, noise a tenth of their variance: no training, no look at other units."""
+def starting_parameters(data: UnitData, latents: Latents, *, smooth: bool = True) -> UnitParameters:
+    """F as large as the data, noise a tenth of their variance, R = S/4 or, where units do not smooth yet, the least."""
     count = latents.scales.shape[0]
     power = float(np.mean(data.y**2))
-    narrow = latents.scales / 4 if options.released else np.broadcast_to(data.lower, latents.scales.shape)
-    smoothing = narrow.copy() if options.convolved else np.zeros_like(latents.scales)
+    smoothing = latents.scales / 4 if smooth else np.broadcast_to(data.lower, latents.scales.shape).copy()
     return UnitParameters(smoothing, np.sqrt(power / count) / latents.amplitudes, 0.09 * power)
 
 
 class _Regression:
     """E_q‖y − Σ_i s_i f_i‖² as a quadratic in s: with its best s, σ² is the mean squared residual (an EM step)."""
 
-    def __init__(self, data: UnitData, latents: Latents, posterior: Posterior, options: SearchOptions) -> None:
+    def __init__(self, data: UnitData, latents: Latents, posterior: Posterior) -> None:
         J = latents.inducing.shape[0]
         count = latents.scales.shape[0]
         second = posterior.second_moment()
@@ -130,7 +132,7 @@ class _Regression:
         self.blocks = second.reshape(count, J, count, J).transpose(0, 2, 1, 3)  # [I, I, J, J]
         self.excess = [np.ascontiguousarray(self.blocks[i, i]) - np.eye(J) for i in range(count)]
         self.prior = data.y.size * latents.amplitudes**2  # Σ_n var f_in for s_i = 1
-        self.floor = options.min_noise * self.power / data.y.size
+        self.floor = LEAST_NOISE * self.power / data.y.size
 
     def solve(self, K: Sequence[Array]) -> tuple[Array, float]:
         """The best amplitudes [I] and noise variance: s = H⁻¹c, σ² = (yᵀy − cᵀs)/N with H = E_q FᵀF, c = E_q Fᵀy."""
@@ -156,47 +158,46 @@ def maximise(
     latents: Latents,
     posterior: Posterior,
     parameters: UnitParameters,
-    options: SearchOptions,
     *,
+    smooth: bool = True,
     coarse: bool = False,
 ) -> UnitParameters:
     """Improve φ_m with q(u) fixed: R one coordinate at a time, then s and σ² in closed form; the bound cannot fall.
 
-    ``coarse`` first tries a grid of R, for a unit that has seen no posterior yet.
+    Args:
+        data: the unit's rows.
+        latents: the latent functions.
+        posterior: q(u).
+        parameters: where to start.
+        smooth: whether R is searched.
+        coarse: whether a grid of R comes first, for a unit that has seen no posterior yet.
     """
     factors = latents.whitening()
-    regression = _Regression(data, latents, posterior, options)
+    regression = _Regression(data, latents, posterior)
     smoothing = parameters.smoothing.copy()
     K = features(data.gaps, latents, factors, smoothing)
-    if options.convolved and options.released:
-        lower, upper = np.log(data.lower), np.log(data.upper)
-        for i, d in np.ndindex(*smoothing.shape):
+    lower, upper = np.log(data.lower), np.log(data.upper)
+    for i, d in np.ndindex(*smoothing.shape) if smooth else ():
 
-            def log_noise(log_r: float, i: int = i, d: int = d) -> float:
-                trial = smoothing[i].copy()
-                trial[d] = math.exp(log_r)
-                part = feature(data.gaps, latents.scales[i], float(latents.amplitudes[i]), factors[i], trial)
-                return math.log(regression.solve([*K[:i], part, *K[i + 1 :]])[1])
+        def part(log_r: float, i: int = i, d: int = d) -> Array:
+            trial = smoothing[i].copy()
+            trial[d] = math.exp(log_r)
+            return feature(data.gaps, latents.scales[i], float(latents.amplitudes[i]), factors[i], trial)
 
-            here = float(np.clip(math.log(smoothing[i, d]), lower[d], upper[d]))
-            if coarse:
-                grid = np.clip(np.log(latents.scales[i, d]) + _GRID, lower[d], upper[d])
-                here = min((here, *(float(g) for g in grid)), key=log_noise)
-            smoothing[i, d] = math.exp(_search(log_noise, here, float(lower[d]), float(upper[d]), options))
-            K[i] = feature(data.gaps, latents.scales[i], float(latents.amplitudes[i]), factors[i], smoothing[i])
+        def log_noise(log_r: float, i: int = i, part: Callable[[float], Array] = part) -> float:
+            return math.log(regression.solve([*K[:i], part(log_r), *K[i + 1 :]])[1])
+
+        here = float(np.clip(math.log(smoothing[i, d]), lower[d], upper[d]))
+        if coarse:
+            grid = np.clip(np.log(latents.scales[i, d]) + _GRID, lower[d], upper[d])
+            here = min((here, *(float(g) for g in grid)), key=log_noise)
+        bounds = max(here - WINDOW, float(lower[d])), min(here + WINDOW, float(upper[d]))
+        limits = {"maxiter": EVALUATIONS, "xatol": 1e-3}
+        best = minimize_scalar(log_noise, bounds=bounds, method="bounded", options=limits)
+        here = float(best.x) if best.fun < log_noise(here) else here
+        K[i], smoothing[i, d] = part(here), math.exp(here)
     amplitudes, noise = regression.solve(K)
     return replace(parameters, smoothing=smoothing, amplitudes=amplitudes, noise=noise)
-
-
-def _search(
-    log_noise: Callable[[float], float], here: float, lower: float, upper: float, options: SearchOptions
-) -> float:
-    """Bounded minimum of ``log_noise`` near ``here``, or ``here`` where that is not better."""
-    bounds = (max(here - options.window, lower), min(here + options.window, upper))
-    best = minimize_scalar(
-        log_noise, bounds=bounds, method="bounded", options={"maxiter": options.evaluations, "xatol": 1e-3}
-    )
-    return float(best.x) if best.fun < log_noise(here) else here
 
 
 def moved(data: UnitData, state: UnitState, move: Move) -> tuple[Array, UnitParameters]:
@@ -204,15 +205,12 @@ def moved(data: UnitData, state: UnitState, move: Move) -> tuple[Array, UnitPara
     scales = state.scales * np.exp(move.offset)
     before, after = state.before, state.proposed
     smoothing, noise = after.smoothing, after.noise
-    convolved = bool(np.any(smoothing > 0))
     if move.stretch != 1.0:
         step = np.clip(move.stretch * math.log(noise / before.noise), -_MAX_NOISE_STEP, _MAX_NOISE_STEP)
         noise = before.noise * math.exp(step)
-        if convolved:
-            smoothing = np.clip(
-                before.smoothing * (smoothing / before.smoothing) ** move.stretch, data.lower, data.upper
-            )
-    if move.hold == "width" and convolved:
+        stretched = before.smoothing * (smoothing / before.smoothing) ** move.stretch
+        smoothing = np.clip(stretched, data.lower, data.upper)
+    if move.hold == "width":
         narrowed = np.clip(smoothing - 0.5 * (scales - state.scales), data.lower, data.upper)
         return scales, replace(after, smoothing=narrowed, noise=noise)
     ratio = scales / (2 * smoothing + scales) * (2 * smoothing + state.scales) / state.scales
@@ -239,12 +237,13 @@ def respond(
     posterior: Posterior,
     moves: Sequence[Move],
     parameters: UnitParameters | None,
-    options: SearchOptions,
-) -> tuple[UnitState, tuple[Statistics, ...]]:
+    *,
+    smooth: bool = True,
+) -> tuple[UnitState, list[Statistics]]:
     """One round at a unit: improve φ_m, then statistics at every trial move; a newcomer has no parameters yet."""
-    start = starting_parameters(data, latents, options) if parameters is None else parameters
+    start = starting_parameters(data, latents, smooth=smooth) if parameters is None else parameters
     unsearched = parameters is None or bool(np.all(parameters.smoothing <= data.lower))  # new, or just released
-    proposed = maximise(data, latents, posterior, start, options, coarse=unsearched)
+    proposed = maximise(data, latents, posterior, start, smooth=smooth, coarse=unsearched)
     state = UnitState(proposed if parameters is None else start, proposed, latents.scales)
     factors: dict[bytes, Array] = {}
     answers = []
@@ -255,7 +254,7 @@ def respond(
         if key not in factors:
             factors[key] = shifted.whitening()
         answers.append(statistics(data, shifted, trial, factors[key]))
-    return state, tuple(answers)
+    return state, answers
 
 
 def predict(x: Array, latents: Latents, posterior: Posterior, parameters: UnitParameters) -> tuple[Array, Array]:
@@ -267,47 +266,9 @@ def predict(x: Array, latents: Latents, posterior: Posterior, parameters: UnitPa
     return A @ posterior.mean, variance
 
 
-def explained_share(data: UnitData, parameters: UnitParameters) -> float:
-    """1 − σ²/mean(y²): near 0 where the unit's noise explains all of its signal, the mark of a flat g."""
-    return 1.0 - parameters.noise / float(np.mean(data.y**2))
-
-
-# What a unit remembers.
-
-
-@message()
-class Memory:
-    """A unit's state of one start."""
-
-    unit: UnitState
-    round: int
-    """Of the request that it answered with this."""
-    based_on: int
-    """Round of the report that counted then."""
-    began: UnitParameters | None = None
-    """Where the local steps of that round started."""
-
-    def agreed(self, data: UnitData, known: Known) -> UnitParameters | None:
-        """The parameters behind the report that counts; None where the unit must start afresh."""
-        if known.report == self.round:
-            return moved(data, self.unit, known.move)[1]
-        return self.unit.before if known.report == self.based_on and known.report > 0 else None
-
-    def start(self, server_round: int) -> UnitParameters:
-        """Where the local steps of a round start; a round that is asked for again starts where it started."""
-        return self.began if self.round == server_round and self.began is not None else self.unit.proposed
-
-
-@message()
-class Memories:
-    """A unit's memory, by start: what its site keeps and nobody is sent."""
-
-    starts: Mapping[str, Memory]
-
-
-def fit_alone(data: UnitData, latents: Latents, q: Posterior, options: SearchOptions) -> UnitParameters:
+def fit_alone(data: UnitData, latents: Latents, q: Posterior) -> UnitParameters:
     """φ_m fitted with g as it is: what a unit that joins late does, and nothing of it goes back."""
-    phi = starting_parameters(data, latents, options)
+    phi = starting_parameters(data, latents)
     for sweep in range(ALONE_SWEEPS):
-        phi = maximise(data, latents, q, phi, options, coarse=sweep == 0)
+        phi = maximise(data, latents, q, phi, coarse=sweep == 0)
     return phi

@@ -9,10 +9,8 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from fedgp_flower.clients.baselines import Baseline
-from fedgp_flower.clients.numpy_client import Prediction, SiteClient
+from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.methods.hierarchical_gp.calibration import calibration, widened
 from fedgp_flower.methods.hierarchical_gp.messages import (
     Calibration,
     CalibrationRequest,
@@ -20,12 +18,13 @@ from fedgp_flower.methods.hierarchical_gp.messages import (
     ExpansionShare,
     HierarchicalView,
 )
-from fedgp_flower.methods.hierarchical_gp.newton import Sums
+from fedgp_flower.methods.hierarchical_gp.newton import Derivatives, Sums
 from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
-from fedgp_flower.methods.hierarchical_gp.rough import RoughDeviation
+from fedgp_flower.methods.hierarchical_gp.rough import RoughDeviation, calibration, widened
 from fedgp_flower.methods.hierarchical_gp.smooth import ShapedGP, SmoothDeviation
 from fedgp_flower.methods.sfvi.client import trend_and_deviation
 from fedgp_flower.methods.sfvi.options import SHARED
+from fedgp_flower.scores import Prediction
 from fedgp_flower.typing import Array, NamedArrays
 
 MOST_ROWS = 400
@@ -38,10 +37,7 @@ class HierarchicalClient(SiteClient):
     def expansion(self, request: ExpansionRequest) -> ExpansionShare:
         """P, p and c of the site's rows, and their derivatives by θ."""
         found = self.deviation(request.values).derivatives(GlobalPosterior.of(request.values))
-        precision, shift, constant = (part.numpy() for part in found.sums.parts())
-        slopes, curvature, count = found.slopes.numpy(), found.curvature.numpy(), np.array(float(self.num_examples))
-        width = found.width.squares.numpy(), found.width.known.numpy()
-        return ExpansionShare(precision, shift, constant, slopes, curvature, count, *width)
+        return share_of(found, self.num_examples)
 
     def calibration(self, request: CalibrationRequest) -> Calibration:
         """How well the unit is predicted from its first rows and the other units."""
@@ -63,13 +59,6 @@ class HierarchicalClient(SiteClient):
         site = self.deviation(request.values)
         trend = site.trend(x, GlobalPosterior.of(request.values)).numpy()
         return arrays | trend_and_deviation(self.preparation, trend, self.predict(request, self.rows.x_test).mean)
-
-    def local_fit(self) -> Baseline:
-        """A GP of the site's rows, fitted only where there is a held-out row to score."""
-        if len(self.rows.y_test):
-            return super().local_fit()
-        none = np.empty(0)
-        return Baseline(none, none, none, 0)
 
     # What the handlers work with.
 
@@ -103,6 +92,13 @@ class HierarchicalClient(SiteClient):
             return torch.from_numpy(inputs)
         inducing = self.setting.constants[SHARED]
         return torch.from_numpy((inputs[:, 0] - inducing.min()) / np.ptp(inducing))
+
+
+def share_of(found: Derivatives, rows: int) -> ExpansionShare:
+    """What a site sends of its derivatives."""
+    parts = (found.sums.precision, found.sums.shift, found.sums.constant, found.slopes, found.curvature)
+    arrays = (*(part.numpy() for part in parts), np.array(float(rows)), found.squares.numpy(), found.known.numpy())
+    return ExpansionShare(*arrays)
 
 
 def theta_of(values: Mapping[str, ndarray]) -> dict[str, Tensor]:

@@ -34,32 +34,14 @@ class Sums:
         """J = E log p(y, z | Z_G) under q(Z_G) = N(m, S): c − ½ tr[(S + mmᵀ)P] + mᵀp."""
         return self.constant - 0.5 * (second_moment(q_global) * self.precision).sum() + q_global.mean @ self.shift
 
-    def parts(self) -> tuple[Tensor, ...]:
-        """P, p, c."""
-        return self.precision, self.shift, self.constant
+    def detached(self) -> Sums:
+        """The same without a graph."""
+        return Sums(self.precision.detach(), self.shift.detach(), self.constant.detach())
 
     def flat(self) -> Float[Tensor, " Q"]:
         """Lower entries of P row by row, then p, then c."""
         rows, columns = torch.tril_indices(len(self.shift), len(self.shift))
         return torch.cat([self.precision[rows, columns], self.shift, self.constant[None]])
-
-
-@dataclass(frozen=True, slots=True)
-class Slopes:
-    """Derivatives of the sums by θ, along which sites move their z_k."""
-
-    precision: Float[Tensor, "T M M"]
-    shift: Float[Tensor, "T M"]
-    constant: Float[Tensor, " T"]
-
-    @staticmethod
-    def of(flat: Float[Tensor, "T Q"], size: int) -> Slopes:
-        """From a row of :meth:`Sums.flat` for each entry of θ."""
-        rows, columns = torch.tril_indices(size, size)
-        precision = flat.new_zeros(len(flat), size, size)
-        precision[:, rows, columns] = flat[:, : len(rows)]
-        precision[:, columns, rows] = flat[:, : len(rows)]
-        return Slopes(precision, flat[:, len(rows) : -1], flat[:, -1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +85,28 @@ def transported(
     return symmetric(turn.mT @ precision @ turn), turn.mT @ shift
 
 
-def expansion(sums: Sums, slopes: Slopes, curvature: Float[Tensor, "T T"]) -> Expansion:
+def expansion(sums: Sums, slopes: Float[Tensor, "T Q"], curvature: Float[Tensor, "T T"]) -> Expansion:
     """Value, exact gradient and Hessian of F from sums over sites.
 
     With u_i = ∂_i p − ∂_i P m,
 
         ∂_i F = ∂_i c − ½ tr[(S + mmᵀ) ∂_i P] + mᵀ ∂_i p,   ∂²F = ΣJ″ + ½ tr(S ∂_i P S ∂_j P) + u_iᵀ S u_j.
 
-    Args:
-        sums: P, p and c.
-        slopes: Their derivatives.
-        curvature: ΣJ″ at fixed q(Z_G). Sites take it at the q(Z_G) they were sent; it is exact where that has settled.
+    ``slopes`` has a row like :meth:`Sums.flat` for each entry of θ, along which sites move their z_k. ``curvature`` is
+    ΣJ″ at fixed q(Z_G); sites take it at the q(Z_G) they were sent, so that it is exact where that has settled.
     """
     q_global, factor = posterior(sums.precision, sums.shift)
-    mean = q_global.mean
+    mean, size = q_global.mean, len(sums.shift)
+    rows, columns = torch.tril_indices(size, size)
+    precision, shift, constant = slopes.new_zeros(len(slopes), size, size), slopes[:, len(rows) : -1], slopes[:, -1]
+    precision[:, rows, columns] = slopes[:, : len(rows)]
+    precision[:, columns, rows] = slopes[:, : len(rows)]
     value = sums.constant - factor.diagonal().log().sum() + 0.5 * sums.shift @ mean
-    second = torch.einsum("tij,ij->t", slopes.precision, second_moment(q_global))
-    gradient = slopes.constant - 0.5 * second + slopes.shift @ mean
-    residual = slopes.shift - slopes.precision @ mean  # u [T, M]
+    second = torch.einsum("tij,ij->t", precision, second_moment(q_global))
+    gradient = constant - 0.5 * second + shift @ mean
+    residual = shift - precision @ mean  # u [T, M]
     moved = torch.linalg.solve_triangular(factor, residual.mT, upper=False)
-    left = torch.linalg.solve_triangular(factor, slopes.precision, upper=False)
+    left = torch.linalg.solve_triangular(factor, precision, upper=False)
     whole = torch.linalg.solve_triangular(factor, left.mT, upper=False).flatten(1)  # C⁻¹ ∂P C⁻ᵀ
     hessian = symmetric(curvature + 0.5 * whole @ whole.mT + moved.mT @ moved)
     return Expansion(float(value), gradient, hessian, q_global)
@@ -143,21 +127,16 @@ def newton_step(
 
 
 @dataclass(frozen=True, slots=True)
-class Width:
-    """For the widths of priors: z_k² at the mode of a site, and 1 − var z_k by Laplace's approximation."""
-
-    squares: Float[Tensor, " W"]
-    known: Float[Tensor, " W"]
-
-
-@dataclass(frozen=True, slots=True)
 class Derivatives:
     """Sums at the mode of z_k, their derivatives by θ, flat as in :meth:`Sums.flat`, and J″."""
 
     sums: Sums
     slopes: Float[Tensor, "T Q"]
     curvature: Float[Tensor, "T T"]
-    width: Width
+    squares: Float[Tensor, " W"]
+    """z_k² at the mode, for the widths of priors."""
+    known: Float[Tensor, " W"]
+    """1 − var z_k by Laplace's approximation."""
 
 
 def flattened(tensors: tuple[Tensor, ...]) -> Tensor:

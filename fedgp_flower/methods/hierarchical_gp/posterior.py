@@ -43,8 +43,8 @@ def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArray
         return None
     arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
     agreed = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
-    numbers, constants = (run.metrics.rounds, run.metrics.communications), {SHARED: arrays[SHARED]}
-    client = HierarchicalClient(Setting(config, site, SiteState(""), agreed, *numbers, constants))
+    constants = {SHARED: arrays[SHARED]}
+    client = HierarchicalClient(Setting(config, site, SiteState(""), agreed, run.metrics.rounds, constants))
     view = HierarchicalView(arrays, arrays.get("factors"))
 
     def predict(inputs: Array) -> tuple[Array, Array]:

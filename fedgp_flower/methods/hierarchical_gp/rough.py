@@ -12,6 +12,11 @@ learned from sums. Given q(u) = N(m, V) a unit weighs roughness h by r_h ∝ π_
 
 and adds P = Σ_h r_h Φ Σ_h⁻¹ Φᵀ, p = Σ_h r_h Φ Σ_h⁻¹ y and c = Σ_h r_h (log N(y | 0, Σ_h) + log π_h − log r_h), from
 which :mod:`fedgp_flower.methods.hierarchical_gp.newton` has the bound of all rows, and a Newton step on θ.
+
+Bands beyond a unit's last row are calibrated. At each cut c a unit takes what it added out of the totals,
+hides its rows beyond c, and predicts these; the histogram of z = |y − mean| / sd, in which a unit weighs 1, is a
+summand. Bands beyond c are then max(t, q̂) sd wide, t the .975 point of Student's t with as many degrees of freedom as
+units took part, q̂ the .95 point of the summed histogram.
 """
 
 from __future__ import annotations
@@ -21,14 +26,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Float
+from scipy.stats import t as student
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.methods.hierarchical_gp.newton import Derivatives, Sums, Width, flattened, jacobian, rows_of_jacobian
-from fedgp_flower.typing import Targets
+from fedgp_flower.methods.hierarchical_gp.messages import Calibration
+from fedgp_flower.methods.hierarchical_gp.newton import (
+    Derivatives,
+    Sums,
+    flattened,
+    jacobian,
+    posterior,
+    rows_of_jacobian,
+    second_moment,
+)
+from fedgp_flower.typing import Array, Targets
 
 Theta: TypeAlias = Mapping[str, Tensor]
 """θ by name: logarithms, and of π logits."""
@@ -48,6 +64,14 @@ NOISY = ("level", "noise", "slope", "spread", "spread_lengthscale")
 """What Σ_h depends on."""
 PRIOR_SD = 2.0
 """Of every entry of θ, around the start."""
+CUTS = np.linspace(0.1, 0.9, 9)
+"""Shares of the inputs' range."""
+EDGES = np.geomspace(0.25, 40.0, 204)
+"""Of the histogram of z; its first and last bin are open."""
+LEVEL = 0.95
+NORMAL = 1.959963984540054
+LEAST_SEEN = 3
+"""Rows from which a unit can be predicted."""
 
 
 def first_theta() -> dict[str, Tensor]:
@@ -84,9 +108,7 @@ class Weighing:
 
     def evidence(self, q: GlobalPosterior) -> Float[Tensor, " H"]:
         """The sum log π_h + ℓ_h."""
-        factor = q.factor()
-        second = factor @ factor.mT + torch.outer(q.mean, q.mean)
-        return self.constant + self.shift @ q.mean - 0.5 * (self.precision * second).sum((1, 2))
+        return self.constant + self.shift @ q.mean - 0.5 * (self.precision * second_moment(q)).sum((1, 2))
 
     def sums(self, q: GlobalPosterior) -> Sums:
         """P, p and c at the best weights for a q(u)."""
@@ -151,10 +173,8 @@ class RoughDeviation:
         slopes = jacobian(sums.flat(), leaves)
         gradient = flattened(torch.autograd.grad(weighing.evidence(q).logsumexp(0), leaves, create_graph=True))
         curvature = rows_of_jacobian(gradient, leaves)
-        no_shape = Width(self.y.new_zeros(0), self.y.new_zeros(0))
-        return Derivatives(
-            Sums(*(part.detach() for part in sums.parts())), slopes.detach(), curvature.detach(), no_shape
-        )
+        none = self.y.new_zeros(0)
+        return Derivatives(sums.detached(), slopes.detach(), curvature.detach(), none, none)
 
     @torch.no_grad()
     def predict(self, x: Float[Tensor, " K"], q: GlobalPosterior) -> tuple[Tensor, Tensor]:
@@ -216,3 +236,43 @@ def _smooth(theta: Theta, x: Tensor, other: Tensor) -> Float[Tensor, "N K"]:
     """K_h without its roughness."""
     smooth: Tensor = (2 * theta["spread"]).exp() * matern32(x, other, theta["spread_lengthscale"])
     return smooth + (2 * theta["level"]).exp() + (2 * theta["slope"]).exp() * x[:, None] * other
+
+
+def calibration(unit: RoughDeviation, q: GlobalPosterior, total: Sums) -> Calibration:
+    """The histograms of one unit, with q(u) from all the others."""
+    share = unit.weighing().sums(q)
+    others = Sums(total.precision - share.precision, total.shift - share.shift, share.constant)
+    rows = np.zeros((len(CUTS), len(EDGES) + 1))
+    for c, cut in enumerate(CUTS):
+        seen = unit.x <= float(cut)
+        if LEAST_SEEN <= int(seen.sum()) < len(seen):
+            rows[c] = _histogram(unit, seen, others)
+    hidden = rows.sum(axis=1)
+    return Calibration(rows / np.maximum(hidden, 1)[:, None], hidden)
+
+
+def _histogram(unit: RoughDeviation, seen: Tensor, others: Sums) -> Array:
+    part = replace(unit, x=unit.x[seen], y=unit.y[seen])
+    first = part.weighing().sums(posterior(others.precision, others.shift)[0])
+    q = posterior(others.precision + first.precision, others.shift + first.shift)[0]
+    mean, variance = part.predict(unit.x[~seen], q)
+    z = ((unit.y[~seen] - mean).abs() / variance.sqrt()).numpy()
+    return np.bincount(np.searchsorted(EDGES, z), minlength=len(EDGES) + 1).astype(np.float64)
+
+
+def factors(total: Calibration) -> Array:
+    """By cut, the width of the band over that of a normal one; 1 where no unit could be asked."""
+    found = np.ones(len(CUTS))
+    for c, shares in enumerate(total.shares):
+        units = float(shares.sum())
+        if units > 0.5:
+            reached = int(np.searchsorted(np.cumsum(shares), LEVEL * units - 1e-9))
+            found[c] = max(student.ppf(0.975, units), EDGES[min(reached, len(EDGES) - 1)]) / NORMAL
+    return found
+
+
+def widened(variance: Array, x: Array, last: float, by: Array) -> Array:
+    """Variances beyond the last row, at inputs in [0, 1], times the square of the factor of the nearest cut."""
+    factor = float(by[int(np.abs(CUTS - last).argmin())])
+    wide: Array = np.where(x > last, factor**2, 1.0) * variance
+    return wide

@@ -33,7 +33,6 @@ from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.hierarchical_gp.newton import (
     Derivatives,
     Sums,
-    Width,
     flattened,
     jacobian,
     newton_step,
@@ -234,8 +233,7 @@ class SmoothDeviation:
         total = slopes[:size] + follow.mT @ slopes[size:]
         curvature = hessian[:size, :size] + hessian[:size, size:] @ follow
         variance = torch.linalg.solve_triangular(factor, torch.eye(self.width).to(factor), upper=False).square().sum(0)
-        width = Width(offset.detach().square(), 1 - variance)
-        return Derivatives(Sums(*(own.detach() for own in sums.parts())), total, curvature, width)
+        return Derivatives(sums.detached(), total, curvature, offset.detach().square(), 1 - variance)
 
     @torch.no_grad()
     def predict(self, features: Rows, q_global: GlobalPosterior) -> PredictiveMoments:

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from fedgp_flower.clients.numpy_client import Prediction, SiteClient
+from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.methods.pvi.messages import (
     LATENTS,
     Factors,
@@ -43,7 +43,7 @@ from fedgp_flower.methods.sgpr.messages import (
     Trials,
     TrialSums,
 )
-from fedgp_flower.scores import Scores, bernoulli_scores, gaussian_scores
+from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, gaussian_scores
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
@@ -178,18 +178,8 @@ class PVIClient(SiteClient):
         if name == "bernoulli":
             return bernoulli_scores(mixture.mean().clamp(0.0, 1.0).numpy(), target)
         if name == "gaussian":
-            return self.mixture_scores(mixture.means.numpy(), mixture.variances.numpy(), target)
+            return self.units.mixture_scores(mixture.means.numpy(), mixture.variances.numpy(), target)
         moments = Prediction(mixture.mean().numpy(), mixture.variance().numpy())
-        rough = gaussian_scores(*self.original(moments, target))
+        rough = gaussian_scores(*self.units.original(moments, target))
         nll = -float(mixture.log_density().sum()) + len(target) * float(np.log(self.preparation.target_scale))
         return Scores(rough.sums | {"nll": nll}, rough.arrays)
-
-    def shown(self, request: Predictive) -> NamedArrays:
-        """Held-out rows with their predictions; for classes the probability of the second one."""
-        if request.agreed is not None:
-            return self.at_agreed.shown(request.agreed)
-        arrays = super().shown(request)
-        if self.config.model.likelihood == "bernoulli":
-            arrays["prediction.probability"] = arrays.pop("prediction.mean")
-            del arrays["prediction.sd"]
-        return arrays

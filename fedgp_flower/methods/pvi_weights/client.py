@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from typing import cast
 
 import numpy as np
 import torch
 
-from fedgp_flower.clients.baselines import Baseline
-from fedgp_flower.clients.numpy_client import Prediction, SameModelClient
+from fedgp_flower.clients.numpy_client import SiteClient
+from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.methods.pvi.linear import LinearSite
 from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit, WeightsPredictive
@@ -30,11 +29,11 @@ from fedgp_flower.methods.pvi_weights.network import (
 )
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
 from fedgp_flower.methods.pvi_weights.posterior import LinearPosterior, NetworkPosterior, observed
-from fedgp_flower.scores import Scores, bernoulli_scores, class_scores, count_scores
-from fedgp_flower.typing import Array, NamedArrays
+from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores, count_scores
+from fedgp_flower.typing import Array
 
 
-class GLMClient(SameModelClient):
+class GLMClient(SiteClient):
     """Everything the site needs comes with the message; it keeps nothing."""
 
     @property
@@ -65,37 +64,30 @@ class GLMClient(SameModelClient):
 
     def score(self, request: WeightsPredictive) -> Scores:
         """Scores by the likelihood."""
-        return self._scored(Baseline(*self._posterior(request).latent(self.rows.x_test), self.rows.y_test, 0))
+        return self._scored(self._posterior(request), self.rows)
 
-    def shown(self, request: WeightsPredictive) -> NamedArrays:
-        """Held-out rows with their predictions; for classes the probability of the second one."""
-        arrays = super().shown(request)
-        if self.config.model.likelihood == "bernoulli":
-            arrays["prediction.probability"] = arrays.pop("prediction.mean")
-            del arrays["prediction.sd"]
-        return arrays
-
-    def _alone(self, data: tuple[Array, Array, Array, Array]) -> Baseline:
-        x, y, x_test, y_test = data
-        prior = prior_of(self.options, x.shape[1]).gaussian
-        done = optimum(glm_site(self.config.model, x, y), prior, prior)
-        latent = LinearPosterior(self.config.model, prior * done.factor).latent(x_test)
-        return Baseline(*latent, y_test, done.iterations)
+    def alone(self, data: SiteData, pooled: bool) -> Scores:
+        """Scores of the same model of these rows alone."""
+        del pooled
+        prior = prior_of(self.options, data.x.shape[1]).gaussian
+        done = optimum(glm_site(self.config.model, data.x, data.y), prior, prior)
+        return self._scored(LinearPosterior(self.config.model, prior * done.factor), data)
 
     def _posterior(self, request: WeightsPredictive) -> LinearPosterior:
         return LinearPosterior(self.config.model, request.posterior.gaussian)
 
-    def _scored(self, result: Baseline) -> Scores:
-        """Scores from the moments of f."""
+    def _scored(self, posterior: LinearPosterior, data: SiteData) -> Scores:
+        """Scores of held-out rows from the moments of f."""
+        mean, variance = posterior.latent(data.x_test)
         if self.config.model.likelihood == "poisson":
-            return count_scores(result.mean, result.variance, result.target)
-        mean, variance = observed(self.config.model, result.mean, result.variance)
+            return count_scores(mean, variance, data.y_test)
+        mean, variance = observed(self.config.model, mean, variance)
         if self.config.model.likelihood == "bernoulli":
-            return bernoulli_scores(mean, result.target)
-        return super()._scored(replace(result, mean=mean, variance=variance))
+            return bernoulli_scores(mean, data.y_test)
+        return self.units.gaussian_scores(Prediction(mean, variance), data.y_test)
 
 
-class BNNClient(SameModelClient):
+class BNNClient(SiteClient):
     """Everything the site needs comes with the message; it keeps nothing."""
 
     @property
@@ -144,20 +136,14 @@ class BNNClient(SameModelClient):
         """Scores of the classes' probabilities."""
         return scores_of(self.predict(request, self.rows.x_test).mean, self.rows.y_test)
 
-    def shown(self, request: WeightsPredictive) -> NamedArrays:
-        """Held-out rows with the probability of the second of two classes; nothing row by row where there are more."""
-        arrays = super().shown(request)
-        mean, _ = arrays.pop("prediction.mean"), arrays.pop("prediction.sd")
-        return {"prediction.probability": mean, **arrays} if mean.ndim == 1 else {}
-
-    def _alone(self, data: tuple[Array, Array, Array, Array]) -> Baseline:
-        x, y, x_test, y_test = data
-        prior = prior_of(self.options, x.shape[1]).diagonal()
-        rows = ClassRows(torch.from_numpy(x), torch.from_numpy(y)).checked(self.options.classes)
+    def alone(self, data: SiteData, pooled: bool) -> Scores:
+        """Scores of the same network of these rows alone."""
+        del pooled
+        prior = prior_of(self.options, data.x.shape[1]).diagonal()
+        rows = ClassRows(torch.from_numpy(data.x), torch.from_numpy(data.y)).checked(self.options.classes)
         steps = self.steps * self.config.num_server_rounds
         done = self._update(rows, prior, prior, steps)
-        mean = self._posterior(done.q).probabilities(x_test)
-        return Baseline(mean, mean * (1 - mean), y_test, done.trace.evaluations)
+        return scores_of(self._posterior(done.q).probabilities(data.x_test), data.y_test)
 
     def _update(self, rows: ClassRows, context: DiagonalGaussian, q: DiagonalGaussian, steps: int) -> NetworkUpdate:
         mean = q.mean()
@@ -171,9 +157,6 @@ class BNNClient(SameModelClient):
     def _posterior(self, q: DiagonalGaussian) -> NetworkPosterior:
         binary = self.config.model.likelihood == "bernoulli"
         return NetworkPosterior(self.network, q, PREDICTION_DRAWS, binary)
-
-    def _scored(self, result: Baseline) -> Scores:
-        return scores_of(result.mean, result.target)
 
 
 def scores_of(probability: Array, label: Array) -> Scores:

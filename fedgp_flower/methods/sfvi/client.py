@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.clients import baselines
-from fedgp_flower.clients.numpy_client import Prediction, Said, SiteClient, scored
+from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import NumericsError
@@ -35,8 +34,8 @@ from fedgp_flower.methods.sfvi.memory import RoundMemory, SiteMemory, scaled
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import SiteRows, StructuredModel
-from fedgp_flower.scores import Scores, bernoulli_scores, class_scores, count_scores
-from fedgp_flower.shared_messages import Nothing, Parameters
+from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores, count_scores
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
 
@@ -93,23 +92,7 @@ class SFVIClient(SiteClient):
         trend, whole = (
             learner.model.moments(learner.site, q_global, q, rows, link=True).mean.numpy() for q in (None, q_local)
         )
-        arrays = super().shown(request) | trend_and_deviation(self.preparation, trend, whole)
-        if self.config.model.likelihood == "bernoulli":
-            arrays["prediction.probability"] = arrays.pop("prediction.mean")
-            del arrays["prediction.sd"]
-        return arrays
-
-    def own_scores(self) -> tuple[Scores, int]:
-        """What the site can do alone; unless it is a Gaussian process with Gaussian noise, by the same model."""
-        return super().own_scores() if self.plain else self.alone(self.rows)
-
-    def pooled(self, request: Nothing) -> Said:
-        """What one analyst with all rows could do; unless it is a Gaussian process, by the same model with one site."""
-        if self.plain or not self.site.simulated:
-            return super().pooled(request)
-        rows = SiteData(*baselines.all_rows(self.config, self.site.partitions, self.preparation), 0)
-        scores, evaluations = self.alone(rows)
-        return scored(scores, evaluations=evaluations)
+        return super().shown(request) | trend_and_deviation(self.preparation, trend, whole)
 
     # What the handlers work with.
 
@@ -197,10 +180,12 @@ class SFVIClient(SiteClient):
             return class_scores(mean, target)
         if likelihood == "bernoulli":
             return bernoulli_scores(mean, target)
-        return self.gaussian_scores(Prediction(mean, variance), target)
+        return self.units.gaussian_scores(Prediction(mean, variance), target)
 
-    def alone(self, data: SiteData) -> tuple[Scores, int]:
+    def alone(self, data: SiteData, pooled: bool) -> Scores:
         """Fit the model to these rows as if there were no others, by the run's schedule, and score."""
+        if self.plain:
+            return super().alone(data, pooled)
         options, section = self.options, self.config.model
         rows = rows_of(self.preparation, data.x, options)
         points = farthest_points(rows.features, section.num_inducing) if options.row.inducing else None
@@ -213,7 +198,7 @@ class SFVIClient(SiteClient):
         start = (q_global, initial_local(model, site, options), AdamState[torch.Tensor]())
         rates = options.rates(self.config.num_server_rounds)
         (q_global, q_local, _), _ = learner.local_steps(start, 1.0, first_step=0, rates=rates)
-        return self.scores(learner, q_global, q_local, data), len(rates)
+        return self.scores(learner, q_global, q_local, data)
 
 
 def trend_and_deviation(agreed: Preparation, trend: Array, whole: Array) -> NamedArrays:

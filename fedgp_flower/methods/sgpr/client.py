@@ -32,7 +32,7 @@ from fedgp_flower.methods.sgpr.messages import (
 )
 from fedgp_flower.scores import Prediction, Scores, latent_scores
 from fedgp_flower.shared_messages import Parameters, Step, Stepped
-from fedgp_flower.typing import Array, NamedArrays
+from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
     from fedgp_flower.methods.sgpr import learner
@@ -121,14 +121,6 @@ class SVGPClient(SparseClient):
         (model, _), rows = self.latent(request.values), self.rows
         mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
         return latent_scores(model, mean, variance, rows.y_test, self.preparation.target_scale)
-
-    def shown(self, request: PooledPosterior) -> NamedArrays:
-        """Held-out rows with their predictions; for classes the probability of the second one."""
-        arrays = super().shown(request)
-        if self.config.model.likelihood == "bernoulli":
-            arrays["prediction.probability"] = arrays.pop("prediction.mean")
-            del arrays["prediction.sd"]
-        return arrays
 
 
 class FSGPClient(SparseClient, AveragingClient):

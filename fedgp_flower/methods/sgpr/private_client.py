@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from fedgp_flower.methods.sgpr.client import SparseClient
 from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.privacy.questions import content_digest
+from fedgp_flower.typing import NamedArrays
 
-ANSWERED = frozenset({"describe", "private", "score_sums", "predictions"})
+ANSWERED = frozenset({"private", "score_sums", "predictions"})
 """What says nothing of training rows beyond their number, and what is paid for."""
 ASKED = "asked"
 """Array of the site's state: the hash of the question that its latest release answered."""
@@ -26,7 +27,7 @@ ASKED = "asked"
 class PrivateSGPRClient(SparseClient):
     """Noise as the configuration says; the latest release, and how many there were, stand in the site's state."""
 
-    def handler(self, kind: str) -> Callable[[Any], Any]:
+    def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
         """As usual, of few kinds.
 
         Raises:
@@ -34,7 +35,7 @@ class PrivateSGPRClient(SparseClient):
         """
         if (kind.partition(".")[2] or kind) not in ANSWERED:
             raise ProtocolError(f"`privacy.epsilon` is set: `{kind}` would tell more of rows than is accounted for")
-        return super().handler(kind)
+        return super().asked(kind, arrays, numbers)
 
     def private(self, request: PrivateRequest) -> PrivateSums:
         """Sums of the clipped rows with this site's part of the noise.
