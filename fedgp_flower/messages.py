@@ -214,9 +214,6 @@ def decode(cls: type[M], arrays: Mapping[str, NDArray[Any]], sizes: Mapping[str,
     """The inverse of :func:`encode`, for arrays that may come from anywhere.
 
     ``sizes`` are lengths that letters of shapes must have, as ``{"M": 50}``; others are bound by first use.
-
-    Raises:
-        ProtocolError: naming the field, what is wrong with it and what was expected.
     """
     reader = _Reader(cls.__name__, dict(sizes or {}))
     spec = reader.read(cls, arrays, "")
@@ -341,11 +338,7 @@ class _Reader:
 
 
 def add(parts: Iterable[M]) -> M:
-    """The sum of summands, in the order given so that the last digit is reproducible.
-
-    Raises:
-        ProtocolError: nothing to add.
-    """
+    """The sum of summands, in the order given so that the last digit is reproducible."""
     summands = list(parts)
     if not summands:
         raise ProtocolError("a total over no site")
