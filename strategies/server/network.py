@@ -256,9 +256,7 @@ class Network:
         self.traffic.bytes_up += sum(content_bytes(reply) for reply in arrived)
         return arrived
 
-    def accept(
-        self, site: str, reply: Message | None, expected: Expected, asked: Texts | None = None
-    ) -> Message | None:
+    def accept(self, site: str, reply: Message, expected: Expected, asked: Texts | None = None) -> Message | None:
         """The reply to a message, the site's latest unless told, if it is valid; else None and the site's failure."""
         self.forgiven.pop(site, None)
         reason = self.refusal(reply, expected, site, asked or self.asked.get(site))
