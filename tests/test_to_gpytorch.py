@@ -24,7 +24,6 @@ from fedgp_flower.methods.pvi.model import (
     InducingFactor,
     PseudoObservations,
     SparseModel,
-    WhitenedFactor,
     predict,
 )
 from fedgp_flower.methods.pvi.posterior import SavedFactors
@@ -137,7 +136,6 @@ def test_every_draw_of_a_partitioned_posterior_predicts_the_same(name):
         PseudoObservations(rand(6, 2, seed=5), rand(6, seed=6), rand(6, seed=7).exp(), tied=True),
         PseudoObservations(rand(3, 2, seed=8), rand(3, seed=9), rand(3, seed=10).exp(), tied=False),
         InducingFactor(values),
-        WhitenedFactor(values),
     ]
     x = 2 * rand(20, 2, seed=11)
     predicted, exported = predict(model, draws, factors, x), SavedFactors(model, draws, factors).export()
