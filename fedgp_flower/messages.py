@@ -73,7 +73,7 @@ def message(kind: str = "", *, summand: bool = False, public: bool = False) -> C
         kind: For what a site answers: the Flower message type it answers, such as ``train`` or ``query.statistics``.
             Requests, parts of messages and states have none.
         summand: The server needs only the sum over sites: every field is an array of fixed shape or a number.
-        public: It says nothing of a site's rows, so that each site may send its own where all else is masked.
+        public: Each site may send its own where all else is masked.
     """
 
     def declare(cls: type[M]) -> type[M]:
@@ -101,9 +101,9 @@ def is_summand(cls: type) -> bool:
     return bool(getattr(cls, _SUMMAND))
 
 
-def is_public(cls: type) -> bool:
-    """Whether answers of a class say nothing of a site's rows."""
-    return bool(getattr(cls, _PUBLIC))
+def is_public(cls: Any) -> bool:
+    """Whether each site may send its own answer of this class where all else is masked."""
+    return bool(getattr(cls, _PUBLIC, False))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,9 +214,6 @@ def decode(cls: type[M], arrays: Mapping[str, NDArray[Any]], sizes: Mapping[str,
     """The inverse of :func:`encode`, for arrays that may come from anywhere.
 
     ``sizes`` are lengths that letters of shapes must have, as ``{"M": 50}``; others are bound by first use.
-
-    Raises:
-        ProtocolError: naming the field, what is wrong with it and what was expected.
     """
     reader = _Reader(cls.__name__, dict(sizes or {}))
     spec = reader.read(cls, arrays, "")
@@ -341,11 +338,7 @@ class _Reader:
 
 
 def add(parts: Iterable[M]) -> M:
-    """The sum of summands, in the order given so that the last digit is reproducible.
-
-    Raises:
-        ProtocolError: nothing to add.
-    """
+    """The sum of summands, in the order given so that the last digit is reproducible."""
     summands = list(parts)
     if not summands:
         raise ProtocolError("a total over no site")
@@ -440,10 +433,10 @@ def too_far(sent: NDArray[Any], back: NDArray[Any], within: float) -> str | None
     return None if moved <= reach else f"moved by {moved:.3g}, and local steps move nothing by more than {reach:.3g}"
 
 
-def verdict(answer: Any, name: str, known: Any) -> str | None:
-    """What an answer's own method of this name, if it has one, holds against its coming from a site so described."""
-    judge: Callable[[Any], str | None] | None = getattr(answer, name, None)
-    return None if judge is None else judge(known)
+def refusal_of(answer: Any, described: Any) -> str | None:
+    """Why an answer cannot come from rows described so, or None; an answer without this method can be anything."""
+    judge: Callable[[Any], str | None] | None = getattr(answer, "refusal", None)
+    return None if judge is None else judge(described)
 
 
 def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:

@@ -66,11 +66,7 @@ def packed_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
 
 
 def numpy_arrays(record: ArrayRecord) -> NamedArrays:
-    """A Flower record, packed or not, as named numpy arrays, which may be written to.
-
-    Raises:
-        ValueError, TypeError, EOFError: the bytes are not those of arrays, or two have one name.
-    """
+    """A Flower record, packed or not, as named numpy arrays, which may be written to."""
     found: NamedArrays = {}
     for name, array in record.items():
         part = _unpacked(name, array) if array.stype == PACKED else {name: numpy_array(array)}
@@ -95,11 +91,7 @@ def _layout(arrays: Mapping[str, NDArray[Any]]) -> str:
 
 
 def _unpacked(layout: str, array: Array) -> NamedArrays:
-    """The arrays of a layout.
-
-    Raises:
-        ValueError: the numbers are more or fewer than those of the shapes, or it is no layout.
-    """
+    """The arrays of a layout."""
     numbers = np.frombuffer(array.data, "<f8").astype(np.float64)
     found: NamedArrays = {}
     name, at = "", 0
@@ -125,11 +117,7 @@ def flower_array(array: NDArray[Any]) -> Array:
 
 
 def numpy_array(array: Array) -> NDArray[Any]:
-    """An array that Flower brought.
-
-    Raises:
-        ValueError, TypeError, EOFError: its bytes are not those of an array.
-    """
+    """An array that Flower brought."""
     data = array.data
     end = START + int.from_bytes(data[START - 2 : START], "little")
     if array.stype != STYPE or not data.startswith(FIRST) or end > LONGEST:
@@ -165,11 +153,7 @@ def record_of(records: RecordDict, name: str, kind: type[R]) -> R | None:
 
 
 def settings_of(message: Message) -> ConfigRecord:
-    """The record of a message that says what it is.
-
-    Raises:
-        KeyError: it has none.
-    """
+    """The record of a message that says what it is."""
     found = record_of(message.content, "config", ConfigRecord)
     if found is None:
         raise KeyError("config")

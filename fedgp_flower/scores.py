@@ -86,11 +86,7 @@ class Prediction:
 
 
 def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores:
-    """Scores of Gaussian predictions N(mean, sd²) [n], with the closed-form CRPS σ[z(2Φ(z) − 1) + 2φ(z) − π^(−½)].
-
-    Raises:
-        NumericsError: for unequal shapes, values that are not finite, or a standard deviation that is not positive.
-    """
+    """Scores of Gaussian predictions N(mean, sd²) [n], with the closed-form CRPS σ[z(2Φ(z) − 1) + 2φ(z) − π^(−½)]."""
     m, s, y = _checked(mean, sd, target, ndim=1)
     z = (y - m) / s
     nll = 0.5 * z**2 + np.log(s) + 0.5 * math.log(2 * math.pi)
@@ -106,9 +102,6 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Score
     A(μ, σ²) = E|N(μ, σ²)| = 2σφ(μ/σ) + μ(2Φ(μ/σ) − 1), the CRPS is (Grimit et al. 2006)
     mean_s A(y − m_s, σ_s²) − ½ mean_{s,t} A(m_s − m_t, σ_s² + σ_t²). ``means`` and ``sds`` are [S, n], ``target`` is
     [n]. Time O(S² n), memory O(S n).
-
-    Raises:
-        NumericsError: for unequal shapes, values that are not finite, or a standard deviation that is not positive.
     """
     m, s, y = _checked(means, sds, target, ndim=2)
     z = (y - m) / s
@@ -124,9 +117,6 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
     Ranks need all sites' rows at once: two histograms of the log odds, one for each class, stand in for them.
 
     A probability of exactly 0 or 1 that is wrong has an infinite NLL; it is reported as such.
-
-    Raises:
-        NumericsError: for unequal shapes, probabilities outside [0, 1], or labels other than 0 and 1.
     """
     p, y = np.asarray(probability, dtype=np.float64), np.asarray(label, dtype=np.float64)
     if p.ndim != 1 or p.shape != y.shape:
@@ -152,9 +142,6 @@ def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
     """Scores of probabilities [n, C] of C classes: NLL, Brier Σ_c (p_c − 1[label = c])², correct where p is largest.
 
     Reliability is that of the likeliest class: its probability, and whether it came true (Guo et al. 2017).
-
-    Raises:
-        NumericsError: for unequal lengths, rows that are no probabilities, or labels that are no classes.
     """
     p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(label, dtype=np.float64)
     if p.ndim != 2 or p.shape[:1] != y.shape:
@@ -324,9 +311,6 @@ def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
     The mixture is taken at equal steps of f, where the trapezoidal rule converges faster than any power. y lies in the
     central interval where F(y) and 1 − F(y − 1) both exceed its tails, and the PIT of a row is spread evenly over
     [F(y − 1), F(y)] (Czado, Gneiting & Held 2009).
-
-    Raises:
-        NumericsError: for moments that are not finite, variances below zero, or targets that are no counts.
     """
     if not (np.isfinite(mean).all() and np.isfinite(variance).all() and (variance >= 0).all()):
         raise NumericsError("moments of a predicted log rate are not finite, or a variance is negative")

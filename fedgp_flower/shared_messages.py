@@ -38,26 +38,32 @@ class Nothing:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What follows of a site's standardised rows from how it described them; NaN where cells were missing."""
+    """How a site, or all sites of a total, described their rows; what is not known is None, or NaN for a column."""
 
     rows: int
-    input_squares: ndarray
-    """Σx² of each input, [D]."""
-    target_square: float
+    input_squares: ndarray | None = None
+    """Σx² of each standardised input, [D]."""
+    target_square: float | None = None
     """yᵀy."""
-    middles: ndarray
+    middles: ndarray | None = None
     """Mean of each input, [D]."""
-    reaches: ndarray
+    reaches: ndarray | None = None
     """How far a row lies from these means at most, [D]: √(N − 1) times the site's sd (Samuelson's inequality)."""
+    added: bool = False
+    """Whether the answer is but added to a total: what costs O(M³) to see is then asked of the total."""
 
-    def unlike(self, name: str, found: ndarray, expected: ndarray | float) -> str | None:
+    def unlike(self, name: str, found: ndarray, expected: ndarray | float | None) -> str | None:
         """Why sums of squares are not those of the rows described, or None; single precision is no lie."""
-        found, expected = np.atleast_1d(found), np.atleast_1d(expected)
-        known = ~np.isnan(expected)
-        gap = np.abs(found[known] - expected[known]) - 1e-3 * expected[known]
-        if found.shape != expected.shape or (gap > 1e-6 * self.rows).any():
-            return f"`{name}` is not the sum of squares of the {self.rows} rows it described"
-        return None
+        if expected is None:
+            return None
+        found = np.atleast_1d(found)
+        expected = np.broadcast_to(expected, found.shape) if np.ndim(expected) == 0 else np.asarray(expected)
+        if found.shape == expected.shape:
+            known = ~np.isnan(expected)
+            gap = np.abs(found[known] - expected[known]) - 1e-3 * expected[known]
+            if not (gap > 1e-6 * self.rows).any():
+                return None
+        return f"`{name}` is not the sum of squares of the {self.rows} rows it described"
 
 
 def dwarfing(sizes: Mapping[str, float], what: str) -> dict[str, str]:
@@ -109,38 +115,32 @@ class Shape:
         """The same without cells of fewer rows."""
         return replace(self, histogram=np.stack([merged_cells(entry, least) for entry in self.histogram]))
 
-    def contradiction(self, rows: int) -> str | None:
-        """What shows that the site has other rows than it described, or None."""
-        if (self.histogram.sum(axis=1) != rows).any():
-            return f"`histogram` is not one of the {rows} rows it introduced itself with"
+    def refusal(self, described: Described) -> str | None:
+        """Why this cannot come from rows so described, or None."""
+        if (self.histogram.sum(axis=1) != described.rows).any():
+            return f"`histogram` is not one of the {described.rows} rows it introduced itself with"
+        different = described.unlike("products", np.diag(self.products), described.input_squares)
+        different = different or described.unlike("square", self.square, described.target_square)
+        if different or (different := self._elsewhere(described)):
+            return different
+        if (self.histogram < 0).any():
+            return f"`histogram` has negative counts of {described.rows} rows"
+        eigenvalues = np.linalg.eigvalsh(self.products / 2 + self.products.T / 2)
+        slack = 1e-6 * max(float(eigenvalues[-1]), 1e-300)
+        if np.abs(self.products - self.products.T).max() > slack or eigenvalues[0] < -slack:
+            return "`products` is not XᵀX of any rows"
         return None
-
-    def disagreement(self, described: Described) -> str | None:
-        """What shows that the site has other rows than it described, or None."""
-        return (
-            described.unlike("products", np.diag(self.products), described.input_squares)
-            or described.unlike("square", self.square, described.target_square)
-            or self._elsewhere(described)
-        )
 
     def _elsewhere(self, described: Described) -> str | None:
         """That rows lie where none of those described can; sums of squares are the same at x and −x."""
+        if described.middles is None or described.reaches is None:
+            return None
         edges = np.concatenate([[-np.inf], INPUT_EDGES[1:-1], [np.inf]])
         slack = 1e-3 * (1 + np.abs(described.middles))
         low, high = (described.middles + sign * (described.reaches + slack) for sign in (-1, 1))
         beyond = (edges[1:] < low[:, None]) | (edges[:-1] > high[:, None])  # no bin is where nothing is known: NaN
         if self.histogram.shape == beyond.shape and (beyond & (self.histogram > 0)).any():
             return f"`histogram` has rows where none of the {described.rows} rows it described can lie"
-        return None
-
-    def refusal(self, rows: int) -> str | None:
-        """Why this cannot come from so many rows, or None."""
-        if (self.histogram < 0).any():
-            return f"`histogram` has negative counts of {rows} rows"
-        eigenvalues = np.linalg.eigvalsh(self.products / 2 + self.products.T / 2)
-        slack = 1e-6 * max(float(eigenvalues[-1]), 1e-300)
-        if np.abs(self.products - self.products.T).max() > slack or eigenvalues[0] < -slack:
-            return "`products` is not XᵀX of any rows"
         return None
 
 
@@ -165,8 +165,9 @@ class TargetMoments:
         """Two for each power, and one."""
         return 2 * len(self.first) + 1
 
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
+        rows = described.rows
         if float(self.count) != rows:
             return f"`count` is not {rows} rows"
         if (self.second * rows < self.first**2 * (1 - 1e-9)).any():
@@ -339,13 +340,11 @@ class Moments:
         """P."""
         return len(self.products)
 
-    def disagreement(self, described: Described) -> str | None:
-        """What shows that the site has other rows than it described, or None."""
+    def refusal(self, described: Described) -> str | None:
+        """Why this cannot come from rows so described, or None."""
+        if round(float(self.gram[0, 0])) != described.rows:
+            return f"`gram` is not one of {described.rows} rows"
         return described.unlike("square", self.square, described.target_square)
-
-    def refusal(self, rows: int) -> str | None:
-        """Why this cannot come from so many rows, or None."""
-        return None if round(float(self.gram[0, 0])) == rows else f"`gram` is not one of {rows} rows"
 
 
 @message()

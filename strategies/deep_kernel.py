@@ -22,8 +22,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
 from strategies.server.fedavg import ADAM, AveragingPlan, AveragingState, averaging_round, first_state
-from strategies.server.finalise import Predicted
-from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
 
 SHARES = (0.0, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95)

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from fedgp_flower import outcome
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES
@@ -32,9 +33,8 @@ from fedgp_flower.methods.fedmgp.messages import (
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server import finalise
 from strategies.server.enrolment import Preparation
-from strategies.server.questions import Asking, Each, Roster, Summed, Total
+from strategies.server.questions import Asking, Each, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
@@ -204,13 +204,13 @@ class SharedLatents(FederatedStrategy[S]):
         wanted = self.preparation.simulated and self.config.baselines.pooled
         return {PSEUDO_INPUTS: state.latents.inducing} if wanted else {}
 
-    def predictive(self, state: S, roster: Roster) -> Asking[finalise.Predicted]:
+    def predictive(self, state: S, roster: Roster) -> Asking[Predicted]:
         """Each unit's view, the saved posterior of g, and facts for the report."""
         yield from ()
         request = view(state, EVERYONE) if roster.totals_only else {site: view(state, site) for site in roster.everyone}
-        return finalise.Predicted(request, self._saved(state), self._facts(state))
+        return Predicted(request, self._saved(state), self._facts(state))
 
-    def _saved(self, state: S) -> finalise.Posterior:
+    def _saved(self, state: S) -> outcome.Posterior:
         """The posterior of g. It predicts no unit: that takes what the unit alone knows."""
         mean, covariance = state.posterior.of_latents(state.latents)
         arrays = {f"latents.{name}": array for name, array in encode(state.latents).items()}
@@ -224,7 +224,7 @@ class SharedLatents(FederatedStrategy[S]):
             for site, each in known.items()
         }
         model = {"family": "shared-latents", "kernel": "rbf", "jitter": state.latents.jitter, "known": told}
-        return finalise.Posterior(arrays, MEANINGS, coordinates, EQUATION, model)
+        return outcome.Posterior(arrays, MEANINGS, coordinates, EQUATION, model)
 
     def _facts(self, state: S) -> dict[str, Any]:
         """Lengthscales, the units that count, and latent functions of one input."""

@@ -11,7 +11,7 @@ from fedgp_flower.methods.fgpr.options import FGPROptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
 from strategies.server.fedavg import AveragingPlan, AveragingState, averaging_round, first_state
-from strategies.server.questions import Asking, Figures, Roster
+from strategies.server.questions import Asking, Figures, Predicted, Roster
 from strategies.server.shapes import initial_hyperparameters, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
@@ -33,10 +33,10 @@ class FGPR(FederatedStrategy[AveragingState]):
         """Local steps on the evidence of a site's rows; the server averages."""
         return (yield from averaging_round(state, roster, AveragingPlan.of(self.config)))
 
-    def predictive(self, state: AveragingState, roster: Roster) -> Asking[Parameters]:
+    def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
         """The hyperparameters are all a site needs besides its rows."""
         yield from ()
-        return Parameters(state.parameters)
+        return Predicted(Parameters(state.parameters))
 
     def public(self, state: AveragingState) -> NamedArrays:
         """The hyperparameters."""

@@ -13,8 +13,7 @@ from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
 from strategies.pooled_bound import LOCATIONS, facts, noise_of, pooled, posterior_at, saved
 from strategies.server.fedavg import AveragingPlan, AveragingState, averaging_round, first_state
-from strategies.server.finalise import Predicted
-from strategies.server.questions import Asking, Figures, Roster
+from strategies.server.questions import Asking, Figures, Predicted, Roster
 from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 

@@ -54,11 +54,11 @@ from fedgp_flower.methods.hierarchical_gp.newton import (
 from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
 from fedgp_flower.methods.hierarchical_gp.smooth import NOISE, WIDTHS, ShapedGP
 from fedgp_flower.methods.sfvi.options import SHARED
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters, Shape
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.enrolment import Preparation
-from strategies.server.finalise import Posterior, Predicted, lengthscale_facts
-from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 

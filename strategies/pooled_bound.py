@@ -37,9 +37,9 @@ from fedgp_flower.methods.sgpr.messages import (
     numbered,
 )
 from fedgp_flower.options import ModelSection
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Summed, Total
 
 LOG_NOISE = "likelihood.log_noise"

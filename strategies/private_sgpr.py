@@ -25,8 +25,7 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.pooled_bound import LOCATIONS, LOG_NOISE, noise_of, posterior_at, saved, sizes_at
-from strategies.server.finalise import Predicted
-from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
 from strategies.sgpr import empty_model
 

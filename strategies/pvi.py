@@ -36,7 +36,7 @@ from fedgp_flower.methods.pvi.saved import EQUATION, PREDICTION_DRAWS, lengthsca
 from fedgp_flower.methods.pvi.state import MergeRecord, Product, Record, forget, merge, without
 from fedgp_flower.methods.pvi.updates import ALPHA
 from fedgp_flower.options import MethodOptions
-from fedgp_flower.outcome import Snapshot
+from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies import sgpr, svgp
 from strategies.pvi_updates import (
@@ -54,8 +54,7 @@ from strategies.pvi_updates import (
     small_sites,
 )
 from strategies.server.checkpoint import STATE
-from strategies.server.finalise import Posterior, Predicted, lengthscale_facts
-from strategies.server.questions import Asking, Each, Figures, First, Refuse, Roster
+from strategies.server.questions import Asking, Each, Figures, First, Predicted, Refuse, Roster, lengthscale_facts
 from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 

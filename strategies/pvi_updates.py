@@ -33,11 +33,11 @@ from fedgp_flower.methods.pvi.messages import (
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.state import Contribution, Product, cavity, posterior
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, Statistics
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape
 from strategies import sgpr, svgp
 from strategies.pooled_bound import LOCATIONS, ROWS_PER_POINT, noise_of, saved, told_by_total
-from strategies.server.finalise import Posterior
 from strategies.server.questions import Asking, Figures, Roster
 
 FIRST_SCALE = 0.1

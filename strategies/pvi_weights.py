@@ -17,11 +17,11 @@ from fedgp_flower.methods.pvi.state import posterior
 from fedgp_flower.methods.pvi_weights.glm import prior_of
 from fedgp_flower.methods.pvi_weights.network import PREDICTION_DRAWS
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, BNNOptions, GLMOptions
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.typing import NamedArrays
 from strategies.pvi import PVI, factor_strengths
 from strategies.pvi_updates import LocalOptimum, PVIState, Update
-from strategies.server.finalise import Posterior, Predicted
-from strategies.server.questions import Asking, Roster, Total
+from strategies.server.questions import Asking, Predicted, Roster, Total
 
 FROM_WEIGHTS = "θ ~ N(weights.mean, weights.covariance)"
 

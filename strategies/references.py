@@ -7,7 +7,7 @@ from typing import ClassVar
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.messages import message
 from fedgp_flower.shared_messages import LocalScoreSums, Nothing, PooledScoreSums, ScoreSums
-from strategies.server.questions import Asking, Figures, Roster
+from strategies.server.questions import Asking, Figures, Predicted, Roster
 from strategies.server.strategy import FederatedStrategy
 
 
@@ -39,10 +39,10 @@ class LocalOnly(FederatedStrategy[NoState]):
         """One round says all."""
         return self.round > 0
 
-    def predictive(self, state: NoState, roster: Roster) -> Asking[Nothing]:
+    def predictive(self, state: NoState, roster: Roster) -> Asking[Predicted]:
         """Nothing is shared."""
         yield from ()
-        return Nothing()
+        return Predicted(Nothing())
 
 
 class Pooled(LocalOnly):

@@ -28,10 +28,20 @@ from fedgp_flower.methods.family import initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.learner import configured
 from fedgp_flower.methods.sfvi.messages import LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, SHARED, SFVIAvgOptions, SFVIOptions
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.server.finalise import Posterior, Predicted, lengthscale_facts
-from strategies.server.questions import Asking, Each, Figures, Refuse, Roster, Summed, Total
+from strategies.server.questions import (
+    Asking,
+    Each,
+    Figures,
+    Predicted,
+    Refuse,
+    Roster,
+    Summed,
+    Total,
+    lengthscale_facts,
+)
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 

@@ -67,8 +67,7 @@ from strategies.pooled_bound import (
     through_inducing_points,
     told_by_total,
 )
-from strategies.server.finalise import Predicted, lengthscale_facts
-from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import points_like_inputs, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
@@ -299,7 +298,7 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     """Two chains, from a sketch of all rows around points that lie where inputs do."""
     section, num_inputs, seed = problem.model, problem.num_inputs, problem.seed
     shapes = yield from shapes_of_inputs(roster)
-    anchors = points_like_inputs(shapes, "copula", SLOTS, np.random.default_rng([seed, *b"anchors"]))
+    anchors = points_like_inputs(shapes, SLOTS, np.random.default_rng([seed, *b"anchors"]))
     model = empty_model(section, num_inputs)
     sizes = {"C": SLOTS, "H": sum(array.size for array in model.values())}
     summed: Summed[Sketch] = yield Total(Sketch, Anchors(anchors), sizes=sizes)

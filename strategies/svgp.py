@@ -29,12 +29,12 @@ from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior
 from fedgp_flower.methods.sgpr.options import SGPROptions, SVGPOptions
 from fedgp_flower.options import ModelSection
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
 from strategies.pooled_bound import LOCATIONS, detail_of_progress, sizes_at, told_by_total
-from strategies.server.finalise import Posterior, Predicted
-from strategies.server.questions import Asking, Figures, Roster, Summed, Total
+from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 

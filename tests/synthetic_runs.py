@@ -8,7 +8,7 @@ from fedgp_flower.config import parse
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.run.artefacts import ArrayNote, Posterior, RunFolder, RunMetrics
 from fedgp_flower.scores import bernoulli_scores, gaussian_scores
-from strategies.server.evaluation import as_baseline, combine, combine_histograms
+from strategies.server.scoring import as_baseline, combine, combine_histograms
 
 
 def truth(x):

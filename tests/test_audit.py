@@ -6,14 +6,12 @@ import hashlib
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from faults import FaultyGrid, configured, csv_nodes, run, waves
 
 from fedgp_flower import cli
 from fedgp_flower.privacy import audit
 from fedgp_flower.run import leaves
-from fedgp_flower.shared_messages import WeightedStep
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,10 @@ def test_a_line_says_what_left(log):
     assert [line["line"] for line in found.lines] == list(range(1, len(found.lines) + 1))
     assert {"query.describe", "query.shape", "query.trials", "train.gradients", "evaluate"} <= lines.keys()
     statistics = lines["query.trials"]
-    assert all(array["norm"] > 0 for array in statistics["arrays"].values() if 0 not in array["shape"])
+    grams, counts = (statistics["arrays"][name] for name in ("grams", "counts"))
+    [trials] = counts["shape"]
+    assert grams["shape"] == [trials, 5 * 6 // 2]
+    assert counts["norm"] == pytest.approx(48 * trials**0.5)  # 48 training rows at each trial
     assert not statistics["masked"]
     assert {rule["rule"] for rule in statistics["rules"]} >= {"methods", "least-rows", "parameters-per-row"}
     assert lines["evaluate"]["arrays"]["evaluation.pit"]["shape"] == [20]
@@ -116,12 +117,3 @@ def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):
     assert all(line["masked"] for line in masked.log.lines if line["kind"] == "query.statistics")
     hidden = [own["norm"] for line in masked.log.lines for own in line["arrays"].values() if line["masked"]]
     assert set(hidden) == {None}
-
-
-def test_the_declarations_name_every_answer_of_a_method():
-    from fedgp_flower.methods.sgpr.client import FSGPClient
-
-    found = dict(leaves.answers(FSGPClient))
-    assert found["train.weighted"] is WeightedStep
-    assert found.keys() >= {"query.describe", "query.keys", "evaluate", "query.statistics", "query.predictions"}
-    assert np.all([kind in leaves.WORDS for kind, answer in found.items() if answer is None])

@@ -7,7 +7,7 @@ import pytest
 
 from strategies.server.course import LEAST, Course, rise
 
-SERIES, ROUNDS = 400, 60
+SERIES, ROUNDS = 100, 60
 
 
 def course(values: np.ndarray) -> Course:

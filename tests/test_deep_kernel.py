@@ -21,6 +21,7 @@ from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
+from fedgp_flower.shared_messages import Described
 from strategies.deep_kernel import chosen
 
 C, D, N = 3, 4, 24
@@ -136,8 +137,8 @@ def test_probabilities_are_those_of_a_softmax_of_draws():
 def test_precision_of_no_rows_is_refused(problem):
     model, x, y, _ = problem
     heads = summed(model, x, y, [torch.arange(N)])
-    assert heads.refusal(N) is None
-    assert "positive semi-definite" in str(Heads(-heads.precision, heads.shift, heads.constant).refusal(N))
+    assert heads.refusal(Described(N)) is None
+    assert "positive semi-definite" in str(Heads(-heads.precision, heads.shift, heads.constant).refusal(Described(N)))
 
 
 def opposite_sites(rows: int = 60) -> pd.DataFrame:

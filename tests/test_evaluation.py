@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from fedgp_flower.errors import ProtocolError
 from fedgp_flower.scores import bernoulli_scores, gaussian_scores
-from strategies.server.evaluation import combine, combine_histograms
+from strategies.server.scoring import combine, combine_histograms
 
 
 def predictions(n, seed=0):
@@ -81,19 +80,3 @@ def test_histograms_add_over_sites():
     whole = gaussian_scores(m, s, y).arrays["evaluation.pit"]
     assert combine_histograms(score.arrays for score in scores.values()) == {"pit": whole.tolist()}
     assert combine_histograms([{}]) == {}
-    with pytest.raises(ProtocolError, match="shape"):
-        combine_histograms([{"evaluation.pit": np.ones(20)}, {"evaluation.pit": np.ones(10)}])
-
-
-@pytest.mark.parametrize(
-    ("sums", "scale", "message"),
-    [
-        ({}, 1.0, "no site replied"),
-        ({"s": {"count": 1.0}}, 1.0, "site s lacks squared-error"),
-        ({"s": bernoulli_scores([0.5], [1]).sums, "t": gaussian_scores([0], [1], [0]).sums}, 1.0, "different kinds"),
-        ({"t": gaussian_scores([0], [1], [0]).sums}, 0.0, "finite and positive"),
-    ],
-)
-def test_unusable_evaluations_are_errors(sums, scale, message):
-    with pytest.raises(ProtocolError, match=message):
-        combine(sums, scale)

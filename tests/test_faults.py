@@ -39,7 +39,6 @@ from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import NumericsError, RunError
 from fedgp_flower.gp.sums import collapsed_bound
-from fedgp_flower.methods.sgpr.messages import Statistics
 from fedgp_flower.outcome import Summary
 from strategies.pooled_bound import noise_of
 
@@ -83,12 +82,10 @@ def cell(row: int, column: str, value: Any) -> Callable[[pd.DataFrame], pd.DataF
         (lambda frame: frame.drop(columns="x2"), ("lacks the column `x2`",)),
         (cell(7, "x1", "secret"), ("bad.csv", "`x1`", "text in a numeric cell in row 8")),
         (cell(3, "y", np.nan), ("bad.csv", "`y`", "empty or NaN cell in row 4")),
-        (cell(59, "y", ""), ("bad.csv", "`y`", "empty or NaN cell in row 60")),
         (lambda frame: frame[:1], ("bad.csv", "1 training row", "at least 2")),
-        (lambda frame: frame[:0], ("bad.csv", "no data rows")),
         (None, ("bad.csv", "no such file")),
     ],
-    ids=["column", "text", "nan", "empty", "one-row", "no-rows", "no-file"],
+    ids=["column", "text", "nan", "one-row", "no-file"],
 )
 def test_a_broken_file_is_named_and_the_others_are_as_without_it(
     tmp_path: Path, breaks: Any, words: tuple[str, ...], without_the_broken_site: dict[str, Any]
@@ -128,19 +125,11 @@ def scaled(**factors: float) -> Any:
 
 LIES = {
     "crash": (crashed, "MemoryError"),
-    "silence": (lost, "no reply"),
     "nan": (each(lambda array: array * np.nan), "not finite"),
-    "shape": (each(lambda array: array[None]), "no packed symmetric matrix"),
     "size": (arrays(lambda own: own | {"gram": np.zeros(10)}), "expected 'M M' with M = 5"),
-    "dtype": (each(lambda array: array.astype(np.float32)), "expected float64"),
-    "missing": (arrays(lambda own: dict(list(own.items())[1:])), "is missing"),
-    "extra": (arrays(lambda own: own | {"rows": np.zeros(2)}), "unknown arrays rows"),
-    "version": (texts(schema_version=0), "message schema 0"),
-    "identity": (texts(site="0"), "from another"),
     "rows": (scaled(count=2.0), "introduced itself with"),
     "indefinite": (scaled(gram=-1.0), "not a Gram matrix"),
     "explains": (scaled(prior_variance=0.1), "more than the prior variance"),
-    "twice": (scaled(gram=2.0, projection=2.0), "more than the prior variance"),
     "projection": (scaled(projection=1e3), "larger than the targets allow"),
     "no-targets": (scaled(target_squares=-1.0), "rows it described"),
     "huge": (scaled(gram=1e306, projection=1e306, prior_variance=0.0), "more than the prior variance"),
@@ -166,21 +155,13 @@ def test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie:
     assert rounds == [3]  # the closing sums
 
 
-@pytest.mark.parametrize("lie", ["indefinite", "projection"])
-def test_lies_that_no_glance_shows_are_refused_by_the_total(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Statistics, "glance", lambda self, rows: None)
-    test_bad_sums_are_refused_and_the_posterior_is_that_of_the_honest_sites(lie)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (numbers(num_examples=10**6), "claims 1000000 rows"),
         (each(lambda array: array * np.nan), "not finite"),
         (each(lambda array: array * 1e3), "local steps move nothing by more than"),
-        (each(lambda array: array * 0 + 1e300), "local steps move nothing by more than"),
         (lost, "no reply"),
-        (texts(site="2"), "from another"),
     ],
 )
 def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_rows(change: Any, words: str) -> None:
@@ -212,10 +193,7 @@ def test_averaging_leaves_out_a_site_that_lies_and_weighs_the_others_by_their_ro
         ("query.shape", arrays(lambda own: dict(list(own.items())[:-1])), "not those that most sites send"),
         ("query.describe", texts(schema="{"), "schema is not JSON"),
         ("query.describe", texts(label=1.0), "lacks a schema or a label"),
-        ("query.describe", numbers(num_examples=0), "num-examples is 0"),
-        ("evaluate", numbers(nll=float("nan")), "not finite: nll"),
         ("evaluate", numbers(crps=None), "scores missing: crps"),
-        ("evaluate", numbers(squared_error=-1.0), "negative"),
     ],
 )
 def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: Any, words: str) -> None:
@@ -225,7 +203,7 @@ def test_a_lie_in_any_phase_is_named_and_the_run_completes(phase: str, change: A
     assert site == "1"
     assert all(words in reason for reason in reasons), reasons
     evaluated = [row["site"] for row in strategy.outcome.metrics["per_site"]]
-    dismissed = phase in {"evaluate", "query.describe"} or words.startswith("rows it")
+    dismissed = phase in {"evaluate", "query.describe"} or words.startswith(("rows it", "negative"))
     assert evaluated == (["0", "2"] if dismissed else ["0", "1", "2"])
     assert np.isfinite(strategy.outcome.metrics["test"]["nll"])
 
@@ -269,8 +247,7 @@ def test_averaging_lets_a_site_back_in_when_it_answers_an_evaluation() -> None:
     assert [failure.round for failure in strategy.network.failures] == [1, 2]
 
 
-@pytest.mark.parametrize("objective", ["sgpr", "fsgp"])
-@pytest.mark.parametrize("ghost", [False, True])
+@pytest.mark.parametrize(("objective", "ghost"), [("sgpr", False), ("fsgp", True)])
 def test_a_site_that_restarts_goes_on_as_if_nothing_had_happened(objective: str, ghost: bool) -> None:
     flat = configured(method=objective)
     grid = FaultyGrid(flat, 3)
@@ -334,9 +311,8 @@ def test_the_server_waits_for_a_second_usable_site(tmp_path: Path) -> None:
         (2, [Fault("1", texts(schema="{"), ("query.describe",))], "schema is not JSON"),
     ],
 )
-@pytest.mark.parametrize("objective", ["sgpr", "fsgp"])
-def test_too_few_sites_end_the_run_with_the_reason(count: int, faults: list[Fault], words: str, objective: str) -> None:
-    flat = configured(method=objective, num_server_rounds=9)
+def test_too_few_sites_end_the_run_with_the_reason(count: int, faults: list[Fault], words: str) -> None:
+    flat = configured(method="fsgp", num_server_rounds=9)
     with pytest.raises(RunError, match="usable site") as caught:
         run(FaultyGrid(flat, count, *[Fault(f.site, f.change, f.phases, f.rounds) for f in faults]))
     assert words in str(caught.value)
@@ -372,19 +348,21 @@ def broken(*phases: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("rounds", [2, 6], ids=["few", "healed"])
-@pytest.mark.parametrize("method", TRAINERS)
+GATE = {"sgpr", "fsgp", "pvi", "fedmgp exact"}
+
+
+@pytest.mark.parametrize(
+    ("method", "rounds"),
+    [("fsgp", 6)] + [pytest.param(name, 2, marks=[] if name in GATE else pytest.mark.long) for name in TRAINERS],
+)
 def test_a_run_that_merged_no_answer_to_training_fails(method: str, rounds: int) -> None:
     """In the longer run every site answers an evaluation after each round, which forgives its failures."""
     flat = configured(**TRAINERS[method], num_server_rounds=rounds, evaluate_every=1)
     recorder = Recorder()
-    exact = method == "sgpr"  # it predicts from sums, and has no rounds without gradients
     with broken("train"), pytest.raises(RunError, match=r"Latest failures: .*the handler is broken") as caught:
         run(FaultyGrid(flat, 2), recorder)
-    assert "nothing was learned" in str(caught.value) or (exact and rounds == 6)
+    assert "nothing was learned" in str(caught.value)
     assert all("objective" not in row for row in recorder.rows)
-    with broken("train"):
-        run(FaultyGrid(flat | {"num-server-rounds": 0}, 2))  # nothing was to be learned
 
 
 def test_a_site_whose_answers_no_round_used_is_not_counted_and_tables_are_the_sites_own(

@@ -37,9 +37,10 @@ from fedgp_flower.gp.sums import (
 )
 from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.messages import Statistics
+from fedgp_flower.shared_messages import Described
 from strategies.pooled_bound import noise_of
 from strategies.server.contract import Contract
-from strategies.server.inducing import initial_inducing_points
+from strategies.server.shapes import copula_points
 
 PARAMETERS = "state.parameters."
 """Prefix in a checkpoint."""
@@ -155,10 +156,10 @@ def test_sums_of_honest_rows_are_never_refused() -> None:
         x, y = torch.from_numpy(draw.standard_normal((size, 1))), torch.from_numpy(draw.standard_normal(size))
         strategy = _Model(torch.cat([x, x])[:5])
         statistics = Statistics(**vars(pooled_sums(strategy.sparse, x, y)))
-        assert statistics.refusal(size) is None
-        assert statistics.refusal(size + 1) is not None
-        assert statistics.glance(size) is None
-        assert statistics.glance(size + 1) is not None
+        assert statistics.refusal(Described(size)) is None
+        assert statistics.refusal(Described(size + 1)) is not None
+        assert statistics.refusal(Described(size, added=True)) is None
+        assert statistics.refusal(Described(size + 1, added=True)) is not None
 
 
 def stated(gram: np.ndarray, projection: np.ndarray | float = 0.0, square: float = 1.0) -> Statistics:
@@ -173,8 +174,8 @@ def test_gross_lies_show_at_a_glance() -> None:
     gram = half @ half.T / np.square(half).sum() * size
     targets = draw.standard_normal(10)
     honest = stated(gram, half @ targets / np.sqrt(np.square(half).sum() / size), float(targets @ targets))
-    assert [honest.glance(10) for _ in range(200)] == [None] * 200  # whatever the directions
-    assert honest.refusal(10) is None
+    assert [honest.refusal(Described(10, added=True)) for _ in range(200)] == [None] * 200  # whatever the directions
+    assert honest.refusal(Described(10)) is None
     crossed = gram.copy()
     crossed[0, 1] = crossed[1, 0] = 2 * np.diagonal(gram).max()
     for lie, words in (
@@ -184,8 +185,8 @@ def test_gross_lies_show_at_a_glance() -> None:
         (stated(gram, honest.projection, float(targets @ targets) / 10), "larger than the targets"),
         (stated(2 * gram), "more than the prior variance"),
     ):
-        assert words in str(lie.glance(10))
-        assert words in str(lie.refusal(10))
+        assert words in str(lie.refusal(Described(10, added=True)))
+        assert words in str(lie.refusal(Described(10)))
 
 
 def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total() -> None:
@@ -195,17 +196,17 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total() ->
     direction /= np.linalg.norm(direction)
     eye, noise = np.eye(size), 0.1
     lie = stated(eye - 1.5 * np.outer(direction, direction))
-    assert lie.glance(10) is None
-    assert lie.refusal(10) is not None
-    contract = Contract(Statistics, {"M": size}, dict.fromkeys(("honest", "liar"), 10), {}, added=True)
+    assert lie.refusal(Described(10, added=True)) is None
+    assert lie.refusal(Described(10)) is not None
+    contract = Contract(Statistics, {"M": size}, dict.fromkeys(("honest", "liar"), Described(10)), {}, added=True)
     for gram, projection in ((0.4, 0.0), (0.6, 0.7)):  # totals without positive eigenvalues, and with a b too large
         honest = stated(gram * eye, projection * direction)
-        assert honest.refusal(10) is None
-        found = contract.unfit({"honest": honest, "liar": lie}, add([honest, lie]))
+        assert honest.refusal(Described(10)) is None
+        found = contract.refused({"honest": honest, "liar": lie}, add([honest, lie]))
         assert found == {"liar": "`gram` is not a Gram matrix"}
     honest = stated(0.6 * eye, 0.4 * direction)
     total = add([honest, lie])
-    assert contract.unfit({"honest": honest, "liar": lie}, total) == {}
+    assert contract.refused({"honest": honest, "liar": lie}, total) == {}
     posterior = exact_posterior(total, noise)
     assert 0.5 < float(posterior.mean.norm()) * 2 * np.sqrt(noise / float(total.target_squares)) <= 1
 
@@ -233,7 +234,7 @@ def correlated(rows: int) -> np.ndarray:
 def copula(x: np.ndarray, count: int, parts: int = 1, seed: int = 0) -> np.ndarray:
     shapes = [input_shape(part) for part in np.array_split(x, parts)]
     histogram, products = (sum(shape[f"input.{name}"] for shape in shapes) for name in ("histogram", "products"))
-    return initial_inducing_points("copula", count, histogram, products, len(x), np.random.default_rng(seed))
+    return copula_points(count, histogram, products, np.random.default_rng(seed))
 
 
 def test_copula_points_follow_marginals_and_correlations() -> None:
@@ -277,5 +278,5 @@ def test_federated_initial_points_lie_where_the_pooled_rows_lie(tmp_path: Path) 
     x = np.concatenate([load_site(strategy.config, node).encode(preparation).x for node in nodes])
     shape = input_shape(x)
     rng = np.random.default_rng([0, *b"inducing"])
-    expected = initial_inducing_points("copula", 8, shape["input.histogram"], shape["input.products"], len(x), rng)
+    expected = copula_points(8, shape["input.histogram"], shape["input.products"], rng)
     assert parameters(strategy)["inducing.locations"] == pytest.approx(expected, abs=1e-12)

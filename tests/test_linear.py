@@ -14,9 +14,9 @@ from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.scores import RANK_BINS, RANK_REACH, bernoulli_scores, count_scores
 from fedgp_flower.shared_messages import Coefficients, LinearPredictor, LogisticSums, Moments, Nothing, with_ones
-from strategies.server.evaluation import combine, ranked, with_skill
 from strategies.server.linear import PENALTIES, constant, linear_fit, ridge
 from strategies.server.questions import drive
+from strategies.server.scoring import combine
 
 ROWS, INPUTS = 57, 4
 
@@ -105,13 +105,6 @@ def test_logistic_regression_is_at_the_mode_of_all_rows() -> None:
     assert found.spread is None
 
 
-def test_classes_that_a_plane_separates_have_finite_weights() -> None:
-    x, _ = class_rows()
-    found = fitted((x, (x[:, 0] > 0.7).astype(float)), "bernoulli", [20])
-    assert np.isfinite(found.weights).all()
-    assert found.weights[0] > 1
-
-
 def test_more_inputs_than_rows_and_rows_on_a_plane_have_a_fit() -> None:
     x, y = regression_rows(90)
     many = fitted((x, y), "gaussian", [9])
@@ -172,25 +165,6 @@ def test_figures_of_ranks_from_summed_histograms() -> None:
     assert test["calibration_slope_se"] == pytest.approx(
         math.sqrt(np.linalg.solve(information, [0.0, 1.0])[1]), rel=1e-3
     )
-
-
-def test_figures_of_ranks_where_there_is_nothing_to_rank() -> None:
-    one_class = bernoulli_scores([0.2, 0.7], [1, 1]).arrays["evaluation.ranks"]
-    found = ranked(one_class)
-    assert found.pop("base_rate") == 1.0
-    assert np.isnan(list(found.values())).all()
-    apart = ranked(bernoulli_scores([0.2, 0.7], [0, 1]).arrays["evaluation.ranks"])
-    assert (apart["auc"], math.isnan(apart["calibration_slope"])) == (1.0, True)
-    same = ranked(bernoulli_scores([0.2, 0.2, 0.2], [0, 1, 0]).arrays["evaluation.ranks"])
-    assert (same["auc"], math.isnan(same["calibration_slope"])) == (0.5, True)
-    certain = bernoulli_scores([0.0, 1.0, 1.0], [0, 1, 0]).arrays["evaluation.ranks"]
-    assert certain.sum() == 3
-
-
-def test_skill_is_the_share_of_the_score_of_the_mean_that_is_gone() -> None:
-    found = with_skill({"rmse": 1.0, "crps": 3.0, "nll": 2.0}, {"rmse": 2.0, "crps": 4.0, "nll": 3.0, "per_site": []})
-    assert found == {"rmse": 1.0, "crps": 3.0, "nll": 2.0, "r2": 0.75, "crps_skill": 0.25}
-    assert with_skill({"brier": 0.3}, {"brier": 0.2})["brier_skill"] == pytest.approx(-0.5)
 
 
 # In a run.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Float, Int
 from numpy import ndarray
@@ -74,16 +74,9 @@ def same(one: object, other: object) -> bool:
 
 def test_symmetric_matrices_travel_packed_and_come_back_bit_by_bit():
     """The masks of a question are bound to its bytes, and a site has them from what it decoded: −0 is not 0."""
-    own = sums()
-    own.gram[[0, 1], [1, 0]] = -0.0
-    arrays = encode(own)
-    assert arrays["gram"].shape == (6,)
-    assert decode(Sums, arrays).gram.tobytes() == own.gram.tobytes()
-
-
-def test_a_stack_of_symmetric_matrices_travels_packed():
     stack = np.random.default_rng(0).standard_normal((4, 2, 3, 3))
     own = Stacks(stack + stack.swapaxes(-1, -2))
+    own.grams[..., [0, 1], [1, 0]] = -0.0
     arrays = encode(own)
     assert arrays["grams"].shape == (4, 2, 6)
     assert decode(Stacks, arrays, {"J": 4, "M": 3}).grams.tobytes() == own.grams.tobytes()
@@ -91,6 +84,7 @@ def test_a_stack_of_symmetric_matrices_travels_packed():
         decode(Stacks, {"grams": arrays["grams"].reshape(4, 12)})
 
 
+@settings(max_examples=20, deadline=None)
 @given(names=st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=4), rows=st.integers(-5, 10**12))
 def test_a_state_survives_the_codec(names, rows):
     parts = {name: Part(np.arange(2.0) + index, name) for index, name in enumerate(names)}
@@ -119,16 +113,12 @@ def test_sums_add_every_field_once():
         (lambda a: a | {"total": np.zeros(2)}, r"Sums\.total: shape \(2,\), expected 'a single number'"),
         (lambda a: a | {"counts": np.zeros(4)}, r"Sums\.counts: type float64"),
         (lambda a: a | {"gram": np.zeros(5)}, r"Sums\.gram: shape \(5,\) is no packed symmetric matrix"),
+        (lambda a: a | {"gram": np.zeros(10)}, r"gram: shape \(4, 4\), expected 'M M' with M = 3"),
     ],
 )
 def test_what_is_wrong_is_said_in_words(change, words):
     with pytest.raises(ProtocolError, match=words):
-        decode(Sums, change(encode(sums())))
-
-
-def test_letters_of_shapes_stand_for_one_length():
-    with pytest.raises(ProtocolError, match=r"gram: shape \(3, 3\), expected 'M M' with M = 4"):
-        decode(Sums, encode(sums()), {"M": 4})
+        decode(Sums, change(encode(sums())), {"M": 3})
 
 
 def test_numbers_travel_apart_from_arrays():

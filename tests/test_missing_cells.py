@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from faults import FaultyGrid, blamed, configured, csv_nodes, no_waiting, run
+from faults import FaultyGrid, configured, csv_nodes, no_waiting
 
 from fedgp_flower import server_app
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.agreement import Agreement, SiteDescription, agree
 from fedgp_flower.data.cells import codes_in, typed
 from fedgp_flower.data.datasets import load_table
-from fedgp_flower.data.dates import readings
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
-from fedgp_flower.files import read_arrays
 from fedgp_flower.run.check import check
-from fedgp_flower.run.predict import Predictor, predict_file
+from fedgp_flower.run.predict import Predictor
 
 MIXED = ["drop", "impute", "indicator"]
 
@@ -83,13 +80,6 @@ def test_inputs_are_those_of_the_whole_table(tmp_path: Path, missing: str, cuts:
     np.testing.assert_allclose(found, np.column_stack(list(expected.values())), rtol=1e-9, atol=1e-12)
 
 
-def test_without_the_key_a_missing_cell_is_an_error_with_its_remedy(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"empty or NaN cell in row .* Fill the cells, or set `missing` to 'drop', 'imp"
-    ):
-        real_sites(tmp_path, "error", [])
-
-
 def test_rows_left_out_of_a_table_keep_its_splits_and_groups(tmp_path: Path) -> None:
     frame = patients().assign(clinic=["n", "s", "w"] * 30, split=["train", "train", "test"] * 30)
     frame.to_csv(tmp_path / "all.csv", index=False)
@@ -124,79 +114,9 @@ def test_a_site_that_counts_more_missing_cells_than_rows_is_refused(tmp_path: Pa
 
 
 def finished(folder: Path, frames: dict[str, pd.DataFrame], **keys: Any) -> Path:
-    flat = configured(sites=len(frames), num_server_rounds=3, output_dir=str(folder), name="run", **keys)
+    flat = configured(sites=len(frames), num_server_rounds=1, output_dir=str(folder), name="run", **keys)
     with no_waiting():
         return server_app.execute(FaultyGrid(flat, csv_nodes(folder, frames)), flat, lambda row, total: None)
-
-
-def by_hand(folder: Path, frame: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and sd from the two files of the posterior alone, by what they say of themselves, with NumPy."""
-    said, arrays = json.loads((folder / "posterior.json").read_text()), read_arrays(folder / "posterior.safetensors")
-    inputs: dict[str, np.ndarray] = {}
-    for column in said["schema"]["features"]:
-        name = column["name"]
-        part, _, rest = name.partition("(")
-        cells = frame[name if name in frame else rest.removesuffix(")")]
-        gone = cells.isna().to_numpy()
-        if name not in frame:
-            day = pd.to_datetime(cells)
-            angle = 2 * np.pi * (day.dt.day_of_year - 1) / 365.2425
-            numbers = {
-                "days": (day - pd.Timestamp("2000-01-01")).dt.days,
-                "sine": np.sin(angle),
-                "cosine": np.cos(angle),
-            }
-            values = {name: numbers[part].to_numpy(float)}
-        elif column["kind"] == "numeric":
-            values = {name: cells.to_numpy(float)}
-        else:
-            shown = column["levels"][1:] if len(column["levels"]) == 2 else column["levels"]
-            values = {f"{name}={level}": (cells == level).to_numpy(float) for level in shown}
-        for (key, value), fill in zip(values.items(), column["missing"]["fill"], strict=True):
-            inputs[key] = np.where(gone, fill, value)
-        if column["missing"]["indicator"]:
-            inputs[f"{name} missing"] = gone.astype(float)
-    assert list(inputs) == said["inputs"]
-    x = (np.column_stack(list(inputs.values())) - arrays["input.mean"]) / arrays["input.scale"]
-    z, scales = arrays["inducing.locations"], arrays["kernel.lengthscale"]
-    amplitude, noise = float(arrays["kernel.outputscale"]), float(arrays["likelihood.noise"][0])
-
-    def kernel(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return amplitude * np.exp(-0.5 * np.square((a[:, None] - b) / scales).sum(axis=2))
-
-    lower = np.linalg.cholesky(kernel(z, z) + said["model"]["jitter"] * amplitude * np.eye(len(z)))
-    a = np.linalg.solve(lower, kernel(z, x))
-    m, s = arrays["inducing.mean"], arrays["inducing.covariance"]
-    variance = amplitude - np.square(a).sum(axis=0) + np.einsum("mn,mk,kn->n", a, s, a) + noise
-    return a.T @ m * arrays["target.scale"] + arrays["target.mean"], np.sqrt(variance) * arrays["target.scale"]
-
-
-@pytest.fixture(scope="module")
-def hospital(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on text, missing cells and dates."""
-    folder = tmp_path_factory.mktemp("hospital")
-    frames = {}
-    for k in range(2):
-        frame, days = patients(seed=k), pd.date_range("2022-01-05", periods=90, freq="133h")
-        frame.insert(0, "admitted", days.strftime("%Y-%m-%d"))
-        frame["y"] += np.sin(2 * np.pi * days.day_of_year / 365)
-        frames[str(k)] = frame
-    return finished(folder, frames, target="y", missing="indicator", dates="days-and-season")
-
-
-def test_numpy_alone_predicts_from_the_files_of_the_posterior(hospital: Path) -> None:
-    new = pd.DataFrame({"admitted": ["2024-02-29", None, "2019-12-31"], "age": [50.0, 70.0, np.nan], "weight": 80.0})
-    new["ward"] = ["a", None, "never seen"]
-    mean, sd = by_hand(hospital, new)
-    found = Predictor.of_run(hospital).predict(new)
-    np.testing.assert_allclose(found["mean"], mean, rtol=1e-9)
-    np.testing.assert_allclose(found["sd"], sd, rtol=1e-9)
-    assert np.unique(found["mean"]).size == 3
-    new.to_csv(hospital.parent / "new.csv", index=False)
-    counted = predict_file({"": Predictor.of_run(hospital)}, hospital.parent / "new.csv", hospital.parent / "out.csv")
-    assert counted == (3, 1)  # a level that no site had; a missing cell is none
-    np.testing.assert_allclose(pd.read_csv(hospital.parent / "out.csv")["mean"], mean, rtol=1e-9)
-    assert "standardis" in json.loads((hospital / "posterior.json").read_text())["encoding"]
 
 
 def test_a_new_row_with_a_missing_cell_has_no_prediction_where_such_rows_are_dropped(tmp_path: Path) -> None:
@@ -239,16 +159,6 @@ def test_days_and_months_that_could_be_exchanged_are_refused(tmp_path: Path) -> 
     [node] = csv_nodes(tmp_path, {"a": frame})
     with pytest.raises(DataError, match=r"a\.csv: in `day` day and month could be exchanged .* write dates as 2024-12"):
         load_site(settings("error", dates="days"), node)
-
-
-def test_sites_may_write_dates_in_different_ways(tmp_path: Path) -> None:
-    both = pd.concat([dated("%Y-%m-%d"), dated("%d.%m.%Y")], ignore_index=True)
-    (days,) = readings(both["day"])
-    assert days[: len(both) // 2].tolist() == days[len(both) // 2 :].tolist()
-    nodes = csv_nodes(tmp_path, {"a": dated("%Y-%m-%d"), "b": dated("%d.%m.%Y")})
-    strategy = run(FaultyGrid(configured(sites=2, num_server_rounds=1, dates="season"), nodes))
-    assert blamed(strategy) == {}
-    assert strategy.preparation.names == ("sine(day)", "cosine(day)", "x")
 
 
 # Numbers as people write them.

@@ -18,6 +18,7 @@ from fedgp_flower.methods.pvi.state import posterior
 from fedgp_flower.methods.pvi_weights.glm import glm_site, gradient, optimum, prior_of
 from fedgp_flower.methods.pvi_weights.options import WEIGHTS, GLMOptions
 from fedgp_flower.options import ModelSection
+from fedgp_flower.shared_messages import Described
 from strategies.pvi import one_round
 from strategies.pvi_updates import LocalOptimum, PVIState
 from strategies.server.questions import Roster, drive
@@ -214,7 +215,7 @@ def test_a_factor_with_negative_precision_is_refused(covariance):
     sites, state, _, _ = problem("bernoulli", covariance)
     prior = state.prior[WEIGHTS]
     honest = sites["a"].train(Visit({WEIGHTS: prior}, {WEIGHTS: prior}))
-    assert honest.refusal(8) is None
+    assert honest.refusal(Described(8)) is None
     lie = replace(honest, weights=replace(honest.weights, eta2=-honest.weights.eta2))
-    assert "precision" in lie.refusal(8)
+    assert "precision" in lie.refusal(Described(8))
     torch.testing.assert_close(honest.weights.gaussian.eta1, torch.from_numpy(honest.weights.eta1))

@@ -34,18 +34,6 @@ def test_the_bytes_are_those_that_flower_writes_and_reads(array):
     np.testing.assert_array_equal(back, array)
 
 
-def test_named_arrays_come_back_under_their_names():
-    arrays = {"a": np.array(1.0), "b.c": np.eye(2)}
-    back = numpy_arrays(array_record(arrays))
-    assert list(back) == list(arrays)
-    np.testing.assert_array_equal(back["b.c"], np.eye(2))
-
-
-def test_columns_first_is_read_as_flower_reads_it():
-    array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    np.testing.assert_array_equal(numpy_array(Array(array)), array)
-
-
 @pytest.mark.parametrize(
     ("spoil", "error"),
     [

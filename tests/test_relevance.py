@@ -12,7 +12,7 @@ from fedgp_flower.methods.pvi.panels import called
 from fedgp_flower.run.artefacts import ArrayNote, read_run
 from fedgp_flower.run.dependence import relevances
 from fedgp_flower.run.figures import relevance
-from strategies.server.finalise import lengthscale_facts
+from strategies.server.questions import lengthscale_facts
 
 LOGS = {"kernel.log_lengthscale": np.log([[4.0, 0.5, 90.0]]), "kernel.log_outputscale": np.array(0.3)}
 SPREAD = {"kernel.log_lengthscale": np.array([[0.1, 0.2, 2.0]])}

@@ -19,10 +19,9 @@ from fedgp_flower.run.artefacts import read_posterior
 
 KINDS: dict[str, dict[str, Any]] = {
     "exact": {"method": "sgpr"},
-    "fedavg": {"method": "fsgp", "averaging__fraction": 0.5},
-    "fedadam": {"method": "fsgp", "averaging__server_optimizer": "fedadam"},
+    "fedadam": {"method": "fsgp", "averaging__fraction": 0.5, "averaging__server_optimizer": "fedadam"},
 }
-ROUNDS = 7
+ROUNDS = 6
 
 
 class Killed(BaseException):
@@ -62,7 +61,7 @@ def calm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return keys, execute(tmp_path_factory.mktemp(request.param), **keys)
 
 
-@pytest.mark.parametrize("kills", [(1,), (4,), (3, 6), (ROUNDS,)], ids=str)
+@pytest.mark.parametrize("kills", [(3, 6), pytest.param((1,), marks=pytest.mark.long), (ROUNDS,)], ids=str)
 def test_a_killed_run_ends_where_it_would_have_ended(
     tmp_path: Path, calm: tuple[dict[str, Any], Path], kills: tuple[int, ...]
 ) -> None:
@@ -125,16 +124,8 @@ def test_a_site_still_broken_at_the_resume_fails_in_the_round_of_the_resume() ->
     assert [(f.round, f.site) for f in resumed.network.failures] == [(0, "2"), (3, "2")]
 
 
-def test_more_rounds_go_on_where_a_finished_run_stopped(tmp_path: Path, calm: tuple[dict[str, Any], Path]) -> None:
-    keys, path = calm
-    execute(tmp_path, num_server_rounds=4, **keys)
-    found, own = read(execute(tmp_path, resume=True, **keys))
-    assert found["test"] == pytest.approx(read(path)[0]["test"], rel=1e-12)
-    assert len(own) == ROUNDS
-
-
-@pytest.mark.parametrize("missing", ["0", "2"])
-def test_a_site_that_does_not_return_ends_the_segment(missing: str) -> None:
+def test_a_site_that_does_not_return_ends_the_segment() -> None:
+    missing = "0"
     recorder = Recorder()
     run(FaultyGrid(configured(), 3), recorder)
     nodes = [{"partition-id": index, "num-partitions": 3} for index in range(3) if str(index) != missing]

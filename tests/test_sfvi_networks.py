@@ -20,6 +20,7 @@ from fedgp_flower.methods.sfvi.classes import FedPop, HierarchicalNetwork, half_
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
+from fedgp_flower.shared_messages import Described
 from strategies.server.questions import drive
 from strategies.sfvi import global_noise, one_round
 
@@ -103,8 +104,8 @@ def test_confusion_counts_rows_and_leaves_small_cells_out():
     found = Confusion.of(probability, np.array([0.0, 1.0, 1.0, 1.0]))
     np.testing.assert_array_equal(found.counts, [[1, 0], [1, 2]])
     np.testing.assert_array_equal(found.coarse(2).counts, [[0, 0], [0, 2]])
-    assert found.refusal(4) is None
-    assert Confusion(-found.counts).refusal(4)
+    assert found.refusal(Described(4)) is None
+    assert Confusion(-found.counts).refusal(Described(4))
 
 
 def one_class_each(rows: int = 60) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from test_killed import ASYNCHRONOUS, REPEAT, require_same
 from fedgp_flower.privacy import audit
 from fedgp_flower.privacy.keys import Identity, Trust
 
-SOME = ("sgpr, masked", "pvi sums", "sfvi")
+SOME = ("sgpr, masked", "pvi sums")
 ALL = [pytest.param(own, marks=[] if own in SOME else pytest.mark.long) for own in METHODS]
 NUMBERS = [own for own in ALL if "dataset" not in METHODS[str(own.values[0])] and own.values[0] != "sgpr-private"]
 """Noise of real sites is drawn anew in every run: tests/test_private_sums.py."""

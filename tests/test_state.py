@@ -8,10 +8,9 @@ from dataclasses import asdict, replace
 import numpy as np
 import pandas as pd
 import pytest
-from faults import FaultyGrid, Recorder, configured, csv_nodes, run, waves
+from faults import csv_nodes, waves
 from flwr.app import Context, RecordDict
 
-from fedgp_flower.clients import app
 from fedgp_flower.clients.prepared import FILE, PreparedSite, prepared_site
 from fedgp_flower.clients.state import SiteState, load_state, require_same_rows, save_state
 from fedgp_flower.data.sites import RawSite, load_site
@@ -40,13 +39,6 @@ def same(one: SiteState, other: SiteState) -> bool:
     return arrays and (one.run, one.updates) == (other.run, other.updates)
 
 
-def test_the_context_carries_the_state_of_its_run():
-    node = context()
-    save_state(node, updated("r1"))
-    assert same(load_state(node, "r1"), updated("r1"))
-    assert same(load_state(node, "r2"), SiteState("r2"))
-
-
 def test_a_restarted_node_finds_its_file_and_counts_on(tmp_path):
     folder = str(tmp_path / "state")
     save_state(context(**{"state-dir": folder}), updated("r1"))
@@ -57,6 +49,9 @@ def test_a_restarted_node_finds_its_file_and_counts_on(tmp_path):
     assert load_state(context(**{"state-dir": folder}), "r1").updates == 2
     assert load_state(context(**{"state-dir": folder}), "r2").updates == 0
     assert load_state(context(), "r1").updates == 0
+    node = context()
+    save_state(node, updated("r1"))
+    assert same(load_state(node, "r1"), updated("r1"))
 
 
 def test_a_kill_while_writing_leaves_the_state_before(tmp_path, monkeypatch):
@@ -159,19 +154,3 @@ def test_prepared_rows_of_something_else_are_made_anew(tmp_path, file, spoil, ru
     spoil(tmp_path / file)
     assert not isinstance(prepared(node, run)[0], PreparedSite)
     assert isinstance(prepared(node, run)[0], PreparedSite)
-
-
-def test_a_run_on_prepared_rows_is_the_run_on_tables(tmp_path, monkeypatch):
-    read: list[str] = []
-    monkeypatch.setattr(
-        app, "load_site", lambda config, node, run: read.append(node["site"]) or load_site(config, node, run)
-    )
-    nodes = csv_nodes(tmp_path, {name: waves(30, seed) for seed, name in enumerate("abc")})
-    kept = [{**node, "state-dir": str(tmp_path / node["site"])} for node in nodes]
-    one = run(FaultyGrid(configured(), nodes), Recorder())
-    often = len(read)
-    other = run(FaultyGrid(configured(), kept), Recorder())
-    assert len(read) - often < often / 2
-    assert all(
-        np.array_equal(own, other.outcome.posterior.arrays[n]) for n, own in one.outcome.posterior.arrays.items()
-    )

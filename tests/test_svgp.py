@@ -22,6 +22,7 @@ from fedgp_flower.methods.sgpr.duals import Duals, carried, expectations, gradie
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config, strategy_class
+from fedgp_flower.shared_messages import Described
 from strategies.server.questions import Roster, drive
 from strategies.svgp import SVGP, LatentProblem, at, finished, improved, one_round, taken_back, trial, two_loops
 
@@ -348,8 +349,9 @@ def test_expectations_that_no_rows_have_are_refused(likelihood: str) -> None:
     size = len(model.inducing_points)
     standard = WhitenedPosterior(torch.zeros(size).double(), torch.eye(size).double())
     honest = expectations(model, *data, standard, factor(model))
-    assert honest.refusal(len(data[1])) is honest.glance(len(data[1])) is None
+    each, added = Described(len(data[1])), Described(len(data[1]), added=True)
+    assert honest.refusal(each) is honest.refusal(added) is None
     discrete = likelihood != "student-t"
     for lie in (replace(honest, fit=np.asarray(-honest.fit)), replace(honest, curvature=-honest.curvature)):
-        assert (lie.refusal(len(data[1])) is not None) == discrete
-        assert (lie.glance(len(data[1])) is not None) == discrete
+        assert (lie.refusal(each) is not None) == discrete
+        assert (lie.refusal(added) is not None) == discrete

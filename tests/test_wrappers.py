@@ -33,7 +33,12 @@ def wrapped(form: str, wrapper: Any, *settings: float) -> tuple[Any, Result]:
         )
 
 
-@pytest.mark.parametrize("form", METHODS)
+GATE = {"sgpr", "fsgp", "pvi", "sfvi-avg"}
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if form in GATE else pytest.mark.long) for form in METHODS]
+)
 def test_a_wrapper_runs_or_is_refused_in_words(form: str) -> None:
     if strategy_class(parse_config(keys_of(form))).state_class is not AveragingState:
         with contextlib.suppress(ConfigError):

@@ -12,7 +12,7 @@ from faults import FaultyGrid, blamed, configured, csv_nodes, run, waves
 from flwr.app import Message
 
 METHODS: dict[str, dict[str, Any]] = {
-    "sgpr": {"num_server_rounds": 3},
+    "sgpr": {"num_server_rounds": 1},
     "fgpr": {"method": "fgpr"},
     "pvi-glm": {"method": "pvi-glm", "pvi__schedule": "synchronous"},
     "sfvi-avg": {"method": "sfvi-avg", "sfvi__local_steps": 2},

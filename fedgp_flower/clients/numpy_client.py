@@ -115,11 +115,7 @@ class SiteClient(NumPyClient):
         return scores.sums["nll"] / count if count else 0.0, count, dict(scores.flat())
 
     def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
-        """The request in a message of a kind.
-
-        Raises:
-            ProtocolError: no handler answers the kind, or the message is not what it expects.
-        """
+        """The request in a message of a kind."""
         if kind not in handlers(type(self)):
             raise ProtocolError(f"method `{self.config.method}` does not answer `{kind}`")
         return self._decoded(handlers(type(self))[kind].request, arrays, numbers)
@@ -188,11 +184,7 @@ class SiteClient(NumPyClient):
         return arrays | {"likelihood.log_noise": np.log([self.config.model.noise])}
 
     def predict(self, request: Any, inputs: Array) -> Prediction:
-        """Predict noisy observations at standardised inputs [N, D] from the request.
-
-        Raises:
-            ProtocolError: for a method whose clients share nothing that predicts rows.
-        """
+        """Predict noisy observations at standardised inputs [N, D] from the request."""
         del request, inputs
         raise ProtocolError(f"method `{self.config.method}` has no prediction of single rows")
 

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
+from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import Array
 
 
@@ -33,7 +34,7 @@ class Confusion:
         """The same without the rows of cells that have fewer."""
         return replace(self, counts=np.where(self.counts < least, 0.0, self.counts))
 
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why these are no counts, or None."""
-        del rows
+        del described
         return "`counts` of rows cannot be negative" if (self.counts < 0).any() else None

@@ -38,11 +38,7 @@ def log_of(node_config: Mapping[str, Any]) -> Path | None:
 
 
 def record(path: Path, message: Message, reply: Message, decisions: Sequence[Decision], masked: bool) -> None:
-    """Write down a reply before it leaves.
-
-    Raises:
-        RunError: the log cannot be written.
-    """
+    """Write down a reply before it leaves."""
     content, asked = reply.content, message.content.config_records["config"]
     said = content.config_records.get("config", ConfigRecord())
     numbers = content.metric_records.get("metrics", MetricRecord())
@@ -139,9 +135,6 @@ def read(path: Path, seen: str = "") -> Log:
     Args:
         path: The log.
         seen: A hash, or its beginning, that a line must have.
-
-    Raises:
-        RunError: there is no such file.
     """
     try:
         texts = path.read_text(encoding="utf-8").splitlines()

@@ -41,7 +41,7 @@ class Member:
 
 
 def signed_words(run: str, site: str, key: str) -> bytes:
-    """What the signature of a :class:`Member` is of."""
+    """The signature of a :class:`Member` is of these bytes."""
     return json.dumps(["fedgp run key 1", run, site, key]).encode()
 
 
@@ -63,11 +63,7 @@ class Identity:
 
     @staticmethod
     def read(path: Path) -> Identity:
-        """From the file that ``fedgp site key`` wrote.
-
-        Raises:
-            ConfigError: the file is missing or holds no key.
-        """
+        """From the file that ``fedgp site key`` wrote."""
         try:
             seed = bytes.fromhex(path.expanduser().read_text(encoding="ascii").strip())
         except OSError as error:
@@ -81,11 +77,7 @@ class Identity:
         return Identity(seed)
 
     def write(self, path: Path) -> None:
-        """Into a new file that its owner alone may read.
-
-        Raises:
-            ConfigError: the file is there already.
-        """
+        """Into a new file that its owner alone may read."""
         try:
             handle = os.open(path.expanduser(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -127,11 +119,7 @@ class Trust:
 
     @staticmethod
     def read(path: Path) -> Trust:
-        """From a trust file: TOML, ``[sites]`` with a site's id and its public key on each line.
-
-        Raises:
-            ConfigError: the file is missing or is no trust file.
-        """
+        """From a trust file: TOML, ``[sites]`` with a site's id and its public key on each line."""
         try:
             sites = dict(tomllib.loads(path.expanduser().read_text(encoding="utf-8"))["sites"])
         except OSError as error:
@@ -146,13 +134,9 @@ class Trust:
         return trust
 
     def with_site(self, site: str, public: str) -> Trust:
-        """One more site.
-
-        Raises:
-            ConfigError: the key is none, or the site has another one.
-        """
+        """One more site."""
         keys = dict(self.keys or {})
-        if not _is_key(public):
+        if len(public) != 2 * SEED_BYTES or not set(public) <= set("0123456789abcdef"):
             raise ConfigError(
                 f"the public key of {site!r} should be {2 * SEED_BYTES} hexadecimal digits; see its owner"
             )
@@ -170,33 +154,23 @@ class Trust:
         path.expanduser().write_text(tomli_w.dumps({"sites": dict(self.keys or {})}), encoding="utf-8")
 
     def require(self, run: str, member: Member) -> None:
-        """Refuse a line of a roster that its site has not signed.
-
-        Raises:
-            ProtocolError: the site is not trusted, or the signature is not its.
-        """
-        public = simulated_public(member.site) if self.keys is None else self.keys.get(member.site)
+        """Refuse a line of a roster that its site has not signed."""
+        public = _simulated(member.site) if self.keys is None else self.keys.get(member.site)
         if public is None:
             raise ProtocolError(f"site {member.site!r} of the roster is not in this site's trust file")
-        if not verified(public, signed_words(run, member.site, member.key), member.signature):
+        if not _verified(public, signed_words(run, member.site, member.key), member.signature):
             raise ProtocolError(
                 f"the key of site {member.site!r} in the roster is not signed by that site for this run"
             )
 
 
 @lru_cache(maxsize=4096)
-def simulated_public(site: str) -> str:
-    """The public key of :meth:`Identity.simulated`."""
+def _simulated(site: str) -> str:
     return Identity.simulated(site).public
 
 
-def _is_key(public: str) -> bool:
-    return len(public) == 2 * SEED_BYTES and set(public) <= set("0123456789abcdef")
-
-
 @lru_cache(maxsize=4096)
-def verified(public: str, words: bytes, signature: str) -> bool:
-    """Whether an Ed25519 signature is one."""
+def _verified(public: str, words: bytes, signature: str) -> bool:
     try:
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(bytes.fromhex(signature), words)
     except (InvalidSignature, ValueError):

@@ -19,7 +19,7 @@ can compute (Bonawitz et al., *Practical secure aggregation*, 2017, without thei
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -44,9 +44,6 @@ WORD_BYTES = 16
 
 def encode(values: Array, sites: int) -> Words:
     """The residues of a summand of ``sites`` sites.
-
-    Raises:
-        NumericsError: an entry is not finite or larger than the bound.
 
     >>> encode(np.array([-(2.0**-80), 2.0**-16]), 3).tolist()
     [[18446744073709551615, 18446744073709551615], [0, 1]]
@@ -108,11 +105,7 @@ def _loaded(private: bytes) -> X25519PrivateKey:
 
 @lru_cache(maxsize=4096)
 def pair_secret(private: bytes, public: bytes, info: bytes) -> bytes:
-    """k_ij: what two sites share by their X25519 keys; ``info`` names the run and both of them.
-
-    Raises:
-        ProtocolError: the other key is one with which everybody shares the same.
-    """
+    """k_ij: what two sites share by their X25519 keys; ``info`` names the run and both of them."""
     try:
         shared = _loaded(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
@@ -155,9 +148,3 @@ def total(parts: Iterable[Words]) -> tuple[int, Array]:
     for part in others:
         add(words, part)
     return int(words[0, 0]) | int(words[0, 1]) << 64, decode(words[1:])
-
-
-def exact(words: Words) -> Sequence[int]:
-    """Residues as integers in [−2^127, 2^127), for proofs."""
-    whole = [int(low) | int(high) << 64 for low, high in words]
-    return [entry - (1 << 128) if entry >> 127 else entry for entry in whole]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -30,6 +30,8 @@ A = TypeVar("A")
 Names: TypeAlias = Annotated[tuple[str, ...], Field(strict=False)]
 
 DEFAULT = "the default policy"
+ROUNDS = "rounds.json"
+"""File in the `state-dir` that remembers the rounds of a day."""
 HARMLESS = frozenset(
     {"method", "dataset", "data-dir", "output-dir", "name", "resume", "extra", "round-timeout", "wait-seconds"}
 )
@@ -110,11 +112,7 @@ class Rules:
 
     @staticmethod
     def of(node_config: Mapping[str, Any], kind: str, masked: bool, decisions: list[Decision]) -> Rules:
-        """By ``policy`` of the node configuration.
-
-        Raises:
-            ConfigError: the file is missing or no policy.
-        """
+        """By ``policy`` of the node configuration."""
         if not node_config.get("policy"):
             return Rules(Policy(), DEFAULT, kind, masked, decisions)
         path = Path(str(node_config["policy"])).expanduser()
@@ -127,17 +125,16 @@ class Rules:
             raise PolicyError(f"{words}: `{rule}` = {json.dumps(limit)} in {self.file} of this site")
 
     def admit(self, config: RunConfig, run: str, number: int, state_dir: Any) -> None:
-        """Whether a message of this kind, round and configuration may be answered at all.
-
-        Raises:
-            PolicyError: it may not.
-            ConfigError: rounds are limited, and nothing remembers them.
-        """
+        """Refuse a message of this kind, round or configuration that the owner does not allow."""
         limits = self.policy
         self._judge(
             "methods", not limits.methods or config.method in limits.methods, f"method `{config.method}` may not run"
         )
-        odd = sorted(key for key in _changed(config) if not _matches(key, limits.keys)) if limits.keys else []
+        odd: list[str] = []
+        if limits.keys:
+            usual = defaults([type(config.options)])
+            changed = {key for key, value in config.flat().items() if value != usual.get(key)} - HARMLESS
+            odd = sorted(key for key in changed if not _matches(key, limits.keys))
         self._judge("keys", not odd, f"keys may not be set: {', '.join(f'`{key}`' for key in odd[:5])}")
         self._judge("kinds", not limits.kinds or _matches(self.kind, limits.kinds), f"`{self.kind}` is not answered")
         masked = config.privacy.secure_aggregation
@@ -145,18 +142,15 @@ class Rules:
         if limits.rounds_per_day and number:
             if not state_dir:
                 raise ConfigError(f"`rounds-per-day` in {self.file} needs a `state-dir` in the node configuration")
-            rounds = Rounds.of_today(Path(str(state_dir)).expanduser()).after(run, number)
-            self._judge(
-                "rounds-per-day", rounds.count <= limits.rounds_per_day, "no more rounds today", f"{rounds.count}"
-            )
-            rounds.write(Path(str(state_dir)).expanduser())
+            folder = Path(str(state_dir)).expanduser()
+            rounds = rounds_today(folder, run, number)
+            count = rounds["count"]
+            self._judge("rounds-per-day", count <= limits.rounds_per_day, "no more rounds today", f"{count}")
+            folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(folder / ROUNDS, json.dumps(rounds).encode())
 
     def site(self, raw: RawSite) -> RawSite:
-        """The rows as messages may know them.
-
-        Raises:
-            PolicyError: they are too few, or a column says who they are of.
-        """
+        """The rows as messages may know them."""
         self.active = self.file != DEFAULT or not raw.simulated
         if not self.active:
             return raw
@@ -181,11 +175,7 @@ class Rules:
         return replace(raw, train=train, test=test, _encoded={})
 
     def answer(self, answer: A, rows: int) -> A:
-        """An answer as it may leave.
-
-        Raises:
-            PolicyError: it says too much of so few rows.
-        """
+        """An answer as it may leave."""
         if not self.active:
             return answer
         if isinstance(answer, Counted) and not self.masked:
@@ -204,11 +194,7 @@ class Rules:
 
 
 def read(path: Path) -> Policy:
-    """A policy from its file.
-
-    Raises:
-        ConfigError: the file is missing or no policy.
-    """
+    """A policy from its file."""
     try:
         return _read(path, path.stat().st_mtime_ns)
     except OSError as error:
@@ -226,40 +212,14 @@ def _read(path: Path, changed: int) -> Policy:
     return policy
 
 
-def _changed(config: RunConfig) -> set[str]:
-    """Keys with another value than their default, of those that a site reads."""
-    usual = defaults([type(config.options)])
-    return {key for key, value in config.flat().items() if value != usual.get(key)} - HARMLESS
-
-
 def _matches(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    """How many rounds a site has answered in a day."""
-
-    day: str
-    count: int = 0
-    run: str = ""
-    number: int = 0
-
-    @staticmethod
-    def of_today(folder: Path) -> Rounds:
-        """What the folder remembers of this day."""
-        day = datetime.now(UTC).date().isoformat()
-        path = folder / "rounds.json"
-        known = Rounds(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else Rounds("")
-        return known if known.day == day else Rounds(day)
-
-    def after(self, run: str, number: int) -> Rounds:
-        """With this round, unless it is the latest one."""
-        if (run, number) == (self.run, self.number):
-            return self
-        return Rounds(self.day, self.count + 1, run, number)
-
-    def write(self, folder: Path) -> None:
-        """Remember it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(folder / "rounds.json", json.dumps(asdict(self)).encode())
+def rounds_today(folder: Path, run: str, number: int) -> dict[str, Any]:
+    """The latest round, this one, and how many rounds a site has answered today with it."""
+    latest = {"day": datetime.now(UTC).date().isoformat(), "run": run, "number": number}
+    path = folder / ROUNDS
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    before = known["count"] if known.get("day") == latest["day"] else 0
+    return {**latest, "count": before + any(known.get(name) != value for name, value in latest.items())}

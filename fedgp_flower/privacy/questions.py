@@ -104,11 +104,7 @@ def _hash(content: Sequence[Any]) -> str:
 
 
 def read_members(text: str) -> tuple[Member, ...]:
-    """The roster in a message.
-
-    Raises:
-        ProtocolError: it is none.
-    """
+    """The roster in a message."""
     try:
         return TypeAdapter(tuple[Member, ...]).validate_json(text)
     except ValidationError:
@@ -121,11 +117,7 @@ def written_members(members: Sequence[Member]) -> str:
 
 
 def flat(arrays: NamedArrays, layout: Layout) -> Array:
-    """The arrays of a summand as one vector, in the order of the layout.
-
-    Raises:
-        ProtocolError: they are not those of the layout.
-    """
+    """The arrays of a summand as one vector, in the order of the layout."""
     have = {name: list(array.shape) for name, array in arrays.items()}
     want = {name: list(shape) for name, shape, _ in layout}
     if have != want:
@@ -187,9 +179,6 @@ def admitted(question: MaskedQuestion, member: Member, trust: Trust, policy: Sit
         trust: Whose signatures count.
         policy: The limits of the site.
         history: What it has answered in this run.
-
-    Raises:
-        ProtocolError: the roster or the question is one that this site refuses; the reason stands in the error.
     """
     _check_roster(question, member, trust, policy)
     _check_order(question, history)

@@ -9,17 +9,15 @@ from typing import Any, ClassVar, Generic, TypeVar
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import encode
 from fedgp_flower.options import MethodOptions
-from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import ScoreSums
 from fedgp_flower.typing import NamedArrays
 from strategies.server.course import Course
 from strategies.server.enrolment import Preparation
-from strategies.server.evaluation import Evaluation
-from strategies.server.masking import Masking
 from strategies.server.network import Network
-from strategies.server.questions import Asking, Figures, Roster
-from strategies.server.scoring import Scoring
+from strategies.server.questions import Asking, Figures, Predicted, Roster
+from strategies.server.scoring import Evaluation, Scoring
 from strategies.server.session import Session
+from strategies.server.totals import Masking
 
 S = TypeVar("S")
 
@@ -63,8 +61,8 @@ class Algorithm(ABC, Generic[S]):
         """The next state, and the figures of the round."""
 
     @abstractmethod
-    def predictive(self, state: S, roster: Roster) -> Asking[Any]:
-        """What a state predicts with, as :class:`~strategies.server.finalise.Predicted`."""
+    def predictive(self, state: S, roster: Roster) -> Asking[Predicted]:
+        """What a state predicts with."""
 
     def resumed(self, state: S, roster: Roster) -> Asking[S]:
         """The state with which a resumed run goes on; sites may be asked, for a state that was changed in between."""
@@ -119,16 +117,6 @@ class Algorithm(ABC, Generic[S]):
         yield from ()
         return {}
 
-    def posterior_of(self, state: S) -> Posterior | None:
-        """The posterior of a method whose :meth:`predictive` returns the request alone."""
-        del state
-        return None
-
-    def details_of(self, state: S) -> dict[str, Any]:
-        """The details of a method whose :meth:`predictive` returns the request alone."""
-        del state
-        return {}
-
     # What an algorithm may look at.
 
     def roster(self) -> Roster:
@@ -144,15 +132,6 @@ class Algorithm(ABC, Generic[S]):
     def preparation(self) -> Preparation:
         """The columns and scales that the sites agreed on."""
         return self.session.preparation
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of dimensions that hold in the whole run."""
-        return self.session.sizes
-
-    @sizes.setter
-    def sizes(self, sizes: dict[str, int]) -> None:
-        self.session.sizes = sizes
 
     @property
     def round(self) -> int:

@@ -2,8 +2,7 @@
 
 Over the latest half of the rounds, ten at least, a straight line is fitted to the values. The bound counts as flat once
 its rise along that window, and three standard errors more, is below two standard deviations of a single value around
-the line, or below :data:`NOTHING`. Three, because the question is put again every round: of series that rise by two
-deviations in ten rounds one in fifty is taken for flat. Noise is taken to be independent from round to round.
+the line, or below :data:`NOTHING`. Of series that rise by two deviations in ten rounds one in fifty is taken for flat.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ ARRAYS = ("input.mean", "input.scale", "target.mean", "target.scale")
 class Preparation:
     """The agreed schema and standardisation.
 
-    A site is sent it once, see :mod:`strategies.server.context`.
+    A site is sent it once, see :mod:`strategies.server.wire`.
     """
 
     arrays: NamedArrays
@@ -66,11 +66,18 @@ class Preparation:
     """Rows that sites left out for a missing cell."""
     sums: dict[str, Array] = field(default_factory=dict)
     """What each site said of its columns, [D + 1, 3]; a checkpoint keeps none: sites say it again."""
+    known: dict[str, Described] = field(default_factory=dict, init=False)
+    """What follows from it at these scales, worked out when it is first asked for."""
 
-    def described(self, site: str) -> Described | None:
-        """What follows of a site's standardised rows from how it described them; None of one that did not."""
+    def described(self, site: str) -> Described:
+        """A site's rows, and what follows of them, standardised, from how the site described them, if it did."""
+        if site not in self.known:
+            self.known[site] = self._described(site)
+        return self.known[site]
+
+    def _described(self, site: str) -> Described:
         if site not in self.sums:
-            return None
+            return Described(self.rows[site])
         mean, scale = (
             np.append(self.arrays[f"input.{part}"], self.arrays[f"target.{part}"]) for part in ("mean", "scale")
         )
@@ -79,11 +86,6 @@ class Preparation:
         middles = (sums[:-1, 0] / rows - mean[:-1]) / scale[:-1]
         spread = np.maximum(squares[:-1] / rows - middles**2, 0.0)
         return Described(rows, squares[:-1], float(squares[-1]), middles, np.sqrt((rows - 1) * spread))
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """What travels in the configuration of a message."""
-        return {"schema": self.schema}
 
     @property
     def transformed(self) -> bool:
@@ -171,11 +173,7 @@ class Enrolment:
 
     @staticmethod
     def of(described: Mapping[str, Answer], config: RunConfig, summed: SiteDescription | None = None) -> Enrolment:
-        """Agree on schema and standardisation, from what each site says of its columns, or from sums over all sites.
-
-        Raises:
-            DataError: nobody is left to agree, nothing that could be agreed on (:func:`agree`), or a constant column.
-        """
+        """Agree on schema and standardisation, from what each site says of its columns, or from sums over all sites."""
         told = {site: _description(answer) for site, answer in described.items()}
         agreement = agree(
             told if summed is None else {"all sites": summed},
@@ -205,23 +203,14 @@ class Enrolment:
         )
         return Enrolment(kept, config, preparation, agreement.refused, agreement.constant)
 
-    def without(self, sites: Iterable[str]) -> Enrolment:
-        """What the other sites agree on, as if these had never been there."""
-        left = {site: answer for site, answer in self.described.items() if site not in set(sites)}
-        return Enrolment.of(left, self.config)
-
 
 def meet(network: Network, config: RunConfig) -> Enrolment:
-    """Wait for the sites, hear their descriptions, and agree on schema and standardisation.
-
-    Raises:
-        RunError: if fewer than ``min-sites`` sites are usable.
-    """
+    """Wait for the sites, hear their descriptions, and agree on schema and standardisation."""
     described = _gather(network, config)
     network.require(config.min_sites)
     hidden = [site for site, answer in described.items() if answer.number(BARE)]
     if hidden and len(hidden) == len(described):  # what is known of the columns, their totals will say
-        return _without_refused(network, Enrolment.of(described, config))
+        return _announced(network, Enrolment.of(described, config), announce=False)
     for site in hidden:
         dismiss(network, site, "it describes its columns under masks alone, and other sites have no trust file")
         del described[site]
@@ -234,9 +223,6 @@ def from_totals(enrolment: Enrolment, network: Network) -> Asking[Enrolment]:
 
     They are agreed on as if they came from one site. A column is measured in its mean size, so that squares of large
     numbers stay within what masks can carry.
-
-    Raises:
-        RunError: some site added nothing.
     """
     met = enrolment.preparation
     first: Summed[ColumnSums] = yield Total(ColumnSums, Nothing())
@@ -255,21 +241,22 @@ def from_totals(enrolment: Enrolment, network: Network) -> Asking[Enrolment]:
 
 
 def agree_again(network: Network, enrolment: Enrolment, contradicted: Mapping[str, str]) -> Enrolment:
-    """Leave out sites whose answers contradict their descriptions, and what they described with them.
-
-    Raises:
-        RunError: if fewer than ``min-sites`` sites are left.
-    """
+    """Leave out sites whose answers contradict their descriptions, and what they described with them."""
     for site, reason in contradicted.items():
         dismiss(network, site, reason)
     network.require(enrolment.config.min_sites)
     logger.warning("standardisation is agreed again without %s", ", ".join(contradicted))
-    return _announced(network, enrolment.without(contradicted))
+    left = {site: answer for site, answer in enrolment.described.items() if site not in contradicted}
+    return _announced(network, Enrolment.of(left, enrolment.config))
 
 
-def _announced(network: Network, enrolment: Enrolment) -> Enrolment:
-    """Say who was refused and what is odd about the data; the others must be enough."""
-    _without_refused(network, enrolment)
+def _announced(network: Network, enrolment: Enrolment, announce: bool = True) -> Enrolment:
+    """Dismiss who was refused and say what is known of the data; the others must be enough."""
+    for site, reason in enrolment.refused.items():
+        dismiss(network, site, reason)
+    network.require(enrolment.config.min_sites)
+    if not announce:
+        return enrolment
     if enrolment.constant:
         logger.warning("constant at every site, of no use to a model: %s", ", ".join(enrolment.constant))
     for line in described(enrolment.preparation.data):
@@ -279,34 +266,18 @@ def _announced(network: Network, enrolment: Enrolment) -> Enrolment:
     return enrolment
 
 
-def _without_refused(network: Network, enrolment: Enrolment) -> Enrolment:
-    for site, reason in enrolment.refused.items():
-        dismiss(network, site, reason)
-    network.require(enrolment.config.min_sites)
-    return enrolment
-
-
 def meet_again(network: Network, config: RunConfig, saved: Preparation) -> Preparation:
-    """Hear the sites of a run that is resumed; what they had agreed on stays as it was.
-
-    Raises:
-        RunError: if fewer than ``min-sites`` sites are usable, or simulated rows are dealt otherwise.
-    """
+    """Hear the sites of a run that is resumed; what they had agreed on stays as it was."""
     described = _gather(network, config)
     network.require(config.min_sites)
-    _require_same_deal(saved, described)
-    _welcome(network, saved, described)
-    return saved
-
-
-def _require_same_deal(saved: Preparation, described: Mapping[str, Answer]) -> None:
-    """Simulated rows dealt otherwise would make training rows of the first half held-out rows of the second."""
     changed = [site for site, answer in described.items() if saved.rows.get(site) != answer.num_examples]
     if saved.simulated and changed:
         raise RunError(
             f"cannot resume: the run has {len(saved.rows)} simulated sites, and the rows of {len(changed)} of the "
             f"{len(described)} sites there now are not theirs. Resume with the same number of sites and the same data."
         )
+    _welcome(network, saved, described)
+    return saved
 
 
 def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
@@ -376,6 +347,7 @@ def _welcome(network: Network, preparation: Preparation, described: Mapping[str,
         logger.info("site %s %s", site, "is back" if site in preparation.rows else "joined")
         preparation.labels[site] = answer.texts["label"]
         preparation.rows[site] = answer.num_examples
+        preparation.known.pop(site, None)
 
 
 def dismiss(network: Network, site: str, reason: str) -> None:
@@ -401,9 +373,6 @@ def transformed(preparation: Preparation, family: type[Transform], sites: tuple[
     """What the sites agreed on, with a transformed target; see :mod:`fedgp_flower.transforms`.
 
     The power λ maximises −½ N log σ²(λ) + Σ log g'(y; λ) over a grid, at which the choice does not move with rounding.
-
-    Raises:
-        DataError: nobody answers, or the transformed target is the same number everywhere.
     """
     powers = np.array(family.powers)
     middle = np.array(preparation.training_target["mean"])
@@ -417,13 +386,9 @@ def transformed(preparation: Preparation, family: type[Transform], sites: tuple[
     schema = json.loads(preparation.schema)
     schema["target"]["transform"] = family(float(powers[best])).as_json()
     scales = {"target.mean": np.array(mean), "target.scale": np.array(scale)}
-    sums = {site: with_last_unknown(known) for site, known in preparation.sums.items()}
+    unknown = np.full((1, 3), np.nan)  # what a site said of its target was of the one before
+    sums = {site: np.vstack([known[:-1], unknown]) for site, known in preparation.sums.items()}
     return replace(preparation, schema=json.dumps(schema), arrays={**preparation.arrays, **scales}, sums=sums)
-
-
-def with_last_unknown(sums: Array) -> Array:
-    """What a site said of its columns, [D + 1, 3], but of the target: that was before the transformation."""
-    return np.vstack([sums[:-1], np.full((1, sums.shape[1]), np.nan)])
 
 
 def chosen(sums: TargetMoments, centres: np.ndarray) -> tuple[int, float, float]:

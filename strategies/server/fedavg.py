@@ -6,7 +6,7 @@ What Flower's rules lack is here: sites sampled by their stable ids from a seed,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,34 +119,17 @@ def combined(
     state: AveragingState, values: Mapping[str, tuple[NamedArrays, int]], server_round: int, plan: AveragingPlan
 ) -> AveragingState:
     """The state after Flower's rule, from parameters and rows N_k; weights N_k / Σ N_k."""
-    moments = {
-        kind: {n.removeprefix(f"{kind}."): a for n, a in state.moments.items() if n.startswith(f"{kind}.")}
-        for kind in MOMENTS
-    }
     rule = RULES[plan.rule](plan.server_learning_rate)
-    parameters, kept = applied(rule, (state.parameters, moments), list(values.values()), server_round)
-    return AveragingState(parameters, {f"{kind}.{n}": a for kind, arrays in kept.items() for n, a in arrays.items()})
-
-
-def applied(
-    rule: FedAvg,
-    start: tuple[Mapping[str, np.ndarray], Mapping[str, Mapping[str, np.ndarray]]],
-    values: Sequence[tuple[NamedArrays, int]],
-    server_round: int,
-) -> tuple[NamedArrays, dict[str, NamedArrays]]:
-    """Parameters, and moments by kind, that one of Flower's rules makes of the parameters and rows of every site.
-
-    ``start`` are parameters and moments before the round, which a rule without moments does not look at.
-    """
     if isinstance(rule, FedAdam | FedYogi):
-        rule.current_arrays = dict(start[0])
-        for kind, arrays in start[1].items():
-            if arrays:
-                setattr(rule, kind, dict(arrays))
-    aggregated, _ = rule.aggregate_train(server_round, [_reply(arrays, rows) for arrays, rows in values])
+        rule.current_arrays = dict(state.parameters)
+        for kind in MOMENTS if state.moments else ():
+            moments = {n.removeprefix(f"{kind}."): a for n, a in state.moments.items() if n.startswith(f"{kind}.")}
+            setattr(rule, kind, moments)
+    aggregated, _ = rule.aggregate_train(server_round, [_reply(arrays, rows) for arrays, rows in values.values()])
     assert aggregated is not None
-    kept = {kind: {n: np.asarray(a) for n, a in (getattr(rule, kind, None) or {}).items()} for kind in MOMENTS}
-    return numpy_arrays(aggregated), kept
+    kept = {kind: getattr(rule, kind, None) or {} for kind in MOMENTS}
+    moments = {f"{kind}.{n}": np.asarray(a) for kind, arrays in kept.items() for n, a in arrays.items()}
+    return AveragingState(numpy_arrays(aggregated), moments)
 
 
 def _reply(arrays: NamedArrays, rows: int) -> Message:

@@ -84,12 +84,7 @@ def meanings(section: type[Section]) -> dict[str, str]:
 def configured(
     method: str, options: type[MethodOptions], implied: Mapping[str, Any], given: Mapping[str, Any]
 ) -> RunConfig:
-    """The configuration that the keyword arguments ``given`` stand for; ``implied`` are fields that the class sets.
-
-    Raises:
-        TypeError: naming a keyword that does not exist, and those it may have meant.
-        ConfigError: naming a value that is not allowed, and what is.
-    """
+    """The configuration that the keyword arguments ``given`` stand for; ``implied`` are fields that the class sets."""
     known, every = keys(options, implied), keys(options, {})
     flat: dict[str, Value] = {"method": method, **IN_A_PROGRAM}
     flat |= {every[name].key: value for name, value in implied.items()}

@@ -19,11 +19,10 @@ from flwr.serverapp import Grid
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
 from fedgp_flower.records import packed_record, record_of, settings_of
-from strategies.server.context import SharedContext, lacks
-from strategies.server.evaluation import natural_order
 from strategies.server.wire import (
     SCHEMA_VERSION,
     Answer,
+    SharedContext,
     Specs,
     Texts,
     again,
@@ -32,21 +31,23 @@ from strategies.server.wire import (
     arrays_refusal,
     claimed_site,
     content_bytes,
+    lacks,
     last_line,
+    natural_order,
     numbers_refusal,
 )
 
 logger = logging.getLogger("fedgp")
 
 
-class Contract(Protocol):
+class Judge(Protocol):
     """What an answer must be, where more than shapes is asked of it."""
 
     def refusal(self, reply: Message) -> str | None:
         """Why a reply cannot be used, or None."""
 
 
-Expected: TypeAlias = Specs | Contract | None
+Expected: TypeAlias = Specs | Judge | None
 
 
 @dataclass(slots=True)
@@ -116,15 +117,14 @@ class Network:
         self, site: str, kind: str, arrays: Mapping[str, np.ndarray] | ArrayRecord, settings: Texts | None = None
     ) -> Message:
         """A message of a kind for one site."""
-        message = self._message(self.nodes[site], kind, arrays, settings or {})
+        record = arrays if isinstance(arrays, ArrayRecord) else packed_record(arrays)
+        message = self._message(self.nodes[site], kind, record, settings or {})
         self.asked[site] = echo_of(message)
         if self.context is not None:
             self.context.attach(message)
         return message
 
-    def _message(
-        self, node: int, kind: str, arrays: Mapping[str, np.ndarray] | ArrayRecord, settings: Texts
-    ) -> Message:
+    def _message(self, node: int, kind: str, record: ArrayRecord, settings: Texts) -> Message:
         config: dict[str, Any] = {
             **settings,
             "schema-version": SCHEMA_VERSION,
@@ -132,7 +132,6 @@ class Network:
             "round": self.round,
             "communication": self.traffic.communications,
         }
-        record = arrays if isinstance(arrays, ArrayRecord) else packed_record(arrays)
         content = RecordDict({"arrays": record, "config": ConfigRecord(config)})
         return Message(content, dst_node_id=node, message_type=kind, group_id=str(self.round))
 
@@ -153,18 +152,21 @@ class Network:
             self.forgiven.pop(site, None)
         kept: dict[str, Message] = {}
         for attempt in range(retries + 1):
-            for site, reply in zip(waiting, self._delivered(list(waiting.values())), strict=True):
+            sent = list(waiting.values())
+            replies = self.round_trip(sent)
+            if self.context is not None:
+                replies = self.context.supplied(sent, replies, self.round_trip)
+            for site, reply in zip(waiting, replies, strict=True):
                 reason = self.refusal(reply, specs, site, echo_of(waiting[site]))
                 if reason is None and reply is not None:
                     kept[site] = reply
-                    self.forgiven[site] = self.streak.pop(site, 0)
-                    self._note(reply)
+                    self._note(site, reply)
                 elif attempt == 0:
                     self.fail(site, reason or "no reply")
             waiting = {s: again(m) for s, m in waiting.items() if s not in kept}
         self.traffic.communications += len(kept)
         self.accepted = {reply.metadata.reply_to_message_id for reply in kept.values()}
-        return [kept[site] for site in sorted(kept, key=natural_order)]
+        return _in_order(kept)
 
     def judged(self, replies: Iterable[Message], specs: Expected) -> list[Message]:
         """The valid ones in site order: those of the latest exchange were judged there, all others are judged here."""
@@ -175,11 +177,7 @@ class Network:
             known = reply.metadata.reply_to_message_id in self.accepted
             if site is not None and (known or self.accept(site, reply, specs) is not None):
                 kept[site] = reply
-        return [kept[site] for site in sorted(kept, key=natural_order)]
-
-    def _delivered(self, messages: Sequence[Message]) -> list[Message | None]:
-        replies = self.round_trip(messages)
-        return replies if self.context is None else self.context.supplied(messages, replies, self.round_trip)
+        return _in_order(kept)
 
     def site_of(self, message: Message) -> str:
         """The site that sent a reply."""
@@ -215,7 +213,7 @@ class Network:
                 self.nodes[site] = node
                 self.streak.pop(site, None)
                 found[site] = answer(reply)
-                self._heed(reply)
+                self._heed(site, reply)
             else:
                 self._record(site or f"node {len(self.heard)}", reason or "no reply")
         return dict(sorted(found.items(), key=lambda item: natural_order(item[0])))
@@ -226,7 +224,7 @@ class Network:
         self.traffic.exchanges += bool(replies)
         for _ in range(2):
             waiting = [node for node, reply in replies.items() if reply is None or reply.has_error()]
-            messages = [self._message(node, kind, {}, self.introduction) for node in waiting]
+            messages = [self._message(node, kind, ArrayRecord(), self.introduction) for node in waiting]
             replies |= dict(zip(waiting, self.round_trip(messages), strict=True))
         return replies
 
@@ -235,7 +233,7 @@ class Network:
         node = self.nodes.get(site)
         if node is None or node not in online:
             return False
-        [reply] = self.round_trip([self._message(node, kind, {}, self.introduction)])
+        [reply] = self.round_trip([self._message(node, kind, ArrayRecord(), self.introduction)])
         return claimed_site(reply) == site
 
     def round_trip(self, messages: Sequence[Message]) -> list[Message | None]:
@@ -279,8 +277,7 @@ class Network:
         if reason is not None or reply is None:
             self.fail(site, reason or "no reply")
             return None
-        self.forgiven[site] = self.streak.pop(site, 0)
-        self._note(reply)
+        self._note(site, reply)
         self.traffic.communications += 1
         return reply
 
@@ -302,18 +299,15 @@ class Network:
         config = record_of(reply.content, "config", ConfigRecord) or ConfigRecord()
         if "error" in config:
             return str(config["error"])
-        return (
-            _content_refusal(reply, config, site)
-            or self._echo_refusal(config, asked)
-            or numbers_refusal(reply)
-            or (arrays_refusal(reply, specs) if specs is None or isinstance(specs, Mapping) else specs.refusal(reply))
-        )
-
-    def _echo_refusal(self, config: ConfigRecord, asked: Texts | None) -> str | None:
-        """Whether a reply answers another question: an old one sent again, or one of another run."""
         wanted: Texts = {"run": self.run} if asked is None else asked
-        odd = [name for name in wanted if config.get(name) != wanted[name]]
-        return f"the reply is to another question: its {' and '.join(odd)} are not those asked for" if odd else None
+        odd = [name for name in wanted if config.get(name) != wanted[name]]  # an old reply, or one of another run
+        reason = _content_refusal(reply, config, site)
+        reason = reason or (
+            f"the reply is to another question: its {' and '.join(odd)} are not those asked for" if odd else None
+        )
+        if reason := reason or numbers_refusal(reply):
+            return reason
+        return arrays_refusal(reply, specs) if specs is None or isinstance(specs, Mapping) else specs.refusal(reply)
 
     def _record(self, site: str, reason: str) -> None:
         self.failures.append(Failure(self.round, site, reason))
@@ -336,9 +330,10 @@ class Network:
         seen = "; ".join(f"{failure.site}: {failure.reason}" for failure in self.failures[-5:])
         return f"Latest failures: {seen or 'none'}"
 
-    def _note(self, reply: Message) -> None:
+    def _note(self, site: str, reply: Message) -> None:
         """What a valid reply says besides its answer: seconds and repairs, single numbers and finite; a warning."""
-        self._heed(reply)
+        self.forgiven[site] = self.streak.pop(site, 0)
+        self._heed(site, reply)
         for name, value in reply.content["metrics"].items():
             if name == "seconds":
                 self.site_seconds += float(value)  # type: ignore[arg-type]
@@ -346,12 +341,12 @@ class Network:
                 key = name.removeprefix("repairs.")
                 self.repairs[key] = self.repairs.get(key, 0) + int(value)  # type: ignore[arg-type]
 
-    def _heed(self, reply: Message) -> None:
+    def _heed(self, site: str, reply: Message) -> None:
         """The warning of a valid reply, once for each site."""
-        warning = settings_of(reply).get("warning")
-        if warning is not None and self.site_of(reply) not in self.warned.setdefault(str(warning)[:300], set()):
-            self.warned[str(warning)[:300]].add(self.site_of(reply))
-            logger.warning("site %s: %s", self.site_of(reply), str(warning)[:300])
+        warning = str(settings_of(reply).get("warning", ""))[:300]
+        if warning and site not in self.warned.setdefault(warning, set()):
+            self.warned[warning].add(site)
+            logger.warning("site %s: %s", site, warning)
 
 
 def pause_after(seconds: float) -> float:
@@ -363,6 +358,10 @@ def echo_of(message: Message) -> Texts:
     """What the reply to a message must repeat."""
     config = settings_of(message)
     return {name: config[name] for name in ECHOED}  # type: ignore[misc]
+
+
+def _in_order(kept: Mapping[str, Message]) -> list[Message]:
+    return [kept[site] for site in sorted(kept, key=natural_order)]
 
 
 def _answers(reply: Message, ids: Sequence[str]) -> bool:

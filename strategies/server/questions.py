@@ -1,4 +1,4 @@
-"""What an algorithm may ask, and what it is answered; an algorithm knows no Flower.
+"""What an algorithm may ask, what it is answered, and with what it predicts; an algorithm knows no Flower.
 
 Two rules. *Everything that changes a state stands in the algorithm's own file*: a round is a generator that yields
 questions, is sent answers, and returns the next state. *That file knows nothing of who is on the line*: whether sites
@@ -17,9 +17,18 @@ Theory of operation::
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+
+from fedgp_flower.messages import add, kind_of
+from fedgp_flower.outcome import Posterior
+
+PART = re.compile(r"theta\.|kernels\.|\.log_lengthscale$")
+"""What of a parameter's name does not say which part of the model it belongs to."""
 
 A = TypeVar("A")
 S = TypeVar("S")
@@ -106,6 +115,41 @@ class Roster:
         return tuple(self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a state predicts with: the value that ``predictive`` returns."""
+
+    request: Any
+    """The message with which every site predicts; ``{site: message}`` where each has a different one."""
+    posterior: Posterior | None = None
+    """What is saved to predict without any site; None for a personal method."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Facts for ``metrics.json``."""
+
+    def at(self, site: str) -> Any:
+        """The message with which this site predicts."""
+        return self.request[site] if isinstance(self.request, Mapping) else self.request
+
+
+def lengthscale_facts(logs: Mapping[str, Any], spread: Mapping[str, Any] | None, how: str = "") -> dict[str, Any]:
+    """By part of the model, lengthscales and the standard deviations of their logarithms: the report's relevance.
+
+    Args:
+        logs: Parameters by name; those that end in ``lengthscale`` are logarithms.
+        spread: Standard deviations under the same names; None where the method knows none.
+        how: Where they come from, as the end of a sentence.
+    """
+    return {
+        PART.sub("", name): {
+            "value": np.exp(log).ravel().tolist(),
+            "log_sd": None if spread is None else np.ravel(spread[name]).tolist(),
+            "how": "" if spread is None else how,
+        }
+        for name, log in logs.items()
+        if name.endswith("lengthscale")
+    }
+
+
 def answered_by(asking: Asking[S], answer: Callable[[Question], Any]) -> S:
     """Run a computation to its end, with a function that answers what it asks."""
     reply: Any = None
@@ -128,21 +172,14 @@ def drive(asking: Asking[S], sites: Mapping[str, Any]) -> S:
     def answer(question: Question) -> Any:
         if isinstance(question, Refuse):
             raise AssertionError(f"site {question.site} was refused: {question.reason}")
-        return _answered(question, sites, outstanding)
+        handler = kind_of(question.answer).rpartition(".")[2]
+        if isinstance(question, Total):
+            chosen = tuple(sites) if question.sites is None else question.sites
+            return Summed(add([getattr(sites[site], handler)(question.request) for site in chosen]), chosen)
+        answers = {site: getattr(sites[site], handler)(request) for site, request in question.requests.items()}
+        if isinstance(question, Each):
+            return answers
+        outstanding.extend(answers.items())
+        return outstanding.pop(0)
 
     return answered_by(asking, answer)
-
-
-def _answered(question: Question, sites: Mapping[str, Any], outstanding: list[tuple[str, Any]]) -> Any:
-    from fedgp_flower.messages import add, kind_of  # noqa: PLC0415
-
-    assert not isinstance(question, Refuse)
-    handler = kind_of(question.answer).rpartition(".")[2]
-    if isinstance(question, Total):
-        chosen = tuple(sites) if question.sites is None else question.sites
-        return Summed(add([getattr(sites[site], handler)(question.request) for site in chosen]), chosen)
-    answers = {site: getattr(sites[site], handler)(request) for site, request in question.requests.items()}
-    if isinstance(question, Each):
-        return answers
-    outstanding.extend(answers.items())
-    return outstanding.pop(0)

@@ -1,4 +1,12 @@
-"""The evaluation of a run and its baselines: what sites are asked, and the figures of what they answer."""
+"""The evaluation of a run and its baselines: what sites are asked, and the figures of what they answer.
+
+Sites send sums over their held-out rows in original units (see :mod:`fedgp_flower.scores`); adding them weighs
+every row alike. If the target is y = location + scale · t, densities obey p(y) = p(t) / scale, so in standardised units
+
+    −log p(t) = −log p(y) − log(scale),
+
+while RMSE, MAE and CRPS, which carry the units of y, are divided by ``scale``; coverage is the same in both.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +15,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from flwr.app import Message
+from numpy.typing import NDArray
 
 from fedgp_flower.messages import kind_of
-from fedgp_flower.scores import CLASSIFICATION_SUMS, REGRESSION_SUMS, Scores
+from fedgp_flower.scores import CLASSIFICATION_SUMS, RANK_BINS, RANK_REACH, REGRESSION_SUMS, Scores
 from fedgp_flower.shared_messages import (
     HISTOGRAM_SHAPES,
     HeldOutRows,
@@ -24,14 +33,24 @@ from fedgp_flower.shared_messages import (
 )
 from fedgp_flower.typing import NamedArrays
 from strategies.server import linear
-from strategies.server.evaluation import Evaluation, as_baseline, combine, of_all
-from strategies.server.finalise import Predicted
 from strategies.server.network import Expected, Network
-from strategies.server.questions import Each, Summed, Total
+from strategies.server.questions import Each, Predicted, Summed, Total
 from strategies.server.session import Asked, Session
-from strategies.server.wire import Answer, answers
+from strategies.server.wire import Answer, answers, natural_order
 
 logger = logging.getLogger("fedgp")
+
+Figures = dict[str, float]
+ALL = ""
+"""In place of a site: all of them, under masks."""
+
+
+class Evaluation(TypedDict):
+    """Figures over all held-out rows, the same in standardised units, and a row per site in natural order."""
+
+    test: Figures
+    test_standardised: Figures
+    per_site: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +73,8 @@ class Scoring:
         self.evaluation: Evaluation | None = None
         self.calibrated: Sequence[NamedArrays] = ()
         """Histograms of the latest evaluation."""
-        self.scored: dict[str, Answer] = {}
-        """Scores of the latest evaluation by site; none under masks."""
+        self.scored: tuple[str, ...] = ()
+        """Sites that scored a row in the latest evaluation; none under masks."""
         self.local_only: Mapping[str, Any] | None = None
 
     def ask(self, total: type[ScoreSums], predicted: Predicted) -> ScoresAsked:
@@ -80,42 +99,41 @@ class Scoring:
 
     def take(self, asked: ScoresAsked, replies: Iterable[Message]) -> Evaluation | None:
         """The figures of the replies to an evaluation; None if nobody has scored a row."""
-        scores, self.scored = self._scores(asked, replies)
-        if scores is not None:
-            self.calibrated = [scores.arrays]
-        elif self.scored:
-            self.calibrated = [histograms(answer) for answer in self.scored.values()]
-        found = self._figures(scores, self.scored)
-        if found is not None or scores is not None:
+        scores = self._scores(asked, replies)
+        found = self._figures(scores)
+        self.scored = () if ALL in scores else tuple(scores)
+        if scores:
+            self.calibrated = [one.arrays for one in scores.values()]
             self.evaluation = found
         return found
 
     def baseline(self, total: type[ScoreSums], request: Any) -> dict[str, Any] | None:
         """The scores of a comparison, as :meth:`ask` asks for them; None if no site has any."""
         logger.info("comparison: %s", kind_of(total).removeprefix("query.").replace("_", " "))
-        found = self._figures(*self._split(self.session.ask(self._question(total, request))))
-        return None if found is None else as_baseline(found)
+        return as_baseline(self._figures(self._split(self.session.ask(self._question(total, request)))))
 
-    def _scores(self, asked: ScoresAsked, replies: Iterable[Message]) -> tuple[Scores | None, dict[str, Answer]]:
-        """What replies hold: the sum of all scores under masks, else those of every site."""
+    def _scores(self, asked: ScoresAsked, replies: Iterable[Message]) -> dict[str, Scores]:
+        """What replies hold: the scores of every site, or their sum under masks."""
         if asked.asked is None:
-            return None, usable_scores(self.session.network, answers(replies))
+            return usable_scores(self.session.network, answers(replies))
         return self._split(self.session.read(asked.asked, replies))
 
-    def _split(self, found: Summed[ScoreSums] | Mapping[str, ScoreSums]) -> tuple[Scores | None, dict[str, Answer]]:
+    def _split(self, found: Summed[ScoreSums] | Mapping[str, ScoreSums]) -> dict[str, Scores]:
         if isinstance(found, Summed):
-            return (None if found.total is None else found.total.scores()), {}
+            return {} if found.total is None else {ALL: found.total.scores()}
         flat = {site: Answer(site, {}, scores.scores().flat(), {}) for site, scores in found.items()}
         some = {site: answer for site, answer in flat.items() if answer.number("count")}
-        return None, usable_scores(self.session.network, some)
+        return usable_scores(self.session.network, some)
 
-    def _figures(self, total: Scores | None, scored: Mapping[str, Answer]) -> Evaluation | None:
-        """The figures of a total, or of sites; None if no row is scored."""
-        scale = self.session.preparation.target_scale
-        if total is not None:
-            return of_all(total, scale)
-        sums = {site: sums_of(answer) for site, answer in scored.items()}
-        return combine(sums, scale, map(histograms, scored.values())) if sums else None
+    def _figures(self, scores: Mapping[str, Scores]) -> Evaluation | None:
+        """The figures of sites, or of the total under masks, which has no row for each site; None if there are none."""
+        if not scores or all(one.sums["count"] == 0 for one in scores.values()):
+            return None
+        sums, arrays = {site: one.sums for site, one in scores.items()}, [one.arrays for one in scores.values()]
+        found = combine(sums, self.session.preparation.target_scale, arrays)
+        if ALL in scores:
+            found["per_site"] = []
+        return found
 
     def simple_baselines(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The scores of the mean of the target, and of linear or logistic regression.
@@ -143,25 +161,19 @@ class Scoring:
         return {site: dict(answer.values) for site, answer in found.items() if answer.values}
 
 
-def _names_of(answer: Answer) -> tuple[str, ...]:
-    return CLASSIFICATION_SUMS if "brier" in answer.metrics else REGRESSION_SUMS
-
-
-def sums_of(answer: Answer) -> dict[str, float]:
-    """The sums of scores in an evaluation reply."""
-    return {name: answer.number(name) for name in _names_of(answer)}
-
-
-def usable_scores(network: Network, found: Mapping[str, Answer]) -> dict[str, Answer]:
-    """Answers with scores of at least one row; one that cannot be scores is its site's failure."""
-    kinds = Counter(_names_of(answer) for answer in found.values())
-    usable: dict[str, Answer] = {}
+def usable_scores(network: Network, found: Mapping[str, Answer]) -> dict[str, Scores]:
+    """Scores of at least one row from each answer; one that cannot be scores is its site's failure."""
+    kinds = Counter(_names_of(answer.metrics) for answer in found.values())
+    usable: dict[str, Scores] = {}
     for site, answer in found.items():
-        reason = scores_refusal(answer, kinds.most_common(1)[0][0])
+        names = kinds.most_common(1)[0][0]
+        reason = scores_refusal(answer, names)
         if reason:
             network.fail(site, reason)
         elif answer.number("count") > 0:
-            usable[site] = answer
+            sent = {name: answer.metrics[name] for name in HISTOGRAM_SHAPES if name in answer.metrics}
+            histograms = {name: np.reshape(values, HISTOGRAM_SHAPES[name]) for name, values in sent.items()}
+            usable[site] = Scores({name: answer.number(name) for name in names}, histograms)
     return usable
 
 
@@ -183,11 +195,104 @@ def scores_refusal(answer: Answer, names: Iterable[str]) -> str | None:
     return None
 
 
-def histograms(answer: Answer) -> dict[str, np.ndarray]:
-    """The histograms of an evaluation reply; they travel flat, as lists of numbers."""
-    sent = {name: answer.metrics.get(name) for name in HISTOGRAM_SHAPES}
+# Figures from sums.
+
+
+def combine(
+    sums: Mapping[str, Mapping[str, float]], target_scale: float, arrays: Iterable[Mapping[str, NDArray[Any]]] = ()
+) -> Evaluation:
+    """Figures of one evaluation; a figure over no rows is NaN.
+
+    Args:
+        sums: site id → sums of the scores of its rows, of one kind of task.
+        target_scale: standard deviation the target was divided by; 1 for classification.
+        arrays: the histograms of these replies; figures of ranks come from their sum and exist for all sites alone.
+    """
+    sites = sorted(sums, key=natural_order)
+    names = _names_of(sums[sites[0]])
+    total = {name: math.fsum(float(sums[site][name]) for site in sites) for name in names}
+    test = _figures(total) | ranked(combine_histograms(arrays).get("ranks"))
+    standardised = dict(test)
+    if "rmse" in test:  # probabilities of classes have no units
+        standardised |= {name: test[name] / target_scale for name in ("rmse", "mae", "crps")}
+        standardised["nll"] -= math.log(target_scale)
+    rows = [{"site": site, "num_examples": int(sums[site]["count"]), **_figures(sums[site])} for site in sites]
+    return Evaluation(test=test, test_standardised=standardised, per_site=rows)
+
+
+def as_baseline(evaluation: Evaluation | None) -> dict[str, Any] | None:
+    """The entry of ``pooled`` or ``local_only`` in ``metrics.json``: the test figures and a row per site."""
+    return None if evaluation is None else {**evaluation["test"], "per_site": evaluation["per_site"]}
+
+
+def combine_histograms(arrays: Iterable[Mapping[str, NDArray[Any]]]) -> dict[str, list[Any]]:
+    """Histograms of the sites' evaluation replies, added: the entry ``calibration`` of ``metrics.json``."""
+    replies = list(arrays)
+    found = {name: [reply[name] for reply in replies if name in reply] for name in HISTOGRAM_SHAPES}
+    return {name.removeprefix("evaluation."): np.sum(sent, axis=0).tolist() for name, sent in found.items() if sent}
+
+
+def ranked(counts: Sequence[Sequence[float]] | None) -> Figures:
+    """Figures of ranks, from rows of each class by predicted log odds, [bins, 2] summed over all sites.
+
+    ``auc`` is P(a row of class 1 has higher odds than one of class 0), ties counting half. ``calibration_slope`` is the
+    b of logit P(y = 1) = a + b · log odds, at the middles of the bins, with its standard error; below 1, predictions
+    are too extreme. ``base_rate`` is the share of class 1. NaN where a class is missing.
+    """
+    if counts is None:
+        return {}
+    zeros, ones = np.asarray(counts, dtype=np.float64).T
+    others, cases = float(zeros.sum()), float(ones.sum())
+    both = others > 0 and cases > 0
+    slope, error = _slope(zeros, ones) if both else (math.nan, math.nan)
     return {
-        name: np.asarray(values).reshape(HISTOGRAM_SHAPES[name])
-        for name, values in sent.items()
-        if isinstance(values, list)
+        "auc": float(ones @ (np.cumsum(zeros) - zeros / 2)) / (others * cases) if both else math.nan,
+        "calibration_slope": slope,
+        "calibration_slope_se": error,
+        "base_rate": cases / (others + cases) if others + cases else math.nan,
     }
+
+
+def _slope(zeros: NDArray[np.float64], ones: NDArray[np.float64]) -> tuple[float, float]:
+    """Slope of a logistic regression and its standard error; NaN where it has none, as with separated classes."""
+    width = 2 * RANK_REACH / RANK_BINS
+    design = np.column_stack([np.ones(RANK_BINS), (np.arange(RANK_BINS) + 0.5) * width - RANK_REACH])
+    weights = np.array([0.0, 1.0])
+    for _ in range(50):
+        p = 1 / (1 + np.exp(-design @ weights))
+        information = design.T * ((zeros + ones) * p * (1 - p)) @ design
+        if np.linalg.cond(information) > 1e10:
+            break
+        step = np.linalg.solve(information, design.T @ (ones - (zeros + ones) * p))
+        weights = weights + step / max(1.0, float(np.abs(step).max()))
+        if np.abs(step).max() < 1e-9:
+            return float(weights[1]), math.sqrt(np.linalg.solve(information, [0.0, 1.0])[1])
+    return math.nan, math.nan
+
+
+def with_skill(figures: Figures, mean: Mapping[str, Any]) -> Figures:
+    """Figures and what they gain over predicting the mean: 1 − S / S_mean for squared error, CRPS and Brier score.
+
+    ``r2`` thus compares with the training mean on the same held-out rows, and can be below zero.
+    """
+    powers = {"r2": ("rmse", 2), "crps_skill": ("crps", 1), "brier_skill": ("brier", 1)}
+    gains = {
+        name: 1 - (figures[score] / mean[score]) ** power if mean[score] else math.nan
+        for name, (score, power) in powers.items()
+        if score in figures and score in mean
+    }
+    return figures | gains
+
+
+def _names_of(sums: Mapping[str, Any]) -> tuple[str, ...]:
+    return CLASSIFICATION_SUMS if "brier" in sums else REGRESSION_SUMS
+
+
+def _figures(total: Mapping[str, float]) -> Figures:
+    rows = float(total["count"])
+    mean = {name: float(value) / rows if rows else math.nan for name, value in total.items()}
+    if "brier" in total:
+        return {"accuracy": mean["correct"], "nll": mean["nll"], "brier": mean["brier"]}
+    coverage = {f"coverage_{level}": mean[f"inside-{level}"] for level in (50, 90, 95)}
+    rmse = math.sqrt(mean["squared-error"])
+    return {"rmse": rmse, "mae": mean["absolute-error"], "nll": mean["nll"], "crps": mean["crps"], **coverage}

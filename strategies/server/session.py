@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,15 +20,14 @@ from fedgp_flower.records import APART, array_record, packed_record
 from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import NamedArrays
 from strategies.server import enrolment
-from strategies.server.context import SharedContext, settings_text
 from strategies.server.contract import Contract, ContradictionError
 from strategies.server.course import Course
 from strategies.server.enrolment import Enrolment, Preparation
-from strategies.server.masking import MEMBERS, TRUST, MaskedContract, Masking
 from strategies.server.network import Network, echo_of, pause_after
 from strategies.server.questions import Asking, Each, First, Question, Refuse, Roster, S, Summed, Total, answered_by
 from strategies.server.shapes import note_ranges
-from strategies.server.wire import Texts
+from strategies.server.totals import MEMBERS, TRUST, MaskedContract, Masking
+from strategies.server.wire import SharedContext, Texts
 
 logger = logging.getLogger("fedgp")
 
@@ -77,7 +77,6 @@ class Session:
         self.enrolment: Enrolment
         self.preparation: Preparation
         self.masking: Masking | None = None
-        self.sizes: dict[str, int] = {"M": config.model.num_inducing}
         self.course = Course()
         self.began = network.round > 0
         """Whether a first round has begun, after which nobody agrees again."""
@@ -92,9 +91,15 @@ class Session:
         self.packed: tuple[Any, ArrayRecord, Mapping[str, Any]] | None = None
         """The latest request with its arrays and numbers, which the messages to all sites share."""
         self._arrived: list[Message] = []
-        network.introduction = {"configuration": settings_of(self.config, self.options)}
+        network.introduction = {"configuration": self.configuration()}
 
     # Who is there, and what they agree on.
+
+    def configuration(self) -> str:
+        """The keys of the configuration that differ from their defaults, as JSON: what sites are sent of it."""
+        known = defaults([self.options])
+        changed = {key: value for key, value in self.config.flat().items() if known.get(key) != value}
+        return json.dumps(changed, sort_keys=True)
 
     def meet(self, snapshot: Snapshot | None) -> None:
         """Wait for the sites and hear how they describe their columns; in a resumed run they agreed long ago."""
@@ -127,7 +132,7 @@ class Session:
     def share(self, constants: NamedArrays) -> None:
         """Send these arrays to every site once, beside columns, scales and configuration."""
         if constants or self.network.context is None:
-            texts = {"schema": self.preparation.schema, "configuration": settings_of(self.config, self.options)}
+            texts = {"schema": self.preparation.schema, "configuration": self.configuration()}
             texts |= {} if self.masking is None else {MEMBERS: self.masking.text}
             self.network.context = SharedContext.of(self.preparation.arrays, texts, constants)
 
@@ -165,26 +170,20 @@ class Session:
     def _agreed(self, preparation: Preparation) -> None:
         """Take columns and scales; every later message names them."""
         self.preparation = preparation
-        self.sizes |= {"D": preparation.num_inputs, "P": 1 + preparation.num_inputs}
         self.network.context = None
         self.share({})
 
     def _mask(self, wanted: bool, simulated: bool) -> None:
-        """Exchange keys where totals are masked: as configured, or because every site has a trust file.
-
-        Raises:
-            ConfigError: as configured, the method works with more than totals.
-        """
+        """Exchange keys where totals are masked: as configured, or because every site has a trust file."""
         if wanted and not self.config.privacy.secure_aggregation:
             logger.info("every site has a trust file: totals are asked under masks")
             privacy = self.config.privacy.model_copy(update={"secure_aggregation": True})
             self.config = self.config.model_copy(update={"privacy": privacy})
             self.config.options.check(self.config)
-            self.network.introduction = {"configuration": settings_of(self.config, self.options)}
+            self.network.introduction = {"configuration": self.configuration()}
         if self.config.privacy.secure_aggregation:
-            self.masking = Masking.enrol(
-                self.network, settings_of(self.config, self.options), self.config.privacy.min_sites, simulated
-            )
+            least = self.config.privacy.min_sites
+            self.masking = Masking.enrol(self.network, self.configuration(), least, simulated)
         logger.info("%s", self.what_the_server_sees())
 
     # Questions.
@@ -203,36 +202,44 @@ class Session:
         """Run a computation outside of a round, such as the first state or what a site needs to predict."""
         return answered_by(asking, self.ask)
 
-    def put(self, question: Each[Any] | Total[Any]) -> Asked:
-        """A question as messages: the first half of :meth:`ask`."""
-        self.sizes |= question.sizes
-        requests = self._requests(question)
+    def put(self, question: Each[Any] | Total[Any], masked: MaskedContract | None = None) -> Asked:
+        """A question as messages: the first half of :meth:`ask`; ``masked`` is the contract of one that is repeated."""
+        kind, total = kind_of(question.answer), isinstance(question, Total)
+        if isinstance(question, Each):
+            self.require_clear(question.answer)
+            requests = question.requests
+        elif not is_summand(question.answer):
+            raise ProtocolError(f"a total of {question.answer.__name__} was asked for, which is no summand")
+        else:
+            sites = self.roster().sites if question.sites is None else question.sites
+            requests = dict.fromkeys(sites, question.request)
         if isinstance(question, Total) and self.masking is not None:
-            return self._under_masks(question, self.masking.open(question, list(requests), self.sizes))
-        contract = self._contract(question.answer, requests, isinstance(question, Total))
+            masked = masked or self.masking.open(question, list(requests), self._sizes(question))
+            asked = masked.question.sites
+            return Asked(question, masked, [self.message(s, kind, question.request, masked.settings) for s in asked])
+        contract = self._contract(question, requests, added=total)
         there = self.network.nodes  # a site of a resumed run may not be back
-        kind = kind_of(question.answer)
         messages = [self.message(site, kind, request) for site, request in requests.items() if site in there]
         return Asked(question, contract, messages)
 
     def read(self, asked: Asked, replies: Iterable[Message]) -> Any:
-        """The answer that an algorithm is sent, from valid replies: the second half of :meth:`ask`.
-
-        Raises:
-            ContradictionError: before the first round, where sites contradict how they described their rows.
-        """
+        """The answer that an algorithm is sent, from valid replies: the second half of :meth:`ask`."""
         question, contract = asked.question, asked.contract
         reply: Any
         if isinstance(contract, MaskedContract):
             reply = self._masked_total(asked, contract, replies)
         else:
-            if contract.contradicted and contract.enrolling:
+            if contract.contradicted:
                 raise ContradictionError(contract.contradicted)
-            answers = {self.network.site_of(reply): contract.read(reply) for reply in replies}
-            total = self._accepted(answers, contract, isinstance(question, Total))
+            reply = answers = {self.network.site_of(reply): contract.read(reply) for reply in replies}
+            self._leave_out(answers, contract.refused(answers))
+            if isinstance(question, Total):
+                total = add(answers.values()) if answers else None
+                if total is not None and self._leave_out(answers, contract.refused(answers, total)):
+                    total = add(answers.values()) if answers else None
+                reply = Summed(total, tuple(answers))
             if self.training:
                 self.network.took_part |= answers.keys()
-            reply = answers if isinstance(question, Each) else Summed(total, tuple(answers))
         if not self.began:
             note_ranges(question, reply, self.preparation.columns)
         return reply
@@ -249,48 +256,31 @@ class Session:
         return self.network.message(site, kind, record, settings)
 
     def require_clear(self, answer: type) -> None:
-        """Refuse to ask single sites for what belongs under masks.
-
-        Raises:
-            ConfigError: the algorithm needs more than totals.
-        """
+        """Refuse to ask single sites for what belongs under masks."""
         if self.masking is not None and not is_public(answer):
             raise ConfigError(
-                f"`privacy.secure-aggregation`: method `{self.config.method}` asks each site for its own"
-                f" `{answer.__name__}` and works with more than their sum, so it cannot run under masks; set the key to"
-                " false, or choose a method of totals"
+                f"`privacy.secure-aggregation`: method `{self.config.method}` asks each site for `{answer.__name__}`"
+                " and works with more than their sum, so it cannot run under masks; set the key to false, or choose a"
+                " method of totals"
             )
 
-    def _requests(self, question: Each[Any] | Total[Any]) -> Mapping[str, Any]:
-        if isinstance(question, Each):
-            self.require_clear(question.answer)
-            return question.requests
-        if not is_summand(question.answer):
-            raise ProtocolError(f"a total of {question.answer.__name__} was asked for, which is no summand")
-        return dict.fromkeys(self.roster().sites if question.sites is None else question.sites, question.request)
+    def _sizes(self, question: Each[Any] | Total[Any] | First[Any]) -> dict[str, int]:
+        """Lengths of the answer's dimensions, as far as they are known."""
+        inputs = self.preparation.num_inputs
+        return {"D": inputs, "P": 1 + inputs, **question.sizes}
 
-    def _contract(self, answer: type, requests: Mapping[str, Any], added: bool = False) -> Contract:
-        known = {site: found for site in requests if (found := self.preparation.described(site)) is not None}
-        rows = self.preparation.rows
-        return Contract(answer, self.sizes, rows, requests, known, enrolling=not self.began, added=added)
+    def _contract(
+        self, question: Each[Any] | Total[Any] | First[Any], requests: Mapping[str, Any], added: bool = False
+    ) -> Contract:
+        described = {site: self.preparation.described(site) for site in requests}
+        return Contract(question.answer, self._sizes(question), described, requests, not self.began, added)
 
-    def _accepted(self, answers: dict[str, Any], contract: Contract, added: bool) -> Any:
-        """Leave out answers that no honest site gives beside the others; the total of the rest, where it counts."""
-        leave_out(self.network, answers, contract.outliers(answers))
-        if not added or not answers:
-            return None
-        total = add(answers.values())
-        if unfit := contract.unfit(answers, total):
-            leave_out(self.network, answers, unfit)
-            total = add(answers.values()) if answers else None
-        return total
-
-    # Totals under masks.
-
-    def _under_masks(self, total: Total[Any], contract: MaskedContract) -> Asked:
-        kind, request, settings = kind_of(total.answer), total.request, contract.settings
-        messages = [self.message(site, kind, request, settings) for site in contract.question.sites]
-        return Asked(total, contract, messages)
+    def _leave_out(self, answers: dict[str, Any], refused: Mapping[str, str]) -> bool:
+        """Drop answers that are refused, which are failures of their sites; whether there were any."""
+        for site, reason in refused.items():
+            self.network.fail(site, reason)
+            del answers[site]
+        return bool(refused)
 
     def _masked_total(self, asked: Asked, contract: MaskedContract, replies: Iterable[Message]) -> Summed[Any]:
         """The total of the sites that answer: those that stay silent are left out, and the others asked again."""
@@ -305,11 +295,11 @@ class Session:
                 if self.training:
                     self.network.took_part |= usable.keys()
                 rows = sum(self.preparation.rows[site] for site in usable)
-                return self.masking.summed(contract, usable, self.sizes, rows)
+                return self.masking.summed(contract, usable, self._sizes(asked.question), rows)
             if not usable:
                 return Summed(None, ())
             contract = self.masking.without(contract, silent)
-            messages = self._under_masks(contract.total, contract).messages
+            messages = self.put(asked.question, contract).messages
             replies = self.network.exchange(messages, contract, retries=asked.question.retries)
 
     # Questions that nobody waits for.
@@ -317,7 +307,6 @@ class Session:
     def _first(self, question: First[Any]) -> tuple[str, Any]:
         """Send what is new, and wait for the first answer of all that are outstanding."""
         self.require_clear(question.answer)
-        self.sizes |= question.sizes
         for site, request in question.requests.items():
             self._push(site, question.answer, request)
         begun = time.monotonic()
@@ -331,7 +320,7 @@ class Session:
                 if self.network.forgot(reply):
                     self._push(asked.site, question.answer, asked.request)
                     continue
-                contract = self._contract(question.answer, {asked.site: asked.request})
+                contract = self._contract(question, {asked.site: asked.request})
                 kept = self.network.accept(asked.site, reply, contract, asked.echo)
                 self.network.took_part |= set() if kept is None else {asked.site}
                 return asked.site, None if kept is None else contract.read(kept)
@@ -355,15 +344,3 @@ class Session:
                 self.network.fail(asked.site, f"no reply within {self.network.timeout:g} s, or its node is gone")
                 return asked.site
         return None
-
-
-def settings_of(config: RunConfig, options: type[MethodOptions]) -> str:
-    """The keys of a configuration that differ from their defaults, as sites are sent them."""
-    return settings_text(config.flat(), defaults([options]))
-
-
-def leave_out(network: Network, answers: dict[str, Any], refused: Mapping[str, str]) -> None:
-    """Drop answers that are refused, which are failures of their sites."""
-    for site, reason in refused.items():
-        network.fail(site, reason)
-        del answers[site]

@@ -25,10 +25,8 @@ from fedgp_flower.outcome import Observer, Snapshot, Summary
 from fedgp_flower.records import array_record, numpy_arrays
 from strategies.server import enrolment
 from strategies.server.algorithm import Algorithm, S
-from strategies.server.checkpoint import Clock, checkpoint, restore
-from strategies.server.closing import close, dataset_of, details
+from strategies.server.checkpoint import Clock, checkpoint, close, dataset_of, details, restore
 from strategies.server.contract import ContradictionError
-from strategies.server.finalise import Predicted
 from strategies.server.keywords import configured, documented, signature
 from strategies.server.network import Network
 from strategies.server.questions import Asking, Each, Figures, Question, Refuse, Total
@@ -71,7 +69,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.timeout, self.planned_rounds = config.round_timeout, config.num_server_rounds
         self.clock = Clock()
         self.current: S
-        """The state; changed by complete rounds alone."""
+        """The state; only complete rounds change it."""
         self.begun = 0
         """The latest round that Flower has begun."""
         self.merged = snapshot is not None and bool(snapshot.facts["merged"])
@@ -124,10 +122,13 @@ class FederatedStrategy(Algorithm[S], Strategy):
             self._take(initial_arrays)
         self.clock.switch("training")
         self._announce()
-        self._evaluate_at_server(evaluate_fn, result)
-        while self.round < num_rounds and not self.finished(self.current):
+        while True:
+            metrics = None if evaluate_fn is None else evaluate_fn(self.round, array_record(self.public(self.current)))
+            if metrics is not None:
+                result.evaluate_metrics_serverapp[self.round] = metrics
+            if self.round >= num_rounds or self.finished(self.current):
+                break
             self._train_one_round(result)
-            self._evaluate_at_server(evaluate_fn, result)
         self.require_training()
         self.clock.switch("evaluation")
         self._evaluate(result)
@@ -216,8 +217,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.enrol(grid)
         self._take(arrays)
         self.session.given["evaluate"] = ConfigRecord({**self.session.given.get("evaluate", {}), **config})
-        found = self.session.run(self.predictive(self.current, self.roster()))
-        self.scoring.predicted = found if isinstance(found, Predicted) else Predicted(found)
+        self.scoring.predicted = self.session.run(self.predictive(self.current, self.roster()))
         self.scores_asked = self.scoring.ask(self.score_sums, self.scoring.predicted)
         return self.scores_asked.messages
 
@@ -229,11 +229,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         return None if found is None else MetricRecord({f"test_{name}": value for name, value in found["test"].items()})
 
     def require_training(self) -> None:
-        """A run of rounds that left the state as it was at the start has no result.
-
-        Raises:
-            RunError: with the latest failures.
-        """
+        """A run of rounds that left the state as it was at the start has no result."""
         if self.trains and self.round and not self.merged:
             raise RunError(
                 f"no answer to training could be used in {self.round} round(s), so nothing was learned."
@@ -331,18 +327,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
         result.evaluate_metrics_clientapp[self.round] = record
         return {name: float(np.mean(value)) for name, value in record.items()}
 
-    def _evaluate_at_server(self, evaluate_fn: EvaluateAtServer | None, result: Result) -> None:
-        if evaluate_fn is not None:
-            metrics = evaluate_fn(self.round, array_record(self.public(self.current)))
-            if metrics is not None:
-                result.evaluate_metrics_serverapp[self.round] = metrics
-
     def _take(self, arrays: ArrayRecord) -> None:
-        """Go on from public arrays that come from elsewhere; none change nothing.
-
-        Raises:
-            ProtocolError: their names or shapes are not those of the method's own.
-        """
+        """Go on from public arrays that come from elsewhere; none change nothing."""
         if not len(arrays):
             return
         given, known = numpy_arrays(arrays), self.public(self.current)
@@ -352,11 +338,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.current = self.adopt(self.current, {name: np.asarray(given[name], known[name].dtype) for name in known})
 
     def _require_clippable(self) -> None:
-        """Refuse Flower's wrappers where sites send back something else than the run's arrays.
-
-        Raises:
-            ConfigError: with what to do instead.
-        """
+        """Refuse Flower's wrappers where sites send back something else than the run's arrays."""
         back = None if self.asked is None else self.asked.sent_back()
         if back is None or shapes_of(back) != shapes_of(self.public(self.current)):
             name = type(self).__name__

@@ -13,6 +13,7 @@ from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.options import Count, MethodOptions, Positive, PositiveInt
+from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import AnyShape
 
 
@@ -73,9 +74,9 @@ class Heads:
         return int(np.prod(self.shift.shape[1:]))
 
     @np.errstate(over="ignore", invalid="ignore")
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why these cannot be sums over rows, or None: B is positive semi-definite."""
-        del rows
+        del described
         size = max(float(np.abs(self.precision).max()), 1e-300)
         scaled = self.precision / size  # units first: a liar's numbers may be huge
         if np.linalg.eigvalsh(scaled).min() < -1e-6:

@@ -11,7 +11,7 @@ from numpy import ndarray
 from fedgp_flower.messages import leaves, message, too_far
 from fedgp_flower.methods.fedmgp.latents import PRECISION, SHIFT, Latents, Move, Posterior, Statistics
 from fedgp_flower.methods.fedmgp.trust import possible_start, semidefinite
-from fedgp_flower.shared_messages import MOVE, count_parameters
+from fedgp_flower.shared_messages import MOVE, Described, count_parameters
 from fedgp_flower.typing import AnyShape
 
 PSEUDO_INPUTS = "pseudo-inputs"
@@ -53,9 +53,11 @@ class FirstStatistics:
         """L, inducing values of all latent functions."""
         return len(self.statistics.shift)
 
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
-        return None if possible_start(self.statistics, rows) else "first statistics that its rows cannot produce"
+        return (
+            None if possible_start(self.statistics, described.rows) else "first statistics that its rows cannot produce"
+        )
 
 
 @message("query.directions", summand=True)
@@ -102,9 +104,9 @@ class TrialStatistics:
         parts = zip(self.precision, self.shift, self.evidence.tolist(), self.slack, strict=True)
         return tuple(Statistics(*part) for part in parts)
 
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why this cannot come from any rows, or None; the algorithm checks what depends on the question."""
-        del rows
+        del described
         good = all(semidefinite(each) for each in self.each())
         return None if good else "statistics that no rows can produce: a precision is not positive semi-definite"
 

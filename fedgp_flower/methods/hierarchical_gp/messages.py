@@ -14,7 +14,7 @@ from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.privacy.disclosure import merged_cells
-from fedgp_flower.shared_messages import dwarfing
+from fedgp_flower.shared_messages import Described, dwarfing
 from fedgp_flower.typing import AnyShape
 
 
@@ -46,8 +46,9 @@ class ExpansionShare:
         return len(self.shift) + len(self.curvature) + len(self.squares)
 
     @np.errstate(over="ignore", invalid="ignore")
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why sums cannot come from so many rows, or None."""
+        rows = described.rows
         if float(self.count) != rows:
             return f"sums of {float(self.count):g} rows, introduced itself with {rows}"
         if (self.squares < 0).any() or (self.known > rows).any():  # holds of a total too: a site has a row or more
@@ -100,8 +101,9 @@ class Calibration:
         merged = np.stack([merged_cells(row, least) for row in counts]).astype(np.float64)
         return replace(self, shares=merged / np.maximum(self.rows, 1)[:, None])
 
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
+        rows = described.rows
         units, known = self.shares.sum(axis=1), (self.rows >= 0) & (self.rows <= rows)
         whole = np.abs(units - np.rint(units)).max() <= 1e-6 * max(float(units.max()), 1.0)
         if not (known.all() and whole) or (self.shares < 0).any() or (np.rint(units) > self.rows).any():

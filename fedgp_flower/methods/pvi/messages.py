@@ -26,6 +26,7 @@ from fedgp_flower.methods.pvi.model import (
     WhitenedFactor,
 )
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
+from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import AnyShape, Array
 
 LATENTS = ("inducing", "hyper")
@@ -267,8 +268,9 @@ class Refined:
             size += len(self.points.targets)
         return size + sum(len(own.eta1) for own in (self.values, self.whitened, self.weights) if own is not None)
 
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
+        rows = described.rows
         if min(self.evaluations, self.rejected, self.halvings) < 0:
             return "counts of evaluations, rejected points and halvings cannot be negative"
         reasons = (

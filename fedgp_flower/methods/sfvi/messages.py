@@ -13,7 +13,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.shared_messages import count_parameters, dwarfing
+from fedgp_flower.shared_messages import Described, count_parameters, dwarfing
 from fedgp_flower.typing import AnyShape
 
 MOVE = 100.0
@@ -107,7 +107,7 @@ class LocalEndSum:
         values = {name: np.asarray(array / self.weight) for name, array in self.values.items()}
         return LocalEnd(values | {SCALE: np.log(values[SCALE])}, float(self.objective / self.weight), self.fresh > 0)
 
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why this is no weighted Gaussian, or None."""
-        del rows
+        del described
         return None if self.weight > 0 and (self.values[SCALE] > 0).all() else "`weight` and `q.log_scale` are positive"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,63 +29,47 @@ class Statistics(SparseSums):
         """M."""
         return len(self.projection)
 
-    def disagreement(self, described: Described) -> str | None:
-        """What shows that the site has other rows than it described, or None."""
-        return described.unlike("target_squares", self.target_squares, described.target_square)
-
     @staticmethod
     def outliers(answers: Mapping[str, Statistics], rows: Mapping[str, int]) -> dict[str, str]:
         """Prior variances that are not those of most sites."""
         return odd_variances({site: float(own.prior_variance) / rows[site] for site, own in answers.items()})
 
     @np.errstate(over="ignore", invalid="ignore")
-    def refusal(self, rows: int) -> str | None:
-        """Why sums cannot come from so many rows, or None: necessary conditions that every honest site meets.
+    def refusal(self, described: Described) -> str | None:
+        """Why sums cannot come from these rows, or None: necessary conditions that every honest site meets.
 
         A = W Wᵀ is positive semi-definite, tr A ≤ Σ k(x, x) because the whitened projection cannot explain more than
-        the prior variance, and b = W y gives bᵀ A⁻¹ b ≤ yᵀ y. Where they hold there are such W and y.
+        the prior variance, and b = W y gives bᵀ A⁻¹ b ≤ yᵀ y. Where they hold there are such W and y. A summand is only
+        checked in O(M²), by |A_ij| ≤ max A_ii, vᵀ A v ≥ 0 and (bᵀv)² ≤ yᵀy vᵀAv for some v. What passes there may be no
+        sums of so many rows; if its total passes too, that is a total that as many rows as all sites have can give.
         """
-        size = self._size()
-        if reason := self._miscounted(rows, size):
+        size = max(float(self.gram.max()), -float(self.gram.min()), 1e-300)  # units first: a liar's numbers may be huge
+        if reason := described.unlike("target_squares", self.target_squares, described.target_square):
             return reason
-        scaled = torch.from_numpy(self.gram / size)  # units first: a liar's numbers may be huge
+        if float(self.count) != described.rows:
+            return f"sums of {float(self.count):g} rows, introduced itself with {described.rows}"
+        if (np.diagonal(self.gram) / size).sum() > float(self.prior_variance) / size * (1 + SLACK):
+            return "`gram` explains more than the prior variance of the rows"
+        length = math.sqrt(max(float(self.target_squares), 0.0)) * (1 + SLACK)
+        projection = self.projection / math.sqrt(size)
+        check = self._at_a_glance if described.added else self._at_length
+        return check(size, projection, length)
+
+    def _at_a_glance(self, size: float, projection: ndarray, length: float) -> str | None:
+        units, forms = along(self.gram, self.projection)
+        forms = forms / size + SLACK
+        if not (forms >= 0).all() or np.diagonal(self.gram).max() < (1 - SLACK) * size:
+            return NO_GRAM
+        return None if (np.abs(units.T @ projection) <= length * np.sqrt(forms)).all() else TOO_LARGE
+
+    def _at_length(self, size: float, projection: ndarray, length: float) -> str | None:
+        scaled = torch.from_numpy(self.gram / size)
         scaled.diagonal().add_(SLACK)
         factor, failed = torch.linalg.cholesky_ex(scaled)
         if failed:
             return NO_GRAM
-        scaled_projection = torch.from_numpy(self.projection / math.sqrt(size))[:, None]
-        explained = torch.linalg.solve_triangular(factor, scaled_projection, upper=False)
-        return None if float(explained.norm()) <= self._length() else TOO_LARGE
-
-    @np.errstate(over="ignore", invalid="ignore")
-    def glance(self, rows: int) -> str | None:
-        """What of :meth:`refusal` shows in O(M²), by |A_ij| ≤ max A_ii, vᵀ A v ≥ 0 and (bᵀv)² ≤ yᵀy vᵀAv for some v.
-
-        Where only a total matters, this is asked of every site, and all of :meth:`refusal` of the total. What passes
-        both may be no sums of so many rows, yet the total is one that as many rows as all sites have can give.
-        """
-        size, diagonal = self._size(), np.diagonal(self.gram)
-        if reason := self._miscounted(rows, size):
-            return reason
-        units, forms = along(self.gram, self.projection)
-        forms = forms / size + SLACK
-        if not (forms >= 0).all() or diagonal.max() < (1 - SLACK) * size:
-            return NO_GRAM
-        within = np.abs(units.T @ (self.projection / math.sqrt(size))) <= self._length() * np.sqrt(forms)
-        return None if within.all() else TOO_LARGE
-
-    def _miscounted(self, rows: int, size: float) -> str | None:
-        if float(self.count) != rows:
-            return f"sums of {float(self.count):g} rows, introduced itself with {rows}"
-        if (np.diagonal(self.gram) / size).sum() > float(self.prior_variance) / size * (1 + SLACK):
-            return "`gram` explains more than the prior variance of the rows"
-        return None
-
-    def _size(self) -> float:
-        return max(float(self.gram.max()), -float(self.gram.min()), 1e-300)
-
-    def _length(self) -> float:
-        return math.sqrt(max(float(self.target_squares), 0.0)) * (1 + SLACK)
+        explained = torch.linalg.solve_triangular(factor, torch.from_numpy(projection)[:, None], upper=False)
+        return None if float(explained.norm()) <= length else TOO_LARGE
 
 
 @message()
@@ -109,14 +93,11 @@ class Sketch:
         """Cells that hold rows, and hyperparameters."""
         return int(np.count_nonzero(self.rows)) + len(self.shift)
 
-    def contradiction(self, rows: int) -> str | None:
-        """What shows that the site has other rows than it described, or None."""
+    def refusal(self, described: Described) -> str | None:
+        """Why this cannot come from so many rows, or None: counts, variances and curvature are not negative."""
+        rows = described.rows
         if self.rows.sum() != rows:
             return f"`rows` counts {self.rows.sum():g} rows, introduced itself with {rows}"
-        return None
-
-    def refusal(self, rows: int) -> str | None:
-        """Why this cannot come from so many rows, or None: counts, variances and curvature are not negative."""
         slack = 1e-6 * max(float(self.second.max(initial=0.0)), 1e-300)
         if (self.rows < 0).any() or (self.second * self.rows[:, None] + slack * rows < self.first**2).any():
             return f"its cells are not those of {rows} rows"
@@ -157,11 +138,6 @@ class TrialSums:
             for gram, *rest in zip(*(vars(self).values()), strict=True)
         ]
 
-    def disagreement(self, described: Described) -> str | None:
-        """What shows that the site has other rows than it described, or None."""
-        expected = np.full(len(self.target_squares), described.target_square)
-        return described.unlike("target_squares", self.target_squares, expected)
-
     @staticmethod
     def outliers(answers: Mapping[str, TrialSums], rows: Mapping[str, int]) -> dict[str, str]:
         """Prior variances that are not those of most sites, at any of the parameters."""
@@ -172,13 +148,9 @@ class TrialSums:
             found |= odd_variances(sizes)
         return found
 
-    def refusal(self, rows: int) -> str | None:
-        """Why any of the sums cannot come from so many rows, or None."""
-        return next((why for why in (own.refusal(rows) for own in self.each()) if why), None)
-
-    def glance(self, rows: int) -> str | None:
-        """What of it shows in O(M²)."""
-        return next((why for why in (own.glance(rows) for own in self.each()) if why), None)
+    def refusal(self, described: Described) -> str | None:
+        """Why any of the sums cannot come from these rows, or None."""
+        return next((why for why in (sums.refusal(described) for sums in self.each()) if why), None)
 
 
 @message()
@@ -272,24 +244,18 @@ class Expectations:
             found |= dwarfing(sizes, name)
         return found
 
-    def refusal(self, rows: int) -> str | None:
+    def refusal(self, described: Described) -> str | None:
         """Why this cannot come from rows with labels or counts, or None: log p(y | f) ≤ 0, and it is concave in f.
 
-        Student-t noise, which has parameters of its own, knows neither limit.
+        Student-t noise, which has parameters of its own, knows neither limit. A summand is only checked in O(M²).
         """
-        return self._judged(rows, lambda: np.linalg.eigvalsh(self.curvature)[:1])
-
-    def glance(self, rows: int) -> str | None:
-        """What of it shows in O(M²); all of it is asked of the total alone."""
-        return self._judged(rows, lambda: along(self.curvature)[1])
-
-    def _judged(self, rows: int, bends: Callable[[], ndarray]) -> str | None:
         if any(name.startswith("likelihood.") for name in self.values):
             return None
-        if float(self.fit) > SINGLE_SLACK * rows:
+        if float(self.fit) > SINGLE_SLACK * described.rows:
             return f"`fit` is {float(self.fit):g}: no probability is above 1"
         least = -SINGLE_SLACK * abs(float(np.trace(self.curvature)))
-        return None if (bends() >= least).all() else "`curvature` is not that of concave terms"
+        bends = along(self.curvature)[1] if described.added else np.linalg.eigvalsh(self.curvature)[:1]
+        return None if (bends >= least).all() else "`curvature` is not that of concave terms"
 
 
 # With differential privacy.

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Nothing
-from strategies.server.finalise import Posterior
-from strategies.server.questions import Asking, Figures, Roster, Total
+from strategies.server.questions import Asking, Figures, Predicted, Roster, Total
 from strategies.server.strategy import FederatedStrategy
 from toy_method.shared import Products, ToyOptions, Weights
 
@@ -39,11 +39,9 @@ class Toy(FederatedStrategy[Weights]):
         state = fitted(summed.total, state.noise, self.options.prior_scale)
         return state, {"noise": state.noise}
 
-    def predictive(self, state: Weights, roster: Roster) -> Asking[Weights]:
+    def predictive(self, state: Weights, roster: Roster) -> Asking[Predicted]:
         yield from ()
-        return state
-
-    def posterior_of(self, state: Weights) -> Posterior:
         arrays = {"weights.mean": state.mean, "weights.covariance": state.covariance, "noise": np.array(state.noise)}
         meanings = {"weights.mean": "m", "weights.covariance": "S", "noise": "noise variance"}
-        return Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), "y ~ N(mᵀφ, φᵀSφ + noise)", {})
+        equation = "y ~ N(mᵀφ, φᵀSφ + noise)"
+        return Predicted(state, Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), equation, {}))

@@ -1,4 +1,4 @@
-"""The server's half of totals under masks: who takes part, the question, and the sum.
+"""Totals under masks on the server's side: who takes part, the question, and the sum.
 
 An algorithm that asks a :class:`~strategies.server.questions.Total` cannot tell whether it was masked. What this costs:
 a site that stays silent is left out of every later total of the run, because each change of the roster lets the totals
@@ -17,11 +17,12 @@ from typing import Any
 from flwr.app import Message
 
 from fedgp_flower.errors import ProtocolError, RunError
-from fedgp_flower.messages import Layout, decode, encode, kind_of, layout, verdict
+from fedgp_flower.messages import Layout, decode, encode, kind_of, layout, refusal_of
 from fedgp_flower.privacy import masks
 from fedgp_flower.privacy.keys import Member
 from fedgp_flower.privacy.questions import MaskedQuestion, content_digest, length, unflat, written_members
 from fedgp_flower.records import numpy_arrays
+from fedgp_flower.shared_messages import Described
 from strategies.server.network import Network
 from strategies.server.questions import Summed, Total
 from strategies.server.wire import ArraySpec
@@ -95,11 +96,7 @@ class Masking:
 
     @staticmethod
     def enrol(network: Network, configuration: str, least: int, simulated: bool) -> Masking:
-        """Ask every site for its key of the run.
-
-        Raises:
-            RunError: fewer than ``least`` sites have one.
-        """
+        """Ask every site for its key of the run."""
         settings = {"configuration": configuration}
         answers = network.ask(KEYS, {site: {} for site in network.sites()}, {}, settings, retries=1)
         masking = Masking(network, {}, least, simulated)
@@ -131,11 +128,7 @@ class Masking:
         return written_members(list(self.members.values()))
 
     def open(self, total: Total[Any], sites: Sequence[str], sizes: Mapping[str, int]) -> MaskedContract:
-        """A question under a number of its own.
-
-        Raises:
-            RunError: too few sites are left.
-        """
+        """A question under a number of its own."""
         roster = sorted(self.taking_part(sites))
         self.require(roster)
         network = self.network
@@ -153,11 +146,7 @@ class Masking:
         return MaskedContract(total, question)
 
     def without(self, contract: MaskedContract, silent: Sequence[str]) -> MaskedContract:
-        """The same question to the others; the silent sites take no part any more.
-
-        Raises:
-            RunError: too few sites are left.
-        """
+        """The same question to the others; the silent sites take no part any more."""
         question = contract.question
         for site in silent:
             self.left_out[site] = f"silent in round {question.round}"
@@ -169,11 +158,7 @@ class Masking:
     def summed(
         self, contract: MaskedContract, replies: Mapping[str, Message], sizes: Mapping[str, int], rows: int
     ) -> Summed[Any]:
-        """The total of the replies of a whole roster, whose sites introduced themselves with so many rows.
-
-        Raises:
-            RunError: the masks did not cancel, or no rows have such a total.
-        """
+        """The total of the replies of a whole roster, whose sites introduced themselves with so many rows."""
         sites = tuple(site for site in self.members if site in replies)
         count, vector = masks.total(contract.words(replies[site]) for site in sites)
         name = contract.total.answer.__name__
@@ -193,8 +178,13 @@ class Masking:
             found = decode(contract.total.answer, unflat(vector, contract.layout(replies[sites[0]])), sizes)
         except ProtocolError as error:
             raise RunError(f"a total under masks cannot be used: {error}") from None
-        if not silent:
-            _judge(found, rows)
+        if not silent and (
+            reason := refusal_of(found, Described(rows))
+        ):  # what the rows of one site meet, those of all do
+            raise RunError(
+                f"no {rows} rows have such a total of `{name}`: {reason}. Under masks no site can be named;"
+                " `privacy.secure-aggregation = false` names it"
+            )
         return Summed(found, sites, silent)
 
     def usual(self, contract: MaskedContract, replies: Mapping[str, Message]) -> dict[str, Message]:
@@ -234,13 +224,3 @@ class Masking:
         """Undo :meth:`facts`."""
         self.left_out = dict(facts["left_out"])
         self.totals, self.silences = int(facts["totals"]), int(facts["empty_summands"])
-
-
-def _judge(total: Any, rows: int) -> None:
-    """Conditions that the rows of one site meet, the rows of all meet too."""
-    for name in ("contradiction", "refusal"):
-        if reason := verdict(total, name, rows):
-            raise RunError(
-                f"no {rows} rows have such a total of `{type(total).__name__}`: {reason}. Under masks no site can be"
-                " named; `privacy.secure-aggregation = false` names it"
-            )
