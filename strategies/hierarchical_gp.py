@@ -29,9 +29,9 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.ascent import pack, unpack
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.linalg import kernel_cholesky, laplace_deviations
+from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
@@ -272,7 +272,7 @@ def smooth_factor(model: ShapedGP, theta: Mapping[str, ndarray]) -> torch.Tensor
     """L with L Lᵀ = K_zz of the trend at a θ."""
     model.load_theta({name.removeprefix("theta."): torch.from_numpy(array) for name, array in theta.items()})
     kzz = model.trend(model.inputs).to_dense()
-    return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.options.jitter)
+    return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.jitter)
 
 
 def rough_factor(inducing: Array, jitter: float, theta: Mapping[str, ndarray]) -> torch.Tensor:
@@ -388,14 +388,14 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         if self.options.rough:
             return rough_start(pseudo_inputs(shapes, section.num_inducing))
         points = initial_locations(shapes, section, self.config.seed)
-        model = ShapedGP.of(section, points.shape[1], torch.from_numpy(points))
+        model = ShapedGP(section, torch.from_numpy(points))
         return smooth_start(on_the_wire(model.theta(), {}), points, model.global_size)
 
     def one_round(self, state: NewtonState, roster: Roster) -> Asking[tuple[NewtonState, Figures]]:
         """One exchange; units are calibrated after the last one."""
         section, points = self.config.model, state.shared[SHARED]
         if not self.options.rough:
-            model = ShapedGP.of(section, points.shape[1], torch.from_numpy(points))
+            model = ShapedGP(section, torch.from_numpy(points))
             return (yield from shaped_round(state, roster, model))
         state, figures = yield from one_round(state, roster, partial(rough_factor, points, section.jitter))
         if roster.round >= self.config.num_server_rounds or self.settled(state, roster):
