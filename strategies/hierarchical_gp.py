@@ -29,9 +29,9 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.ascent import pack, unpack
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.linalg import kernel_cholesky, laplace_deviations
+from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
