@@ -25,9 +25,9 @@ from numpy import ndarray
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ConfigError, RunError
-from fedgp_flower.gp.ascent import Memory, direction, forgotten, outlook, pack, unpack
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
+from fedgp_flower.gp.optimisers import StepMemory, direction, forgotten, outlook, pack, unpack
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
 from fedgp_flower.messages import encode, message
@@ -184,11 +184,11 @@ class Chain:
         return replace(self.remembering(memory), gradient=gradient, place=place)
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> StepMemory:
         """What L-BFGS remembers."""
-        return Memory(self.steps, self.changes, self.scales)
+        return StepMemory(self.steps, self.changes, self.scales)
 
-    def remembering(self, memory: Memory) -> Chain:
+    def remembering(self, memory: StepMemory) -> Chain:
         """With another memory."""
         return replace(self, steps=memory.steps, changes=memory.changes, scales=memory.scales)
 
