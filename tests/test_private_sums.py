@@ -18,7 +18,7 @@ from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import PrivateSums
 from fedgp_flower.methods.sgpr.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
 from fedgp_flower.privacy.noise import composed, delta_of, discrete_normal, epsilon_of, mu_of
-from fedgp_flower.records import numpy_arrays
+from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.run.registry import client_class, parse_config
 from strategies.pooled_bound import LOG_NOISE, noise_of, posterior_at
 from strategies.private_sgpr import AMPLITUDE, evaluated
@@ -269,7 +269,8 @@ def test_a_site_refuses_what_is_not_paid_for():
             client_class(strategy.config).asked(object.__new__(client_class(strategy.config)), kind, {}, {})
     start = {f"values.{name}": own for name, own in strategy.current.start.items()}
     for values, sharing in (({name: own + 1 for name, own in start.items()}, 1), (start, 3)):
-        assert strategy.network.ask("query.private", {"0": values}, None, {"sharing": sharing}) == {}
+        request = strategy.network.message("0", "query.private", array_record(values), {"sharing": sharing})
+        assert strategy.network.exchange([request], None) == []
         assert "budget of 1 release(s) is spent" in strategy.network.failures[-1].reason
 
 
