@@ -59,7 +59,7 @@ def test_a_kill_while_writing_leaves_the_state_before(tmp_path, monkeypatch):
     save_state(context(**node), updated("r1"))
     second = updated("r1")
     second.replace({"a": np.zeros(1)})
-    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         save_state(context(**node), second)
     monkeypatch.undo()
