@@ -74,7 +74,7 @@ def message(kind: str = "", *, summand: bool = False, public: bool = False) -> C
         kind: For what a site answers: the Flower message type it answers, such as ``train`` or ``query.statistics``.
             Requests, parts of messages and states have none.
         summand: The server needs only the sum over sites: every field is an array of fixed shape or a number.
-        public: Each site may send its own where all else is masked.
+        public: Each site may send it in the clear where all else is masked.
     """
 
     def declare(cls: type[M]) -> type[M]:
@@ -103,7 +103,7 @@ def is_summand(cls: type) -> bool:
 
 
 def is_public(cls: Any) -> bool:
-    """Whether each site may send its own answer of this class where all else is masked."""
+    """Whether each site may send an answer of this class in the clear where all else is masked."""
     return bool(getattr(cls, _PUBLIC, False))
 
 

@@ -2,9 +2,9 @@
 
 Flower writes and reads each array through numpy's general functions for ``.npy`` files, which read a header as Python
 source. The arrays of a run have few headers, so here each is written and read once. The bytes are the same, and what is
-out of the ordinary goes Flower's own way.
+out of the ordinary goes Flower's way.
 
-For every array Flower moves two objects, each by calls of its own, and 128 bytes of header. Small neighbours among the
+For every array Flower moves two objects, each by separate calls, and 128 bytes of header. Small neighbours among the
 arrays of a message therefore travel as one (:func:`packed_record`): their numbers alone, under a key that lists names
 and shapes. Flower's wrappers and mods clip arrays by shape; where they are at work, all travel apart.
 """
@@ -141,7 +141,7 @@ def _read(head: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
 
 
 def record_of(records: RecordDict, name: str, kind: type[R]) -> R | None:
-    """The record of a name and kind, or None; Flower's own views by kind are built anew at every look."""
+    """The record of a name and kind, or None; Flower's views by kind are built anew at every look."""
     found = records.get(name)
     return found if isinstance(found, kind) else None
 

@@ -279,7 +279,7 @@ class _TransformedMixture:
         return np.asarray(special.logsumexp(parts, axis=0)) - math.log(len(parts)) - np.log1p(-self.below)
 
     def moments(self) -> tuple[Array, Array]:
-        """Mean and standard deviation of y [n]: each component's integral goes over its own reach."""
+        """Mean and standard deviation of y [n]: each component's integral goes over that component's reach."""
         first, second = np.zeros(self.means.shape[1]), np.zeros(self.means.shape[1])
         for mean, sd in zip(self.means, self.sds, strict=True):
             t, weights = _rule(np.maximum(mean - REACH * sd, self.transform.floor), mean + REACH * sd)

@@ -208,7 +208,7 @@ def _summand(question: MaskedQuestion, answer: Callable[[], Any]) -> tuple[masks
     """The site's summand, or zeros and a count of zero where it has none.
 
     Whatever the reason: the others' masks need its words. The total says how many added nothing; the reason stays in
-    the site's own log.
+    the site's log.
     """
     sites = len(question.members)
     try:
