@@ -161,7 +161,7 @@ class FGPRClient(AveragingClient):
 
 
 def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Precision H [H, H] and H θ [H] of a Gaussian around the mode of the site's own log posterior.
+    """Precision H [H, H] and H θ [H] of a Gaussian around the mode of the site's log posterior.
 
     θ are the logarithms of kernel and noise, in the order of :meth:`WiredModel.wire_parameters`. The sum over sites is
     that of independent Gaussians, whose mode is (Σ H)⁻¹ Σ Hθ. H is by central differences of the gradient.
