@@ -126,7 +126,8 @@ class SVGPClient(SparseClient):
         """Scores of the held-out rows by the configured likelihood."""
         (model, _), rows = self.latent(request.values), self.rows
         mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
-        return latent_scores(model, mean, variance, rows.y_test, self.preparation.target_scale)
+        scale = self.preparation.target_scale
+        return latent_scores(model.observed, model.hyper, mean, variance, rows.y_test, scale)
 
 
 class FSGPClient(SparseClient, AveragingClient):
