@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
     from fedgp_flower.gp import likelihoods
-    from fedgp_flower.gp.latent import LatentGP
 else:
     torch, likelihoods = Lazy("torch"), Lazy("fedgp_flower.gp.likelihoods")
 
@@ -397,19 +396,27 @@ def _spread(lower: Array, upper: Array) -> Array:
     return np.asarray(np.diff(below, axis=0).sum(axis=1))
 
 
-def latent_scores(model: LatentGP, mean: Array, variance: Array, target: Array, scale: float) -> Scores:
+def latent_scores(
+    observed: likelihoods.PointLikelihood,
+    parameter: torch.Tensor,
+    mean: Array,
+    variance: Array,
+    target: Array,
+    scale: float,
+) -> Scores:
     """Classes by their probability, counts as mixtures of Poisson distributions, heavy-tailed numbers by density.
 
     Intervals and CRPS of the last are those of a Gaussian with the same two moments.
 
     Args:
-        model: Whose likelihood is meant.
+        observed: How targets are observed.
+        parameter: Of the likelihood.
         mean: Of f [n], standardised.
         variance: Of f [n].
         target: Standardised [n].
         scale: Of the target, in original units.
     """
-    observed, parameter = model.observed, model.hyper.detach().double().cpu()
+    parameter = parameter.detach().double().cpu()
     moments = torch.from_numpy(mean), torch.from_numpy(variance)
     if isinstance(observed, likelihoods.Counts):
         return count_scores(mean, variance, target)

@@ -15,7 +15,7 @@ from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import GaussianNoise, build_point_likelihood
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.pvi.messages import PseudoPoints
+from fedgp_flower.methods.pvi.messages import Factors
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
@@ -30,7 +30,6 @@ from fedgp_flower.methods.pvi.model import (
     predict,
     product,
     standard_normal,
-    view,
 )
 from fedgp_flower.methods.pvi.updates import first_factor
 from fedgp_flower.options import ModelSection
@@ -60,7 +59,7 @@ def dpo(seed: int, size: int = 4, *, tied: bool = True) -> PseudoObservations:
 
 
 def naturals(model: SparseModel, draws: Draws, factors: list) -> Natural:
-    return product(view(model.geometry(draws), factors), factors)
+    return product(model.geometry(draws), factors)[0]
 
 
 def merged(factors: list[PseudoObservations]) -> list[PseudoObservations]:
@@ -151,7 +150,7 @@ def test_cavity_times_a_site_s_factor_is_the_product():
     model = make_model()
     draws, others, own = make_draws(model), [dpo(1), dpo(5)], dpo(9)
     geometry = model.geometry(draws)
-    found = product(view(geometry, others, rand(ROWS, 2)), others).times(own, geometry)
+    found = product(geometry, others, rand(ROWS, 2))[0].times(own, geometry)
     close(found, naturals(model, draws, [*others, own]))
 
 
@@ -165,7 +164,7 @@ def test_tied_noise_scales_with_sigma():
 
 def test_arrays_of_a_factor_are_bit_exact():
     factor = dpo(3, tied=False)
-    back = decode(PseudoPoints, encode(PseudoPoints.of(factor))).factor(tied=False)
+    [back] = decode(Factors, encode(Factors.of(factor))).factors(tied=False)
     for name in ("inputs", "targets", "root"):
         assert torch.equal(getattr(back, name), getattr(factor, name))
     assert not back.tied

@@ -53,9 +53,9 @@ class Site:
 
     def train(self, request: Visit) -> Refined:
         update = {"optimum": optimum, "gradient": gradient}[self.update]
-        done = update(self.site, request.posterior[WEIGHTS].gaussian, request.context[WEIGHTS].gaussian)
+        done = update(self.site, request.posterior.gaussian, request.context[WEIGHTS].gaussian)
         factor = NaturalParameters.of(done.factor)
-        return Refined(done.free_energy, done.iterations, halvings=done.halvings, weights=factor)
+        return Refined(done.free_energy, done.iterations, weights=factor)
 
 
 def problem(
@@ -214,7 +214,7 @@ def test_global_vi_takes_the_same_steps_however_rows_are_dealt(covariance):
 def test_a_factor_with_negative_precision_is_refused(covariance):
     sites, state, _, _ = problem("bernoulli", covariance)
     prior = state.prior[WEIGHTS]
-    honest = sites["a"].train(Visit({WEIGHTS: prior}, {WEIGHTS: prior}))
+    honest = sites["a"].train(Visit({WEIGHTS: prior}, prior))
     assert honest.refusal(Described(8)) is None
     lie = replace(honest, weights=replace(honest.weights, eta2=-honest.weights.eta2))
     assert "precision" in lie.refusal(Described(8))

@@ -49,12 +49,11 @@ class FederatedStrategy(Algorithm[S], Strategy):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        cls.__signature__ = signature(cls.options_class, cls.implied)  # type: ignore[attr-defined]
-        cls.__doc__ = documented(cls.__doc__, cls.options_class, cls.implied)
+        cls.__signature__ = signature(cls.options_class)  # type: ignore[attr-defined]
+        cls.__doc__ = documented(cls.__doc__, cls.options_class)
 
     def __init__(self, **keywords: Any) -> None:
-        config = configured(self.method, self.options_class, self.implied, keywords)
-        self._set(config, Observer(), None)
+        self._set(configured(self.method, self.options_class, keywords), Observer(), None)
 
     @classmethod
     def from_config(cls, config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> Self:
@@ -159,9 +158,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.session.meet(self.snapshot)
         self.config = self.session.config
         if self.snapshot is not None:
-            state = restore(self.session, self.snapshot, self.clock, self.state_class)
+            self.current = restore(self.session, self.snapshot, self.clock, self.state_class)
             logger.info("resumed after round %d", self.round)
-            self.current = self.session.run(self.resumed(state, self.roster()))
         while not hasattr(self, "current"):
             try:
                 self.session.agree(self.adjusted)
