@@ -29,9 +29,9 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.ascent import pack, unpack
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.linalg import kernel_cholesky, laplace_deviations
+from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
@@ -61,6 +61,7 @@ from strategies.server.enrolment import Preparation
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
+from strategies.sfvi_avg import MEANINGS as LATENT_MEANINGS
 
 TOLERANCE = {"smooth": 0.1, "rough": 0.05}
 """A step that promises a smaller rise of the bound of all rows, in nats, is not taken."""
@@ -356,13 +357,7 @@ NEEDS_A_UNIT = (
     "what is saved is shared by all units; a prediction also takes the rows of a unit: name the unit with `--site`, or "
     "a new one's table with `fedgp join`"
 )
-MEANINGS = {
-    "q.mean": "μ_G, mean of the shared latents Z_G",
-    "q.log_scale": "log σ_G, by entry of Z_G",
-    "q.lower": "strictly lower entries of L_G, row by row",
-    SHARED: "Z, shared inducing inputs",
-    "factors": "widths of bands beyond the last row, by cut, over normal ones",
-}
+MEANINGS = {**LATENT_MEANINGS, "factors": "widths of bands beyond the last row, by cut, over normal ones"}
 
 
 class HierarchicalGP(FederatedStrategy[NewtonState]):

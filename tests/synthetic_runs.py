@@ -49,14 +49,8 @@ def make_run(
     own = combine({k: v[0].sums for k, v in made.items()}, 1.0 if classes else 10.0)
     local = combine({k: v[1].sums for k, v in made.items()}, 1.0)
     names = [f"x{d + 1}" for d in range(inputs)]
-    flat = {
-        "method": "fsgp",
-        "output-dir": str(folder),
-        "name": f"run-{inputs}d-{seed}",
-        "dataset": "synthetic",
-        "seed": seed,
-    }
-    run = RunFolder.open(parse(flat, {"fsgp": MethodOptions}))
+    flat = {"output-dir": str(folder), "name": f"run-{inputs}d-{seed}", "dataset": "synthetic", "seed": seed}
+    run = RunFolder.open(parse({"method": "fsgp"} | flat, {"fsgp": MethodOptions}))
     headline = "accuracy" if classes else "rmse"
     for number in range(21):
         row = {"round": number, "communications": number + 1, "seconds": 0.4 + 0.02 * number}

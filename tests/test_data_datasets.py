@@ -227,34 +227,3 @@ def test_openml_tables_are_cleaned_like_any_other(monkeypatch):
     found = table("openml/cottage")
     assert (found.features, found.target) == (("kind",), "price")
     assert found.frame["kind"].tolist() == ["u", "v", "u"]
-
-
-@pytest.mark.data
-@pytest.mark.parametrize("name", ["uci/energy", "uci/naval", "kin40k"])
-def test_real_tables_and_their_splits(name, data_dir):
-    found = table(name, **{"data-dir": data_dir})
-    for split in range(len(found.splits)):
-        train, test = found.rows(split)
-        assert np.array_equal(np.sort(np.concatenate([train, test])), np.arange(len(found.frame)))
-    assert len(found.splits) == (10 if name == "kin40k" else 20)
-
-
-@pytest.mark.data
-def test_categorical_tables(data_dir):
-    adult = table("adult", **{"data-dir": data_dir, "model": {"likelihood": "bernoulli"}})
-    assert adult.target == "income"
-    assert [part.size for part in adult.rows(0)] == [32561, 16281]
-    assert "?" in set(adult.frame["workclass"])
-    with pytest.raises(DataError, match=r"`A2`: text in a numeric cell in row 84 and 11 more rows; column `A14`"):
-        table("credit", **{"data-dir": data_dir, "model": {"likelihood": "bernoulli"}})
-    with pytest.raises(DataError, match=r"`station` has 2379 levels in 2379 rows, as an ident.* `name` has 2331"):
-        table("weather", **{"data-dir": data_dir})
-
-
-@pytest.fixture
-def data_dir() -> str:
-    import os
-
-    if "FEDGP_DATA" not in os.environ:
-        pytest.skip("FEDGP_DATA is not set: no folder with the real data sets")
-    return os.environ["FEDGP_DATA"]

@@ -140,12 +140,6 @@ def test_a_description_by_hand():
     }
 
 
-def test_a_categorical_target_is_described_by_its_classes():
-    own = describe(frame(y=["no", "no"]), ("x",), "y")
-    assert own.arrays["levels.y"].tolist() == [2]
-    assert "target.sum" not in own.arrays
-
-
 def test_residuals_carry_what_the_sum_lost():
     """Two sites' means of 1e8 are each wrong by up to 1e-8; with the residual their difference is exact."""
     values = 1e8 + np.array([0.0, 0.1, 0.2, 0.30000001192092896])

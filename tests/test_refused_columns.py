@@ -76,8 +76,8 @@ def test_ids_that_repeat_are_refused_at_the_site_and_nothing_of_them_leaves(
 
 def test_the_search_would_find_a_level_that_leaves(tmp_path: Path) -> None:
     """Five ids at each site are levels that a column may have."""
-    nodes = csv_nodes(tmp_path, {f"{seed}": readmitted(60, seed, visits=12) for seed in range(3)})
-    flat = configured(sites=3, num_server_rounds=1, output_dir=str(tmp_path), name="seen", target="y")
+    nodes = csv_nodes(tmp_path, {f"{seed}": readmitted(60, seed, visits=12) for seed in range(2)})
+    flat = configured(sites=2, num_server_rounds=1, output_dir=str(tmp_path), name="seen", target="y")
     grid = RecordingGrid(flat, nodes)
     executed(flat, grid)
     assert [text for text in grid.carried if SECRET in text]

@@ -147,7 +147,7 @@ BUILT_IN: Mapping[str, Method] = {
     "fsgp": Method(
         summary="Federated averaging of a sparse GP, then the exact posterior of all rows from sums",
         paper="Guo et al., Federated sparse Gaussian processes (2022)",
-        options="fedgp_flower.methods.sgpr.options:FSGPOptions",
+        options="fedgp_flower.methods.sgpr.options:AveragedOptions",
         strategy="strategies.fsgp:FSGP",
         client="fedgp_flower.methods.sgpr.client:FSGPClient",
         posterior="fedgp_flower.methods.sparse_posterior:saved_model",
@@ -155,19 +155,19 @@ BUILT_IN: Mapping[str, Method] = {
     "fgpr": Method(
         summary="Averaged hyperparameters of exact GPs; every site predicts from its own rows",
         paper="Yue and Kontar, Federated Gaussian process (2021); baseline of Guo et al. (2022)",
-        options="fedgp_flower.methods.fgpr.options:FGPROptions",
+        options="fedgp_flower.methods.sgpr.options:AveragedOptions",
         strategy="strategies.fgpr:FGPR",
-        client="fedgp_flower.methods.fgpr.client:FGPRClient",
+        client="fedgp_flower.methods.sgpr.client:FGPRClient",
         why_no_posterior=_FROM_ITS_ROWS,
     ),
     "deep-kernel": Method(
         summary="A GP on features that a network learns by federated averaging: heads by exact sums, personal at sites",
         paper="Achituve et al., Personalized federated learning with Gaussian processes (2021); heads after Guo et al.",
-        options="fedgp_flower.methods.deep_kernel.options:DeepKernelOptions",
+        options="fedgp_flower.methods.deep_kernel.messages:DeepKernelOptions",
         strategy="strategies.deep_kernel:DeepKernelGP",
         client="fedgp_flower.methods.deep_kernel.client:DeepKernelClient",
         posterior="fedgp_flower.methods.deep_kernel.posterior:saved_model",
-        panels="fedgp_flower.methods.deep_kernel.panels:panels",
+        panels="fedgp_flower.methods.deep_kernel.posterior:panels",
         at_site="fedgp_flower.methods.deep_kernel.posterior:site_model",
     ),
     "hierarchical-gp": Method(

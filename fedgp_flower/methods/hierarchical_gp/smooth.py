@@ -138,13 +138,7 @@ class Parts:
 
 
 class SmoothDeviation:
-    """The rows of a site under a model that holds θ.
-
-    Args:
-        model: With Gaussian noise.
-        features: [N, D].
-        targets: [N].
-    """
+    """The rows of a site, features [N, D] and targets [N], under a model with Gaussian noise that holds θ."""
 
     def __init__(self, model: ShapedGP, features: Rows, targets: Targets) -> None:
         self.model, self.features, self.targets = model, features, targets

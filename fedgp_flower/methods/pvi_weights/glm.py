@@ -21,9 +21,8 @@ from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian
-from fedgp_flower.gp.likelihoods import PointLikelihood
+from fedgp_flower.gp.likelihoods import PointLikelihood, canonical_likelihood
 from fedgp_flower.gp.linalg import cholesky
-from fedgp_flower.gp.logit import canonical_likelihood
 from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi_weights.options import WeightsOptions
 from fedgp_flower.options import ModelSection
