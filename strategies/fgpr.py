@@ -1,4 +1,4 @@
-"""FGPR: federated averaging of an exact GP's hyperparameters; every site predicts from its own rows.
+"""FGPR: federated averaging of an exact GP's hyperparameters; every site predicts from its rows.
 
 The baseline of Guo et al. (2022), after Yue and Kontar, *Federated Gaussian process* (2021). Nothing about a site's
 rows is shared but the hyperparameters fitted to them, and prediction is personal.

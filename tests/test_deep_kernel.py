@@ -101,7 +101,7 @@ def test_the_evidence_of_one_site_is_the_same_for_all_shares_and_so_is_what_it_t
 
 
 def test_the_largest_evidence_is_taken(problem):
-    """Sites with opposite classes have nothing in common; those of one rule have no use for heads of their own."""
+    """Sites with opposite classes have nothing in common; those of one rule have no use for personal heads."""
     model, x, _, _ = problem
     x = 10 * x
     label, site = (x[:, 0] > 0).double(), torch.arange(N) % 2

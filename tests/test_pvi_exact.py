@@ -6,14 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fedgp_flower.gp.logit import canonical_likelihood
 from pvi_oracles import collapsed_local_bound
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.batched_kernel import BatchedKernel
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
-from fedgp_flower.gp.likelihoods import build_point_likelihood
+from fedgp_flower.gp.likelihoods import build_point_likelihood, canonical_likelihood
 from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi.model import (
     Data,

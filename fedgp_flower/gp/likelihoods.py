@@ -90,8 +90,8 @@ class PointLikelihood(ABC):
         leaves = [values.detach().double().requires_grad_() for values in (mean, variance, hyper)]
         with torch.enable_grad():
             total = self.expected(targets, *leaves).sum()
-        alpha, slope, own = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
-        return total.detach(), alpha, -2 * slope, own
+        alpha, slope, by_hyper = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+        return total.detach(), alpha, -2 * slope, by_hyper
 
     def log_predictive(
         self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]

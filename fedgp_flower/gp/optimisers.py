@@ -142,7 +142,7 @@ class AdamSettings:
 
 
 def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings: AdamSettings, num_rows: int) -> Trace:
-    """Maximise in place a noisy objective, which draws its own samples at every call; a sum over ``num_rows`` rows.
+    """Maximise in place a noisy objective that draws new samples at every call; a sum over ``num_rows`` rows.
 
     Raises:
         NumericsError: the objective is not finite.

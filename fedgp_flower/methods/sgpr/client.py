@@ -51,9 +51,13 @@ LATEST = 4
 class SparseClient(SiteClient):
     """A sparse GP at the server's parameters w = {β, Z}, seeing only this site's rows."""
 
-    def model(self, values: Mapping[str, ndarray]) -> SparseGP:
+    model: SparseGP
+    """At the parameters of the message; it is one of GPyTorch and predicts by the q(v) that the message carries."""
+
+    def load(self, values: Mapping[str, ndarray]) -> SparseGP:
         """The model at given parameters."""
-        return self.placement.module(sparse_gp(self.config.model, values))
+        self.model = self.placement.module(sparse_gp(self.config.model, values))
+        return self.model
 
     def whitener(self, values: Mapping[str, ndarray]) -> Whitener:
         """What projects rows at given parameters; kept because the next message mostly comes with the same ones."""
@@ -61,7 +65,7 @@ class SparseClient(SiteClient):
         if key not in _whiteners:
             while len(_whiteners) >= LATEST:
                 del _whiteners[next(iter(_whiteners))]
-            _whiteners[key] = Whitener(self.model(values))
+            _whiteners[key] = Whitener(self.load(values))
         return _whiteners[key]
 
     def statistics(self, request: Parameters) -> Statistics:
@@ -75,8 +79,9 @@ class SparseClient(SiteClient):
 
     def predict(self, request: PooledPosterior, inputs: Array) -> Prediction:
         """Prediction from the exact pooled posterior."""
+        q, x = request.whitened(), self.placement.tensor(inputs)
         with torch.no_grad():
-            mean, variance = self.model(request.values).predict(self.placement.tensor(inputs), request.whitened())
+            mean, variance = self.load(request.values).hold(q).predict(x, q)
         return Prediction(to_array(mean), to_array(variance))
 
 
@@ -130,7 +135,7 @@ class FSGPClient(SparseClient, AveragingClient):
 
     def train(self, request: Step) -> Stepped:
         """P local steps on the collapsed bound per row F_k (Guo et al. 2022, Eq. 9 and Algorithm 1)."""
-        model, (inputs, targets) = self.model(request.values), self.tensors
+        model, (inputs, targets) = self.load(request.values), self.tensors
 
         def objective() -> torch.Tensor:
             return pooled_bound(model, inputs, targets) / len(targets)
@@ -141,20 +146,24 @@ class FSGPClient(SparseClient, AveragingClient):
 class FGPRClient(AveragingClient):
     """An exact GP of this site's rows at the server's hyperparameters."""
 
-    def model(self, values: Mapping[str, ndarray]) -> ExactGP:
+    model: ExactGP
+    """Conditioned on this site's rows, at the hyperparameters of the message."""
+
+    def load(self, values: Mapping[str, ndarray]) -> ExactGP:
         """The model of this site's rows at given hyperparameters."""
         model = ExactGP(self.config.model, torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y))
         model.load(values)
-        return self.placement.module(model)
+        self.model = self.placement.module(model)
+        return self.model
 
     def train(self, request: Step) -> Stepped:
         """P local steps on the log evidence per row."""
-        model = self.model(request.values)
+        model = self.load(request.values)
         return self.stepped(model, model.log_evidence, request)
 
     def predict(self, request: Parameters, inputs: Array) -> Prediction:
         """Prediction from this site's rows."""
-        mean, variance = self.model(request.values).predict(self.placement.tensor(inputs))
+        mean, variance = self.load(request.values).predict(self.placement.tensor(inputs))
         return Prediction(to_array(mean), to_array(variance))
 
 
@@ -162,7 +171,7 @@ class FGPRClient(AveragingClient):
 
 
 def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Precision H [H, H] and H θ [H] of a Gaussian around the mode of the site's own log posterior.
+    """Precision H [H, H] and H θ [H] of a Gaussian around the mode of the site's log posterior.
 
     θ are the logarithms of kernel and noise, in the order of :meth:`WiredModel.wire_parameters`. The sum over sites is
     that of independent Gaussians, whose mode is (Σ H)⁻¹ Σ Hθ. H is by central differences of the gradient.
