@@ -256,7 +256,7 @@ class PVI(FederatedStrategy[PVIState]):
     @property
     def agreement(self) -> Agreement | None:
         """The rounds that agree on Z and β before the first visit, where sites do not refine them."""
-        if self.options is not self.table or not self.table.agrees:  # the models of weights have their own options
+        if self.options is not self.table or not self.table.agrees:  # models of weights have other options
             return None
         preparation = self.preparation
         return Agreement.of(self.config, preparation.num_inputs, preparation.training_target, self.table.exchanges)

@@ -156,23 +156,6 @@ def test_at_convergence_it_is_global_vi_of_all_rows(likelihood, covariance, plan
     same(posterior(found)[WEIGHTS], global_vi(everything, state), 1e-6)
 
 
-def test_asynchronous_visits_end_there_too():
-    """Answers that are up to two merges old."""
-    sites, state, everything, roster = problem("bernoulli", "full")
-    under_way: dict[str, Any] = {}
-    for number in range(1, 150):
-        asking = one_round(state, replace(roster, round=number, busy=tuple(under_way)), Plan("asynchronous"), OPTIMUM)
-        question = asking.send(None)
-        under_way |= {site: sites[site].train(request) for site, request in question.requests.items()}
-        site = sorted(under_way)[number % len(under_way)]
-        try:
-            asking.send((site, under_way.pop(site)))
-        except StopIteration as done:
-            state, figures = done.value
-    assert figures["staleness"] > 0
-    same(posterior(state)[WEIGHTS], global_vi(everything, state), 1e-6)
-
-
 def test_special_cases_are_what_their_papers_write():
     sites, state, _, roster = problem("bernoulli", "full")
     prior, total = state.prior[WEIGHTS].gaussian, sum(roster.rows.values())

@@ -269,15 +269,6 @@ def standard_normal(num_samples: int, size: int, generator: Generator) -> Tensor
     return torch.cat([half, -half])
 
 
-def draw(latents: Latents, num_samples: int, num_inputs: int, generator: Generator) -> Draws:
-    """Samples of (Z, β) ~ q(Z) q(β)."""
-    parts = []
-    for latent in (latents.inducing, latents.hyper):
-        mean, scale = location_scale(latent)
-        parts.append(mean + scale * standard_normal(num_samples, len(mean), generator))
-    return Draws(parts[0].reshape(num_samples, -1, num_inputs), parts[1])
-
-
 def random_source(*words: object) -> Generator:
     """A generator derived from words such as (seed, purpose, site, round)."""
     digest = hashlib.sha256("/".join(map(str, words)).encode()).digest()
@@ -288,7 +279,11 @@ def prediction_draws(latents: Latents, model: SparseModel, number: int, seed: in
     """Draws of (Z, β) ~ q that depend on the seed alone; a single one where both are points."""
     if isinstance(latents.inducing, Point) and isinstance(latents.hyper, Point):
         number = 1
-    return draw(latents, number, model.num_inputs, random_source(seed, "prediction"))
+    parts, generator = [], random_source(seed, "prediction")
+    for latent in (latents.inducing, latents.hyper):
+        mean, scale = location_scale(latent)
+        parts.append(mean + scale * standard_normal(number, len(mean), generator))
+    return Draws(parts[0].reshape(number, -1, model.num_inputs), parts[1])
 
 
 def local_free_energy(
