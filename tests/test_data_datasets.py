@@ -23,7 +23,7 @@ def table(dataset: str, **keys) -> Table:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A data folder with a table in a folder of its own, and two standard splits."""
+    """A data folder with a table in a folder, and two standard splits."""
     draw = np.random.default_rng(0)
     (tmp_path / "lab").mkdir()
     frame = pd.DataFrame({"a": draw.normal(size=12), "b": draw.normal(size=12), "y": draw.normal(size=12)})
@@ -108,7 +108,7 @@ def test_convolved_signals_are_eq_19_of_the_fedmgp_paper():
     signals = frame.pivot(index="x", columns="unit", values="y").to_numpy()
     correlation = np.corrcoef(signals.T)[np.triu_indices(5, 1)]
     assert correlation.min() > 0.5  # one common curve
-    assert signals.std(axis=0).max() / signals.std(axis=0).min() > 1.2  # amplitudes of their own
+    assert signals.std(axis=0).max() / signals.std(axis=0).min() > 1.2  # amplitudes differ
 
 
 @pytest.mark.parametrize("make", [sine, plane_wave, five_blocks, convolved_signals])

@@ -121,7 +121,7 @@ def test_many_inputs_and_a_model_no_better_than_the_mean_are_said_first(tmp_path
     frames = {
         f"{k}": pd.DataFrame(draw.normal(size=(60, 41)), columns=[*map("x{}".format, range(40)), "y"]) for k in range(2)
     }
-    flat = configured(sites=2, num_server_rounds=3, baselines__linear=True, output_dir=str(tmp_path), name="run")
+    flat = configured(sites=2, num_server_rounds=1, baselines__linear=True, output_dir=str(tmp_path), name="run")
     with no_waiting():
         folder = server_app.execute(FaultyGrid(flat, csv_nodes(tmp_path, frames)), flat, lambda row, total: None)
     show_result(folder)

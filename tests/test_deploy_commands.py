@@ -86,7 +86,7 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
 
 
 def test_service_files_are_valid_in_a_folder_with_a_space(tmp_path: Path) -> None:
-    """By systemd's own check, where it is installed."""
+    """By systemd's check, where it is installed."""
     folder = tmp_path / "my 100% lab"
     folder.mkdir()
     machines.write_units(folder, "superlink", ["deploy", "serve", "--folder", str(folder)], 8000)

@@ -33,15 +33,15 @@ def test_assignments_take_the_type_of_their_key() -> None:
 
 
 def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.csv").write_text("x,y\n1,2\n")
+    (tmp_path / "table.csv").write_text("x,y\n1,2\n")
     monkeypatch.setenv("FEDGP_DATA", str(tmp_path / "elsewhere"))
-    config = complete_config({"dataset": "own.csv", "output-dir": "out"}, tmp_path)
-    assert config["dataset"] == str((tmp_path / "own.csv").resolve())
+    config = complete_config({"dataset": "table.csv", "output-dir": "out"}, tmp_path)
+    assert config["dataset"] == str((tmp_path / "table.csv").resolve())
     assert config["data-dir"] == str((tmp_path / "elsewhere").resolve())
     assert run_folder(config).parent == tmp_path / "out"
     assert run_folder(complete_config({"dataset": "uci/energy"}, tmp_path)).name.startswith("sgpr-uci-energy-")
     assert run_folder(complete_config({"name": "mine"}, tmp_path)).name == "mine"
-    assert run_folder(config).name.startswith("sgpr-own-")
+    assert run_folder(config).name.startswith("sgpr-table-")
     assert complete_config({"data-dir": "mine"}, tmp_path)["data-dir"] == str((tmp_path / "mine").resolve())
 
 
@@ -52,8 +52,8 @@ def test_the_profiles_in_code_are_those_that_people_read() -> None:
 def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path: Path) -> None:
     install_profiles(tmp_path)
     target = tmp_path / "config.toml"
-    own = '[superlink.hospital]\naddress = "example.org:8000"\n'
-    target.write_text(target.read_text() + own)
+    by_hand = '[superlink.hospital]\naddress = "example.org:8000"\n'
+    target.write_text(target.read_text() + by_hand)
     install_profiles(tmp_path)
     superlinks = tomllib.loads(target.read_text())["superlink"]
     assert superlinks["hospital"] == {"address": "example.org:8000"}

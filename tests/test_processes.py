@@ -22,7 +22,7 @@ from fedgp_flower.deploy.processes import (
 from fedgp_flower.errors import RunError
 
 SLEEP = "import time; time.sleep(300)"
-# A child in a session of its own, which ignores SIGTERM and whose parent ends at once.
+# A child in another session, which ignores SIGTERM and whose parent ends at once.
 ORPHAN = f"""
 import subprocess, sys
 subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"],

@@ -70,7 +70,7 @@ class Federation:
     def set_up(self, serve: Mapping[str, str], ports: Mapping[str, int] | None = None) -> None:
         """All that comes before a run; ``serve``: another line for a machine's server than that of the page.
 
-        ``ports``: through which a site reaches the SuperLink, where that is not the SuperLink's own.
+        ``ports``: through which a site reaches the SuperLink, where it is another one.
         """
         self.typed("coordinator", f"{COORDINATOR[0]} --port {self.port}")
         self.begun("coordinator", serve.get("coordinator", COORDINATOR[1]))

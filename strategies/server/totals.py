@@ -130,7 +130,7 @@ class Masking:
         return written_members(list(self.members.values()))
 
     def open(self, total: Total[Any], sites: Sequence[str], sizes: Mapping[str, int]) -> MaskedContract:
-        """A question under a number of its own."""
+        """A question under a new number."""
         roster = sorted(self.taking_part(sites))
         self.require(roster)
         network = self.network
@@ -180,9 +180,8 @@ class Masking:
             found = decode(contract.total.answer, unflat(vector, contract.layout(replies[sites[0]])), sizes)
         except ProtocolError as error:
             raise RunError(f"a total under masks cannot be used: {error}") from None
-        if not silent and (
-            reason := refusal_of(found, Described(rows))
-        ):  # what the rows of one site meet, those of all do
+        reason = None if silent else refusal_of(found, Described(rows))  # what rows of one site meet, those of all do
+        if reason:
             raise RunError(
                 f"no {rows} rows have such a total of `{name}`: {reason}. Under masks no site can be named;"
                 " `privacy.secure-aggregation = false` names it"

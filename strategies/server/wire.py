@@ -86,7 +86,7 @@ def _is_finite(value: float | Sequence[float]) -> bool:
 
 
 def again(message: Message) -> Message:
-    """The same message once more, under an id of its own."""
+    """The same message once more, under another id."""
     meta = message.metadata
     return Message(
         message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id
