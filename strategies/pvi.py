@@ -195,7 +195,14 @@ def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
 
 def begin(first: Mapping[str, AnyShape], options: PVIOptions, rows: Mapping[str, int]) -> PVIState:
     """Before the first round: N(0, I) of every block in the product; Z and β outside of it begin as points."""
-    priors = {name: NaturalParameters.of(DiagonalGaussian.standard(first[name].size)) for name in options.product}
+    priors = {
+        name: NaturalParameters.of(DiagonalGaussian.standard(first[name].size))
+        for name in options.product
+        if name in LATENTS
+    }
+    if options.linear:
+        size = len(first["inducing"])
+        priors["whitened"] = NaturalParameters(np.zeros(size), -0.5 * np.eye(size))
     points = {name: Marginal(value=first[name].ravel()) for name in LATENTS if name not in options.product}
     return PVIState(priors, shared=points, first=first, rows=rows)
 

@@ -124,7 +124,7 @@ class LocalOptimum:
     """The site maximises its local free energy, by the update of the configuration."""
 
     function: str
-    """The part of an answer that is its factor: ``points``, ``values`` or ``weights``."""
+    """The part of an answer that is its factor: ``points``, ``values``, ``whitened`` or ``weights``."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """For each latent ``distribution``, ``average`` or ``fixed``; empty where weights are the model."""
     tied: bool = False
@@ -139,7 +139,8 @@ class LocalOptimum:
         others = [each.function for name, each in state.sites.items() if name != site or not plan.deletion]
         before = state.sites[site].function if plan.deletion and site in state.sites else None
         known = {name: around[name] for name in state.prior}
-        return Visit(known, None, marginals(state), Factors.product(others), before)
+        q = NaturalParameters.of(posterior(state)["whitened"]) if "whitened" in known else None
+        return Visit(known, q, marginals(state), Factors.product(others), before)
 
     def read(self, state: PVIState, site: str, answer: Refined) -> Proposal:
         """The factors t̂ₖ of an answer, and the latents that are outside the product."""
@@ -154,7 +155,7 @@ class LocalOptimum:
         return Proposal(Contribution(factors, answer.points), answer.objective, shared)
 
     def _function_misfit(self, state: PVIState, site: str, answer: Refined) -> str | None:
-        for name in ("points", "values", "weights"):
+        for name in ("points", "values", "whitened", "weights"):
             if (getattr(answer, name) is not None) != (name == self.function):
                 return f"`{name}` is {'absent' if name == self.function else 'present, expected none'}"
         if answer.points is not None:
@@ -167,7 +168,7 @@ class LocalOptimum:
             return f"`{self.function}`: {len(factor.eta1)} entries, expected {size}"
         if self.function in state.prior and factor.eta2.ndim != state.prior[self.function].eta2.ndim:
             return f"`{self.function}.eta2`: {factor.eta2.ndim} dimensions, as the prior has not"
-        return factor.refusal(self.function, diagonal=self.function == "weights")
+        return factor.refusal(self.function, diagonal=self.function == "weights", negative=self.function == "whitened")
 
     def _latent_misfit(self, state: PVIState, name: str, latent: Marginal | None) -> str | None:
         kind = "absent" if latent is None else "a distribution" if latent.value is None else "a value"

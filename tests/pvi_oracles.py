@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
+from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.methods.pvi.model import Data, Draws, Factor, SparseModel, product
 
 
@@ -24,3 +26,8 @@ def collapsed_local_bound(model: SparseModel, draws: Draws, others: Sequence[Fac
     mean = (A * cavity.mean[..., None]).sum(-2)
     missing = (geometry.prior_variance(data.inputs) - A.square().sum(-2)) / noise
     return MultivariateNormal(mean, covariance).log_prob(data.targets) - 0.5 * missing.sum(-1)
+
+
+def log_normaliser(q: Gaussian) -> Tensor:
+    """A(η) = log ∫ exp(η₁ᵀx + xᵀη₂x) dx = ½η₁ᵀSη₁ − ½log|Λ| + M/2 log 2π, a scalar."""
+    return 0.5 * (q.eta1 @ q.mean() + q.size * math.log(2 * math.pi) - q.log_determinant())

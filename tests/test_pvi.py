@@ -62,8 +62,9 @@ def rows_in(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
-def test_the_saved_posterior_predicts_what_sites_scored(tmp_path: Path) -> None:
-    folder = execute(tmp_path, keep_predictions=True)
+@pytest.mark.parametrize("update", ["adam", "natural-gradient"])
+def test_the_saved_posterior_predicts_what_sites_scored(tmp_path: Path, update: str) -> None:
+    folder = execute(tmp_path, keep_predictions=True, pvi__local_update=update)
     rows = [row for row in rows_in(folder / "predictions.csv") if row["site"] == "1"]
     inputs = np.array([[float(row[name]) for name in row if name.startswith("input.")] for row in rows])
     mean, sd = Predictor.of_run(folder)(inputs)
@@ -106,6 +107,9 @@ def test_a_site_without_held_out_rows_scores_none_of_them(tmp_path: Path) -> Non
     [
         ({"pvi__deletion": False}, "deletion"),
         ({"pvi__preset": "bcm-split", "pvi__factor": "cpo"}, "pvi.preset"),
+        ({"pvi__preset": "global-vi", "pvi__local_update": "analytic"}, "pvi.preset"),
+        ({"pvi__local_update": "analytic", "model__likelihood": "student-t"}, "natural-gradient"),
+        ({"pvi__local_update": "lbfgs", "optimizer__batch_size": 8}, "batch-size"),
         ({"precision": "float32"}, "precision"),
         ({"pvi__damping": 0.5, "pvi__inducing": "fixed"}, "nothing to damp"),
         ({"optimizer__steps": 20}, "pvi.steps"),

@@ -6,17 +6,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from pvi_oracles import collapsed_local_bound
+from pvi_oracles import collapsed_local_bound, log_normaliser
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.batched_kernel import BatchedKernel
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import build_point_likelihood, canonical_likelihood
+from fedgp_flower.methods.pvi.linear import (
+    WhitenedRows,
+    analytic_factor,
+    fixed_point,
+    gradient_step,
+    natural_gradient,
+    whitened_rows,
+)
 from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
+    Latents,
+    Point,
     PseudoObservations,
     SparseModel,
     divergence,
@@ -26,7 +36,7 @@ from fedgp_flower.methods.pvi.model import (
     product,
 )
 from fedgp_flower.methods.pvi.options import PRESETS
-from fedgp_flower.methods.pvi.state import Contribution, forget, merge, posterior
+from fedgp_flower.methods.pvi.state import Contribution, cavity, forget, merge, posterior
 from fedgp_flower.methods.pvi_weights.glm import LinearSite, optimum
 from fedgp_flower.options import ModelSection
 from strategies.pvi import damping_of, due, next_sites
@@ -82,6 +92,14 @@ class Problem:
         targets = data.targets if likelihood == "gaussian" else (data.targets > 0).double()
         return LinearSite(a, targets, point, point.initial)
 
+    def whitened(self, rows: torch.Tensor, likelihood: str) -> WhitenedRows:
+        """Some rows, for the updates at fixed Z and β."""
+        points = Latents(Point(self.z.flatten()), Point(self.model.initial_hyper()))
+        targets = self.y[rows] if likelihood == "gaussian" else (self.y[rows] > 0).double()
+        found = whitened_rows(self.model, Data(self.x[rows], targets), points)
+        point = build_point_likelihood(likelihood, noise=NOISE)
+        return replace(found, likelihood=point, hyper=point.initial)
+
     def unwhitened(self, q: NaturalGaussian) -> tuple[torch.Tensor, torch.Tensor]:
         L = torch.linalg.cholesky(self.k(self.z, self.z))
         mean, covariance = q.moments()
@@ -118,6 +136,61 @@ def test_every_one_pass_special_case_is_exact_when_conjugate(preset):
         state, _ = merge(state, replies, damping=damping_of(plan, len(chosen)), deletion=plan.deletion)
     assert visits == {"0": 1, "1": 1, "2": 1}
     assert_same(problem.unwhitened(posterior(state)["function"]), problem.titsias())
+
+
+def to_fixed_point(problem: Problem, likelihood: str, passes: int) -> PVIState:
+    state = PVIState(problem.prior())
+    for visit in range(3 * passes):
+        name, around = str(visit % 3), cavity(state, str(visit % 3))["function"]
+        start = state.sites[name].factors["function"].gaussian if name in state.sites else around.flat()
+        factor, _ = fixed_point(problem.whitened(problem.rows[visit % 3], likelihood), around, start)
+        state, _ = merge(state, {name: contribution(factor)}, damping=1.0)
+    return state
+
+
+def test_a_conjugate_fixed_point_is_titsias_and_its_factors_are_exact():
+    problem = Problem(3)
+    state = to_fixed_point(problem, "gaussian", 1)
+    assert_same(problem.unwhitened(posterior(state)["function"]), problem.titsias())
+    for k, rows in enumerate(problem.rows):
+        exact, found = analytic_factor(problem.whitened(rows, "gaussian")), state.sites[str(k)].factors["function"]
+        assert_same((found.gaussian.eta1, found.gaussian.eta2), (exact.eta1, exact.eta2))
+
+
+def test_a_fixed_point_is_stationary_for_global_vi_and_free_energies_add_up():
+    """Property 2.2 with Bernoulli rows: F(q) = Σₖ [Fₖ − A(q) + A(q without k)] + A(q) − A(p), and dF/dη = 0."""
+    problem = Problem(3)
+    state = to_fixed_point(problem, "bernoulli", 40)
+    q, prior = posterior(state)["function"], state.prior["function"].gaussian
+    pooled = problem.whitened(torch.cat(problem.rows), "bernoulli")
+    at_q = natural_gradient(pooled, q) * prior
+    assert_same((at_q.eta1, at_q.eta2), (q.eta1, q.eta2))
+    step = gradient_step(pooled, q, prior, prior.flat(), step=1.0)
+    assert float(torch.cat([step.eta1, step.eta2.flatten()]).abs().max()) < 1e-8
+    total = float(log_normaliser(q) - log_normaliser(prior))
+    for k, rows in enumerate(problem.rows):
+        around = cavity(state, str(k))["function"]
+        local = problem.whitened(rows, "bernoulli").free_energy(q, around)
+        total += float(local - log_normaliser(q) + log_normaliser(around))
+    assert total == pytest.approx(float(pooled.free_energy(q, prior)), abs=1e-9)
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
+def test_one_synchronous_gradient_step_is_the_pooled_step(likelihood):
+    """Property 3.1, at a posterior that is no fixed point; ``global-vi`` is this with damping 1."""
+    problem = Problem(3)
+    some = NaturalGaussian(0.1 * torch.ones(8).double(), -0.05 * torch.eye(8).double())
+    old = {str(k): some ** (k + 1.0) for k in range(3)}
+    state = PVIState(problem.prior(), {name: contribution(factor) for name, factor in old.items()})
+    q, prior, replies = posterior(state)["function"], state.prior["function"].gaussian, {}
+    for k, rows in enumerate(problem.rows):
+        site, around = problem.whitened(rows, likelihood), cavity(state, str(k))["function"]
+        replies[str(k)] = contribution(gradient_step(site, q, around, old[str(k)], step=1e-4))
+    found = posterior(merge(state, replies, damping=damping_of(PRESETS["global-vi"], 3))[0])["function"]
+    pooled = problem.whitened(torch.cat(problem.rows), likelihood)
+    expected = q * gradient_step(pooled, q, prior, prior.flat(), step=1e-4)
+    assert_same((found.eta1, found.eta2), (expected.eta1, expected.eta2), rtol=1e-11, atol=1e-11)
+    assert float((found.eta1 - q.eta1).abs().max()) > 1e-7, "the step must move the posterior"
 
 
 def test_without_deletion_a_second_pass_counts_rows_twice():

@@ -20,7 +20,7 @@ from fedgp_flower.methods.pvi.model import (
     SparseModel,
     local_free_energy,
 )
-from fedgp_flower.methods.pvi.updates import LocalProblem, adam_update, averages, first_factor
+from fedgp_flower.methods.pvi.updates import LocalProblem, adam_update, averages, first_factor, lbfgs_update
 from fedgp_flower.options import ModelSection
 
 INDUCING = 8
@@ -83,6 +83,16 @@ def test_every_form_of_factor_reaches_the_collapsed_bound_at_fixed_latents(form)
     best = collapsed_local_bound(model(), draws_at(latents), others, data).item()
     assert best - 3.0 < found.free_energy <= best + 1e-9
     assert torch.equal(found.latents.inducing.value, latents.inducing.value)
+
+
+def test_lbfgs_reaches_the_collapsed_bound_and_says_the_free_energy_of_its_factor():
+    data, latents, others = sine(), grid(), [exact(sine(20, 5))]
+    problem = LocalProblem(model(), data, others, latents, num_samples=1)
+    found = lbfgs_update(problem, start_near(data), latents, 400, generator())
+    best = collapsed_local_bound(model(), draws_at(latents), others, data).item()
+    assert best - 0.05 < found.free_energy <= best + 1e-9
+    again = local_free_energy(model(), draws_at(latents), others, found.factor, data).item()
+    assert found.free_energy == pytest.approx(again, rel=1e-12)
 
 
 def test_the_new_posterior_is_always_more_precise_than_the_cavity():

@@ -10,7 +10,17 @@ import torch
 
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.gp.optimisers import AdamSettings
-from fedgp_flower.methods.pvi.messages import LATENTS, Factors, LogLikelihood, Marginal, Predictive, Refined, Visit
+from fedgp_flower.methods.pvi.linear import analytic_factor, fixed_point, gradient_step, whitened_rows
+from fedgp_flower.methods.pvi.messages import (
+    LATENTS,
+    Factors,
+    LogLikelihood,
+    Marginal,
+    NaturalParameters,
+    Predictive,
+    Refined,
+    Visit,
+)
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
@@ -26,7 +36,15 @@ from fedgp_flower.methods.pvi.model import (
 )
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.saved import PREDICTION_DRAWS
-from fedgp_flower.methods.pvi.updates import ADAM_RATE, ADAM_STEPS, LocalProblem, adam_update, first_factor
+from fedgp_flower.methods.pvi.updates import (
+    ADAM_RATE,
+    ADAM_STEPS,
+    LBFGS_EVALUATIONS,
+    LocalProblem,
+    adam_update,
+    first_factor,
+    lbfgs_update,
+)
 from fedgp_flower.methods.sgpr.client import SGPRClient, SVGPClient
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
@@ -86,7 +104,9 @@ class PVIClient(SiteClient):
     # Visits.
 
     def train(self, request: Visit) -> Refined:
-        """One local update (Ashman et al. 2022, Algorithm 1, step 2), twice as long on the first visit."""
+        """One local update (Ashman et al. 2022, Algorithm 1, step 2); Adam's is twice as long on the first visit."""
+        if self.options.linear:
+            return self._train_whitened(request)
         assert request.q is not None
         options, latents, context = self.options, request.q.latents(), request.context
         cavity = Latents(*(context[n].diagonal() if n in context else getattr(latents, n) for n in LATENTS))
@@ -102,13 +122,33 @@ class PVIClient(SiteClient):
             batch_size=self.config.optimizer.batch_size,
             learn_inducing=options.inducing == "average",
         )
-        steps = (options.steps or ADAM_STEPS) * (2 if request.before is None else 1)
-        settings = AdamSettings(steps, options.learning_rate or ADAM_RATE)
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
-        done = adam_update(problem, before, latents, settings, source)
+        if options.local_update == "lbfgs":
+            done = lbfgs_update(problem, before, latents, options.steps or LBFGS_EVALUATIONS, source)
+        else:
+            steps = (options.steps or ADAM_STEPS) * (2 if request.before is None else 1)
+            settings = AdamSettings(steps, options.learning_rate or ADAM_RATE)
+            done = adam_update(problem, before, latents, settings, source)
         factor, parts = Factors.of(done.factor), (self._part(name, done.latents, cavity) for name in LATENTS)
         evaluations = len(done.trace.values)
         return Refined(done.free_energy / len(self.data), evaluations, factor.points, factor.values, None, *parts)
+
+    def _train_whitened(self, request: Visit) -> Refined:
+        """The factor of v = L⁻¹u at fixed Z and β: exact, a fixed point, or moved by one gradient step."""
+        assert request.q is not None
+        assert request.posterior is not None
+        rows = whitened_rows(self.model, self.data, request.q.latents())
+        context, step, evaluations = request.context["whitened"].full(), self.options.learning_rate or 1.0, 1
+        before = request.before.whitened if request.before else None
+        start = before.full() if before else context.flat()
+        if self.options.local_update == "analytic":
+            factor = analytic_factor(rows)
+        elif self.options.local_update == "gradient":
+            factor = gradient_step(rows, request.posterior.full(), context, start, step=step)
+        else:
+            factor, evaluations = fixed_point(rows, context, start, step=step)
+        objective = float(rows.free_energy(context * factor, context)) / len(self.data)
+        return Refined(objective, evaluations, whitened=NaturalParameters.of(factor))
 
     def _part(self, name: str, latents: Latents, cavity: Latents) -> Marginal | None:
         """A factor q_k / cavity of a latent in the product; an averaged point itself; of a fixed one nothing."""

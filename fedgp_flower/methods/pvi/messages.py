@@ -16,7 +16,15 @@ from numpy import ndarray
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.pvi.model import Factor, InducingFactor, Latent, Latents, Point, PseudoObservations
+from fedgp_flower.methods.pvi.model import (
+    Factor,
+    InducingFactor,
+    Latent,
+    Latents,
+    Point,
+    PseudoObservations,
+    WhitenedFactor,
+)
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import AnyShape, Array
@@ -55,8 +63,12 @@ class NaturalParameters:
         """As tensors, where ``eta2`` is known to be a matrix."""
         return NaturalGaussian.from_arrays({"eta1": self.eta1, "eta2": self.eta2})
 
-    def refusal(self, name: str, *, diagonal: bool = False) -> str | None:
-        """Why this is no factor of u or of weights, or None; a ``diagonal`` one is allowed for weights."""
+    def refusal(self, name: str, *, diagonal: bool = False, negative: bool = False) -> str | None:
+        """Why this is no factor, or None; a ``diagonal`` one is allowed for weights, a ``negative`` precision for v.
+
+        The merge checks whether prior and factors of v are a density together. The prior of u depends on Z and β: no
+        negative precision of u is safe.
+        """
         shapes = [2 * self.eta1.shape] + [self.eta1.shape] * diagonal
         if self.eta2.shape not in shapes:
             return f"`{name}.eta2`: shape {self.eta2.shape}, expected a matrix for `eta1` of shape {self.eta1.shape}"
@@ -65,6 +77,8 @@ class NaturalParameters:
             return f"`{name}`: numbers above {LIMIT**2:g}, which no standardised rows give"
         if self.eta2.ndim == 2 and np.abs(self.eta2 - self.eta2.T).max() > 1e-8 * size:
             return f"`{name}.eta2` is not symmetric"
+        if negative:
+            return None
         largest = np.linalg.eigvalsh(self.eta2)[-1] if self.eta2.ndim == 2 else self.eta2.max()
         return f"`{name}.eta2`: its precision has a negative eigenvalue" if largest > 1e-8 * size else None
 
@@ -155,12 +169,15 @@ class Factors:
 
     points: PseudoPoints | None = leaves("pseudo-observations", default=None)
     values: NaturalParameters | None = leaves("product of Gaussian factors of u", default=None)
+    whitened: NaturalParameters | None = leaves("product of Gaussian factors of v = L⁻¹u", default=None)
 
     @staticmethod
     def of(factor: Factor) -> Factors:
         """A single factor."""
         if isinstance(factor, InducingFactor):
             return Factors(values=NaturalParameters.of(factor.natural))
+        if isinstance(factor, WhitenedFactor):
+            return Factors(whitened=NaturalParameters.of(factor.natural))
         parts = (factor.inputs, factor.targets, factor.root)
         return Factors(PseudoPoints(*(part.detach().numpy().copy() for part in parts)))
 
@@ -170,21 +187,24 @@ class Factors:
         every = list(parts)
         points = [part.points for part in every if part.points is not None]
         joined = [np.concatenate(arrays) for arrays in zip(*(vars(each).values() for each in points), strict=True)]
-        gaussians = [part.values for part in every if part.values is not None]
-        values = None
-        if gaussians:
-            values = NaturalParameters(
-                np.sum([each.eta1 for each in gaussians], 0), np.sum([each.eta2 for each in gaussians], 0)
-            )
-        return Factors(PseudoPoints(*joined) if points else None, values)
+        products = (_product(getattr(part, name) for part in every) for name in ("values", "whitened"))
+        return Factors(PseudoPoints(*joined) if points else None, *products)
 
     def factors(self, *, tied: bool) -> list[Factor]:
         """As tensors; whether the noise of pseudo-observations scales with σ² is a choice of the run."""
         found: list[Factor] = [] if self.values is None else [InducingFactor(self.values.full())]
+        found += [] if self.whitened is None else [WhitenedFactor(self.whitened.full())]
         if self.points is None:
             return found
         inputs, targets, root = (torch.as_tensor(np.array(array)) for array in vars(self.points).values())
         return [PseudoObservations(inputs, targets, root, tied), *found]
+
+
+def _product(factors: Iterable[NaturalParameters | None]) -> NaturalParameters | None:
+    given = [factor for factor in factors if factor is not None]
+    if not given:
+        return None
+    return NaturalParameters(np.sum([each.eta1 for each in given], 0), np.sum([each.eta2 for each in given], 0))
 
 
 # ---- What a site is asked -------------------------------------------------------------------------------------------
@@ -195,7 +215,7 @@ class Visit:
     """Refine your factors against what all others know."""
 
     context: Mapping[str, NaturalParameters] = leaves("what the site's factors multiply, of every block in the product")
-    posterior: NaturalParameters | None = leaves("q of the weights, where they are the model", default=None)
+    posterior: NaturalParameters | None = leaves("q of the weights, or of v = L⁻¹u at fixed Z and β", default=None)
     q: Marginals | None = leaves("q(Z) and q(β); none where weights are the model", default=None)
     others: Factors = leaves("factors of u of the other sites", default=Factors())
     before: Factors | None = leaves("the site's factor of u; none on its first visit", default=None)
@@ -224,13 +244,14 @@ class Refined:
     weights: NaturalParameters | None = leaves("Gaussian factor of the weights", default=None)
     inducing: Marginal | None = leaves("of Z: factor or point", default=None)
     hyper: Marginal | None = leaves("of β: factor", default=None)
+    whitened: NaturalParameters | None = leaves("Gaussian factor of v = L⁻¹u", default=None)
 
     def num_parameters(self) -> int:
         """Pseudo-observations, inducing values or weights, and hyperparameters."""
         size = 0 if self.hyper is None else self.hyper.size
         if self.points is not None:
             size += len(self.points.targets)
-        return size + sum(len(factor.eta1) for factor in (self.values, self.weights) if factor is not None)
+        return size + sum(len(factor.eta1) for factor in (self.values, self.weights, self.whitened) if factor)
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
@@ -241,6 +262,7 @@ class Refined:
             self.points and self.points.refusal(rows),
             self.values and self.values.refusal("values"),
             self.weights and self.weights.refusal("weights", diagonal=True),
+            self.whitened and self.whitened.refusal("whitened", negative=True),
             self.inducing and self.inducing.refusal("inducing"),
             self.hyper and self.hyper.refusal("hyper"),
         )

@@ -99,7 +99,14 @@ class InducingFactor:
     natural: NaturalGaussian
 
 
-Factor = PseudoObservations | InducingFactor
+@dataclass(frozen=True, slots=True, eq=False)
+class WhitenedFactor:
+    """A factor of v = L⁻¹u itself, t(v) ∝ exp(ηᵀv − ½vᵀΛv): what sites share while Z and β stay fixed."""
+
+    natural: NaturalGaussian
+
+
+Factor = PseudoObservations | InducingFactor | WhitenedFactor
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +124,12 @@ class Natural:
         return cls(eye.expand(samples, size, size), geometry.chol.new_zeros(samples, size))
 
     def times(self, factor: Factor, geometry: Geometry, projection: Tensor | None = None) -> Natural:
-        """Multiply by a factor: of u by LᵀΛL and Lᵀη, pseudo-observations by their ``projection`` A."""
+        """Multiply by a factor: of u by LᵀΛL and Lᵀη, of v as it is, pseudo-observations by their ``projection`` A."""
         if isinstance(factor, InducingFactor):
             L, precision, eta1 = geometry.chol, factor.natural.precision, factor.natural.eta1
             return Natural(self.precision + L.mT @ precision @ L, self.shift + (L.mT @ eta1))
+        if isinstance(factor, WhitenedFactor):
+            return Natural(self.precision + factor.natural.precision, self.shift + factor.natural.eta1)
         A = geometry.project(factor.inputs) if projection is None else projection
         columns, values = factor.columns(A, geometry.noise)
         return Natural(self.precision + columns @ columns.mT, self.shift + (columns @ values.unsqueeze(-1)).squeeze(-1))

@@ -55,12 +55,15 @@ def _latent(arrays: Arrays, name: str) -> Latent:
 
 def saved_factors(arrays: Arrays) -> list[Factor]:
     """The factors of u of a saved posterior."""
-    points = values = None
+    points = None
     if f"{POINTS_NAME}.inputs" in arrays:
         points = PseudoPoints(*(arrays[f"{POINTS_NAME}.{name}"] for name in POINTS))
-    if "factor.values.eta1" in arrays:
-        values = NaturalParameters(*(arrays[f"factor.values.{name}"] for name in GAUSSIAN))
-    return Factors(points, values).factors(tied=bool(arrays.get(f"{POINTS_NAME}.tied", True)))
+    gaussians = {
+        kind: NaturalParameters(*(arrays[f"factor.{kind}.{name}"] for name in GAUSSIAN))
+        for kind in ("values", "whitened")
+        if f"factor.{kind}.eta1" in arrays
+    }
+    return Factors(points, **gaussians).factors(tied=bool(arrays.get(f"{POINTS_NAME}.tied", True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,10 @@ def _densities(arrays: NamedArrays) -> dict[str, Gaussian]:
     if "inducing.covariance" in arrays:
         moments = (torch.from_numpy(arrays[f"inducing.{part}"]) for part in ("mean", "covariance"))
         densities["whitened"] = NaturalGaussian.from_moments(*moments)
+    if "factor.whitened.eta2" in arrays:
+        eta2 = arrays["factor.whitened.eta2"]
+        whitened = {"eta1": arrays["factor.whitened.eta1"], "eta2": eta2 - 0.5 * np.eye(len(eta2))}
+        densities["whitened"] = NaturalGaussian.from_arrays(whitened)
     return densities
 
 
@@ -136,6 +143,6 @@ def _remains(before: RunData) -> list[str]:
         remains.append("the inducing inputs, an average that the site took part in")
     if options.agrees:
         remains.append("inducing inputs and hyperparameters, which all sites agreed on")
-    if not (options.agrees and config.model.likelihood == "gaussian"):
+    if not (options.linear and config.model.likelihood == "gaussian"):
         remains.append("factors of other sites, fitted beside the site's; further visits let them settle")
     return remains

@@ -16,7 +16,7 @@ PREDICTION_DRAWS = 100
 """Draws of (Z, β) that predict: their error is a tenth of a standard deviation of the mixture's spread."""
 EQUATION = (
     "For draws (Z, β) ~ q(Z) q(β), L Lᵀ = k(Z, Z) + jitter · k(z, z) · I, A = L⁻¹k(Z, V), B = I + A S⁻¹ Aᵀ, "
-    "h = A S⁻¹ m (factor.values adds LᵀΛL and Lᵀη), a = L⁻¹k(Z, x): f(x) ~ N(aᵀB⁻¹h, "
+    "h = A S⁻¹ m (factor.values adds LᵀΛL and Lᵀη, factor.whitened Λ and η), a = L⁻¹k(Z, x): f(x) ~ N(aᵀB⁻¹h, "
     "k(x, x) − aᵀa + aᵀB⁻¹a). Predict with the mixture over draws of p(y | f). x and y are standardised by input.mean, "
     "input.scale, target.mean, target.scale; β are logarithms of standard deviations and lengthscales."
 )
@@ -79,7 +79,8 @@ def saved_arrays(
         for name, words in POINTS.items():
             add(f"{POINTS_NAME}.{name}", getattr(predictive.factors.points, name), words)
         add(f"{POINTS_NAME}.tied", np.array(tied), "whether pseudo-noise scales with σ²")
-    if predictive.factors.values is not None:
-        for name, words in GAUSSIAN.items():
-            add(f"factor.values.{name}", getattr(predictive.factors.values, name), words)
+    for kind in ("values", "whitened"):
+        if (factor := getattr(predictive.factors, kind)) is not None:
+            for name, words in GAUSSIAN.items():
+                add(f"factor.{kind}.{name}", getattr(factor, name), words)
     return arrays, meanings

@@ -37,8 +37,8 @@ class Contribution:
 
     @property
     def function(self) -> Factors:
-        """The factor of u."""
-        return Factors(self.points, self.factors.get("values"))
+        """The factor of u, or of v = L⁻¹u."""
+        return Factors(self.points, self.factors.get("values"), self.factors.get("whitened"))
 
 
 @message()

@@ -1,12 +1,12 @@
-"""A site's local update: maximise the local free energy over its factor of u and its shares of q(Z) and q(β), by Adam.
+"""A site's local update: maximise the local free energy over its factor of u and its shares of q(Z) and q(β).
 
-Ashman et al. (2022), Algorithm 1, step 2, as in *Federated learning of sparse Gaussian processes*, Algorithms 1 and 2,
-Eq. 7 with weight α on the KL of Z.
+By Adam or L-BFGS. Ashman et al. (2022), Algorithm 1, step 2, as in *Federated learning of sparse Gaussian processes*,
+Algorithms 1 and 2, Eq. 7 with weight α on the KL of Z.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.gp.likelihoods import GaussianNoise
-from fedgp_flower.gp.optimisers import AdamSettings, Trace, adam
+from fedgp_flower.gp.optimisers import AdamSettings, Trace, adam, maximise
 from fedgp_flower.methods.pvi.model import (
     ALPHA,
     Data,
@@ -43,7 +43,7 @@ SAMPLES = 4
 MOST_POINTS, ROWS_PER_POINT = 500, 5
 """Pseudo-observations of a site, at most, and the rows that each begins as the average of, at least: averages are not
 rows."""
-ADAM_STEPS, ADAM_RATE = 150, 0.03
+ADAM_STEPS, ADAM_RATE, LBFGS_EVALUATIONS = 150, 0.03, 400
 """Where ``pvi.steps`` and ``pvi.learning-rate`` are 0."""
 
 
@@ -73,7 +73,7 @@ class LocalUpdate:
     latents: Latents
     """q_k(Z) and q_k(β); divided by the cavity they are the site's factors."""
     free_energy: float
-    """Mean objective over the last tenth of the steps, in nats."""
+    """Nats. Adam: mean objective over the last tenth of the steps; L-BFGS: the objective at what is returned."""
     trace: Trace
 
 
@@ -159,6 +159,33 @@ def adam_update(
     problem: LocalProblem, before: Factor, start: Latents, settings: AdamSettings, generator: Generator
 ) -> LocalUpdate:
     """Local update by Adam from ``before`` and ``start``, on reparameterised antithetic samples, new at every step."""
+    return _update(problem, before, start, generator, lambda f, x: adam(f, x, settings, len(problem.data)))
+
+
+def lbfgs_update(
+    problem: LocalProblem, before: Factor, start: Latents, evaluations: int, generator: Generator
+) -> LocalUpdate:
+    """Local update by L-BFGS on samples that stay the same: for few samples and pseudo-observations."""
+    state = generator.get_state()
+
+    def optimise(objective: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Trace:
+        def value() -> Tensor:
+            generator.set_state(state)
+            return objective()
+
+        return maximise(value, parameters, max_evaluations=evaluations, tolerance=1e-6, gradient_tolerance=1e-5)
+
+    done = _update(problem, before, start, generator, optimise)
+    return replace(done, free_energy=done.trace.values[-1])
+
+
+def _update(
+    problem: LocalProblem,
+    before: Factor,
+    start: Latents,
+    generator: Generator,
+    optimise: Callable[[Callable[[], Tensor], Sequence[Tensor]], Trace],
+) -> LocalUpdate:
     model, data, size = problem.model, problem.data, problem.batch_size
     factor = TrainableFactor(before)
     inducing = TrainableLatent(problem.cavity.inducing, start.inducing, learn_point=problem.learn_inducing)
@@ -175,7 +202,7 @@ def adam_update(
         fit = local_free_energy(model, draws, problem.others, factor.factor(), rows, weight=weight).mean()
         return fit - problem.alpha * inducing.kl() - hyper.kl()
 
-    trace = adam(objective, [*factor.parameters, *inducing.parameters, *hyper.parameters], settings, len(data))
+    trace = optimise(objective, [*factor.parameters, *inducing.parameters, *hyper.parameters])
     tail = trace.values[-max(1, len(trace.values) // 10) :]
     return LocalUpdate(factor.result(), Latents(inducing.result(), hyper.result()), sum(tail) / len(tail), trace)
 
