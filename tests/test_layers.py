@@ -197,7 +197,6 @@ def layer_of(module: str) -> str:
 
 
 SITE_HALF = {
-    "learner",
     "client",
     "closed_client",
     "dual_client",

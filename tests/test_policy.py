@@ -50,8 +50,8 @@ def test_a_violation_is_refused_by_name_before_it_leaves_and_the_run_goes_on(vio
 
 
 def test_every_sum_but_scores_says_how_many_parameters_it_holds():
-    answers = {answer for method in BUILT_IN for _, answer in answers(method) if answer is not None}
-    sums = {answer for answer in answers if is_summand(answer) and not issubclass(answer, ScoreSums)}
+    kinds = {answer for method in BUILT_IN for _, answer in answers(method) if answer is not None}
+    sums = {answer for answer in kinds if is_summand(answer) and not issubclass(answer, ScoreSums)}
     assert {answer for answer in sums if not hasattr(answer, "num_parameters")} == set()
 
 
