@@ -129,9 +129,10 @@ class PVIClient(SiteClient):
             steps = (options.steps or ADAM_STEPS) * (2 if request.before is None else 1)
             settings = AdamSettings(steps, options.learning_rate or ADAM_RATE)
             done = adam_update(problem, before, latents, settings, source)
-        factor, parts = Factors.of(done.factor), (self._part(name, done.latents, cavity) for name in LATENTS)
-        evaluations = len(done.trace.values)
-        return Refined(done.free_energy / len(self.data), evaluations, factor.points, factor.values, None, *parts)
+        factor = Factors.of(done.factor)
+        inducing, hyper = (self._part(name, done.latents, cavity) for name in LATENTS)
+        objective, evaluations = done.free_energy / len(self.data), len(done.trace.values)
+        return Refined(objective, evaluations, factor.points, factor.values, inducing=inducing, hyper=hyper)
 
     def _train_whitened(self, request: Visit) -> Refined:
         """The factor of v = L⁻¹u at fixed Z and β: exact, a fixed point, or moved by one gradient step."""
