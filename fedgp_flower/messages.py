@@ -37,6 +37,7 @@ ECHOED = ("run", "round", "communication")
 
 _NUMBERS: Mapping[Any, str] = {float: "f", int: "iu", bool: "b"}
 """Python's numbers, and the kinds of array that may hold them."""
+_KEYS = TypeAdapter(list[str])
 _KIND, _SUMMAND, _PUBLIC = "__message_kind__", "__message_summand__", "__message_public__"
 
 Layout: TypeAlias = list[list[Any]]
@@ -73,7 +74,7 @@ def message(kind: str = "", *, summand: bool = False, public: bool = False) -> C
         kind: For what a site answers: the Flower message type it answers, such as ``train`` or ``query.statistics``.
             Requests, parts of messages and states have none.
         summand: The server needs only the sum over sites: every field is an array of fixed shape or a number.
-        public: Each site may send its own where all else is masked.
+        public: Each site may send it in the clear where all else is masked.
     """
 
     def declare(cls: type[M]) -> type[M]:
@@ -102,7 +103,7 @@ def is_summand(cls: type) -> bool:
 
 
 def is_public(cls: Any) -> bool:
-    """Whether each site may send its own answer of this class where all else is masked."""
+    """Whether each site may send an answer of this class in the clear where all else is masked."""
     return bool(getattr(cls, _PUBLIC, False))
 
 
@@ -115,15 +116,15 @@ class _Field:
     """``array``, ``number``, ``message``, ``messages`` (tuple), ``mapping`` (of messages), ``arrays`` or ``json``."""
     inner: Any
     optional: bool
-    meaning: str
-    symmetric: bool
-    as_sent: bool
-    within: float | str
     has_default: bool
-    letters: tuple[str, ...] = ()
+    letters: tuple[str, ...]
     """Of the shape of an array."""
-    dtypes: frozenset[str] = frozenset()
+    dtypes: frozenset[str]
     """Names of the types that an array may have, of floating-point ones float64 alone."""
+    meaning: str = ""
+    symmetric: bool = False
+    as_sent: bool = False
+    within: float | str = np.inf
 
 
 @cache
@@ -134,35 +135,38 @@ def _fields(cls: Any) -> tuple[_Field, ...]:
 
 def _field(spec: dataclasses.Field[Any], hint: Any) -> _Field:
     arguments = typing.get_args(hint)
-    optional = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    optional = optional and type(None) in arguments
+    optional = isinstance(hint, types.UnionType) and type(None) in arguments
     if optional:
         [hint] = [argument for argument in arguments if argument is not type(None)]
     form, inner = _form(hint)
     has_default = spec.default is not dataclasses.MISSING or spec.default_factory is not dataclasses.MISSING
-    facts = spec.metadata
-    marks = facts.get("symmetric", False), facts.get("as_sent", False), facts.get("within", np.inf)
-    shape = tuple(inner.dim_str.split()) if form in ("array", "arrays") else ()
-    wanted = inner.dtypes if form in ("array", "arrays") else ()
-    dtypes = frozenset(name for name in wanted if name == "float64" or "float" not in name)
-    return _Field(spec.name, form, inner, optional, facts.get("meaning", ""), *marks, has_default, shape, dtypes)
+    shaped = form in ("array", "arrays")
+    return _Field(
+        name=spec.name,
+        form=form,
+        inner=inner,
+        optional=optional,
+        has_default=has_default,
+        letters=tuple(inner.dim_str.split()) if shaped else (),
+        dtypes=frozenset(name for name in inner.dtypes if name == "float64" or "float" not in name)
+        if shaped
+        else frozenset(),
+        **spec.metadata,
+    )
 
 
 def _form(hint: Any) -> tuple[str, Any]:
-    for form, fits in (
-        ("array", hasattr(hint, "dim_str")),
-        ("number", hint in _NUMBERS),
-        ("message", is_message(hint)),
-    ):
-        if fits:
-            return form, hint
+    plain = "array" if hasattr(hint, "dim_str") else "number" if hint in _NUMBERS else ""
+    if plain or is_message(hint):
+        return plain or "message", hint
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and len(arguments) == 2 and is_message(arguments[0]):
         return "messages", arguments[0]
-    if isinstance(origin, type) and issubclass(origin, Mapping) and hasattr(arguments[1], "dim_str"):
-        return "arrays", arguments[1]
-    if isinstance(origin, type) and issubclass(origin, Mapping) and is_message(arguments[1]):
-        return "mapping", arguments[1]
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        if hasattr(arguments[1], "dim_str"):
+            return "arrays", arguments[1]
+        if is_message(arguments[1]):
+            return "mapping", arguments[1]
     return "json", TypeAdapter(hint)
 
 
@@ -181,33 +185,28 @@ def encode(value: Any) -> NamedArrays:
     for spec in _fields(cls):
         content = getattr(value, spec.name)
         if content is not None or not spec.optional:
-            arrays |= _ENCODERS[spec.form](spec, content)
+            arrays |= _encoded(spec, content)
     return arrays
 
 
-def _encode_array(spec: _Field, content: Any) -> NamedArrays:
-    return {spec.name: packed(np.asarray(content)) if spec.symmetric else np.asarray(content)}
-
-
-def _encode_parts(spec: _Field, content: Any) -> NamedArrays:
-    """A count or the keys under the field's name, and each part under its number."""
+def _encoded(spec: _Field, content: Any) -> NamedArrays:
+    match spec.form:
+        case "array":
+            return {spec.name: packed(np.asarray(content)) if spec.symmetric else np.asarray(content)}
+        case "number":
+            return {spec.name: np.array(spec.inner(content))}
+        case "json":
+            return {spec.name: _text(spec.inner.dump_json(content))}
+        case "message":
+            return _under(spec.name, encode(content))
+        case "arrays":
+            return _under(spec.name, {key: np.asarray(item) for key, item in content.items()})
+    # A count or the keys under the field's name, and each part under its number.
     keyed = spec.form == "mapping"
-    head = _text(TypeAdapter(list[str]).dump_json(list(content))) if keyed else np.array(len(content))
-    arrays: NamedArrays = {spec.name: head}
+    arrays: NamedArrays = {spec.name: _text(_KEYS.dump_json(list(content))) if keyed else np.array(len(content))}
     for index, item in enumerate(content.values() if keyed else content):
         arrays |= _under(f"{spec.name}.{index}", encode(item))
     return arrays
-
-
-_ENCODERS: Mapping[str, Callable[[_Field, Any], NamedArrays]] = {
-    "array": _encode_array,
-    "number": lambda spec, content: {spec.name: np.array(spec.inner(content))},
-    "message": lambda spec, content: _under(spec.name, encode(content)),
-    "messages": _encode_parts,
-    "mapping": _encode_parts,
-    "arrays": lambda spec, content: _under(spec.name, {key: np.asarray(item) for key, item in content.items()}),
-    "json": lambda spec, content: {spec.name: _text(spec.inner.dump_json(content))},
-}
 
 
 def decode(cls: type[M], arrays: Mapping[str, NDArray[Any]], sizes: Mapping[str, int] | None = None) -> M:
@@ -266,21 +265,23 @@ class _Reader:
         if name not in arrays:
             raise self._error(name, "is missing")
         self.seen.add(name)
-        if spec.form in ("messages", "mapping"):
-            return self._parts(spec, name, arrays)
-        readers = {"array": self._array, "number": self._number, "json": self._json}
-        return readers[spec.form](spec, name, np.asarray(arrays[name]))
-
-    def _parts(self, spec: _Field, name: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
-        if spec.form == "messages":
-            return tuple(
-                self.read(spec.inner, arrays, f"{name}.{index}.") for index in range(self._count(name, arrays))
-            )
-        keys = self._text(TypeAdapter(list[str]), name, np.asarray(arrays[name]))
-        return {key: self.read(spec.inner, arrays, f"{name}.{index}.") for index, key in enumerate(keys)}
-
-    def _json(self, spec: _Field, name: str, value: NDArray[Any]) -> Any:
-        return self._text(spec.inner, name, value)
+        value = np.asarray(arrays[name])
+        match spec.form:
+            case "array":
+                found: Any = self._array(spec, name, value)
+            case "number":
+                found = self._number(spec.inner, name, value)
+            case "json":
+                found = self._text(spec.inner, name, value)
+            case "mapping":
+                keys = self._text(_KEYS, name, value)
+                found = {key: self.read(spec.inner, arrays, f"{name}.{place}.") for place, key in enumerate(keys)}
+            case _:
+                count = self._number(int, name, value)
+                if not 0 <= count <= len(arrays):
+                    raise self._error(name, "is not a count of parts")
+                found = tuple(self.read(spec.inner, arrays, f"{name}.{place}.") for place in range(count))
+        return found
 
     def _text(self, adapter: TypeAdapter[Any], name: str, value: NDArray[Any]) -> Any:
         try:
@@ -288,50 +289,40 @@ class _Reader:
         except (ValidationError, ValueError, TypeError) as error:
             raise self._error(name, "is not the JSON that was expected") from error
 
-    def _number(self, spec: _Field, name: str, value: NDArray[Any]) -> Any:
-        if value.shape != () or value.dtype.kind not in _NUMBERS[spec.inner]:
-            raise self._error(name, f"expected a single {spec.inner.__name__}")
+    def _number(self, kind: Any, name: str, value: NDArray[Any]) -> Any:
+        if value.shape != () or value.dtype.kind not in _NUMBERS[kind]:
+            raise self._error(name, f"expected a single {kind.__name__}")
         if not np.isfinite(value):
             raise self._error(name, "is not finite")
-        return spec.inner(value)
-
-    def _count(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> int:
-        count = np.asarray(arrays[name])
-        if count.shape != () or count.dtype.kind not in "iu" or not 0 <= int(count) <= len(arrays):
-            raise self._error(name, "is not a count of parts")
-        return int(count)
+        return kind(value)
 
     def _array(self, spec: _Field, name: str, array: NDArray[Any]) -> NDArray[Any]:
         self.seen.add(name)
-        size = self._size(name, array, len(spec.letters)) if spec.symmetric else 0
+        shape, size = array.shape, 0
+        if spec.symmetric:
+            length = shape[-1] if array.ndim == len(spec.letters) - 1 else -1
+            size = int((np.sqrt(8 * max(length, 0) + 1) - 1) / 2)
+            if size * (size + 1) // 2 != length:
+                raise self._error(name, f"shape {shape} is no packed symmetric matrix")
+            shape = (*shape[:-1], size, size)
         if _name(array.dtype) not in spec.dtypes:
             wanted = [dtype for dtype in spec.inner.dtypes if dtype in spec.dtypes]
             raise self._error(name, f"type {array.dtype}, expected {' or '.join(wanted)}")
-        self._match(name, (*array.shape[:-1], size, size) if spec.symmetric else array.shape, spec.letters)
+        if spec.letters != ("*_",):
+            self._match(name, shape, spec.letters)
         if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
             raise self._error(name, f"{int((~np.isfinite(array)).sum())} of {array.size} entries are not finite")
         return unpacked(array, size) if spec.symmetric else array
 
     def _match(self, name: str, shape: tuple[int, ...], letters: tuple[str, ...]) -> None:
-        if letters == ("*_",):
-            return
         fits = len(shape) == len(letters)
         for letter, length in zip(letters, shape, strict=False):
             known = int(letter) if letter.isdigit() else self.sizes.setdefault(letter, length)
             fits = fits and (letter == "_" or known == length)
         if not fits:
-            known_sizes = ", ".join(
-                f"{spec} = {self.sizes[spec]}" for spec in dict.fromkeys(letters) if spec in self.sizes
-            )
+            sizes = ", ".join(f"{one} = {self.sizes[one]}" for one in dict.fromkeys(letters) if one in self.sizes)
             wanted = " ".join(letters) or "a single number"
-            raise self._error(name, f"shape {shape}, expected {wanted!r}{' with ' if known_sizes else ''}{known_sizes}")
-
-    def _size(self, name: str, packed: NDArray[Any], dimensions: int) -> int:
-        length = packed.shape[-1] if packed.ndim == dimensions - 1 else -1
-        size = int((np.sqrt(8 * max(length, 0) + 1) - 1) / 2)
-        if size * (size + 1) // 2 != length:
-            raise self._error(name, f"shape {packed.shape} is no packed symmetric matrix")
-        return size
+            raise self._error(name, f"shape {shape}, expected {wanted!r}{' with ' if sizes else ''}{sizes}")
 
     def _error(self, name: str, what: str) -> ProtocolError:
         return ProtocolError(f"{self.title}.{name}: {what}")

@@ -140,8 +140,8 @@ class AveragingSection(Section):
     """Share ρ of the sites that take part in a round; at least one does."""
     server_optimizer: Literal["fedavg", "fedadam", "fedyogi", "fedmedian", "fedtrimmedavg"] = "fedavg"
     """Flower's rule that combines the sites' parameters; the last two withstand a few sites that lie."""
-    server_learning_rate: Positive = 0.1
-    """Of ``fedadam`` and ``fedyogi``."""
+    server_learning_rate: ClassVar[float] = 0.1
+    """Of ``fedadam`` and ``fedyogi``: Flower's default."""
 
 
 class MethodOptions(Section):
@@ -157,23 +157,10 @@ class MethodOptions(Section):
     """Its values, each with a line that says what it is."""
     foreign: ClassVar[frozenset[str]] = frozenset()
     """Fields that installed packages brought."""
-    other_clients: ClassVar[tuple[str, ...]] = ()
-    """What :meth:`client_for` may choose."""
-
     shared: ClassVar[type[MethodOptions] | None] = None
     """The table of another method that this one reads too."""
     accounted: ClassVar[bool] = False
     """Whether the method can add the noise that ``privacy.epsilon`` asks for."""
-
-    def strategy_for(self, core: CoreConfig) -> str:
-        """``module:attribute`` of the Strategy, where the table chooses among several; else empty."""
-        del core
-        return ""
-
-    def client_for(self, core: CoreConfig) -> str:
-        """The same of the client."""
-        del core
-        return ""
 
     @property
     def hyperprior(self) -> str:

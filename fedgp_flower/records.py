@@ -2,9 +2,9 @@
 
 Flower writes and reads each array through numpy's general functions for ``.npy`` files, which read a header as Python
 source. The arrays of a run have few headers, so here each is written and read once. The bytes are the same, and what is
-out of the ordinary goes Flower's own way.
+out of the ordinary goes Flower's way.
 
-For every array Flower moves two objects, each by calls of its own, and 128 bytes of header. Small neighbours among the
+For every array Flower moves two objects, each by separate calls, and 128 bytes of header. Small neighbours among the
 arrays of a message therefore travel as one (:func:`packed_record`): their numbers alone, under a key that lists names
 and shapes. Flower's wrappers and mods clip arrays by shape; where they are at work, all travel apart.
 """
@@ -44,17 +44,15 @@ APART = "apart"
 
 def array_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """Named numpy arrays as a Flower record."""
-    record = ArrayRecord()
-    for name, array in arrays.items():
-        record[name] = flower_array(array)
-    return record
+    return ArrayRecord({name: flower_array(array) for name, array in arrays.items()})
 
 
 def packed_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """The same in which neighbours of float64 that are small travel as one array, in the same order."""
     record = ArrayRecord()
-    for small, group in groupby(arrays.items(), lambda entry: _is_small(entry[1])):
-        part = {name: np.asarray(array) for name, array in group}
+    whole = {name: np.asarray(array) for name, array in arrays.items()}
+    for small, group in groupby(whole.items(), lambda entry: entry[1].dtype == np.float64 and entry[1].nbytes <= SMALL):
+        part = dict(group)
         if small and len(part) > 1:
             numbers = np.concatenate([array.ravel() for array in part.values()])
             data = numbers.astype("<f8", copy=False).tobytes()
@@ -74,10 +72,6 @@ def numpy_arrays(record: ArrayRecord) -> NamedArrays:
             raise ValueError("two arrays have one name")
         found |= part
     return found
-
-
-def _is_small(array: NDArray[Any]) -> bool:
-    return np.asarray(array).dtype == np.float64 and np.asarray(array).nbytes <= SMALL
 
 
 def _layout(arrays: Mapping[str, NDArray[Any]]) -> str:
@@ -147,7 +141,7 @@ def _read(head: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
 
 
 def record_of(records: RecordDict, name: str, kind: type[R]) -> R | None:
-    """The record of a name and kind, or None; Flower's own views by kind are built anew at every look."""
+    """The record of a name and kind, or None; Flower's views by kind are built anew at every look."""
     found = records.get(name)
     return found if isinstance(found, kind) else None
 

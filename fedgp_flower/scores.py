@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
     from fedgp_flower.gp import likelihoods
-    from fedgp_flower.gp.latent import LatentGP
 else:
     torch, likelihoods = Lazy("torch"), Lazy("fedgp_flower.gp.likelihoods")
 
@@ -92,7 +91,7 @@ def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores
     nll = 0.5 * z**2 + np.log(s) + 0.5 * math.log(2 * math.pi)
     crps = s * (z * (2 * special.ndtr(z) - 1) + 2 * _density(z) - 1 / math.sqrt(math.pi))
     inside = {level: np.abs(z) <= special.ndtri(0.5 + level / 200) for level in LEVELS}
-    return _regression(m - y, nll, crps, inside, _pit_counts(special.ndtr(z)))
+    return _regression(m - y, nll, crps, inside, _bins(special.ndtr(z)))
 
 
 def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Scores:
@@ -131,11 +130,9 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
         "nll": float(-np.sum(special.xlogy(y, p) + special.xlog1py(1 - y, -p))),
         "brier": float(np.sum((p - y) ** 2)),
     }
-    weights = (np.ones_like(p), p, y)
-    bins = [np.histogram(p, RELIABILITY_BINS, (0, 1), weights=weight)[0] for weight in weights]
     log_odds = np.clip(special.logit(p), -RANK_REACH, RANK_REACH)
     ranks = [np.histogram(log_odds[y == c], RANK_BINS, (-RANK_REACH, RANK_REACH))[0].astype(float) for c in (0, 1)]
-    return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1), "evaluation.ranks": np.stack(ranks, axis=1)})
+    return Scores(sums, {"evaluation.reliability": _reliability(p, y), "evaluation.ranks": np.stack(ranks, axis=1)})
 
 
 def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
@@ -157,19 +154,23 @@ def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
         "nll": float(-np.sum(special.xlogy(observed, p))),
         "brier": float(np.sum((p - observed) ** 2)),
     }
-    largest, hit = p.max(axis=1), p.argmax(axis=1) == y
-    weights = (np.ones_like(largest), largest, hit.astype(float))
-    bins = [np.histogram(largest, RELIABILITY_BINS, (0, 1), weights=weight)[0] for weight in weights]
-    return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1)})
+    hit = (p.argmax(axis=1) == y).astype(float)
+    return Scores(sums, {"evaluation.reliability": _reliability(p.max(axis=1), hit)})
+
+
+def _reliability(probability: Array, outcome: Array) -> Array:
+    """Rows, probabilities and outcomes, summed by bins of the probability, [B, 3]."""
+    weights = (np.ones_like(probability), probability, outcome)
+    return np.stack([np.histogram(probability, RELIABILITY_BINS, (0, 1), weights=w)[0] for w in weights], axis=1)
 
 
 def regression_scores(error: Array, nll: Array, crps: Array, pit: Array) -> Scores:
     """Sums of scores that were computed row by row; intervals are central in probability, |PIT − ½| ≤ ½ level."""
     inside = {level: np.abs(pit - 0.5) <= level / 200 for level in LEVELS}
-    return _regression(error, nll, crps, inside, _pit_counts(pit))
+    return _regression(error, nll, crps, inside, _bins(pit))
 
 
-def _pit_counts(pit: Array) -> NDArray[np.int64]:
+def _bins(pit: Array) -> NDArray[np.int64]:
     return np.histogram(pit, PIT_BINS, (0, 1))[0].astype(np.int64)
 
 
@@ -277,7 +278,7 @@ class _TransformedMixture:
         return np.asarray(special.logsumexp(parts, axis=0)) - math.log(len(parts)) - np.log1p(-self.below)
 
     def moments(self) -> tuple[Array, Array]:
-        """Mean and standard deviation of y [n]: each component's integral goes over its own reach."""
+        """Mean and standard deviation of y [n]: each component's integral goes over that component's reach."""
         first, second = np.zeros(self.means.shape[1]), np.zeros(self.means.shape[1])
         for mean, sd in zip(self.means, self.sds, strict=True):
             t, weights = _rule(np.maximum(mean - REACH * sd, self.transform.floor), mean + REACH * sd)
@@ -395,19 +396,27 @@ def _spread(lower: Array, upper: Array) -> Array:
     return np.asarray(np.diff(below, axis=0).sum(axis=1))
 
 
-def latent_scores(model: LatentGP, mean: Array, variance: Array, target: Array, scale: float) -> Scores:
+def latent_scores(
+    observed: likelihoods.PointLikelihood,
+    parameter: torch.Tensor,
+    mean: Array,
+    variance: Array,
+    target: Array,
+    scale: float,
+) -> Scores:
     """Classes by their probability, counts as mixtures of Poisson distributions, heavy-tailed numbers by density.
 
     Intervals and CRPS of the last are those of a Gaussian with the same two moments.
 
     Args:
-        model: Whose likelihood is meant.
+        observed: How targets are observed.
+        parameter: Of the likelihood.
         mean: Of f [n], standardised.
         variance: Of f [n].
         target: Standardised [n].
         scale: Of the target, in original units.
     """
-    observed, parameter = model.observed, model.hyper.detach().double().cpu()
+    parameter = parameter.detach().double().cpu()
     moments = torch.from_numpy(mean), torch.from_numpy(variance)
     if isinstance(observed, likelihoods.Counts):
         return count_scores(mean, variance, target)

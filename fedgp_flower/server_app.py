@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedgp_flower.config import RunConfig
+from fedgp_flower.config import AUTO, RunConfig
 from fedgp_flower.options import FlatConfig
 from fedgp_flower.outcome import Observer, Snapshot, Summary
 from fedgp_flower.run.artefacts import RunFolder, RunMetrics, saved_posterior
@@ -74,6 +74,9 @@ def execute(
         opened(folder.path)
         logger.setLevel(logging.INFO)
         with folder.logging_to_file("fedgp"):
+            if flat.get("method", AUTO) == AUTO:
+                noise = "Gaussian" if config.method == "sgpr" else "not Gaussian"
+                logger.info("method auto is %s: the noise is %s", config.method, noise)
             snapshot = folder.restore() if config.resume else None
             strategy = strategy_class(config).from_config(config, FolderObserver(folder, progress), snapshot)
             strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)

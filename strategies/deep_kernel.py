@@ -1,9 +1,9 @@
 """A Gaussian process on learned features: the network by federated averaging, the heads by exact sums.
 
-As FSGP (Guo et al. 2022, Algorithms 1-2) with a network for the kernel: sites take steps on the evidence of their own
+As FSGP (Guo et al. 2022, Algorithms 1-2) with a network for the kernel: sites take steps on the evidence of their
 rows and the server averages weights, as pFedGP does (Achituve et al., *Personalized federated learning with Gaussian
 processes*, 2021). Then one exchange of sums gives the shared head of all rows and how far heads of sites deviate from
-it; see :mod:`fedgp_flower.methods.deep_kernel.mathematics`.
+it; see :mod:`fedgp_flower.methods.deep_kernel.model`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.classes import Confusion
-from fedgp_flower.methods.deep_kernel.mathematics import SHARES
-from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
-from fedgp_flower.methods.deep_kernel.model import DeepKernel
-from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
+from fedgp_flower.methods.deep_kernel.messages import DeepKernelOptions, HeadPosterior, HeadRequest, Heads
+from fedgp_flower.methods.deep_kernel.model import DeepKernel, sums_of
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
@@ -27,13 +25,16 @@ from strategies.server.fedavg import ADAM, AveragingPlan, AveragingState, averag
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
 
+SHARES = (0.0, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95)
+"""Shares ρ of the prior variance that personal heads may have: the evidence of all rows chooses."""
+
 
 def chosen(values: NamedArrays, shares: tuple[float, ...], totals: Heads) -> tuple[HeadPosterior, tuple[float, ...]]:
     """The head at the ρ of the largest evidence of all rows, and the log evidence at each ρ."""
-    each = totals.evidence()
-    evidence = tuple(float(found.log_evidence(share)) for found, share in zip(each, shares, strict=True))
+    each = sums_of(totals)
+    evidence = tuple(float(sums.log_evidence(1 - share)) for sums, share in zip(each, shares, strict=True))
     best = int(np.argmax(evidence))
-    mean, covariance = each[best].posterior(shares[best])
+    mean, covariance = each[best].posterior(1 - shares[best])
     return HeadPosterior(values, mean.numpy(), covariance.numpy(), shares[best]), evidence
 
 

@@ -1,4 +1,4 @@
-"""FGPR: federated averaging of an exact GP's hyperparameters; every site predicts from its own rows.
+"""FGPR: federated averaging of an exact GP's hyperparameters; every site predicts from its rows.
 
 The baseline of Guo et al. (2022), after Yue and Kontar, *Federated Gaussian process* (2021). Nothing about a site's
 rows is shared but the hyperparameters fitted to them, and prediction is personal.
@@ -7,7 +7,7 @@ rows is shared but the hyperparameters fitted to them, and prediction is persona
 from __future__ import annotations
 
 from fedgp_flower.messages import encode
-from fedgp_flower.methods.fgpr.options import FGPROptions
+from fedgp_flower.methods.sgpr.options import AveragedOptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
 from strategies.server.fedavg import AveragingPlan, AveragingState, averaging_round, first_state
@@ -20,10 +20,10 @@ class FGPR(FederatedStrategy[AveragingState]):
     """Hyperparameters of the kernel and the noise are global; rows, and so predictions, belong to a site."""
 
     method = "fgpr"
-    options_class = FGPROptions
+    options_class = AveragedOptions
     state_class = AveragingState
     watched = "objective"
-    options: FGPROptions
+    options: AveragedOptions
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Hyperparameters start where the configuration says."""

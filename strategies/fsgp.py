@@ -8,7 +8,7 @@ w (Eqs. 14-15), whatever the partition. :mod:`strategies.sgpr` trains by sums to
 from __future__ import annotations
 
 from fedgp_flower.messages import encode
-from fedgp_flower.methods.sgpr.options import FSGPOptions
+from fedgp_flower.methods.sgpr.options import AveragedOptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays
 from strategies.pooled_bound import LOCATIONS, facts, noise_of, pooled, posterior_at, saved
@@ -22,10 +22,10 @@ class FSGP(FederatedStrategy[AveragingState]):
     """Federated averaging of w, then the exact posterior at it."""
 
     method = "fsgp"
-    options_class = FSGPOptions
+    options_class = AveragedOptions
     state_class = AveragingState
     watched = "objective"
-    options: FSGPOptions
+    options: AveragedOptions
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """Inducing points from federated statistics, hyperparameters as configured; no moments."""

@@ -29,9 +29,9 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.ascent import pack, unpack
 from fedgp_flower.gp.kernels import prior_variance
 from fedgp_flower.gp.linalg import kernel_cholesky, laplace_deviations
+from fedgp_flower.gp.optimisers import pack, unpack
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import encode, leaves, message
 from fedgp_flower.methods.family import initial_global, named, on_the_wire
@@ -61,6 +61,7 @@ from strategies.server.enrolment import Preparation
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
+from strategies.sfvi_avg import MEANINGS as LATENT_MEANINGS
 
 TOLERANCE = {"smooth": 0.1, "rough": 0.05}
 """A step that promises a smaller rise of the bound of all rows, in nats, is not taken."""
@@ -272,7 +273,7 @@ def smooth_factor(model: ShapedGP, theta: Mapping[str, ndarray]) -> torch.Tensor
     """L with L Lᵀ = K_zz of the trend at a θ."""
     model.load_theta({name.removeprefix("theta."): torch.from_numpy(array) for name, array in theta.items()})
     kzz = model.trend(model.inputs).to_dense()
-    return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.options.jitter)
+    return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.jitter)
 
 
 def rough_factor(inducing: Array, jitter: float, theta: Mapping[str, ndarray]) -> torch.Tensor:
@@ -356,13 +357,7 @@ NEEDS_A_UNIT = (
     "what is saved is shared by all units; a prediction also takes the rows of a unit: name the unit with `--site`, or "
     "a new one's table with `fedgp join`"
 )
-MEANINGS = {
-    "q.mean": "μ_G, mean of the shared latents Z_G",
-    "q.log_scale": "log σ_G, by entry of Z_G",
-    "q.lower": "strictly lower entries of L_G, row by row",
-    SHARED: "Z, shared inducing inputs",
-    "factors": "widths of bands beyond the last row, by cut, over normal ones",
-}
+MEANINGS = {**LATENT_MEANINGS, "factors": "widths of bands beyond the last row, by cut, over normal ones"}
 
 
 class HierarchicalGP(FederatedStrategy[NewtonState]):
@@ -388,14 +383,14 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         if self.options.rough:
             return rough_start(pseudo_inputs(shapes, section.num_inducing))
         points = initial_locations(shapes, section, self.config.seed)
-        model = ShapedGP.of(section, points.shape[1], torch.from_numpy(points))
+        model = ShapedGP(section, torch.from_numpy(points))
         return smooth_start(on_the_wire(model.theta(), {}), points, model.global_size)
 
     def one_round(self, state: NewtonState, roster: Roster) -> Asking[tuple[NewtonState, Figures]]:
         """One exchange; units are calibrated after the last one."""
         section, points = self.config.model, state.shared[SHARED]
         if not self.options.rough:
-            model = ShapedGP.of(section, points.shape[1], torch.from_numpy(points))
+            model = ShapedGP(section, torch.from_numpy(points))
             return (yield from shaped_round(state, roster, model))
         state, figures = yield from one_round(state, roster, partial(rough_factor, points, section.jitter))
         if roster.round >= self.config.num_server_rounds or self.settled(state, roster):

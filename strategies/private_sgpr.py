@@ -159,7 +159,7 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
         noise = (
             "the noise is split among sites, so that this is promised of totals, and where no sites collude"
             if self.masking is not None
-            else "every site adds the whole noise to its own sums, seen by the server"
+            else "every site adds the whole noise to its sums, seen by the server"
         )
         return [
             *super().warnings(),

@@ -14,35 +14,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.gp.gaussian import DiagonalGaussian
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.pvi.messages import (
-    LATENTS,
-    Factors,
-    FreeEnergyShare,
-    Marginal,
-    NaturalParameters,
-    Predictive,
-)
+from fedgp_flower.methods.pvi.messages import LATENTS, Factors, LogLikelihood, Marginal, NaturalParameters, Predictive
+from fedgp_flower.methods.pvi.model import ALPHA, divergence, prediction_draws, sparse_model
 from fedgp_flower.methods.pvi.options import Plan, PVIOptions
 from fedgp_flower.methods.pvi.saved import EQUATION, PREDICTION_DRAWS, lengthscales_of, names_of, saved_arrays
-from fedgp_flower.methods.pvi.state import MergeRecord, Product, Record, forget, merge, without
-from fedgp_flower.methods.pvi.updates import ALPHA
+from fedgp_flower.methods.pvi.state import Product, forget, merge, without
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Posterior, Snapshot
 from fedgp_flower.typing import AnyShape, NamedArrays
-from strategies import sgpr, svgp
+from strategies.pooled_bound import LOCATIONS
 from strategies.pvi_updates import (
     Agreement,
-    GaussianAgreement,
-    LatentAgreement,
     LocalOptimum,
     Proposal,
     PVIState,
@@ -51,10 +42,19 @@ from strategies.pvi_updates import (
     averaged,
     marginals,
     product,
-    small_sites,
 )
 from strategies.server.checkpoint import STATE
-from strategies.server.questions import Asking, Each, Figures, First, Predicted, Refuse, Roster, lengthscale_facts
+from strategies.server.questions import (
+    Asking,
+    Each,
+    Figures,
+    First,
+    Predicted,
+    Refuse,
+    Roster,
+    Total,
+    lengthscale_facts,
+)
 from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
 
@@ -66,7 +66,8 @@ def one_round(state: PVIState, roster: Roster, plan: Plan, update: Update) -> As
     state = replace(state, rows={**state.rows, **roster.rows})
     # 1. b_i ← index set of the next factors to refine
     chosen = next_visits(state, roster, plan)
-    state = begun(state, chosen)
+    attempts = Counter(state.record.attempts) + Counter(chosen)
+    state = replace(state, record=replace(state.record, attempts=dict(attempts)))
     # 2. each site k ∈ b_i maximises its local free energy in the context of the others; t̂ₖ comes back
     requests = {site: update.request(state, site, plan) for site in chosen}
     if plan.schedule != "asynchronous":
@@ -102,31 +103,22 @@ def fold(
         del usable[site]
     for site, proposal in usable.items():
         state = averaged(state, proposal.shared, state.rows[site] / sum(state.rows.values()))
-    state = replace(state, record=_noted(state.record, usable, merged))
+    known = {site: merged.size[site] for site in usable if math.isfinite(merged.size[site])}
+    record = replace(
+        state.record,
+        visits=dict(Counter(state.record.visits) + Counter(list(usable))),
+        sizes={**state.record.sizes, **known},
+        halvings=state.record.halvings + merged.halvings,
+        refused=state.record.refused + len(merged.refused),
+    )
+    state = replace(state, record=record)
     if not usable:
         return state, {}
     weights = [state.rows[site] for site in usable]
-    figures = {"objective": float(np.average([own.objective for own in usable.values()], weights=weights))}
-    figures |= {"visits": state.record.communications, "damping": merged.damping, "halvings": merged.halvings}
+    figures = {"objective": float(np.average([each.objective for each in usable.values()], weights=weights))}
+    figures |= {"visits": record.communications, "damping": merged.damping, "halvings": merged.halvings}
     moved = max(merged.size.values())
     return state, figures | {"refused": len(merged.refused)} | ({"moved": moved} if math.isfinite(moved) else {})
-
-
-def _noted(record: Record, merged_sites: Mapping[str, Proposal], merged: MergeRecord) -> Record:
-    """The record with a merge, and what the merged sites reported."""
-    visits, local = Counter(record.visits), Counter(record.local)
-    visits.update(list(merged_sites))
-    for proposal in merged_sites.values():
-        local.update(proposal.local)
-    known = {site: merged.size[site] for site in merged_sites if math.isfinite(merged.size[site])}
-    return replace(
-        record,
-        visits=dict(visits),
-        sizes={**record.sizes, **known},  # an unknown size counts as the largest
-        local=dict(local),
-        halvings=record.halvings + merged.halvings,
-        refused=record.refused + len(merged.refused),
-    )
 
 
 # ---- Step 1: who is visited -----------------------------------------------------------------------------------------
@@ -136,15 +128,13 @@ def next_visits(state: PVIState, roster: Roster, plan: Plan) -> list[str]:
     """The sites that are visited next; asynchronously, idle sites in turn, up to the number that may work at once."""
     record, generator = state.record, np.random.default_rng([plan.seed, roster.round, *b"order"])
     if plan.schedule != "asynchronous":
-        waiting = due(plan, roster.sites, record.visits)
-        return next_sites(plan, waiting, record.attempts, record.sizes, generator)
+        return next_sites(plan, due(plan, roster.sites, record.visits), record.attempts, generator)
     chosen: list[str] = []
     room = (plan.concurrency or len(roster.sites)) - len(roster.busy)
     idle = set(roster.sites) - set(roster.busy)
     while len(chosen) < room and idle:
-        [site] = next_sites(replace(plan, schedule="sequential"), list(idle), record.attempts, record.sizes, generator)
-        chosen.append(site)
-        idle.remove(site)
+        chosen += next_sites(replace(plan, schedule="sequential"), list(idle), record.attempts, generator)
+        idle.remove(chosen[-1])
     return chosen
 
 
@@ -154,35 +144,18 @@ def due(plan: Plan, sites: Sequence[str], visits: Mapping[str, int]) -> list[str
 
 
 def next_sites(
-    plan: Plan,
-    sites: Sequence[str],
-    attempts: Mapping[str, int],
-    sizes: Mapping[str, float],
-    generator: np.random.Generator,
+    plan: Plan, sites: Sequence[str], attempts: Mapping[str, int], generator: np.random.Generator
 ) -> list[str]:
-    """The sites of the next round, sorted by name; a sequential round has one.
-
-    The residual order is that of Elidan et al. (2012).
-
-    Args:
-        plan: Schedule and order.
-        sites: Sites that may be visited.
-        attempts: How often a visit of each was begun.
-        sizes: Size of each one's last update, for ``residual``; unknown counts as the largest, and of equal ones the
-            site visited least is next.
-        generator: Source of the choice; derive it from (seed, purpose, round).
-    """
+    """The sites of the next round by name; a sequential round has one of those whose visits were begun least often."""
     allowed = sorted(sites)
     if not allowed:
         return []
     if plan.schedule == "synchronous":
         number = max(1, math.floor(plan.fraction * len(allowed)))
         return sorted(generator.choice(allowed, size=number, replace=False).tolist())
-    fewest = min(attempts.get(s, 0) for s in allowed)
-    if plan.order == "residual" and fewest:
-        return [min(allowed, key=lambda s: (-sizes.get(s, math.inf), attempts[s], s))]
-    least = [s for s in allowed if attempts.get(s, 0) == fewest]
-    return [least[0] if plan.order != "random" else str(generator.choice(least))]
+    fewest = min(attempts.get(site, 0) for site in allowed)
+    least = [site for site in allowed if attempts.get(site, 0) == fewest]
+    return [str(generator.choice(least)) if plan.order == "random" else least[0]]
 
 
 def damping_of(plan: Plan, num_participants: int) -> float:
@@ -190,13 +163,6 @@ def damping_of(plan: Plan, num_participants: int) -> float:
     if plan.damping > 0:
         return plan.damping
     return 1.0 if plan.schedule == "sequential" else 1.0 / num_participants
-
-
-def begun(state: PVIState, sites: Iterable[str]) -> PVIState:
-    """The state with visits of some sites begun."""
-    attempts = Counter(state.record.attempts)
-    attempts.update(sites)
-    return replace(state, record=replace(state.record, attempts=dict(attempts)))
 
 
 # ---- Forgetting a site ----------------------------------------------------------------------------------------------
@@ -229,31 +195,22 @@ def forget_site(snapshot: Snapshot, site: str) -> Snapshot:
 
 def begin(first: Mapping[str, AnyShape], options: PVIOptions, rows: Mapping[str, int]) -> PVIState:
     """Before the first round: N(0, I) of every block in the product; Z and β outside of it begin as points."""
-    size = len(first["inducing"])
-    priors = {name: NaturalParameters.of(DiagonalGaussian.standard(first[name].size)) for name in LATENTS}
-    priors["whitened"] = NaturalParameters(np.zeros(size), -0.5 * np.eye(size))
+    priors = {name: NaturalParameters.of(DiagonalGaussian.standard(first[name].size)) for name in options.product}
     points = {name: Marginal(value=first[name].ravel()) for name in LATENTS if name not in options.product}
-    return PVIState({name: priors[name] for name in options.product}, shared=points, first=first, rows=rows)
+    return PVIState(priors, shared=points, first=first, rows=rows)
 
 
-def predictive(state: Product) -> Predictive:
-    """q(Z), q(β) and the factors of all sites."""
-    return Predictive(marginals(state), Factors.product(own.function for own in state.sites.values()))
+def free_energy(state: PVIState, request: Any, divergences: Mapping[str, float]) -> Asking[dict[str, Any]]:
+    """F = Σ_k E_q log p(y_k | f) less the divergences from the prior, in nats, where every site with a factor answers.
 
-
-def free_energy(state: PVIState, answers: Mapping[str, FreeEnergyShare], alpha: float) -> dict[str, float] | None:
-    """F = Σ_k E_q log p(y_k | f) − E KL(q(u)) − α KL(q(Z)) − KL(q(β)); None unless all sites with a factor answered."""
-    if set(state.sites) - set(answers):
-        return None
-    fit = sum(answers[site].fit for site in sorted(state.sites))
-    divergence = float(np.median([own.divergence for own in answers.values()]))
-    latents = {name: getattr(marginals(state), name).latent() for name in LATENTS}
-    kl = {
-        f"kl_{name}": float(own.kl(DiagonalGaussian.standard(own.size))) if isinstance(own, DiagonalGaussian) else 0.0
-        for name, own in latents.items()
-    }
-    total = fit - divergence - alpha * kl["kl_inducing"] - kl["kl_hyper"]
-    return {"total": total, "fit": fit, "kl_function": divergence, **kl}
+    The divergence of q(Z) counts α times.
+    """
+    summed = yield Total(LogLikelihood, request, tuple(state.sites))
+    if summed.total is None or len(summed.sites) < len(state.sites):
+        return {}
+    fit = float(summed.total.value)
+    total = fit - sum((ALPHA if name == "kl_inducing" else 1.0) * kl for name, kl in divergences.items())
+    return {"free_energy": {"total": total, "fit": fit, **divergences}}
 
 
 def factor_strengths(state: PVIState) -> dict[str, dict[str, float]]:
@@ -264,11 +221,11 @@ def factor_strengths(state: PVIState) -> dict[str, dict[str, float]]:
     precision; the priors of Z and β have 1.
     """
     strengths: dict[str, dict[str, float]] = {}
-    for site, own in state.sites.items():
-        says = {"rows": float(own.rows)}
-        if own.points is not None:
-            says |= {"points": float(len(own.points.targets)), "weight": float(np.square(own.points.root).sum())}
-        for name, factor in own.factors.items():
+    for site, part in state.sites.items():
+        says = {"rows": float(state.rows[site])}
+        if part.points is not None:
+            says |= {"points": float(len(part.points.targets)), "weight": float(np.square(part.points.root).sum())}
+        for name, factor in part.factors.items():
             precision = -2.0 * factor.eta2
             if name == "whitened":
                 says["directions"] = float(np.trace(np.linalg.solve(np.eye(len(precision)) + precision, precision)))
@@ -288,9 +245,7 @@ class PVI(FederatedStrategy[PVIState]):
     @property
     def table(self) -> PVIOptions:
         """The table ``pvi.*``."""
-        table = self.config.shared
-        assert isinstance(table, PVIOptions)
-        return table
+        return cast(PVIOptions, self.config.shared)
 
     @property
     def plan(self) -> Plan:
@@ -301,16 +256,10 @@ class PVI(FederatedStrategy[PVIState]):
     @property
     def agreement(self) -> Agreement | None:
         """The rounds that agree on Z and β before the first visit, where sites do not refine them."""
-        if self.options is not self.table or not self.table.agrees:  # the models of weights have their own options
+        if self.options is not self.table or not self.table.agrees:  # models of weights have other options
             return None
-        config, most = self.config, self.table.exchanges
-        if config.model.likelihood == "gaussian":
-            return GaussianAgreement(
-                sgpr.Problem(config.model, self.preparation.num_inputs, config.seed, max((most or 20) - 1, 1))
-            )
-        target = self.preparation.training_target
-        problem = svgp.LatentProblem(config.model, config.seed, max((most or 60) - 1, 1), target)
-        return LatentAgreement(problem)
+        preparation = self.preparation
+        return Agreement.of(self.config, preparation.num_inputs, preparation.training_target, self.table.exchanges)
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
         """The first Z from federated statistics, the same for all sites; nothing is known of the function yet."""
@@ -338,23 +287,15 @@ class PVI(FederatedStrategy[PVIState]):
         """What a site is asked on a visit."""
         if self.agreement:
             return (yield from self.agreement.update(state, roster))
-        table, points = self.table, {name: self.table.kind(name) for name in LATENTS}
-        return LocalOptimum(table.function, points, tied=table.tied, definite=table.update != "gradient")
+        return LocalOptimum(self.table.function, {name: self.table.kind(name) for name in LATENTS}, self.table.tied)
 
     def finished(self, state: PVIState) -> bool:
         """Whether the plan visits no site any more, or visits change nothing."""
         if self.agreement and not state.values:
             return False
         sites, record = self.roster().sites, state.record
-        return not due(self.plan, sites, record.visits) or bool(self.agreement and self._settled(record, sites))
-
-    def _settled(self, record: Record, sites: Sequence[str]) -> bool:
-        """Whether every site was visited, and its next factor is its last one."""
-        assert self.agreement is not None
-        if not all(record.visits.get(site) for site in sites):
-            return False
-        exact = isinstance(self.agreement, GaussianAgreement) and self.plan.damping == 1
-        return exact or max(record.sizes.values()) < self.agreement.settled
+        settled = self.agreement and self.agreement.settled(record, sites, self.plan.damping)
+        return not due(self.plan, sites, record.visits) or bool(settled)
 
     def converged(self, state: PVIState) -> bool:
         """Whether nothing changes any more."""
@@ -365,25 +306,18 @@ class PVI(FederatedStrategy[PVIState]):
         facts = asdict(state.record) | {"factors": factor_strengths(state), "damping": self.plan.damping}
         if self.agreement:
             q = product(state) if state.values else (yield from self.agreement.pooled(state, roster))
-            facts |= self.agreement.details(state) | {"num_inducing": len(q.mean)}
+            facts |= {"num_inducing": len(q.mean)} | ({"exchanges": state.sgpr.exchanges} if state.sgpr else {})
             return Predicted(Predictive(agreed=q), self.agreement.saved(q), facts)
-        request, first = predictive(state), state.first["inducing"]
-        names = names_of(self.config.model, first.shape[1])
+        request, section = predictive(state), self.config.model
+        names = names_of(section, state.first["inducing"].shape[1])
         assert request.q is not None
         known = lengthscales_of(request.q.hyper, names)
-        facts |= {
-            "version": state.version,
-            "relevance": lengthscale_facts(*known, "q(β), which all sites have refined"),
-        }
-        return Predicted(request, self._saved(request, first, names), facts)
-
-    def _saved(self, request: Predictive, first: AnyShape, names: list[str]) -> Posterior:
-        """The saved posterior: it predicts without any site."""
-        section = self.config.model
-        arrays, meanings = saved_arrays(request, first, names, tied=self.table.tied)
+        relevance = lengthscale_facts(*known, "q(β), which all sites have refined")
+        arrays, meanings = saved_arrays(request, state.first["inducing"].shape[1], names, tied=self.table.tied)
         model = {"family": "pvi", "kernel": section.kernel, "ard": section.ard, "jitter": section.jitter}
         model |= {"likelihood": section.likelihood, "samples": PREDICTION_DRAWS, "seed": self.config.seed}
-        return Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
+        saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
+        return Predicted(request, saved, facts | {"version": state.version, "relevance": relevance})
 
     def public(self, state: PVIState) -> NamedArrays:
         """All that predicts, once there is a factor."""
@@ -406,13 +340,26 @@ class PVI(FederatedStrategy[PVIState]):
         found = super().warnings()
         if not self.agreement or not self.current.values:
             return found
-        count, rows = len(self.current.values["inducing.locations"]), self.roster().rows
-        return found + small_sites(count, rows, self.called) + self.agreement.warnings(count, rows)
+        return found + self.agreement.warnings(len(self.current.values[LOCATIONS]), self.roster().rows, self.called)
 
     def final(self, state: PVIState, roster: Roster) -> Asking[dict[str, Any]]:
-        """The free energy, of the terms that sites compute."""
+        """The free energy."""
+        del roster
         if self.agreement:
             return {}
         request = predictive(state)
-        answers = yield Each(FreeEnergyShare, dict.fromkeys(roster.everyone, request), retries=1)
-        return {"free_energy": free_energy(state, answers, ALPHA)}
+        assert request.q is not None
+        latents = request.q.latents()
+        model = sparse_model(self.config.model, state.first["inducing"].shape[1])
+        draws = prediction_draws(latents, model, PREDICTION_DRAWS, self.config.seed)
+        kl = {"kl_function": divergence(model, draws, request.factors.factors(tied=self.table.tied))}
+        for name, latent in zip(LATENTS, (latents.inducing, latents.hyper), strict=True):
+            kl[f"kl_{name}"] = 0.0
+            if isinstance(latent, DiagonalGaussian):
+                kl[f"kl_{name}"] = float(latent.kl(DiagonalGaussian.standard(latent.size)))
+        return (yield from free_energy(state, request, kl))
+
+
+def predictive(state: Product) -> Predictive:
+    """q(Z), q(β) and the factors of all sites."""
+    return Predictive(marginals(state), Factors.product(part.function for part in state.sites.values()))

@@ -1,6 +1,6 @@
 """The local updates of PVI: what a site is asked on a visit, and how its answer is read; and how Z and β are agreed on.
 
-:class:`LocalOptimum` lets the site optimise. The other two need a Z and β that all sites share, which rounds of
+With :class:`LocalOptimum` the site optimises. The other two need a Z and β that all sites share, which rounds of
 :mod:`strategies.sgpr` (Gaussian noise) or :mod:`strategies.svgp` (other likelihoods) find before the first visit. At
 them a site's factor of v = L⁻¹u follows from sums of its rows: exactly with Gaussian noise, so that one visit each
 gives the posterior of all rows whatever the partition (Ashman et al. 2022, Section 2), and as a natural gradient
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy import ndarray
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian
 from fedgp_flower.gp.sums import collapsed_bound
@@ -31,7 +32,7 @@ from fedgp_flower.methods.pvi.messages import (
     Visit,
 )
 from fedgp_flower.methods.pvi.options import Plan
-from fedgp_flower.methods.pvi.state import Contribution, Product, cavity, posterior
+from fedgp_flower.methods.pvi.state import Contribution, Product, Record, cavity, posterior
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, Statistics
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
@@ -42,6 +43,9 @@ from strategies.server.questions import Asking, Figures, Roster
 
 FIRST_SCALE = 0.1
 """Standard deviation of q(Z) and q(β) that the first visits start from: wide draws of Z would hide their means."""
+SETTLED_EXACT, SETTLED = 1e-6, 1e-3
+"""Nats by which every site's latest update moved q, at most, where more visits change nothing; with natural gradients
+:data:`SETTLED`."""
 HEAVY = 4.0
 """Weight of pseudo-observations for each row beyond which an answer is refused; honest ones have about 1."""
 
@@ -65,8 +69,6 @@ class Proposal:
     """Nats per row."""
     shared: Mapping[str, Marginal] = field(default_factory=dict)
     """New values of latents outside the product."""
-    local: Mapping[str, int] = field(default_factory=dict)
-    """What the site's optimiser had to do."""
 
 
 class Update(Protocol):
@@ -122,44 +124,37 @@ class LocalOptimum:
     """The site maximises its local free energy, by the update of the configuration."""
 
     function: str
-    """The part of an answer that is its factor: ``points``, ``values``, ``whitened`` or ``weights``."""
+    """The part of an answer that is its factor: ``points``, ``values`` or ``weights``."""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """For each latent ``distribution``, ``average`` or ``fixed``."""
+    """For each latent ``distribution``, ``average`` or ``fixed``; empty where weights are the model."""
     tied: bool = False
-    definite: bool = True
-    """Whether no honest factor of v has a negative precision; a plain gradient step may overshoot."""
     answer: type[Any] = Refined
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def request(self, state: PVIState, site: str, plan: Plan) -> Visit:
         """What the others know, and the site's factor to start from."""
-        q, around = posterior(state), context(state, site, plan)
-        others = [own for name, own in state.sites.items() if name != site or not plan.deletion]
-        return Visit(
-            posterior={name: NaturalParameters.of(q[name]) for name in state.prior if name not in LATENTS},
-            context={name: NaturalParameters.of(around[name]) for name in state.prior},
-            q=marginals(state) if self.kinds else None,
-            others=Factors.product(own.function for own in others),
-            own=state.sites[site].function if plan.deletion and site in state.sites and self.kinds else None,
-        )
+        around = {name: NaturalParameters.of(block) for name, block in context(state, site, plan).items()}
+        if not self.kinds:
+            return Visit(around, NaturalParameters.of(posterior(state)[self.function]))
+        others = [each.function for name, each in state.sites.items() if name != site or not plan.deletion]
+        before = state.sites[site].function if plan.deletion and site in state.sites else None
+        known = {name: around[name] for name in state.prior}
+        return Visit(known, None, marginals(state), Factors.product(others), before)
 
     def read(self, state: PVIState, site: str, answer: Refined) -> Proposal:
         """The factors t̂ₖ of an answer, and the latents that are outside the product."""
         reasons = [self._latent_misfit(state, name, getattr(answer, name)) for name in LATENTS]
         if reason := next(filter(None, [self._function_misfit(state, site, answer), *reasons]), None):
             raise ProtocolError(reason)
-        latents = {name: own for name in LATENTS if (own := getattr(answer, name)) is not None}
-        factors = {name: own.natural() for name, own in latents.items() if name in state.prior}
-        factors |= {n: own for n in ("values", "whitened", "weights") if (own := getattr(answer, n)) is not None}
-        return Proposal(
-            Contribution(factors, answer.points, state.rows[site]),
-            answer.objective,
-            {name: own for name, own in latents.items() if name not in state.prior},
-            {"rejected": answer.rejected, "halvings": answer.halvings},
-        )
+        latents = {name: part for name in LATENTS if (part := getattr(answer, name)) is not None}
+        factors = {name: part.natural() for name, part in latents.items() if name in state.prior}
+        if self.function != "points":
+            factors[self.function] = getattr(answer, self.function)
+        shared = {name: part for name, part in latents.items() if name not in state.prior}
+        return Proposal(Contribution(factors, answer.points), answer.objective, shared)
 
     def _function_misfit(self, state: PVIState, site: str, answer: Refined) -> str | None:
-        for name in ("points", "values", "whitened", "weights"):
+        for name in ("points", "values", "weights"):
             if (getattr(answer, name) is not None) != (name == self.function):
                 return f"`{name}` is {'absent' if name == self.function else 'present, expected none'}"
         if answer.points is not None:
@@ -172,13 +167,13 @@ class LocalOptimum:
             return f"`{self.function}`: {len(factor.eta1)} entries, expected {size}"
         if self.function in state.prior and factor.eta2.ndim != state.prior[self.function].eta2.ndim:
             return f"`{self.function}.eta2`: {factor.eta2.ndim} dimensions, as the prior has not"
-        return factor.refusal(self.function, negative=not self.definite, diagonal=self.function == "weights")
+        return factor.refusal(self.function, diagonal=self.function == "weights")
 
     def _latent_misfit(self, state: PVIState, name: str, latent: Marginal | None) -> str | None:
         kind = "absent" if latent is None else "a distribution" if latent.value is None else "a value"
-        kinds = {"distribution": "a distribution", "average": "a value", "fixed": "absent"}
-        if kind != kinds[self.kinds.get(name, "fixed")]:
-            return f"`{name}` is {kind}, expected {kinds[self.kinds.get(name, 'fixed')]}"
+        expected = {"distribution": "a distribution", "average": "a value"}.get(self.kinds.get(name, ""), "absent")
+        if kind != expected:
+            return f"`{name}` is {kind}, expected {expected}"
         if latent is None:
             return None
         if latent.size != state.first[name].size:
@@ -222,7 +217,7 @@ class ExactFactor:
         """The factor; the objective is the bound on the evidence of these rows alone."""
         noise, rows = noise_of(self.values), state.rows[site]
         factor = NaturalParameters(answer.projection / noise, -0.5 * answer.gram / noise)
-        return Proposal(Contribution({"whitened": factor}, rows=rows), collapsed_bound(answer, noise) / rows)
+        return Proposal(Contribution({"whitened": factor}), collapsed_bound(answer, noise) / rows)
 
 
 @dataclass(frozen=True)
@@ -245,7 +240,7 @@ class NaturalGradient:
     def read(self, state: PVIState, site: str, answer: Expectations) -> Proposal:
         """The factor; the objective is the expected log likelihood."""
         factor = NaturalParameters(answer.slope + answer.curvature @ self.q.mean, -0.5 * answer.curvature)
-        return Proposal(Contribution({"whitened": factor}, rows=state.rows[site]), float(answer.fit) / state.rows[site])
+        return Proposal(Contribution({"whitened": factor}), float(answer.fit) / state.rows[site])
 
 
 def agreed(state: PVIState, values: Mapping[str, ndarray]) -> PVIState:
@@ -261,140 +256,77 @@ def product(state: PVIState) -> PooledPosterior:
     return PooledPosterior(state.values, mean.numpy(), covariance.numpy())
 
 
-class Agreement(Protocol):
-    """Rounds that agree on Z and β, and the updates at them."""
+@dataclass(frozen=True)
+class Agreement:
+    """Rounds that agree on Z and β: of :mod:`strategies.sgpr` with Gaussian noise, else of :mod:`strategies.svgp`."""
 
-    @property
-    def settled(self) -> float:
-        """Nats by which every site's latest update moved q, at most, where more visits change nothing."""
+    exact: sgpr.Problem | None
+    latent: svgp.LatentProblem
+
+    @staticmethod
+    def of(config: RunConfig, num_inputs: int, target: Mapping[str, float], exchanges: int) -> Agreement:
+        """At most so many exchanges, each site's first visit among them; 0 is as many as those methods have."""
+        exact = None
+        if config.model.likelihood == "gaussian":
+            exact = sgpr.Problem(config.model, num_inputs, config.seed, max((exchanges or sgpr.USUAL) - 1, 1))
+        latent = svgp.LatentProblem(config.model, config.seed, max((exchanges or svgp.USUAL) - 1, 1), target)
+        return Agreement(exact, latent)
 
     def start(self, roster: Roster) -> Asking[PVIState]:
-        """The state before the first round."""
+        """Z from sketches of all rows, or where inputs lie."""
+        if self.exact:
+            return PVIState(sgpr=(yield from sgpr.start(self.exact, roster)))
+        return PVIState(svgp=(yield from svgp.start(self.latent, roster)))
 
     def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
         """A round that improves Z and β."""
-
-    def finished(self, state: PVIState) -> bool:
-        """Whether Z and β need no more rounds."""
-
-    def pooled(self, state: PVIState, roster: Roster) -> Asking[PooledPosterior]:
-        """The posterior of all rows, from totals."""
-
-    def update(self, state: PVIState, roster: Roster) -> Asking[Update]:
-        """What a site is asked on a visit."""
-
-    def saved(self, q: PooledPosterior) -> Posterior:
-        """What a run saves."""
-
-    def details(self, state: PVIState) -> dict[str, Any]:
-        """Facts for ``metrics.json``."""
-
-    def warnings(self, count: int, rows: Mapping[str, int]) -> list[str]:
-        """Whether the total of sums at ``count`` points nearly reveals rows."""
-
-
-@dataclass(frozen=True)
-class GaussianAgreement:
-    """By the rounds of :mod:`strategies.sgpr`."""
-
-    problem: sgpr.Problem
-    settled: float = 1e-6
-
-    def start(self, roster: Roster) -> Asking[PVIState]:
-        """Two starts, from sketches of all rows."""
-        return PVIState(sgpr=(yield from sgpr.start(self.problem, roster)))
-
-    def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
-        """A gradient and a line search."""
-        assert state.sgpr is not None
-        new, figures = yield from sgpr.one_round(self.problem, state.sgpr, roster)
-        return replace(state, sgpr=new), figures
+        if self.exact and state.sgpr:
+            point, figures = yield from sgpr.one_round(self.exact, state.sgpr, roster)
+            return replace(state, sgpr=point), figures
+        assert state.svgp is not None
+        estimate, figures = yield from svgp.one_round(self.latent, state.svgp, roster)
+        return replace(state, svgp=estimate), figures
 
     def finished(self, state: PVIState) -> bool:
         """Whether exchanges are used up, or gain nothing."""
-        assert state.sgpr is not None
-        return sgpr.finished(self.problem, state.sgpr)
+        if self.exact and state.sgpr:
+            return sgpr.finished(self.exact, state.sgpr)
+        assert state.svgp is not None
+        return svgp.finished(self.latent, state.svgp)
 
     def pooled(self, state: PVIState, roster: Roster) -> Asking[PooledPosterior]:
-        """At the better chain's point."""
-        assert state.sgpr is not None
-        return (yield from sgpr.posterior(self.problem, state.sgpr, roster))[0]
-
-    def update(self, state: PVIState, roster: Roster) -> Asking[Update]:
-        """Sums at the agreed parameters."""
-        del roster
-        yield from ()
-        return ExactFactor(state.values)
-
-    def saved(self, q: PooledPosterior) -> Posterior:
-        """Parameters in natural units, q of whitened inducing values."""
-        return saved(q, self.problem.model)
-
-    def details(self, state: PVIState) -> dict[str, Any]:
-        """How many exchanges with every site looked for (Z, β)."""
-        assert state.sgpr is not None
-        return {"exchanges": state.sgpr.exchanges}
-
-    def warnings(self, count: int, rows: Mapping[str, int]) -> list[str]:
-        """Sums were at twice as many points, among which the inducing points were chosen."""
-        return told_by_total(min(sgpr.CANDIDATES * count, sum(rows.values())), rows, sgpr.CANDIDATES)
-
-
-@dataclass(frozen=True)
-class LatentAgreement:
-    """By the rounds of :mod:`strategies.svgp`."""
-
-    problem: svgp.LatentProblem
-    settled: float = 1e-3
-
-    def start(self, roster: Roster) -> Asking[PVIState]:
-        """Inducing points where inputs lie."""
-        return PVIState(svgp=(yield from svgp.start(self.problem, roster)))
-
-    def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
-        """One evaluation."""
-        assert state.svgp is not None
-        new, figures = yield from svgp.one_round(self.problem, state.svgp, roster)
-        return replace(state, svgp=new), figures
-
-    def finished(self, state: PVIState) -> bool:
-        """Whether nothing is gained any more."""
-        assert state.svgp is not None
-        return svgp.finished(self.problem, state.svgp)
-
-    def pooled(self, state: PVIState, roster: Roster) -> Asking[PooledPosterior]:
-        """At the accepted parameters."""
-        del roster
-        yield from ()
+        """The posterior of all rows, from totals."""
+        if self.exact and state.sgpr:
+            return (yield from sgpr.posterior(self.exact, state.sgpr, roster))[0]
         assert state.svgp is not None
         return svgp.posterior(state.svgp)
 
     def update(self, state: PVIState, roster: Roster) -> Asking[Update]:
-        """Expectations at the product of the factors, once every site has one; before that at the agreed q."""
+        """Sums at the agreed parameters; or expectations at the product, once every site has a factor in it."""
+        if self.exact:
+            return ExactFactor(state.values)
         whole = all(site in state.sites for site in roster.sites)
         return NaturalGradient(product(state) if whole else (yield from self.pooled(state, roster)))
 
+    def settled(self, record: Record, sites: Sequence[str], damping: float) -> bool:
+        """Whether every site was visited and more visits change nothing."""
+        if not all(record.visits.get(site) for site in sites):
+            return False
+        if self.exact and damping == 1:
+            return True
+        return max(record.sizes.values()) < (SETTLED_EXACT if self.exact else SETTLED)
+
     def saved(self, q: PooledPosterior) -> Posterior:
-        """With the mean of f and the likelihood."""
-        return svgp.saved(q, self.problem.model)
+        """Parameters in natural units, q of whitened inducing values."""
+        return saved(q, self.exact.model) if self.exact else svgp.saved(q, self.latent.model)
 
-    def details(self, state: PVIState) -> dict[str, Any]:
-        """None."""
-        del state
-        return {}
-
-    def warnings(self, count: int, rows: Mapping[str, int]) -> list[str]:
-        """Sums were at the inducing points."""
-        return told_by_total(count, rows)
-
-
-def small_sites(count: int, rows: Mapping[str, int], called: Callable[[Sequence[str]], str]) -> list[str]:
-    """A warning that names the sites with few rows for each of ``count`` inducing points, if there are any."""
-    small = [site for site, number in rows.items() if number < ROWS_PER_POINT * count]
-    if not small:
-        return []
-    return [
-        f"site(s) {called(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing points: their"
-        " factors, which the server keeps, nearly reveal their rows; `model.num-inducing` ="
-        f" {max(1, min(rows.values()) // ROWS_PER_POINT)} avoids that"
-    ]
+    def warnings(self, count: int, rows: Mapping[str, int], called: Callable[[Sequence[str]], str]) -> list[str]:
+        """Sites whose factors, or sums whose totals, nearly reveal rows; ``called`` names sites."""
+        found, chosen_from = [], sgpr.CANDIDATES if self.exact else 1
+        if small := [site for site, number in rows.items() if number < ROWS_PER_POINT * count]:
+            found.append(
+                f"site(s) {called(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing points:"
+                " their factors, which the server keeps, nearly reveal their rows; `model.num-inducing` ="
+                f" {max(1, min(rows.values()) // ROWS_PER_POINT)} avoids that"
+            )
+        return found + told_by_total(min(chosen_from * count, sum(rows.values())), rows, chosen_from)

@@ -1,4 +1,4 @@
-"""The two baselines as methods of their own: ``local-only``, where nothing is shared, and ``pooled``, where all is."""
+"""The two baselines as methods: ``local-only``, where nothing is shared, and ``pooled``, where all is."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from fedgp_flower.gp.barycentre import barycentre, wasserstein_distance
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.classes import Confusion
-from fedgp_flower.methods.family import initial_global, named, on_the_wire
+from fedgp_flower.methods.family import GlobalPosterior, initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.learner import configured
 from fedgp_flower.methods.sfvi.messages import LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, SHARED, SFVIAvgOptions, SFVIOptions
@@ -188,9 +188,7 @@ def factor(parameters: Mapping[str, np.ndarray]) -> Array:
     scale = np.exp(parameters["q.log_scale"])
     if "q.lower" not in parameters:
         return scale
-    lower: Array = np.eye(len(scale))
-    lower[np.tril_indices(len(scale), -1)] = parameters["q.lower"]
-    return scale[:, None] * lower
+    return GlobalPosterior.of(parameters).factor().numpy()
 
 
 def move_limit(rate: float, steps: int) -> float:

@@ -25,9 +25,9 @@ from numpy import ndarray
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ConfigError, RunError
-from fedgp_flower.gp.ascent import Memory, direction, forgotten, outlook, pack, unpack
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
+from fedgp_flower.gp.optimisers import StepMemory, direction, forgotten, outlook, pack, unpack
 from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
 from fedgp_flower.messages import encode, message
@@ -175,7 +175,7 @@ class Chain:
 
     def with_gradient(self, by_name: Mapping[str, ndarray]) -> Chain:
         """With the gradient of F at the point; a step that came before is a pair now."""
-        pulled = {n: 2 * PENALTY * (own - 1) for n, own in self.values.items() if n.endswith("log_lengthscale")}
+        pulled = {n: 2 * PENALTY * (array - 1) for n, array in self.values.items() if n.endswith("log_lengthscale")}
         units = {LOCATIONS: by_name[LOCATIONS] * self.lengths}
         gradient = pack({n: np.asarray({**by_name, **units}[n] - pulled.get(n, 0.0)) for n in self.moving})
         place, memory = self.coordinates, self.memory
@@ -184,11 +184,11 @@ class Chain:
         return replace(self.remembering(memory), gradient=gradient, place=place)
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> StepMemory:
         """What L-BFGS remembers."""
-        return Memory(self.steps, self.changes, self.scales)
+        return StepMemory(self.steps, self.changes, self.scales)
 
-    def remembering(self, memory: Memory) -> Chain:
+    def remembering(self, memory: StepMemory) -> Chain:
         """With another memory."""
         return replace(self, steps=memory.steps, changes=memory.changes, scales=memory.scales)
 
@@ -237,7 +237,9 @@ def aim(chain: Chain) -> tuple[Chain, Array]:
     sizes = {name: np.full(array.shape, float(name != LOCATIONS)) for name, array in chain.moving.items()}
     blocks = pack(sizes).astype(int)
     relative = lengthscales(chain.values) / chain.lengths  # a lengthscale, in coordinates of Z
-    units = pack({**{name: np.ones_like(own) for name, own in sizes.items()}, LOCATIONS: sizes[LOCATIONS] + relative})
+    units = pack(
+        {**{name: np.ones_like(array) for name, array in sizes.items()}, LOCATIONS: sizes[LOCATIONS] + relative}
+    )
     first, cap = (np.asarray(limits)[blocks] * units for limits in (FIRST, CAP))
     way, memory = direction(chain.gradient, chain.memory, blocks, first, cap)
     return chain.remembering(memory), way
@@ -245,7 +247,7 @@ def aim(chain: Chain) -> tuple[Chain, Array]:
 
 def searched(chain: Chain, tried: Sequence[NamedArrays], totals: Sequence[SparseSums]) -> Chain:
     """The chain at the best candidate; where none is higher, where it was, without pairs and with shorter steps."""
-    heights = [objective(*own) for own in zip(tried, totals, strict=True)]
+    heights = [objective(*pair) for pair in zip(tried, totals, strict=True)]
     best = int(np.argmax(heights))
     if heights[best] > chain.height:
         return replace(chain, values=tried[best], totals=totals[best], height=heights[best], shrunk=1.0)
@@ -287,7 +289,7 @@ def agreed(sketch: Sketch, like: Mapping[str, ndarray]) -> NamedArrays:
     mode = np.linalg.solve(sketch.precision, sketch.shift)
     pieces = np.split(mode, np.cumsum([array.size for array in like.values()])[:-1])
     found = {name: piece.reshape(like[name].shape) for name, piece in zip(like, pieces, strict=True)}
-    lengths = {name: np.clip(own, *START_RANGE) for name, own in found.items() if name.endswith("log_lengthscale")}
+    lengths = {name: np.clip(array, *START_RANGE) for name, array in found.items() if name.endswith("log_lengthscale")}
     return found | lengths
 
 

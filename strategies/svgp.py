@@ -21,8 +21,8 @@ from numpy import ndarray
 from scipy.special import ndtri
 
 from fedgp_flower.config import RunConfig
-from fedgp_flower.gp.ascent import outlook, pack, unpack
 from fedgp_flower.gp.latent import CONSTANT, LatentGP
+from fedgp_flower.gp.optimisers import outlook, pack, two_loops, unpack
 from fedgp_flower.gp.placement import FLOAT32_JITTER
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server
@@ -214,25 +214,12 @@ def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
         for s, y in zip(np.diff(points, axis=0), np.diff(gradients, axis=0), strict=True)
         if -s @ y > 1e-10 * np.linalg.norm(s) * np.linalg.norm(y)
     ]
-    step = two_loops(gradients[-1], pairs)
+    inverse = pairs[-1][0] @ pairs[-1][1] / (pairs[-1][1] @ pairs[-1][1]) if pairs else 1.0
+    step = two_loops(gradients[-1], pairs, np.full(len(scale), inverse))
     limit = LARGEST if pairs else FIRST
     largest = float(np.abs(step).max())
     step *= limit / largest if largest > limit or not pairs else 1.0
     return unpack(pack(state.values) + 0.5**state.halvings * step * scale, state.values)
-
-
-def two_loops(gradient: Array, pairs: list[tuple[Array, Array]]) -> Array:
-    """The inverse Hessian that the pairs (s, y) imply, times the gradient."""
-    step, weights = gradient.copy(), []
-    for s, y in reversed(pairs):
-        weights.append((s @ step) / (s @ y))
-        step -= weights[-1] * y
-    if pairs:
-        s, y = pairs[-1]
-        step *= (s @ y) / (y @ y)
-    for (s, y), weight in zip(pairs, reversed(weights), strict=True):
-        step += (weight - (y @ step) / (s @ y)) * s
-    return step
 
 
 def units(values: Mapping[str, ndarray], model: ModelSection) -> Array:

@@ -1,4 +1,4 @@
-"""The launcher as a process of its own, watched with everything that descends from it."""
+"""The launcher as a separate process, watched with everything that descends from it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Launch:
         """Note every descendant until the launcher ends or its output holds ``until``; returns the output."""
         while self.process.poll() is None and not (until and until in self.output):
             table = snapshot("")
-            own = {pid: entry for pid, entry in table.items() if pid == self.process.pid}
-            self.children |= {p: e for p, e in belonging(table, self.children | own).items() if p not in own}
+            mine = {pid: entry for pid, entry in table.items() if pid == self.process.pid}
+            self.children |= {p: e for p, e in belonging(table, self.children | mine).items() if p not in mine}
             time.sleep(0.2)
         return self.output
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from fedgp_flower.gp.gaussian import Gaussian
-from fedgp_flower.methods.pvi.model import Cavity, Data, Draws, Factor, SparseModel
-
-
-def log_normaliser(q: Gaussian) -> Tensor:
-    """A(η) = log ∫ exp(η₁ᵀx + xᵀη₂x) dx = ½η₁ᵀSη₁ − ½log|Λ| + M/2 log 2π, a scalar."""
-    return 0.5 * (q.eta1 @ q.mean() + q.size * math.log(2 * math.pi) - q.log_determinant())
+from fedgp_flower.methods.pvi.model import Data, Draws, Factor, SparseModel, product
 
 
 def collapsed_local_bound(model: SparseModel, draws: Draws, others: Sequence[Factor], data: Data) -> Tensor:
@@ -23,10 +16,11 @@ def collapsed_local_bound(model: SparseModel, draws: Draws, others: Sequence[Fac
 
     log ∫ N(y; Aᵀv, σ²I) q_\k(v) dv − Σ (k_xx − aᵀa)/2σ²: Titsias' bound with the cavity in place of the prior.
     """
-    cavity = Cavity.at(model, draws, others, data)
-    A, noise = cavity.rows, cavity.geometry.noise[:, None]
-    spread = torch.linalg.solve_triangular(cavity.density.chol, A, upper=False)
+    geometry = model.geometry(draws)
+    natural, A = product(geometry, others, data.inputs)
+    cavity, noise = natural.density(), geometry.noise[:, None]
+    spread = torch.linalg.solve_triangular(cavity.chol, A, upper=False)
     covariance = spread.mT @ spread + torch.diag_embed(noise.expand(-1, len(data)))
-    mean = (A * cavity.density.mean[..., None]).sum(-2)
-    missing = (cavity.prior_variance - A.square().sum(-2)) / noise
+    mean = (A * cavity.mean[..., None]).sum(-2)
+    missing = (geometry.prior_variance(data.inputs) - A.square().sum(-2)) / noise
     return MultivariateNormal(mean, covariance).log_prob(data.targets) - 0.5 * missing.sum(-1)

@@ -39,7 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "pvi-bnn": {"method": "pvi-bnn", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture", "bnn__classes": 2, "bnn__hidden": 4, "pvi__steps": 5},
     "deep-kernel": {"method": "deep-kernel", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
-    | {"features": "mean radius,mean texture", "deep__features": 3, "deep__local_steps": 3},
+    | {"features": "mean radius,mean texture", "deep__local_steps": 3},
     "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 8, "privacy__secure_aggregation": True},
     "sgpr-private": {
         "method": "sgpr-private",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from fedgp_flower.methods.family import (
     with_named,
 )
 from fedgp_flower.methods.hierarchical_gp.smooth import ShapedGP
-from fedgp_flower.methods.sfvi.gp import GPOptions, HierarchicalModel
+from fedgp_flower.methods.sfvi.gp import HierarchicalModel
 from fedgp_flower.methods.sfvi.learner import Learner, step_local
 from fedgp_flower.methods.sfvi.messages import GradientShare
 from fedgp_flower.methods.sfvi.mixed import MixedModel
@@ -73,33 +72,32 @@ class DrawnGP(HierarchicalModel, SampledModel):
     def _given(self, site, z_global, z_local):
         """Mean and variance of f, and the noise; what is open of f is what the inducing values leave open."""
         basis, own = self._basis(site), z_local[..., 0, :]
-        offset, zero = (own[..., -1:] if self.own_noise else own.new_zeros(1)), own.new_zeros(())
-        return z_global @ basis.shared + own @ basis.own, basis.left_over, self._noise(offset, zero, zero)
+        offset, zero = (own[..., -1:] if self.offsets else own.new_zeros(1)), own.new_zeros(())
+        return z_global @ basis.shared + own @ basis.local, basis.left_over, self._noise(offset, zero, zero)
 
 
 def shaped_gp(*, inputs, widths=(0.5, 0.4, 0.3), jitter=1e-8):
     """The same where sites differ in shape."""
-    base = sparse_gp(inputs=inputs, jitter=jitter)
-    return ShapedGP(base.trend, base.deviation, base.inputs, base.options, widths)
+    return two_kernels(ShapedGP(section(jitter), inputs, widths))
 
 
 def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8):
     """A hierarchical GP in one input with different kernels for trend and deviation."""
-    trend = build_kernel(ModelSection(kernel="rbf", lengthscale=1.0), inputs.shape[1])
-    deviation = build_kernel(ModelSection(kernel="matern52", lengthscale=0.5, outputscale=0.4), inputs.shape[1])
-    options = GPOptions(
-        likelihood=likelihood,
-        site_inducing=20,
-        noise=0.2,
-        noise_spread=noise_spread,
-        jitter=jitter,
-    )
-    return DrawnGP(trend, deviation, inputs, options)
+    return two_kernels(DrawnGP(section(jitter, likelihood), inputs, noise_spread))
+
+
+def section(jitter, likelihood="gaussian"):
+    return ModelSection(kernel="rbf", noise=0.2, likelihood=likelihood).model_copy(update={"jitter": jitter})
+
+
+def two_kernels(model):
+    model.deviation = build_kernel(ModelSection(kernel="matern52", lengthscale=0.5, outputscale=0.4), 1)
+    return model
 
 
 def gp_sites(model, generator, *, sizes=(6, 5, 7), num_inducing=3, binary=False):
     """Sites of one-dimensional data."""
-    model.options = replace(model.options, site_inducing=num_inducing)
+    model.site_inducing = num_inducing
     sites = []
     for key, size in enumerate(sizes):
         x = torch.linspace(-2, 2, size, dtype=torch.float64)[:, None] + 0.1 * key

@@ -50,7 +50,7 @@ def make_run(
     local = combine({k: v[1].sums for k, v in made.items()}, 1.0)
     names = [f"x{d + 1}" for d in range(inputs)]
     flat = {"output-dir": str(folder), "name": f"run-{inputs}d-{seed}", "dataset": "synthetic", "seed": seed}
-    run = RunFolder.open(parse(flat, {"fsgp": MethodOptions}))
+    run = RunFolder.open(parse({"method": "fsgp"} | flat, {"fsgp": MethodOptions}))
     headline = "accuracy" if classes else "rmse"
     for number in range(21):
         row = {"round": number, "communications": number + 1, "seconds": 0.4 + 0.02 * number}

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 from pathlib import Path
@@ -100,42 +99,10 @@ def test_a_run_never_enters_the_folder_of_another(tmp_path):
     assert (tmp_path / "a-run" / "config.toml").read_bytes() == before
 
 
-def test_runs_without_a_name_get_names_of_their_own(tmp_path):
-    paths = {RunFolder.open(config(tmp_path, name="", dataset="uci/energy")).path for _ in range(3)}
-    assert len(paths) == 3
-    assert all(path.parent == tmp_path and path.name.startswith("fsgp-uci-energy-2") for path in paths)
-    outside = RunFolder.open(config(tmp_path, name="", dataset="../../some/where/mine.csv")).path
-    assert (outside.parent, outside.name.startswith("fsgp-where-mine.csv-")) == (tmp_path, True)
-
-
 @pytest.mark.parametrize("name", ["../x", "..", "a/b", "/tmp/x", "a\\b"])
 def test_a_name_with_a_path_is_an_error(tmp_path, name):
     with pytest.raises(RunError, match="without a path"):
         RunFolder.open(config(tmp_path / "out", name=name))
-
-
-def test_history_grows_columns_and_is_complete_after_every_round(tmp_path):
-    folder = RunFolder.open(config(tmp_path))
-    path = folder.path / "history.csv"
-    folder.append_history(row(0))
-    assert path.read_text() == "round,communications,seconds,bytes_up,bytes_down\n0,0,0.0,100,0\n"
-    folder.append_history(row(1, nll=0.5))
-    folder.append_history(row(2, nll=math.nan))
-    lines = path.read_text().splitlines()
-    assert lines[0] == "round,communications,seconds,bytes_up,bytes_down,nll"
-    assert lines[1].endswith(",")
-    assert lines[2].endswith(",0.5")
-    assert lines[3].endswith(",")
-    assert [path.name for path in folder.path.glob(".*")] == []
-
-
-def test_history_rows_lacking_columns_or_out_of_order_are_errors(tmp_path):
-    folder = RunFolder.open(config(tmp_path))
-    folder.append_history(row(3))
-    with pytest.raises(RunError, match="round 3 of the history follows round 3"):
-        folder.append_history(row(3))
-    with pytest.raises(RunError, match="lacks bytes_down"):
-        folder.append_history({name: 4 for name in HISTORY_COLUMNS if name != "bytes_down"})
 
 
 def test_resume_goes_on_from_the_last_complete_round(tmp_path):
@@ -166,20 +133,6 @@ def test_resume_with_other_keys_names_them_and_only_them(tmp_path):
     assert "`seed` was 1, now 2" in str(caught.value)
     assert "`model.kernel` was 'rbf', now 'matern52'" in str(caught.value)
     assert "num-server-rounds" not in str(caught.value)
-
-
-def test_resume_of_nothing_is_an_error(tmp_path):
-    with pytest.raises(RunError, match="needs `name`"):
-        RunFolder.open(config(tmp_path, name="", resume=True))
-    with pytest.raises(RunError, match=r"nothing to resume: config\.toml is missing"):
-        RunFolder.open(config(tmp_path, resume=True))
-
-
-def test_a_resumed_run_is_not_finished_until_it_ends_again(tmp_path):
-    finished(tmp_path)
-    RunFolder.open(config(tmp_path, resume=True))
-    with pytest.raises(RunError, match=r"metrics\.json is missing.*has not finished"):
-        read_run(tmp_path / "a-run")
 
 
 class Killed(BaseException):
@@ -307,27 +260,6 @@ def test_a_posterior_and_its_notes_must_agree(tmp_path):
     )
     with pytest.raises(RunError, match="different arrays"):
         read_posterior(folder.path)
-
-
-def test_predictions_of_odd_shape_are_errors(tmp_path):
-    folder = RunFolder.open(config(tmp_path))
-    folder.write_predictions({})
-    assert not (folder.path / "predictions.csv").exists()
-    uneven = {"prediction.mean": np.zeros(2), "prediction.target": np.zeros(3)}
-    with pytest.raises(RunError, match="site s sent prediction columns of unequal length"):
-        folder.write_predictions({"s": uneven})
-    with pytest.raises(RunError, match="at 2 inputs, the schema has 1"):
-        folder.write_predictions({"s": {"prediction.mean": np.zeros(3), "prediction.input": np.zeros((3, 2))}}, ["x"])
-
-
-def test_the_log_is_kept_while_the_context_lasts(tmp_path):
-    folder = RunFolder.open(config(tmp_path))
-    logger = logging.getLogger("fedgp_flower.test")
-    with folder.logging_to_file("fedgp_flower.test") as path:
-        logger.warning("site %s failed", "a")
-    logger.warning("afterwards")
-    assert path.name == "log.txt"
-    assert path.read_text().endswith("WARNING fedgp_flower.test: site a failed\n")
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_in_words(tmp_path):

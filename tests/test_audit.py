@@ -68,10 +68,10 @@ def test_a_changed_log_is_named_by_line(log, change, problem):
 
 
 def again(line: str, other: str) -> str:
-    """A line with a hash of its own that follows another one."""
-    own = json.loads(line) | {"before": json.loads(other)["hash"]}
-    del own["hash"]
-    text = json.dumps(own)
+    """A line with another hash that follows another one."""
+    entry = json.loads(line) | {"before": json.loads(other)["hash"]}
+    del entry["hash"]
+    text = json.dumps(entry)
     return f'{text[:-1]}, "hash": "{hashlib.sha256(text.encode()).hexdigest()}"}}'
 
 
@@ -93,7 +93,7 @@ def test_a_site_that_cannot_write_its_log_does_not_answer(tmp_path):
     nodes = csv_nodes(tmp_path, {site: waves(60, seed) for seed, site in enumerate("abc")}, "")
     nodes[2]["audit"] = str(tmp_path)
     strategy = run(FaultyGrid(configured(sites=3, num_server_rounds=1), nodes))
-    assert {own.reason for own in strategy.network.failures if own.site == "c"} == {
+    assert {entry.reason for entry in strategy.network.failures if entry.site == "c"} == {
         "the audit log of this site cannot be written (Is a directory)"
     }
 
@@ -115,5 +115,5 @@ def test_leaves_shows_every_message_with_sizes_and_rules(tmp_path):
     assert masked.copies == 2
     assert "query.statistics: 1 × " in "\n".join(masked.lines())
     assert all(line["masked"] for line in masked.log.lines if line["kind"] == "query.statistics")
-    hidden = [own["norm"] for line in masked.log.lines for own in line["arrays"].values() if line["masked"]]
+    hidden = [entry["norm"] for line in masked.log.lines for entry in line["arrays"].values() if line["masked"]]
     assert set(hidden) == {None}

@@ -64,48 +64,6 @@ def test_diagonal_scales_average_and_agree_with_the_full_iteration(rng):
     assert full.iterations <= 6
 
 
-def test_commuting_covariances_have_the_mean_square_root(rng):
-    rotation, _ = np.linalg.qr(rng.normal(size=(5, 5)))
-    roots = rng.uniform(0.2, 2.0, (3, 5))
-    weights = np.array([0.5, 0.25, 0.25])
-    covariances = np.einsum("ij,kj,lj->kil", rotation, roots**2, rotation)
-    found = barycentre(np.zeros((3, 5)), np.linalg.cholesky(covariances), weights)
-    expected = rotation * (weights @ roots) ** 2 @ rotation.T
-    np.testing.assert_allclose(found.factor @ found.factor.T, expected, rtol=0, atol=3e-13)
-
-
-def test_equal_gaussians_are_their_own_barycentre(rng):
-    factor = random_factors(rng, 1, 6, 1e6)[0]
-    mean = rng.normal(size=6)
-    found = barycentre(np.tile(mean, (4, 1)), np.tile(factor, (4, 1, 1)), np.ones(4))
-    np.testing.assert_allclose(found.factor, factor, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(found.mean, mean, rtol=1e-14)
-    assert found.iterations == 1  # the start Σ wₖ Sₖ is the answer
-    assert np.all(np.diag(found.factor) > 0)
-    assert np.all(np.triu(found.factor, 1) == 0)
-
-
-def test_order_and_scale_of_weights_do_not_matter_and_weights_count_sites(rng):
-    means, factors = rng.normal(size=(3, 5)), random_factors(rng, 3, 5, 1e3)
-    weights, order = np.array([1.0, 2.0, 1.0]), [2, 0, 1]
-    found = barycentre(means, factors, weights)
-    shuffled = barycentre(means[order], factors[order], 10 * weights[order])
-    repeated = barycentre(means[[0, 1, 1, 2]], factors[[0, 1, 1, 2]], np.ones(4))
-    for other in (shuffled, repeated):
-        np.testing.assert_allclose(other.mean, found.mean, rtol=1e-13, atol=1e-14)
-        np.testing.assert_allclose(other.factor, found.factor, rtol=0, atol=1e-11)
-    alone = barycentre(means, factors, np.array([0.0, 1.0, 0.0]))
-    np.testing.assert_allclose(alone.factor, factors[1], rtol=0, atol=1e-12)
-
-
-def test_rotating_a_factor_changes_nothing(rng):
-    """Only L Lᵀ counts, not which factor of it was sent."""
-    factors = random_factors(rng, 3, 4, 1e2)
-    rotation, _ = np.linalg.qr(rng.normal(size=(4, 4)))
-    first, second = (barycentre(np.zeros((3, 4)), f, np.ones(3)) for f in (factors, factors @ rotation))
-    np.testing.assert_allclose(first.factor, second.factor, rtol=0, atol=1e-12)
-
-
 def test_distance_matches_the_trace_formula_and_the_barycentre_minimises_it(rng):
     means, factors, weights = rng.normal(size=(3, 4)), random_factors(rng, 3, 4, 1e2), np.array([0.2, 0.3, 0.5])
     nuclear = np.linalg.svd(factors[0].T @ factors[1], compute_uv=False).sum()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +14,6 @@ import pytest
 from fedgp_flower import cli
 from fedgp_flower.data.catalogue import BUILTINS
 from fedgp_flower.errors import RunError
-from fedgp_flower.run.artefacts import Held
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.registry import METHODS
 from fedgp_flower.run.user_config import parse_assignments
@@ -84,7 +81,7 @@ def test_a_run_prints_its_figures_and_where_its_files_are(fedgp, tmp_path):
     )
     assert status == 0
     metrics = json.loads((tmp_path / "mine" / "metrics.json").read_text())
-    assert (metrics["method"], metrics["sites"], metrics["rounds"]) == ("fsgp", 3, 1)
+    assert (metrics["method"], metrics["sites"], metrics["rounds"]) == ("sgpr", 3, 1)
     assert f"{metrics['test']['nll']:.4g}" in out
     assert str(tmp_path / "mine" / "report.html") in out
     assert (tmp_path / "mine" / "report.html").is_file()
@@ -143,35 +140,6 @@ def test_what_cannot_be_run_is_said_in_a_line(fedgp, tmp_path, monkeypatch, word
     assert not list(tmp_path.rglob("metrics.json"))
 
 
-def test_a_run_of_no_rounds_predicts_from_the_start(fedgp, tmp_path):
-    code, _, err = fedgp("run", "--sites", 2, *TINY, f"output-dir={tmp_path}", "name=none", "num-server-rounds=0")
-    assert (code, err.count("error")) == (0, 0)
-    assert pd.read_csv(tmp_path / "none" / "history.csv").empty
-    assert (tmp_path / "none" / "report.html").exists()
-
-
-def test_a_second_process_is_told_who_writes_until_that_one_dies(fedgp, tmp_path):
-    words = ["run", "--sites", "2", *TINY, f"output-dir={tmp_path}", "name=long", "num-server-rounds=100000"]
-    command = [sys.executable, "-m", "fedgp_flower.cli", *words]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
-        while not (tmp_path / "long" / "checkpoint").exists():
-            assert first.poll() is None
-            time.sleep(0.05)
-        code, _, err = fedgp(*words, "resume=true")
-        first.kill()
-    assert code == 1
-    assert f"is being written by process {first.pid} on " in err
-    Held(tmp_path / "long")
-
-
-def test_what_goes_wrong_at_a_site_is_shown_while_it_happens(fedgp, tmp_path):
-    words = ["device=cuda", "num-server-rounds=1", f"output-dir={tmp_path}", "name=bad"]
-    code, _, err = fedgp("run", "--sites", 2, *TINY, *words)
-    assert code == 1
-    assert "site 1 failed: `device` = 'cuda'" in one_line(err)
-    assert not (tmp_path / "bad" / "metrics.json").exists()
-
-
 def test_predictions_have_a_row_per_row(fedgp, shared, tmp_path):
     (tmp_path / "new.csv").write_text("note,x\na,0.5\nb,12\nc,40\n")
     code, out, _ = fedgp("predict", shared, "--input", tmp_path / "new.csv", "--output", tmp_path / "out.csv")
@@ -184,41 +152,12 @@ def test_predictions_have_a_row_per_row(fedgp, shared, tmp_path):
     assert [row["note"] for row in rows] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize(
-    ("text", "status", "message"),
-    [
-        ("z\n1\n", 2, "new.csv: missing column `x`; the file has `z`"),
-        ("x\n1\nlots\n", 2, "new.csv: column `x`: text in a numeric cell in row 2"),
-        ("x\n", 2, "new.csv: no data rows"),
-    ],
-)
-def test_new_rows_that_cannot_be_used_are_named(fedgp, shared, tmp_path, text, status, message):
-    (tmp_path / "new.csv").write_text(text)
-    code, _, err = fedgp("predict", shared, "--input", tmp_path / "new.csv", "--output", tmp_path / "out.csv")
-    assert code == status
-    assert message in one_line(err)
-    assert "lots" not in err
-    assert not (tmp_path / "out.csv").exists()
-
-
 def test_a_file_that_cannot_be_read_or_written_is_named(fedgp, shared, tmp_path):
     code, _, err = fedgp("predict", shared, "--input", tmp_path / "no.csv", "--output", tmp_path / "out.csv")
     assert (code, "no such file" in err) == (2, True)
     (tmp_path / "new.csv").write_text("x\n1\n")
     code, _, err = fedgp("predict", shared, "--input", tmp_path / "new.csv", "--output", tmp_path / "no" / "out.csv")
     assert (code, "cannot be written" in err) == (1, True)
-
-
-def test_personal_and_unfinished_runs_have_nothing_to_predict_from(fedgp, personal, broken, tmp_path):
-    (tmp_path / "new.csv").write_text("x\n1\n")
-    files = ["--input", tmp_path / "new.csv", "--output", tmp_path / "out.csv"]
-    code, _, err = fedgp("predict", personal, *files)
-    assert code == 1
-    assert "with `method` = 'fgpr' every site predicts from its own rows" in one_line(err)
-    code, _, err = fedgp("predict", broken, *files)
-    assert code == 1
-    assert "the run has not finished" in one_line(err)
-    assert not (tmp_path / "out.csv").exists()
 
 
 def test_a_report_is_written_again(fedgp, shared, broken):
@@ -288,13 +227,3 @@ def test_a_partition_is_a_file_per_site_that_holds_every_row_once(fedgp, tmp_pat
     assert len(pd.read_csv(paths[0])) == pytest.approx(200, abs=1)
     code, _, err = fedgp(*words)
     assert (code, "site-00.csv is there already" in one_line(err)) == (2, True)
-
-
-def test_help_and_no_words_explain_themselves(fedgp):
-    code, out, _ = fedgp("run", "--help")
-    assert code == 0
-    assert "KEY=VALUE" in out
-    assert "model.num-inducing = 0" in out
-    assert "model.noise" not in out
-    assert "Usage: fedgp" in "".join(fedgp()[1:])
-    assert fedgp("fly")[0] == 2

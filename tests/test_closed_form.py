@@ -12,7 +12,7 @@ from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.hierarchical_gp import smooth
 from fedgp_flower.methods.hierarchical_gp.newton import Sums, expansion, flattened, newton_step, transported
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, ShapedGP, SmoothDeviation
-from fedgp_flower.methods.sfvi.gp import linear_terms, parts_of
+from fedgp_flower.methods.sfvi.gp import linear_terms
 from fedgp_flower.options import ModelSection
 
 POINTS = torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None]
@@ -46,7 +46,7 @@ def dense_bound(model, sites, offsets):
     features, targets = torch.cat([s.features for s in sites]), torch.cat([s.targets for s in sites])
     kzx = model.trend(model.inputs, features).to_dense()
     kzz = model.trend(model.inputs).to_dense()
-    kzz = kzz + model.options.jitter * torch.eye(len(kzz), dtype=torch.float64) * kzz.diagonal().mean()
+    kzz = kzz + model.jitter * torch.eye(len(kzz), dtype=torch.float64) * kzz.diagonal().mean()
     nystrom = kzx.mT @ torch.linalg.solve(kzz, kzx)
     trend = nystrom + linear_terms(features).mT @ linear_terms(features)
     own, open_rows, noises = [], [], []
@@ -93,7 +93,7 @@ def test_the_bound_is_that_of_a_dense_pooled_gp(problem, monkeypatch, rows):
     model, sites = problem
     offsets = torch.tensor([[0.3, -0.5, 0.1], [-0.4, 0.2, 0.6], [0.0, 1.1, -0.7]], dtype=torch.float64)
     if rows == 0:
-        model.options = model.options.__class__(**{**vars_of(model.options), "jitter": 1e-12})
+        model.jitter = 1e-12
         for site in sites:
             site.dense = False
     monkeypatch.setattr(smooth, "DENSE_ROWS", 100)
@@ -101,10 +101,6 @@ def test_the_bound_is_that_of_a_dense_pooled_gp(problem, monkeypatch, rows):
         sums = total([site.sums(own) for site, own in zip(sites, offsets, strict=True)])
         expected = dense_bound(model, sites, offsets)
     assert float(bound(sums)) == pytest.approx(float(expected), abs=1e-8)
-
-
-def vars_of(options):
-    return {name: getattr(options, name) for name in options.__slots__}
 
 
 def settled(sites):
@@ -160,21 +156,6 @@ def test_the_curvature_of_a_shape_is_that_of_its_expected_log_density(problem):
     torch.testing.assert_close(found.known, 1 - torch.linalg.solve(curvature, torch.eye(3).double()).diagonal())
 
 
-def test_sites_of_one_shape_have_the_bound_without_shapes(problem):
-    """Priors of no width: F is the dense bound without any offset."""
-    model, sites = problem
-    plain = shaped_gp(inputs=POINTS, widths=(0.0, 0.0, 0.0))
-    with torch.no_grad():
-        plain.log_site_slope.copy_(model.log_site_slope)
-        model.log_width.fill_(-math.inf)
-        expected = dense_bound(plain, sites, torch.zeros(3, 0))
-    q_global = initial_global(6, scale=1.0, triangular=True)
-    for own in (model, plain):
-        units = [SmoothDeviation(own, site.features, site.targets) for site in sites]
-        found = [unit.derivatives(q_global).sums for unit in units]
-        assert float(bound(total(found))) == pytest.approx(float(expected), abs=1e-8)
-
-
 def test_a_mixture_is_that_of_a_fine_grid(problem):
     """Its shares sum to one; mean and spread of z_k are roughly those of exp J_k on a grid: there are 27 nodes."""
     _, sites = problem
@@ -223,7 +204,7 @@ def test_matern_kernels_have_second_derivatives_between_few_rows():
     generator, section = torch.Generator().manual_seed(3), ModelSection(kernel="matern32")
     x, y = (torch.randn(own, generator=generator, dtype=torch.float64) for own in ((6, 2), (6,)))
     points = torch.randn(4, 2, generator=generator, dtype=torch.float64)
-    model = ShapedGP(*parts_of(section, 2, points), widths=(0.0, 0.0, 0.0))
+    model = ShapedGP(section, points, widths=(0.0, 0.0, 0.0))
     site, q_global = SmoothDeviation(model, x, y), initial_global(model.global_size, scale=0.7, triangular=True)
     start, nothing = theta_of(model), torch.zeros(0, dtype=torch.float64)
     along = torch.randn(len(start), generator=generator, dtype=torch.float64)

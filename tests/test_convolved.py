@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.polynomial.hermite_e import hermegauss
 
-from fedgp_flower.gp.convolved import ConvolvedKernel, smoothed_covariance
+from fedgp_flower.gp.convolved import ConvolvedKernel
 
 
 def kernel(num_latents: int, dims: int) -> ConvolvedKernel:
@@ -75,14 +75,3 @@ def test_hardly_any_smoothing_is_the_linear_model_of_coregionalisation() -> None
     each = torch.stack([(-0.5 * ((x[:, None] - x[None]) ** 2 / scale).sum(-1)).exp() for scale in S])
     torch.testing.assert_close(tiny.cross(x, x), s[:, None, None] * each, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(tiny(x, x).to_dense(), (s[:, None, None] ** 2 * each).sum(0), rtol=1e-9, atol=1e-9)
-
-
-def test_joint_covariance_of_outputs_and_latents_is_positive_definite() -> None:
-    """All functions, smoothed differently, form one Gaussian process."""
-    k = kernel(1, 1)
-    x = rows(6, 1, 8)
-    none, R, wide = torch.zeros(1, 1, dtype=torch.float64), k.smoothing.detach(), 3 * k.smoothing.detach()
-    S = k.scales.detach()
-    blocks = [[smoothed_covariance(x, x, S, a, b)[0] for b in (none, R, wide)] for a in (none, R, wide)]
-    joint = torch.cat([torch.cat(line, 1) for line in blocks])
-    assert torch.linalg.eigvalsh(joint).min() > -1e-12

@@ -23,7 +23,7 @@ def table(dataset: str, **keys) -> Table:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A data folder with a table in a folder of its own, and two standard splits."""
+    """A data folder with a table in a folder, and two standard splits."""
     draw = np.random.default_rng(0)
     (tmp_path / "lab").mkdir()
     frame = pd.DataFrame({"a": draw.normal(size=12), "b": draw.normal(size=12), "y": draw.normal(size=12)})
@@ -38,7 +38,8 @@ def write_splits(folder: Path, content: object) -> None:
 
 
 @pytest.mark.parametrize("name", BUILTINS)
-def test_builtins_are_as_large_as_the_catalogue_says(name):
+def test_builtins_are_as_large_as_the_catalogue_says(name, monkeypatch):
+    monkeypatch.delenv("FEDGP_DATA", raising=False)
     likelihood = "bernoulli" if name == "breast-cancer" else "gaussian"
     found = table(name, model={"likelihood": likelihood})
     entry = next(entry for entry in catalogue() if entry.name == name)
@@ -107,7 +108,7 @@ def test_convolved_signals_are_eq_19_of_the_fedmgp_paper():
     signals = frame.pivot(index="x", columns="unit", values="y").to_numpy()
     correlation = np.corrcoef(signals.T)[np.triu_indices(5, 1)]
     assert correlation.min() > 0.5  # one common curve
-    assert signals.std(axis=0).max() / signals.std(axis=0).min() > 1.2  # amplitudes of their own
+    assert signals.std(axis=0).max() / signals.std(axis=0).min() > 1.2  # amplitudes differ
 
 
 @pytest.mark.parametrize("make", [sine, plane_wave, five_blocks, convolved_signals])
@@ -226,34 +227,3 @@ def test_openml_tables_are_cleaned_like_any_other(monkeypatch):
     found = table("openml/cottage")
     assert (found.features, found.target) == (("kind",), "price")
     assert found.frame["kind"].tolist() == ["u", "v", "u"]
-
-
-@pytest.mark.data
-@pytest.mark.parametrize("name", ["uci/energy", "uci/naval", "kin40k"])
-def test_real_tables_and_their_splits(name, data_dir):
-    found = table(name, **{"data-dir": data_dir})
-    for split in range(len(found.splits)):
-        train, test = found.rows(split)
-        assert np.array_equal(np.sort(np.concatenate([train, test])), np.arange(len(found.frame)))
-    assert len(found.splits) == (10 if name == "kin40k" else 20)
-
-
-@pytest.mark.data
-def test_categorical_tables(data_dir):
-    adult = table("adult", **{"data-dir": data_dir, "model": {"likelihood": "bernoulli"}})
-    assert adult.target == "income"
-    assert [part.size for part in adult.rows(0)] == [32561, 16281]
-    assert "?" in set(adult.frame["workclass"])
-    with pytest.raises(DataError, match=r"`A2`: text in a numeric cell in row 84 and 11 more rows; column `A14`"):
-        table("credit", **{"data-dir": data_dir, "model": {"likelihood": "bernoulli"}})
-    with pytest.raises(DataError, match=r"`station` has 2379 levels in 2379 rows, as an ident.* `name` has 2331"):
-        table("weather", **{"data-dir": data_dir})
-
-
-@pytest.fixture
-def data_dir() -> str:
-    import os
-
-    if "FEDGP_DATA" not in os.environ:
-        pytest.skip("FEDGP_DATA is not set: no folder with the real data sets")
-    return os.environ["FEDGP_DATA"]

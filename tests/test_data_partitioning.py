@@ -62,12 +62,6 @@ def test_sizes_are_what_the_names_say():
     assert sizes(by("blocks", 5)) == [48] * 5
 
 
-def test_random_partitioners_do_not_follow_the_order_of_the_rows():
-    for name in ("iid", "sizes", "linear"):
-        first = by(name, 3).rows[0]
-        assert first.max() > N / 2, name
-
-
 def test_blocks_are_contiguous_along_the_first_principal_component():
     x = np.random.default_rng(0).permutation(N).astype(float)
     inputs = pd.DataFrame({"x": x, "twice": 2 * x})
@@ -99,16 +93,6 @@ def test_dirichlet_with_small_alpha_skews_the_bins_of_a_numeric_column():
     assert max(sizes(even)) - min(sizes(even)) < 25
     means = [np.std([column.iloc[part].mean() for part in found.rows]) for found in (even, skewed)]
     assert means[0] < 0.1 * overall < 0.3 * overall < means[1]
-
-
-def test_dirichlet_takes_a_categorical_column():
-    column = rows()["job"]
-    gaps = []
-    for seed in range(5):
-        found = by("dirichlet", 3, column, seed, **{"alpha": 0.5, "min-rows": 2})
-        shares = [(column.iloc[part] == "u").mean() for part in found.rows]
-        gaps.append(max(shares) - min(shares))
-    assert np.mean(gaps) > 0.3  # equal shares would leave about 0.1
 
 
 def test_pathological_sites_see_few_classes():
@@ -145,9 +129,3 @@ def test_impossible_requests_are_refused_with_the_key_to_change():
     few = pd.DataFrame({"x": [0.0, 0.0, 1.0, 1.0, 1.0]})
     with pytest.raises(DataError, match="'kmeans' with 3 sites leaves a site without rows"):
         deal(few, few["x"], 3, CoreConfig.model_validate({"partitioner": "kmeans"}))
-
-
-def test_partitioning_prints_nothing(capfd):
-    by("natural", 2, rows()["job"], column="job")
-    by("dirichlet", 3)
-    assert capfd.readouterr() == ("", "")

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -165,11 +162,6 @@ def test_a_partition_written_to_files_is_what_the_simulation_sees(tmp_path):
         write_partition(keys, 5, tmp_path / "sites")
 
 
-def test_sites_without_held_out_rows_get_no_test_file(tmp_path):
-    write_partition(config(**{"test-fraction": 0.0}), 2, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["site-00.csv", "site-01.csv"]
-
-
 def test_a_real_site_holds_out_rows_by_its_id(tmp_path):
     write_partition(config(**{"test-fraction": 0.0}), 1, tmp_path)
     node = {"data-path": str(tmp_path / "site-00.csv")}
@@ -201,23 +193,3 @@ def test_simulated_sites_may_be_flat_and_not_too_small(tmp_path):
     assert [len(load_site(config(**keys), site).train) for site in (first, second)] == [2, 2]
     with pytest.raises(DataError, match=r"site 0 of t\.csv: 1 training row; at least 2 are needed"):
         load_site(config(**keys), {"partition-id": 0, "num-partitions": 4})
-
-
-@pytest.mark.data
-def test_weather_by_country():
-    if "FEDGP_DATA" not in os.environ:
-        pytest.skip("FEDGP_DATA is not set: no folder with the real data sets")
-    keys = config(
-        dataset="weather", features="lon,lat,elev", partitioner="natural", partition={"column": "country"},
-        **{"data-dir": os.environ["FEDGP_DATA"]},
-    )  # fmt: skip
-    sites = load_all_sites(keys, 34)
-    table = pd.read_csv(Path(os.environ["FEDGP_DATA"]) / "weather.csv.gz")
-    sizes = table.groupby("country").size()
-    kept = sizes[sizes >= 10]
-    assert [site.label for site in sites] == kept.index.tolist()
-    assert [len(site.train) + len(site.test) for site in sites] == kept.tolist()
-    preparation = preparation_of(sites)
-    x = np.concatenate([site.encode(preparation).x for site in sites])
-    assert x.mean(axis=0) == pytest.approx(np.zeros(3), abs=1e-12)
-    assert x.std(axis=0) == pytest.approx(np.ones(3), rel=1e-12)

@@ -1,4 +1,4 @@
-"""Every way a site's own file can be wrong has an error that names file, column and row, and repeats no cell."""
+"""Every way a site's file can be wrong has an error that names file, column and row, and repeats no cell."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_cells_are_separated_by_what_cuts_the_header(separator, tmp_path):
     found, usual = (load(tmp_path / name) for name in ("a.csv", "b.csv"))
     assert found.features == ("age", "job, or none", "dose")
     pd.testing.assert_frame_equal(
-        *(pd.concat([own.train, own.test]).sort_values("age", ignore_index=True) for own in (found, usual))
+        *(pd.concat([site.train, site.test]).sort_values("age", ignore_index=True) for site in (found, usual))
     )
 
 

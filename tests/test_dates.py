@@ -30,17 +30,11 @@ DAYS = pd.date_range("2023-01-05", periods=200, freq="41h")
     [
         "%Y-%m-%d",
         "%Y-%m-%d %H:%M:%S",
-        "%Y-%m-%dT%H:%M:%S.%f",
         "%Y-%m-%dT%H:%M:%SZ",
-        "%Y-%m-%d %H:%M:%S+01:00",
         "%Y/%m/%d",
         "%d.%m.%Y",
-        "%d.%m.%Y %H:%M",
-        "%m/%d/%Y",
         "%m/%d/%Y %I:%M %p",
         "%-m/%-d/%Y",
-        "%-d.%-m.%Y",
-        "%Y-%-m-%-d",
         "%d/%m/%Y",
         "%d-%m-%Y",
     ],
@@ -95,7 +89,6 @@ def test_a_real_site_refuses_dates_and_its_words_hold_none_of_them(tmp_path: Pat
     remedy = "set `dates` to 'days', 'season' or 'days-and-season' to make numbers of it, or leave it out (`features`"
     assert blamed(strategy) == {"c": [f"c.csv: `admitted` holds dates (for example row 2); {remedy} = '-admitted')"]}
     assert not [text for text in grid.carried if re.search(rb"2023-\d\d", text)]
-    assert run(RecordingGrid(configured(features="x1,x2"), nodes)).network.failures == []
 
 
 def test_a_data_set_with_dates_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
@@ -128,7 +121,7 @@ def test_many_inputs_and_a_model_no_better_than_the_mean_are_said_first(tmp_path
     frames = {
         f"{k}": pd.DataFrame(draw.normal(size=(60, 41)), columns=[*map("x{}".format, range(40)), "y"]) for k in range(2)
     }
-    flat = configured(sites=2, num_server_rounds=3, baselines__linear=True, output_dir=str(tmp_path), name="run")
+    flat = configured(sites=2, num_server_rounds=1, baselines__linear=True, output_dir=str(tmp_path), name="run")
     with no_waiting():
         folder = server_app.execute(FaultyGrid(flat, csv_nodes(tmp_path, frames)), flat, lambda row, total: None)
     show_result(folder)

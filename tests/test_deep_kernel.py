@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -14,10 +14,8 @@ from torch.distributions import MultivariateNormal
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.messages import add
-from fedgp_flower.methods.deep_kernel.mathematics import SiteSums
-from fedgp_flower.methods.deep_kernel.messages import Heads
-from fedgp_flower.methods.deep_kernel.model import Classes, DeepKernel
-from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
+from fedgp_flower.methods.deep_kernel.messages import DeepKernelOptions, Heads
+from fedgp_flower.methods.deep_kernel.model import Classes, DeepKernel, heads_of, sums_of
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
@@ -30,11 +28,17 @@ C, D, N = 3, 4, 24
 SHARES = (0.0, 0.3, 0.8)
 
 
+class Small(DeepKernelOptions):
+    """Few features keep matrices of rows well conditioned."""
+
+    features: ClassVar[int] = 5
+
+
 @pytest.fixture(scope="module")
 def problem() -> tuple[DeepKernel, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A network, rows of classes, and new rows."""
     generator = torch.Generator().manual_seed(1)
-    options = DeepKernelOptions.model_validate({"classes": C, "features": 5})
+    options = Small.model_validate({"classes": C})
     x, new = (torch.randn(n, D, generator=generator, dtype=torch.float64) for n in (N, 7))
     y = torch.randint(C, (N,), generator=generator).double()
     return DeepKernel(options, ModelSection(), D), x, y, new
@@ -43,7 +47,7 @@ def problem() -> tuple[DeepKernel, torch.Tensor, torch.Tensor, torch.Tensor]:
 def summed(model: DeepKernel, x: torch.Tensor, y: torch.Tensor, sites: list[torch.Tensor]) -> Heads:
     """Over sites."""
     with torch.no_grad():
-        parts = [Heads.of([model.sums(x[i], y[i]).without_personal(share) for share in SHARES]) for i in sites]
+        parts = [heads_of([model.sums(x[i], y[i]).without_personal(share) for share in SHARES]) for i in sites]
     return add(parts)
 
 
@@ -71,17 +75,17 @@ def test_heads_are_those_of_the_pooled_process(problem, which):
     """Evidence of all rows, and the personal predictions of a site and of a new one, by linear algebra in N rows."""
     (model, x, y, new), share = problem, SHARES[which]
     site = torch.arange(N) % 3
-    totals = summed(model, x, y, [torch.nonzero(site == k)[:, 0] for k in range(3)]).evidence()[which]
-    mean, covariance = totals.posterior(share)
+    totals = sums_of(summed(model, x, y, [torch.nonzero(site == k)[:, 0] for k in range(3)]))[which]
+    mean, covariance = totals.posterior(1 - share)
     features = model.features(new).detach()
     for at in (1, 9):
         evidence, centre, spread = dense(model, x, y, new, site, share, at)
-        own, wide = mean, covariance + share * torch.eye(len(mean[0]))
+        centre_w, wide = mean, covariance + share * torch.eye(len(mean[0]))
         if at == 1:
             with torch.no_grad():
-                own, wide = model.sums(x[site == at], y[site == at]).personal(mean, covariance, share)
-        assert float(totals.log_evidence(share)) == pytest.approx(evidence, rel=1e-10)
-        torch.testing.assert_close(own @ features.T, centre, rtol=1e-8, atol=1e-8)
+                centre_w, wide = model.sums(x[site == at], y[site == at]).personal(mean, covariance, share)
+        assert float(totals.log_evidence(1 - share)) == pytest.approx(evidence, rel=1e-10)
+        torch.testing.assert_close(centre_w @ features.T, centre, rtol=1e-8, atol=1e-8)
         torch.testing.assert_close(
             torch.einsum("nf,cfg,ng->cn", features, wide, features), spread, rtol=1e-8, atol=1e-8
         )
@@ -97,14 +101,13 @@ def test_one_head_for_all_does_not_depend_on_the_partition(problem):
 
 def test_the_evidence_of_one_site_is_the_same_for_all_shares_and_so_is_what_it_trains_on(problem):
     model, x, y, _ = problem
-    values = [
-        float(e.log_evidence(s)) for s, e in zip(SHARES, summed(model, x, y, [torch.arange(N)]).evidence(), strict=True)
-    ]
-    assert values == pytest.approx([float(model.sums(x, y).log_evidence().detach())] * 3, rel=1e-11)
+    each = zip(SHARES, sums_of(summed(model, x, y, [torch.arange(N)])), strict=True)
+    values = [float(sums.log_evidence(1 - share)) for share, sums in each]
+    assert values == pytest.approx([float(model.sums(x, y).log_evidence(1.0).detach())] * 3, rel=1e-11)
 
 
 def test_the_largest_evidence_is_taken(problem):
-    """Sites with opposite classes have nothing in common; those of one rule have no use for heads of their own."""
+    """Sites with opposite classes have nothing in common; those of one rule have no use for personal heads."""
     model, x, _, _ = problem
     x = 10 * x
     label, site = (x[:, 0] > 0).double(), torch.arange(N) % 2
@@ -139,9 +142,9 @@ def test_probabilities_are_those_of_a_softmax_of_draws():
 
 def test_precision_of_no_rows_is_refused(problem):
     model, x, y, _ = problem
-    own = summed(model, x, y, [torch.arange(N)])
-    assert own.refusal(Described(N)) is None
-    assert "positive semi-definite" in str(Heads(-own.precision, own.shift, own.constant).refusal(Described(N)))
+    heads = summed(model, x, y, [torch.arange(N)])
+    assert heads.refusal(Described(N)) is None
+    assert "positive semi-definite" in str(Heads(-heads.precision, heads.shift, heads.constant).refusal(Described(N)))
 
 
 def opposite_sites(rows: int = 60) -> pd.DataFrame:
@@ -161,28 +164,28 @@ def test_a_run_is_scored_saved_and_predicts_at_a_site(tmp_path: Path, kind: str)
     table.to_csv(path, index=False)
     keys: dict[str, Any] = {"method": "deep-kernel", "target": "label", "standardise": not classes, "features": "a,b"}
     keys |= {"partitioner": "natural", "partition__column": "silo", "deep__classes": 3 if classes else 0}
-    keys |= {"deep__features": 6, "num_server_rounds": 8, "deep__learning_rate": 0.02}
+    keys |= {"num_server_rounds": 8, "deep__learning_rate": 0.02}
     keys |= {"dataset": str(path), "name": "run", "output_dir": str(tmp_path)}
     folder = run_in_process(configured(**keys), 3)
     read = load_run(folder)
     assert "Personal heads" in (folder / "report.html").read_text()
-    own = table[table["silo"] == 1]
-    found = Predictor.at_site(folder, "1").predict(own).to_numpy()
+    site = table[table["silo"] == 1]
+    found = Predictor.at_site(folder, "1").predict(site).to_numpy()
     if classes:
         assert read.metrics.test["accuracy"] > 0.9
         confusion = np.array(read.metrics.method_details["confusion"])
         assert np.trace(confusion) == pytest.approx(confusion.sum() * read.metrics.test["accuracy"])
-        assert (found.argmax(1) == own["label"]).mean() > 0.9
-        new = Predictor.of_run(folder).predict(own).to_numpy()
+        assert (found.argmax(1) == site["label"]).mean() > 0.9
+        new = Predictor.of_run(folder).predict(site).to_numpy()
         np.testing.assert_allclose(new.sum(1), 1.0)
-        assert (new.argmax(1) == own["label"]).mean() < 0.7  # a new site may have any numbers
+        assert (new.argmax(1) == site["label"]).mean() < 0.7  # a new site may have any numbers
     else:
         assert read.metrics.test["rmse"] < 0.5
-        assert np.abs(found[:, 0] - own["label"]).mean() < 0.4
+        assert np.abs(found[:, 0] - site["label"]).mean() < 0.4
 
 
 def test_images_are_square():
-    options = DeepKernelOptions.model_validate({"network": "convolutional", "features": 5, "classes": 2})
+    options = Small.model_validate({"network": "convolutional", "classes": 2})
     model = DeepKernel(options, ModelSection(), 64)
     assert model.features(torch.zeros(3, 64).double()).shape == (3, 6)
     with pytest.raises(Exception, match="a row has 60 inputs"):
@@ -194,11 +197,3 @@ def test_classes_are_not_standardised():
         parse_config({"method": "deep-kernel", "deep.classes": 3})
     with pytest.raises(ConfigError, match="learning-rate"):
         parse_config({"method": "deep-kernel", "optimizer.learning-rate": 0.3})
-
-
-def test_rows_without_noise_of_their_own_are_a_linear_model():
-    """One output, features given: G and g of ridge regression."""
-    phi, t = torch.tensor([[1.0, 2.0], [1.0, -1.0], [1.0, 0.5]]).double(), torch.tensor([[1.0, 0.0, 2.0]]).double()
-    mean, _ = SiteSums.of(phi, t, torch.full((1, 3), 0.5).double()).without_personal(0.0).posterior(0.0)
-    expected = torch.linalg.solve(phi.T @ phi + 0.5 * torch.eye(2), phi.T @ t[0])
-    torch.testing.assert_close(mean[0], expected)

@@ -137,14 +137,6 @@ def test_unit_step_is_a_maximum_with_q_fixed(num_latents: int, dims: int) -> Non
     assert expected_fit(latents, q, data, best) > expected_fit(latents, q, data, phi)
 
 
-def test_coarse_search_escapes_a_bad_start() -> None:
-    latents, _, data, phi, _ = random_unit(1, 1)
-    q = posterior(statistics(data, latents, phi))
-    far = replace(phi, smoothing=np.full((1, 1), 50.0))
-    fine, coarse = (maximise(data, latents, q, far, coarse=c) for c in (False, True))
-    assert coarse.noise < fine.noise
-
-
 @pytest.mark.parametrize(("num_latents", "dims"), SHAPES)
 def test_bound_never_falls_and_is_the_model_s(num_latents: int, dims: int) -> None:
     """With several functions or inputs the first two rounds have the narrowest R, and four trial moves."""
@@ -220,16 +212,6 @@ def test_rotation_keeps_what_is_known_about_g() -> None:
 
     assert value(turned, u_new) == pytest.approx(value(told, u_old), rel=1e-6)
     np.testing.assert_allclose(turned.slack, told.slack * [4.0, 0.25])
-
-
-def test_rescaling_is_what_larger_latents_would_have_sent() -> None:
-    latents, _, data, phi, _ = random_unit(2, 1)
-    factors = np.array([1.7, 0.6])
-    larger = statistics(data, replace(latents, amplitudes=latents.amplitudes * factors), phi)
-    rescaled = statistics(data, latents, phi).rescaled(factors)
-    np.testing.assert_allclose(rescaled.precision, larger.precision, rtol=1e-10)
-    np.testing.assert_allclose(rescaled.shift, larger.shift, rtol=1e-10)
-    np.testing.assert_allclose(rescaled.slack, larger.slack, rtol=1e-8)
 
 
 def test_best_scales_is_a_stationary_maximum() -> None:
@@ -328,8 +310,3 @@ def test_statistics_survive_the_wire() -> None:
         np.testing.assert_array_equal(b.precision, b.precision.T)
         for name in ("shift", "slack", "evidence"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
-
-
-def test_spacing_is_the_distance_of_neighbours_on_a_grid() -> None:
-    np.testing.assert_allclose(spacing(grid(1)), [2.2 / 15])
-    np.testing.assert_allclose(spacing(grid(2)), [0.55, 0.55])

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal, kl_divergence
 
-from fedgp_flower.errors import ConfigError, NumericsError
+from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.batched_kernel import BatchedKernel
 from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import GaussianNoise, build_point_likelihood
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.pvi.messages import PseudoPoints
+from fedgp_flower.methods.pvi.messages import Factors
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
@@ -30,7 +30,6 @@ from fedgp_flower.methods.pvi.model import (
     predict,
     product,
     standard_normal,
-    view,
 )
 from fedgp_flower.methods.pvi.updates import first_factor
 from fedgp_flower.options import ModelSection
@@ -60,7 +59,7 @@ def dpo(seed: int, size: int = 4, *, tied: bool = True) -> PseudoObservations:
 
 
 def naturals(model: SparseModel, draws: Draws, factors: list) -> Natural:
-    return product(view(model.geometry(draws), factors), factors)
+    return product(model.geometry(draws), factors)[0]
 
 
 def merged(factors: list[PseudoObservations]) -> list[PseudoObservations]:
@@ -80,9 +79,7 @@ def close(left: Natural, right: Natural) -> None:
     torch.testing.assert_close(left.shift, right.shift, **EXACT)
 
 
-@pytest.mark.parametrize(
-    "expression", ["rbf", "matern32", "matern52", "matern52 + linear", "rbf * matern52", "(rbf + linear) * periodic"]
-)
+@pytest.mark.parametrize("expression", ["matern32", "rbf * matern52", "(rbf + linear) * periodic"])
 def test_batched_kernel_is_the_gpytorch_kernel_of_every_sample(expression):
     kernel = build_kernel(ModelSection(kernel=expression), 2)
     batched = BatchedKernel(kernel)
@@ -106,13 +103,6 @@ def test_hyperparameters_are_logarithms_of_standard_deviations():
     x = torch.tensor([[[0.0], [1.0]]]).double()
     assert float(kernel.matrix(hyper, x, x)[0, 0, 1]) == pytest.approx(9 * math.exp(-0.5 / 4))
     assert float(GaussianNoise(noise=0.25).initial.exp()) == pytest.approx(0.5)
-
-
-def test_batched_kernel_is_differentiable_by_beta_and_z():
-    batched = BatchedKernel(build_kernel(ModelSection(kernel="matern32"), 2))
-    hyper = (0.3 * rand(2, batched.num_hyper)).requires_grad_()
-    z = rand(2, 3, 2, seed=5).requires_grad_()
-    assert torch.autograd.gradcheck(lambda b, x: batched.matrix(b, x, rand(4, 2, seed=6)), (hyper, z))
 
 
 def test_product_is_the_posterior_of_a_linear_gaussian_model():
@@ -151,7 +141,7 @@ def test_cavity_times_a_site_s_factor_is_the_product():
     model = make_model()
     draws, others, own = make_draws(model), [dpo(1), dpo(5)], dpo(9)
     geometry = model.geometry(draws)
-    found = product(view(geometry, others, rand(ROWS, 2)), others).times(own, geometry)
+    found = product(geometry, others, rand(ROWS, 2))[0].times(own, geometry)
     close(found, naturals(model, draws, [*others, own]))
 
 
@@ -165,7 +155,7 @@ def test_tied_noise_scales_with_sigma():
 
 def test_arrays_of_a_factor_are_bit_exact():
     factor = dpo(3, tied=False)
-    back = decode(PseudoPoints, encode(PseudoPoints.of(factor))).factor(tied=False)
+    [back] = decode(Factors, encode(Factors.of(factor))).factors(tied=False)
     for name in ("inputs", "targets", "root"):
         assert torch.equal(getattr(back, name), getattr(factor, name))
     assert not back.tied
@@ -268,11 +258,6 @@ def test_a_visit_does_not_move_a_cpo_factor_that_is_the_optimum():
     assert max(float(slope.abs().max()) for slope in slopes) < 1e-8
     moved = InducingFactor(NaturalGaussian(1.1 * own.natural.eta1, own.natural.eta2))
     assert float(local_free_energy(model, draws, [cavity], moved, data)) < value.item()
-
-
-def test_unknown_likelihood_is_a_configuration_error():
-    with pytest.raises(ConfigError, match="allowed: gaussian"):
-        build_point_likelihood("cauchy")
 
 
 def test_mini_batches_are_unbiased():

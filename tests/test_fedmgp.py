@@ -153,17 +153,6 @@ def test_a_unit_that_lost_its_memory_starts_afresh_and_replaces_its_report(tmp_p
     assert recorder.rows[-1]["bound"] > recorder.rows[0]["bound"]
 
 
-def test_a_unit_with_a_folder_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    calm, broken = Recorder(), Recorder()
-    run(FaultyGrid(keys(), nodes(tmp_path / "one", remember=True)), calm)
-    grid = FaultyGrid(keys(), nodes(tmp_path / "two", remember=True))
-    broken.at[2] = lambda: grid.restart("c")
-    run(grid, broken)
-    assert [row["bound"] for row in broken.rows] == [row["bound"] for row in calm.rows]
-
-
 @pytest.mark.parametrize("method", ["fedmgp-exact", "fedmgp"])
 def test_a_resumed_run_ends_where_it_would_have_ended(tmp_path: Path, method: str) -> None:
     (tmp_path / "one").mkdir()
@@ -252,20 +241,6 @@ def test_one_unit_cannot_end_a_run_with_its_first_look(tmp_path: Path) -> None:
     assert blamed(strategy) == {"a": ["first statistics that its rows cannot produce"]}
 
 
-def test_classes_are_predicted_by_the_unit(tmp_path: Path) -> None:
-    frames = {unit: wave(index, 80) for index, unit in enumerate(UNITS)}
-    frames = {unit: frame.assign(y=np.where(frame["y"] > 0, "up", "down")) for unit, frame in frames.items()}
-    flat = keys(
-        method="fedmgp",
-        model__likelihood="bernoulli",
-        fedmgp__local_steps=10,
-        num_server_rounds=4,
-        optimizer__learning_rate=0.05,
-    )
-    strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, frames)))
-    assert strategy.evaluation["test"]["accuracy"] > 0.85
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -283,15 +258,6 @@ def test_classes_are_predicted_by_the_unit(tmp_path: Path) -> None:
 def test_combinations_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(keys(**changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "inputs", "unsmoothed"),
-    [({}, 1, 0), ({}, 2, 10), ({"fedmgp__latents": 2, "num_server_rounds": 12}, 1, 6)],
-)
-def test_how_many_rounds_go_without_smoothing(changes: dict[str, Any], inputs: int, unsmoothed: int) -> None:
-    config = parse_config(keys(**{"num_server_rounds": 100, **changes}))
-    assert config.options.unsmoothed(config, inputs) == unsmoothed
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from test_fedmgp import UNITS, consistent, keys, known, memory, nodes, shared, w
 
 from fedgp_flower import server_app
 from fedgp_flower.methods.fedmgp import panels as unit_figures
-from fedgp_flower.methods.fedmgp.model import log_density, moments
+from fedgp_flower.methods.fedmgp.model import moments
 from fedgp_flower.methods.fedmgp.unit import UnitParameters, predict
 from fedgp_flower.run.artefacts import read_run
 from strategies.fedmgp import FINAL_RATE
@@ -81,9 +81,8 @@ def test_counts_are_trained_and_scored_as_counts(tmp_path: Path) -> None:
 
 
 def test_heavy_tails_are_learned_and_kept_at_the_site(tmp_path: Path) -> None:
-    """Two likelihood parameters stay in the unit's memory and move; outliers cost less than under Gaussian noise."""
-    frames = heavy()
-    grid, strategy = trained(tmp_path, frames, model__likelihood="student-t")
+    """Two likelihood parameters stay in the unit's memory and move."""
+    grid, strategy = trained(tmp_path, heavy(), model__likelihood="student-t")
     remembered = memory(grid, strategy, "b")
     assert remembered is not None
     kept = remembered.proposed.likelihood
@@ -99,25 +98,19 @@ def test_heavy_tails_are_learned_and_kept_at_the_site(tmp_path: Path) -> None:
         rows += len(y)
     found = strategy.evaluation["test"]
     assert found["nll"] == pytest.approx(total / rows, rel=1e-2)
-    (tmp_path / "gaussian").mkdir()
-    _, gaussian = trained(tmp_path / "gaussian", frames)
-    assert found["nll"] < gaussian.evaluation["test"]["nll"] - 0.1
 
 
-@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
-def test_a_unit_that_joins_late_predicts_without_training(tmp_path: Path, likelihood: str) -> None:
-    frames = counts()
-    if likelihood == "bernoulli":
-        frames = {unit: frame.assign(y=np.where(frame["y"] > 3, "many", "few")) for unit, frame in frames.items()}
+def test_classes_are_predicted_also_by_a_unit_that_joins_late(tmp_path: Path) -> None:
+    frames = {unit: frame.assign(y=np.where(frame["y"] > 3, "many", "few")) for unit, frame in counts().items()}
     every = csv_nodes(tmp_path, frames)
-    flat = pseudo(model__likelihood=likelihood, fedmgp__local_steps=5, num_server_rounds=3)
-    grid = FaultyGrid(flat, every[:3])
+    grid = FaultyGrid(pseudo(model__likelihood="bernoulli", fedmgp__local_steps=5, num_server_rounds=3), every[:3])
     strategy = run(grid)
+    assert strategy.evaluation["test"]["accuracy"] > 0.8
     grid.join(every[3])
     strategy.session.begin_round()
     strategy._evaluate(Result())
     [late] = [row for row in strategy.evaluation["per_site"] if row["site"] == "d"]
-    assert late["accuracy"] > 0.8 if likelihood == "bernoulli" else late["nll"] < 4
+    assert late["accuracy"] > 0.8
 
 
 def test_moments_of_observations_by_hand() -> None:
@@ -135,8 +128,6 @@ def test_moments_of_observations_by_hand() -> None:
     first, second = moments("student-t", mean, variance, heavy_tails)
     np.testing.assert_allclose(first, mean)
     np.testing.assert_allclose(second, variance + 0.16 * 5 / 3)
-    sharp = log_density("student-t", mean + 0.5, mean, np.full(2, 1e-12), heavy_tails)
-    np.testing.assert_allclose(sharp, stats.t.logpdf(0.5, 5, scale=0.4), rtol=1e-6)
 
 
 class Watcher(FaultyGrid):

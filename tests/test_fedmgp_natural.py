@@ -31,18 +31,6 @@ def rule(name: str, **more: int) -> FedMGPOptions:
     return FedMGPOptions.model_validate({"aggregation": name, "natural-step": 0.2, "local-steps": 4, **more})
 
 
-def test_natural_parameters_are_those_of_the_gaussian() -> None:
-    draw = np.random.default_rng(0)
-    factors, mean = np.tril(draw.standard_normal((2, 5, 5))) + 3 * np.eye(5), draw.standard_normal((2, 5))
-    precision, shift = to_natural(factors, mean)
-    np.testing.assert_allclose(precision @ factors @ factors.transpose(0, 2, 1), np.stack([np.eye(5)] * 2), atol=1e-12)
-    back_mean, back = from_natural(precision, shift)
-    np.testing.assert_allclose(back_mean, mean, rtol=1e-10)
-    np.testing.assert_allclose(back, factors * np.sign(np.einsum("iaa->ia", factors))[:, None], atol=1e-10)
-    with pytest.raises(NumericsError, match="not positive definite"):
-        from_natural(-precision, shift)
-
-
 def test_a_whole_step_is_the_exact_posterior_of_the_unit() -> None:
     """ρ = 1, all rows, p = 1 and still hyperparameters: λ = I + G and h = b, and φ_m stays."""
     latents, _, data, phi, _ = random_unit(1, 1)
@@ -85,18 +73,6 @@ def test_averages_over_units_settle_at_the_pooled_posterior() -> None:
         theta[PRECISION][0], np.eye(J) + sum(part.precision for part in parts), rtol=1e-6, atol=1e-6
     )
     np.testing.assert_allclose(theta[SHIFT][0], sum(part.shift for part in parts), rtol=1e-6, atol=1e-6)
-
-
-def test_batches_add_up_to_the_whole() -> None:
-    """A step on each half, from the same θ, is on average the step on all rows."""
-    latents, _, data, phi, _ = random_unit(1, 1)
-    J, n = len(latents.inducing), len(data.y)
-    theta = {SCALES: np.log(latents.scales), PRECISION: np.eye(J)[None], SHIFT: np.zeros((1, J))}
-    parts = [np.arange(n)[::2], np.arange(n)[1::2]]
-    whole, one, two = (natural_steps(theta, data, latents, phi, steps(1, 0.4, 0.7, rows))[0] for rows in (None, *parts))
-    shares = [len(part) / n for part in parts]
-    for name in (PRECISION, SHIFT):
-        np.testing.assert_allclose(shares[0] * one[name] + shares[1] * two[name], whole[name], atol=1e-8)
 
 
 def test_a_run_learns_and_ends_where_exact_rounds_do(tmp_path: Path) -> None:

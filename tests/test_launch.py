@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 import tomllib
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +11,7 @@ from cryptography.hazmat.primitives import serialization
 
 from fedgp_flower.cli import main
 from fedgp_flower.deploy import machines
-from fedgp_flower.deploy.credentials import Authority, create_node_key
+from fedgp_flower.deploy.credentials import create_node_key
 from fedgp_flower.deploy.demo import join_sites
 from fedgp_flower.deploy.launch import conclude
 from fedgp_flower.deploy.machines import Coordinator
@@ -34,20 +33,16 @@ def test_assignments_take_the_type_of_their_key() -> None:
 
 
 def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.csv").write_text("x,y\n1,2\n")
+    (tmp_path / "table.csv").write_text("x,y\n1,2\n")
     monkeypatch.setenv("FEDGP_DATA", str(tmp_path / "elsewhere"))
-    config = complete_config({"dataset": "own.csv", "output-dir": "out"}, tmp_path)
-    assert config["dataset"] == str((tmp_path / "own.csv").resolve())
+    config = complete_config({"dataset": "table.csv", "output-dir": "out"}, tmp_path)
+    assert config["dataset"] == str((tmp_path / "table.csv").resolve())
     assert config["data-dir"] == str((tmp_path / "elsewhere").resolve())
     assert run_folder(config).parent == tmp_path / "out"
-    assert run_folder(config).name.startswith("sgpr-own-")
-    assert complete_config({"data-dir": "mine"}, tmp_path)["data-dir"] == str((tmp_path / "mine").resolve())
-
-
-def test_the_dataset_is_part_of_the_name_unless_a_name_is_given(tmp_path: Path) -> None:
     assert run_folder(complete_config({"dataset": "uci/energy"}, tmp_path)).name.startswith("sgpr-uci-energy-")
-    assert run_folder(complete_config({}, tmp_path, "sites")).name.startswith("sgpr-sites-")
     assert run_folder(complete_config({"name": "mine"}, tmp_path)).name == "mine"
+    assert run_folder(config).name.startswith("sgpr-table-")
+    assert complete_config({"data-dir": "mine"}, tmp_path)["data-dir"] == str((tmp_path / "mine").resolve())
 
 
 def test_the_profiles_in_code_are_those_that_people_read() -> None:
@@ -57,8 +52,8 @@ def test_the_profiles_in_code_are_those_that_people_read() -> None:
 def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path: Path) -> None:
     install_profiles(tmp_path)
     target = tmp_path / "config.toml"
-    own = '[superlink.hospital]\naddress = "example.org:8000"\n'
-    target.write_text(target.read_text() + own)
+    by_hand = '[superlink.hospital]\naddress = "example.org:8000"\n'
+    target.write_text(target.read_text() + by_hand)
     install_profiles(tmp_path)
     superlinks = tomllib.loads(target.read_text())["superlink"]
     assert superlinks["hospital"] == {"address": "example.org:8000"}
@@ -90,38 +85,6 @@ def test_an_unknown_connection_is_reported_in_the_words_of_flower(
     assert status_of("--connection", "nowhere") == 1
     assert "`flwr run" in capsys.readouterr().err
     assert (tmp_path / "config.toml").is_file()
-
-
-def test_an_expected_error_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of("--config", "/nowhere/run.toml") == 1
-    assert capsys.readouterr().err == "error: there is no file /nowhere/run.toml\n"
-
-
-def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> str | None:
-    """A TLS handshake in memory; the version both agreed on."""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    there = server.wrap_bio(to_server, to_client, server_side=True)
-    here = client.wrap_bio(to_client, to_server, server_hostname=name)
-    for side in (here, there, here, there):
-        try:
-            side.do_handshake()
-        except ssl.SSLWantReadError:
-            continue
-    return here.version()
-
-
-@pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
-def test_the_server_certificate_is_trusted_through_its_own_authority_alone(tmp_path: Path, name: str) -> None:
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        folder.mkdir()
-        Authority.new(30).certify(folder, "127.0.0.1", 30)
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(tmp_path / "a" / "server.pem", tmp_path / "a" / "server.key")
-    assert handshake(server, ssl.create_default_context(cafile=tmp_path / "a" / "ca.crt"), name) == "TLSv1.3"
-    with pytest.raises(ssl.SSLCertVerificationError):
-        handshake(server, ssl.create_default_context(cafile=tmp_path / "b" / "ca.crt"), name)
-    with pytest.raises(ssl.SSLCertVerificationError):
-        handshake(server, ssl.create_default_context(cafile=tmp_path / "a" / "ca.crt"), "example.org")
 
 
 def test_a_node_key_is_private_and_matches_its_public_half(tmp_path: Path) -> None:

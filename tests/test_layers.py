@@ -197,7 +197,6 @@ def layer_of(module: str) -> str:
 
 
 SITE_HALF = {
-    "learner",
     "client",
     "closed_client",
     "dual_client",
@@ -229,6 +228,10 @@ def test_imports_point_downwards(layer):
     assert wrong == {}
 
 
+BUILT_ON = {("pvi", "sgpr"), ("pvi_weights", "pvi"), ("hierarchical_gp", "sfvi")}
+"""A method that is built on another one, and that other one."""
+
+
 def test_no_method_reaches_into_another():
     methods = {
         module: name.split(".")[2]
@@ -239,7 +242,8 @@ def test_no_method_reaches_into_another():
     edges = [
         (module, name) for module, names in graph().items() if module in methods for name in names if name in methods
     ]
-    assert [f"{module} imports {name}" for module, name in edges if methods[module] != methods[name]] == []
+    pairs = {(methods[module], methods[name]) for module, name in edges if methods[module] != methods[name]}
+    assert pairs <= BUILT_ON
 
 
 EVERYWHERE = ["fedgp_flower/run", "fedgp_flower/clients", "fedgp_flower/data", "fedgp_flower/gp", "fedgp_flower/cli.py"]

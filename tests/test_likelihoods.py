@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import math
 
-import gpytorch
 import numpy as np
 import pytest
 import torch
 from gpytorch.distributions import MultivariateNormal
 from linear_operator.operators import DiagLinearOperator
 from scipy import integrate, stats
+from scipy.special import expit, log_expit
 
 from fedgp_flower.gp.likelihoods import (
     GaussianNoise,
     LearnedLikelihood,
+    Logit,
     Noise,
     build_point_likelihood,
+    expected_log_probit,
+    expected_softplus,
+    logistic_mixture,
 )
-from fedgp_flower.gp.probit import expected_log_probit
 
 KINDS = ("gaussian", "bernoulli", "poisson", "student-t")
-
-
-def rand(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 def setting(name):
@@ -51,16 +50,6 @@ def test_they_are_the_likelihoods_of_gpytorch(name):
         certain = point.moments(mean[s], torch.zeros_like(mean[s]), hyper[s])
         for mine, other in zip(certain, (conditional.mean, conditional.variance), strict=True):
             torch.testing.assert_close(mine, other.expand_as(mine), rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_samples_of_the_parameters_are_computed_at_once(name):
-    point, y, mean, variance, hyper = setting(name)
-    for function in (point.expected, point.log_predictive):
-        together = function(y, mean, variance, hyper)
-        torch.testing.assert_close(
-            together, torch.stack([function(y, mean[s], variance[s], hyper[s]) for s in range(2)]), rtol=1e-12, atol=0
-        )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -116,44 +105,6 @@ def test_a_learned_likelihood_has_a_gradient_by_its_parameters():
     assert not list(LearnedLikelihood(build_point_likelihood("bernoulli"), torch.zeros(0)).parameters())
 
 
-@pytest.mark.parametrize("name", ["bernoulli", "poisson", "student-t"])
-def test_quadrature_likelihoods_agree_with_monte_carlo(name):
-    likelihood = build_point_likelihood(name, noise=0.3)
-    hyper = likelihood.initial.expand(2, -1)
-    mean, variance = torch.tensor([[0.3, -0.5], [0.1, 0.9]]).double(), torch.tensor([[0.4, 0.2], [0.3, 0.5]]).double()
-    y = torch.tensor([1.0, 0.0]).double()
-    f = mean + variance.sqrt() * rand(200_000, 2, 2)
-    densities = {
-        "bernoulli": lambda: torch.distributions.Bernoulli(torch.distributions.Normal(0, 1).cdf(f)).log_prob(y),
-        "poisson": lambda: torch.distributions.Poisson(f.exp()).log_prob(y),
-        "student-t": lambda: torch.distributions.StudentT(4.0, f, math.sqrt(0.3)).log_prob(y),
-    }
-    log_density = densities[name]()
-    expected = likelihood.expected(y, mean, variance, hyper)
-    torch.testing.assert_close(expected, log_density.mean(0), rtol=0, atol=6e-3)  # 2e5 draws, sd below 1
-    predictive = likelihood.log_predictive(y, mean, variance, hyper)
-    torch.testing.assert_close(predictive, log_density.exp().mean(0).log(), rtol=0, atol=6e-3)
-    assert bool((predictive >= expected).all()), "Jensen"
-
-
-def test_observation_moments_by_quadrature():
-    mean, variance = torch.tensor([[0.2]]).double(), torch.tensor([[0.5]]).double()
-    none = torch.zeros(1, 0).double()
-    first, second = build_point_likelihood("poisson").moments(mean, variance, none)
-    rate = math.exp(0.2 + 0.25)
-    assert float(first) == pytest.approx(rate, rel=1e-8)
-    assert float(second) == pytest.approx(rate + rate**2 * (math.exp(0.5) - 1), rel=1e-8)
-    p, spread = build_point_likelihood("bernoulli").moments(mean, variance, none)
-    exact = gpytorch.likelihoods.BernoulliLikelihood().marginal(torch.distributions.Normal(mean, variance.sqrt())).probs
-    assert float(p) == pytest.approx(float(exact), abs=1e-8)
-    assert float(spread) == pytest.approx(float(exact * (1 - exact)), abs=1e-8)
-    loc, scale2 = build_point_likelihood("student-t", noise=0.3).moments(
-        mean, variance, torch.tensor([[0.5 * math.log(0.3), math.log(2.0)]]).double()
-    )
-    assert float(loc) == pytest.approx(0.2, abs=1e-8)
-    assert float(scale2) == pytest.approx(0.5 + 0.3 * 4 / 2, rel=1e-8)  # ν = 4: variance is scale² ν/(ν−2)
-
-
 def test_the_log_density_of_a_count_far_from_every_node_is_finite() -> None:
     """At y = 1000 and f = 3 ± 0.2 every node's density is zero in float64; without width it is that of the mean."""
     likelihood, none = build_point_likelihood("poisson"), torch.zeros(1, 0).double()
@@ -166,14 +117,6 @@ def test_the_log_density_of_a_count_far_from_every_node_is_finite() -> None:
     at_the_mean = 1000 * 3.0 - math.exp(3.0) - math.lgamma(1001.0)
     assert narrow == pytest.approx(at_the_mean, rel=1e-6)
     assert at_the_mean < found < 0, "a wider f comes nearer"
-
-
-def test_log_predictive_of_counts_is_the_logarithm_of_a_normalised_mass() -> None:
-    likelihood, y = build_point_likelihood("poisson"), torch.arange(200.0).double()
-    mean, variance = torch.full((1, 200), 1.2).double(), torch.full((1, 200), 0.3).double()
-    mass = likelihood.log_predictive(y, mean, variance, torch.zeros(1, 0).double()).exp()
-    assert float(mass.sum()) == pytest.approx(1.0, abs=1e-9)
-    assert float((mass * y).sum()) == pytest.approx(math.exp(1.2 + 0.15), rel=1e-6)
 
 
 @pytest.mark.parametrize("variance", [1e-8, 1.0, 25.0, 300.0])
@@ -228,23 +171,6 @@ def test_slopes_are_differences_of_the_expectation(name):
 NOISE = Noise(*(torch.tensor(v, dtype=torch.float64) for v in (-1.2, 0.3, 0.2, 0.25)))
 
 
-@pytest.mark.parametrize(
-    ("name", "y", "density"),
-    [
-        ("bernoulli", 0.0, lambda f: stats.norm.logcdf(-f)),
-        ("bernoulli", 1.0, stats.norm.logcdf),
-        ("poisson", 3.0, lambda f: stats.poisson.logpmf(3, np.exp(f))),
-    ],
-)
-def test_expected_log_densities_match_quadrature(name, y, density):
-    mean, variance = 0.4, 0.9
-    expected, _ = integrate.quad(lambda f: density(f) * stats.norm.pdf(f, mean, variance**0.5), -9, 9, epsabs=1e-12)
-    arguments = (torch.tensor([v], dtype=torch.float64) for v in (y, mean, variance))
-    assert float(build_point_likelihood(name, nodes=32).expected_with(*arguments, NOISE)) == pytest.approx(
-        expected, abs=1e-9
-    )
-
-
 def test_gaussian_expectation_with_a_correlated_noise_offset_matches_quadrature():
     """E log N(y | f, σ² e^{2ζ}) and var y with cov(f, ζ) = 0.25, by two-dimensional Gauss–Hermite."""
     y, mean, variance = 1.5, 0.4, 0.9
@@ -262,21 +188,33 @@ def test_gaussian_expectation_with_a_correlated_noise_offset_matches_quadrature(
     assert float(observed_variance) == pytest.approx((mass * ((f - mean) ** 2 + sd**2)).sum(), rel=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("name", "moments"),
-    [
-        ("bernoulli", lambda f: (stats.norm.cdf(f), stats.norm.cdf(f))),
-        ("poisson", lambda f: (np.exp(f), np.exp(f) + np.exp(2 * f))),
-    ],
-)
-def test_observations_have_the_moments_of_the_mixture(name, moments):
-    mean, variance = 0.4, 0.9
-    first, second = (
-        integrate.quad(lambda f, i=i: moments(f)[i] * stats.norm.pdf(f, mean, variance**0.5), -10, 12)[0]
-        for i in (0, 1)
-    )
-    found = build_point_likelihood(name).moments_with(
-        torch.tensor(mean).double(), torch.tensor(variance).double(), NOISE
-    )
-    assert float(found[0]) == pytest.approx(first, rel=1e-6)
-    assert float(found[1]) == pytest.approx(second - first**2, rel=1e-6)
+# The logit.
+
+HYPER = torch.zeros(0, dtype=torch.float64)
+
+
+def test_the_mixture_is_the_logistic_distribution():
+    width, weight = (part.numpy()[:, None] for part in logistic_mixture())
+    f = np.linspace(-40, 40, 4001)
+    assert np.abs((weight * stats.norm.cdf(f / width)).sum(0) - expit(f)).max() < 1e-9
+    assert (weight > 0).all()
+
+
+@pytest.mark.parametrize(("mean", "sd"), [(0.3, 0.1), (-2.0, 1.0), (4.0, 6.0), (-1.0, 40.0)])
+def test_expectations_are_integrals(mean, sd):
+    def integral(function):
+        ends = (mean - 12 * sd, mean + 12 * sd)
+        points = [p for p in (-3.0, 0.0, 3.0) if ends[0] < p < ends[1]]
+        return integrate.quad(lambda f: function(f) * stats.norm.pdf(f, mean, sd), *ends, points=points, limit=400)[0]
+
+    found = expected_softplus(*(torch.tensor([v], dtype=torch.float64) for v in (mean, sd**2)))
+    wanted = integral(lambda f: -log_expit(-f)), integral(expit), integral(lambda f: expit(f) * expit(-f))
+    np.testing.assert_allclose([float(part) for part in found], wanted, rtol=0, atol=2e-8)
+
+
+def test_the_predictive_probability_is_that_of_both_labels():
+    mean, variance = (torch.tensor(v, dtype=torch.float64) for v in ([-30.0, 0.4], [2.0, 9.0]))
+    log_one = Logit().log_predictive(torch.ones(2), mean, variance, HYPER)
+    torch.testing.assert_close(log_one.exp(), Logit().moments(mean, variance, HYPER)[0], rtol=1e-12, atol=1e-15)
+    exact = stats.norm.expect(expit, loc=-30.0, scale=2.0**0.5)
+    assert float(log_one[0].exp()) == pytest.approx(exact, abs=1e-12)

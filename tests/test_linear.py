@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ import pytest
 from faults import FaultyGrid, configured, run
 from scipy import linalg, optimize, stats
 
+from fedgp_flower.clients.common import CommonAnswers
 from fedgp_flower.data.sites import load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.scores import RANK_BINS, RANK_REACH, bernoulli_scores, count_scores
-from fedgp_flower.shared_messages import Coefficients, LinearPredictor, LogisticSums, Moments, Nothing, with_ones
+from fedgp_flower.shared_messages import LinearPredictor, Moments, with_ones
 from strategies.server.linear import PENALTIES, constant, linear_fit, ridge
 from strategies.server.questions import drive
 from strategies.server.scoring import combine
@@ -32,27 +34,9 @@ def class_rows() -> tuple[np.ndarray, np.ndarray]:
     return x, (y > 0.9).astype(float)
 
 
-class Site:
-    """Answers with sums of its rows, written out row by row."""
-
-    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
-        self.x, self.y = with_ones(x), y
-
-    def moments(self, request: Nothing) -> Moments:
-        return Moments(self.x.T @ self.x, self.x.T @ self.y, np.array(self.y @ self.y))
-
-    def logistic(self, request: Coefficients) -> LogisticSums:
-        p = 1 / (1 + np.exp(-self.x @ request.values))
-        value = np.sum(self.y * np.log(p) + (1 - self.y) * np.log(1 - p))
-        information = np.zeros((self.x.shape[1],) * 2)
-        for q, row in zip(p, self.x, strict=True):
-            information += q * (1 - q) * np.outer(row, row)
-        return LogisticSums(np.array(value), self.x.T @ (self.y - p), information)
-
-
 def fitted(rows: tuple[np.ndarray, np.ndarray], likelihood: str, cuts: list[int]) -> LinearPredictor:
-    parts = zip(*(np.split(own, cuts) for own in rows), strict=True)
-    sites = {str(k): Site(x, y) for k, (x, y) in enumerate(parts)}
+    parts = zip(*(np.split(entry, cuts) for entry in rows), strict=True)
+    sites = {str(k): CommonAnswers(SimpleNamespace(rows=SimpleNamespace(x=x, y=y))) for k, (x, y) in enumerate(parts)}
     found = drive(linear_fit(tuple(sites), likelihood, rows[0].shape[1]), sites)
     assert found is not None
     return found
@@ -177,7 +161,7 @@ def rows_of_all(strategy: Any, sites: int) -> list[np.ndarray]:
     prepared = strategy.preparation
     agreed = Preparation.from_wire(prepared.arrays, prepared.schema)
     data = [site.encode(agreed) for site in load_all_sites(strategy.config, sites)]
-    return [np.concatenate([getattr(own, name) for own in data]) for name in ("x", "y", "x_test", "y_test")]
+    return [np.concatenate([getattr(entry, name) for entry in data]) for name in ("x", "y", "x_test", "y_test")]
 
 
 @pytest.mark.parametrize("masked", [False, True])

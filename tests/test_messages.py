@@ -75,11 +75,11 @@ def same(one: object, other: object) -> bool:
 def test_symmetric_matrices_travel_packed_and_come_back_bit_by_bit():
     """The masks of a question are bound to its bytes, and a site has them from what it decoded: −0 is not 0."""
     stack = np.random.default_rng(0).standard_normal((4, 2, 3, 3))
-    own = Stacks(stack + stack.swapaxes(-1, -2))
-    own.grams[..., [0, 1], [1, 0]] = -0.0
-    arrays = encode(own)
+    entry = Stacks(stack + stack.swapaxes(-1, -2))
+    entry.grams[..., [0, 1], [1, 0]] = -0.0
+    arrays = encode(entry)
     assert arrays["grams"].shape == (4, 2, 6)
-    assert decode(Stacks, arrays, {"J": 4, "M": 3}).grams.tobytes() == own.grams.tobytes()
+    assert decode(Stacks, arrays, {"J": 4, "M": 3}).grams.tobytes() == entry.grams.tobytes()
     with pytest.raises(ProtocolError, match=r"shape \(4, 12\) is no packed symmetric matrix"):
         decode(Stacks, {"grams": arrays["grams"].reshape(4, 12)})
 

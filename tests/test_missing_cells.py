@@ -105,7 +105,7 @@ def test_a_site_that_counts_more_missing_cells_than_rows_is_refused(tmp_path: Pa
     sites = real_sites(tmp_path, "impute", [30, 61])
     described = {str(k): site.describe() for k, site in enumerate(sites)}
     wrong = {**described["1"].arrays, "features.missing": np.array([400, 0])}
-    parts = {k: SiteDescription(own.arrays, own.schema, own.num_examples) for k, own in described.items()}
+    parts = {k: SiteDescription(entry.arrays, entry.schema, entry.num_examples) for k, entry in described.items()}
     parts["1"] = SiteDescription(wrong, described["1"].schema, described["1"].num_examples)
     assert "counts more than the" in agree(parts, missing="impute").refused["1"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import FaultyGrid, configured, run
+from faults import configured
 from scipy import stats
 
 from fedgp_flower.errors import DataError
@@ -104,19 +104,6 @@ def keys(path: Path, **changes):
 def path(tmp_path: Path) -> Path:
     table().to_csv(tmp_path / "visits.csv", index=False)
     return tmp_path / "visits.csv"
-
-
-@pytest.mark.parametrize("likelihood", ["gaussian", "poisson"])
-def test_three_sites_end_where_one_with_all_rows_ends(tmp_path, likelihood):
-    path = tmp_path / "visits.csv"
-    table(likelihood=likelihood).to_csv(path, index=False)
-    ends = []
-    for column, sites in (("all", 1), ("site", 3)):
-        changes = {"partition__column": column, "model__likelihood": likelihood, "test_fraction": 0.0}
-        ends.append(run(FaultyGrid(keys(path, standardise=False, **changes), sites)).current.parameters)
-    for name, array in ends[0].items():
-        np.testing.assert_allclose(ends[1][name], array, rtol=1e-9, atol=1e-11)
-    assert len(ends[0]["q.mean"]) == 3 + 2 + (likelihood == "gaussian")
 
 
 def test_a_run_is_saved_and_predicts_units_it_knows_and_new_ones(path, tmp_path):

@@ -115,51 +115,6 @@ def test_pooled_bound_is_the_sum_of_weighted_local_risks(num_latents: int, dims:
         assert elbo < pooled_bound(total)
 
 
-@pytest.mark.parametrize(("num_latents", "dims"), [(1, 1), (2, 2)])
-def test_q_from_sums_maximises_the_pooled_bound(num_latents: int, dims: int) -> None:
-    """Dense ELBO of a free Gaussian q(u): its value is the bound from sums, its gradient is zero there."""
-    latents, units, phi = problem(num_latents, dims)
-    parts = told(latents, units, phi)
-    total = sum(parts[1:], parts[0])
-    q = posterior(total)
-    y = np.concatenate([u[1] for u in units])
-    J = len(latents.inducing)
-    S, none = torch.from_numpy(latents.scales), torch.zeros(latents.scales.shape, dtype=torch.float64)
-    W = torch.from_numpy(latents.inducing)
-    L = [np.linalg.cholesky(c) for c in smoothed_covariance(W, W, S, none, none).numpy() + 1e-8 * np.eye(J)]
-    A, slack, noise = [], [], []
-    for (x, _), p in zip(units, phi, strict=True):
-        cross = smoothed_covariance(torch.from_numpy(x), W, S, torch.from_numpy(p.smoothing), none).numpy()
-        K = np.hstack(
-            [
-                s * a * np.linalg.solve(f, c.T).T
-                for s, a, f, c in zip(p.amplitudes, latents.amplitudes, L, cross, strict=True)
-            ]
-        )
-        omega = np.sum((p.amplitudes * latents.amplitudes) ** 2) - np.sum(K**2, axis=1)
-        A.append(K)
-        slack.append(omega)
-        noise.append(np.full(len(x), p.noise))
-    stacked, omega, sigma2 = map(torch.from_numpy, (np.vstack(A), np.concatenate(slack), np.concatenate(noise)))
-
-    def elbo(m: torch.Tensor, T: torch.Tensor) -> torch.Tensor:
-        V = T @ T.T
-        variance = omega + torch.einsum("nj,jk,nk->n", stacked, V, stacked)
-        fit = (
-            -0.5
-            * (torch.log(2 * math.pi * sigma2) + ((torch.from_numpy(y) - stacked @ m) ** 2 + variance) / sigma2).sum()
-        )
-        return fit - 0.5 * (V.trace() + m @ m - len(m) - torch.logdet(V))
-
-    m = torch.tensor(q.mean, requires_grad=True)
-    T = torch.tensor(np.linalg.cholesky(q.covariance), requires_grad=True)
-    value = elbo(m, T)
-    assert float(value.detach()) == pytest.approx(pooled_bound(total), rel=1e-9)
-    for gradient in torch.autograd.grad(value, (m, T)):
-        assert gradient.tril().abs().max() < 1e-8 if gradient.ndim == 2 else gradient.abs().max() < 1e-8
-    assert float(elbo(m + 0.01, T).detach()) < float(value.detach())
-
-
 @pytest.mark.parametrize("convolved", [True, False])
 @pytest.mark.parametrize("num_latents", [1, 2])
 def test_bound_is_below_the_evidence_of_the_exact_multi_output_gp(num_latents: int, convolved: bool) -> None:
@@ -238,17 +193,6 @@ def test_joint_q_becomes_the_best_factorised_one() -> None:
     assert all(g.tril().abs().max() < 1e-7 if g.ndim == 3 else g.abs().max() < 1e-7 for g in gradients)
 
 
-def test_mini_batches_are_unbiased() -> None:
-    """The mean over all batches of N_m/|B| Σ_B is the full sum: the factor is in front of the data term alone."""
-    latents, units, phi = problem(1, 1)
-    q = posterior(told(latents, units, phi)[0])
-    model = MultiOutputGP.of(latents, q, phi[0])
-    x, y = map(torch.from_numpy, units[0])
-    full = model.local_risk(x, y, num_data=len(y), weight=0.3)
-    each = [model.local_risk(x[i : i + 1], y[i : i + 1], num_data=len(y), weight=0.3) for i in range(len(y))]
-    assert float(torch.stack(each).mean().detach()) == pytest.approx(float(full.detach()), rel=1e-12)
-
-
 def local(count: int, rate: float, rows: np.ndarray | None = None) -> LocalSteps:
     """Local steps with p = 1."""
     return LocalSteps(count, rate, 1.0, 1.0, lambda: rows)
@@ -304,25 +248,6 @@ def test_local_steps_that_diverge_are_refused(steps: LocalSteps) -> None:
     model = product(latents, Posterior(np.zeros(7), np.eye(7)), phi[0])
     with pytest.raises(NumericsError):
         factor_steps(model, *(torch.from_numpy(part) for part in units[0]), steps)
-
-
-@pytest.mark.parametrize("convolved", [True, False])
-@pytest.mark.parametrize(("num_latents", "dims"), [(2, 1), (1, 2)])
-def test_what_pseudo_inputs_cannot_explain_is_never_negative(num_latents: int, dims: int, convolved: bool) -> None:
-    """Ω_m is the variance of f when g(W) is known: ≥ 0, ≤ Σ s², 0 at W without smoothing; it makes the slack."""
-    latents, units, phi = problem(num_latents, dims, convolved=convolved)
-    known = Posterior(np.zeros(latents.size), np.zeros((latents.size, latents.size)))
-    x = np.vstack([np.random.default_rng(5).uniform(-2, 2, (200, dims)), latents.inducing, latents.inducing + 1e-9])
-    prior = float(np.sum((phi[0].amplitudes * latents.amplitudes) ** 2))
-    _, omega = predict(x, latents, known, phi[0])
-    assert omega.min() > -1e-10 * prior
-    assert omega.max() <= prior
-    _, at_w = predict(latents.inducing, latents, known, phi[0])
-    assert at_w.max() > 1e-3 * prior if convolved else at_w.max() < 1e-5 * prior
-    _, rows = predict(units[0][0], latents, known, phi[0])
-    slack = told(latents, units, phi)[0].slack
-    assert slack.sum() == pytest.approx(-0.5 * rows.sum() / phi[0].noise, rel=1e-8)
-    assert (slack <= 0).all()
 
 
 def test_other_likelihoods_and_wrong_arrays() -> None:

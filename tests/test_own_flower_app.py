@@ -1,4 +1,4 @@
-"""``examples/own_flower_app``: a Flower app of a user's own, in one process, on Ray, and on real SuperNodes."""
+"""``examples/own_flower_app``: a Flower app that a user writes, in one process."""
 
 from __future__ import annotations
 

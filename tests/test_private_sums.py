@@ -18,7 +18,7 @@ from fedgp_flower.gp.sums import SparseSums
 from fedgp_flower.methods.sgpr.messages import PrivateSums
 from fedgp_flower.methods.sgpr.private import EDGE, GRID, SENSITIVITY, Budget, cleaned, disturbed, units_of
 from fedgp_flower.privacy.noise import composed, delta_of, discrete_normal, epsilon_of, mu_of
-from fedgp_flower.records import numpy_arrays
+from fedgp_flower.records import array_record, numpy_arrays
 from fedgp_flower.run.registry import client_class, parse_config
 from strategies.pooled_bound import LOG_NOISE, noise_of, posterior_at
 from strategies.private_sgpr import AMPLITUDE, evaluated
@@ -67,7 +67,7 @@ def test_the_worst_neighbour_is_as_far_as_promised_and_no_farther(amplitude):
 def test_noise_has_the_scale_that_is_paid_for():
     """Of every entry: an off-diagonal one stands for two, so that lengths of symmetric matrices are kept."""
     rng, zeros, noise = np.random.default_rng(1), sums_of(np.zeros((1, SIZE)), np.zeros(1)), 3.0
-    draws = [disturbed(zeros, 0.5, noise, rng) for _ in range(4000)]
+    draws = [disturbed(zeros, 0.5, noise, rng) for _ in range(1500)]
     gram, projection, squares = units_of(0.5)
     off, on = (np.std([own.gram[entry] for own in draws]) for entry in ((2, 1), (1, 1)))
     assert on == pytest.approx(noise * gram, rel=0.06)
@@ -95,18 +95,6 @@ def test_discrete_noise_is_of_the_discrete_normal(deviation):
         assert np.std(draws) == pytest.approx(deviation, rel=0.02)
         assert abs(np.mean(draws)) < 5 * deviation / math.sqrt(len(draws))
         assert (draws % 2).mean() == pytest.approx(0.5, abs=0.02)
-
-
-@pytest.mark.parametrize("epsilon", [0.5, 4.0])
-def test_discrete_noise_is_worth_what_the_normal_is(epsilon):
-    """δ(ε) = Σ (P(k) − e^ε P(k − Δ))₊, summed over all integers."""
-    deviation = 2.0**14
-    apart = round(mu_of(epsilon, 1e-5) * deviation)
-    values = np.arange(-10 * int(deviation), 10 * int(deviation))
-    mass = np.exp(-(values**2) / (2 * deviation**2))
-    moved = np.exp(-((values - apart) ** 2) / (2 * deviation**2))
-    delta = np.maximum(0, mass - math.exp(epsilon) * moved).sum() / mass.sum()
-    assert delta == pytest.approx(delta_of(epsilon, apart / deviation), rel=1e-8)
 
 
 def test_neighbours_with_the_same_noise_are_as_far_apart_as_the_budget_says():
@@ -141,32 +129,6 @@ def test_the_accountant_against_quadrature_and_itself():
     assert budget.spent(2) < 2.0
 
 
-@pytest.mark.parametrize("mu", [0.05, 0.25, 1.0, 3.0])
-def test_the_renyi_bound_is_above_the_exact_account_and_near_it(mu):
-    """ε ≤ α μ²/2 + log(1 − 1/α) − log(δ α)/(α − 1) for every α > 1 (Mironov 2017; Canonne, Kamath and Steinke 2020)."""
-    delta, orders = 1e-5, 1 + np.geomspace(1e-2, 1e4, 4000)
-    bound = float(np.min(orders * mu**2 / 2 + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1)))
-    assert epsilon_of(mu, delta) < bound < 1.15 * epsilon_of(mu, delta) + 0.02
-
-
-def test_flowers_accountant_says_no_less():
-    """Rényi accounting is an upper bound, tight within a tenth here."""
-    pytest.importorskip("dp_accounting")
-    from flwr.serverapp import RdpAccountant
-    from flwr.supercore.privacy_accounting import (
-        GaussianPrivacyEvent,
-        NeighboringRelation,
-        PrivacyConfig,
-        SamplingMethod,
-    )
-
-    kinds = NeighboringRelation.ADD_OR_REMOVE_ONE, SamplingMethod.NO_AMPLIFICATION
-    accountant = RdpAccountant(PrivacyConfig(1e-5, 1000, *kinds))
-    budget = Budget(1.0, 1e-5, 3, SIZE)
-    accountant.compose(GaussianPrivacyEvent(1 / budget.mu, 1000, 1000), 3)
-    assert 1.0 <= accountant.get_epsilon(1e-5) < 1.15
-
-
 def test_sums_without_noise_come_back_and_noise_alone_says_nothing():
     rng = np.random.default_rng(2)
     a = rng.standard_normal((400, SIZE))
@@ -192,7 +154,7 @@ def test_what_is_predicted_from_a_noisy_release_is_as_far_off_as_it_says():
     rng, rows = np.random.default_rng(7), 2000
     for noise in (20.0, 60.0):
         squares = []
-        for _ in range(30):
+        for _ in range(12):
             a, u = rows_of(rows, rng), 0.7 * rng.standard_normal(SIZE)
             y = np.clip(a @ u + 0.3 * rng.standard_normal(rows), -EDGE, EDGE)
             found = evaluated(VALUES, disturbed(sums_of(a, y), 1.0, noise, rng), rows, noise)
@@ -254,13 +216,6 @@ def test_nothing_else_of_training_rows_leaves(private):
     assert float(arrays["input.scale"][0]) == pytest.approx(8 / math.sqrt(12))
 
 
-def test_what_sites_share_adds_up_to_the_noise_of_the_total():
-    """K sites with 1/√K of it each: what the central mechanism adds."""
-    rng, zeros, sites = np.random.default_rng(3), sums_of(np.zeros((1, 2)), np.zeros(1)), 9
-    totals = [sum(disturbed(zeros, 1.0, 2.0 / sites**0.5, rng).projection for _ in range(sites)) for _ in range(800)]
-    assert np.std(totals) == pytest.approx(2.0 * EDGE, rel=0.06)
-
-
 def test_a_site_refuses_what_is_not_paid_for():
     flat = configured(**PRIVATE)
     strategy = run(FaultyGrid(flat, 3))
@@ -269,7 +224,8 @@ def test_a_site_refuses_what_is_not_paid_for():
             client_class(strategy.config).asked(object.__new__(client_class(strategy.config)), kind, {}, {})
     start = {f"values.{name}": own for name, own in strategy.current.start.items()}
     for values, sharing in (({name: own + 1 for name, own in start.items()}, 1), (start, 3)):
-        assert strategy.network.ask("query.private", {"0": values}, None, {"sharing": sharing}) == {}
+        request = strategy.network.message("0", "query.private", array_record(values), {"sharing": sharing})
+        assert strategy.network.exchange([request], None) == []
         assert "budget of 1 release(s) is spent" in strategy.network.failures[-1].reason
 
 

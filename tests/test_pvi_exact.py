@@ -3,39 +3,31 @@
 import math
 from dataclasses import replace
 
-import gpytorch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from pvi_oracles import collapsed_local_bound, log_normaliser
+from pvi_oracles import collapsed_local_bound
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.batched_kernel import BatchedKernel
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.gp.kernels import build_kernel
-from fedgp_flower.gp.likelihoods import build_point_likelihood
-from fedgp_flower.methods.pvi.linear import (
-    LinearSite,
-    analytic_factor,
-    fixed_point_update,
-    gradient_update,
-)
-from fedgp_flower.methods.pvi.linear import local_free_energy as linear_free_energy
+from fedgp_flower.gp.likelihoods import build_point_likelihood, canonical_likelihood
 from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi.model import (
     Data,
     Draws,
     PseudoObservations,
     SparseModel,
+    divergence,
+    expected_fit,
     local_free_energy,
     predict,
     product,
-    view,
 )
 from fedgp_flower.methods.pvi.options import PRESETS
-from fedgp_flower.methods.pvi.state import Contribution, cavity, forget, merge, posterior
+from fedgp_flower.methods.pvi.state import Contribution, forget, merge, posterior
+from fedgp_flower.methods.pvi_weights.glm import LinearSite, optimum
 from fedgp_flower.options import ModelSection
 from strategies.pvi import damping_of, due, next_sites
 from strategies.pvi_updates import PVIState, context
@@ -84,12 +76,11 @@ class Problem:
 
     def site(self, site: int, likelihood: str = "gaussian") -> LinearSite:
         """The site's rows as linear functions of the whitened inducing values."""
-        geometry, data = self.model.geometry(self.draws), self.data(site)
-        a = geometry.project(data.inputs)[0].mT.detach()
-        extra = (geometry.prior_variance(data.inputs)[0] - a.square().sum(-1)).detach()
-        point = build_point_likelihood(likelihood, noise=NOISE)
+        data = self.data(site)
+        a = self.model.geometry(self.draws).project(data.inputs)[0].mT.detach()
+        point = canonical_likelihood(likelihood, NOISE)
         targets = data.targets if likelihood == "gaussian" else (data.targets > 0).double()
-        return LinearSite(a, targets, point, point.initial, extra)
+        return LinearSite(a, targets, point, point.initial)
 
     def unwhitened(self, q: NaturalGaussian) -> tuple[torch.Tensor, torch.Tensor]:
         L = torch.linalg.cholesky(self.k(self.z, self.z))
@@ -104,8 +95,8 @@ def blocks(**gaussians) -> dict[str, NaturalParameters]:
     return {name: NaturalParameters.of(gaussian) for name, gaussian in gaussians.items()}
 
 
-def contribution(factor, rows: int = 1) -> Contribution:
-    return Contribution(blocks(function=factor), rows=rows)
+def contribution(factor) -> Contribution:
+    return Contribution(blocks(function=factor))
 
 
 def assert_same(left, right, **tolerance) -> None:
@@ -113,42 +104,16 @@ def assert_same(left, right, **tolerance) -> None:
         torch.testing.assert_close(a, b, **(tolerance or EXACT))
 
 
-@pytest.mark.parametrize("num_sites", [1, 3, 7])
-def test_one_sequential_pass_of_a_conjugate_model_is_titsias(num_sites):
-    problem = Problem(num_sites)
-    state = PVIState(problem.prior())
-    for k in range(num_sites):
-        site = problem.site(k)
-        found = fixed_point_update(site, cavity(state, str(k))["function"], state.prior["function"].gaussian.flat())
-        assert found.iterations <= 2, "a conjugate site converges in one natural-gradient step"
-        state, record = merge(state, {str(k): contribution(found.factor)}, damping=1.0)
-        assert record.halvings == 0
-    assert_same(problem.unwhitened(posterior(state)["function"]), problem.titsias())
-
-
-@pytest.mark.parametrize("num_sites", [1, 3, 7])
-def test_one_undamped_synchronous_round_is_titsias(num_sites):
-    problem = Problem(num_sites)
-    state = PVIState(problem.prior())
-    replies = {
-        str(k): contribution(analytic_factor(problem.site(k), torch.tensor(NOISE).double())) for k in range(num_sites)
-    }
-    state, _ = merge(state, replies, damping=1.0)
-    assert_same(problem.unwhitened(posterior(state)["function"]), problem.titsias())
-
-
 @pytest.mark.parametrize("preset", ["bcm-same", "bcm-split", "vcl", "streaming-vb"])
 def test_every_one_pass_special_case_is_exact_when_conjugate(preset):
     problem, plan = Problem(3), PRESETS[preset]
     state, visits, generator = PVIState(problem.prior()), {}, np.random.default_rng(0)
     state = replace(state, rows={str(k): len(rows) for k, rows in enumerate(problem.rows)})
-    while chosen := next_sites(plan, due(plan, ["0", "1", "2"], visits), visits, {}, generator):
+    while chosen := next_sites(plan, due(plan, ["0", "1", "2"], visits), visits, generator):
         replies = {}
         for name in chosen:
             given_prior = context(state, name, plan)["function"]
-            replies[name] = contribution(
-                fixed_point_update(problem.site(int(name)), given_prior, given_prior.flat()).factor
-            )
+            replies[name] = contribution(optimum(problem.site(int(name)), given_prior, given_prior).factor)
             visits[name] = visits.get(name, 0) + 1
         state, _ = merge(state, replies, damping=damping_of(plan, len(chosen)), deletion=plan.deletion)
     assert visits == {"0": 1, "1": 1, "2": 1}
@@ -157,26 +122,14 @@ def test_every_one_pass_special_case_is_exact_when_conjugate(preset):
 
 def test_without_deletion_a_second_pass_counts_rows_twice():
     problem = Problem(2)
-    noise = torch.tensor(NOISE).double()
-    once = [analytic_factor(problem.site(k), noise) for k in range(2)]
     state = PVIState(problem.prior())
+    prior = state.prior["function"].gaussian
+    once = [optimum(problem.site(k), prior, prior).factor for k in range(2)]
     for _ in range(2):
         for k in range(2):
             state, _ = merge(state, {str(k): contribution(once[k])}, damping=1.0, deletion=False)
-    twice = (once[0] * once[1]) ** 2.0 * state.prior["function"].gaussian
+    twice = (once[0] * once[1]) ** 2.0 * prior
     assert_same((posterior(state)["function"].eta1, posterior(state)["function"].eta2), (twice.eta1, twice.eta2))
-
-
-def test_forgetting_a_site_is_never_having_had_it():
-    problem = Problem(4)
-    noise = torch.tensor(NOISE).double()
-    state = PVIState(problem.prior())
-    for k in range(4):
-        state, _ = merge(state, {str(k): contribution(analytic_factor(problem.site(k), noise))}, damping=1.0)
-    rest = torch.cat([problem.rows[k] for k in (0, 1, 3)])
-    assert_same(problem.unwhitened(posterior(forget(state, "2"))["function"]), problem.titsias(rest))
-    with pytest.raises(NumericsError, match="no factor"):
-        forget(state, "stranger")
 
 
 def test_forgetting_refuses_to_leave_an_improper_posterior():
@@ -199,8 +152,7 @@ def test_dpo_at_the_data_is_titsias_and_survives_another_z_and_beta():
         problem.kernel.load_state_dict(
             {name.removeprefix("kernel."): value[0] for name, value in raw.items()}, strict=False
         )
-        views = view(problem.model.geometry(draws), factors)
-        natural = product(views, factors)
+        natural = product(problem.model.geometry(draws), factors)[0]
         whitened = NaturalGaussian(natural.shift[0], -0.5 * natural.precision[0])
         assert_same(problem.unwhitened(whitened), problem.titsias())
 
@@ -216,6 +168,13 @@ def test_dpo_prediction_is_the_sparse_gp_of_the_textbook():
     torch.testing.assert_close(mixture.variance(), variance, **EXACT)
     expected = -0.5 * ((2 * math.pi * variance).log() + (problem.y - b.mT @ mean).square() / variance)
     torch.testing.assert_close(mixture.log_density(), expected, **EXACT)
+
+
+def test_the_free_energy_of_exact_factors_is_the_pooled_bound():
+    problem = Problem(3)
+    factors = [problem.exact_dpo(k) for k in range(3)]
+    fit = sum(expected_fit(problem.model, problem.draws, factors, problem.data(k)) for k in range(3))
+    assert fit - divergence(problem.model, problem.draws, factors) == pytest.approx(problem.bound(), abs=1e-8)
 
 
 def test_local_collapsed_bounds_telescope_to_the_pooled_bound():
@@ -240,112 +199,6 @@ def test_at_the_data_the_local_free_energy_is_stationary_and_equals_the_collapse
         assert float(gradient.abs().max()) < 1e-9
     worse = PseudoObservations(data.inputs, data.targets + 0.1, torch.ones(len(data)).double())
     assert float(local_free_energy(problem.model, problem.draws, others, worse, data)) < energy.item() - 1e-3
-
-
-def pooled(problem: Problem, num_sites: int, likelihood: str) -> LinearSite:
-    sites = [problem.site(k, likelihood) for k in range(num_sites)]
-    design, targets, extra = (torch.cat([getattr(s, n) for s in sites]) for n in ("design", "targets", "extra"))
-    return LinearSite(design, targets, sites[0].likelihood, sites[0].hyper, extra)
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.integers(1, 8), st.integers(0, 99), st.sampled_from(["gaussian", "bernoulli"]), st.booleans())
-def test_one_synchronous_gradient_step_is_the_pooled_step_for_any_partition(num_sites, seed, likelihood, diagonal):
-    """Property 3.1, at a posterior that is no fixed point; global-vi is this with damping 1."""
-    problem = Problem(num_sites, seed)
-    kind = DiagonalGaussian if diagonal else NaturalGaussian
-    eye = torch.ones(8).double() if diagonal else torch.eye(8).double()
-    prior = kind.from_moments(torch.zeros(8).double(), eye)
-    old = {str(k): kind(0.1 * (k + 1) * torch.ones(8).double(), -0.05 * (k + 1) * eye) for k in range(num_sites)}
-    state = PVIState(blocks(function=prior), {k: contribution(t) for k, t in old.items()})
-    q, step = posterior(state)["function"], 1e-4
-    replies = {
-        k: contribution(
-            gradient_update(problem.site(int(k), likelihood), q, cavity(state, k)["function"], old[k], step=step)
-        )
-        for k in old
-    }
-    plan = PRESETS["global-vi"]
-    state, _ = merge(state, replies, damping=damping_of(plan, num_sites))
-    expected = q * (gradient_update(pooled(problem, num_sites, likelihood), q, prior, prior.flat(), step=step))
-    found = posterior(state)["function"]
-    assert_same((found.eta1, found.eta2), (expected.eta1, expected.eta2), rtol=1e-11, atol=1e-11)
-    assert float((found.eta1 - q.eta1).abs().max()) > 1e-7, "the step must move the posterior"
-
-
-def run_to_fixed_point(problem: Problem, num_sites: int, kind: type, passes: int = 60) -> PVIState:
-    eye = torch.ones(8).double() if kind is DiagonalGaussian else torch.eye(8).double()
-    state = PVIState(blocks(function=kind.from_moments(torch.zeros(8).double(), eye)))
-    for communication in range(passes * num_sites):
-        k = str(communication % num_sites)
-        given_cavity = cavity(state, k)["function"]
-        start = state.sites[k].factors["function"].gaussian if k in state.sites else given_cavity.flat()
-        found = fixed_point_update(problem.site(int(k), "bernoulli"), given_cavity, start, tolerance=1e-13)
-        state, _ = merge(state, {k: contribution(found.factor)}, damping=1.0)
-    return state
-
-
-def summed_free_energy(state: PVIState, local: dict[str, float]) -> float:
-    """Σₖ [Fₖ − A(q) + A(q without k)] + A(q) − A(p) (Property 2.2a)."""
-    whole = float(log_normaliser(posterior(state)["function"]))
-    parts = sum(local[k] - whole + float(log_normaliser(cavity(state, k)["function"])) for k in state.sites)
-    return parts + whole - float(log_normaliser(posterior(PVIState(state.prior))["function"]))
-
-
-@pytest.mark.parametrize("kind", [NaturalGaussian, DiagonalGaussian])
-def test_free_energies_add_up_at_a_fixed_point(kind):
-    """Property 2.2a with Bernoulli rows: Σ F_k and log Z give the pooled free energy of the same q."""
-    problem = Problem(3)
-    state = run_to_fixed_point(problem, 3, kind)
-    q = posterior(state)["function"]
-    local = {
-        k: float(linear_free_energy(problem.site(int(k), "bernoulli"), q, cavity(state, k)["function"]))
-        for k in state.sites
-    }
-    whole = linear_free_energy(pooled(problem, 3, "bernoulli"), q, state.prior["function"].gaussian)
-    assert summed_free_energy(state, local) == pytest.approx(float(whole), abs=1e-9)
-
-
-class SVGP(gpytorch.models.ApproximateGP):
-    """GPyTorch's own pooled sparse variational GP at fixed Z and β."""
-
-    def __init__(self, problem: Problem) -> None:
-        distribution = gpytorch.variational.CholeskyVariationalDistribution(8).double()
-        strategy = gpytorch.variational.VariationalStrategy(
-            self, problem.z, distribution, learn_inducing_locations=False, jitter_val=0.0
-        )
-        super().__init__(strategy)
-        self.mean_module = gpytorch.means.ZeroMean()
-        self.covar_module = problem.kernel.requires_grad_(False)
-
-    def forward(self, x):
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
-class Labels(gpytorch.likelihoods.BernoulliLikelihood):
-    """GPyTorch's own but for log Φ, where its ``log_normal_cdf`` is wrong by 2e-3 just below −1."""
-
-    def expected_log_prob(self, observations, function_dist):
-        return self.quadrature(lambda f: torch.special.log_ndtr((2 * observations - 1) * f), function_dist)
-
-
-def test_bernoulli_fixed_point_is_the_optimum_of_a_pooled_gpytorch_svgp():
-    problem = Problem(3)
-    q = posterior(run_to_fixed_point(problem, 3, NaturalGaussian))["function"]
-    mean, covariance = q.moments()
-    model, likelihood = SVGP(problem).double(), Labels().double()
-    elbo = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=42)
-    variational = model.variational_strategy._variational_distribution
-    model(problem.x)  # the first call initialises the variational distribution from the prior
-    with torch.no_grad():
-        variational.variational_mean.copy_(mean)
-        variational.chol_variational_covar.copy_(torch.linalg.cholesky(covariance))
-    labels = (problem.y > 0).double()
-    value = 42 * elbo(model(problem.x), labels)
-    slopes = torch.autograd.grad(value, [variational.variational_mean, variational.chol_variational_covar])
-    assert all(float(s.abs().max()) < 2e-5 for s in slopes)  # GPyTorch rounds its quadrature nodes to float32
-    prior = NaturalGaussian.from_moments(torch.zeros(8).double(), torch.eye(8).double())
-    assert float(linear_free_energy(pooled(problem, 3, "bernoulli"), q, prior)) == pytest.approx(value.item(), abs=1e-5)
 
 
 def contribution_of(precision: float) -> Contribution:

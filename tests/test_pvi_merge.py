@@ -120,23 +120,18 @@ def test_schedules():
     visits: dict[str, int] = {}
     order = []
     for _ in range(6):
-        (site,) = next_sites(Plan(), sites, visits, {}, rng)
+        (site,) = next_sites(Plan(), sites, visits, rng)
         visits[site] = visits.get(site, 0) + 1
         order.append(site)
     assert order == ["a", "b", "c", "a", "b", "c"]
-    assert next_sites(Plan(order="residual"), sites, visits, {"a": 0.1, "b": 3.0, "c": 1.0}, rng) == ["b"]
-    assert next_sites(Plan(order="residual"), sites, {"a": 5}, {"a": 9.0}, rng) == ["b"]
-    assert next_sites(Plan(order="residual"), sites, {"a": 2, "b": 1, "c": 1}, {}, rng) == ["b"]
-    zero = dict.fromkeys(sites, 0.0)
-    assert next_sites(Plan(order="residual"), sites, {"a": 1, "b": 1, "c": 2}, zero, rng) == ["a"]
-    assert next_sites(Plan("synchronous"), sites, visits, {}, rng) == ["a", "b", "c"]
-    assert len(next_sites(Plan("synchronous", fraction=0.7), sites, visits, {}, rng)) == 2
+    assert next_sites(Plan("synchronous"), sites, visits, rng) == ["a", "b", "c"]
+    assert len(next_sites(Plan("synchronous", fraction=0.7), sites, visits, rng)) == 2
     assert due(Plan(passes=2), sites, visits) == []
     assert due(Plan(passes=2), sites, {"a": 2, "b": 1}) == ["c", "b"]
-    assert next_sites(Plan(), [], {}, {}, rng) == []
+    assert next_sites(Plan(), [], {}, rng) == []
     visits, order = {}, []
     for _ in range(30):
-        (site,) = next_sites(Plan(order="random"), sites, visits, {}, rng)
+        (site,) = next_sites(Plan(order="random"), sites, visits, rng)
         visits[site] = visits.get(site, 0) + 1
         order.append(site)
     passes = [tuple(order[i:j]) for i, j in pairwise(range(0, 31, 3))]

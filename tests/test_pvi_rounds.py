@@ -9,46 +9,41 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_pvi_exact import NOISE, Problem, assert_same
+from test_pvi_exact import Problem, assert_same
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import NaturalGaussian
 from fedgp_flower.messages import decode, encode
-from fedgp_flower.methods.pvi.linear import LinearSite, analytic_factor, fixed_point_update
 from fedgp_flower.methods.pvi.messages import NaturalParameters, Refined, Visit
-from fedgp_flower.methods.pvi.options import Plan, PVIOptions
+from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.state import forget, posterior
-from strategies.pvi import begin, one_round
+from fedgp_flower.methods.pvi_weights.glm import LinearSite, optimum
+from strategies.pvi import one_round
 from strategies.pvi_updates import LocalOptimum, PVIState
 from strategies.server.questions import Asking, First, Refuse, Roster, drive
 
-FIRST = {"inducing": np.zeros((8, 2)), "hyper": np.zeros(3)}
+LINEAR = LocalOptimum("weights")
 
 
-FIXED = PVIOptions().model_copy(update={"local_update": "natural-gradient"})
-LINEAR = LocalOptimum("whitened", {"inducing": "fixed", "hyper": "fixed"})
+def first() -> PVIState:
+    """N(0, I) of v."""
+    return PVIState({"weights": NaturalParameters(np.zeros(8), -0.5 * np.eye(8))})
 
 
 @dataclass
-class ConjugateSite:
-    """Rows whose factor of v is known in closed form, or a fixed point."""
+class Rows:
+    """Rows whose factor of v is known in closed form, or at its optimum."""
 
     rows: LinearSite
-    analytic: bool = True
 
     def train(self, request: Visit) -> Refined:
-        """The factor, whatever the others say."""
-        context = request.context["whitened"].full()
-        factor = analytic_factor(self.rows, torch.tensor(NOISE).double())
-        if not self.analytic:
-            factor = fixed_point_update(self.rows, context, context.flat()).factor
-        return Refined(0.0, 1, 0, 0, whitened=NaturalParameters.of(factor))
+        """The factor at the optimum of the local free energy."""
+        context = request.context["weights"].gaussian
+        return Refined(0.0, 1, weights=NaturalParameters.of(optimum(self.rows, context, context).factor))
 
 
-def sites_of(problem: Problem, likelihood: str = "gaussian") -> dict[str, ConjugateSite]:
-    return {
-        str(k): ConjugateSite(problem.site(k, likelihood), likelihood == "gaussian") for k in range(len(problem.rows))
-    }
+def sites_of(problem: Problem, likelihood: str = "gaussian") -> dict[str, Rows]:
+    return {str(k): Rows(problem.site(k, likelihood)) for k in range(len(problem.rows))}
 
 
 def roster_of(problem: Problem, number: int, busy: tuple[str, ...] = ()) -> Roster:
@@ -57,7 +52,7 @@ def roster_of(problem: Problem, number: int, busy: tuple[str, ...] = ()) -> Rost
 
 
 def trained(problem: Problem, plan: Plan, rounds: int, sites: Mapping[str, Any] | None = None) -> PVIState:
-    state = begin(FIRST, FIXED, {})
+    state = first()
     for number in range(1, rounds + 1):
         asking = one_round(state, roster_of(problem, number), plan, LINEAR)
         state, _ = drive(asking, sites or sites_of(problem))
@@ -65,7 +60,7 @@ def trained(problem: Problem, plan: Plan, rounds: int, sites: Mapping[str, Any] 
 
 
 def q_of(state: PVIState) -> NaturalGaussian:
-    found = posterior(state)["whitened"]
+    found = posterior(state)["weights"]
     assert isinstance(found, NaturalGaussian)
     return found
 
@@ -75,7 +70,6 @@ def q_of(state: PVIState) -> NaturalGaussian:
     [
         (Plan(), 3),
         (Plan(order="random", seed=5), 3),
-        (Plan(order="residual"), 3),
         (Plan("synchronous", damping=1.0), 1),
         (Plan("synchronous", fraction=0.7, damping=1.0, seed=2), 6),
     ],
@@ -97,13 +91,6 @@ def test_a_damped_synchronous_round_is_a_share_of_the_way() -> None:
     assert_same((q_of(one).eta1, q_of(one).eta2), (expected.eta1, expected.eta2))
 
 
-def test_the_order_of_sites_does_not_matter() -> None:
-    problem = Problem(4)
-    found = [q_of(trained(problem, Plan(order="random", seed=seed), 4)) for seed in range(4)]
-    for other in found[1:]:
-        assert_same((other.eta1, other.eta2), (found[0].eta1, found[0].eta2), rtol=1e-13, atol=1e-13)
-
-
 def test_a_site_that_is_taken_out_was_never_there() -> None:
     problem = Problem(4)
     without = forget(trained(problem, Plan(), 4), "2")
@@ -122,7 +109,7 @@ def test_the_last_factor_cannot_be_taken_out() -> None:
 
 def test_a_state_survives_its_encoding() -> None:
     problem = Problem(3)
-    state = trained(problem, Plan(order="residual"), 4)
+    state = trained(problem, Plan(), 4)
     back = decode(PVIState, encode(state))
     assert list(back.sites) == list(state.sites)
     for name in ("record", "rows", "version", "sent"):
@@ -136,7 +123,7 @@ def test_an_answer_of_another_size_is_refused_and_the_others_are_merged() -> Non
     asking = one_round(state, roster_of(problem, 2), Plan("synchronous", damping=1.0), LINEAR)
     question = next(asking)
     answers = {name: site.train(question.requests[name]) for name, site in sites_of(problem).items()}
-    answers["1"] = Refined(0.0, 1, 0, 0, whitened=NaturalParameters(np.zeros(3), -np.eye(3)))
+    answers["1"] = Refined(0.0, 1, weights=NaturalParameters(np.zeros(3), -np.eye(3)))
     refusal = asking.send(answers)
     assert isinstance(refusal, Refuse)
     assert (refusal.site, "3 entries" in refusal.reason) == ("1", True)
@@ -154,7 +141,7 @@ def test_an_answer_of_another_size_is_refused_and_the_others_are_merged() -> Non
 class Line:
     """Answers that arrive in an order that a test chooses."""
 
-    sites: Mapping[str, ConjugateSite]
+    sites: Mapping[str, Rows]
     waiting: dict[str, Refined] = field(default_factory=dict)
 
     def arrive(self, asking: Asking[Any], which: str | None, *, lost: bool = False) -> Any:
@@ -171,7 +158,7 @@ class Line:
 
 def test_staleness_counts_merges_the_site_did_not_see() -> None:
     problem, plan = Problem(3), Plan("asynchronous", damping=1.0)
-    line, state = Line(sites_of(problem)), begin(FIRST, FIXED, {})
+    line, state = Line(sites_of(problem)), first()
     seen = []
     for number, site in enumerate(["1", "0", "1", "2"], 1):
         roster = roster_of(problem, number, tuple(line.waiting))
@@ -186,7 +173,7 @@ def test_asynchronous_one_at_a_time_is_sequential() -> None:
     problem = Problem(3)
     sites, line = sites_of(problem, "bernoulli"), Line(sites_of(problem, "bernoulli"))
     expected = trained(problem, Plan(damping=1.0), 6, sites)
-    state, plan = begin(FIRST, FIXED, {}), Plan("asynchronous", damping=1.0, concurrency=1)
+    state, plan = first(), Plan("asynchronous", damping=1.0, concurrency=1)
     for number in range(1, 7):
         state, figures = line.arrive(one_round(state, roster_of(problem, number), plan, LINEAR), None)
         assert figures["staleness"] == 0
@@ -196,7 +183,7 @@ def test_asynchronous_one_at_a_time_is_sequential() -> None:
 
 def test_a_lost_answer_moves_nothing_and_its_site_is_asked_again() -> None:
     problem, plan = Problem(3), Plan("asynchronous")
-    line, state = Line(sites_of(problem)), begin(FIRST, FIXED, {})
+    line, state = Line(sites_of(problem)), first()
     after, figures = line.arrive(one_round(state, roster_of(problem, 1), plan, LINEAR), "0", lost=True)
     assert (after.version, figures, dict(after.sent)) == (0, {}, {"1": 0, "2": 0})
     question = next(one_round(after, roster_of(problem, 2, ("1", "2")), plan, LINEAR))
@@ -206,7 +193,7 @@ def test_a_lost_answer_moves_nothing_and_its_site_is_asked_again() -> None:
 def test_a_resumed_run_asks_again_what_was_under_way() -> None:
     problem, plan = Problem(3), Plan("asynchronous")
     line = Line(sites_of(problem))
-    state, _ = line.arrive(one_round(begin(FIRST, FIXED, {}), roster_of(problem, 1), plan, LINEAR), "1")
+    state, _ = line.arrive(one_round(first(), roster_of(problem, 1), plan, LINEAR), "1")
     question = next(one_round(decode(PVIState, encode(state)), roster_of(problem, 2), plan, LINEAR))
     assert set(question.requests) == {"0", "1", "2"}
 

@@ -53,9 +53,9 @@ class Site:
 
     def train(self, request: Visit) -> Refined:
         update = {"optimum": optimum, "gradient": gradient}[self.update]
-        done = update(self.site, request.posterior[WEIGHTS].gaussian, request.context[WEIGHTS].gaussian)
+        done = update(self.site, request.posterior.gaussian, request.context[WEIGHTS].gaussian)
         factor = NaturalParameters.of(done.factor)
-        return Refined(done.free_energy, done.iterations, halvings=done.halvings, weights=factor)
+        return Refined(done.free_energy, done.iterations, weights=factor)
 
 
 def problem(
@@ -156,23 +156,6 @@ def test_at_convergence_it_is_global_vi_of_all_rows(likelihood, covariance, plan
     same(posterior(found)[WEIGHTS], global_vi(everything, state), 1e-6)
 
 
-def test_asynchronous_visits_end_there_too():
-    """Answers that are up to two merges old."""
-    sites, state, everything, roster = problem("bernoulli", "full")
-    under_way: dict[str, Any] = {}
-    for number in range(1, 150):
-        asking = one_round(state, replace(roster, round=number, busy=tuple(under_way)), Plan("asynchronous"), OPTIMUM)
-        question = asking.send(None)
-        under_way |= {site: sites[site].train(request) for site, request in question.requests.items()}
-        site = sorted(under_way)[number % len(under_way)]
-        try:
-            asking.send((site, under_way.pop(site)))
-        except StopIteration as done:
-            state, figures = done.value
-    assert figures["staleness"] > 0
-    same(posterior(state)[WEIGHTS], global_vi(everything, state), 1e-6)
-
-
 def test_special_cases_are_what_their_papers_write():
     sites, state, _, roster = problem("bernoulli", "full")
     prior, total = state.prior[WEIGHTS].gaussian, sum(roster.rows.values())
@@ -214,7 +197,7 @@ def test_global_vi_takes_the_same_steps_however_rows_are_dealt(covariance):
 def test_a_factor_with_negative_precision_is_refused(covariance):
     sites, state, _, _ = problem("bernoulli", covariance)
     prior = state.prior[WEIGHTS]
-    honest = sites["a"].train(Visit({WEIGHTS: prior}, {WEIGHTS: prior}))
+    honest = sites["a"].train(Visit({WEIGHTS: prior}, prior))
     assert honest.refusal(Described(8)) is None
     lie = replace(honest, weights=replace(honest.weights, eta2=-honest.weights.eta2))
     assert "precision" in lie.refusal(Described(8))

@@ -1,4 +1,4 @@
-"""The page docs/deploy.md to the letter, over loopback and between namespaces; one kill of each kind; a slow wire."""
+"""The page docs/deploy.md to the letter, over loopback; one kill of each kind; a slow wire."""
 
 from __future__ import annotations
 
@@ -28,33 +28,32 @@ from fedgp_flower.run.user_config import complete_config, parse_assignments
 
 pytestmark = [pytest.mark.long, pytest.mark.deployment, pytest.mark.timeout(3600)]
 SITES = ("north", "south")
-MACHINES = ("coordinator", *SITES)
 COORDINATOR, SITE, RUN = blocks()
 TINY = ("model.num-inducing=5", "baselines.local-only=false", "baselines.linear=false", "wait-seconds=120")
 
 
 class Federation:
-    """Machines, each with a folder and a shell, that type the commands of the page."""
+    """Machines, each with a folder, that type the commands of the page under a name of this machine."""
 
-    def __init__(self, root: Path, host: str, shells: Mapping[str, tuple[str, ...]], port: int) -> None:
-        """``shells``: the words before a machine's shell; none on this machine."""
-        self.root, self.host, self.shells, self.port = root, host, shells, port
+    def __init__(self, root: Path, host: str, port: int) -> None:
+        self.root, self.host, self.port = root, host, port
         self.background: list[subprocess.Popen[bytes]] = []
-        for machine in MACHINES:
+        for machine in ("coordinator", *SITES):
             (root / machine).mkdir()
 
     def words(self, machine: str, line: str) -> list[str]:
         """A line of the page as this machine types it."""
         line = line.replace(HOST, self.host).replace("north", machine if machine in SITES else "north")
-        return [*self.shells.get(machine, ()), "bash", "-c", line]
+        return ["bash", "-c", line]
+
+    def asked(self, machine: str, line: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        words, folder = self.words(machine, line), self.root / machine
+        return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
 
     def typed(self, machine: str, line: str) -> str:
-        """Run a command to its end."""
-        begun = time.monotonic()
-        done = subprocess.run(
-            self.words(machine, line), cwd=self.root / machine, capture_output=True, text=True, check=False, timeout=600
-        )
-        print(f"{time.monotonic() - begun:5.0f} s  {machine}: {line}")
+        """What a command prints, which must succeed."""
+        done = self.asked(machine, line)
         logs = "".join(path.read_text() for path in self.root.glob("*/*.log") if path.stat().st_size < 50_000)
         assert done.returncode == 0, done.stdout + done.stderr + logs
         return done.stdout
@@ -71,10 +70,9 @@ class Federation:
     def set_up(self, serve: Mapping[str, str], ports: Mapping[str, int] | None = None) -> None:
         """All that comes before a run; ``serve``: another line for a machine's server than that of the page.
 
-        ``ports``: through which a site reaches the SuperLink, where that is not the SuperLink's own.
+        ``ports``: through which a site reaches the SuperLink, where it is another one.
         """
-        more = "" if self.port == 8000 else f" --port {self.port}"
-        self.typed("coordinator", COORDINATOR[0] + more)
+        self.typed("coordinator", f"{COORDINATOR[0]} --port {self.port}")
         self.begun("coordinator", serve.get("coordinator", COORDINATOR[1]))
         for site in SITES:
             folder = self.root / site
@@ -84,27 +82,18 @@ class Federation:
             (folder / f"{site}.toml").write_text(invitation.replace(f":{self.port}", f":{port}"))
             self.typed(site, SITE[0])
             shutil.copy(folder / site / f"{site}.pub", self.root / "coordinator")
-        awaited(lambda: "PROBLEM" not in self.asked("coordinator", "fedgp deploy doctor"))
+        awaited(lambda: "PROBLEM" not in self.asked("coordinator", "fedgp deploy doctor").stdout)
         self.typed("coordinator", RUN[0])
         for site in SITES:
             self.begun(site, serve.get(site, SITE[1]))
-
-    def asked(self, machine: str, line: str) -> str:
-        """What a command prints, whatever its status."""
-        return subprocess.run(
-            self.words(machine, line), cwd=self.root / machine, capture_output=True, text=True, check=False
-        ).stdout
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Those of this federation whose command line holds all the words."""
         found = []
         for process in psutil.process_iter():
-            try:
-                line, where = " ".join(process.cmdline()), process.cwd()
-            except psutil.Error:
-                continue
-            if str(self.root) in line + where and all(word in line + where for word in words):
-                found.append(process)
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(process.cmdline()) + process.cwd()
+                found += [process] * all(word in line for word in (str(self.root), *words))
         return found
 
     def end(self) -> None:
@@ -129,7 +118,7 @@ def awaited(what: Callable[[], object], seconds: float = 600.0) -> float:
     return time.monotonic() - begun
 
 
-def own_name() -> str:
+def machine_name() -> str:
     """A name of this machine besides localhost that leads to it."""
     name = socket.gethostname()
     try:
@@ -142,66 +131,26 @@ def own_name() -> str:
 
 def loopback(root: Path) -> Iterator[Federation]:
     """Everything on this machine, under a name that is not localhost."""
-    if not own_name():
+    if not machine_name():
         pytest.skip("this machine has no name that leads to it")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    yield Federation(root, own_name(), {}, port)
-
-
-ADDRESS = "10.231.7.1"
-LINKS = """
-ip netns add fedgp-coordinator
-ip netns add fedgp-sites
-ip link add fedgp0 netns fedgp-coordinator type veth peer name fedgp1 netns fedgp-sites
-ip -n fedgp-coordinator addr add {address}/24 dev fedgp0
-ip -n fedgp-sites addr add 10.231.7.2/24 dev fedgp1
-ip -n fedgp-coordinator link set fedgp0 up
-ip -n fedgp-sites link set fedgp1 up
-ip -n fedgp-coordinator link set lo up
-ip -n fedgp-sites link set lo up
-"""
-
-
-def namespaces(root: Path) -> Iterator[Federation]:
-    """The coordinator and the sites in two network namespaces, host name and port as on the page."""
-    names = ("fedgp-coordinator", "fedgp-sites")
-    try:
-        for line in LINKS.format(address=ADDRESS).split("\n"):
-            made = subprocess.run(line.split(), capture_output=True, text=True, check=False) if line else None
-            if made and made.returncode:
-                pytest.skip(f"network namespaces: `{line}`: {made.stderr.strip()}")
-        for name in names:
-            Path("/etc/netns", name).mkdir(parents=True, exist_ok=True)
-            Path("/etc/netns", name, "hosts").write_text(f"127.0.0.1 localhost\n{ADDRESS} {HOST}\n")
-        enter = {machine: ("ip", "netns", "exec", names[machine in SITES]) for machine in MACHINES}
-        yield Federation(root, HOST, enter, 8000)
-    except FileNotFoundError:
-        pytest.skip("`ip` of iproute2 is not installed")
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+    yield Federation(root, machine_name(), port)
 
 
 @pytest.fixture
-def federation(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
+def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    made = request.param(tmp_path)
-    found = next(made)
-    yield found
-    found.end()
-    next(made, None)
+    for found in loopback(tmp_path):
+        yield found
+        found.end()
 
 
-@pytest.mark.parametrize("federation", [loopback, namespaces], indirect=True)
 def test_the_page_to_the_letter(federation: Federation) -> None:
     """A site that is revoked stays out."""
-    begun = time.monotonic()
     federation.set_up({})
-    said = federation.typed("coordinator", " ".join([RUN[1], "num-server-rounds=1 method=fsgp", *TINY]))
-    print(f"{(time.monotonic() - begun) / 60:.1f} minutes from the first command to the report")
-    assert "report.html" in said
+    run = " ".join([RUN[1], "num-server-rounds=1 method=fsgp", *TINY])
+    assert "report.html" in federation.typed("coordinator", run)
     status = federation.typed("coordinator", "fedgp deploy status")
     assert re.search(r"north +online", status)
     assert "finished:completed" in status
@@ -276,7 +225,6 @@ class SlowWire:
                 sink.sendall(piece)
 
 
-@pytest.mark.parametrize("federation", [loopback], indirect=True)
 def test_a_slow_wire_that_is_held_for_a_while_loses_nothing(federation: Federation) -> None:
     """A site reads and writes 50 kB a second; then nothing passes until it is missed: a late reply is not counted."""
     wire = SlowWire(federation.port)
@@ -286,24 +234,18 @@ def test_a_slow_wire_that_is_held_for_a_while_loses_nothing(federation: Federati
     log = federation.root / "coordinator" / f"{len(federation.background)}.log"
     launcher = federation.begun("coordinator", " ".join([RUN[1], *keys, "round.incomplete=repeat"]))
     history = folder / "history.csv"
-    print(
-        f"{awaited(lambda: history.exists() and len(history.read_text().splitlines()) > 1):5.0f} s to the first round"
-    )
+    awaited(lambda: history.exists() and len(history.read_text().splitlines()) > 1)
     wire.open.clear()
-    missed = awaited(lambda: "is repeated: south missed it" in log.read_text())
+    awaited(lambda: "is repeated: south missed it" in log.read_text())
     wire.open.set()
-    print(f"{missed:5.0f} s from the wire's being held to the site's being missed")
-    print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s more to the end")
+    awaited(lambda: launcher.poll() is not None)
     wire.close()
     assert launcher.returncode == 0, log.read_text()
     assert_undisturbed(federation.root, keys, folder)
-    metrics = json.loads((folder / "metrics.json").read_text())
-    assert metrics["sites"] == len(SITES)
-    assert {failure["site"] for failure in metrics["failures"]} == {"south"}
 
 
 def assert_undisturbed(root: Path, keys: Sequence[str], folder: Path) -> None:
-    """A run's posterior is that of the same keys in one process."""
+    """A run's posterior is that of the same keys in one process; only the south failed."""
     nodes = [{"data-path": str(root / site / f"{site}.csv"), "site": site} for site in SITES]
     calm = complete_config({**parse_assignments([*keys, "method=fsgp", "target=y"]), "output-dir": str(root)}, root)
     expected = read_arrays(run_in_process(calm, nodes=nodes) / "posterior.safetensors")
@@ -311,9 +253,11 @@ def assert_undisturbed(root: Path, keys: Sequence[str], folder: Path) -> None:
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, rtol=1e-10, atol=1e-10, err_msg=name)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["sites"] == len(SITES)
+    assert {failure["site"] for failure in metrics["failures"]} == {"south"}
 
 
-@pytest.mark.parametrize("federation", [loopback], indirect=True)
 def test_one_kill_of_each_kind(federation: Federation) -> None:
     """SuperNode in its reply, ClientApp, ServerApp, SuperLink and launcher: the end is that of an undisturbed run."""
     root = federation.root
@@ -357,13 +301,10 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
     round_after(before)
     kill("fedgp_flower.deploy.wrapped superlink")
     print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s from the SuperLink's death to the launcher's words")
-    awaited(lambda: "PROBLEM" not in federation.asked("coordinator", "fedgp deploy doctor"))
-    awaited(lambda: federation.asked("coordinator", "fedgp deploy status").count(" online ") == len(SITES))
+    awaited(lambda: "PROBLEM" not in federation.asked("coordinator", "fedgp deploy doctor").stdout)
+    awaited(lambda: federation.asked("coordinator", "fedgp deploy status").stdout.count(" online ") == len(SITES))
     launcher = federation.begun("coordinator", f"{line} resume=true")
-    awaited(lambda: "running" in federation.asked("coordinator", "fedgp deploy status"))
+    awaited(lambda: "running" in federation.asked("coordinator", "fedgp deploy status").stdout)
     launcher.kill()
     awaited((history.parent / "posterior.safetensors").exists)
     assert_undisturbed(root, keys, history.parent)
-    metrics = json.loads((history.parent / "metrics.json").read_text())
-    assert metrics["sites"] == len(SITES)
-    assert {failure["site"] for failure in metrics["failures"]} == {"south"}

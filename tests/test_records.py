@@ -24,10 +24,15 @@ ARRAYS = [
 ]
 
 
-@pytest.mark.parametrize("array", ARRAYS, ids=lambda own: f"{own.dtype}-{own.shape}")
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda entry: f"{entry.dtype}-{entry.shape}")
 def test_the_bytes_are_those_that_flower_writes_and_reads(array):
-    own, flowers = flower_array(array), Array(np.asarray(array, order="C"))
-    assert (own.dtype, own.shape, own.stype, own.data) == (flowers.dtype, flowers.shape, flowers.stype, flowers.data)
+    ours, flowers = flower_array(array), Array(np.asarray(array, order="C"))
+    assert (ours.dtype, ours.shape, ours.stype, ours.data) == (
+        flowers.dtype,
+        flowers.shape,
+        flowers.stype,
+        flowers.data,
+    )
     back = numpy_array(flowers)
     assert back.dtype == array.dtype
     assert back.flags.writeable

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from synthetic_runs import make_run
 
-from fedgp_flower.methods.pvi.panels import called
 from fedgp_flower.run.artefacts import ArrayNote, read_run
 from fedgp_flower.run.dependence import relevances
 from fedgp_flower.run.figures import relevance
@@ -49,19 +48,9 @@ def test_without_intervals_points_are_shown_and_none_is_made_up(run):
     assert relevances(run) == []
 
 
-def test_one_lengthscale_for_all_inputs_compares_nothing(run):
-    assert relevances(telling(run, lengthscale_facts({"kernel.log_lengthscale": np.zeros((1, 1))}, None))) == []
-
-
 def test_parts_of_a_model_have_panels_of_their_own(run):
     logs = {f"theta.{part}.log_lengthscale": np.zeros((1, 3)) for part in ("trend", "deviation")}
     found = relevances(telling(run, lengthscale_facts(logs, None)))
     figure = relevance(found)
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["trend", "deviation"]
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["age", "dose", "ward"]
-
-
-def test_hyperparameters_of_pvi_are_called_by_their_inputs():
-    names = ["0 amplitude", "0 lengthscale 1", "0 lengthscale 2", "1 lengthscale", "noise sd"]
-    expected = ["0 amplitude", "0 lengthscale of age", "0 lengthscale of dose", "1 lengthscale", "noise sd"]
-    assert called(names, ("age", "dose")) == expected

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +17,8 @@ from scipy.stats import multivariate_normal
 
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.methods.family import GlobalPosterior, initial_global
-from fedgp_flower.methods.hierarchical_gp.client import share_of, theta_of
 from fedgp_flower.methods.hierarchical_gp.messages import (
     Calibration,
-    CalibrationRequest,
-    ExpansionRequest,
-    ExpansionShare,
 )
 from fedgp_flower.methods.hierarchical_gp.newton import Expansion, Sums, expansion, posterior
 from fedgp_flower.methods.hierarchical_gp.rough import (
@@ -42,8 +36,6 @@ from fedgp_flower.methods.hierarchical_gp.rough import (
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
-from strategies.hierarchical_gp import calibrated, one_round, rough_factor, rough_start
-from strategies.server.questions import Roster, drive
 
 INDUCING = torch.linspace(0, 1, 6, dtype=torch.float64)
 SURE = 500.0
@@ -145,7 +137,7 @@ def moved(own: Theta, name: str, by: float) -> Theta:
     return {**own, name: own[name] + by * torch.eye(len(own[name]), dtype=torch.float64)[0]}
 
 
-@pytest.mark.parametrize("name", ["amplitude", "noise", "roughness", "spread_lengthscale"])
+@pytest.mark.parametrize("name", ["amplitude", "roughness"])
 def test_the_gradient_from_sums_is_that_of_the_bound(name: str) -> None:
     """Central differences of the settled bound."""
     every, own, step = units(), theta(sure=None), 1e-4
@@ -180,7 +172,7 @@ def test_derivatives_are_finite_where_a_roughness_is_out_of_the_question() -> No
     assert all(bool(torch.isfinite(own.slopes).all()) for own in (sure, found))
 
 
-@pytest.mark.parametrize("name", ["lengthscale", "slope"])
+@pytest.mark.parametrize("name", ["lengthscale"])
 def test_the_hessian_is_exact_where_one_roughness_is_sure(name: str) -> None:
     """With several their weights follow q(u) too, which it leaves out."""
     every, own, step = units(), theta(), 1e-4
@@ -231,39 +223,6 @@ def test_bands_are_widened_by_the_quantile_of_units() -> None:
     assert (by[2:] == 1).all()
     x = np.array([0.1, 0.19, 0.21, 0.9])
     np.testing.assert_allclose(widened(np.ones(4), x, 0.2, by) ** 0.5, [1, 1, by[1], by[1]])
-
-
-@dataclass(frozen=True)
-class Site:
-    """A unit that answers."""
-
-    unit: RoughDeviation
-
-    def at(self, values: Mapping[str, np.ndarray]) -> RoughDeviation:
-        return replace(self.unit, theta=theta_of(values))
-
-    def expansion(self, request: ExpansionRequest) -> ExpansionShare:
-        return share_of(self.at(request.values).derivatives(GlobalPosterior.of(request.values)), len(self.unit.y))
-
-    def calibration(self, request: CalibrationRequest) -> Calibration:
-        total = Sums(torch.tensor(request.precision), torch.tensor(request.shift), torch.zeros(()))
-        return calibration(self.at(request.values), GlobalPosterior.of(request.values), total)
-
-
-def test_the_order_of_units_does_not_matter() -> None:
-    every, ends = {f"{k}": Site(unit) for k, unit in enumerate(units())}, []
-    for names in (list(every), list(every)[::-1]):
-        inducing = INDUCING.numpy()[:, None]
-        state, factor_at = rough_start(inducing), partial(rough_factor, inducing, 1e-8)
-        sites = {n: every[n] for n in names}
-        for number in (1, 2):
-            roster = Roster({name: len(every[name].unit.y) for name in names}, tuple(names), (), number)
-            state, figures = drive(one_round(state, roster, factor_at), sites)
-        state = drive(calibrated(state), sites)
-        assert state.factors is not None
-        ends.append((state.trial, state.factors, figures["objective"]))
-    for one, other in zip(*ends, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-9)
 
 
 def series(seed: int = 0) -> pd.DataFrame:

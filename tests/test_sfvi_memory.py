@@ -16,9 +16,10 @@ from fedgp_flower import server_app
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import encode
+from fedgp_flower.methods.sfvi import panels
 from fedgp_flower.methods.sfvi.client import SFVIClient
 from fedgp_flower.methods.sfvi.learner import Learner, SiteGradient
-from fedgp_flower.run.in_process import run_in_process
+from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
 
@@ -109,20 +110,6 @@ def test_latents_of_units_are_not_given_to_others(tmp_path: Path) -> None:
     assert blamed(strategy)["a"]
 
 
-def test_new_rows_are_predicted_at_a_simulated_site_as_its_held_out_rows_were(tmp_path: Path) -> None:
-    flat = tiny(partitioner="blocks", keep_predictions=True, output_dir=str(tmp_path), name="run")
-    folder = run_in_process(flat, 3)
-    told = pd.read_csv(folder / "predictions.csv", dtype={"site": str}).query("site == '1'")
-    frame = told.rename(columns={"input.x": "x"})[["x"]]
-    table = Predictor.at_site(folder, "1").predict(frame)
-    for name in ("mean", "sd"):
-        assert table[name].to_numpy() == pytest.approx(told[name].to_numpy(), rel=1e-9)
-    assert np.abs(table["mean"] - Predictor.of_run(folder).predict(frame)["mean"]).max() > 1e-3
-    (folder / "sites" / "1" / "site-state.safetensors").unlink()
-    with pytest.raises(RunError, match="missing or damaged"):
-        Predictor.at_site(folder, "1")
-
-
 def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path: Path) -> None:
     nodes = [{**node, "state-dir": str(tmp_path / "state" / node["site"])} for node in offset_sites(tmp_path)]
     flat = tiny(num_server_rounds=6, sfvi__learning_rate=0.1, output_dir=str(tmp_path), name="run")
@@ -146,3 +133,15 @@ def test_the_baseline_takes_the_steps_and_rates_of_the_run() -> None:
     assert rates[-1] == pytest.approx(0.03 * 0.01**0.5)
     average = parse_config(tiny(method="sfvi-avg", sfvi__local_steps=3)).options
     assert average.rates(2) == pytest.approx([0.03] * 6)
+
+
+def test_deviations_along_one_input(tmp_path: Path) -> None:
+    told = tiny(partitioner="blocks", output_dir=str(tmp_path), name="run", keep_predictions=True)
+    folder = server_app.execute(FaultyGrid(told, 3), told, lambda row, total: None)
+    finished = read_run(folder)
+    shift = finished.predictions["mean"] - Predictor.of_run(folder)(finished.predictions[["input.x"]].to_numpy())[0]
+    assert finished.predictions["deviation"].to_numpy() == pytest.approx(shift.to_numpy(), abs=1e-8)
+    figure = panels.deviations(finished.predictions, ["input.x"], "y")
+    lines = [line for line in figure.axes[0].lines if line.get_label().startswith("site")]
+    assert max(np.abs(line.get_ydata()).max() for line in lines) > 1e-3
+    assert lines[0].get_linestyle() == "-"

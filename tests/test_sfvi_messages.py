@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pytest
 from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, parameters, run
 from flwr.app import Message, RecordDict
 
@@ -78,9 +77,8 @@ def test_bytes_of_a_round_keep_to_the_bound(tmp_path: Path) -> None:
     assert with_context == ["train.gradient"] * 3  # the first message that needs it
 
 
-@pytest.mark.parametrize("every", [0, 1])
-def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path: Path, every: int) -> None:
-    flat = multinomial(tmp_path, evaluate_every=every)
+def test_a_site_that_forgot_is_sent_it_again_and_nothing_changes(tmp_path: Path) -> None:
+    flat = multinomial(tmp_path)
     calm = run(FaultyGrid(flat, 3))
     grid, recorder = Watched(flat, 3), Recorder()
     recorder.at[2] = lambda: grid.forget("1")

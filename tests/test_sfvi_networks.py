@@ -91,14 +91,6 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(generator, name
         torch.testing.assert_close(torch.as_tensor(mine), other, rtol=1e-10, atol=1e-10)
 
 
-def test_hidden_units_start_apart_and_alike_at_all_sites():
-    model = FedPop(D, H, C)
-    sites = [model.prepare(torch.zeros(n, D).double(), torch.zeros(n).double(), key=n) for n in (2, 5)]
-    one, other = (model.initial_local(s, scale=0.2, coupled=False, triangular=False).mean for s in sites)
-    assert torch.equal(one, other)
-    assert len(torch.unique(one)) == C * H
-
-
 def test_confusion_counts_rows_and_leaves_small_cells_out():
     probability = np.array([[0.7, 0.3], [0.2, 0.8], [0.6, 0.4], [0.1, 0.9]])
     found = Confusion.of(probability, np.array([0.0, 1.0, 1.0, 1.0]))

@@ -51,50 +51,35 @@ def words(array: np.ndarray) -> set[bytes]:
 
 def content(message: Message) -> bytes:
     """Every byte of a message: arrays, numbers, texts."""
-    out = []
-    for record in message.content.array_records.values():
-        out += [array.data for array in record.values()]
-    for numbers_of in message.content.metric_records.values():
-        out += [np.asarray(value, dtype=np.float64).tobytes() for value in numbers_of.values()]
-    for texts_of in message.content.config_records.values():
-        out += [repr(value).encode() for value in texts_of.values()]
-    return b"|".join(out)
+    records = message.content
+    arrays = [array.data for record in records.array_records.values() for array in record.values()]
+    numbers = [np.float64(value).tobytes() for record in records.metric_records.values() for value in record.values()]
+    texts = [repr(value).encode() for record in records.config_records.values() for value in record.values()]
+    return b"|".join([*arrays, *numbers, *texts])
 
 
 def leaks(flat: dict[str, Any]) -> dict[str, int]:
     """How many private numbers of each of three sites are among the bytes it sent."""
     grid = Listening(flat, 3)
     strategy = run(grid)
-    prepared = strategy.preparation
-    preparation = Preparation.from_wire(prepared.arrays, prepared.schema)
-    found = {}
+    preparation, found = Preparation.from_wire(strategy.preparation.arrays, strategy.preparation.schema), {}
     for site in load_all_sites(strategy.config, 3):
         data = site.encode(preparation)
-        own = grid.secrets[site.site] | words(data.x) | words(data.y) | words(site.train.select_dtypes("number"))
+        private = grid.secrets[site.site] | words(data.x) | words(data.y) | words(site.train.select_dtypes("number"))
         heard = b"".join(sent for sender, sent in grid.sent if sender == site.site)
-        assert len(own) > 100
+        assert len(private) > 100
         assert len(heard) > 1000
-        found[site.site] = sum(word in heard for word in own)
+        found[site.site] = sum(word in heard for word in private)
     return found
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"sfvi__warm_start_rounds": 2, "sfvi__local_steps": 3},
-        {"method": "sfvi-avg", "sfvi__local_steps": 3, "sfvi__structure": "full"},
-    ],
-    ids=["sfvi", "avg"],
-)
-def test_nothing_about_local_latents_leaves_a_site(keys: dict[str, Any]) -> None:
+def test_nothing_about_local_latents_leaves_a_site(tmp_path: Path) -> None:
     """No number of q(Z_Lk | Z_G), of its optimiser, or of a row is among the bytes of any message of any site."""
-    assert not any(leaks(tiny(evaluate_every=2, **keys)).values())
-
-
-def test_nothing_about_units_leaves_a_site(tmp_path: Path) -> None:
-    """The latents of units are not among the bytes of any message."""
-    keys = {"sfvi__warm_start_rounds": 2, "sfvi__local_steps": 2}
-    assert not any(leaks(mixed(visits_csv(tmp_path), "three", **keys)).values())
+    warm = {"sfvi__warm_start_rounds": 2, "sfvi__local_steps": 3}
+    average = {"method": "sfvi-avg", "sfvi__local_steps": 3, "sfvi__structure": "full"}
+    units = mixed(visits_csv(tmp_path), "three", sfvi__warm_start_rounds=2, sfvi__local_steps=2)
+    for flat in (tiny(evaluate_every=2, **warm), tiny(evaluate_every=2, **average), units):
+        assert not any(leaks(flat).values())
 
 
 def test_the_listener_hears_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:

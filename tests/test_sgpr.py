@@ -11,15 +11,13 @@ import torch
 from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, parameters, rows_of, run, waves
 
 from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.gp.ascent import direction, forgotten, outlook
-from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining, grouped
-from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
+from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining
+from fedgp_flower.gp.optimisers import FREE, LOGARITHM, direction, forgotten, maximise, outlook
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import LEAST_NOISE, SparseSums, collapsed_bound, prior, profiled, restricted, scaled
 from fedgp_flower.messages import add
-from fedgp_flower.methods.sgpr.client import SGPRClient
-from fedgp_flower.methods.sgpr.learner import curvature, local_mode
+from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import sgpr
@@ -127,7 +125,7 @@ def height(kernel: str, values: dict[str, np.ndarray]) -> float:
 def test_the_gradient_is_that_of_the_profiled_bound_whatever_the_partition(kernel):
     """Finite differences of max over (a, σ²) of the textbook bound of all rows, less the penalty of log ℓ."""
     whole = differentiated(kernel, [60])
-    for parts in ([20, 40], [1, 9, 15, 35]):
+    for parts in ([1, 9, 15, 35],):
         for chain, other in zip(whole.chains, differentiated(kernel, parts).chains, strict=True):
             assert other.gradient == pytest.approx(chain.gradient, abs=1e-9 * np.abs(chain.gradient).max())
             assert other.height == pytest.approx(chain.height, abs=1e-9)
@@ -139,27 +137,15 @@ def test_the_gradient_is_that_of_the_profiled_bound_whatever_the_partition(kerne
         assert chain.gradient == pytest.approx(np.array(slopes), abs=2e-6 * np.abs(slopes).max())
 
 
-def test_amplitude_and_noise_are_stationary_in_the_whole_gradient():
-    """At the profile the autograd gradient of the pooled bound has zeros for both, and the rest is what was sent."""
-    chain = differentiated("rbf", [60]).chains[0]
-    model = SparseGP.from_arrays(ModelSection(), problem().folded(chain)[0])
-    pooled_bound(model, *rows()).backward()
-    by_name = {name: parameter.grad.numpy() for name, parameter in model.wire_parameters()}
-    for name in ("kernel.log_outputscale", "likelihood.log_noise"):
-        assert by_name[name] == pytest.approx(0, abs=1e-6)
-    expected = chain.with_gradient(by_name).gradient
-    assert chain.gradient == pytest.approx(expected, abs=1e-7 * np.abs(expected).max())
-
-
 def test_one_site_is_many_sites_for_whole_rounds():
     ends = []
     for parts in ([60], [10, 30, 20]):
         sites, state = federation(parts), starting()
-        for _ in range(4):
+        for _ in range(2):
             state, figures = drive(one_round(problem(), state, roster(sites)), sites)
         ends.append((state, figures))
     (one, first), (many, second) = ends
-    assert one.exchanges == many.exchanges == 2 + 1 + 4 * 2
+    assert one.exchanges == many.exchanges == 2 + 1 + 2 * 2
     assert second["bound"] == pytest.approx(first["bound"], abs=1e-6)
     assert many.best.values[LOCATIONS] == pytest.approx(one.best.values[LOCATIONS], abs=1e-5)
 
@@ -231,13 +217,6 @@ def test_with_all_pairs_of_a_quadratic_the_direction_is_newtons():
     assert forgotten(4).after(vectors[0], -vectors[0]).steps.shape == (0, 4)  # not concave: no pair
 
 
-def test_a_first_step_goes_as_far_as_allowed_in_each_block():
-    gradient, first = np.array([3.0, -1.0, 1e-3, 2e-3]), np.array([0.25, 0.25, 0.4, 0.4])
-    way, memory = direction(gradient, forgotten(4), np.array([0, 0, 1, 1]), first, 2 * first)
-    assert way == pytest.approx([0.25, -0.25 / 3, 0.2, 0.4])
-    assert memory.scales == pytest.approx([0.25 / 3, 200])
-
-
 def test_the_outlook_goes_on_as_a_geometric_series_does():
     """Σ of the next terms; where gains do not shrink, as many more of their mean; nothing where nothing is gained."""
     gains = 0.7 ** np.arange(5)
@@ -263,17 +242,6 @@ def test_cells_count_every_row_once_and_none_alone():
     draws, everyone = drawn(*total, np.random.default_rng(0)), np.concatenate(parts)
     assert draws.mean(0) == pytest.approx(everyone.mean(0), abs=0.05)
     assert np.cov(draws.T) == pytest.approx(np.cov(everyone.T), abs=0.1)
-
-
-def test_cells_hold_between_five_and_nine_rows_that_lie_together():
-    """Halves of halves: as many cells as the floor allows, each far narrower than all rows."""
-    inputs = np.random.default_rng(0).standard_normal((203, 2))
-    labels = grouped(inputs)
-    sizes = np.bincount(labels)
-    assert sizes.min() >= LEAST_ROWS
-    assert sizes.max() < 2 * LEAST_ROWS
-    within = sum(float(inputs[labels == k].var(0).sum()) * size for k, size in enumerate(sizes)) / len(inputs)
-    assert within < 0.2 * float(inputs.var(0).sum())
 
 
 # ---- choosing inducing points ---------------------------------------------------------------------------------------
@@ -315,20 +283,6 @@ def test_candidates_beyond_the_inducing_points_are_dropped_at_the_first_totals()
         assert len(chain.values[LOCATIONS]) == 4
         anew = drive(pooled(chain.values, tuple(sites)), sites)
         assert chain.height == pytest.approx(objective(chain.values, anew), abs=1e-6)
-
-
-def test_a_curvature_is_that_of_a_quadratic():
-    precision = torch.tensor([[2.0, 0.3, 0.1], [0.3, 1.0, -0.2], [0.1, -0.2, 3.0]], dtype=torch.float64)
-    at = [
-        torch.zeros(1, 2, dtype=torch.float64, requires_grad=True),
-        torch.zeros(1, dtype=torch.float64).requires_grad_(),
-    ]
-
-    def objective() -> torch.Tensor:
-        whole = torch.cat([own.view(-1) for own in at])
-        return -0.5 * whole @ precision @ whole
-
-    assert curvature(objective, at) == pytest.approx(precision.numpy(), abs=1e-9)
 
 
 def test_a_local_mode_is_stationary_with_its_own_curvature():
@@ -375,14 +329,6 @@ def test_a_site_whose_target_is_constant_is_a_full_member(tmp_path):
         run(FaultyGrid(configured(**keys), csv_nodes(tmp_path, {n: f.assign(y=2.0) for n, f in frames.items()})))
 
 
-def test_a_run_says_with_how_many_rounds_it_ends(tmp_path):
-    """Ten exchanges: three before the first round, which takes three, and two for every other one."""
-    nodes, recorder = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("ab")}), Recorder()
-    run(FaultyGrid(configured(sgpr__exchanges=10), nodes), recorder)
-    assert [row["round"] for row in recorder.rows] == [1, 2, 3]
-    assert recorder.totals == [3, 3, 3]
-
-
 def test_twenty_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkeypatch):
     monkeypatch.setattr(sgpr, "TOLERANCE", 0.0)
     grid = FaultyGrid(configured(**KEYS, num_server_rounds=100), 5)
@@ -404,34 +350,15 @@ def test_a_resumed_run_ends_where_the_whole_one_does(monkeypatch):
     monkeypatch.setattr(sgpr, "TOLERANCE", 0.0)
     flat, whole = configured(**KEYS), Recorder()
     end = run(FaultyGrid(flat, 3), whole)
-    for snapshot in whole.snapshots[:2]:
-        again = run(FaultyGrid(flat, 3), Recorder(), snapshot)
-        assert again.round == end.round == 4
-        for name, array in end.public(end.current).items():
-            assert np.array_equal(again.public(again.current)[name], array), name
-    longer = parse_config(flat | {"sgpr.exchanges": 22, "num-server-rounds": 9})
+    again = run(FaultyGrid(flat, 3), Recorder(), whole.snapshots[1])
+    assert again.round == end.round == 4
+    for name, array in end.public(end.current).items():
+        assert np.array_equal(again.public(again.current)[name], array), name
+    longer = parse_config(flat | {"sgpr.exchanges": 22, "num-server-rounds": 5})
     assert longer.digest() == parse_config(flat).digest()  # a finished run may go on
     more = run(FaultyGrid(longer.flat(), 3), Recorder(), whole.snapshots[-1])
-    assert more.details()["exchanges"] == 3 + 1 + 9 * 2
+    assert more.details()["exchanges"] == 3 + 1 + 5 * 2
     assert more.details()["bound"] > end.details()["bound"]
-
-
-def test_more_exchanges_go_on_until_nothing_is_gained():
-    flat = configured(**KEYS | {"sgpr__exchanges": 200, "num_server_rounds": 90})
-    recorder = Recorder()
-    end = run(FaultyGrid(flat, 3), recorder)
-    assert end.converged(end.current)
-    assert end.round < 90
-    assert abs(end.details()["latest_gain_per_row"]) < 1e-4
-    assert np.diff([row["objective"] for row in recorder.rows]).min() > -1e-3  # J never falls, F by the penalty alone
-
-
-def test_a_site_with_a_constant_target_sends_a_proper_gaussian():
-    x, y = rows(30)
-    for target in (torch.full_like(y, 0.7), torch.zeros_like(y)):
-        precision, shift = local_mode(ModelSection(), x, target, np.random.default_rng(0))
-        assert np.linalg.eigvalsh(precision)[0] >= 0.25 - 1e-9
-        assert np.isfinite(np.linalg.solve(precision, shift)).all()
 
 
 def test_a_lost_site_is_left_out_and_the_others_go_on(tmp_path):

@@ -13,8 +13,9 @@ from flwr.app import Context, RecordDict
 
 from fedgp_flower.clients.prepared import FILE, PreparedSite, prepared_site
 from fedgp_flower.clients.state import SiteState, load_state, require_same_rows, save_state
+from fedgp_flower.data.agreement import Column
 from fedgp_flower.data.sites import RawSite, load_site
-from fedgp_flower.data.standardisation import Column, Preparation
+from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import Lazy
 from fedgp_flower.privacy.policy import Rules
@@ -59,7 +60,7 @@ def test_a_kill_while_writing_leaves_the_state_before(tmp_path, monkeypatch):
     save_state(context(**node), updated("r1"))
     second = updated("r1")
     second.replace({"a": np.zeros(1)})
-    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         save_state(context(**node), second)
     monkeypatch.undo()
@@ -105,8 +106,11 @@ CONFIG = parse_config({})
 def prepared(node: Context, run: str = "r1", agreed: Preparation = AGREED) -> tuple[RawSite, list]:
     """The site as a message of a new process has it, and the decisions of its policy."""
     rules = Rules.of(node.node_config, "query.statistics", False, [])
-    site = prepared_site(node, (run, CONFIG, agreed), rules, lambda own: own.site(load_site(CONFIG, node.node_config)))
-    return site, rules.decisions
+
+    def read(applied: Rules) -> RawSite:
+        return applied.site(load_site(CONFIG, node.node_config))
+
+    return prepared_site(node, (run, CONFIG, agreed), rules, read), rules.decisions
 
 
 def edited(old: str, new: str):

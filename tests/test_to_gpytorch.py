@@ -16,7 +16,7 @@ from fedgp_flower.gp.latent import LatentGP
 from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
-from fedgp_flower.gp.to_gpytorch import Transforms, mixture, together
+from fedgp_flower.gp.to_gpytorch import Transforms, evenly, only
 from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.pvi.model import (
@@ -24,7 +24,6 @@ from fedgp_flower.methods.pvi.model import (
     InducingFactor,
     PseudoObservations,
     SparseModel,
-    WhitenedFactor,
     predict,
 )
 from fedgp_flower.methods.pvi.posterior import SavedFactors
@@ -137,7 +136,6 @@ def test_every_draw_of_a_partitioned_posterior_predicts_the_same(name):
         PseudoObservations(rand(6, 2, seed=5), rand(6, seed=6), rand(6, seed=7).exp(), tied=True),
         PseudoObservations(rand(3, 2, seed=8), rand(3, seed=9), rand(3, seed=10).exp(), tied=False),
         InducingFactor(values),
-        WhitenedFactor(values),
     ]
     x = 2 * rand(20, 2, seed=11)
     predicted, exported = predict(model, draws, factors, x), SavedFactors(model, draws, factors).export()
@@ -146,46 +144,12 @@ def test_every_draw_of_a_partitioned_posterior_predicts_the_same(name):
         observed = noise(component(x))
         torch.testing.assert_close(observed.mean, predicted.means[s], **EQUAL)
         torch.testing.assert_close(observed.variance, predicted.variances[s], **EQUAL)
-    if name != "gaussian":
-        with pytest.raises(RunError, match=r"4 draws with BernoulliLikelihood.*`to_gpytorch_draws\(\)`"):
-            together(exported)
-        return
-    single, noise = together(exported)
-    assert isinstance(single, gpytorch.models.ApproximateGP)
-    assert isinstance(single.variational_strategy, gpytorch.variational.VariationalStrategy)
-    assert not single.training
-    assert not noise.training
-    torch.testing.assert_close(noise(single(x)).mean, predicted.mean(), **EQUAL)
-    torch.testing.assert_close(noise(single(x)).variance, predicted.variance(), **EQUAL)
-
-
-def exported(kernel):
-    [pair] = SavedSparseGP(*sparse(kernel=kernel)[:2]).export()
-    return pair
-
-
-def test_a_mixture_has_the_moments_of_draws_from_a_component_at_random():
-    """E f fᵀ over the components is the second moment of the whole, for posterior, prior and batches of inputs."""
-    first, second = (exported(kernel) for kernel in ("rbf", "matern52"))
-    model, x = mixture([first, second]), rand(3, 4, 2, seed=5)
-    for prior in (False, True):
-        parts, whole = [part(x, prior=prior) for part, _ in (first, second)], model(x, prior=prior)
-        second_moment = sum(part.covariance_matrix + part.mean[..., None] * part.mean[..., None, :] for part in parts)
-        torch.testing.assert_close(
-            whole.covariance_matrix + whole.mean[..., None] * whole.mean[..., None, :], second_moment / 2, **EQUAL
-        )
-        torch.testing.assert_close(whole.mean, (parts[0].mean + parts[1].mean) / 2, **EQUAL)
-    strategies = [part.variational_strategy for part, _ in (first, second)]
-    divergence = torch.stack([strategy.kl_divergence() for strategy in strategies])
-    torch.testing.assert_close(model.variational_strategy.kl_divergence(), divergence, **EQUAL)
-    assert model.variational_strategy.inducing_points.shape == (2, 12, 2)
-    assert mixture([first]) is first[0]
-
-
-def test_a_mixture_takes_inputs_whose_covariance_is_singular():
-    model, x = mixture([exported(kernel) for kernel in ("rbf", "matern52")]), rand(5, 2, seed=5)
-    twice = model(torch.cat([x, x]))
-    torch.testing.assert_close(twice.variance, model(x).variance.repeat(2), **EQUAL)
+    with pytest.raises(RunError, match=r"4 draws predict: `to_gpytorch_draws\(\)`"):
+        only(exported)
+    if name == "gaussian":
+        single = evenly([noise(component(x)) for component, noise in exported])
+        torch.testing.assert_close(single.mean, predicted.mean(), **EQUAL)
+        torch.testing.assert_close(single.variance, predicted.variance(), **EQUAL)
 
 
 @pytest.mark.parametrize("name", ["gaussian", "bernoulli"])

@@ -123,7 +123,7 @@ def test_the_saved_equation_predicts_with_numpy_alone(trained):
         return a["kernel.outputscale"] * np.exp(-0.5 * (gap**2).sum(-1))
 
     z = a["inducing.locations"]
-    root = np.linalg.cholesky(k(z, z) + words["model"]["jitter"] * float(a["kernel.outputscale"]) * np.eye(len(z)))
+    root = np.linalg.cholesky(k(z, z) + words["model"]["jitter"] * a["kernel.outputscale"].item() * np.eye(len(z)))
     cross = np.linalg.solve(root, k(z, x))
     variance = np.diag(k(x, x)) - (cross**2).sum(0) + np.diag(cross.T @ a["inducing.covariance"] @ cross)
     mean = cross.T @ a["inducing.mean"] * a["target.scale"] + a["target.mean"]

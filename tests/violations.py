@@ -1,4 +1,4 @@
-"""Runs in which every rule of a policy is violated by a site of its own, beside three sites that are in order."""
+"""Runs in which every rule of a policy is violated by a separate site, beside three sites that are in order."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Transcript(FaultyGrid):
 def violated(method: str, folder: Path) -> tuple[Transcript, Any]:
     """A run of a method with all of them; the sites that are in order have no policy but the default."""
     frames = {site: wards(ROWS, seed) for seed, site in enumerate("abc")}
-    frames |= {site: own.frame(seed) for seed, (site, own) in enumerate(VIOLATIONS.items(), len(frames))}
+    frames |= {site: entry.frame(seed) for seed, (site, entry) in enumerate(VIOLATIONS.items(), len(frames))}
     nodes = csv_nodes(folder, frames, "")
     for node in nodes:
         policy = VIOLATIONS[node["site"]].policy if node["site"] in VIOLATIONS else ""
@@ -133,14 +133,14 @@ def refusal(method: str, site: str, grid: Transcript, strategy: Any) -> str:
     Raises:
         AssertionError: it is not by name, or something that the rule forbids left.
     """
-    own, reasons, left = VIOLATIONS[site], blamed(strategy), grid.left(site)
+    entry, reasons, left = VIOLATIONS[site], blamed(strategy), grid.left(site)
     if (method, site) in NO_STATISTICS:
         assert site not in reasons
         return ""
-    assert all(own.said in reason for reason in reasons[site])
-    assert not own.policy or all(f"in {site}.toml of this site" in reason for reason in reasons[site])
+    assert all(entry.said in reason for reason in reasons[site])
+    assert not entry.policy or all(f"in {site}.toml of this site" in reason for reason in reasons[site])
     assert TRAINING[method] not in left
-    assert "query.describe" in left if own.later else left == {}
+    assert "query.describe" in left if entry.later else left == {}
     return reasons[site][0]
 
 

@@ -98,7 +98,7 @@ class SiteApp(ClientApp):
     def _answered(self, message: Message, context: Context, decisions: list[Decision]) -> Message:
         """The reply. A site's error becomes one that names the site and says what is wrong.
 
-        The words of an error that nobody foresaw may hold a cell of the site's table: they stay in the site's own log.
+        The words of an error that nobody foresaw may hold a cell of the site's table: they stay in the site's log.
         """
         started = time.perf_counter()
         try:

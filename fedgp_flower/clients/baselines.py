@@ -69,7 +69,8 @@ PRIORS: dict[str, Callable[[WiredModel], Tensor]] = {
 def scored(result: Baseline, target: Array, units: TargetUnits) -> Scores:
     """Scores of the predictions, in original units."""
     if result.latent is not None:
-        return latent_scores(result.latent, result.mean, result.variance, target, units.scale)
+        observed, parameter = result.latent.observed, result.latent.hyper
+        return latent_scores(observed, parameter, result.mean, result.variance, target, units.scale)
     return units.gaussian_scores(Prediction(result.mean, result.variance), target)
 
 

@@ -20,12 +20,11 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError
-from safetensors.numpy import load
 
+from fedgp_flower.clients.state import file_of, write_private
 from fedgp_flower.data.sites import site_id
-from fedgp_flower.errors import ConfigError, ProtocolError
-from fedgp_flower.files import write_arrays, write_bytes
+from fedgp_flower.errors import ConfigError, ProtocolError, RunError
+from fedgp_flower.files import read_arrays, write_arrays
 from fedgp_flower.messages import Layout, encode, is_summand
 from fedgp_flower.privacy import masks
 from fedgp_flower.privacy.keys import Identity, Trust
@@ -120,8 +119,7 @@ class Journal:
     def __init__(self, context: Context, run: str) -> None:
         self.context, self.run = context, run
         self.name = f"masks.{hashlib.sha256(run.encode()).hexdigest()[:16]}"
-        folder = context.node_config.get("state-dir")
-        self.folder = Path(str(folder)).expanduser() if folder else None
+        self.folder = file_of(context, "")
 
     @property
     def history(self) -> History:
@@ -148,19 +146,16 @@ class Journal:
         kept = record_of(self.context.state, "masks.reply", ArrayRecord) or ArrayRecord()
         if digest in kept:
             return numpy_array(kept[digest])
-        if self.folder is not None:
-            try:
-                return load((self.folder / "masks.reply.safetensors").read_bytes()).get(digest)
-            except (FileNotFoundError, SafetensorError):
-                return None
-        return None
+        try:
+            return None if self.folder is None else read_arrays(self.folder / "masks.reply.safetensors").get(digest)
+        except RunError:
+            return None
 
     def keep(self, history: History, words: masks.Words) -> None:
         """Remember an answer before it leaves: the question first, then the reply."""
         text = json.dumps(asdict(history))
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(self.folder / f"{self.name}.json", text.encode())
+            write_private(self.folder / f"{self.name}.json", text.encode())
             write_arrays(self.folder / "masks.reply.safetensors", {history.digest: words})
         self.context.state[self.name] = ConfigRecord({"history": text})
         self.context.state["masks.reply"] = array_record({history.digest: words})
@@ -213,7 +208,7 @@ def _summand(question: MaskedQuestion, answer: Callable[[], Any]) -> tuple[masks
     """The site's summand, or zeros and a count of zero where it has none.
 
     Whatever the reason: the others' masks need its words. The total says how many added nothing; the reason stays in
-    the site's own log.
+    the site's log.
     """
     sites = len(question.members)
     try:

@@ -88,7 +88,7 @@ class Handler:
 
 
 class SiteClient(NumPyClient):
-    """Handlers of the messages that every method answers; a method adds its own, and :meth:`predict`."""
+    """Handlers of the messages that every method answers; a method adds more, and :meth:`predict`."""
 
     def __init__(self, setting: Setting) -> None:
         self.config = setting.config

@@ -18,10 +18,10 @@ from flwr.app import Context
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from fedgp_flower.clients.state import file_of, write_private
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.files import write_bytes
 from fedgp_flower.privacy.policy import Decision, Rules
 from fedgp_flower.typing import NamedArrays
 
@@ -60,8 +60,8 @@ def prepared_site(
     load: Callable[[Rules], RawSite],
 ) -> RawSite:
     """The site as a message of a run may know it: from what is kept, else as ``load`` has it, which is then kept."""
-    preparation, path = run[2], _file(context)
-    if preparation is None or path is None:
+    preparation, path = run[2], file_of(context, FILE)
+    if preparation is None or path is None or "data-path" not in context.node_config:
         return load(rules)
     key = _key(context, run[0], run[1], preparation)
     found = _read(path, key)
@@ -75,11 +75,6 @@ def prepared_site(
     site = load(rules)
     _write(path, key, site, site.encode(preparation), rules.decisions[before:])
     return site
-
-
-def _file(context: Context) -> Path | None:
-    node = context.node_config
-    return Path(str(node["state-dir"])).expanduser() / FILE if node.get("state-dir") and "data-path" in node else None
 
 
 def _key(context: Context, run: str, config: RunConfig, preparation: Preparation) -> str:
@@ -97,8 +92,7 @@ def _write(path: Path, key: str, site: RawSite, data: SiteData, decisions: list[
     facts = {name: getattr(site, name) for name in FACTS} | {"features": site.features}
     facts |= {"unknown_levels": data.unknown_levels}
     words = {"facts": json.dumps(facts), "decisions": json.dumps([asdict(entry) for entry in decisions])}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, save(arrays, {"key": key, "sum": _sum(arrays, words), **words}), mode=0o600)
+    write_private(path, save(arrays, {"key": key, "sum": _sum(arrays, words), **words}))
 
 
 def _read(path: Path, key: str) -> tuple[dict[str, Any], NamedArrays, list[Decision]] | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import DataError, RunError
@@ -39,6 +38,12 @@ def file_of(context: Context, name: str) -> Path | None:
     """A file in the folder that the node has for its state."""
     folder = context.node_config.get("state-dir")
     return None if not folder else Path(str(folder)).expanduser() / name
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace a file that the site's owner alone may read, as a whole; its folder is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, content, mode=0o600)
 
 
 @dataclass(slots=True)
@@ -61,8 +66,15 @@ def load_state(context: Context, run: str) -> SiteState:
     record = record_of(context.state, ARRAYS, ArrayRecord)
     if facts is not None and record is not None and facts["run"] == run:
         return SiteState(run, int(str(facts["updates"])), numpy_arrays(record))
-    path = file_of(context, STATE_FILE)
-    return (_read(path, run) if path is not None else None) or SiteState(run)
+    try:
+        with safe_open(file_of(context, STATE_FILE) or "", framework="numpy") as file:
+            found = file.metadata()
+            if found["run"] == run:
+                arrays = {name: file.get_tensor(name) for name in list(file.keys())}
+                return SiteState(run, int(found["updates"]), arrays)
+    except (FileNotFoundError, SafetensorError):
+        pass
+    return SiteState(run)
 
 
 def save_state(context: Context, state: SiteState) -> None:
@@ -71,28 +83,10 @@ def save_state(context: Context, state: SiteState) -> None:
         return
     path = file_of(context, STATE_FILE)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
-        facts = {"run": state.run, "updates": str(state.updates)}
-        try:
-            save_file({name: array.copy(order="C") for name, array in state.arrays.items()}, scratch, metadata=facts)
-            scratch.replace(path)  # a kill leaves the old file or the new one, never half of one
-        except (OSError, SafetensorError) as error:
-            scratch.unlink(missing_ok=True)
-            raise RunError(f"cannot write the site's state into {path.parent}: {error}") from None
+        arrays = {name: array.copy(order="C") for name, array in state.arrays.items()}
+        write_private(path, save(arrays, {"run": state.run, "updates": str(state.updates)}))
     context.state[ARRAYS] = array_record(state.arrays)
     context.state[FACTS] = ConfigRecord({"run": state.run, "updates": state.updates})
-
-
-def _read(path: Path, run: str) -> SiteState | None:
-    try:
-        with safe_open(path, framework="numpy") as file:
-            facts = file.metadata()
-            if facts["run"] != run:
-                return None
-            return SiteState(run, int(facts["updates"]), {name: file.get_tensor(name) for name in list(file.keys())})
-    except (FileNotFoundError, SafetensorError):
-        return None
 
 
 def require_same_rows(context: Context, run: str, site: RawSite) -> None:
@@ -121,18 +115,16 @@ def _fingerprint(site: RawSite, salt: str) -> str:
 
 def _kept(context: Context) -> dict[str, str]:
     record = record_of(context.state, ROWS, ConfigRecord)
-    if record is not None:
-        return {name: str(value) for name, value in record.items()}
     try:
         path = file_of(context, ROWS_FILE)
-        return {} if path is None else {name: str(value) for name, value in read_json(path).items()}
+        found = record if record is not None or path is None else read_json(path)
     except RunError:
-        return {}
+        found = None
+    return {name: str(value) for name, value in (found or {}).items()}
 
 
 def _keep(context: Context, facts: dict[str, str]) -> None:
     path = file_of(context, ROWS_FILE)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, json.dumps(facts).encode(), mode=0o600)
+        write_private(path, json.dumps(facts).encode())
     context.state[ROWS] = ConfigRecord(dict(facts))

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgp_flower.data.cells import Kind
 from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.typing import Array, NamedArrays
 
@@ -33,6 +34,43 @@ ROUNDING = 4 * np.finfo(np.float64).eps
 """A spread below this share of the mean is rounding: the column is constant."""
 
 TOO_MANY_LEVELS = "at most {} are allowed: leave it out of `features`"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the schema; a categorical one lists its levels in sorted order."""
+
+    name: str
+    kind: Kind
+    levels: tuple[str, ...] = ()
+    fill: tuple[float, ...] = ()
+    """What stands for a missing cell in each input: its mean over all sites. Empty where no cell may be missing."""
+    flagged: bool = False
+    """Whether a further input says where cells are missing."""
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Levels with an indicator. Two levels need one, that of the second; a single level has a constant one."""
+        return self.levels[1:] if len(self.levels) == 2 else self.levels
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the encoded inputs: the column or ``column=level`` for each indicator, and ``column missing``."""
+        inputs = (self.name,) if self.kind == "numeric" else tuple(f"{self.name}={level}" for level in self.shown)
+        return (*inputs, f"{self.name} missing") if self.flagged else inputs
+
+    def as_json(self) -> dict[str, Any]:
+        """The column as it stands in the schema's JSON."""
+        levels = {"levels": list(self.levels)} if self.kind == "categorical" else {}
+        missing = {"missing": {"fill": list(self.fill), "indicator": self.flagged}} if self.fill else {}
+        return {"name": self.name, "kind": self.kind, **levels, **missing}
+
+    @staticmethod
+    def from_json(entry: Mapping[str, Any]) -> Column:
+        """The inverse of :meth:`as_json`."""
+        levels, missing = tuple(str(level) for level in entry.get("levels", ())), entry.get("missing", {})
+        fill = tuple(map(float, missing.get("fill", ())))
+        return Column(str(entry["name"]), entry["kind"], levels, fill, bool(missing.get("indicator", False)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,46 +100,43 @@ class _Described:
 
 def _parse(description: SiteDescription) -> _Described:
     """Read a description; ProtocolError where its schema or its arrays are not what they must be."""
-    arrays = description.arrays
+    arrays, rows = description.arrays, description.num_examples
     features, target = _parse_schema(description.schema)
-    columns = [*features, target]
-    numeric = [c["name"] for c in features if c["kind"] == "numeric"]
+    numeric = [column.name for column in features if column.kind == "numeric"]
+    texts = [column for column in (*features, target) if column.kind == "categorical"]
     shapes: dict[str, tuple[int, ...]] = {f"features.{part}": (len(numeric),) for part in SUMS}
-    if target["kind"] == "numeric":
+    if target.kind == "numeric":
         shapes |= {f"target.{part}": () for part in SUMS}
-    shapes |= {f"levels.{c['name']}": (len(c["levels"]),) for c in columns if c["kind"] == "categorical"}
+    shapes |= {f"levels.{column.name}": (len(column.levels),) for column in texts}
     shapes |= {GONE: (len(numeric),)} if GONE in arrays else {}
-    gone = _float(arrays.get(GONE, np.zeros(len(numeric))))
-    _check(arrays, shapes, description.num_examples, target["name"])
+    _check(arrays, shapes, rows, target.name)
     sums = dict(zip(numeric, np.stack([_float(arrays[f"features.{p}"]) for p in SUMS], axis=1), strict=True))
-    if target["kind"] == "numeric":
-        sums[target["name"]] = np.array([_float(arrays[f"target.{part}"]) for part in SUMS])
+    if target.kind == "numeric":
+        sums[target.name] = np.array([_float(arrays[f"target.{part}"]) for part in SUMS])
     counts = {
-        c["name"]: dict(zip(c["levels"], _float(arrays[f"levels.{c['name']}"]).astype(int).tolist(), strict=True))
-        for c in columns
-        if c["kind"] == "categorical"
+        column.name: dict(zip(column.levels, map(int, _float(arrays[f"levels.{column.name}"])), strict=True))
+        for column in texts
     }
-    names = tuple(c["name"] for c in features)
-    kinds = {c["name"]: c["kind"] for c in columns}
-    filled = dict.fromkeys(kinds, description.num_examples)
-    filled |= {name: sum(counted.values()) for name, counted in counts.items()}
-    filled |= {name: description.num_examples - int(n) for name, n in zip(numeric, gone, strict=True)}
-    return _Described(description.num_examples, names, target["name"], kinds, sums, counts, filled)
+    kinds: Kinds = {column.name: column.kind for column in (*features, target)}
+    filled = dict.fromkeys(kinds, rows) | {name: sum(counted.values()) for name, counted in counts.items()}
+    gone = _float(arrays.get(GONE, np.zeros(len(numeric))))
+    filled |= {name: rows - int(n) for name, n in zip(numeric, gone, strict=True)}
+    return _Described(rows, tuple(column.name for column in features), target.name, kinds, sums, counts, filled)
 
 
 def summed_arrays(
-    schema: str, parts: Sequence[Array], missing: Array, levels: Array, rows: int
-) -> dict[str, NDArray[np.generic]]:
-    """A description's arrays from totals over all columns, the target last, as :class:`_Described` reads them."""
+    schema: str, parts: Sequence[Array], missing: NDArray[Any], levels: Array, rows: int
+) -> dict[str, NDArray[Any]]:
+    """A description's arrays from sums over all columns, the target last, as :class:`_Described` reads them."""
     features, target = _parse_schema(schema)
-    numeric = sum(column["kind"] == "numeric" for column in features)
-    found: dict[str, NDArray[np.generic]] = {f"features.{n}": p[:numeric] for n, p in zip(SUMS, parts, strict=True)}
-    if target["kind"] == "numeric":
+    numeric = sum(column.kind == "numeric" for column in features)
+    found: dict[str, NDArray[Any]] = {f"features.{n}": p[:numeric] for n, p in zip(SUMS, parts, strict=True)}
+    if target.kind == "numeric":
         found |= {f"target.{name}": part[numeric].reshape(()) for name, part in zip(SUMS, parts, strict=True)}
     gone = bool(missing.any())
-    for column in (column for column in (*features, target) if column["kind"] == "categorical"):
-        counts, levels = levels[: len(column["levels"])], levels[len(column["levels"]) :]
-        found[f"levels.{column['name']}"] = np.rint(counts).astype(np.int64)
+    for column in (column for column in (*features, target) if column.kind == "categorical"):
+        counts, levels = levels[: len(column.levels)], levels[len(column.levels) :]
+        found[f"levels.{column.name}"] = np.rint(counts).astype(np.int64)
         gone |= counts.sum() < rows - 0.5
     return found | ({GONE: np.rint(missing[:numeric])} if gone else {})
 
@@ -110,19 +145,18 @@ def _float(value: NDArray[np.generic]) -> Array:
     return np.asarray(value, dtype=np.float64)
 
 
-def _parse_schema(schema: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _parse_schema(schema: str) -> tuple[list[Column], Column]:
     try:
         entries = json.loads(schema)
-        features, target = list(entries["features"]), dict(entries["target"])
-        names = [str(c["name"]) for c in (*features, target)]
-        well_formed = len(set(names)) == len(names) and all(
-            c["kind"] == "numeric" or (c["kind"] == "categorical" and len(set(c["levels"])) == len(c["levels"]) > 0)
-            for c in (*features, target)
-        )
-    except (ValueError, KeyError, TypeError):
+        *features, target = (Column.from_json(entry) for entry in [*entries["features"], entries["target"]])
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ProtocolError("the site's schema is not JSON with `features` and `target`") from None
-    if not well_formed:
-        raise ProtocolError("the site's schema names a column or a level twice, or a kind that does not exist")
+    for column in (*features, target):
+        levels = len(set(column.levels)) == len(column.levels) > 0
+        if column.kind != "numeric" and not (column.kind == "categorical" and levels):
+            raise ProtocolError("the site's schema names a level twice, or a kind that does not exist")
+    if len({column.name for column in (*features, target)}) <= len(features):
+        raise ProtocolError("the site's schema names a column twice")
     return features, target
 
 
@@ -204,45 +238,40 @@ def agree(
     those whose description is malformed, are refused by name. Means and population standard deviations are those of
     the pooled rows, of a column with missing cells those of the filled ones; indicators of levels have mean p and scale
     √(p(1−p)). With ``missing`` = impute or indicator the means also stand for missing cells. A target that is a class
-    or a count is left as it is.
-
-    Raises:
-        DataError: no site is left, the classes of the target are not two, a numeric target is the same everywhere, or
-            a column of text has more than ``max_levels`` levels over all sites.
+    or a count is left as it is. DataError where nothing can be agreed on.
     """
     accepted, refused = _accepted(descriptions, max_levels)
     sites = list(accepted.values())
-    columns = [_combined(sites, name, missing) for name in sites[0].features]
+    found = [_combined(sites, name, missing) for name in sites[0].features]
+    columns = [combined.column for combined in found]
     many = [f"`{c.name}` has {len(c.levels)} levels over all sites" for c in columns if len(c.levels) > max_levels]
     if many:
         raise DataError(f"{', '.join(many)}; {TOO_MANY_LEVELS.format(max_levels)}")
-    target = _combined(sites, sites[0].target)
-    if len(target.levels) == 1:
-        raise DataError(f"target `{target.name}` is the same class at every site; classification needs two")
-    if target.constant and not target.levels:
-        raise DataError(f"target `{target.name}` is the same number at every site; there is nothing to learn")
-    mean, scale = (np.concatenate([np.empty(0), *(getattr(c, part) for c in columns)]) for part in ("mean", "scale"))
-    raw_target = target.levels or likelihood == "poisson" or not standardise
-    goal = (0.0, 1.0) if raw_target else (float(target.mean[0]), float(target.scale[0]))
+    goal = _combined(sites, sites[0].target)
+    classes = goal.column.levels
+    if goal.constant:
+        what, end = ("class", "classification needs two") if classes else ("number", "there is nothing to learn")
+        raise DataError(f"target `{goal.column.name}` is the same {what} at every site; {end}")
+    mean, scale = (np.concatenate([np.empty(0), *(getattr(c, part) for c in found)]) for part in ("mean", "scale"))
+    centre, spread = float(goal.mean[0]), float(goal.scale[0])
+    raw_target = classes or likelihood == "poisson" or not standardise
     return Agreement(
         arrays={
             "input.mean": mean if standardise else np.zeros_like(mean),
             "input.scale": scale if standardise else np.ones_like(scale),
-            "target.mean": np.array(goal[0]),
-            "target.scale": np.array(goal[1]),
+            "target.mean": np.array(0.0 if raw_target else centre),
+            "target.scale": np.array(1.0 if raw_target else spread),
         },
         schema=json.dumps(
-            {"features": [c.as_json() for c in columns], "target": target.as_json()}
+            {"features": [column.as_json() for column in columns], "target": goal.column.as_json()}
             | ({} if missing == "error" else {"missing": missing})
         ),
-        names=tuple(name for c in columns for name in c.names),
+        names=tuple(name for column in columns for name in column.names),
         num_examples={site: description.num_examples for site, description in accepted.items()},
         refused=refused,
-        constant=tuple(c.name for c in columns if c.constant),
-        columns=[_summary(accepted, c) for c in columns],
-        training_target={"share": float(target.mean[0])}
-        if target.levels
-        else {"mean": float(target.mean[0]), "sd": float(target.scale[0])},
+        constant=tuple(combined.column.name for combined in found if combined.constant),
+        columns=[_summary(accepted, combined) for combined in found],
+        training_target={"share": centre} if classes else {"mean": centre, "sd": spread},
     )
 
 
@@ -270,49 +299,41 @@ def _accepted(
 class _Combined:
     """One column over all sites; ``mean`` and ``scale`` have an entry for each encoded input."""
 
-    name: str
-    levels: tuple[str, ...]
-    names: tuple[str, ...]
+    column: Column
     mean: Array
     scale: Array
     constant: bool
-    missing: Mapping[str, Any] | None = None
-    """What stands for missing cells in the inputs, and whether a further input says where they are."""
-
-    def as_json(self) -> dict[str, Any]:
-        kind = {"kind": "categorical", "levels": list(self.levels)} if self.levels else {"kind": "numeric"}
-        return {"name": self.name, **kind, **({} if self.missing is None else {"missing": self.missing})}
 
 
 def _combined(sites: Sequence[_Described], name: str, missing: str = "error") -> _Combined:
     """A column of all sites, with what stands for its missing cells."""
-    column = _of_filled(sites, name)
+    found = _of_filled(sites, name)
     if missing not in {"impute", "indicator"}:
-        return column
+        return found
     share = 1 - sum(site.filled[name] for site in sites) / sum(site.num_examples for site in sites)
     flagged = missing == "indicator" and share > 0
-    column = replace(column, missing={"fill": column.mean.tolist(), "indicator": flagged})
+    column = replace(found.column, fill=tuple(found.mean.tolist()), flagged=flagged)
     if not flagged:
-        return column
-    mean, scale = np.append(column.mean, share), np.append(column.scale, np.sqrt(share * (1 - share)))
-    return replace(column, names=(*column.names, f"{name} missing"), mean=mean, scale=scale)
+        return replace(found, column=column)
+    mean, scale = np.append(found.mean, share), np.append(found.scale, np.sqrt(share * (1 - share)))
+    return _Combined(column, mean, scale, found.constant)
 
 
 FAR = 3.0
 """A site whose mean is so many standard deviations within a site from that of most is worth a look: other units?"""
 
 
-def _summary(sites: Mapping[Site, _Described], column: _Combined) -> dict[str, Any]:
+def _summary(sites: Mapping[Site, _Described], found: _Combined) -> dict[str, Any]:
     """Kind, encoded inputs and missing cells of a column; its levels, or mean, sd and the sites that differ."""
-    described = list(sites.values())
+    column = found.column
     facts: dict[str, Any] = {
         "name": column.name,
         "inputs": len(column.names),
-        "missing": sum(site.num_examples - site.filled[column.name] for site in described),
+        "missing": sum(site.num_examples - site.filled[column.name] for site in sites.values()),
     }
     if column.levels:
         return facts | {"kind": "text", "levels": len(column.levels)}
-    mean, sd = float(column.mean[0]), float(column.scale[0])
+    mean, sd = float(found.mean[0]), float(found.scale[0])
     return facts | {"kind": "number", "mean": mean, "sd": sd, "differs": _far(sites, column.name)}
 
 
@@ -331,23 +352,18 @@ def _of_filled(sites: Sequence[_Described], name: str) -> _Combined:
         if not some:
             raise DataError(f"no site has a filled cell of `{name}`; leave it out of `features`")
         rows = np.array([site.filled[name] for site in some], dtype=np.float64)
-        mean, spread = combined_moments(rows, np.stack([site.sums[name] for site in some]))
+        mean, spread = _moments(rows, np.stack([site.sums[name] for site in some]))
         constant = bool(spread <= ROUNDING * abs(mean))
-        return _Combined(name, (), (name,), np.array([mean]), np.array([1.0 if constant else spread]), constant)
+        return _Combined(Column(name, "numeric"), np.array([mean]), np.array([1.0 if constant else spread]), constant)
     counts = sum((Counter(site.counts[name]) for site in sites), Counter[str]())
-    levels = tuple(sorted(counts))
-    shown = levels[1:] if len(levels) == 2 else levels
-    p = np.array([counts[level] for level in shown]) / counts.total()
-    alone = len(levels) == 1
-    scale = np.ones(1) if alone else np.sqrt(p * (1 - p))
-    return _Combined(name, levels, tuple(f"{name}={level}" for level in shown), p, scale, alone)
+    column = Column(name, "categorical", tuple(sorted(counts)))
+    p = np.array([counts[level] for level in column.shown]) / counts.total()
+    alone = len(column.levels) == 1
+    return _Combined(column, p, np.ones(1) if alone else np.sqrt(p * (1 - p)), alone)
 
 
-def combined_moments(rows: Array, sums: Array) -> tuple[float, float]:
-    """Mean and population standard deviation of a column from the sites' row counts [K] and sums [K, 3].
-
-    See the formula at the top of this module.
-    """
+def _moments(rows: Array, sums: Array) -> tuple[float, float]:
+    """Mean and population standard deviation of a column from the sites' row counts [K] and sums [K, 3]."""
     total, residual, squares = sums.T
     centre = total / rows
     mean = centre[0] + (rows * (centre - centre[0]) + residual).sum() / rows.sum()
@@ -360,21 +376,16 @@ def combined_moments(rows: Array, sums: Array) -> tuple[float, float]:
 def encoded_sums(description: SiteDescription, schema: str) -> Array:
     """Sum, residual and squares about the mean of each encoded input, then of the target, [D + 1, 3].
 
-    NaN for a column with missing cells.
-
-    Raises:
-        ProtocolError: the description is malformed.
+    NaN for a column with missing cells; ProtocolError where the description is malformed.
     """
-    told, agreed = _parse(description), json.loads(schema)
+    told, (features, target) = _parse(description), _parse_schema(schema)
     rows: list[list[float]] = []
-    for column in [*agreed["features"], agreed["target"]]:
-        name, levels = column["name"], column.get("levels", [])
-        whole = told.filled[name] == told.num_examples
-        shown = levels[1:] if len(levels) == 2 else levels
-        held = [float(told.counts[name].get(level, 0)) for level in shown] if levels else []
-        found = [[n, 0.0, n - n**2 / told.num_examples] for n in held] if levels else [told.sums[name].tolist()]
-        found += [[np.nan] * 3] * bool(column.get("missing", {}).get("indicator"))
-        rows += found if whole else [[np.nan] * 3] * len(found)
+    for column in (*features, target):
+        name, total = column.name, told.num_examples
+        held = [float(told.counts[name].get(level, 0)) for level in column.shown]
+        found = [[n, 0.0, n - n**2 / total] for n in held] if held else [told.sums[name].tolist()]
+        found += [[np.nan] * 3] * column.flagged
+        rows += found if told.filled[name] == total else [[np.nan] * 3] * len(found)
     return np.array(rows)
 
 

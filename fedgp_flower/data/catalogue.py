@@ -16,34 +16,23 @@ from fedgp_flower.lazy import pd
 
 
 @dataclass(frozen=True, slots=True)
-class Builtin:
-    """A data set that needs neither files nor the network: a fixed table, or one made from the seed."""
-
-    summary: str
-    rows: int
-    inputs: int
-    target: str
-    make: Callable[[int], Made]
-    """The table and its splits, from the seed of the run where the data are synthetic."""
-    splits: int = 0
-    natural: str = ""
-    """The column that names the site of a row; never an input unless ``features`` says so."""
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of ``fedgp datasets``."""
+    """A data set that a name reaches, a line of ``fedgp datasets``; a built-in needs neither files nor the network."""
 
     name: str
     summary: str
     rows: int
     inputs: int
     """Columns besides the target and the natural column."""
-    source: str
-    """``built-in``, or the file."""
+    target: str = ""
+    make: Callable[[int], Made] | None = None
+    """Of a built-in: the table and its splits, from the seed of the run where the data are synthetic."""
     splits: int = 0
     """Standard splits, numbered from 0."""
     natural: str = ""
+    """The column that names the site of a row. It is an input only if ``features`` says so."""
+    source: str = "built-in"
+    """``built-in``, or the file."""
 
 
 def _diabetes(_seed: int) -> Made:
@@ -66,16 +55,18 @@ def _fuel_economy(_seed: int) -> Made:
     return pd.DataFrame(described["columns"]), ()
 
 
-BUILTINS: Mapping[str, Builtin] = {
-    "diabetes": Builtin("Disease progression of 442 patients after a year", 442, 10, "target", _diabetes),
-    "breast-cancer": Builtin(
+_BUILTINS = (
+    Entry("diabetes", "Disease progression of 442 patients after a year", 442, 10, "target", _diabetes),
+    Entry(
+        "breast-cancer",
         "Benign or malignant, from cell images; needs model.likelihood = 'bernoulli'",
         569,
         30,
         "diagnosis",
         _breast_cancer,
     ),
-    "fuel-economy": Builtin(
+    Entry(
+        "fuel-economy",
         "Miles per gallon of 496 cars by 22 makers, model year 2021 (U.S. EPA, public domain)",
         496,
         8,
@@ -83,13 +74,21 @@ BUILTINS: Mapping[str, Builtin] = {
         _fuel_economy,
         natural="maker",
     ),
-    "sine": Builtin("3 sin(2πx/20) + noise, x on a line", 800, 1, "y", sine, 1),
-    "plane-wave": Builtin("2.5 sin(2π(x1 + x2)/90) + noise, x on a square", 5800, 2, "y", plane_wave, 1),
-    "five-blocks": Builtin("One GP draw seen by five sites on blocks of x", 300, 1, "y", five_blocks, 1, "site"),
-    "convolved-signals": Builtin(
-        "Five units see one curve through different windows", 1000, 1, "y", convolved_signals, 1, "unit"
+    Entry("sine", "3 sin(2πx/20) + noise, x on a line", 800, 1, "y", sine, 1),
+    Entry("plane-wave", "2.5 sin(2π(x1 + x2)/90) + noise, x on a square", 5800, 2, "y", plane_wave, 1),
+    Entry("five-blocks", "One GP draw seen by five sites on blocks of x", 300, 1, "y", five_blocks, 1, "site"),
+    Entry(
+        "convolved-signals",
+        "Five units see one curve through different windows",
+        1000,
+        1,
+        "y",
+        convolved_signals,
+        1,
+        "unit",
     ),
-}
+)
+BUILTINS: Mapping[str, Entry] = {entry.name: entry for entry in _BUILTINS}
 
 
 def data_folder(data_dir: str) -> Path | None:
@@ -120,21 +119,9 @@ def splits_file(table: Path) -> Path:
     return table.with_name(f"{table_stem(table)}.splits.json.gz")
 
 
-def count_splits(table: Path) -> int:
-    """How many standard splits come with a table."""
-    listing = splits_file(table)
-    if not listing.is_file():
-        return 0
-    with gzip.open(listing, "rt", encoding="utf-8") as text:
-        return len(json.load(text)["test"])
-
-
 def catalogue(data_dir: str = "") -> list[Entry]:
     """Every data set that a name reaches now: built-ins first, then the tables of the data folder."""
-    entries = [
-        Entry(name, b.summary, b.rows, b.inputs, "built-in", b.splits, b.natural) for name, b in BUILTINS.items()
-    ]
-    return entries + [_file_entry(name, path) for name, path in names_in(data_folder(data_dir)).items()]
+    return [*_BUILTINS, *(_file_entry(name, path) for name, path in names_in(data_folder(data_dir)).items())]
 
 
 def _file_entry(name: str, path: Path) -> Entry:
@@ -148,4 +135,8 @@ def _file_entry(name: str, path: Path) -> Entry:
         with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as lines:
             columns = lines.readline().count(b",") + 1
             rows = sum(1 for line in lines if line.strip())
-    return Entry(name, "", rows, columns - 1, path.name, count_splits(path))
+    splits, listing = 0, splits_file(path)
+    if listing.is_file():
+        with gzip.open(listing, "rt", encoding="utf-8") as text:
+            splits = len(json.load(text)["test"])
+    return Entry(name, "", rows, columns - 1, splits=splits, source=path.name)

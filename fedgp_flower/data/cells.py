@@ -71,8 +71,8 @@ def cells_of(
     problems: list[str] = []
     for name in names:
         columns[name], found = _typed_column(frame[name], (kinds or {}).get(name))
-        tolerated = [EMPTY] if missing != "error" else []
-        problems += [f"column `{name}`: {problem}" for problem in found if not problem.startswith(tuple(tolerated))]
+        tolerated = EMPTY if missing != "error" else ":"
+        problems += [f"column `{name}`: {problem}" for problem in found if not problem.startswith(tolerated)]
     empty = any(f": {EMPTY}" in problem for problem in problems)
     remedy = ". Fill the cells, or set `missing` to 'drop', 'impute' or 'indicator'" if empty else ""
     words = f"{'; '.join(problems[:10])}{_more(len(problems) - 10, 'problem')}{remedy}"
@@ -94,7 +94,7 @@ def _typed_column(column: pd.Series, kind: Kind | None) -> tuple[pd.Series, list
         if pd.api.types.is_complex_dtype(column.dtype):
             return column, ["complex numbers; expected real numbers or text"]
         numbers = pd.Series(column.to_numpy(dtype=np.float64, na_value=np.nan), index=column.index)
-        return _levels(number_labels(numbers)) if kind == "categorical" else _numeric(numbers, None)
+        return _cells(number_labels(numbers)) if kind == "categorical" else _cells(numbers)
     if pd.api.types.is_datetime64_any_dtype(column.dtype) or pd.api.types.is_timedelta64_dtype(column.dtype):
         return column, ["dates or durations; expected numbers or text, for example days since a fixed day"]
     text = column.astype("str").str.strip()
@@ -105,29 +105,27 @@ def _typed_column(column: pd.Series, kind: Kind | None) -> tuple[pd.Series, list
     filled = text.notna()
     enough = bool(numbers[filled].notna().sum() * 2 >= filled.sum())
     if kind == "numeric" or (kind is None and enough and not is_bool):
-        numbers, problems = _numeric(numbers, text)
+        words = numbers.isna() & text.notna()
+        problems = [f"text in a numeric cell {_at(words.to_numpy())}"] if words.any() else []
+        problems += _cells(numbers.where(~words, 0.0))[1]
         unclear = commas.any() and text[commas].str.fullmatch(THOUSANDS).all()
-        words = f"comma that may stand for thousands {_at(commas.to_numpy(dtype=bool))}; write numbers with a point"
-        return numbers, [*problems, *([words] if unclear else [])]
-    return _levels(text)
+        if unclear:
+            rows = _at(commas.to_numpy(dtype=bool))
+            problems.append(f"comma that may stand for thousands {rows}; write numbers with a point")
+        return numbers, problems
+    return _cells(text)
 
 
-def _numeric(numbers: pd.Series, text: pd.Series | None) -> tuple[pd.Series, list[str]]:
-    """Numbers, and what is wrong with them; ``text`` is what stood in the cells where they were not read as numbers."""
-    bad = numbers.isna().to_numpy()
-    words = bad & text.notna().to_numpy() if text is not None else np.zeros_like(bad)
-    kinds = {
-        "text in a numeric cell": words,
-        EMPTY: bad & ~words,
-        "infinite number": np.isinf(numbers.to_numpy(dtype=np.float64)),
-        f"number beyond {LARGEST:g}": np.isfinite(numbers) & (numbers.abs() > LARGEST),
-    }
-    return numbers, [f"{what} {_at(mask)}" for what, mask in kinds.items() if mask.any()]
-
-
-def _levels(text: pd.Series) -> tuple[pd.Series, list[str]]:
-    missing = text.isna().to_numpy()
-    return text, [f"{EMPTY} {_at(missing)}"] if missing.any() else []
+def _cells(column: pd.Series) -> tuple[pd.Series, list[str]]:
+    """Numbers or text, and what is wrong with their cells."""
+    masks = {EMPTY: column.isna().to_numpy()}
+    if column.dtype == np.float64:
+        sizes = column.abs().to_numpy()
+        masks |= {
+            "infinite number": np.isinf(sizes),
+            f"number beyond {LARGEST:g}": np.isfinite(sizes) & (sizes > LARGEST),
+        }
+    return column, [f"{what} {_at(mask)}" for what, mask in masks.items() if mask.any()]
 
 
 def number_labels(numbers: pd.Series) -> pd.Series:

@@ -161,10 +161,12 @@ def checked(
 
 
 def _load(config: CoreConfig, path: Path | None) -> Table:
-    if path is not None:
-        raw = _from_file(path)
+    builtin = BUILTINS.get(config.dataset)
+    if builtin is not None and builtin.make is not None:
+        frame, splits = builtin.make(config.seed)
+        raw = _Raw(builtin.name, frame, builtin.target, (builtin.natural,) * bool(builtin.natural), splits)
     else:
-        raw = _openml(config.dataset) if config.dataset.startswith(OPENML) else _builtin(config.dataset, config.seed)
+        raw = _openml(config.dataset) if path is None else _from_file(path)
     features, target = choose_columns(config, [str(c) for c in raw.frame.columns], raw.file, raw.target, raw.aside)
     by = config.partition.column or target
     require_columns(raw.frame, [*features, target, by], raw.file)
@@ -191,12 +193,6 @@ def _locate(name: str, folder: Path | None) -> Path | None:
             f" A path to a table or {OPENML}<name> works too"
         )
     return found
-
-
-def _builtin(name: str, seed: int) -> _Raw:
-    builtin = BUILTINS[name]
-    frame, splits = builtin.make(seed)
-    return _Raw(name, frame, builtin.target, (builtin.natural,) if builtin.natural else (), splits)
 
 
 def _from_file(path: Path) -> _Raw:

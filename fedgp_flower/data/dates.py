@@ -69,15 +69,11 @@ YEAR = 365.2425
 
 def named(frame: pd.DataFrame, features: Sequence[str], dates: str) -> list[str]:
     """The features, each column of dates replaced by its numbers: ``days(admitted)`` for ``admitted``."""
-    return [
-        name
-        for feature in features
-        for name in (
-            [f"{part}({feature})" for part in PARTS[dates]]
-            if dates in PARTS and feature in frame and readings(frame[feature])
-            else [feature]
-        )
-    ]
+    names: list[str] = []
+    for feature in features:
+        dated = dates in PARTS and feature in frame and readings(frame[feature])
+        names += [f"{part}({feature})" for part in PARTS[dates]] if dated else [feature]
+    return names
 
 
 def source(name: str, present: Iterable[str]) -> str:
@@ -107,11 +103,9 @@ def with_numbers(frame: pd.DataFrame, names: Sequence[str], file: str) -> pd.Dat
             )
         angle = 2 * np.pi * (found[0].dt.day_of_year - 1) / YEAR
         part = name.partition("(")[0]
-        number = (
-            (found[0].dt.normalize() - ORIGIN).dt.days if part == "days" else getattr(np, TRIGONOMETRY[part])(angle)
-        )
+        if part == "days":
+            number = (found[0].dt.normalize() - ORIGIN).dt.days
+        else:
+            number = np.sin(angle) if part == "sine" else np.cos(angle)
         made[name] = number.astype(np.float64)
     return frame.assign(**made)
-
-
-TRIGONOMETRY = {"sine": "sin", "cosine": "cos"}

@@ -12,56 +12,18 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgp_flower.data.agreement import GONE, SiteDescription, summed_arrays
-from fedgp_flower.data.cells import Kind, kind_of, typed
+from fedgp_flower.data.agreement import GONE, Column, SiteDescription, summed_arrays
+from fedgp_flower.data.cells import kind_of, typed
 from fedgp_flower.data.dates import source, with_numbers
 from fedgp_flower.data.tables import OTHER, read_table, require_columns
 from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.lazy import pd
 from fedgp_flower.transforms import Transform, transform_of
 from fedgp_flower.typing import Array, NamedArrays
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of the schema; a categorical one lists its levels in sorted order."""
-
-    name: str
-    kind: Kind
-    levels: tuple[str, ...] = ()
-    fill: tuple[float, ...] = ()
-    """What stands for a missing cell in each input: its mean over all sites. Empty where no cell may be missing."""
-    flagged: bool = False
-    """Whether a further input says where cells are missing."""
-
-    @property
-    def shown(self) -> tuple[str, ...]:
-        """Levels with an indicator. Two levels need one, that of the second; a single level has a constant one."""
-        return self.levels[1:] if len(self.levels) == 2 else self.levels
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the encoded inputs: the column or ``column=level`` for each indicator, and ``column missing``."""
-        inputs = (self.name,) if self.kind == "numeric" else tuple(f"{self.name}={level}" for level in self.shown)
-        return (*inputs, f"{self.name} missing") if self.flagged else inputs
-
-    def as_json(self) -> dict[str, Any]:
-        """The column as it stands in the schema's JSON."""
-        levels = {"levels": list(self.levels)} if self.kind == "categorical" else {}
-        missing = {"missing": {"fill": list(self.fill), "indicator": self.flagged}} if self.fill else {}
-        return {"name": self.name, "kind": self.kind, **levels, **missing}
-
-    @staticmethod
-    def from_json(entry: Mapping[str, Any]) -> Column:
-        """The inverse of :meth:`as_json`."""
-        levels, missing = tuple(str(level) for level in entry.get("levels", ())), entry.get("missing", {})
-        fill = tuple(map(float, missing.get("fill", ())))
-        return Column(str(entry["name"]), entry["kind"], levels, fill, bool(missing.get("indicator", False)))
 
 
 def _schema(frame: pd.DataFrame, features: Sequence[str], target: str) -> tuple[list[Column], str]:

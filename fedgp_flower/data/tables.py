@@ -58,9 +58,11 @@ def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
     if not path.name.endswith(SUFFIXES):
         raise DataError(f"{path.name}: not a table this program reads; expected one of {', '.join(SUFFIXES)}")
     try:
-        frame = _read_parquet(path) if path.name.endswith(".parquet") else _read_csv(path, as_written)
-    except DataError:
-        raise
+        if path.name.endswith(".parquet"):
+            frame = pd.read_parquet(path).reset_index(drop=True)
+            frame.columns = pd.Index(_checked_header([str(name) for name in frame.columns], path.name))
+        else:
+            frame = _read_csv(path, as_written)
     except UnicodeDecodeError:
         raise DataError(f"{path.name}: not UTF-8 text; save the file as CSV in UTF-8") from None
     except (OSError, EOFError, zlib.error, ValueError) as error:
@@ -68,12 +70,6 @@ def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
     if frame.empty:
         raise DataError(f"{path.name}: no data rows below the header")
     return frame
-
-
-def _read_parquet(path: Path) -> pd.DataFrame:
-    frame = pd.read_parquet(path)
-    frame.columns = pd.Index(_checked_header([str(name) for name in frame.columns], path.name))
-    return frame.reset_index(drop=True)
 
 
 def _read_csv(path: Path, as_written: bool) -> pd.DataFrame:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fedgp_flower.deploy.doctor import Finding
+    from fedgp_flower.deploy.machines import Coordinator
     from fedgp_flower.options import Value
 
 deploy = typer.Typer(no_args_is_help=True, help="A federation on real machines: the coordinator's commands.")
@@ -22,6 +23,12 @@ deploy = typer.Typer(no_args_is_help=True, help="A federation on real machines: 
 Folder = Annotated[Path, typer.Option("--folder", help="folder of the coordinator")]
 SitePath = Annotated[Path, typer.Argument(help="folder of the site")]
 HERE = Path("coordinator")
+
+
+def _coordinator(folder: Path) -> Coordinator:
+    from fedgp_flower.deploy.machines import Coordinator
+
+    return Coordinator.read(folder)
 
 
 @deploy.command()
@@ -45,18 +52,16 @@ def init(
 @deploy.command()
 def serve(folder: Folder = HERE) -> None:
     """Run the SuperLink in the foreground, until a signal."""
-    from fedgp_flower.deploy.machines import Coordinator, become
+    from fedgp_flower.deploy.machines import become
 
-    become(Coordinator.read(folder).command())
+    become(_coordinator(folder).command())
 
 
 @deploy.command(name="invite")
 def invite_sites(names: Annotated[list[str], typer.Argument(help="ids of sites")], folder: Folder = HERE) -> None:
     """Write the file that a site joins with."""
-    from fedgp_flower.deploy.machines import Coordinator
-
     for name in names:
-        print(Coordinator.read(folder).invite(name))
+        print(_coordinator(folder).invite(name))
 
 
 @deploy.command()
@@ -64,13 +69,12 @@ def register(
     keys: Annotated[list[Path], typer.Argument(help="public keys that sites sent, NAME.pub")], folder: Folder = HERE
 ) -> None:
     """Admit sites by the public half of their keys."""
-    from fedgp_flower.deploy.machines import CONNECTION, Coordinator
-
-    coordinator = Coordinator.read(folder)
+    coordinator = _coordinator(folder)
     with coordinator.processes() as processes:
+        flower = coordinator.flower(processes)
         for path in keys:
             key, name = str(path.resolve()), path.stem
-            answer = coordinator.flower(processes).json("supernode", "register", key, CONNECTION, "--name", name)
+            answer = flower.json("supernode", "register", key, flower.connection, "--name", name)
             coordinator.keep({**coordinator.sites, name: int(answer["node-id"])})
             print(f"{name} is registered as node {answer['node-id']}")
 
@@ -78,14 +82,13 @@ def register(
 @deploy.command()
 def revoke(name: Annotated[str, typer.Argument(help="id of the site")], folder: Folder = HERE) -> None:
     """Stop admitting a site."""
-    from fedgp_flower.deploy.machines import CONNECTION, Coordinator
-
-    coordinator = Coordinator.read(folder)
+    coordinator = _coordinator(folder)
     sites = coordinator.sites
     if name not in sites:
         raise ConfigError(f"{name!r} is not registered; registered are {', '.join(sites) or 'none'}")
     with coordinator.processes() as processes:
-        coordinator.flower(processes).json("supernode", "unregister", str(sites.pop(name)), CONNECTION)
+        flower = coordinator.flower(processes)
+        flower.json("supernode", "unregister", str(sites.pop(name)), flower.connection)
     coordinator.keep(sites)
     print(f"{name} is no longer admitted")
 
@@ -93,9 +96,7 @@ def revoke(name: Annotated[str, typer.Argument(help="id of the site")], folder: 
 @deploy.command()
 def rotate(folder: Folder = HERE) -> None:
     """Make a new key and certificate of the SuperLink; sites keep what they have."""
-    from fedgp_flower.deploy.machines import Coordinator
-
-    Coordinator.read(folder).rotate()
+    _coordinator(folder).rotate()
     print("start the SuperLink again to use the new certificate")
 
 
@@ -108,7 +109,6 @@ def run_method(
 ) -> None:
     """Run a method on the registered sites; the exit status is the result of the run."""
     from fedgp_flower.deploy.launch import conclude, submit_elsewhere
-    from fedgp_flower.deploy.machines import Coordinator
     from fedgp_flower.deploy.processes import interruptible
     from fedgp_flower.deploy.submission import project_folder
     from fedgp_flower.run.user_config import complete_config, parse_assignments, read_config, run_folder
@@ -118,7 +118,7 @@ def run_method(
         with interruptible():
             submit_elsewhere(complete_config(given, Path.cwd()), connection)
         return
-    coordinator = Coordinator.read(folder)
+    coordinator = _coordinator(folder)
     usual: dict[str, Value] = {
         "sites": len(coordinator.sites),
         "output-dir": str(coordinator.folder / "results"),
@@ -136,9 +136,7 @@ def status(
     watch: Annotated[float, typer.Option(min=0.0, help="seconds between looks; 0 looks once")] = 0.0,
 ) -> None:
     """Sites and when they were last there; the latest run, its round and its failures."""
-    from fedgp_flower.deploy.machines import Coordinator
-
-    coordinator = Coordinator.read(folder)
+    coordinator = _coordinator(folder)
     with coordinator.processes() as processes:
         flower = coordinator.flower(processes)
         while True:
@@ -147,39 +145,34 @@ def status(
                 found = nodes.get(node, {"status": "not registered any more"})
                 seen = found.get("online-at" if found["status"] == "online" else "offline-at") or "never"
                 print(f"{name:20} {found['status']:12} since {seen}")
-            runs = flower.json("ls", flower.connection)["runs"]
-            print(
-                "\n".join(
-                    [*(f"run {run['run-id']}: {run['status']}" for run in runs[:1]), *_rounds(coordinator.folder)]
-                )
-            )
+            for run in flower.json("ls", flower.connection)["runs"][:1]:
+                print(f"run {run['run-id']}: {run['status']}")
+            _print_round(coordinator.folder)
             if not watch:
                 return
             time.sleep(watch)
 
 
-def _rounds(folder: Path) -> list[str]:
+def _print_round(folder: Path) -> None:
     """The latest round of the latest run, from its history."""
     import csv
 
     histories = sorted((folder / "results").glob("*/history.csv"), key=lambda path: path.stat().st_mtime)
-    rows = list(csv.DictReader(histories[-1].read_text(encoding="utf-8").splitlines())) if histories else []
-    return [f"{histories[-1].parent.name}: round {row['round']}, {row['failures']} failures" for row in rows[-1:]]
+    for history in histories[-1:]:
+        for row in list(csv.DictReader(history.read_text(encoding="utf-8").splitlines()))[-1:]:
+            print(f"{history.parent.name}: round {row['round']}, {row['failures']} failures")
 
 
 @deploy.command(name="doctor")
 def examine(folder: Folder = HERE) -> None:
     """Check the coordinator; exit status 2 if something is wrong."""
     from fedgp_flower.deploy.doctor import of_coordinator
-    from fedgp_flower.deploy.machines import Coordinator
 
-    _tell(of_coordinator(Coordinator.read(folder)))
+    _show(of_coordinator(_coordinator(folder)))
 
 
-def _tell(findings: Sequence[Finding]) -> None:
-    from fedgp_flower.deploy.doctor import lines
-
-    print("\n".join(lines(findings)))
+def _show(findings: Sequence[Finding]) -> None:
+    print(*findings, sep="\n")
     if not all(finding.good for finding in findings):
         raise typer.Exit(2)
 
@@ -193,14 +186,14 @@ def join(
 ) -> None:
     """Make the keys, folder and service unit of this site, and check them."""
     from fedgp_flower.deploy.credentials import key_fingerprint
-    from fedgp_flower.deploy.doctor import lines, of_site
+    from fedgp_flower.deploy.doctor import of_site
     from fedgp_flower.deploy.machines import SiteFolder
 
     given = {"data": data, "test-path": test, "policy": policy}
     if missing := [str(path) for path in given.values() if path is not None and not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(missing)}")
     site = SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path is not None})
-    print("\n".join(lines(of_site(site))))
+    print(*of_site(site), sep="\n")
     print(f"send {site.public} to the coordinator; its fingerprint, to compare: {key_fingerprint(site.public)}")
     print(f"then start the SuperNode:  fedgp site serve {site.folder}")
     print(f"or as a service:           sudo systemctl enable --now {site.folder}/fedgp-site-{site.name}.service")
@@ -232,7 +225,7 @@ def doctor(folder: SitePath) -> None:
     if (folder / "coordinator.toml").exists():
         examine(folder)
     elif (folder / "site.toml").exists():
-        _tell(of_site(SiteFolder.read(folder)))
+        _show(of_site(SiteFolder.read(folder)))
     else:
         raise RunError(f"{folder} is not the folder of a site or of a coordinator")
 

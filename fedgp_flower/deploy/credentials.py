@@ -33,13 +33,7 @@ class Authority:
     def new(days: int) -> Authority:
         """A fresh one, good for some days."""
         key, name = ec.generate_private_key(_CURVE), _name("fedgp authority")
-        certificate = (
-            _builder(name, name, key, days)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_usage(signs_certificates=True), critical=True)
-            .sign(key, hashes.SHA384())
-        )
-        return Authority(certificate, key)
+        return Authority(_builder(name, name, key, days, authority=True).sign(key, hashes.SHA384()), key)
 
     @staticmethod
     def read(folder: Path) -> Authority:
@@ -55,42 +49,36 @@ class Authority:
     def write(self, folder: Path) -> None:
         """Write ``ca.crt``, and ``ca.key``, which only its owner may read."""
         (folder / "ca.crt").write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
-        _write_secret(folder / "ca.key", _private_bytes(self.key, serialization.PrivateFormat.PKCS8))
+        _write_secret(folder / "ca.key", self.key, serialization.PrivateFormat.PKCS8)
 
     def certify(self, folder: Path, host: str, days: int) -> None:
         """Write ``server.key`` and ``server.pem`` for ``localhost`` and a host, and ``ca.crt``, over older ones."""
         key = ec.generate_private_key(_CURVE)
+        names: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        try:
+            name: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
+        except ValueError:
+            name = x509.DNSName(host)
+        names += [name] * (name not in names)
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         server = (
-            _builder(_name(host), self.certificate.subject, key, days)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(signs_certificates=False), critical=True)
+            _builder(_name(host), self.certificate.subject, key, days, authority=False)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .add_extension(x509.SubjectAlternativeName(_names_of(host)), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(issuer, critical=False)
             .sign(self.key, hashes.SHA384())
         )
         (folder / "ca.crt").write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
         (folder / "server.key").unlink(missing_ok=True)
         (folder / "server.pem").write_bytes(server.public_bytes(serialization.Encoding.PEM))
-        _write_secret(folder / "server.key", _private_bytes(key, serialization.PrivateFormat.PKCS8))
-
-
-def _names_of(host: str) -> list[x509.GeneralName]:
-    """Names by which a SuperLink is dialled: ``localhost``, the address that its processes use, and its host."""
-    found: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-    try:
-        name: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        name = x509.DNSName(host)
-    return found + [name] * (name not in found)
+        _write_secret(folder / "server.key", key, serialization.PrivateFormat.PKCS8)
 
 
 def create_node_key(path: Path) -> Path:
     """A SuperNode's key pair in OpenSSH's format, as ``ssh-keygen -t ecdsa -b 384`` makes it; the public file."""
     key = ec.generate_private_key(_CURVE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_secret(path, _private_bytes(key, serialization.PrivateFormat.OpenSSH))
+    _write_secret(path, key, serialization.PrivateFormat.OpenSSH)
     public = path.with_name(f"{path.name}.pub")
     line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     public.write_bytes(line)
@@ -108,9 +96,19 @@ def _name(common_name: str) -> x509.Name:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int, *, authority: bool
 ) -> x509.CertificateBuilder:
+    """What the certificates of an authority and of a server have in common."""
     now = datetime.datetime.now(datetime.UTC)
+    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    usage = x509.KeyUsage(
+        digital_signature=not authority,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        encipher_only=False,
+        decipher_only=False,
+        **dict.fromkeys(unused, False),
+    )
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -120,29 +118,13 @@ def _builder(
         .not_valid_before(now - datetime.timedelta(minutes=5))
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
+        .add_extension(usage, critical=True)
     )
 
 
-def _usage(signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _private_bytes(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
-    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-
-
-def _write_secret(path: Path, content: bytes) -> None:
-    """Write a file that only its owner has ever been able to read."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file:
+def _write_secret(path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> None:
+    """Write a private key to a file that only its owner has ever been able to read."""
+    content = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

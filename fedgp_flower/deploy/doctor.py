@@ -6,7 +6,7 @@ import datetime
 import shutil
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,51 +26,42 @@ class Finding:
     """The result of one check."""
 
     what: str
-    said: str
+    words: str
     good: bool
+
+    def __str__(self) -> str:
+        return f"{'ok      ' if self.good else 'PROBLEM '}{self.what}: {self.words}"
 
 
 def of_site(site: SiteFolder) -> list[Finding]:
     """Check a site: its table, keys, disk, connection to the SuperLink, and app."""
-    return _checked(
-        {
-            "versions": _versions,
-            "table": lambda: _table(Path(str(site.facts["data"]))),
-            "keys": lambda: _secret([site.folder / site.name, site.folder / "site-key"]),
-            "disk": lambda: _space(site.folder),
-            "SuperLink": lambda: _reachable(str(site.facts["superlink"]), site.folder / "ca.crt"),
-            "app": lambda: _app(str(site.facts["app"])),
-        }
-    )
+    return [
+        _checked("versions", _versions),
+        _checked("table", lambda: _table(Path(str(site.facts["data"])))),
+        _checked("keys", lambda: _secret([site.folder / site.name, site.folder / "site-key"])),
+        _checked("disk", lambda: _space(site.folder)),
+        _checked("SuperLink", lambda: _reachable(str(site.facts["superlink"]), site.folder / "ca.crt")),
+        _checked("app", lambda: _app(str(site.facts["app"]))),
+    ]
 
 
 def of_coordinator(coordinator: Coordinator) -> list[Finding]:
     """Check a coordinator: its certificate, keys, disk, and whether its SuperLink answers."""
-    server = coordinator.folder / "server"
-    return _checked(
-        {
-            "versions": _versions,
-            "certificate": lambda: _valid(server / "server.pem"),
-            "keys": lambda: _secret([coordinator.folder / "ca.key", server / "server.key"]),
-            "disk": lambda: _space(coordinator.folder),
-            "SuperLink": lambda: _reachable(f"{coordinator.host}:{coordinator.port}", coordinator.folder / "ca.crt"),
-        }
-    )
+    folder, address = coordinator.folder, f"{coordinator.host}:{coordinator.port}"
+    return [
+        _checked("versions", _versions),
+        _checked("certificate", lambda: _valid(folder / "server" / "server.pem")),
+        _checked("keys", lambda: _secret([folder / "ca.key", folder / "server" / "server.key"])),
+        _checked("disk", lambda: _space(folder)),
+        _checked("SuperLink", lambda: _reachable(address, folder / "ca.crt")),
+    ]
 
 
-def lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """One line for each finding."""
-    return (f"{'ok      ' if found.good else 'PROBLEM '}{found.what}: {found.said}" for found in findings)
-
-
-def _checked(checks: Mapping[str, Callable[[], str]]) -> list[Finding]:
-    findings = []
-    for what, check in checks.items():
-        try:
-            findings.append(Finding(what, check(), True))
-        except (FedGPError, OSError) as error:
-            findings.append(Finding(what, str(error), False))
-    return findings
+def _checked(what: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(what, check(), True)
+    except (FedGPError, OSError) as error:
+        return Finding(what, str(error), False)
 
 
 def _versions() -> str:

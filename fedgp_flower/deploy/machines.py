@@ -6,12 +6,15 @@
 
 from __future__ import annotations
 
+import getpass
 import hashlib
+import json
 import os
+import shlex
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +22,6 @@ from typing import Any
 
 import tomli_w
 
-from fedgp_flower.deploy import units
 from fedgp_flower.deploy.credentials import Authority, create_node_key
 from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import Flower, environment, project_folder
@@ -34,6 +36,44 @@ AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
 """Of the authority, and of a server's certificate; ``fedgp deploy rotate`` makes a new one."""
 WRAPPED = (sys.executable, "-m", "fedgp_flower.deploy.wrapped")
 BIND = "0.0.0.0"  # noqa: S104 - sites are on other machines
+
+
+UNIT = """[Unit]
+Description=fedgp {name}
+After=network-online.target
+Wants=network-online.target
+
+[Service]
+User={user}
+ExecStart={command}
+Restart=always
+RestartSec=15
+NoNewPrivileges=true
+PrivateTmp=true
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+DOCKERFILE = """FROM python:3.11-slim
+COPY . /fedgp
+RUN pip install --no-cache-dir --constraint /fedgp/constraints.txt --editable /fedgp
+ENTRYPOINT ["fedgp"]
+"""
+"""Built in the root of the project."""
+
+COMPOSE = """services:
+  {name}:
+    build: {project}
+    command: {command}
+    restart: always
+    volumes: ["{folder}:{folder}"]
+{more}"""
+HEALTHY = """    ports: ["{port}:{port}"]
+    healthcheck:
+      test: ["CMD", "fedgp", "deploy", "doctor", "--folder", "{folder}"]
+      interval: 60s
+"""
 
 
 @cache
@@ -66,7 +106,7 @@ class Coordinator:
         _write(folder / "coordinator.toml", {"host": host, "port": port})
         profile = {"address": f"{host}:{port}", "root-certificates": str(folder / "ca.crt")}
         _write(folder / "flower" / "config.toml", {"superlink": {"default": CONNECTION, CONNECTION: profile}})
-        units.write(folder, "superlink", ["deploy", "serve", "--folder", str(folder)], port)
+        write_units(folder, "superlink", ["deploy", "serve", "--folder", str(folder)], port)
         return Coordinator(folder, host, port)
 
     @staticmethod
@@ -143,7 +183,7 @@ class SiteFolder:
         script.chmod(0o700)
         facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}}
         _write(place / "site.toml", facts)
-        units.write(place, f"site-{site}", ["site", "serve", str(place)], None)
+        write_units(place, f"site-{site}", ["site", "serve", str(place)], None)
         return SiteFolder(place, facts)
 
     @staticmethod
@@ -188,6 +228,20 @@ class SiteFolder:
         variables = environment(self.folder / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
         variables |= {"PATH": f"{self.folder / 'bin'}{os.pathsep}{variables['PATH']}", PIN: str(self.facts["app"])}
         return words, variables, self.folder
+
+
+def write_units(folder: Path, name: str, words: Sequence[str], port: int | None) -> None:
+    """Write a systemd unit, a compose file and a Dockerfile that start ``fedgp`` with these words whenever it ends.
+
+    Containers see the folder of the machine under the same path. ``port`` is None where nobody dials in.
+    """
+    project = Path(__file__).resolve().parents[2]
+    command = shlex.join([sys.executable, "-m", "fedgp_flower.cli", *words]).replace("%", "%%")
+    (folder / f"fedgp-{name}.service").write_text(UNIT.format(name=name, user=getpass.getuser(), command=command))
+    more = "" if port is None else HEALTHY.format(port=port, folder=folder)
+    text = COMPOSE.format(name=name, project=project, command=json.dumps(words), folder=folder, more=more)
+    (folder / "compose.yaml").write_text(text)
+    (folder / "Dockerfile").write_text(DOCKERFILE)
 
 
 def become(command: tuple[list[str], dict[str, str], Path]) -> None:

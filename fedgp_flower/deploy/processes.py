@@ -44,16 +44,13 @@ def snapshot(token: str) -> dict[int, ProcessEntry]:
     table = {}
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess), process.oneshot():
-            if process.status() != psutil.STATUS_ZOMBIE:
-                table[process.pid] = ProcessEntry(process.ppid(), process.create_time(), _carries(process, token))
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            marked = False  # also where it is another user's, hence not started here
+            with suppress(psutil.AccessDenied, OSError):
+                marked = process.environ().get(TOKEN) == token
+            table[process.pid] = ProcessEntry(process.ppid(), process.create_time(), marked)
     return table
-
-
-def _carries(process: psutil.Process, token: str) -> bool:
-    try:
-        return process.environ().get(TOKEN) == token
-    except (psutil.AccessDenied, OSError):
-        return False  # of another user, hence not started here
 
 
 def belonging(table: Table, seen: Table) -> dict[int, ProcessEntry]:
@@ -83,13 +80,7 @@ class Processes:
     """A context that ends every process started in it, and every process those started."""
 
     def __init__(self, environment: Mapping[str, str], logs: Path, grace: float = 10.0) -> None:
-        """Prepare an empty set of processes.
-
-        Args:
-            environment: Variables added to those of this process, for every child.
-            logs: Folder for the output of background processes, ``<name>.log``.
-            grace: Seconds between asking a process to end and forcing it to.
-        """
+        """``environment`` is added to every child's; a process has ``grace`` seconds to end before it is forced."""
         self.token = uuid.uuid4().hex
         self.environment = {**os.environ, **environment, TOKEN: self.token}
         self.logs = logs
@@ -145,13 +136,14 @@ class Processes:
     def end(self) -> None:
         """Ask every process of this launch to end, then force those that have not."""
         seen: dict[int, ProcessEntry] = {}
-        for number, patience in ((signal.SIGTERM, self._grace), (signal.SIGKILL, self._grace)):
-            deadline = time.monotonic() + patience
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + self._grace
             asked: set[int] = set()
             while (living := self._living(seen)) and time.monotonic() < deadline:
                 seen |= living
                 for pid in living.keys() - asked:
-                    _signal(pid, number)
+                    with suppress(ProcessLookupError):  # it ended between looking and asking
+                        os.kill(pid, number)
                 asked |= living.keys()
                 time.sleep(0.1)
             if not living:
@@ -164,13 +156,6 @@ class Processes:
         for process in self._background.values():
             process.poll()  # lets the system forget a child that has ended
         return belonging(snapshot(self.token), seen)
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return  # it ended between looking and asking
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class BatchedKernel:
         return tuple(found)
 
     def initial(self) -> Float[Tensor, " P"]:
-        """β at the kernel's own parameters."""
+        """β at the parameters of the kernel."""
         parameters = dict(self._module.named_parameters())
         return torch.cat([parameters[s.name].detach().flatten() / s.power for s in self._slots])
 
@@ -89,7 +89,7 @@ class BatchedKernel:
         return self._call(hyper, batch, batch, diagonal=True)
 
     def raw(self, hyper: Float[Tensor, "S P"]) -> dict[str, Tensor]:
-        """The kernel's own raw parameters for every sample, batched in front."""
+        """The kernel's raw parameters for every sample, batched in front."""
         return {s.name: s.power * hyper[:, s.start : s.stop].reshape(-1, *s.shape) for s in self._slots}
 
     def at(self, hyper: Float[Tensor, " P"]) -> Kernel:

@@ -72,9 +72,9 @@ def cells(inputs: Array, anchors: Array, least: int = LEAST_ROWS) -> tuple[Array
     """Rows [C], Σx [C, D] and Σx² [C, D] of the cells of rows [N, D], in the slots of their nearest anchors [C, D]."""
     labels = grouped(inputs, least)
     count = int(labels.max()) + 1
-    rows, *moments = (summed(labels, own, count) for own in (np.ones(len(inputs)), inputs, np.square(inputs)))
+    rows, *moments = (summed(labels, values, count) for values in (np.ones(len(inputs)), inputs, np.square(inputs)))
     slots = nearest(moments[0] / rows[:, None], anchors)
-    found = [summed(slots, own, len(anchors)) for own in (rows, *moments)]
+    found = [summed(slots, values, len(anchors)) for values in (rows, *moments)]
     return found[0], found[1], found[2]
 
 

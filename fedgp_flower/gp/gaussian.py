@@ -202,8 +202,8 @@ class DiagonalGaussian(Gaussian):
 
     def kl(self: DiagonalGaussian, other: DiagonalGaussian) -> Tensor:
         """KL = ½ Σ [r − 1 − log r + Λ'(m−m')²] with r = Λ'/Λ, entry by entry."""
-        own, their = self._checked(), other._checked()
-        ratio, difference = their / own, self.eta1 / own - other.eta1 / their
+        precision, their = self._checked(), other._checked()
+        ratio, difference = their / precision, self.eta1 / precision - other.eta1 / their
         return 0.5 * (ratio - 1.0 - ratio.log() + their * difference.square()).sum()
 
     def _checked(self) -> Tensor:

@@ -1,9 +1,9 @@
 """GPyTorch kernels from an expression, with every positive parameter in log coordinates.
 
 ``rbf``, ``matern32``, ``matern52``, ``periodic`` and ``linear`` combine with ``+`` and ``*``: ``matern52 + linear``, or
-``matern52 * periodic`` for a season whose shape drifts. Terms of a sum have their own scale; a product has one.
+``matern52 * periodic`` for a season whose shape drifts. Terms of a sum have a scale each; a product has one.
 
-A package of one's own brings another kernel under a name, by an entry point of the group ``fedgp_flower.kernels``::
+Another package brings a kernel under a name, by an entry point of the group ``fedgp_flower.kernels``::
 
     [project.entry-points."fedgp_flower.kernels"]
     rational_quadratic = "my_package.kernels:rational_quadratic"
@@ -47,7 +47,7 @@ class Scaled(ScaleKernel):
     """GPyTorch's kernel times an amplitude, without what it asks PyTorch of batches that there are not.
 
     ``torch.broadcast_shapes`` loads SymPy, half a second of each process that makes a kernel, and Flower answers every
-    message in a process of its own.
+    message in a new process.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Every optimiser that runs at one place: one Adam, one L-BFGS.
+"""Every optimiser: one Adam, and L-BFGS at one place or by exchanges.
 
 Torch parameters are maximised in place: :func:`ascend` (a few plain steps), :func:`adam` (noisy objectives, with a
 stopping rule) and :func:`maximise` (L-BFGS). Arrays whose moments travel or are saved use :class:`AdamState`.
@@ -7,17 +7,18 @@ stopping rule) and :func:`maximise` (L-BFGS). Arrays whose moments travel or are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.linalg import LOG_RANGE
 from fedgp_flower.gp.placement import to_array
-from fedgp_flower.typing import Array
+from fedgp_flower.typing import Array, Indices, NamedArrays
 
 Bound: TypeAlias = tuple[float | None, float | None]
 Reason: TypeAlias = Literal["converged", "budget"]
@@ -29,6 +30,10 @@ LOGARITHM: Bound = (-LOG_RANGE, LOG_RANGE)
 
 PAIRS = 20
 """Steps and gradient changes that L-BFGS keeps."""
+RECENT = 3
+"""Pairs that the scale of a block is judged by."""
+CHANGE = 5.0
+"""Factor by which that scale moves at most, from one step to the next."""
 
 # ---- Adam on arrays -------------------------------------------------------------------------------------------------
 
@@ -137,7 +142,7 @@ class AdamSettings:
 
 
 def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings: AdamSettings, num_rows: int) -> Trace:
-    """Maximise in place a noisy objective, which draws its own samples at every call; a sum over ``num_rows`` rows.
+    """Maximise in place a noisy objective that draws new samples at every call; a sum over ``num_rows`` rows.
 
     Raises:
         NumericsError: the objective is not finite.
@@ -244,3 +249,104 @@ def _scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
     pieces = torch.from_numpy(flat.copy()).split([parameter.numel() for parameter in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
         parameter.data.copy_(piece.view_as(parameter))
+
+
+# ---- L-BFGS whose line search is a few candidates at once -----------------------------------------------------------
+#
+# For objectives that cost a trip a time, however many points. The first Hessian is a multiple of the identity for each
+# of two blocks of coordinates (hyperparameters, inducing points), whose scales have nothing to do with each other.
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Pairs, oldest first, and the scale γ of the inverse Hessian in each block."""
+
+    steps: Array  # [R, S]
+    changes: Array  # [R, S] of the gradient of −J: sᵀy > 0 where J is concave
+    scales: Array  # [2]; zero before the first step
+
+    def after(self, step: Array, change: Array) -> StepMemory:
+        """With one more pair, if J was concave along it."""
+        if step @ change <= 0:
+            return self
+        steps, changes = (np.vstack([old, new])[-PAIRS:] for old, new in ((self.steps, step), (self.changes, change)))
+        return replace(self, steps=steps, changes=changes)
+
+
+def forgotten(size: int) -> StepMemory:
+    """Without pairs and scales."""
+    return StepMemory(np.empty((0, size)), np.empty((0, size)), np.zeros(2))
+
+
+def outlook(gains: Array, rounds: int) -> float | None:
+    """What so many more rounds would add if gains go on to shrink as they did; None before there are three.
+
+    Gains gᵢ are taken for a geometric series of the same sum, r = Σ gᵢ₊₁/Σ gᵢ ≤ 1, which smooths single rounds.
+
+    >>> outlook(np.array([8.0, 4.0, 2.0]), 2)  # 1 + ½
+    1.5
+    """
+    if len(gains) < 3 or gains[:-1].sum() <= 0 or gains[1:].sum() <= 0:
+        return None if len(gains) < 3 else 0.0
+    ratio = min(1.0, float(gains[1:].sum() / gains[:-1].sum()))
+    latest = gains.sum() / (ratio ** -np.arange(len(gains))).sum()
+    return float(latest * (ratio ** np.arange(1, rounds + 1)).sum())
+
+
+def direction(
+    gradient: Array, memory: StepMemory, blocks: Indices, first: Array, cap: Array
+) -> tuple[Array, StepMemory]:
+    """Where to go uphill, and the memory with the scales that were used.
+
+    Args:
+        gradient: Of J [S].
+        memory: Of the steps before.
+        blocks: Block of each coordinate, 0 or 1 [S].
+        first: Largest entry of a first step in each coordinate's units [S].
+        cap: Largest entry of any later one [S].
+    """
+    scales, pairs = _scales(gradient, memory, blocks, first), list(zip(memory.steps, memory.changes, strict=True))
+    moved = two_loops(gradient, pairs, scales[blocks])
+    limit = cap if pairs else first
+    return moved / max(1.0, float((np.abs(moved) / limit).max())), replace(memory, scales=scales)
+
+
+def two_loops(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Array) -> Array:
+    """The inverse Hessian that the pairs (s, y) imply, times the gradient (Nocedal and Wright, Algorithm 7.4).
+
+    ``scale`` is the diagonal of the first inverse Hessian.
+    """
+    moved, weights = gradient.copy(), []
+    for step, change in reversed(pairs):
+        weights.append(step @ moved / (step @ change))
+        moved = moved - weights[-1] * change
+    moved = scale * moved
+    for (step, change), weight in zip(pairs, reversed(weights), strict=True):
+        moved = moved + (weight - change @ moved / (step @ change)) * step
+    return moved
+
+
+def _scales(gradient: Array, memory: StepMemory, blocks: Indices, first: Array) -> Array:
+    found = memory.scales.copy()
+    for block in (0, 1):
+        here = blocks == block
+        if not found[block]:
+            steepest = float((np.abs(gradient[here]) / first[here]).max(initial=0.0))
+            found[block] = 1 / steepest if steepest else 0.0
+        steps, changes = memory.steps[-RECENT:, here], memory.changes[-RECENT:, here]
+        curved, size = float((steps * changes).sum()), float(np.square(changes).sum())
+        if curved > 0 and size:
+            found[block] = np.clip(curved / size, found[block] / CHANGE, found[block] * CHANGE)
+    return found
+
+
+def pack(arrays: Mapping[str, ndarray]) -> Array:
+    """Named arrays as one vector w, in the order of their names."""
+    return np.concatenate([np.asarray(arrays[name], dtype=np.float64).ravel() for name in sorted(arrays)])
+
+
+def unpack(point: Array, like: Mapping[str, ndarray]) -> NamedArrays:
+    """The inverse of :func:`pack`, with the names and shapes of ``like``."""
+    names = sorted(like)
+    pieces = np.split(point, np.cumsum([like[name].size for name in names])[:-1])
+    return {name: piece.reshape(like[name].shape) for name, piece in zip(names, pieces, strict=True)}

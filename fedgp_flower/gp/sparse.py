@@ -292,14 +292,14 @@ def rows_gradient(
     whitener = whitener or Whitener(model)
     total, pulled = _Gradient(whitener.parameters), whitener.pulled(adjoints)
     by_variance = torch.as_tensor(adjoints.prior_variance).to(inputs)
-    for own, y in zip(whitener.projected(inputs, last=True), _chunks(targets), strict=True):
-        incoming = pulled.of_rows(own.cross, y)  # [N, M]
-        if own.closed is not None and whitener.closed is not None:
-            moments, covariance = own.closed
+    for rows, y in zip(whitener.projected(inputs, last=True), _chunks(targets), strict=True):
+        incoming = pulled.of_rows(rows.cross, y)  # [N, M]
+        if rows.closed is not None and whitener.closed is not None:
+            moments, covariance = rows.closed
             products = to_array(torch.mm(incoming.mul_(covariance.mT).mT, moments))
-            total.take(whitener.closed.pulled_back(products, to_array(by_variance * own.variance)))
+            total.take(whitener.closed.pulled_back(products, to_array(by_variance * rows.variance)))
             continue
-        cross, variances = model.covariances(own.inputs)
+        cross, variances = model.covariances(rows.inputs)
         total.add([cross, variances], [incoming.mT, by_variance.expand_as(variances)])
     return total.arrays()
 
@@ -373,8 +373,8 @@ class _Gradient:
     def arrays(self) -> NamedArrays:
         """What was added, as float64 arrays."""
         return {
-            name: np.reshape(self.total[name], own.shape) if name in self.total else np.zeros(own.shape)
-            for name, own in self.all.items()
+            name: np.reshape(self.total[name], parameter.shape) if name in self.total else np.zeros(parameter.shape)
+            for name, parameter in self.all.items()
         }
 
 

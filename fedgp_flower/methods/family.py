@@ -116,7 +116,7 @@ class LocalPosterior:
     def shifted(self, old_mean: Float[Tensor, " M"], new_mean: Float[Tensor, " M"]) -> LocalPosterior:
         """The same q(Z_Lk | Z_G) read around a new μ_G: μ̄ ← μ̄ + C (μ_G,new − μ_G,old).
 
-        A site owes this after every averaging of q(Z_G); otherwise its latents stay fitted to its own μ_G.
+        A site owes this after every averaging of q(Z_G); otherwise its latents stay fitted to the μ_G of the site.
         """
         if self.coupling is None:
             return self

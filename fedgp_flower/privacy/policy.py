@@ -93,7 +93,7 @@ class Decision:
     limit: Any
     verdict: Literal["passed", "refused", "warned", "merged"]
     found: str = ""
-    """For the site's own log alone."""
+    """For the site's log alone."""
 
 
 @dataclass(slots=True)

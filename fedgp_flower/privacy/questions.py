@@ -175,7 +175,7 @@ def admitted(question: MaskedQuestion, member: Member, trust: Trust, policy: Sit
 
     Args:
         question: As this site computes it from the message.
-        member: This site's own line of the roster.
+        member: This site's line of the roster.
         trust: Whose signatures count.
         policy: The limits of the site.
         history: What it has answered in this run.
@@ -200,7 +200,7 @@ def _check_roster(question: MaskedQuestion, member: Member, trust: Trust, policy
         least = max(policy.least_sites, LEAST_SITES)
         raise ProtocolError(f"a total of {len(sites)} sites was asked for; this site takes part from {least} on")
     if member not in question.members:
-        raise ProtocolError("this site's own key is not in the roster")
+        raise ProtocolError("this site's key is not in the roster")
     for other in question.members:
         trust.require(question.run, other)
 

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from scipy.special import ndtr, ndtri
 
-from fedgp_flower.data.standardisation import Column, Preparation
+from fedgp_flower.data.agreement import Column
+from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.to_gpytorch import MixturePosterior, mixture
+from fedgp_flower.gp.to_gpytorch import only
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.predict import Exportable, Predictor
 from fedgp_flower.typing import Array
@@ -90,10 +91,8 @@ def effects(posterior: Predictor) -> list[Effect]:
     if not isinstance(posterior.standardised, Exportable) or not posterior.run.config.get("standardise", True):
         return []
     try:
-        model = mixture(posterior.draws())
-    except RunError:  # no Gaussian process at all
-        return []
-    if isinstance(model, MixturePosterior):
+        model, _ = only(posterior.draws())
+    except RunError:  # not a single Gaussian process
         return []
     agreed, found = posterior.preparation, []
     points = model.variational_strategy.inducing_points.detach().numpy()

@@ -105,16 +105,6 @@ def curve(
     return figure
 
 
-def intervals(rows: pd.DataFrame, names: tuple[str, str], counts: bool = False) -> Figure:
-    """Held-out rows along one input with their own 95 % intervals."""
-    figure, (ax,) = axes_of(1, width=7.6, height=3.6)
-    some = subsample(rows)
-    _draw_intervals(ax, some, some[f"input.{names[0]}"], counts)
-    ax.legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper left")
-    ax.set(xlabel=label_text(names[0]), ylabel=label_text(names[1]))
-    return figure
-
-
 def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
     """Observed against predicted, and residuals, with 95 % intervals: a dot off its bar is a miss."""
     figure, (ax, residuals) = axes_of(2, width=8.6, height=4.0)
@@ -129,32 +119,27 @@ def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
     return figure
 
 
-def surface(rows: pd.DataFrame | None, predictor: Predictor | None, spans: Array, names: Sequence[str]) -> Figure:
-    """Maps of predictive mean and sd over two inputs; without a predictor, the held-out rows carry the colours.
+def surface(rows: pd.DataFrame | None, predictor: Predictor, spans: Array, names: Sequence[str]) -> Figure:
+    """Maps of predictive mean and sd over two inputs, with held-out rows as dots.
 
     ``spans`` are low and high of both inputs, ``names`` those of the two inputs and of the target.
     """
     figure, axes = axes_of(2, width=8.6, height=3.7)
-    if predictor is not None:
-        sides = [np.linspace(low, high, 90) for low, high in spans.tolist()]
-        grid = np.stack([g.ravel() for g in np.meshgrid(*sides)], axis=1)
-        for ax, values, colours in zip(axes, predictor(grid), ("viridis", "Blues"), strict=True):
-            ax.pcolormesh(sides[0], sides[1], values.reshape(90, 90), cmap=colours, shading="nearest", rasterized=True)
+    sides = [np.linspace(low, high, 90) for low, high in spans.tolist()]
+    grid = np.stack([g.ravel() for g in np.meshgrid(*sides)], axis=1)
+    labels = (f"mean of {label_text(names[2])}", f"sd of {label_text(names[2])}")
+    for ax, values, colours, label in zip(axes, predictor(grid), ("viridis", "Blues"), labels, strict=True):
+        image = values.reshape(90, 90)
+        mesh = ax.pcolormesh(sides[0], sides[1], image, cmap=colours, shading="nearest", rasterized=True)
+        figure.colorbar(mesh, ax=ax, label=label)
+        ax.set(xlabel=label_text(names[0]), ylabel=label_text(names[1]), xlim=spans[0], ylim=spans[1])
+        ax.grid(visible=False)
     if rows is not None:
         some = subsample(rows)
         x, y = some[f"input.{names[0]}"], some[f"input.{names[1]}"]
-        if predictor is None:
-            axes[0].scatter(x, y, c=some["mean"], cmap="viridis", s=16)
-            axes[1].scatter(x, y, c=some["sd"], cmap="Blues", s=16, edgecolors=POOLED, linewidths=0.3)
-        else:
-            low, high = axes[0].collections[0].get_clim()
-            axes[0].scatter(x, y, 15, some["target"], cmap="viridis", vmin=low, vmax=high, edgecolors="white", lw=0.6)
-            axes[1].plot(x, y, ".", color=POOLED, ms=3)
-    labels = (f"mean of {label_text(names[2])}", f"sd of {label_text(names[2])}")
-    for ax, label in zip(axes, labels, strict=True):
-        figure.colorbar(ax.collections[0], ax=ax, label=label)
-        ax.set(xlabel=label_text(names[0]), ylabel=label_text(names[1]), xlim=spans[0], ylim=spans[1])
-        ax.grid(visible=False)
+        low, high = axes[0].collections[0].get_clim()
+        axes[0].scatter(x, y, 15, some["target"], cmap="viridis", vmin=low, vmax=high, edgecolors="white", lw=0.6)
+        axes[1].plot(x, y, ".", color=POOLED, ms=3)
     return figure
 
 

@@ -12,11 +12,12 @@ from typing import Any
 from flwr.app import ArrayRecord
 
 from fedgp_flower import client_app
-from fedgp_flower.clients.numpy_client import SiteClient, handlers
+from fedgp_flower.clients.numpy_client import handlers
 from fedgp_flower.data.sites import site_id
 from fedgp_flower.errors import FedGPError
 from fedgp_flower.messages import is_message, is_public, is_summand, kind_of, table
 from fedgp_flower.options import FlatConfig
+from fedgp_flower.outcome import Observer
 from fedgp_flower.privacy import audit
 from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.registry import BUILT_IN, METHODS, load, parse_config, strategy_class
@@ -38,24 +39,17 @@ WORDS: Mapping[str, str] = {
 """Answers that are no declared messages."""
 
 
-def answers(client: type[SiteClient]) -> Iterator[tuple[str, Any]]:
+def answers(method: str) -> list[tuple[str, Any]]:
     """The kinds that a method's sites answer, and the class of each answer; None where it is no declared message."""
-    yield from ((kind, handler.answer) for kind, handler in sorted(handlers(client).items()))
-    yield from ((kind, None) for kind in WORDS)
-
-
-def all_answers(method: str) -> list[tuple[str, Any]]:
-    """The same of every client that the method's options may choose, each once."""
-    row = METHODS[method]
-    clients = (row.client, *load(row.options).other_clients)
-    return list(dict.fromkeys(found for client in clients for found in answers(load(client))))
+    declared = sorted(handlers(load(METHODS[method].client)).items())
+    return [*((kind, handler.answer) for kind, handler in declared), *((kind, None) for kind in WORDS)]
 
 
 def page() -> list[str]:
     """The table of ``docs/leaves.md``, a line for each message."""
     methods: dict[tuple[str, Any], list[str]] = {}
     for name in BUILT_IN:
-        for found in all_answers(name):
+        for found in answers(name):
             methods.setdefault(found, []).append(name)
     lines = ["| message | methods | under masks | what leaves |", "|---|---|---|---|"]
     for (kind, answer), names in sorted(methods.items(), key=lambda item: (item[0][0], item[1])):
@@ -85,16 +79,6 @@ def _lengths(shape: str) -> str:
     return f"{shape} " if re.fullmatch(r"\[\w+(, \w+)*\]", shape) else ""
 
 
-class _Nobody:
-    """Keeps nothing."""
-
-    def on_round(self, row: Mapping[str, float], total: int) -> None:
-        """Not kept."""
-
-    def on_checkpoint(self, snapshot: Any) -> None:
-        """Not kept."""
-
-
 @dataclass(frozen=True, slots=True)
 class Trial:
     """What a site has sent in a trial run without network, and how it ended."""
@@ -111,7 +95,7 @@ class Trial:
     def lines(self) -> Iterator[str]:
         """What it sent, kind by kind."""
         kinds: dict[str, list[Mapping[str, Any]]] = {}
-        declared = dict(all_answers(self.method))
+        declared = dict(answers(self.method))
         for line in self.log.lines:
             kinds.setdefault(line["kind"], []).append(line)
         for kind, lines in kinds.items():
@@ -167,7 +151,7 @@ def try_out(flat: FlatConfig, node: Mapping[str, Any], rounds: int) -> Trial:
         nodes[0]["audit"] = str(log)
         grid, strategy = InProcessGrid(client_app.app, config.flat(), nodes), strategy_class(config)
         try:
-            strategy.from_config(config, _Nobody()).start(grid, ArrayRecord(), config.num_server_rounds)
+            strategy.from_config(config, Observer()).start(grid, ArrayRecord(), config.num_server_rounds)
             ending = "complete"
         except FedGPError as error:
             ending = f"ended: {error}"

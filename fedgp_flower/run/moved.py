@@ -18,10 +18,11 @@ MOVED_KEYS: dict[str, str] = {
     "fsgp.trials": "`sgpr.trials` now, with `method` = 'sgpr-private'",
     "fsgp.fraction": "`averaging.fraction` now",
     "fsgp.server-optimizer": "`averaging.server-optimizer` now",
-    "fsgp.server-learning-rate": "`averaging.server-learning-rate` now",
+    "fsgp.server-learning-rate": "it is always 0.1",
+    "averaging.server-learning-rate": "it is always 0.1",
     "fgpr.fraction": "`averaging.fraction` now",
     "fgpr.server-optimizer": "`averaging.server-optimizer` now",
-    "fgpr.server-learning-rate": "`averaging.server-learning-rate` now",
+    "fgpr.server-learning-rate": "it is always 0.1",
     "pvi.hyper": "gone: `pvi.inducing` = 'fixed' keeps Z and β",
     "pvi.small-sites": "gone: lower `model.num-inducing` to a third of the smallest site's rows, as the warning says",
     "pvi.alpha": "a constant now, 0.01",
@@ -35,6 +36,9 @@ MOVED_KEYS: dict[str, str] = {
     "pvi.evaluations": "`pvi.steps` now",
     "pvi.refit-evaluations": "gone with replay; take `pvi.local-update` = 'sums'",
     "pvi.refit-steps": "gone with replay; take `pvi.local-update` = 'sums'",
+    "glm.prior-scale": "it is always 1: inputs are standardised",
+    "bnn.prior-scale": "it is always 1: inputs are standardised",
+    "pvi.fraction": "every site takes part in a synchronous round",
     "glm.local-update": "gone: `pvi.preset` = 'global-vi' takes gradient steps of length `pvi.damping`",
     "glm.steps": "a constant now, 100",
     "bnn.steps": "`pvi.steps` now",
@@ -46,7 +50,7 @@ MOVED_KEYS: dict[str, str] = {
     **{
         f"{table}.{key}": f"`pvi.{key}` now"
         for table in ("glm", "bnn")
-        for key in ("preset", "schedule", "order", "fraction", "concurrency", "damping", "deletion")
+        for key in ("preset", "schedule", "order", "concurrency", "damping", "deletion")
     },
     "sfvi.objective": "set `method` = 'hierarchical-gp' for the closed form; 'sfvi' always takes gradients",
     "sfvi.tolerance": "`method` = 'hierarchical-gp' stops by itself; leave it out",
@@ -111,6 +115,7 @@ MOVED_KEYS: dict[str, str] = {
     "deep.prediction-draws": "it is always 200",
     "deep.fraction": "set `averaging.fraction`",
     "deep.server-optimizer": "set `averaging.server-optimizer`",
-    "deep.server-learning-rate": "set `averaging.server-learning-rate`",
+    "deep.server-learning-rate": "it is always 0.1",
+    "deep.features": "the network always makes 32 features",
 }
 """Old key → what to write instead, as the end of a sentence."""

@@ -33,7 +33,7 @@ from fedgp_flower.data.standardisation import (
 )
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
-from fedgp_flower.gp.to_gpytorch import Exported, Transforms, mixture, together
+from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly, only
 from fedgp_flower.gp.whitened import WhitenedGP
 from fedgp_flower.options import Value
 from fedgp_flower.privacy.policy import Rules
@@ -264,13 +264,12 @@ class Predictor:
         if self.preparation.transform is not None:
             name = self.preparation.transform.name
             raise RunError(f"with `transform.target` = '{name}' nothing is normal in units of the target: use `sample`")
-        draws = self.draws()
-        model, likelihood = together(draws) if noise else (mixture(draws), draws[0][1])
-        latent = model(self.inputs(frame))
-        if noise and not isinstance(likelihood, GaussianLikelihood):
+        draws, inputs = self.draws(), self.inputs(frame)
+        if noise and not isinstance(draws[0][1], GaussianLikelihood):
             kind = self.saved.likelihood
             raise RunError(f"observations with `model.likelihood` = {kind!r} are not normal: use `predict`")
-        return Transforms.of(self.saved.arrays).original(likelihood(latent) if noise else latent)
+        found = evenly([likelihood(model(inputs)) if noise else model(inputs) for model, likelihood in draws])
+        return Transforms.of(self.saved.arrays).original(found)
 
     def sample(self, frame: pd.DataFrame, count: int = 1, *, noise: bool = True, seed: int = 0) -> Array:
         """Joint draws at the rows of a table in original units, [count, N], over all draws of a mixture.
@@ -301,14 +300,13 @@ class Predictor:
         """``model, likelihood = posterior.to_gpytorch()``, such that ``likelihood(model(x))`` is the prediction.
 
         Both are in evaluation mode and in standardised coordinates: :meth:`inputs` leads there from a table,
-        ``transforms`` from encoded inputs and back to original units. A mixture over draws of inducing points and
-        hyperparameters becomes the Gaussian process with its mean and covariance functions.
+        ``transforms`` from encoded inputs and back to original units.
 
         Raises:
-            RunError: as for :meth:`to_gpytorch_draws`, or several draws with other than Gaussian noise are no single
-                model.
+            RunError: as for :meth:`to_gpytorch_draws`, or the prediction is a mixture over draws of inducing points and
+                hyperparameters, which is no single model.
         """
-        return Exported(*together(self.draws()), Transforms.of(self.saved.arrays))
+        return Exported(*only(self.draws()), Transforms.of(self.saved.arrays))
 
     def to_botorch(self) -> FederatedModel:
         """A model of BoTorch; see :class:`fedgp_flower.run.to_botorch.FederatedModel`. Needs the extra ``botorch``.

@@ -147,7 +147,7 @@ BUILT_IN: Mapping[str, Method] = {
     "fsgp": Method(
         summary="Federated averaging of a sparse GP, then the exact posterior of all rows from sums",
         paper="Guo et al., Federated sparse Gaussian processes (2022)",
-        options="fedgp_flower.methods.sgpr.options:FSGPOptions",
+        options="fedgp_flower.methods.sgpr.options:AveragedOptions",
         strategy="strategies.fsgp:FSGP",
         client="fedgp_flower.methods.sgpr.client:FSGPClient",
         posterior="fedgp_flower.methods.sparse_posterior:saved_model",
@@ -155,19 +155,19 @@ BUILT_IN: Mapping[str, Method] = {
     "fgpr": Method(
         summary="Averaged hyperparameters of exact GPs; every site predicts from its own rows",
         paper="Yue and Kontar, Federated Gaussian process (2021); baseline of Guo et al. (2022)",
-        options="fedgp_flower.methods.fgpr.options:FGPROptions",
+        options="fedgp_flower.methods.sgpr.options:AveragedOptions",
         strategy="strategies.fgpr:FGPR",
-        client="fedgp_flower.methods.fgpr.client:FGPRClient",
+        client="fedgp_flower.methods.sgpr.client:FGPRClient",
         why_no_posterior=_FROM_ITS_ROWS,
     ),
     "deep-kernel": Method(
         summary="A GP on features that a network learns by federated averaging: heads by exact sums, personal at sites",
         paper="Achituve et al., Personalized federated learning with Gaussian processes (2021); heads after Guo et al.",
-        options="fedgp_flower.methods.deep_kernel.options:DeepKernelOptions",
+        options="fedgp_flower.methods.deep_kernel.messages:DeepKernelOptions",
         strategy="strategies.deep_kernel:DeepKernelGP",
         client="fedgp_flower.methods.deep_kernel.client:DeepKernelClient",
         posterior="fedgp_flower.methods.deep_kernel.posterior:saved_model",
-        panels="fedgp_flower.methods.deep_kernel.panels:panels",
+        panels="fedgp_flower.methods.deep_kernel.posterior:panels",
         at_site="fedgp_flower.methods.deep_kernel.posterior:site_model",
     ),
     "hierarchical-gp": Method(
@@ -281,10 +281,10 @@ def option_classes() -> dict[str, type[MethodOptions]]:
 
 def parse_config(flat: FlatConfig) -> RunConfig:
     """Validate a run configuration against the tables of all methods; see :func:`fedgp_flower.config.parse`."""
-    return parse(flat, _own_options(flat) or option_classes())
+    return parse(flat, _built_in_options(flat) or option_classes())
 
 
-def _own_options(flat: FlatConfig) -> dict[str, type[MethodOptions]]:
+def _built_in_options(flat: FlatConfig) -> dict[str, type[MethodOptions]]:
     """The options of the configured method, where it is built in and no key is another one's: what a site is sent.
 
     Flower starts a process for each message of a real site, which does without the tables of all other methods.
@@ -292,23 +292,25 @@ def _own_options(flat: FlatConfig) -> dict[str, type[MethodOptions]]:
     name = resolved(str(flat.get("method", AUTO)), flat)
     if name not in BUILT_IN or flat.get("extra"):
         return {}
-    own = {name: load(BUILT_IN[name].options)}
-    return own if set(flat) <= set(defaults(own.values())) else {}
+    options = {name: load(BUILT_IN[name].options)}
+    return options if set(flat) <= set(defaults(options.values())) else {}
 
 
 def default_config() -> dict[str, Value]:
     """Every key with its default, except those of installed packages: what ``[tool.flwr.app.config]`` must hold."""
-    own = [load(method.options) for method in BUILT_IN.values()]
-    foreign = {f"{section.table}.{section.model_fields[name].alias}" for section in own for name in section.foreign}
-    return {key: value for key, value in defaults(own).items() if key not in foreign}
+    sections = [load(method.options) for method in BUILT_IN.values()]
+    foreign = {
+        f"{section.table}.{section.model_fields[name].alias}" for section in sections for name in section.foreign
+    }
+    return {key: value for key, value in defaults(sections).items() if key not in foreign}
 
 
 def strategy_class(config: RunConfig) -> Any:
-    """The Strategy of a configuration: the one its method's table chooses, else that of the method's row."""
+    """The Strategy of a configuration."""
     importlib.import_module("gpytorch")  # whole, before anything inside it: see fedgp_flower/clients/__init__.py
-    return load(config.options.strategy_for(config) or METHODS[config.method].strategy)
+    return load(METHODS[config.method].strategy)
 
 
 def client_class(config: RunConfig) -> Any:
-    """The client of a configuration, likewise."""
-    return load(config.options.client_for(config) or METHODS[config.method].client)
+    """The client of a configuration."""
+    return load(METHODS[config.method].client)

@@ -53,10 +53,10 @@ FAILURE_LIMIT = 100
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A section a method adds: a figure, a PNG, or HTML in which the method has escaped whatever comes from data."""
+    """A section a method adds: a figure, or HTML in which the method has escaped whatever comes from data."""
 
     title: str
-    body: Figure | bytes | str
+    body: Figure | str
     caption: str
 
 
@@ -254,14 +254,11 @@ def _predictions(run: RunData, predictor: Predictor | None) -> list[tuple[str, s
     if len(names) == 1 and predictor is not None:
         figure = figures.curve(rows, predictor, (float(spans[0, 0]), float(spans[0, 1])), (names[0], target), counts)
         drawn.append(("curve", "Predictive mean and 95 % interval", figure, f"For a noisy observation.{shown}"))
-    elif len(names) == 1 and rows is not None:
-        figure = figures.intervals(rows, (names[0], target), counts)
-        drawn.append(("intervals", "Held-out rows and their 95 % intervals", figure, f"Along the one input.{shown}"))
-    elif len(names) == 2 and (predictor is not None or rows is not None):
+    elif len(names) == 2 and predictor is not None:
         figure = figures.surface(rows, predictor, spans, (*names, target))
-        dots = " Dots: held-out rows; on the left their colour is what was observed." if predictor else ""
-        drawn.append(("map", "Maps of predictive mean and sd", figure, f"For a noisy observation.{dots}{shown}"))
-    if rows is not None and len(names) != 1:
+        caption = f"For a noisy observation. Dots: held-out rows; on the left their colour is what was observed.{shown}"
+        drawn.append(("map", "Maps of predictive mean and sd", figure, caption))
+    if rows is not None and (len(names) != 1 or predictor is None):
         caption = f"Bars: 95 % intervals around the prediction; dots: what was observed.{shown}"
         drawn.append(
             ("parity", "Observed against predicted, and residuals", figures.parity(rows, target, counts), caption)
@@ -350,10 +347,7 @@ def _extra(plots: Path, panel: Panel) -> _Drawn:
     if isinstance(panel.body, str):
         return _Drawn(panel.title, panel.caption, html=Markup(panel.body))  # noqa: S704
     name = "-".join(re.findall(r"[a-z0-9]+", panel.title.lower())) or "panel"
-    if isinstance(panel.body, Figure):
-        return _draw(plots, name, panel.title, panel.body, panel.caption)
-    write_bytes(plots / f"{name}.png", panel.body)
-    return _Drawn(panel.title, panel.caption, source=_address("png", panel.body), width=800)
+    return _draw(plots, name, panel.title, panel.body, panel.caption)
 
 
 def _draw(plots: Path, name: str, title: str, figure: Figure, caption: str) -> _Drawn:
@@ -363,8 +357,5 @@ def _draw(plots: Path, name: str, title: str, figure: Figure, caption: str) -> _
     write_bytes(plots / f"{name}.png", image.getvalue())
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedgp"}):  # letters stay letters, ids the same
         figure.savefig(drawing, format="svg", metadata={"Date": None})
-    return _Drawn(title, caption, _address("svg+xml", drawing.getvalue()), math.ceil(figure.get_figwidth() * 100))
-
-
-def _address(kind: str, content: bytes) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    address = f"data:image/svg+xml;base64,{base64.b64encode(drawing.getvalue()).decode()}"
+    return _Drawn(title, caption, address, math.ceil(figure.get_figwidth() * 100))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fedgp_flower.config import RunConfig
@@ -32,8 +32,6 @@ class Algorithm(ABC, Generic[S]):
     method: ClassVar[str]
     options_class: ClassVar[type[MethodOptions]] = MethodOptions
     state_class: ClassVar[type]
-    implied: ClassVar[Mapping[str, Any]] = {}
-    """Keywords that the class stands for."""
     exchanges_a_round: ClassVar[int] = 1
     """Where exchanges are limited."""
     watched: ClassVar[str] = ""
@@ -63,12 +61,6 @@ class Algorithm(ABC, Generic[S]):
     @abstractmethod
     def predictive(self, state: S, roster: Roster) -> Asking[Predicted]:
         """What a state predicts with."""
-
-    def resumed(self, state: S, roster: Roster) -> Asking[S]:
-        """The state with which a resumed run goes on; sites may be asked, for a state that was changed in between."""
-        del roster
-        yield from ()
-        return state
 
     def public(self, state: S) -> NamedArrays:
         """The arrays that ``result.arrays`` holds: those that Flower's wrappers clip, disturb and save."""

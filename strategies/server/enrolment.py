@@ -40,6 +40,7 @@ ROWS_PER_INPUT = 3
 BARE = "bare"
 """Number in a description that says nothing of rows."""
 UNMASKABLE = "its numbers are not finite or too large for masks; write such a column in larger units"
+FACTS = ("schema", "labels", "rows", "simulated", "training_target", "columns", "dropped")
 ARRAYS = ("input.mean", "input.scale", "target.mean", "target.scale")
 
 
@@ -139,16 +140,7 @@ class Preparation:
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the arrays."""
-        return {
-            "schema": self.schema,
-            "labels": self.labels,
-            "rows": self.rows,
-            "simulated": self.simulated,
-            "names": list(self.names),
-            "training_target": self.training_target,
-            "columns": self.columns,
-            "dropped": self.dropped,
-        }
+        return {name: getattr(self, name) for name in FACTS} | {"names": list(self.names)}
 
     @staticmethod
     def from_snapshot(snapshot: Snapshot) -> Preparation:

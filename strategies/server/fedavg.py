@@ -1,4 +1,4 @@
-"""Federated averaging of named parameters: Flower's own FedAvg, FedAdam and FedYogi, as a pure update of a state.
+"""Federated averaging of named parameters: Flower's FedAvg, FedAdam and FedYogi, as a pure update of a state.
 
 What Flower's rules lack is here: sites sampled by their stable ids from a seed, and moments that are part of the state.
 """

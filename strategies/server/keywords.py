@@ -1,6 +1,6 @@
 """Keyword arguments of a Strategy: the fields of its options and of the shared sections, documented where declared.
 
-``ReplayPVI(num_inducing=100, damping=0.5, seed=1)`` and the run configuration ``model.num-inducing = 100``,
+``PVI(num_inducing=100, damping=0.5, seed=1)`` and the run configuration ``model.num-inducing = 100``,
 ``pvi.damping = 0.5``, ``seed = 1`` are the same thing: every keyword is a field of the configuration, validated alike.
 Every field has one spelling: its name, and behind the name of its section, as in ``optimizer_learning_rate``, where the
 method's table has a field of that name.
@@ -44,11 +44,12 @@ class Keyword:
     meaning: str
 
 
-def keys(options: type[MethodOptions], implied: Mapping[str, Any]) -> dict[str, Keyword]:
-    """The keywords for a method's table and the shared sections, without those that a class implies."""
+@cache
+def keys(options: type[MethodOptions]) -> dict[str, Keyword]:
+    """The keywords for a method's table and the shared sections."""
     found: dict[str, Keyword] = {}
-    own = [section for section in (options, options.shared) if section is not None and section.table]
-    tables: list[tuple[str, type[Section]]] = [(section.table, section) for section in own]
+    sections = [section for section in (options, options.shared) if section is not None and section.table]
+    tables: list[tuple[str, type[Section]]] = [(section.table, section) for section in sections]
     for name, info in CoreConfig.model_fields.items():
         if isinstance(info.default, Section):
             tables.append((name, type(info.default)))
@@ -59,8 +60,7 @@ def keys(options: type[MethodOptions], implied: Mapping[str, Any]) -> dict[str, 
             if not info.exclude and not (table in NOT_FOR_A_STRATEGY and table != options.table):
                 spelling = f"{table}_{name}" if name in found else name
                 found[spelling] = _keyword(f"{table}.", name, section)
-    fixed = {found[name].key for name in implied}
-    return {name: keyword for name, keyword in found.items() if keyword.key not in fixed}
+    return found
 
 
 def _keyword(prefix: str, name: str, section: type[Section]) -> Keyword:
@@ -81,13 +81,10 @@ def meanings(section: type[Section]) -> dict[str, str]:
     return found
 
 
-def configured(
-    method: str, options: type[MethodOptions], implied: Mapping[str, Any], given: Mapping[str, Any]
-) -> RunConfig:
-    """The configuration that the keyword arguments ``given`` stand for; ``implied`` are fields that the class sets."""
-    known, every = keys(options, implied), keys(options, {})
+def configured(method: str, options: type[MethodOptions], given: Mapping[str, Any]) -> RunConfig:
+    """The configuration that the keyword arguments ``given`` stand for."""
+    known = keys(options)
     flat: dict[str, Value] = {"method": method, **IN_A_PROGRAM}
-    flat |= {every[name].key: value for name, value in implied.items()}
     for name, value in given.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
@@ -98,20 +95,16 @@ def configured(
     return parse(flat, {method: options})
 
 
-def signature(options: type[MethodOptions], implied: Mapping[str, Any]) -> inspect.Signature:
+def signature(options: type[MethodOptions]) -> inspect.Signature:
     """What an editor shows: every keyword with its default."""
     kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature(
-        [inspect.Parameter(name, kind, default=keyword.default) for name, keyword in keys(options, implied).items()]
-    )
+    return inspect.Signature([inspect.Parameter(n, kind, default=k.default) for n, k in keys(options).items()])
 
 
-def documented(doc: str | None, options: type[MethodOptions], implied: Mapping[str, Any]) -> str:
+def documented(doc: str | None, options: type[MethodOptions]) -> str:
     """The docstring of a Strategy with a section of its keywords, from the docstrings of the fields they stand for."""
-    lines = [
-        f"    {name}: {' '.join(keyword.meaning.split())} (`{keyword.key}`, default {keyword.default!r})".replace(
-            ":  ", ": "
-        )
-        for name, keyword in keys(options, implied).items()
-    ]
-    return "\n".join([inspect.cleandoc(doc or ""), "", "Args:", *lines])
+    lines = [inspect.cleandoc(doc or ""), "", "Args:"]
+    for name, keyword in keys(options).items():
+        meaning = " ".join(f"{keyword.meaning} (`{keyword.key}`, default {keyword.default!r})".split())
+        lines.append(f"    {name}: {meaning}")
+    return "\n".join(lines)

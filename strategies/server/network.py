@@ -12,18 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
-from fedgp_flower.records import packed_record, record_of, settings_of
+from fedgp_flower.records import record_of, settings_of
 from strategies.server.wire import (
     SCHEMA_VERSION,
     Answer,
     SharedContext,
-    Specs,
     Texts,
     again,
     answer,
@@ -47,7 +45,8 @@ class Judge(Protocol):
         """Why a reply cannot be used, or None."""
 
 
-Expected: TypeAlias = Specs | Judge | None
+Expected: TypeAlias = Judge | None
+"""None: arrays of any names and shapes, as long as all numbers are finite."""
 
 
 @dataclass(slots=True)
@@ -113,18 +112,15 @@ class Network:
         """Sites that have not failed ``max_failures`` times in a row."""
         return [site for site in self.sites() if self.streak.get(site, 0) < self.max_failures]
 
-    def message(
-        self, site: str, kind: str, arrays: Mapping[str, np.ndarray] | ArrayRecord, settings: Texts | None = None
-    ) -> Message:
+    def message(self, site: str, kind: str, arrays: ArrayRecord, settings: Texts) -> Message:
         """A message of a kind for one site."""
-        record = arrays if isinstance(arrays, ArrayRecord) else packed_record(arrays)
-        message = self._message(self.nodes[site], kind, record, settings or {})
+        message = self._message(self.nodes[site], kind, arrays, settings)
         self.asked[site] = echo_of(message)
         if self.context is not None:
             self.context.attach(message)
         return message
 
-    def _message(self, node: int, kind: str, record: ArrayRecord, settings: Texts) -> Message:
+    def _message(self, node: int, kind: str, arrays: ArrayRecord, settings: Texts) -> Message:
         config: dict[str, Any] = {
             **settings,
             "schema-version": SCHEMA_VERSION,
@@ -132,17 +128,17 @@ class Network:
             "round": self.round,
             "communication": self.traffic.communications,
         }
-        content = RecordDict({"arrays": record, "config": ConfigRecord(config)})
+        content = RecordDict({"arrays": arrays, "config": ConfigRecord(config)})
         return Message(content, dst_node_id=node, message_type=kind, group_id=str(self.round))
 
-    def exchange(self, messages: Sequence[Message], specs: Expected, *, retries: int = 0) -> list[Message]:
+    def exchange(self, messages: Sequence[Message], expected: Expected, *, retries: int = 0) -> list[Message]:
         """Send, wait, and keep what is valid, in site order; everything else becomes a failure of its site.
 
         A site fails at most once in an exchange, however often it is asked.
 
         Args:
             messages: At most one for a site.
-            specs: What the arrays of a reply must look like; None leaves them to the caller.
+            expected: What a reply must be.
             retries: How often a message that failed is sent again at once.
         """
         site_of = {node: site for site, node in self.nodes.items()}
@@ -157,7 +153,7 @@ class Network:
             if self.context is not None:
                 replies = self.context.supplied(sent, replies, self.round_trip)
             for site, reply in zip(waiting, replies, strict=True):
-                reason = self.refusal(reply, specs, site, echo_of(waiting[site]))
+                reason = self.refusal(reply, expected, site, echo_of(waiting[site]))
                 if reason is None and reply is not None:
                     kept[site] = reply
                     self._note(site, reply)
@@ -168,14 +164,14 @@ class Network:
         self.accepted = {reply.metadata.reply_to_message_id for reply in kept.values()}
         return _in_order(kept)
 
-    def judged(self, replies: Iterable[Message], specs: Expected) -> list[Message]:
+    def judged(self, replies: Iterable[Message], expected: Expected) -> list[Message]:
         """The valid ones in site order: those of the latest exchange were judged there, all others are judged here."""
         sites = {node: site for site, node in self.nodes.items()}
         kept: dict[str, Message] = {}
         for reply in replies:
             site = sites.get(reply.metadata.src_node_id)
             known = reply.metadata.reply_to_message_id in self.accepted
-            if site is not None and (known or self.accept(site, reply, specs) is not None):
+            if site is not None and (known or self.accept(site, reply, expected) is not None):
                 kept[site] = reply
         return _in_order(kept)
 
@@ -183,18 +179,10 @@ class Network:
         """The site that sent a reply."""
         return str(settings_of(message)["site"])
 
-    def ask(
-        self,
-        kind: str,
-        arrays: Mapping[str, Mapping[str, np.ndarray]],
-        specs: Expected,
-        settings: Texts | None = None,
-        *,
-        retries: int = 0,
-    ) -> dict[str, Answer]:
-        """Send each site its arrays and return the valid answers by site."""
-        messages = [self.message(site, kind, request, settings) for site, request in arrays.items()]
-        return answers(self.exchange(messages, specs, retries=retries))
+    def ask(self, kind: str, settings: Texts, *, retries: int = 0) -> dict[str, Answer]:
+        """Ask every site something without arrays, and return the valid answers by site."""
+        messages = [self.message(site, kind, ArrayRecord(), settings) for site in self.sites()]
+        return answers(self.exchange(messages, None, retries=retries))
 
     def introduce(self, kind: str) -> dict[str, Answer]:
         """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it.
@@ -268,14 +256,14 @@ class Network:
         self.traffic.bytes_up += sum(content_bytes(reply) for reply in arrived)
         return arrived
 
-    def accept(self, site: str, reply: Message | None, specs: Expected, asked: Texts | None = None) -> Message | None:
+    def accept(self, site: str, reply: Message, expected: Expected, asked: Texts | None = None) -> Message | None:
         """The reply to a message, the site's latest unless told, if it is valid; else None and the site's failure."""
         self.forgiven.pop(site, None)
-        reason = self.refusal(reply, specs, site, asked or self.asked.get(site))
+        reason = self.refusal(reply, expected, site, asked or self.asked.get(site))
         if self.context is not None:
             self.context.note(reply)
-        if reason is not None or reply is None:
-            self.fail(site, reason or "no reply")
+        if reason is not None:
+            self.fail(site, reason)
             return None
         self._note(site, reply)
         self.traffic.communications += 1
@@ -289,7 +277,7 @@ class Network:
         return had and lacks(reply)
 
     def refusal(
-        self, reply: Message | None, specs: Expected, site: str | None = None, asked: Texts | None = None
+        self, reply: Message | None, expected: Expected, site: str | None = None, asked: Texts | None = None
     ) -> str | None:
         """Why a reply cannot be used, or None if it can; ``site`` and ``asked`` are who was asked what, where known."""
         if reply is None:
@@ -307,7 +295,7 @@ class Network:
         )
         if reason := reason or numbers_refusal(reply):
             return reason
-        return arrays_refusal(reply, specs) if specs is None or isinstance(specs, Mapping) else specs.refusal(reply)
+        return arrays_refusal(reply) if expected is None else expected.refusal(reply)
 
     def _record(self, site: str, reason: str) -> None:
         self.failures.append(Failure(self.round, site, reason))

@@ -1,6 +1,6 @@
 """What an algorithm may ask, what it is answered, and with what it predicts; an algorithm knows no Flower.
 
-Two rules. *Everything that changes a state stands in the algorithm's own file*: a round is a generator that yields
+Two rules. *Everything that changes a state stands in the algorithm's file*: a round is a generator that yields
 questions, is sent answers, and returns the next state. *That file knows nothing of who is on the line*: whether sites
 are simulated, how often a question was asked again, how many bytes it took and who failed is the driver's business
 (:mod:`strategies.server.strategy`).
@@ -36,7 +36,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class Each(Generic[A]):
-    """Ask every named site its own question; the answer is ``{site: A}``, without the sites that failed."""
+    """Ask every named site a question of its kind; the answer is ``{site: A}``, without the sites that failed."""
 
     answer: type[A]
     requests: Mapping[str, Any]

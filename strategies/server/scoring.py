@@ -82,7 +82,7 @@ class Scoring:
         session = self.session
         if total is ScoreSums and session.masking is None:
             sites = session.network.sites()
-            return ScoresAsked([session.message(site, "evaluate", predicted.at(site)) for site in sites], {})
+            return ScoresAsked([session.message(site, "evaluate", predicted.at(site)) for site in sites], None)
         if isinstance(predicted.request, Mapping):
             session.require_clear(type(next(iter(predicted.request.values()))))
         asked = session.put(self._question(total, predicted.request))

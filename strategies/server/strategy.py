@@ -3,7 +3,7 @@
 An algorithm (:mod:`strategies.server.algorithm`) supplies computations that ask (:mod:`strategies.server.questions`).
 The session (:mod:`strategies.server.session`) puts their questions to the sites and judges what comes back. The class
 here turns both into a Flower Strategy, and is the only place where the state changes: once a round, when the round is
-complete. So a killed round is repeated from the last state, and Flower's own ``start``, its wrappers and its mods work.
+complete. So a killed round is repeated from the last state, and Flower's ``start``, its wrappers and its mods work.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ class FederatedStrategy(Algorithm[S], Strategy):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        cls.__signature__ = signature(cls.options_class, cls.implied)  # type: ignore[attr-defined]
-        cls.__doc__ = documented(cls.__doc__, cls.options_class, cls.implied)
+        cls.__signature__ = signature(cls.options_class)  # type: ignore[attr-defined]
+        cls.__doc__ = documented(cls.__doc__, cls.options_class)
 
     def __init__(self, **keywords: Any) -> None:
-        config = configured(self.method, self.options_class, self.implied, keywords)
-        self._set(config, Observer(), None)
+        self._set(configured(self.method, self.options_class, keywords), Observer(), None)
 
     @classmethod
     def from_config(cls, config: RunConfig, observer: Observer, snapshot: Snapshot | None = None) -> Self:
@@ -100,7 +99,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
 
         Args:
             grid: Where the sites are.
-            initial_arrays: Public arrays to start from instead of the method's own first state.
+            initial_arrays: Public arrays to start from instead of the method's first state.
             num_rounds: Rounds, those before a resume among them.
             timeout: Seconds after which a missing reply is its site's failure.
             train_config: Sent with every training message.
@@ -150,7 +149,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         if hasattr(self, "session"):
             return
         facts = {} if self.snapshot is None else self.snapshot.facts
-        # Sites keep state under this id: a resumed run goes on under its own, any other run starts afresh.
+        # Sites keep state under this id: a resumed run goes on under the old one, any other run starts afresh.
         run = facts.get("run", f"{self.config.digest()}-{secrets.token_hex(4)}")
         network = Network(grid, run, self.timeout, self.config.max_failures)
         self.begun = network.round = int(facts.get("round", 0))
@@ -159,9 +158,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.session.meet(self.snapshot)
         self.config = self.session.config
         if self.snapshot is not None:
-            state = restore(self.session, self.snapshot, self.clock, self.state_class)
+            self.current = restore(self.session, self.snapshot, self.clock, self.state_class)
             logger.info("resumed after round %d", self.round)
-            self.current = self.session.run(self.resumed(state, self.roster()))
         while not hasattr(self, "current"):
             try:
                 self.session.agree(self.adjusted)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from flwr.app import Message
 
 from fedgp_flower.errors import ProtocolError, RunError
@@ -25,7 +26,6 @@ from fedgp_flower.records import numpy_arrays
 from fedgp_flower.shared_messages import Described
 from strategies.server.network import Network
 from strategies.server.questions import Summed, Total
-from strategies.server.wire import ArraySpec
 
 logger = logging.getLogger("fedgp")
 
@@ -66,7 +66,9 @@ class MaskedContract:
             return f"a masked summand cannot be decoded ({type(error).__name__})"
         if set(arrays) != {WORDS}:
             return f"expected one masked array, found {', '.join(sorted(arrays)) or 'none'}"
-        return ArraySpec(shape, "uint64").refusal(arrays[WORDS])
+        if arrays[WORDS].shape != shape or arrays[WORDS].dtype != np.uint64:
+            return f"expected words of shape {shape}, found {arrays[WORDS].shape} of {arrays[WORDS].dtype}"
+        return None
 
     def layout(self, reply: Message) -> Layout:
         """The layout of the question, or the one the reply names."""
@@ -98,7 +100,7 @@ class Masking:
     def enrol(network: Network, configuration: str, least: int, simulated: bool) -> Masking:
         """Ask every site for its key of the run."""
         settings = {"configuration": configuration}
-        answers = network.ask(KEYS, {site: {} for site in network.sites()}, {}, settings, retries=1)
+        answers = network.ask(KEYS, settings, retries=1)
         masking = Masking(network, {}, least, simulated)
         for site, said in answers.items():
             if {"key", "signature"} <= set(said.texts):
@@ -128,7 +130,7 @@ class Masking:
         return written_members(list(self.members.values()))
 
     def open(self, total: Total[Any], sites: Sequence[str], sizes: Mapping[str, int]) -> MaskedContract:
-        """A question under a number of its own."""
+        """A question under a new number."""
         roster = sorted(self.taking_part(sites))
         self.require(roster)
         network = self.network
@@ -178,9 +180,8 @@ class Masking:
             found = decode(contract.total.answer, unflat(vector, contract.layout(replies[sites[0]])), sizes)
         except ProtocolError as error:
             raise RunError(f"a total under masks cannot be used: {error}") from None
-        if not silent and (
-            reason := refusal_of(found, Described(rows))
-        ):  # what the rows of one site meet, those of all do
+        reason = None if silent else refusal_of(found, Described(rows))  # what rows of one site meet, those of all do
+        if reason:
             raise RunError(
                 f"no {rows} rows have such a total of `{name}`: {reason}. Under masks no site can be named;"
                 " `privacy.secure-aggregation = false` names it"

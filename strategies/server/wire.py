@@ -37,30 +37,6 @@ def natural_order(site: str) -> tuple[tuple[int, int, str], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """What an array of a reply must look like; ``None`` in a shape stands for any length."""
-
-    shape: tuple[int | None, ...]
-    dtype: str = "float64"
-
-    def refusal(self, array: np.ndarray) -> str | None:
-        """Why the array does not fit, or None."""
-        fits = len(array.shape) == len(self.shape) and all(
-            want is None or want == have for want, have in zip(self.shape, array.shape, strict=True)
-        )
-        if not fits:
-            return f"expected shape {self.shape}, found {array.shape}"
-        if array.dtype != np.dtype(self.dtype):
-            return f"expected {self.dtype}, found {array.dtype}"
-        if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
-            return f"{int((~np.isfinite(array)).sum())} of {array.size} entries are not finite"
-        return None
-
-
-Specs = Mapping[str, ArraySpec]
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """A valid reply, unpacked."""
 
@@ -80,23 +56,15 @@ class Answer:
         return float("nan") if isinstance(value, list) else float(value)
 
 
-def arrays_refusal(reply: Message, specs: Specs | None) -> str | None:
-    """Why the arrays of a reply cannot be read or do not match what was asked for, or None.
-
-    Without ``specs`` any names, shapes and types will do, as long as all numbers are finite.
-    """
+def arrays_refusal(reply: Message) -> str | None:
+    """Why the arrays of a reply cannot be used, whatever they are, or None."""
     try:
         arrays = numpy_arrays(record_of(reply.content, "arrays", ArrayRecord) or ArrayRecord())
     except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
         return f"arrays cannot be decoded ({type(error).__name__})"
-    if specs is not None and set(arrays) != set(specs):
-        missing, extra = sorted(set(specs) - set(arrays)), sorted(set(arrays) - set(specs))
-        return f"arrays missing: {missing or 'none'}, unexpected: {extra or 'none'}"
     for name, array in arrays.items():
-        spec = ArraySpec((None,) * array.ndim, str(array.dtype)) if specs is None else specs[name]
-        reason = spec.refusal(array)
-        if reason:
-            return f"array `{name}`: {reason}"
+        if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
+            return f"array `{name}`: {int((~np.isfinite(array)).sum())} of {array.size} entries are not finite"
     return None
 
 
@@ -118,7 +86,7 @@ def _is_finite(value: float | Sequence[float]) -> bool:
 
 
 def again(message: Message) -> Message:
-    """The same message once more, under an id of its own."""
+    """The same message once more, under another id."""
     meta = message.metadata
     return Message(
         message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id

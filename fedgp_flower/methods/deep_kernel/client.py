@@ -13,10 +13,8 @@ from fedgp_flower.clients.numpy_client import AveragingClient
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.methods.classes import Confusion
-from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
-from fedgp_flower.methods.deep_kernel.model import DeepKernel
-from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
-from fedgp_flower.methods.deep_kernel.posterior import DeepPosterior
+from fedgp_flower.methods.deep_kernel.messages import DeepKernelOptions, HeadPosterior, HeadRequest, Heads
+from fedgp_flower.methods.deep_kernel.model import DeepKernel, DeepPosterior, heads_of
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
 from fedgp_flower.shared_messages import Step, Stepped
 from fedgp_flower.typing import Array
@@ -45,7 +43,7 @@ class DeepKernelClient(AveragingClient):
         """What this site's rows say of the shared head."""
         with torch.no_grad():
             sums = self.model(request.values).sums(*self.tensors)
-            return Heads.of([sums.without_personal(float(share)) for share in request.shares])
+            return heads_of([sums.without_personal(float(share)) for share in request.shares])
 
     def predict(self, request: HeadPosterior, inputs: Array) -> Prediction:
         """Personal prediction."""
@@ -68,7 +66,7 @@ class DeepKernelClient(AveragingClient):
         model, steps = self.model(), self.options.local_steps * self.config.num_server_rounds
         climbed(model, x, y, steps=steps, learning_rate=self.options.learning_rate)
         with torch.no_grad():
-            head = model.sums(torch.from_numpy(x), torch.from_numpy(y)).without_personal(0.0).posterior(0.0)
+            head = model.sums(torch.from_numpy(x), torch.from_numpy(y)).posterior(1.0)
         return self._scored(Prediction(*DeepPosterior(model, *head, 0.0).moments(data.x_test)), data.y_test)
 
     def _scored(self, found: Prediction, target: Array) -> Scores:
@@ -87,7 +85,7 @@ def climbed(model: DeepKernel, x: Array, y: Array, *, steps: int, learning_rate:
     inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
 
     def objective() -> torch.Tensor:
-        return model.sums(inputs, targets).log_evidence() / len(targets)
+        return model.sums(inputs, targets).log_evidence(1.0) / len(targets)
 
     if np.ptp(y) == 0:
         return float(objective().detach())

@@ -1,18 +1,54 @@
-"""What server and sites of a deep-kernel Gaussian process say to each other, besides steps of federated averaging."""
+"""The table ``deep.*``, and what server and sites of a deep-kernel GP say to each other besides federated averaging."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.config import CoreConfig
+from fedgp_flower.errors import ConfigError
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.deep_kernel.mathematics import Evidence
+from fedgp_flower.options import Count, MethodOptions, Positive, PositiveInt
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import AnyShape
+
+
+class DeepKernelOptions(MethodOptions):
+    """The table ``deep.*``."""
+
+    table: ClassVar[str] = "deep"
+
+    network: Literal["dense", "convolutional"] = "dense"
+    """``dense``: two rectified layers; ``convolutional``: inputs are the pixels of a square image row by row."""
+    features: ClassVar[int] = 32
+    """Learned features; sites send sums of their products."""
+    classes: Count = 0
+    """The target holds the numbers 0 to ``classes`` − 1; 0: it is a number, or two classes by name."""
+    local_steps: PositiveInt = 10
+    """Steps of Adam on the evidence of a site's rows in a round."""
+    learning_rate: Positive = 0.003
+    """Learning rate of Adam."""
+
+    def check(self, core: CoreConfig) -> None:
+        """Class numbers as they are, and no key that is not read."""
+        likelihood, several = core.model.likelihood, self.classes > 0
+        if likelihood not in ("gaussian", "bernoulli"):
+            raise ConfigError(f"`model.likelihood` = {likelihood!r}: deep-kernel needs 'gaussian' or 'bernoulli'")
+        if self.classes == 1 or (likelihood == "bernoulli" and self.classes not in (0, 2)):
+            raise ConfigError(f"`deep.classes` = {self.classes}: one class is none, and 'bernoulli' are two")
+        if likelihood == "gaussian" and several and core.standardise:
+            raise ConfigError("`deep.classes` are numbers that the target holds: set `standardise` false")
+        if unread := core.optimizer.unread():
+            raise ConfigError(
+                f"{unread}: deep-kernel takes steps of Adam; see `deep.learning-rate`, `deep.local-steps`"
+            )
+        if core.device == "cuda" or core.precision != "float64":
+            raise ConfigError("`device`, `precision`: deep-kernel works on the 'cpu' in 'float64'")
+        core.require_whole_rosters("averaging.fraction", core.averaging.fraction)
 
 
 @message()
@@ -36,17 +72,6 @@ class Heads:
     def num_parameters(self) -> int:
         """Entries of a head."""
         return int(np.prod(self.shift.shape[1:]))
-
-    @staticmethod
-    def of(each: Sequence[Evidence]) -> Heads:
-        """From what rows say at every ρ."""
-        parts = (torch.stack([getattr(own, name) for own in each]) for name in ("precision", "shift", "constant"))
-        return Heads(*(part.detach().numpy() for part in parts))
-
-    def evidence(self) -> list[Evidence]:
-        """At every ρ."""
-        parts = map(torch.from_numpy, (self.precision, self.shift, self.constant))
-        return [Evidence(*own) for own in zip(*parts, strict=True)]
 
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, described: Described) -> str | None:

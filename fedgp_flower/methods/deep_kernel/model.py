@@ -1,10 +1,23 @@
-"""The network that makes features, and how a target is observed: all that federated averaging averages."""
+"""A Gaussian process on learned features, with a head for all sites and a personal one at each; all exact.
+
+    f_c(x) at site k = φ(x)ᵀ (w_c + v_kc),   w_c ~ N(0, (1 − ρ) I),   v_kc ~ N(0, ρ I),   φ(x) [F] from a network
+
+so that cov(f_c(x), f_c(x')) = φ(x)ᵀφ(x') within a site and (1 − ρ) times that between sites. Outputs c are
+observed with Gaussian noise of known variances. Of each, a site has
+
+    G = Φᵀ D⁻¹ Φ,   g = Φᵀ D⁻¹ t,   and without its v_k, which it integrates out,
+    B = (I + ρ G)⁻¹ G,   b = (I + ρ G)⁻¹ g,   log p(t | w) = e + bᵀw − ½ wᵀB w,
+
+and ΣB, Σb, Σe over sites give q(w) and the evidence of all rows. With ρ = 0 both are those of the pooled Gaussian
+process, whatever the partition; the evidence of one site's rows does not depend on ρ.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,17 +25,79 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from fedgp_flower.errors import DataError, ProtocolError
-from fedgp_flower.methods.deep_kernel.mathematics import SiteSums
-from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
+from fedgp_flower.gp.linalg import cholesky
+from fedgp_flower.methods.deep_kernel.messages import DeepKernelOptions, HeadPosterior, Heads
 from fedgp_flower.options import ModelSection
-from fedgp_flower.typing import NamedArrays, Rows, Targets
+from fedgp_flower.typing import Array, NamedArrays, Rows, Scalar, Targets
 
+Means = Float[Tensor, "C F"]
+Covariances = Float[Tensor, "C F F"]
 PREDICTION_SEED, PREDICTION_DRAWS = 24, 200
 """Draws of a prediction are always the same: it is a function of the posterior alone."""
 HIDDEN = 50
 """Units of the first dense layer."""
 CONCENTRATION = 0.01
 """α of a class that a row is not of: a small value trusts labels (Milios et al. 2018)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSums:
+    """What rows say of heads w: log p(t | w) = constant + Σ_c (shiftᵀw − ½ wᵀ precision w)."""
+
+    precision: Covariances
+    """G, or B where a personal head is integrated out."""
+    shift: Means
+    """g, or b."""
+    constant: Scalar
+    """log N(t; 0, D), or e."""
+
+    @staticmethod
+    def of(features: Float[Tensor, "N F"], values: Float[Tensor, "C N"], variances: Float[Tensor, "C N"]) -> HeadSums:
+        """From rows: φ, t and the diagonal of D."""
+        weighted = features / variances[..., None]  # [C, N, F]
+        constant = -0.5 * (values.square() / variances + variances.log() + math.log(2 * math.pi)).sum()
+        return HeadSums(weighted.mT @ features, (weighted.mT @ values[..., None])[..., 0], constant)
+
+    def posterior(self, prior: float) -> tuple[Means, Covariances]:
+        """Mean and covariance of w_c, N(0, prior · I) a priori."""
+        covariance = prior * torch.cholesky_inverse(self._factor(prior))
+        return (covariance @ self.shift[..., None])[..., 0], covariance
+
+    def log_evidence(self, prior: float) -> Scalar:
+        """The log density of the rows, w_c ~ N(0, prior · I) integrated out."""
+        factor = self._factor(prior)
+        white = torch.linalg.solve_triangular(factor, self.shift[..., None], upper=False)
+        return self.constant + 0.5 * prior * white.square().sum() - factor.diagonal(dim1=-2, dim2=-1).log().sum()
+
+    def without_personal(self, share: float) -> HeadSums:
+        """What a site's rows say of the shared head, v_k ~ N(0, ρ I) integrated out."""
+        factor = self._factor(share)
+        precision = torch.cholesky_solve(self.precision, factor)
+        shift = torch.cholesky_solve(self.shift[..., None], factor)[..., 0]
+        return HeadSums((precision + precision.mT) / 2, shift, self.log_evidence(share))
+
+    def personal(self, mean: Means, covariance: Covariances, share: float) -> tuple[Means, Covariances]:
+        """Mean and covariance of w_c + v_kc, from those of w_c given all rows, these among them."""
+        factor = self._factor(share)
+        moved = torch.cholesky_solve((mean + share * self.shift)[..., None], factor)[..., 0]
+        both = torch.cholesky_solve(torch.cholesky_solve(covariance, factor).mT, factor)
+        return moved, share * torch.cholesky_inverse(factor) + both
+
+    def _factor(self, scale: float) -> Covariances:
+        eye = torch.eye(self.shift.shape[-1], dtype=self.shift.dtype)
+        return cholesky(eye + scale * self.precision, of="precision of the heads")
+
+
+def heads_of(each: Sequence[HeadSums]) -> Heads:
+    """The message with what rows say at every ρ."""
+    parts = zip(*((sums.precision, sums.shift, sums.constant) for sums in each), strict=True)
+    return Heads(*(torch.stack(part).detach().numpy() for part in parts))
+
+
+def sums_of(heads: Heads) -> list[HeadSums]:
+    """What the rows behind a message say, at every ρ."""
+    parts = map(torch.from_numpy, (heads.precision, heads.shift, heads.constant))
+    return [HeadSums(*part) for part in zip(*parts, strict=True)]
 
 
 def dense(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
@@ -45,13 +120,6 @@ def convolutional(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
         layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.ReLU()]
         side = (side + 1) // 2
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels[-1] * side**2, options.features), nn.ReLU())
-
-
-NETWORKS: Mapping[str, Callable[[int, DeepKernelOptions], nn.Sequential]] = {
-    "dense": dense,
-    "convolutional": convolutional,
-}
-"""By ``deep.network``."""
 
 
 class Observed(nn.Module):
@@ -125,7 +193,7 @@ class DeepKernel(nn.Module):
         binary = section.likelihood == "bernoulli"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.network = NETWORKS[options.network](inputs, options)
+            self.network = (dense if options.network == "dense" else convolutional)(inputs, options)
         classes = 2 if binary else options.classes
         self.observed: Observed = Classes(classes, binary=binary) if classes else Numbers(section.noise)
         self.double()
@@ -134,13 +202,13 @@ class DeepKernel(nn.Module):
         """The vectors φ(x)."""
         return torch.cat([inputs.new_ones(len(inputs), 1), self.network(inputs)], 1)
 
-    def sums(self, inputs: Rows, targets: Targets) -> SiteSums:
-        """What heads need to know of rows."""
-        return SiteSums.of(self.features(inputs), *self.observed.values(targets))
+    def sums(self, inputs: Rows, targets: Targets) -> HeadSums:
+        """What rows say of heads."""
+        return HeadSums.of(self.features(inputs), *self.observed.values(targets))
 
     def to_arrays(self) -> NamedArrays:
         """Weights under their names."""
-        return {name: own.detach().numpy().copy() for name, own in self.named_parameters()}
+        return {name: p.detach().numpy().copy() for name, p in self.named_parameters()}
 
     def load(self, values: Mapping[str, np.ndarray]) -> DeepKernel:
         """This model with other weights.
@@ -148,10 +216,46 @@ class DeepKernel(nn.Module):
         Raises:
             ProtocolError: names or shapes are not those of this model.
         """
-        own = dict(self.named_parameters())
-        expected, got = ({n: tuple(v.shape) for n, v in these.items()} for these in (own, values))
+        parameters = dict(self.named_parameters())
+        expected, got = ({n: tuple(v.shape) for n, v in these.items()} for these in (parameters, values))
         if expected != got:
             raise ProtocolError(f"weights: expected {expected}, got {got}. Is `deep.*` the same everywhere?")
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.data.copy_(torch.from_numpy(values[name]))
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class DeepPosterior:
+    """The network, and q(w) of the shared head; where ρ is 0, of any head."""
+
+    model: DeepKernel
+    mean: Means
+    covariance: Covariances
+    share: float
+    """ρ."""
+
+    @staticmethod
+    def of(model: DeepKernel, sent: HeadPosterior) -> DeepPosterior:
+        """From a message."""
+        return DeepPosterior(model, torch.from_numpy(sent.mean), torch.from_numpy(sent.covariance), sent.share)
+
+    @torch.no_grad()
+    def personal(self, inputs: Rows, targets: Targets) -> DeepPosterior:
+        """The head of a site with these rows."""
+        head = self.model.sums(inputs, targets).personal(self.mean, self.covariance, self.share)
+        return DeepPosterior(self.model, *head, 0.0)
+
+    @torch.no_grad()
+    def moments(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and variance of an observation [N], or of indicators of classes [N, C]."""
+        features = self.model.features(torch.from_numpy(inputs))
+        spread = self.covariance + self.share * torch.eye(features.shape[1], dtype=features.dtype)
+        function = self.mean @ features.mT, ((features @ spread) * features).sum(-1)  # [C, N] each
+        mean, variance = self.model.observed.predict(*function)
+        return mean.numpy(), variance.numpy()
+
+    def __call__(self, inputs: Array) -> tuple[Array, Array]:
+        """Mean and standard deviation of an observation."""
+        mean, variance = self.moments(inputs)
+        return mean, np.sqrt(variance)

@@ -1,65 +1,26 @@
-"""Prediction from features and a head: of a site that nobody has seen, or of one with its rows."""
+"""What a finished run of a deep kernel predicts and shows."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.methods.deep_kernel.mathematics import Covariances, Means, latent
-from fedgp_flower.methods.deep_kernel.messages import HeadPosterior
-from fedgp_flower.methods.deep_kernel.model import DeepKernel
-from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
+from fedgp_flower.methods.deep_kernel.messages import DeepKernelOptions
+from fedgp_flower.methods.deep_kernel.model import DeepKernel, DeepPosterior
 from fedgp_flower.options import ModelSection
-from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
-
-if TYPE_CHECKING:
-    from fedgp_flower.config import RunConfig
-    from fedgp_flower.run.artefacts import Posterior, RunData
+from fedgp_flower.run.artefacts import Posterior, RunData
+from fedgp_flower.run.figures import confusion
+from fedgp_flower.run.report import Panel, html_table
+from fedgp_flower.typing import Array, NamedArrays
 
 HEADS = ("heads.mean", "heads.covariance")
 """Names of saved arrays; all others are weights of the network."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeepPosterior:
-    """The network, and q(w) of the shared head; where ρ is 0, of any head."""
-
-    model: DeepKernel
-    mean: Means
-    covariance: Covariances
-    share: float
-    """ρ."""
-
-    @staticmethod
-    def of(model: DeepKernel, sent: HeadPosterior) -> DeepPosterior:
-        """From a message."""
-        return DeepPosterior(model, torch.from_numpy(sent.mean), torch.from_numpy(sent.covariance), sent.share)
-
-    @torch.no_grad()
-    def personal(self, inputs: Rows, targets: Targets) -> DeepPosterior:
-        """The head of a site with these rows."""
-        own = self.model.sums(inputs, targets).personal(self.mean, self.covariance, self.share)
-        return DeepPosterior(self.model, *own, 0.0)
-
-    @torch.no_grad()
-    def moments(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and variance of an observation [N], or of indicators of classes [N, C]."""
-        features = self.model.features(torch.from_numpy(inputs))
-        spread = self.covariance + self.share * torch.eye(features.shape[1], dtype=features.dtype)
-        mean, variance = self.model.observed.predict(*latent(features, self.mean, spread))
-        return mean.numpy(), variance.numpy()
-
-    def __call__(self, inputs: Array) -> tuple[Array, Array]:
-        """Mean and standard deviation of an observation."""
-        mean, variance = self.moments(inputs)
-        return mean, np.sqrt(variance)
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> DeepPosterior:
@@ -84,3 +45,20 @@ def site_model(
     rows = site.encode(preparation)
     shared = saved_model(run.posterior, tuple(preparation.names))
     return shared.personal(torch.from_numpy(rows.x), torch.from_numpy(rows.y))
+
+
+def panels(run: RunData) -> list[Panel]:
+    """The evidence by ρ, and which class was taken for which."""
+    details = run.metrics.method_details
+    rows = [
+        (f"{share:g}", f"{value:,.1f}") for share, value in zip(details["shares"], details["evidence"], strict=True)
+    ]
+    caption = (
+        "Share ρ of the prior variance that heads of sites have for themselves, and the log evidence of all training"
+        f" rows, in nats. The largest one is taken: {details['share']:g}. At 0 all sites have the same head."
+    )
+    sections = [Panel("Personal heads", html_table(("ρ", "log evidence"), rows), caption)]
+    if counts := details.get("confusion"):
+        words = "Held-out rows of every class (rows of the figure) by the likeliest class (columns)."
+        sections.append(Panel("Confusion of classes", confusion(np.array(counts)), words))
+    return sections

@@ -10,12 +10,12 @@ from typing import cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import ndtr
 
 from fedgp_flower.clients.baselines import fitted
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.errors import NumericsError
+from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.fedmgp.joining import MOST_ROWS, predict_joining
 from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, Latents, from_parameters, posterior
@@ -38,7 +38,7 @@ from fedgp_flower.methods.fedmgp.model import (
     Kind,
     MultiOutputGP,
     fit_personal,
-    log_density,
+    likelihood_parameters,
     moments,
     regression_targets,
 )
@@ -54,7 +54,7 @@ from fedgp_flower.methods.fedmgp.unit import (
     starting_parameters,
     statistics,
 )
-from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, count_scores
+from fedgp_flower.scores import Prediction, Scores, latent_scores
 from fedgp_flower.typing import Array
 
 MOST_ROWS_SHOWN = 250
@@ -166,29 +166,18 @@ class FedMGPClient(SiteClient):
 
     def predict(self, request: View, inputs: Array) -> Prediction:
         """Personalised prediction of an observation (paper, Eq. 16); for classes, of the label."""
-        return Prediction(*self._observed(*self.function(request, inputs)))
-
-    def _observed(self, mean: Array, variance: Array, phi: UnitParameters) -> tuple[Array, Array]:
-        return (mean, variance + phi.noise) if self.gaussian else moments(self.likelihood, mean, variance, phi)
+        mean, variance, phi = self.function(request, inputs)
+        observed = (mean, variance + phi.noise) if self.gaussian else moments(self.likelihood, mean, variance, phi)
+        return Prediction(*observed)
 
     def score(self, request: View) -> Scores:
-        """Scores of held-out rows in original units.
-
-        Classes by their probability Φ(m / √(1 + v)), counts as a mixture of Poisson distributions; heavy-tailed numbers
-        by their density, with intervals and CRPS of a Gaussian with the same two moments.
-        """
-        target = self.rows.y_test
-        mean, variance, phi = self.function(request, self.rows.x_test)
-        if self.likelihood == "bernoulli":
-            return bernoulli_scores(ndtr(mean / np.sqrt(1 + variance)), target)
-        if self.likelihood == "poisson":
-            return count_scores(mean, variance, target)
-        scores = self.units.gaussian_scores(Prediction(*self._observed(mean, variance, phi)), target)
+        """Scores of held-out rows in original units."""
         if self.gaussian:
-            return scores
-        density = log_density(self.likelihood, target, mean, variance, phi)
-        nll = float(np.sum(np.log(self.preparation.target_scale) - density))
-        return Scores(scores.sums | {"nll": nll}, scores.arrays)
+            return super().score(request)
+        mean, variance, phi = self.function(request, self.rows.x_test)
+        point = build_point_likelihood(self.likelihood)
+        parameter = likelihood_parameters(point, phi)
+        return latent_scores(point, parameter, mean, variance, self.rows.y_test, self.preparation.target_scale)
 
     def curve(self, request: CurveRequest) -> Curve:
         """Predictions along the one input with and without the other units, and rows; a real unit refuses."""

@@ -179,11 +179,3 @@ def moments(kind: Kind, mean: Array, variance: Array, parameters: UnitParameters
     function = torch.from_numpy(mean), torch.from_numpy(variance)
     first, second = point.moments(*function, likelihood_parameters(point, parameters))
     return first.numpy(), second.numpy()
-
-
-@torch.no_grad()
-def log_density(kind: Kind, y: Array, mean: Array, variance: Array, parameters: UnitParameters) -> Array:
-    """Log ∫ p(y_n | f) N(f; mean, variance) df of each row, [N]."""
-    point = build_point_likelihood(kind)
-    function = torch.from_numpy(mean), torch.from_numpy(variance)
-    return point.log_predictive(torch.from_numpy(y), *function, likelihood_parameters(point, parameters)).numpy()

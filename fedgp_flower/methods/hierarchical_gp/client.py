@@ -74,7 +74,7 @@ class HierarchicalClient(SiteClient):
             return self.unit(values)
         x, y = (torch.from_numpy(rows) for rows in (self.rows.x, self.rows.y))
         points = torch.as_tensor(self.setting.constants[SHARED])
-        model = ShapedGP.of(self.config.model, x.shape[1], points)
+        model = ShapedGP(self.config.model, points)
         model.load_theta(theta_of(values))
         return SmoothDeviation(model, x, y)
 

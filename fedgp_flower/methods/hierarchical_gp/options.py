@@ -15,7 +15,7 @@ class HierarchicalOptions(MethodOptions):
     table: ClassVar[str] = "hierarchical"
 
     deviation: Annotated[Literal["smooth", "rough"], BASIC] = "smooth"
-    """``smooth``: sites, such as countries. Each deviates by a Gaussian process of all inputs with its own amplitude,
+    """``smooth``: sites, such as countries. Each deviates by a Gaussian process of all inputs with another amplitude,
     lengthscale and noise. ``rough``: units, such as batteries, that are curves along one input. Each deviates by a
     smooth curve and a Brownian motion of uncertain roughness; bands are calibrated beyond a unit's last row."""
 

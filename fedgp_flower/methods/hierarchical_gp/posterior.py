@@ -31,7 +31,7 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
     """The smooth deviation of a site that nobody has seen has its prior."""
     arrays = {name: np.array(array) for name, array in saved.arrays.items()}
     section = ModelSection.model_validate(dict(saved.model["model"]))
-    model = ShapedGP.of(section, len(names), torch.from_numpy(arrays[SHARED]))
+    model = ShapedGP(section, torch.from_numpy(arrays[SHARED]))
     model.load_theta(theta_of(arrays))
     return NewSite(model, GlobalPosterior.of(arrays), range(len(names)))
 

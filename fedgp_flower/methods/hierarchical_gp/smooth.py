@@ -24,7 +24,6 @@ from itertools import product
 import numpy as np
 import torch
 from gpytorch import settings
-from gpytorch.kernels import Kernel
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -38,7 +37,7 @@ from fedgp_flower.methods.hierarchical_gp.newton import (
     newton_step,
     rows_of_jacobian,
 )
-from fedgp_flower.methods.sfvi.gp import GPOptions, HierarchicalModel, farthest_points, linear_terms, parts_of
+from fedgp_flower.methods.sfvi.gp import HierarchicalModel, farthest_points, linear_terms
 from fedgp_flower.methods.sfvi.structured import PredictiveMoments
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Scalar, Targets
@@ -60,32 +59,15 @@ NODES = {0: 1, 1: 7, 2: 5, 3: 3}
 class ShapedGP(HierarchicalModel):
     """The hierarchical GP whose sites differ in the shape of their deviation.
 
-    Args:
-        trend: k_G.
-        deviation: k_L.
-        inputs: Shared inducing inputs.
-        options: Likelihood, noise and linear terms.
-        widths: Initial w of noise, amplitude and lengthscale; where 0 all sites are the same.
+    ``widths`` are the initial w of noise, amplitude and lengthscale; where 0 all sites are the same.
     """
 
-    def __init__(
-        self,
-        trend: Kernel,
-        deviation: Kernel,
-        inputs: Rows,
-        options: GPOptions,
-        widths: Sequence[float] = FIRST_WIDTHS,
-    ) -> None:
-        super().__init__(trend, deviation, inputs, options)
+    def __init__(self, section: ModelSection, inputs: Rows, widths: Sequence[float] = FIRST_WIDTHS) -> None:
+        super().__init__(section, inputs)
         self.varied = [which for which, width in enumerate(widths) if width > 0]
         if self.varied:
             start = inputs.new_tensor([widths[which] for which in self.varied])
             self.log_width = nn.Parameter(start.log())  # WIDTHS
-
-    @classmethod
-    def of(cls, section: ModelSection, num_inputs: int, inputs: Rows | None = None) -> ShapedGP:
-        """The model at its initial θ; without inducing inputs it has the right shapes only."""
-        return cls(*parts_of(section, num_inputs, inputs))
 
     def shape(self, offset: Float[Tensor, " W"]) -> Float[Tensor, 3]:
         """What noise, amplitude and lengthscale are multiplied by at a z_k."""
@@ -112,8 +94,10 @@ class ShapedGP(HierarchicalModel):
 class Dense:
     """R = s² I + K."""
 
-    def __init__(self, noise: Scalar, own: Float[Tensor, "N N"]) -> None:
-        self.factor = cholesky(own + noise * torch.eye(len(own)).to(own), of="covariance of a site's rows")
+    def __init__(self, noise: Scalar, covariance: Float[Tensor, "N N"]) -> None:
+        self.factor = cholesky(
+            covariance + noise * torch.eye(len(covariance)).to(covariance), of="covariance of a site's rows"
+        )
         self.log_det = 2 * self.factor.diagonal().log().sum()
 
     def inner(self, left: Float[Tensor, "A N"], right: Float[Tensor, "B N"]) -> Float[Tensor, "A B"]:
@@ -125,15 +109,16 @@ class Dense:
 class LowRank:
     """R = s² I + UᵀU, by D = I + UUᵀ / s²."""
 
-    def __init__(self, noise: Scalar, own: Float[Tensor, "W N"]) -> None:
-        self.own, self.noise = own, noise
-        self.factor = cholesky(torch.eye(len(own)).to(own) + own @ own.mT / noise, of="I + UUᵀ/s² of a site's rows")
-        self.log_det = own.shape[1] * noise.log() + 2 * self.factor.diagonal().log().sum()
+    def __init__(self, noise: Scalar, weights: Float[Tensor, "W N"]) -> None:
+        self.weights, self.noise = weights, noise
+        inner = torch.eye(len(weights)).to(weights) + weights @ weights.mT / noise
+        self.factor = cholesky(inner, of="I + UUᵀ/s² of a site's rows")
+        self.log_det = weights.shape[1] * noise.log() + 2 * self.factor.diagonal().log().sum()
 
     def inner(self, left: Float[Tensor, "A N"], right: Float[Tensor, "B N"]) -> Float[Tensor, "A B"]:
         """Left R⁻¹ rightᵀ."""
         a, b = (
-            torch.linalg.solve_triangular(self.factor, self.own @ rows.mT / self.noise, upper=False)
+            torch.linalg.solve_triangular(self.factor, self.weights @ rows.mT / self.noise, upper=False)
             for rows in (left, right)
         )
         return left @ right.mT / self.noise - a.mT @ b
@@ -153,13 +138,7 @@ class Parts:
 
 
 class SmoothDeviation:
-    """The rows of a site under a model that holds θ.
-
-    Args:
-        model: With Gaussian noise.
-        features: [N, D].
-        targets: [N].
-    """
+    """The rows of a site, features [N, D] and targets [N], under a model with Gaussian noise that holds θ."""
 
     def __init__(self, model: ShapedGP, features: Rows, targets: Targets) -> None:
         self.model, self.features, self.targets = model, features, targets
@@ -179,8 +158,8 @@ class SmoothDeviation:
             if self.dense:
                 covariance: Dense | LowRank = Dense(noise, self._covariance(self.features, self.features, shape))
                 return Parts(shared, covariance, noise, left_over.sum())
-            own, open_deviation = self._weights(self.features, shape)
-            return Parts(shared, LowRank(noise, own), noise, left_over.sum() + open_deviation.sum())
+            weights, open_deviation = self._weights(self.features, shape)
+            return Parts(shared, LowRank(noise, weights), noise, left_over.sum() + open_deviation.sum())
 
     def sums(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Sums:
         """P_k, p_k and c_k at a z_k; ``known`` is Φ and what it leaves open, which do not depend on z_k."""
@@ -222,7 +201,7 @@ class SmoothDeviation:
         """Sums at the mode, and *total* derivatives by θ without w: z_k follows θ by T = H⁻¹ J_zθ."""
         offset, precision = self.mode(q_global)
         offset.requires_grad_()
-        leaves = [*(own for name, own in sorted(self.model.theta().items()) if name != WIDTHS), offset]
+        leaves = [*(value for name, value in sorted(self.model.theta().items()) if name != WIDTHS), offset]
         sums = self.sums(offset)
         slopes = jacobian(sums.flat(), leaves)
         gradient = flattened(torch.autograd.grad(sums.expected(q_global), leaves, create_graph=True))
@@ -266,9 +245,9 @@ class SmoothDeviation:
         """
         (shared, left_over), (cross, prior) = there, self._cross(features, self.model.shape(offset))
         weight = shared - parts.covariance.inner(parts.shared, cross)
-        own = prior - parts.covariance.inner(cross, cross).diagonal()
+        left = prior - parts.covariance.inner(cross, cross).diagonal()
         mean = parts.covariance.inner(cross, self.targets[None])[:, 0] + q_global.mean @ weight
-        return mean, own + (q_global.factor().mT @ weight).square().sum(0) + left_over
+        return mean, left + (q_global.factor().mT @ weight).square().sum(0) + left_over
 
     @torch.no_grad()
     def mixture(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, "J W"], Float[Tensor, " J"]]:
@@ -299,8 +278,8 @@ class SmoothDeviation:
     def _covariance(self, left: Rows, right: Float[Tensor, "K D"], shape: Float[Tensor, 3]) -> Tensor:
         """Of d_k between rows."""
         size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
-        own: Tensor = size.square() * self.model.deviation(left / stretch, right / stretch).to_dense()
-        return own + self._slopes(left).mT @ self._slopes(right)
+        curved: Tensor = size.square() * self.model.deviation(left / stretch, right / stretch).to_dense()
+        return curved + self._slopes(left).mT @ self._slopes(right)
 
     def _weights(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
         """U [W, N], and what it leaves open of the deviation [N]."""
@@ -311,8 +290,8 @@ class SmoothDeviation:
     def _cross(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
         """Covariance of d_k at new rows with that at the site's [n, N], and its prior variance [n]."""
         if self.dense:
-            own = self.model.deviation(features / shape[LENGTHSCALE], diag=True)
-            prior = shape[AMPLITUDE].square() * own + self._slopes(features).square().sum(0)
+            curved = self.model.deviation(features / shape[LENGTHSCALE], diag=True)
+            prior = shape[AMPLITUDE].square() * curved + self._slopes(features).square().sum(0)
             return self._covariance(features, self.features, shape), prior
         (here, left_over), (there, _) = self._weights(features, shape), self._weights(self.features, shape)
         return here.mT @ there, here.square().sum(0) + left_over
@@ -321,11 +300,11 @@ class SmoothDeviation:
 @contextmanager
 def held(model: torch.nn.Module) -> Iterator[None]:
     """Parameters as constants: what is differentiated by z_k alone needs no graph of them."""
-    learned = [own for own in model.parameters() if own.requires_grad]
-    for own in learned:
-        own.requires_grad_(False)
+    learned = [value for value in model.parameters() if value.requires_grad]
+    for value in learned:
+        value.requires_grad_(False)
     try:
         yield
     finally:
-        for own in learned:
-            own.requires_grad_(True)
+        for value in learned:
+            value.requires_grad_(True)

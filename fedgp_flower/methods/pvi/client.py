@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
 
 from fedgp_flower.clients.numpy_client import SiteClient
-from fedgp_flower.methods.pvi.messages import (
-    LATENTS,
-    Factors,
-    FreeEnergyShare,
-    Marginal,
-    Predictive,
-    Refined,
-    Visit,
-)
+from fedgp_flower.gp.optimisers import AdamSettings
+from fedgp_flower.methods.pvi.messages import LATENTS, Factors, LogLikelihood, Marginal, Predictive, Refined, Visit
 from fedgp_flower.methods.pvi.model import (
     Data,
+    Draws,
     Factor,
     Latents,
     Mixture,
     SparseModel,
-    free_energy_parts,
+    expected_fit,
     predict,
+    prediction_draws,
+    random_source,
     sparse_model,
 )
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.methods.pvi.posterior import prediction_draws, random_source
 from fedgp_flower.methods.pvi.saved import PREDICTION_DRAWS
-from fedgp_flower.methods.pvi.updates import UPDATES, Situation, Update, VisitedSite
+from fedgp_flower.methods.pvi.updates import ADAM_RATE, ADAM_STEPS, LocalProblem, adam_update, first_factor
 from fedgp_flower.methods.sgpr.client import SGPRClient, SVGPClient
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
@@ -54,9 +50,7 @@ class PVIClient(SiteClient):
     @property
     def options(self) -> PVIOptions:
         """The table ``pvi.*``."""
-        options = self.config.options
-        assert isinstance(options, PVIOptions)
-        return options
+        return cast(PVIOptions, self.config.options)
 
     @cached_property
     def model(self) -> SparseModel:
@@ -92,38 +86,36 @@ class PVIClient(SiteClient):
     # Visits.
 
     def train(self, request: Visit) -> Refined:
-        """One local update (Ashman et al. 2022, Algorithm 1, step 2)."""
+        """One local update (Ashman et al. 2022, Algorithm 1, step 2), twice as long on the first visit."""
         assert request.q is not None
-        latents, context, posterior = request.q.latents(), request.context, request.posterior
+        options, latents, context = self.options, request.q.latents(), request.context
         cavity = Latents(*(context[n].diagonal() if n in context else getattr(latents, n) for n in LATENTS))
-        own = None if request.own is None else self._factors(request.own)[0]
-        whitened = (blocks["whitened"].full() if "whitened" in blocks else None for blocks in (context, posterior))
-        given = Situation(latents, cavity, self._factors(request.others), own, *whitened)
-        source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
-        site = VisitedSite(self.model, self.data, self.options, source, self.config.optimizer.batch_size)
-        done = UPDATES[self.options.update](site, given)
-        factor = Factors.of(done.own)
-        return Refined(
-            done.objective,
-            done.evaluations,
-            done.rejected,
-            done.halvings,
-            points=factor.points,
-            values=factor.values,
-            whitened=factor.whitened,
-            inducing=self._part("inducing", done, cavity),
-            hyper=self._part("hyper", done, cavity),
+        if request.before is None:
+            before = first_factor(self.model, self.data, latents, options.factor)
+        else:
+            [before] = request.before.factors(tied=options.tied)
+        problem = LocalProblem(
+            self.model,
+            self.data,
+            request.others.factors(tied=options.tied),
+            cavity,
+            batch_size=self.config.optimizer.batch_size,
+            learn_inducing=options.inducing == "average",
         )
+        steps = (options.steps or ADAM_STEPS) * (2 if request.before is None else 1)
+        settings = AdamSettings(steps, options.learning_rate or ADAM_RATE)
+        source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
+        done = adam_update(problem, before, latents, settings, source)
+        factor, parts = Factors.of(done.factor), (self._part(name, done.latents, cavity) for name in LATENTS)
+        evaluations = len(done.trace.values)
+        return Refined(done.free_energy / len(self.data), evaluations, factor.points, factor.values, None, *parts)
 
-    def _factors(self, factors: Factors) -> list[Factor]:
-        return factors.factors(tied=self.options.tied)
-
-    def _part(self, name: str, done: Update, cavity: Latents) -> Marginal | None:
-        """A factor q_k / cavity of a latent in the product; a latent outside of it itself, unless it is fixed."""
-        if self.options.kind(name) == "fixed":
+    def _part(self, name: str, latents: Latents, cavity: Latents) -> Marginal | None:
+        """A factor q_k / cavity of a latent in the product; an averaged point itself; of a fixed one nothing."""
+        kind, latent = self.options.kind(name), getattr(latents, name)
+        if kind == "fixed":
             return None
-        latent = getattr(done.latents, name)
-        return Marginal.of(latent / getattr(cavity, name) if name in self.options.product else latent)
+        return Marginal.of(latent / getattr(cavity, name) if kind == "distribution" else latent)
 
     # Sums at Z and β that all sites share.
 
@@ -149,18 +141,20 @@ class PVIClient(SiteClient):
 
     # What is asked at the posterior of all.
 
-    def free_energy(self, request: Predictive) -> FreeEnergyShare:
-        """This site's terms of the global free energy."""
-        assert request.q is not None
-        draws = prediction_draws(request.q.latents(), self.model, PREDICTION_DRAWS, self.config.seed)
-        return FreeEnergyShare(*free_energy_parts(self.model, draws, self._factors(request.factors), self.data))
+    def log_likelihood(self, request: Predictive) -> LogLikelihood:
+        """This site's term of the global free energy."""
+        draws, factors = self._product(request)
+        return LogLikelihood(np.array(expected_fit(self.model, draws, factors, self.data)))
 
     def mixture(self, request: Predictive, inputs: Array, targets: Array | None = None) -> Mixture:
         """The predictive mixture over draws of (Z, β), the same draws at every site."""
+        y = None if targets is None else torch.from_numpy(targets)
+        return predict(self.model, *self._product(request), torch.from_numpy(inputs), y)
+
+    def _product(self, request: Predictive) -> tuple[Draws, list[Factor]]:
         assert request.q is not None
         draws = prediction_draws(request.q.latents(), self.model, PREDICTION_DRAWS, self.config.seed)
-        y = None if targets is None else torch.from_numpy(targets)
-        return predict(self.model, draws, self._factors(request.factors), torch.from_numpy(inputs), y)
+        return draws, request.factors.factors(tied=self.options.tied)
 
     def predict(self, request: Predictive, inputs: Array) -> Prediction:
         """Mean and variance of the mixture; for classes, of the label."""

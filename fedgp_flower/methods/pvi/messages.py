@@ -16,15 +16,7 @@ from numpy import ndarray
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.methods.pvi.model import (
-    Factor,
-    InducingFactor,
-    Latent,
-    Latents,
-    Point,
-    PseudoObservations,
-    WhitenedFactor,
-)
+from fedgp_flower.methods.pvi.model import Factor, InducingFactor, Latent, Latents, Point, PseudoObservations
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.shared_messages import Described
 from fedgp_flower.typing import AnyShape, Array
@@ -63,12 +55,8 @@ class NaturalParameters:
         """As tensors, where ``eta2`` is known to be a matrix."""
         return NaturalGaussian.from_arrays({"eta1": self.eta1, "eta2": self.eta2})
 
-    def refusal(self, name: str, *, negative: bool, diagonal: bool = False) -> str | None:
-        """Why this is no factor of u, v or weights, or None.
-
-        The merge checks whether prior and factors of v are a density together, so ``negative`` precisions of v may
-        pass here. The prior of u depends on Z and β: no negative precision of u is safe.
-        """
+    def refusal(self, name: str, *, diagonal: bool = False) -> str | None:
+        """Why this is no factor of u or of weights, or None; a ``diagonal`` one is allowed for weights."""
         shapes = [2 * self.eta1.shape] + [self.eta1.shape] * diagonal
         if self.eta2.shape not in shapes:
             return f"`{name}.eta2`: shape {self.eta2.shape}, expected a matrix for `eta1` of shape {self.eta1.shape}"
@@ -77,8 +65,6 @@ class NaturalParameters:
             return f"`{name}`: numbers above {LIMIT**2:g}, which no standardised rows give"
         if self.eta2.ndim == 2 and np.abs(self.eta2 - self.eta2.T).max() > 1e-8 * size:
             return f"`{name}.eta2` is not symmetric"
-        if negative:
-            return None
         largest = np.linalg.eigvalsh(self.eta2)[-1] if self.eta2.ndim == 2 else self.eta2.max()
         return f"`{name}.eta2`: its precision has a negative eigenvalue" if largest > 1e-8 * size else None
 
@@ -133,7 +119,7 @@ class Marginal:
 
 @message()
 class Marginals:
-    """q(Z) and q(β), or their cavities."""
+    """q(Z) and q(β)."""
 
     inducing: Marginal = leaves("of Z, row by row")
     hyper: Marginal = leaves("of β, logarithms of standard deviations and lengthscales")
@@ -150,16 +136,6 @@ class PseudoPoints:
     inputs: Float[ndarray, "_ D"] = leaves("V, pseudo-inputs")
     targets: Float[ndarray, " _"] = leaves("m, pseudo-targets")
     root: Float[ndarray, " _"] = leaves("√w, the precision is w, over σ² where tied")
-
-    @staticmethod
-    def of(factor: PseudoObservations) -> PseudoPoints:
-        """From tensors."""
-        return PseudoPoints(*(part.detach().numpy().copy() for part in (factor.inputs, factor.targets, factor.root)))
-
-    def factor(self, *, tied: bool) -> PseudoObservations:
-        """As tensors; whether the noise scales with σ² is a choice of the run."""
-        inputs, targets, root = (torch.as_tensor(np.array(array)) for array in vars(self).values())
-        return PseudoObservations(inputs, targets, root, tied)
 
     def refusal(self, rows: int) -> str | None:
         """Why these cannot stand for so many rows, or None."""
@@ -179,38 +155,36 @@ class Factors:
 
     points: PseudoPoints | None = leaves("pseudo-observations", default=None)
     values: NaturalParameters | None = leaves("product of Gaussian factors of u", default=None)
-    whitened: NaturalParameters | None = leaves("product of Gaussian factors of v = L⁻¹u", default=None)
 
     @staticmethod
     def of(factor: Factor) -> Factors:
         """A single factor."""
-        if isinstance(factor, PseudoObservations):
-            return Factors(PseudoPoints.of(factor))
-        natural = NaturalParameters.of(factor.natural)
-        return Factors(values=natural) if isinstance(factor, InducingFactor) else Factors(whitened=natural)
+        if isinstance(factor, InducingFactor):
+            return Factors(values=NaturalParameters.of(factor.natural))
+        parts = (factor.inputs, factor.targets, factor.root)
+        return Factors(PseudoPoints(*(part.detach().numpy().copy() for part in parts)))
 
     @staticmethod
     def product(parts: Iterable[Factors]) -> Factors:
         """Pseudo-observations are joined into one set, Gaussian factors are multiplied."""
         every = list(parts)
         points = [part.points for part in every if part.points is not None]
-        joined = [np.concatenate(arrays) for arrays in zip(*(vars(own).values() for own in points), strict=True)]
-        gaussians = (_multiplied(getattr(part, name) for part in every) for name in ("values", "whitened"))
-        return Factors(PseudoPoints(*joined) if points else None, *gaussians)
+        joined = [np.concatenate(arrays) for arrays in zip(*(vars(each).values() for each in points), strict=True)]
+        gaussians = [part.values for part in every if part.values is not None]
+        values = None
+        if gaussians:
+            values = NaturalParameters(
+                np.sum([each.eta1 for each in gaussians], 0), np.sum([each.eta2 for each in gaussians], 0)
+            )
+        return Factors(PseudoPoints(*joined) if points else None, values)
 
     def factors(self, *, tied: bool) -> list[Factor]:
-        """As tensors."""
-        found: list[Factor] = [] if self.points is None else [self.points.factor(tied=tied)]
-        found += [] if self.values is None else [InducingFactor(self.values.full())]
-        return found + ([] if self.whitened is None else [WhitenedFactor(self.whitened.full())])
-
-
-def _multiplied(factors: Iterable[NaturalParameters | None]) -> NaturalParameters | None:
-    product: Gaussian | None = None
-    for factor in factors:
-        if factor is not None:
-            product = factor.gaussian if product is None else product * factor.gaussian
-    return None if product is None else NaturalParameters.of(product)
+        """As tensors; whether the noise of pseudo-observations scales with σ² is a choice of the run."""
+        found: list[Factor] = [] if self.values is None else [InducingFactor(self.values.full())]
+        if self.points is None:
+            return found
+        inputs, targets, root = (torch.as_tensor(np.array(array)) for array in vars(self.points).values())
+        return [PseudoObservations(inputs, targets, root, tied), *found]
 
 
 # ---- What a site is asked -------------------------------------------------------------------------------------------
@@ -220,11 +194,11 @@ def _multiplied(factors: Iterable[NaturalParameters | None]) -> NaturalParameter
 class Visit:
     """Refine your factors against what all others know."""
 
-    posterior: Mapping[str, NaturalParameters] = leaves("q of v = L⁻¹u or of weights, where it is in the product")
     context: Mapping[str, NaturalParameters] = leaves("what the site's factors multiply, of every block in the product")
+    posterior: NaturalParameters | None = leaves("q of the weights, where they are the model", default=None)
     q: Marginals | None = leaves("q(Z) and q(β); none where weights are the model", default=None)
     others: Factors = leaves("factors of u of the other sites", default=Factors())
-    own: Factors | None = leaves("the site's factor of u; none on its first visit", default=None)
+    before: Factors | None = leaves("the site's factor of u; none on its first visit", default=None)
 
 
 @message()
@@ -236,13 +210,6 @@ class Predictive:
     agreed: PooledPosterior | None = leaves("the posterior at agreed Z and β", default=None)
 
 
-@message()
-class WeightsPredictive:
-    """All that predicts where weights are the model."""
-
-    posterior: NaturalParameters = leaves("q(θ)")
-
-
 # ---- What a site answers --------------------------------------------------------------------------------------------
 
 
@@ -252,11 +219,8 @@ class Refined:
 
     objective: float = leaves("local free energy, in nats per row")
     evaluations: int = leaves("evaluations of the objective, or steps")
-    rejected: int = leaves("trial points of line searches at which a matrix lost positive definiteness", default=0)
-    halvings: int = leaves("steps that were shortened", default=0)
     points: PseudoPoints | None = leaves("pseudo-observations", default=None)
     values: NaturalParameters | None = leaves("Gaussian factor of u", default=None)
-    whitened: NaturalParameters | None = leaves("Gaussian factor of v = L⁻¹u", default=None)
     weights: NaturalParameters | None = leaves("Gaussian factor of the weights", default=None)
     inducing: Marginal | None = leaves("of Z: factor or point", default=None)
     hyper: Marginal | None = leaves("of β: factor", default=None)
@@ -266,37 +230,28 @@ class Refined:
         size = 0 if self.hyper is None else self.hyper.size
         if self.points is not None:
             size += len(self.points.targets)
-        return size + sum(len(own.eta1) for own in (self.values, self.whitened, self.weights) if own is not None)
+        return size + sum(len(factor.eta1) for factor in (self.values, self.weights) if factor is not None)
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
         rows = described.rows
-        if min(self.evaluations, self.rejected, self.halvings) < 0:
-            return "counts of evaluations, rejected points and halvings cannot be negative"
+        if self.evaluations < 0:
+            return "the count of evaluations cannot be negative"
         reasons = (
             self.points and self.points.refusal(rows),
-            self.values and self.values.refusal("values", negative=False),
-            self.whitened and self.whitened.refusal("whitened", negative=True),
-            self.weights and self.weights.refusal("weights", negative=False, diagonal=True),
+            self.values and self.values.refusal("values"),
+            self.weights and self.weights.refusal("weights", diagonal=True),
             self.inducing and self.inducing.refusal("inducing"),
             self.hyper and self.hyper.refusal("hyper"),
         )
         return next((reason for reason in reasons if reason), None)
 
 
-@message("query.free_energy")
-class FreeEnergyShare:
-    """A site's terms of the global free energy, in nats."""
-
-    fit: float = leaves("E_q log p(y_k | f): adds over sites")
-    divergence: float = leaves("E KL(q(u) ‖ p(u)): the same at every site")
-
-
 @message("query.log_likelihood", summand=True)
 class LogLikelihood:
     """A site's term of the global free energy."""
 
-    value: Float[ndarray, ""] = leaves("E_q log p(y_k | θ), in nats")
+    value: Float[ndarray, ""] = leaves("E_q log p(y_k | f), in nats")
 
     def num_parameters(self) -> int:
         """One number."""

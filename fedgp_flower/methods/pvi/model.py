@@ -15,6 +15,7 @@ References:
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from fedgp_flower.gp.likelihoods import GaussianNoise, PointLikelihood, build_po
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.options import ModelSection
 
+ALPHA = 0.01
+"""Weight of KL(q(Z) ‖ cavity): small, because Z is a tool of the approximation and no parameter of the model."""
 ROWS_AT_ONCE = 2048
 SAMPLES_AT_ONCE = 10
 ROUNDING = 1e-9
@@ -96,14 +99,7 @@ class InducingFactor:
     natural: NaturalGaussian
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WhitenedFactor:
-    """A factor of v = L⁻¹u itself, t(v) ∝ exp(ηᵀv − ½vᵀΛv): what sites share while Z and β stay fixed."""
-
-    natural: NaturalGaussian
-
-
-Factor = PseudoObservations | InducingFactor | WhitenedFactor
+Factor = PseudoObservations | InducingFactor
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +116,14 @@ class Natural:
         eye = torch.eye(size, dtype=geometry.chol.dtype, device=geometry.chol.device)
         return cls(eye.expand(samples, size, size), geometry.chol.new_zeros(samples, size))
 
-    def with_columns(self, columns: Tensor, values: Tensor) -> Natural:
-        """Multiply by a factor given as columns C [S, M, J] and values r [S or 1, J]."""
-        return Natural(self.precision + columns @ columns.mT, self.shift + (columns @ values.unsqueeze(-1)).squeeze(-1))
-
     def times(self, factor: Factor, geometry: Geometry, projection: Tensor | None = None) -> Natural:
-        """Multiply by a factor: of u by LᵀΛL and Lᵀη, of v as it is, pseudo-observations by their ``projection`` A."""
-        if isinstance(factor, PseudoObservations):
-            A = geometry.project(factor.inputs) if projection is None else projection
-            return self.with_columns(*factor.columns(A, geometry.noise))
-        precision, eta1 = factor.natural.precision, factor.natural.eta1
-        if isinstance(factor, WhitenedFactor):
-            return Natural(self.precision + precision, self.shift + eta1)
-        L = geometry.chol
-        return Natural(self.precision + L.mT @ precision @ L, self.shift + (L.mT @ eta1))
+        """Multiply by a factor: of u by LᵀΛL and Lᵀη, pseudo-observations by their ``projection`` A."""
+        if isinstance(factor, InducingFactor):
+            L, precision, eta1 = geometry.chol, factor.natural.precision, factor.natural.eta1
+            return Natural(self.precision + L.mT @ precision @ L, self.shift + (L.mT @ eta1))
+        A = geometry.project(factor.inputs) if projection is None else projection
+        columns, values = factor.columns(A, geometry.noise)
+        return Natural(self.precision + columns @ columns.mT, self.shift + (columns @ values.unsqueeze(-1)).squeeze(-1))
 
     def density(self) -> WhitenedGaussian:
         """The normalised q(v | Z, β)."""
@@ -170,32 +160,17 @@ class WhitenedGaussian:
         return kl
 
 
-@dataclass(frozen=True, slots=True)
-class Views:
-    """Projections of everything one evaluation needs, from one triangular solve."""
-
-    geometry: Geometry
-    factors: tuple[Tensor, ...]  # A of the factors' pseudo-observations
-    rows: Tensor | None  # A of the site's data
-
-
-def view(geometry: Geometry, factors: Sequence[Factor], rows: Float[Tensor, "N D"] | None = None) -> Views:
-    """Project the pseudo-inputs of all factors and the rows at once."""
-    inputs = [f.inputs for f in factors if isinstance(f, PseudoObservations)] + ([] if rows is None else [rows])
-    if not inputs:
-        return Views(geometry, (), None)
-    parts = list(geometry.project(torch.cat(inputs)).split([len(x) for x in inputs], dim=-1))
-    last = None if rows is None else parts.pop()
-    return Views(geometry, tuple(parts), last)
-
-
-def product(views: Views, factors: Sequence[Factor]) -> Natural:
-    """Prior times factors: the cavity of a site that is not among theirs."""
-    natural, projections = Natural.prior(views.geometry), iter(views.factors)
+def product(
+    geometry: Geometry, factors: Sequence[Factor], rows: Float[Tensor, "N D"] | None = None
+) -> tuple[Natural, Float[Tensor, "S M N"]]:
+    """Prior times factors, and A of the rows: one triangular solve projects all pseudo-inputs and rows."""
+    given = geometry.inducing.new_empty(0, geometry.inducing.shape[-1]) if rows is None else rows
+    inputs = [factor.inputs for factor in factors if isinstance(factor, PseudoObservations)] + [given]
+    *projections, last = geometry.project(torch.cat(inputs)).split([len(x) for x in inputs], dim=-1)
+    natural, remaining = Natural.prior(geometry), iter(projections)
     for factor in factors:
-        projection = next(projections) if isinstance(factor, PseudoObservations) else None
-        natural = natural.times(factor, views.geometry, projection)
-    return natural
+        natural = natural.times(factor, geometry, next(remaining) if isinstance(factor, PseudoObservations) else None)
+    return natural, last
 
 
 # ---- The model -------------------------------------------------------------------------------------------------------
@@ -260,7 +235,7 @@ class SparseModel:
         """β at the initial values of kernel and likelihood."""
         return torch.cat([self.kernel.initial(), self.likelihood.initial])
 
-    def own_hyper(self, draws: Draws) -> Float[Tensor, "S R"]:
+    def noise_hyper(self, draws: Draws) -> Float[Tensor, "S R"]:
         """The likelihood's part of β."""
         return draws.hyper[:, self.kernel.num_hyper :]
 
@@ -286,84 +261,61 @@ def location_scale(latent: Latent) -> tuple[Tensor, Tensor]:
     return mean, variance.sqrt()
 
 
-def standard_normal(num_samples: int, size: int, generator: Generator, *, antithetic: bool = True) -> Tensor:
-    """ε [S, size] ~ N(0, I); antithetic: the second half mirrors the first, so odd moments vanish exactly."""
-    if not antithetic or num_samples % 2:
+def standard_normal(num_samples: int, size: int, generator: Generator) -> Tensor:
+    """ε [S, size] ~ N(0, I); of an even number the second half mirrors the first, so odd moments vanish exactly."""
+    if num_samples % 2:
         return torch.randn(num_samples, size, generator=generator, dtype=torch.float64)
     half = torch.randn(num_samples // 2, size, generator=generator, dtype=torch.float64)
     return torch.cat([half, -half])
 
 
-def draw(
-    latents: Latents, num_samples: int, num_inputs: int, generator: Generator, *, antithetic: bool = True
-) -> Draws:
-    """Samples of (Z, β) ~ q(Z) q(β)."""
-    parts = []
+def random_source(*words: object) -> Generator:
+    """A generator derived from words such as (seed, purpose, site, round)."""
+    digest = hashlib.sha256("/".join(map(str, words)).encode()).digest()
+    return Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def prediction_draws(latents: Latents, model: SparseModel, number: int, seed: int) -> Draws:
+    """Draws of (Z, β) ~ q that depend on the seed alone; a single one where both are points."""
+    if isinstance(latents.inducing, Point) and isinstance(latents.hyper, Point):
+        number = 1
+    parts, generator = [], random_source(seed, "prediction")
     for latent in (latents.inducing, latents.hyper):
         mean, scale = location_scale(latent)
-        parts.append(mean + scale * standard_normal(num_samples, len(mean), generator, antithetic=antithetic))
-    return Draws(parts[0].reshape(num_samples, -1, num_inputs), parts[1])
-
-
-@dataclass(frozen=True, slots=True)
-class Cavity:
-    r"""q_\k(v | Z, β) for S samples of (Z, β), and the site's rows as seen from Z."""
-
-    geometry: Geometry
-    natural: Natural
-    density: WhitenedGaussian
-    rows: Float[Tensor, "S M N"]
-    """A = L⁻¹ K_ZX."""
-    prior_variance: Float[Tensor, "S N"]
-
-    @classmethod
-    def at(cls, model: SparseModel, draws: Draws, others: Sequence[Factor], data: Data) -> Cavity:
-        """Prior times ``others``, by one triangular solve for all pseudo-inputs and rows."""
-        views = view(model.geometry(draws), others, data.inputs)
-        assert views.rows is not None
-        natural = product(views, others)
-        variance = views.geometry.prior_variance(data.inputs)
-        return cls(views.geometry, natural, natural.density(), views.rows, variance)
-
-    def times(self, own: Factor) -> WhitenedGaussian:
-        """q(v | Z, β) with the site's own factor."""
-        return self.natural.times(own, self.geometry).density()
-
-    def free_energy(
-        self, model: SparseModel, draws: Draws, own: Factor, data: Data, *, weight: float = 1.0
-    ) -> Float[Tensor, " S"]:
-        """See :func:`local_free_energy`; ``draws`` and ``data`` are those of :meth:`at`."""
-        posterior = self.times(own)
-        moments = posterior.predict(self.rows, self.prior_variance)
-        fit = model.likelihood.expected(data.targets, *moments, model.own_hyper(draws)).sum(-1)
-        return weight * fit - posterior.kl(self.density)
+        parts.append(mean + scale * standard_normal(number, len(mean), generator))
+    return Draws(parts[0].reshape(number, -1, model.num_inputs), parts[1])
 
 
 def local_free_energy(
-    model: SparseModel, draws: Draws, others: Sequence[Factor], own: Factor, data: Data, *, weight: float = 1.0
+    model: SparseModel, draws: Draws, others: Sequence[Factor], factor: Factor, data: Data, *, weight: float = 1.0
 ) -> Float[Tensor, " S"]:
     r"""Local fit E_q log p(y_k | f) − KL(q(u | Z, β) ‖ q_\k(u | Z, β)) per sample, in nats.
 
     Federated learning of sparse Gaussian processes, Eq. 7 less its last KL. ``data`` may be a mini-batch, ``weight`` is
     N_k over its rows; the product of ``others`` with the prior is the cavity.
     """
-    return Cavity.at(model, draws, others, data).free_energy(model, draws, own, data, weight=weight)
+    geometry = model.geometry(draws)
+    cavity, rows = product(geometry, others, data.inputs)
+    posterior = cavity.times(factor, geometry).density()
+    moments = posterior.predict(rows, geometry.prior_variance(data.inputs))
+    fit = model.likelihood.expected(data.targets, *moments, model.noise_hyper(draws)).sum(-1)
+    return weight * fit - posterior.kl(cavity.density())
 
 
-def free_energy_parts(model: SparseModel, draws: Draws, factors: Sequence[Factor], data: Data) -> tuple[float, float]:
-    """What this site knows of F = Σ_k E_q log p(y_k | f) − E KL(q(u) ‖ p(u)) − KL(q(Z) ‖ p) − KL(q(β) ‖ p), in nats.
+@torch.no_grad()
+def expected_fit(model: SparseModel, draws: Draws, factors: Sequence[Factor], data: Data) -> float:
+    """E_q log p(y_k | f) at the product of all sites' ``factors``, in nats."""
+    geometry = model.geometry(draws)
+    natural, rows = product(geometry, factors, data.inputs)
+    moments = natural.density().predict(rows, geometry.prior_variance(data.inputs))
+    return float(model.likelihood.expected(data.targets, *moments, model.noise_hyper(draws)).sum(-1).mean())
 
-    The first term, which adds over sites, and the second, which is the same wherever the draws are. F equals Σ_k F_k +
-    log Z_q at any q = p ∏ t_k (Ashman et al. 2022, Property 2.2a). ``factors`` are those of all sites.
-    """
-    with torch.no_grad():
-        views = view(model.geometry(draws), factors, data.inputs)
-        posterior = product(views, factors).density()
-        assert views.rows is not None
-        moments = posterior.predict(views.rows, views.geometry.prior_variance(data.inputs))
-        fit: Float[Tensor, " S"] = model.likelihood.expected(data.targets, *moments, model.own_hyper(draws)).sum(-1)
-        divergence = posterior.kl(Natural.prior(views.geometry).density())
-    return float(fit.mean()), float(divergence.mean())
+
+@torch.no_grad()
+def divergence(model: SparseModel, draws: Draws, factors: Sequence[Factor]) -> float:
+    """E KL(q(u) ‖ p(u)) at the product of all sites' ``factors``, in nats."""
+    geometry = model.geometry(draws)
+    return float(product(geometry, factors)[0].density().kl(Natural.prior(geometry).density()).mean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +338,8 @@ class Mixture:
 
     def log_density(self) -> Float[Tensor, " N"]:
         """Log of the mixture density, log (1/S) Σ_s p(y | sample s)."""
-        return torch.logsumexp(_some(self.log_densities), 0) - math.log(len(self.means))
+        assert self.log_densities is not None
+        return torch.logsumexp(self.log_densities, 0) - math.log(len(self.means))
 
 
 def predict(
@@ -409,27 +362,20 @@ def predict(
 def _predict_some(
     model: SparseModel, draws: Draws, factors: Sequence[Factor], inputs: Tensor, targets: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    views = view(model.geometry(draws), factors)
-    posterior = product(views, factors).density()
-    own = model.own_hyper(draws)
+    geometry, hyper = model.geometry(draws), model.noise_hyper(draws)
+    posterior = product(geometry, factors)[0].density()
     out: list[tuple[Tensor, ...]] = []
     for start in range(0, max(len(inputs), 1), ROWS_AT_ONCE):  # no rows give empty predictions
         rows = slice(start, start + ROWS_AT_ONCE)
         x = inputs[rows]
-        prior = views.geometry.prior_variance(x)
-        mean, variance = posterior.predict(views.geometry.project(x), prior)
+        prior = geometry.prior_variance(x)
+        mean, variance = posterior.predict(geometry.project(x), prior)
         broken = ~(variance >= -ROUNDING * prior)  # so that NaN is broken, too
         if bool(broken.any()):
             raise NumericsError(f"{int(broken.sum())} of {variance.numel()} variances of f are negative")
         variance = variance.clamp_min(0.0)
-        moments = model.likelihood.moments(mean, variance, own)
-        y = mean[:1, :0] if targets is None else model.likelihood.log_predictive(targets[rows], mean, variance, own)
+        moments = model.likelihood.moments(mean, variance, hyper)
+        y = mean[:1, :0] if targets is None else model.likelihood.log_predictive(targets[rows], mean, variance, hyper)
         out.append((*moments, y))
     means, variances, densities = (torch.cat(part, -1) for part in zip(*out, strict=True))
     return means, variances, densities
-
-
-def _some(values: Tensor | None) -> Tensor:
-    if values is None:
-        raise ValueError("needed rows or targets were not given")
-    return values

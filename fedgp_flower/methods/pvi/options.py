@@ -11,11 +11,9 @@ from pydantic import Field
 
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.options import Count, Fraction, MethodOptions, NonNegative
+from fedgp_flower.options import Count, MethodOptions, NonNegative
 
 Form = Literal["tied", "free", "cpo"]
-LINEAR = ("analytic", "natural-gradient", "gradient")
-"""Local updates of q(v) alone: Z and β are fixed."""
 LOCAL_KEYS = ("inducing", "factor", "steps", "learning_rate")
 """Fields that the update ``sums`` does not read."""
 
@@ -25,7 +23,7 @@ class Plan:
     """How sites are visited and merged."""
 
     schedule: Literal["sequential", "synchronous", "asynchronous"] = "sequential"
-    order: Literal["fixed", "random", "residual"] = "fixed"
+    order: Literal["fixed", "random"] = "fixed"
     fraction: float = 1.0
     """Share of the sites of a synchronous round."""
     damping: float = 0.0
@@ -36,7 +34,7 @@ class Plan:
     passes: int = 0
     """Stop after this many visits of every site; 0 goes on until the rounds are over."""
     gradient: bool = False
-    """Every local update is one gradient step."""
+    """Every local update is one natural-gradient step at the q that was sent."""
     concurrency: int = 0
     """Sites that work at once in an asynchronous run; 0 is all of them."""
     seed: int = 0
@@ -62,14 +60,12 @@ class PVIOptions(MethodOptions):
     budgets: ClassVar[frozenset[str]] = frozenset({"exchanges"})
 
     preset: Literal["none", "bcm-same", "bcm-split", "vcl", "streaming-vb", "global-vi"] = "none"
-    """A special case by name; it sets schedule, damping and deletion. With ``global-vi`` every update is one gradient
-    step; it reads ``pvi.damping``."""
+    """A special case by name; it sets schedule, damping and deletion. With ``global-vi`` every update is one natural
+    gradient step, of length ``pvi.damping``."""
     schedule: Literal["sequential", "synchronous", "asynchronous"] = "sequential"
     """Sites one after another, all at once, or each as soon as it has answered."""
-    order: Literal["fixed", "random", "residual"] = "fixed"
-    """``sequential``: in turn, in turn but shuffled, or the site whose last update was the largest."""
-    fraction: Fraction = 1.0
-    """``synchronous``: share of the sites in a round."""
+    order: Literal["fixed", "random"] = "fixed"
+    """``sequential``: in turn, or in turn but shuffled."""
     concurrency: Count = 0
     """``asynchronous``: sites that work at once; 0 is all of them."""
     damping: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -77,41 +73,34 @@ class PVIOptions(MethodOptions):
     holds for Gaussian factors, of Z and β among them; pseudo-observations are replaced as a whole."""
     deletion: bool = True
     """Remove the site's factor before the site updates it; otherwise rows count again at every visit."""
-    local_update: Literal["sums", "adam", "lbfgs", "analytic", "natural-gradient", "gradient"] = "sums"
+    local_update: Literal["sums", "adam"] = "sums"
     """``sums``: all sites agree on Z and β from sums of all rows, as in ``sgpr`` or ``svgp``; then each site sends its
-    factor of u at them, which is exact with Gaussian noise and a natural gradient otherwise. ``adam`` and ``lbfgs``
-    improve a local bound over the factor, Z and β. The last three update q(u) alone, at fixed Z and β."""
+    factor of u at them, which is exact with Gaussian noise and a natural gradient otherwise. ``adam`` improves a
+    local bound over the factor, Z and β."""
     factor: Form = "tied"
-    """``adam``, ``lbfgs``: pseudo-observations with noise tied to σ², or free; ``cpo``: a Gaussian factor of u."""
+    """``adam``: pseudo-observations with noise tied to σ², or free; ``cpo``: a Gaussian factor of u."""
     inducing: Literal["distribution", "average", "fixed"] = "distribution"
-    """``adam``, ``lbfgs``: distributions of Z and β; a point Z that is averaged; or Z and β at their initial values."""
+    """``adam``: distributions of Z and β; a point Z that is averaged; or Z and β at their initial values."""
     exchanges: Count = 0
     """``sums``: most exchanges with every site, its first visit among them; 0 is 20 with Gaussian noise, otherwise 60.
     """
     steps: Count = 0
-    """Steps of ``adam`` in a visit, twice as many in the first one, or evaluations of ``lbfgs``; 0 is 150 or 400.
-    ``pvi-bnn``: most steps of Adam in a visit; 0 is 300."""
+    """Steps of ``adam`` in a visit, twice as many in the first one; 0 is 150. ``pvi-bnn``: at most; 0 is 300."""
     learning_rate: NonNegative = 0.0
-    """Of ``adam``, or the length of a step of ``natural-gradient`` and ``gradient``; 0 is 0.03 or 1. ``pvi-bnn``: 0 is
-    0.01."""
+    """Of ``adam``; 0 is 0.03. ``pvi-bnn``: 0 is 0.01."""
 
     def plan(self, seed: int = 0) -> Plan:
         """Schedule, damping and deletion; a preset decides them all."""
         if self.preset != "none":
             chosen = replace(PRESETS[self.preset], order=self.order, seed=seed)
             return replace(chosen, damping=self.damping or 1.0) if chosen.gradient else chosen
-        chosen = Plan(self.schedule, self.order, self.fraction, self.damping, self.deletion)
+        chosen = Plan(self.schedule, self.order, 1.0, self.damping, self.deletion)
         return replace(chosen, concurrency=self.concurrency, seed=seed)
-
-    @property
-    def update(self) -> str:
-        """The local update."""
-        return "gradient" if self.plan().gradient else self.local_update
 
     @property
     def agrees(self) -> bool:
         """Whether sums of all rows determine Z and β before sites are visited."""
-        return self.update == "sums"
+        return self.local_update == "sums"
 
     @property
     def usual_inducing(self) -> int:
@@ -124,31 +113,23 @@ class PVIOptions(MethodOptions):
         return "lengthscales" if self.agrees else "log-normal"
 
     @property
-    def linear(self) -> bool:
-        """Whether Z and β are fixed and sites share factors of v = L⁻¹u."""
-        return self.agrees or self.update in LINEAR
-
-    @property
     def tied(self) -> bool:
         """Whether the noise of pseudo-observations scales with σ²."""
         return self.factor == "tied"
 
     def kind(self, latent: str) -> str:
         """What is known of ``inducing`` or ``hyper``: a distribution, an average, or it is fixed."""
-        if self.linear or self.inducing == "fixed":
-            return "fixed"
-        return self.inducing if latent == "inducing" else "distribution"
+        return "distribution" if latent == "hyper" and self.inducing == "average" else self.inducing
 
     @property
     def product(self) -> tuple[str, ...]:
-        """Blocks of the product that have a prior."""
-        latents = tuple(name for name in ("inducing", "hyper") if self.kind(name) == "distribution")
-        return ("whitened",) if self.linear else latents
+        """Z and β, where they are in the product."""
+        return tuple(name for name in ("inducing", "hyper") if self.kind(name) == "distribution")
 
     @property
     def function(self) -> str:
-        """The part of an answer that is a site's factor of u or v."""
-        return "whitened" if self.linear else "values" if self.factor == "cpo" else "points"
+        """The part of an answer that is a site's factor of u."""
+        return "values" if self.factor == "cpo" else "points"
 
     def check(self, core: CoreConfig) -> None:
         """Combinations that have a meaning.
@@ -156,13 +137,11 @@ class PVIOptions(MethodOptions):
         Raises:
             ConfigError: naming the two keys that do not go together.
         """
-        update = f"`pvi.local-update` = {self.update!r}"
+        update = f"`pvi.local-update` = {self.local_update!r}"
         if self.agrees:
             self._check_sums(core, update)
         else:
             self._check_local(core, update)
-        if self.plan().split_prior and self.update not in LINEAR:
-            raise ConfigError(f"`pvi.preset` = {self.preset!r} splits the prior of v: {update} must be 'analytic'")
 
     def _check_local(self, core: CoreConfig, update: str) -> None:
         plan, points = self.plan(), self.function == "points"
@@ -171,12 +150,10 @@ class PVIOptions(MethodOptions):
                 "`pvi.damping`: with Z and β fixed there is nothing to damp, because pseudo-observations are replaced"
                 " as a whole; set it to 0 or 1, or `pvi.factor` to 'cpo'"
             )
-        if self.update == "analytic" and core.model.likelihood != "gaussian":
-            raise ConfigError(f"{update} needs `model.likelihood` = 'gaussian'; try 'natural-gradient'")
+        if plan.split_prior or plan.gradient:
+            raise ConfigError(f"`pvi.preset` = {self.preset!r} is not for {update}; set that to 'sums'")
         if not plan.deletion and points:
             raise ConfigError("without deletion factors multiply: set `pvi.factor` = 'cpo', or fix Z and β")
-        if core.optimizer.batch_size and self.update != "adam":
-            raise ConfigError(f"`optimizer.batch-size`: {update} takes all rows of a site; set it to 0")
         if unread := core.optimizer.unread("batch_size"):
             raise ConfigError(
                 f"{unread}: of `optimizer` pvi reads `batch-size` alone; steps and rate of a visit are `pvi.steps` and"

@@ -1,4 +1,4 @@
-"""Sections that PVI adds to a report: q(β), where Z began and ended, what factors say, what was forgotten."""
+"""Sections that PVI adds to a report: q(β), what each site's factor says, the free energy, what was forgotten."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from fedgp_flower.files import read_json
+from fedgp_flower.methods.pvi.model import ALPHA
 from fedgp_flower.methods.pvi.saved import names_of
-from fedgp_flower.methods.pvi.updates import ALPHA
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95, label_text
@@ -26,37 +26,40 @@ STRENGTHS = {
     "weight": "weight",
     "directions": "directions of v",
     "values": "precision of u",
+    "weights": "mean precision",
     "inducing": "precision of Z",
     "hyper": "precision of β",
 }
 """Column of the table of factors → its title."""
 
+HYPER_CAPTION = (
+    "Medians and 95 % intervals of the log-normal posterior; amplitudes and noise as standard deviations of the"
+    " standardised target."
+)
+
 
 def panels(run: RunData) -> list[Panel]:
-    """The posterior of the hyperparameters, inducing inputs, factors, free energy, and what was forgotten."""
+    """What was forgotten, the posterior of the hyperparameters, factors, and the free energy."""
     if run.posterior is None:
         return []
-    arrays, details = run.posterior.arrays, run.metrics.method_details
+    arrays = run.posterior.arrays
     sections: list[Panel] = []
     if "hyper.mean" in arrays:  # else Z and β are those that sums agreed on
         section = ModelSection.model_validate({n: run.posterior.model[n] for n in ("kernel", "ard", "likelihood")})
         figure = hyperparameters(arrays, called(names_of(section, len(run.posterior.inputs)), run.posterior.inputs))
-        sections.append(Panel("Posterior of the hyperparameters", figure, _hyper_caption(details)))
-    if "inducing.first" in arrays and arrays["inducing.first"].shape[1] <= 2:
-        names = [str(column["name"]) for column in run.posterior.schema["features"]]
-        caption = (
-            "Standardised inputs. Grey: where Z began; colour: the mean of q(Z), with 95 % intervals where Z has a"
-        )
-        sections.append(Panel("Inducing inputs", inducing(arrays, names), f"{caption} distribution."))
-    labels = run.metrics.labels
-    if details.get("factors"):
-        sections.append(Panel("What each factor says", strength_table(details, labels), _strength_caption(run)))
-    if details.get("free_energy"):
-        body, caption = free_energy_table(details["free_energy"], ALPHA)
-        sections.append(Panel("Free energy", body, caption))
+        sections.append(Panel("Posterior of the hyperparameters", figure, HYPER_CAPTION))
     if (run.path / "forgotten.json").exists():
         sections.insert(0, forgetting(read_json(run.path / "forgotten.json")))
-    return sections
+    return [*sections, *product_panels(run, _strength_caption(run))]
+
+
+def product_panels(run: RunData, caption: str) -> list[Panel]:
+    """What each factor says, in words of ``caption``, and the free energy."""
+    details = run.metrics.method_details
+    sections = [Panel("What each factor says", strength_table(details, run.metrics.labels), caption)]
+    if not details.get("free_energy"):
+        return sections
+    return [*sections, Panel("Free energy", *free_energy_table(details["free_energy"]))]
 
 
 def called(names: Sequence[str], inputs: Sequence[str]) -> list[str]:
@@ -82,51 +85,35 @@ def hyperparameters(arrays: NamedArrays, names: Sequence[str]) -> Figure:
     return figure
 
 
-def inducing(arrays: NamedArrays, names: Sequence[str]) -> Figure:
-    """Inducing inputs of one or two dimensions before and after."""
-    first, mean = np.asarray(arrays["inducing.first"]), np.asarray(arrays["inducing.locations.mean"])
-    scale = np.asarray(arrays.get("inducing.locations.scale", np.zeros_like(mean)))
-    figure = Figure(figsize=(5.6, 1.8 if mean.shape[1] == 1 else 4.2), dpi=DPI, layout="constrained")
-    axes = figure.subplots()
-    flat = mean.shape[1] == 1
-    up = (np.zeros(len(mean)), np.ones(len(first))) if flat else (mean[:, 1], first[:, 1])
-    axes.plot(first[:, 0], up[1], "o", color="0.6", markersize=4)
-    bars = None if flat else Z95 * scale[:, 1]
-    axes.errorbar(mean[:, 0], up[0], bars, Z95 * scale[:, 0], fmt="o", color=FEDERATED, markersize=4, linewidth=1)
-    axes.set_xlabel(names[0])
-    if flat:
-        axes.set(yticks=[0, 1], yticklabels=["after", "before"], ylim=(-0.5, 1.5))
-    else:
-        axes.set_ylabel(names[1])
-    return figure
-
-
 def strength_table(details: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     """A row per site with the strength of its factors, as HTML; columns that no site has are left out."""
     strengths: Mapping[str, Mapping[str, float]] = details["factors"]
-    shown = [name for name in STRENGTHS if any(name in own for own in strengths.values())]
+    shown = [name for name in STRENGTHS if any(name in each for each in strengths.values())]
     whole, place = {"rows", "points"}, {site: index for index, site in enumerate(labels)}
     rows = [
         (
             labels.get(site, site),
             str(details["visits"].get(site, 0)),
-            *(f"{own[n]:,.0f}" if n in whole else show(number(own[n])) if n in own else "–" for n in shown),
+            *(f"{each[n]:,.0f}" if n in whole else show(number(each[n])) if n in each else "–" for n in shown),
         )
-        for site, own in sorted(strengths.items(), key=lambda each: place.get(each[0], len(place)))
+        for site, each in sorted(strengths.items(), key=lambda item: place.get(item[0], len(place)))
     ]
     return html_table(("site", "visits", *(STRENGTHS[name] for name in shown)), rows)
 
 
-def free_energy_table(parts: Mapping[str, float], alpha: float) -> tuple[str, str]:
+def free_energy_table(parts: Mapping[str, float]) -> tuple[str, str]:
     """The free energy and its parts in nats, as HTML, and what to read in them."""
+    alpha = ALPHA if "kl_inducing" in parts else 1.0
     names = {
-        "fit": "expected log likelihood of all training rows",
         "kl_function": "− KL of q(u) from its prior",
         "kl_inducing": f"− {alpha:g} × KL of q(Z) from its prior",
         "kl_hyper": "− KL of q(β) from its prior",
+        "kl_weights": "− KL of q(θ) from its prior",
     }
-    signs = {"fit": 1.0, "kl_function": -1.0, "kl_inducing": -alpha, "kl_hyper": -1.0}
-    rows = [(words, show(signs[name] * parts[name])) for name, words in names.items()]
+    rows = [("expected log likelihood of all training rows", show(parts["fit"]))]
+    for name, words in names.items():
+        if name in parts:
+            rows.append((words, show(-parts[name] * (alpha if name == "kl_inducing" else 1.0))))
     caption = "An estimate of the log evidence of the standardised training rows"
     caption += ", and a lower bound of it." if alpha >= 1 else "; with α below 1 it is no lower bound of it."
     return html_table(("part", "nats"), [*rows, ("free energy", show(parts["total"]))]), caption
@@ -157,25 +144,13 @@ def forgetting(content: Mapping[str, Any]) -> Panel:
 def _strength_caption(run: RunData) -> str:
     caption = "How much each site's factor says."
     strengths = run.metrics.method_details["factors"].values()
-    if any("weight" in own for own in strengths):
+    if any("weight" in each for each in strengths):
         units = "in rows of noise σ²" if run.config["pvi.factor"] == "tied" else "over the standardised target"
         caption += f" Weight: summed precision of its pseudo-observations, {units}."
-    if any("directions" in own for own in strengths):
+    if any("directions" in each for each in strengths):
         caption += " Directions: of those of v, the whitened inducing values, how many the factor alone determines."
-    if any("values" in own for own in strengths):
+    if any("values" in each for each in strengths):
         caption += " Precision of u: mean over the inducing values."
-    if any("inducing" in own or "hyper" in own for own in strengths):
+    if any("inducing" in each or "hyper" in each for each in strengths):
         caption += " Precisions of Z and β: mean of the site's factor; the prior has 1."
     return caption
-
-
-def _hyper_caption(details: Mapping[str, Any]) -> str:
-    counts = f"{details.get('halvings', 0)} times an update was damped further to keep q proper, "
-    counts += f"{details.get('refused', 0)} updates were refused."
-    local = details.get("local", {})
-    counts += f" At the sites {local.get('rejected', 0)} trial points of line searches were rejected and "
-    counts += f"{local.get('halvings', 0)} steps of fixed points shortened."
-    return (
-        "Medians and 95 % intervals of the log-normal posterior; amplitudes and noise as standard deviations of the "
-        f"standardised target. {counts}"
-    )

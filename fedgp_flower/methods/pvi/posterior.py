@@ -5,7 +5,6 @@ A prediction is a mixture over draws of (Z, β), the same draws wherever it is m
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -24,11 +23,10 @@ from fedgp_flower.methods.pvi.model import (
     Latents,
     Point,
     SparseModel,
-    draw,
     predict,
+    prediction_draws,
     product,
     sparse_model,
-    view,
 )
 from fedgp_flower.methods.pvi.options import PVIOptions
 from fedgp_flower.methods.pvi.saved import GAUSSIAN, LATENTS, POINTS, POINTS_NAME, Arrays
@@ -57,15 +55,12 @@ def _latent(arrays: Arrays, name: str) -> Latent:
 
 def saved_factors(arrays: Arrays) -> list[Factor]:
     """The factors of u of a saved posterior."""
-    points = None
+    points = values = None
     if f"{POINTS_NAME}.inputs" in arrays:
-        points = PseudoPoints(**{name: arrays[f"{POINTS_NAME}.{name}"] for name in POINTS})
-    gaussians = {
-        kind: NaturalParameters(*(arrays[f"factor.{kind}.{name}"] for name in GAUSSIAN))
-        for kind in ("values", "whitened")
-        if f"factor.{kind}.eta1" in arrays
-    }
-    return Factors(points, **gaussians).factors(tied=bool(arrays.get(f"{POINTS_NAME}.tied", True)))
+        points = PseudoPoints(*(arrays[f"{POINTS_NAME}.{name}"] for name in POINTS))
+    if "factor.values.eta1" in arrays:
+        values = NaturalParameters(*(arrays[f"factor.values.{name}"] for name in GAUSSIAN))
+    return Factors(points, values).factors(tied=bool(arrays.get(f"{POINTS_NAME}.tied", True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +80,9 @@ class SavedFactors:
     def export(self) -> list[tuple[WhitenedGP, Likelihood]]:
         """A model and likelihood of GPyTorch for every draw, in evaluation mode and standardised coordinates."""
         model, draws = self.model, self.draws
-        density = product(view(model.geometry(draws), self.factors), self.factors).density()
+        density = product(model.geometry(draws), self.factors)[0].density()
         exported = []
-        for s, hyper in enumerate(model.own_hyper(draws)):
+        for s, hyper in enumerate(model.noise_hyper(draws)):
             kernel = model.kernel.at(draws.hyper[s, : model.kernel.num_hyper])
             covariance = torch.cholesky_inverse(density.chol[s])  # the inverse is the answer here
             q = WhitenedPosterior(density.mean[s], covariance)
@@ -106,19 +101,6 @@ def saved_model(saved: Posterior, names: tuple[str, ...]) -> SavedFactors | Save
     model = sparse_model(ModelSection.model_validate(section), num_inputs)
     draws = prediction_draws(saved_latents(saved.arrays), model, int(saved.model["samples"]), int(saved.model["seed"]))
     return SavedFactors(model, draws, saved_factors(saved.arrays))
-
-
-def random_source(*words: object) -> torch.Generator:
-    """A generator derived from words such as (seed, purpose, site, round)."""
-    digest = hashlib.sha256("/".join(map(str, words)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def prediction_draws(latents: Latents, model: SparseModel, number: int, seed: int) -> Draws:
-    """Draws of (Z, β) ~ q that depend on the seed alone; a single one where both are points."""
-    if isinstance(latents.inducing, Point) and isinstance(latents.hyper, Point):
-        number = 1
-    return draw(latents, number, model.num_inputs, random_source(seed, "prediction"))
 
 
 # ---- What forgetting a site changed ---------------------------------------------------------------------------------
@@ -143,10 +125,6 @@ def _densities(arrays: NamedArrays) -> dict[str, Gaussian]:
     if "inducing.covariance" in arrays:
         moments = (torch.from_numpy(arrays[f"inducing.{part}"]) for part in ("mean", "covariance"))
         densities["whitened"] = NaturalGaussian.from_moments(*moments)
-    if "factor.whitened.eta2" in arrays:
-        eta2 = arrays["factor.whitened.eta2"]
-        whitened = {"eta1": arrays["factor.whitened.eta1"], "eta2": eta2 - 0.5 * np.eye(len(eta2))}
-        densities["whitened"] = NaturalGaussian.from_arrays(whitened)
     return densities
 
 
@@ -158,6 +136,6 @@ def _remains(before: RunData) -> list[str]:
         remains.append("the inducing inputs, an average that the site took part in")
     if options.agrees:
         remains.append("inducing inputs and hyperparameters, which all sites agreed on")
-    if not (options.linear and config.model.likelihood == "gaussian"):
+    if not (options.agrees and config.model.likelihood == "gaussian"):
         remains.append("factors of other sites, fitted beside the site's; further visits let them settle")
     return remains

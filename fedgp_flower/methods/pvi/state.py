@@ -34,12 +34,11 @@ class Contribution:
 
     factors: Mapping[str, NaturalParameters] = leaves("tₖ by block")
     points: PseudoPoints | None = leaves("pseudo-observations", default=None)
-    rows: int = leaves("training rows of the site", default=0)
 
     @property
     def function(self) -> Factors:
-        """The factor of u, or of v = L⁻¹u."""
-        return Factors(self.points, self.factors.get("values"), self.factors.get("whitened"))
+        """The factor of u."""
+        return Factors(self.points, self.factors.get("values"))
 
 
 @message()
@@ -57,8 +56,6 @@ class Record:
     halvings: int = 0
     refused: int = 0
     """Updates left out because no damping made them proper."""
-    local: Mapping[str, int] = field(default_factory=dict)
-    """What optimisers at the sites had to do: ``rejected`` trial points, ``halvings`` of steps."""
     forgotten: tuple[str, ...] = ()
     forgotten_visits: int = 0
 
@@ -102,7 +99,7 @@ def cavity(state: Product, site: str) -> Blocks:
 
 def cavities(state: Product) -> Iterator[Blocks]:
     """Every site's cavity in turn, in 3K products of those before it and those behind it."""
-    factors = [_gaussians(own.factors) for own in state.sites.values()]
+    factors = [_gaussians(each.factors) for each in state.sites.values()]
     nothing: Blocks = {}
     behind = [*accumulate(reversed(factors), _times, initial=nothing)][-2::-1]
     before = accumulate(factors, _times, initial=_gaussians(state.prior))

@@ -1,13 +1,12 @@
-"""A site's local update: maximise the local free energy over its factor of u and its shares of q(Z) and q(β).
+"""A site's local update: maximise the local free energy over its factor of u and its shares of q(Z) and q(β), by Adam.
 
-The updates of ``pvi.local-update``, Ashman et al. (2022), Algorithm 1, step 2. Adam and L-BFGS follow *Federated
-learning of sparse Gaussian processes*, Algorithms 1 and 2, Eq. 7 with weight α on the KL of Z; the others are those of
-:mod:`fedgp_flower.methods.pvi.linear`.
+Ashman et al. (2022), Algorithm 1, step 2, as in *Federated learning of sparse Gaussian processes*, Algorithms 1 and 2,
+Eq. 7 with weight α on the KL of Z.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,15 +17,9 @@ from torch import Generator, Tensor
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
 from fedgp_flower.gp.likelihoods import GaussianNoise
-from fedgp_flower.gp.optimisers import AdamSettings, Trace, adam, maximise
-from fedgp_flower.methods.pvi.linear import (
-    analytic_factor,
-    fixed_point_update,
-    gradient_update,
-    linear_site,
-)
-from fedgp_flower.methods.pvi.linear import local_free_energy as linear_free_energy
+from fedgp_flower.gp.optimisers import AdamSettings, Trace, adam
 from fedgp_flower.methods.pvi.model import (
+    ALPHA,
     Data,
     Draws,
     Factor,
@@ -36,24 +29,21 @@ from fedgp_flower.methods.pvi.model import (
     Point,
     PseudoObservations,
     SparseModel,
-    WhitenedFactor,
     local_free_energy,
     location_scale,
     standard_normal,
 )
-from fedgp_flower.methods.pvi.options import LINEAR, Form, PVIOptions
+from fedgp_flower.methods.pvi.options import Form
 from fedgp_flower.typing import Array
 
 SCALE_SPEED = 4.0
 """Log-precisions travel several units, means a fraction of one: Adam's step is this much longer for them."""
-ALPHA = 0.01
-"""Weight of KL(q(Z) ‖ cavity): small, because Z is a tool of the approximation and no parameter of the model."""
 SAMPLES = 4
-"""Antithetic draws of (Z, β) in an evaluation: enough for Adam, and fixed draws of L-BFGS are not fitted."""
+"""Antithetic draws of (Z, β) in an evaluation."""
 MOST_POINTS, ROWS_PER_POINT = 500, 5
 """Pseudo-observations of a site, at most, and the rows that each begins as the average of, at least: averages are not
 rows."""
-ADAM_STEPS, ADAM_RATE, LBFGS_EVALUATIONS = 150, 0.03, 400
+ADAM_STEPS, ADAM_RATE = 150, 0.03
 """Where ``pvi.steps`` and ``pvi.learning-rate`` are 0."""
 
 
@@ -79,11 +69,11 @@ class LocalProblem:
 class LocalUpdate:
     """A site's answer."""
 
-    own: Factor
+    factor: Factor
     latents: Latents
     """q_k(Z) and q_k(β); divided by the cavity they are the site's factors."""
     free_energy: float
-    """Nats. Adam: mean objective over the last tenth of the steps; L-BFGS: the objective at what is returned."""
+    """Mean objective over the last tenth of the steps, in nats."""
     trace: Trace
 
 
@@ -165,70 +155,29 @@ class TrainableFactor:
         return replace(factor, **fields)
 
 
-class _Objective:
-    """E_q[local free energy] − α KL(q(Z)) − KL(q(β)) as a function of trainable parts."""
-
-    def __init__(self, problem: LocalProblem, own: Factor, start: Latents, generator: Generator) -> None:
-        self.problem = problem
-        self.generator = generator
-        self.own = TrainableFactor(own)
-        learn = problem.learn_inducing
-        self.inducing = TrainableLatent(problem.cavity.inducing, start.inducing, learn_point=learn)
-        self.hyper = TrainableLatent(problem.cavity.hyper, start.hyper)
-        self.parameters = [*self.own.parameters, *self.inducing.parameters, *self.hyper.parameters]
-
-    def noise(self) -> tuple[Tensor, Tensor]:
-        samples = self.problem.num_samples
-        sizes = (len(self.inducing.location), len(self.hyper.location))
-        return standard_normal(samples, sizes[0], self.generator), standard_normal(samples, sizes[1], self.generator)
-
-    def batch(self) -> tuple[Data, float]:
-        data, size = self.problem.data, self.problem.batch_size
-        if not 0 < size < len(data):
-            return data, 1.0
-        return data.subset(torch.randperm(len(data), generator=self.generator)[:size]), len(data) / size
-
-    def value(self, epsilon: tuple[Tensor, Tensor], data: Data, weight: float) -> Tensor:
-        problem = self.problem
-        inducing = self.inducing.sample(epsilon[0]).unflatten(-1, (-1, problem.model.num_inputs))
-        draws = Draws(inducing, self.hyper.sample(epsilon[1]))
-        local = local_free_energy(problem.model, draws, problem.others, self.own.factor(), data, weight=weight)
-        return local.mean() - problem.alpha * self.inducing.kl() - self.hyper.kl()
-
-    def update(self, trace: Trace, num_last: int) -> LocalUpdate:
-        tail = trace.values[-num_last:]
-        latents = Latents(self.inducing.result(), self.hyper.result())
-        return LocalUpdate(self.own.result(), latents, sum(tail) / len(tail), trace)
-
-
 def adam_update(
-    problem: LocalProblem, own: Factor, start: Latents, settings: AdamSettings, generator: Generator
+    problem: LocalProblem, before: Factor, start: Latents, settings: AdamSettings, generator: Generator
 ) -> LocalUpdate:
-    """Local update by Adam from ``own`` and ``start``, on reparameterised antithetic samples, fresh at every step."""
-    objective = _Objective(problem, own, start, generator)
-    trace = adam(
-        lambda: objective.value(objective.noise(), *objective.batch()),
-        objective.parameters,
-        settings,
-        len(problem.data),
-    )
-    return objective.update(trace, max(1, len(trace.values) // 10))
+    """Local update by Adam from ``before`` and ``start``, on reparameterised antithetic samples, new at every step."""
+    model, data, size = problem.model, problem.data, problem.batch_size
+    factor = TrainableFactor(before)
+    inducing = TrainableLatent(problem.cavity.inducing, start.inducing, learn_point=problem.learn_inducing)
+    hyper = TrainableLatent(problem.cavity.hyper, start.hyper)
 
+    def objective() -> Tensor:
+        noise = [standard_normal(problem.num_samples, len(q.location), generator) for q in (inducing, hyper)]
+        rows, weight = data, 1.0
+        if 0 < size < len(data):
+            rows = data.subset(torch.randperm(len(data), generator=generator)[:size])
+            weight = len(data) / size
+        z = inducing.sample(noise[0]).unflatten(-1, (-1, model.num_inputs))
+        draws = Draws(z, hyper.sample(noise[1]))
+        fit = local_free_energy(model, draws, problem.others, factor.factor(), rows, weight=weight).mean()
+        return fit - problem.alpha * inducing.kl() - hyper.kl()
 
-def lbfgs_update(
-    problem: LocalProblem, own: Factor, start: Latents, *, max_evaluations: int, generator: Generator
-) -> LocalUpdate:
-    """Local update by L-BFGS on samples that stay fixed: deterministic, for few samples and points."""
-    objective = _Objective(problem, own, start, generator)
-    epsilon = objective.noise()
-    trace = maximise(
-        lambda: objective.value(epsilon, problem.data, 1.0),
-        objective.parameters,
-        max_evaluations=max_evaluations,
-        tolerance=1e-6,
-        gradient_tolerance=1e-5,
-    )
-    return objective.update(trace, 1)
+    trace = adam(objective, [*factor.parameters, *inducing.parameters, *hyper.parameters], settings, len(data))
+    tail = trace.values[-max(1, len(trace.values) // 10) :]
+    return LocalUpdate(factor.result(), Latents(inducing.result(), hyper.result()), sum(tail) / len(tail), trace)
 
 
 def first_factor(
@@ -240,15 +189,15 @@ def first_factor(
     """
     if form == "cpo":
         return _at_the_optimum(model, data, start)
-    own = averages(data, max(1, min(most, len(data) // least)))
+    points = averages(data, max(1, min(most, len(data) // least)))
     gaussian = isinstance(model.likelihood, GaussianNoise)
     if not gaussian:
-        values, precision = model.likelihood.as_function(own.targets)
-        own = replace(own, targets=values, root=precision.sqrt() * own.root)
+        values, precision = model.likelihood.as_function(points.targets)
+        points = replace(points, targets=values, root=precision.sqrt() * points.root)
     if form == "tied":
-        return own
+        return points
     deviation = location_scale(start.hyper)[0][-1].exp() if gaussian else 1.0
-    return replace(own, root=own.root / deviation, tied=False)
+    return replace(points, root=points.root / deviation, tied=False)
 
 
 def averages(data: Data, number: int) -> PseudoObservations:
@@ -301,93 +250,3 @@ def _root(precision: Tensor) -> Tensor:
     floor = 1e-6 * values[-1].clamp_min(1.0)
     root: Tensor = vectors * values.clamp_min(floor).sqrt()
     return root
-
-
-# ---- The updates by name --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class VisitedSite:
-    """What a local update works with, besides what the site is sent."""
-
-    model: SparseModel
-    data: Data
-    options: PVIOptions
-    generator: Generator
-    batch_size: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """What a site is sent, as tensors."""
-
-    latents: Latents
-    """q(Z), q(β) now."""
-    cavity: Latents
-    """Their cavities; what they are themselves where they are not in the product."""
-    others: Sequence[Factor] = ()
-    own: Factor | None = None
-    """The site's factor; None on its first visit."""
-    context: NaturalGaussian | None = None
-    """What multiplies the site's factor of v, with the prior; only while Z and β are fixed."""
-    posterior: NaturalGaussian | None = None
-    """q(v); only while Z and β are fixed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What a local update ends with."""
-
-    own: Factor
-    latents: Latents
-    objective: float
-    """Local free energy, in nats per row."""
-    evaluations: int
-    rejected: int = 0
-    """Trial points of line searches at which a matrix lost positive definiteness."""
-    halvings: int = 0
-    """Steps of a fixed-point iteration that were shortened because the posterior would have been improper."""
-
-
-def optimised(site: VisitedSite, given: Situation) -> Update:
-    """Adam or L-BFGS on the local free energy."""
-    model, data, options, own = site.model, site.data, site.options, given.own
-    average = options.inducing == "average"
-    problem = LocalProblem(model, data, given.others, given.cavity, batch_size=site.batch_size, learn_inducing=average)
-    own = own or first_factor(model, data, given.latents, options.factor)
-    if options.update == "lbfgs":
-        budget = options.steps or LBFGS_EVALUATIONS
-        update = lbfgs_update(problem, own, given.latents, max_evaluations=budget, generator=site.generator)
-    else:
-        steps = (options.steps or ADAM_STEPS) * (2 if given.own is None else 1)
-        settings = AdamSettings(steps, options.learning_rate or ADAM_RATE)
-        update = adam_update(problem, own, given.latents, settings, site.generator)
-    trace = update.trace
-    return Update(update.own, update.latents, update.free_energy / len(data), len(trace.values), trace.rejected)
-
-
-def linear(site: VisitedSite, given: Situation) -> Update:
-    """Z and β are fixed: f = Aᵀv + noise, and the factor of v is conjugate, a fixed point, or moved by one gradient."""
-    rows, context, q = linear_site(site.model, site.data, given.latents), given.context, given.posterior
-    assert context is not None
-    assert q is not None
-    start = given.own.natural if isinstance(given.own, WhitenedFactor) else context.flat()
-    evaluations, halvings, step = 1, 0, site.options.learning_rate or 1.0
-    if site.options.update == "analytic":
-        factor = analytic_factor(rows, (2.0 * rows.hyper[-1]).exp())
-    elif site.options.update == "gradient":
-        factor = gradient_update(rows, q, context, start, step=step)
-    else:
-        fixed_point = fixed_point_update(rows, context, start, step=step)
-        evaluations, halvings = fixed_point.iterations, fixed_point.halvings
-        assert isinstance(fixed_point.factor, NaturalGaussian)
-        factor = fixed_point.factor
-    objective = float(linear_free_energy(rows, context * factor, context)) / len(site.data)
-    return Update(WhitenedFactor(factor), given.latents, objective, evaluations, halvings=halvings)
-
-
-UPDATES: Mapping[str, Callable[[VisitedSite, Situation], Update]] = {
-    **dict.fromkeys(("adam", "lbfgs"), optimised),
-    **dict.fromkeys(LINEAR, linear),
-}
-"""By ``pvi.local-update``; a site needs none for ``sums``."""

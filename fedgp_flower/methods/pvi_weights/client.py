@@ -11,11 +11,10 @@ import torch
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.gaussian import DiagonalGaussian
-from fedgp_flower.methods.pvi.linear import LinearSite
-from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit, WeightsPredictive
+from fedgp_flower.methods.pvi.messages import LogLikelihood, NaturalParameters, Refined, Visit
+from fedgp_flower.methods.pvi.model import random_source
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.methods.pvi.posterior import random_source
-from fedgp_flower.methods.pvi_weights.glm import glm_site, gradient, log_likelihood, optimum, prior_of
+from fedgp_flower.methods.pvi_weights.glm import LinearSite, glm_site, gradient, log_likelihood, optimum, prior_of
 from fedgp_flower.methods.pvi_weights.network import (
     LEARNING_RATE,
     PREDICTION_DRAWS,
@@ -48,21 +47,21 @@ class GLMClient(SiteClient):
 
     def train(self, request: Visit) -> Refined:
         """One local update (Ashman et al. 2022, Algorithm 1, step 2)."""
-        q, context = request.posterior[WEIGHTS].gaussian, request.context[WEIGHTS].gaussian
+        assert request.posterior is not None
         update = gradient if cast(PVIOptions, self.config.shared).plan().gradient else optimum
-        done = update(self.linear, q, context)
+        done = update(self.linear, request.posterior.gaussian, request.context[WEIGHTS].gaussian)
         factor, objective = NaturalParameters.of(done.factor), done.free_energy / self.num_examples
-        return Refined(objective, done.iterations, halvings=done.halvings, weights=factor)
+        return Refined(objective, done.iterations, weights=factor)
 
-    def log_likelihood(self, request: WeightsPredictive) -> LogLikelihood:
+    def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
         """This site's term of the global free energy."""
-        return LogLikelihood(log_likelihood(self.linear, request.posterior.gaussian).numpy())
+        return LogLikelihood(log_likelihood(self.linear, request.gaussian).numpy())
 
-    def predict(self, request: WeightsPredictive, inputs: Array) -> Prediction:
+    def predict(self, request: NaturalParameters, inputs: Array) -> Prediction:
         """Mean and variance of an observation."""
         return Prediction(*self._posterior(request).observation(inputs))
 
-    def score(self, request: WeightsPredictive) -> Scores:
+    def score(self, request: NaturalParameters) -> Scores:
         """Scores by the likelihood."""
         return self._scored(self._posterior(request), self.rows)
 
@@ -73,8 +72,8 @@ class GLMClient(SiteClient):
         done = optimum(glm_site(self.config.model, data.x, data.y), prior, prior)
         return self._scored(LinearPosterior(self.config.model, prior * done.factor), data)
 
-    def _posterior(self, request: WeightsPredictive) -> LinearPosterior:
-        return LinearPosterior(self.config.model, request.posterior.gaussian)
+    def _posterior(self, request: NaturalParameters) -> LinearPosterior:
+        return LinearPosterior(self.config.model, request.gaussian)
 
     def _scored(self, posterior: LinearPosterior, data: SiteData) -> Scores:
         """Scores of held-out rows from the moments of f."""
@@ -107,8 +106,9 @@ class BNNClient(SiteClient):
 
     def train(self, request: Visit) -> Refined:
         """One local update, from the means that were sent and a tight start (Ashman et al. 2022, Section 5.3)."""
-        context, q = request.context[WEIGHTS].diagonal(), request.posterior[WEIGHTS].diagonal()
-        done = self._update(self.class_rows, context, q, self.steps)
+        assert request.posterior is not None
+        context = request.context[WEIGHTS].diagonal()
+        done = self._update(self.class_rows, context, request.posterior.diagonal(), self.steps)
         factor = NaturalParameters.of(done.q / context)
         return Refined(done.free_energy / self.num_examples, done.trace.evaluations, weights=factor)
 
@@ -117,9 +117,9 @@ class BNNClient(SiteClient):
         """The site's training rows."""
         return ClassRows(torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y)).checked(self.options.classes)
 
-    def log_likelihood(self, request: WeightsPredictive) -> LogLikelihood:
+    def log_likelihood(self, request: NaturalParameters) -> LogLikelihood:
         """This site's term of the global free energy, estimated from the draws of a prediction."""
-        mean, variance = request.posterior.diagonal().moments()
+        mean, variance = request.diagonal().moments()
         rows, source = self.class_rows, random_source(self.config.seed, "fit", self.site.site)
         values = [
             float(rows.log_likelihood(self.network.logits(rows.x, mean, variance, source), slice(None)))
@@ -127,12 +127,12 @@ class BNNClient(SiteClient):
         ]
         return LogLikelihood(np.array(np.mean(values)))
 
-    def predict(self, request: WeightsPredictive, inputs: Array) -> Prediction:
+    def predict(self, request: NaturalParameters, inputs: Array) -> Prediction:
         """Mean and variance of the indicators of classes."""
-        mean = self._posterior(request.posterior.diagonal()).probabilities(inputs)
+        mean = self._posterior(request.diagonal()).probabilities(inputs)
         return Prediction(mean, mean * (1 - mean))
 
-    def score(self, request: WeightsPredictive) -> Scores:
+    def score(self, request: NaturalParameters) -> Scores:
         """Scores of the classes' probabilities."""
         return scores_of(self.predict(request, self.rows.x_test).mean, self.rows.y_test)
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian
+from fedgp_flower.gp.likelihoods import PointLikelihood, canonical_likelihood
 from fedgp_flower.gp.linalg import cholesky
-from fedgp_flower.gp.logit import canonical_likelihood
-from fedgp_flower.methods.pvi.linear import LinearSite
 from fedgp_flower.methods.pvi.messages import NaturalParameters
 from fedgp_flower.methods.pvi_weights.options import WeightsOptions
 from fedgp_flower.options import ModelSection
@@ -56,6 +56,18 @@ class Expansion:
         precision = self.q.precision + length * (self.precision - self.q.precision)
         mean = self.mean + length * self.move
         return type(self.q)(precision @ mean if precision.ndim == 2 else precision * mean, -0.5 * precision)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSite:
+    """A site's rows seen through linear functions of θ."""
+
+    design: Float[Tensor, "N P"]
+    """Φ, one row per observation."""
+    targets: Float[Tensor, " N"]
+    likelihood: PointLikelihood
+    hyper: Float[Tensor, " R"]
+    """Parameters of the likelihood."""
 
 
 def glm_site(section: ModelSection, inputs: Array, targets: Array) -> LinearSite:
@@ -96,15 +108,15 @@ def expansion(site: LinearSite, q: Gaussian, context: Context) -> Expansion:
     """F(q) = E_q log p(y | θ) − KL(q ‖ context), its Newton step, and the rows' factor at q."""
     phi, (mean, covariance, log_determinant), around = site.design, q.described(), context.precision
     fit, alpha, beta, _ = site.likelihood.slopes(site.targets, *marginals(phi, mean, covariance), site.hyper)
-    own, slope = phi.mT @ (beta[:, None] * phi), phi.mT @ alpha
+    curvature, slope = phi.mT @ (beta[:, None] * phi), phi.mT @ alpha
     full = around.ndim == 2
-    kept = own if full else own.diagonal()
+    kept = curvature if full else curvature.diagonal()
     precision = kept + around
     away = mean - context.mean
     pull = around @ away if full else around * away
     gradient = slope - pull
-    information = precision if full else own.diagonal_scatter(precision)
-    L = cholesky(information, of="information of the weights", hint="Is `glm.prior-scale` too large?")
+    information = precision if full else curvature.diagonal_scatter(precision)
+    L = cholesky(information, of="information of the weights", hint="Are inputs on very different scales?")
     move = torch.cholesky_solve(gradient[:, None], L)[:, 0]
     change = float((precision - q.precision).abs().max() / precision.max())
     factor = type(q)(slope + (kept @ mean if full else kept * mean), -0.5 * kept)
@@ -121,8 +133,6 @@ class LocalMaximum:
     factor: Gaussian
     free_energy: float
     iterations: int
-    halvings: int
-    """Steps shortened because the free energy would have fallen."""
 
 
 def optimum(site: LinearSite, q: Gaussian, context: Gaussian) -> LocalMaximum:
@@ -132,22 +142,22 @@ def optimum(site: LinearSite, q: Gaussian, context: Gaussian) -> LocalMaximum:
         NumericsError: the step had to be shortened to nothing, which no log-concave likelihood does.
     """
     around = Context.of(context)
-    here, length, iterations, halvings = expansion(site, q, around), 1.0, 0, 0
+    here, length, iterations = expansion(site, q, around), 1.0, 0
     while iterations < STEPS and here.decrement > TOLERANCE:
         there = expansion(site, here.step(length), around)
         if there.free_energy >= here.free_energy - SLACK * abs(here.free_energy):
             here, length, iterations = there, min(1.0, 2.0 * length), iterations + 1
             continue
-        length, halvings = 0.5 * length, halvings + 1
+        length *= 0.5
         if length < 1e-10:
             raise NumericsError("no Newton step raises the local free energy; are the inputs finite and standardised?")
-    return LocalMaximum(here.factor, here.free_energy, iterations, halvings)
+    return LocalMaximum(here.factor, here.free_energy, iterations)
 
 
 def gradient(site: LinearSite, q: Gaussian, context: Gaussian) -> LocalMaximum:
     """The rows' factor at the q that was sent: merged with ρ it is a natural-gradient step of global VI of length ρ."""
     here = expansion(site, q, Context.of(context))
-    return LocalMaximum(here.factor, here.free_energy, 1, 0)
+    return LocalMaximum(here.factor, here.free_energy, 1)
 
 
 def prior_of(options: WeightsOptions, num_inputs: int) -> NaturalParameters:

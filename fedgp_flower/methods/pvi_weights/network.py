@@ -95,8 +95,7 @@ class ClassRows:
 
     def log_likelihood(self, logits: Tensor, chosen: Tensor | slice) -> Tensor:
         """Σ log P(y_n)."""
-        own = self.y[chosen].long()
-        return logits.log_softmax(-1).gather(1, own[:, None]).sum()
+        return logits.log_softmax(-1).gather(1, self.y[chosen].long()[:, None]).sum()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pydantic import Field
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.pvi.options import PVIOptions
-from fedgp_flower.options import MethodOptions, Positive, PositiveInt
+from fedgp_flower.options import MethodOptions, PositiveInt
 
 LIKELIHOODS = ("gaussian", "bernoulli", "poisson")
 """Log-concave ones: every factor then has a precision that is not negative, and every product is a density."""
@@ -23,8 +23,8 @@ class WeightsOptions(MethodOptions):
 
     shared: ClassVar[type[MethodOptions] | None] = PVIOptions
 
-    prior_scale: Positive = 1.0
-    """Prior standard deviation of every weight, the intercept's too."""
+    prior_scale: ClassVar[float] = 1.0
+    """Prior standard deviation of every weight, the intercept's too: inputs are standardised."""
 
     @abstractmethod
     def num_weights(self, num_inputs: int) -> int:

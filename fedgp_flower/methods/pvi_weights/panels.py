@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
+from fedgp_flower.methods.pvi.panels import product_panels
+from fedgp_flower.methods.pvi_weights.options import WeightsOptions
 from fedgp_flower.methods.pvi_weights.posterior import deviations, q_of
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95
 from fedgp_flower.run.report import Panel, html_table
-from fedgp_flower.run.summary import number, show
 
+PRIOR_PRECISION = WeightsOptions.prior_scale**-2
 MOST = 30
 """Weights in the figure."""
 PRUNED = 0.1
@@ -28,7 +30,7 @@ def panels(run: RunData) -> list[Panel]:
     which = "" if len(order) == len(mean) else f" Shown are the {len(order)} of {len(mean)} furthest from zero."
     caption = f"Mean and 95 % interval under q, for standardised inputs.{which}"
     sections = [Panel("Weights", weights([names[i] for i in order], mean[order], sd[order]), caption)]
-    return [*sections, factors(run), *free_energy(run)]
+    return [*sections, *product_panels(run, factor_caption(run))]
 
 
 def network_panels(run: RunData) -> list[Panel]:
@@ -36,46 +38,16 @@ def network_panels(run: RunData) -> list[Panel]:
     if run.posterior is None:
         return []
     mean, variance = (part.numpy() for part in q_of(run.posterior).moments())
-    precision = prior_precision(run)
-    divergence = 0.5 * (precision * (variance + mean**2) - 1 - np.log(precision * variance))
+    divergence = 0.5 * (PRIOR_PRECISION * (variance + mean**2) - 1 - np.log(PRIOR_PRECISION * variance))
     count = int((divergence < PRUNED).sum())
     body = html_table(("weights", "pruned"), [(f"{len(mean):,}", f"{count:,}")])
     caption = f"A weight whose KL from its prior is below {PRUNED:g} nats says nothing; many of them mean over-pruning."
-    return [Panel("Pruned weights", body, caption), factors(run), *free_energy(run)]
+    return [Panel("Pruned weights", body, caption), *product_panels(run, factor_caption(run))]
 
 
-def factors(run: RunData) -> Panel:
-    """What the sites' factors say."""
-    details, labels = run.metrics.method_details, run.metrics.labels
-    rows = [
-        (
-            labels.get(site, site),
-            str(details["visits"].get(site, 0)),
-            f"{own['rows']:,.0f}",
-            show(number(own["weights"])),
-        )
-        for site, own in details["factors"].items()
-    ]
-    body = html_table(("site", "visits", "training rows", "mean precision"), rows)
-    caption = f"Mean over weights of the precision that a factor adds; the prior has {prior_precision(run):g}."
-    return Panel("What each factor says", body, caption)
-
-
-def free_energy(run: RunData) -> list[Panel]:
-    """The free energy, where all sites told their term."""
-    parts = run.metrics.method_details.get("free_energy")
-    if not parts:
-        return []
-    lines = [("expected log likelihood of all training rows", show(parts["fit"]))]
-    lines += [("− KL of q(θ) from its prior", show(-parts["kl_weights"])), ("free energy", show(parts["total"]))]
-    caption = "A lower bound of the log evidence of the standardised training rows."
-    return [Panel("Free energy", html_table(("part", "nats"), lines), caption)]
-
-
-def prior_precision(run: RunData) -> float:
-    """1/s² of the prior."""
-    [scale] = [value for key, value in run.config.items() if key.endswith(".prior-scale")]
-    return float(scale) ** -2
+def factor_caption(run: RunData) -> str:
+    """What the mean precision of a factor is compared with."""
+    return f"Mean over weights of the precision that a factor adds; the prior has {PRIOR_PRECISION:g}."
 
 
 def weights(names: list[str], mean: np.ndarray, sd: np.ndarray) -> Figure:

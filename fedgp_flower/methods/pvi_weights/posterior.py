@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
-from fedgp_flower.gp.logit import canonical_likelihood
+from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.methods.pvi_weights.glm import glm_site, marginals
 from fedgp_flower.methods.pvi_weights.network import Network
 from fedgp_flower.options import ModelSection

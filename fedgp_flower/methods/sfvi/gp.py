@@ -2,8 +2,8 @@
 
     f_k = g + h_k,   g = c₀ + c₁ᵀx + GP(0, k_G),   h_k = s₀ + s₁ᵀx + GP(0, k_L),   y = f_k + σ exp(ζ_k) ε
 
-Z_G holds the whitened values of g's GP at the shared inputs Z, then c; Z_Lk those of h_k's GP at inputs of the site's
-own, then s / τ, then ζ_k / s_ζ. All are N(0, I) a priori, and f_k is linear in them. θ holds the hyperparameters of
+Z_G holds the whitened values of g's GP at the shared inputs Z, then c; Z_Lk those of h_k's GP at inputs of the
+site, then s / τ, then ζ_k / s_ζ. All are N(0, I) a priori, and f_k is linear in them. θ holds the hyperparameters of
 both kernels, log τ and log σ². Counts and binary targets have no ζ.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from gpytorch.kernels import Kernel, ScaleKernel
@@ -35,68 +35,59 @@ DEVIATION = 0.3
 """Initial prior variance of a site's deviation, relative to ``model.outputscale``."""
 
 
-@dataclass(frozen=True, slots=True)
-class GPOptions:
-    """What the hierarchical GP has besides its kernels."""
-
-    likelihood: Literal["gaussian", "bernoulli", "poisson"] = "gaussian"
-    noise: float = 0.1
-    """Initial noise variance."""
-    site_inducing: int = 20
-    """Inducing inputs of a site's deviation h_k."""
-    noise_spread: float = 0.5
-    """Prior standard deviation s_ζ of a site's log noise offset; 0 gives all sites the same noise."""
-    site_slope: float = 0.3
-    """Initial standard deviation τ of a site's intercept and slopes."""
-    jitter: float = 1e-8
-    """Relative to the prior variance."""
+SITE_INDUCING = 20
+"""Inducing inputs of a site's deviation h_k."""
+NOISE_SPREAD = 0.5
+"""Prior standard deviation s_ζ of a site's log noise offset."""
+SITE_SLOPE = 0.3
+"""Initial standard deviation τ of a site's intercept and slopes."""
 
 
 class HierarchicalModel(ClosedFormModel):
     """Shared trend + site deviation, with closed-form or quadrature expectations.
 
-    Args:
-        trend: k_G.
-        deviation: k_L.
-        inputs: Shared inducing inputs Z; they travel, so they must not be rows of a site.
-        options: Likelihood, noise and linear terms.
+    The shared inducing inputs Z travel, so they must not be rows of a site. ``noise_spread`` = 0 gives all sites the
+    same noise.
     """
 
     inputs: Tensor
+    site_inducing = SITE_INDUCING
 
-    def __init__(self, trend: Kernel, deviation: Kernel, inputs: Rows, options: GPOptions) -> None:
-        super().__init__(torch.zeros(len(inputs) + inputs.shape[1] + 1, dtype=torch.float64))
-        self.options = options
-        self.likelihood = build_point_likelihood(options.likelihood, nodes=QUADRATURE_NODES)
-        self.trend = trend
+    def __init__(self, section: ModelSection, inputs: Rows, noise_spread: float = NOISE_SPREAD) -> None:
+        size = inputs.shape[1] + 1
+        super().__init__(torch.zeros(len(inputs) + size, dtype=torch.float64))
+        self.jitter, self.gaussian = section.jitter, section.likelihood == "gaussian"
+        self.likelihood = build_point_likelihood(section.likelihood, nodes=QUADRATURE_NODES)
+        self.spread = noise_spread if self.gaussian else 0.0
+        self.trend = build_kernel(section, size - 1)
         self.register_buffer("inputs", inputs.clone())
-        self.deviation = deviation
-        self.log_site_slope = nn.Parameter(inputs.new_full((inputs.shape[1] + 1,), math.log(options.site_slope)))
-        if options.likelihood == "gaussian":
-            self.log_noise = nn.Parameter(torch.tensor(math.log(options.noise), dtype=torch.float64))
+        deviation = section.model_copy(update={"outputscale": DEVIATION * section.outputscale})
+        self.deviation = build_kernel(deviation, size - 1)
+        self.log_site_slope = nn.Parameter(inputs.new_full((size,), math.log(SITE_SLOPE)))
+        if self.gaussian:
+            self.log_noise = nn.Parameter(torch.tensor(math.log(section.noise), dtype=torch.float64))
 
     @classmethod
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> HierarchicalModel:
         """Both kernels as ``model.kernel`` says."""
-        del options
-        return cls(*parts_of(section, num_inputs, inputs))
+        return cls(section, torch.zeros(section.num_inducing, num_inputs).double() if inputs is None else inputs)
 
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
         """Rows of a site, and the inputs of its deviation: rows of the site that are far apart."""
         site = super().prepare(features, targets, groups, key=key)
-        return replace(site, anchors=farthest_points(features, self.options.site_inducing))
+        return replace(site, anchors=farthest_points(features, self.site_inducing))
 
     @property
-    def own_noise(self) -> bool:
-        """Whether a site has a noise offset ζ_k, the last of its latents."""
-        return self.options.likelihood == "gaussian" and self.options.noise_spread > 0
+    def offsets(self) -> int:
+        """1 where a site has a noise offset ζ_k, the last of its latents."""
+        return int(self.spread > 0)
 
     @property
     def noise_spread(self) -> float:
         """s_ζ, prior standard deviation of a site's log noise offset."""
-        return self.options.noise_spread if self.own_noise else 0.0
+        return self.spread
 
     @property
     def deviation_factor(self) -> float:
@@ -105,7 +96,7 @@ class HierarchicalModel(ClosedFormModel):
 
     def local_width(self, site: SiteRows) -> int:
         """Whitened inducing values, intercept and slopes, noise offset."""
-        return len(site.anchors) + site.features.shape[1] + 1 + int(self.own_noise)
+        return len(site.anchors) + site.features.shape[1] + 1 + self.offsets
 
     def expected_log_local(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
         """Σ_n E_q log p(y_n | f_n, ζ) + E_q log N(Z_L | 0, I); the first by quadrature for Bernoulli."""
@@ -142,20 +133,20 @@ class HierarchicalModel(ClosedFormModel):
         """Moments of f and ζ under q, and their covariance, through the weights they have on ε_G and ε_L."""
         if q_local is None:
             return self._new_site(site, q_global)
-        basis, own_factor = self._basis(site), q_local.factor()[0]
-        mean = q_global.mean @ basis.shared + q_local.mean[0] @ basis.own
+        basis, local_factor = self._basis(site), q_local.factor()[0]
+        mean = q_global.mean @ basis.shared + q_local.mean[0] @ basis.local
         weights = basis.shared.mT
         if q_local.coupling is not None:
-            weights = weights + basis.own.mT @ q_local.coupling[0]
-        on_global, on_local = q_global.mixed(weights), basis.own.mT @ own_factor  # [N, M], [N, W]
+            weights = weights + basis.local.mT @ q_local.coupling[0]
+        on_global, on_local = q_global.mixed(weights), basis.local.mT @ local_factor  # [N, M], [N, W]
         variance = basis.left_over + on_global.square().sum(-1) + on_local.square().sum(-1)
-        if not self.own_noise:
+        if not self.offsets:
             zero = mean.new_zeros(())
             return mean, variance, self._noise(zero, zero, zero)
         coupled = torch.zeros_like(q_global.mean) if q_local.coupling is None else q_local.coupling[0, -1]
         offset = q_global.mixed(coupled)
-        spread = offset.square().sum() + own_factor[-1].square().sum()
-        joint = on_global @ offset + on_local @ own_factor[-1]
+        spread = offset.square().sum() + local_factor[-1].square().sum()
+        joint = on_global @ offset + on_local @ local_factor[-1]
         return mean, variance, self._noise(q_local.mean[0, -1], spread, joint)
 
     def _new_site(self, site: SiteRows, q_global: GlobalPosterior) -> tuple[Tensor, Tensor, Noise]:
@@ -164,47 +155,38 @@ class HierarchicalModel(ClosedFormModel):
         zero = mean.new_zeros(())
         linear = (self.log_site_slope.exp()[:, None] * linear_terms(site.features)).square().sum(0)
         variance = variance + self.deviation_factor * self.deviation(site.features, diag=True) + linear
-        return mean, variance, self._noise(zero, zero + float(self.own_noise), zero)
+        return mean, variance, self._noise(zero, zero + float(self.offsets), zero)
 
     def _noise(self, mean: Tensor, variance: Tensor, covariance: Tensor) -> Noise:
         """ζ = s_ζ Z in units of log σ."""
-        log_noise = self.log_noise if self.options.likelihood == "gaussian" else mean.new_zeros(())
+        log_noise = self.log_noise if self.gaussian else mean.new_zeros(())
         spread = self.noise_spread
         return Noise(log_noise, spread * mean, spread**2 * variance, spread * covariance)
 
     def _basis(self, site: SiteRows) -> Basis:
         linear = linear_terms(site.features)
         shared, left_over = self.project(self.trend, self.inputs, site.features)
-        own = linear.new_zeros(int(self.own_noise), len(site.features))
         values, left_deviation = self.project(self.deviation, site.anchors, site.features)
-        own = torch.cat([values, self.log_site_slope.exp()[:, None] * linear, own])
-        return Basis(torch.cat([shared, linear]), own, left_over + left_deviation)
+        none = linear.new_zeros(self.offsets, len(site.features))
+        local = torch.cat([values, self.log_site_slope.exp()[:, None] * linear, none])
+        return Basis(torch.cat([shared, linear]), local, left_over + left_deviation)
 
     def project(self, kernel: Kernel, inputs: Float[Tensor, "M D"], features: Rows) -> tuple[Tensor, Tensor]:
         """L⁻¹K_zx [M, N] and the conditional variance k(x, x) − ‖L⁻¹K_zx‖² [N]."""
         both, count = torch.cat([inputs, features]), len(inputs)
         across, prior = kernel(inputs, both).to_dense(), kernel(both, diag=True)
-        variance, jitter = prior[:count].mean(), self.options.jitter
+        variance, jitter = prior[:count].mean(), self.jitter
         weights = whitened(across[:, :count], across[:, count:], variance=variance, jitter=jitter)
         return weights, prior[count:] - weights.square().sum(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """f = sharedᵀ Z_G + ownᵀ Z_L + what the inducing values leave open."""
+    """f = sharedᵀ Z_G + localᵀ Z_L + what the inducing values leave open."""
 
     shared: Float[Tensor, "M N"]
-    own: Float[Tensor, "W N"]
+    local: Float[Tensor, "W N"]
     left_over: Float[Tensor, " N"]
-
-
-def parts_of(section: ModelSection, num_inputs: int, inputs: Rows | None) -> tuple[Kernel, Kernel, Rows, GPOptions]:
-    """Kernels of trend and deviation, shared inducing inputs, and options, as the configuration has them."""
-    deviation = section.model_copy(update={"outputscale": DEVIATION * section.outputscale})
-    likelihood = cast(Literal["gaussian", "bernoulli", "poisson"], section.likelihood)
-    options = GPOptions(likelihood=likelihood, noise=section.noise, jitter=section.jitter)
-    points = torch.zeros(section.num_inducing, num_inputs, dtype=torch.float64) if inputs is None else inputs
-    return build_kernel(section, num_inputs), build_kernel(deviation, num_inputs), points, options
 
 
 def linear_terms(features: Float[Tensor, "*B N D"]) -> Tensor:
@@ -271,8 +253,8 @@ def export(
         kernel = kernel + scaled + LinearTerms(model.log_site_slope.exp())
     factor = q_global.factor()
     posterior = WhitenedPosterior(q_global.mean, factor @ factor.mT)
-    exported = SharedTrend(trend, kernel, model.inputs, posterior, model.options.jitter)
-    if model.options.likelihood != "gaussian":
+    exported = SharedTrend(trend, kernel, model.inputs, posterior, model.jitter)
+    if not model.gaussian:
         return exported, model.likelihood.to_gpytorch(NONE).eval()
     noise = float((model.log_noise + 2 * model.noise_spread**2).exp())  # E σ² e^{2ζ}
     return exported, gaussian_likelihood(noise).requires_grad_(False).eval()

@@ -17,7 +17,7 @@ from fedgp_flower.shared_messages import Described, count_parameters, dwarfing
 from fedgp_flower.typing import AnyShape
 
 MOVE = 100.0
-"""Farthest that local steps take a parameter in one round; coefficients have units of their own."""
+"""Farthest that local steps take a parameter in one round; coefficients have their units."""
 SCALE = "q.log_scale"
 
 
@@ -32,7 +32,7 @@ class GradientRequest:
     """SFVI: where a gradient is wanted."""
 
     values: Mapping[str, AnyShape] = leaves("θ and η_G")
-    learning_rate: float = leaves("of the site's step on its own latents")
+    learning_rate: float = leaves("of the site's step on its latents")
     noise: Float[ndarray, "S G"] | None = leaves("ε_G, where expectations are not known", default=None)
 
 

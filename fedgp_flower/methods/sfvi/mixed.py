@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedgp_flower.gp.logit import canonical_likelihood
+from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import IndexVector, ModelInputs, ReportTable, SampledModel, SiteRows

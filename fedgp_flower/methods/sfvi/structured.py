@@ -43,7 +43,7 @@ class SiteRows:
     keys: Int64[Tensor, " U"]
     """What the random draws of a unit are keyed by; different for all units of all sites."""
     anchors: Float[Tensor, "A D"]
-    """Inputs that the site's own latents refer to; empty for most models."""
+    """Inputs that the site's latents refer to; empty for most models."""
 
     def at(self, features: Rows, unit: IndexVector | None = None) -> SiteRows:
         """The same site with other rows, to predict at; all of unit 0 unless told."""
@@ -79,7 +79,7 @@ class StructuredModel(nn.Module, ABC):
     """Latents Z_G [M] with p_θ(Z_G) = N(0, diag s²), units Z_Lu [W] and data y_u independent given Z_G.
 
     log s = ``fixed`` + ``prior_log_scales``[``block``] where scales are learned, and a server needs no more than these
-    arrays for its own gradient. Another prior is the same model with Z_G transformed inside the likelihood.
+    arrays for its gradient. Another prior is the same model with Z_G transformed inside the likelihood.
     """
 
     fixed_log_scale: Tensor

@@ -1,21 +1,23 @@
-"""The site's half of sgpr, svgp and fsgp: sums, shares of gradients, expectations, local steps, prediction."""
+"""The site's half of sgpr, svgp, fsgp and fgpr: sums, shares of gradients, expectations, local steps, prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy import ndarray
+from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import AveragingClient, SiteClient
 from fedgp_flower.gp.cells import LEAST_ROWS, cells
+from fedgp_flower.gp.exact import ExactGP
 from fedgp_flower.gp.latent import LatentGP, sparse_gp
+from fedgp_flower.gp.linalg import bounded
+from fedgp_flower.gp.optimisers import LOGARITHM, maximise
 from fedgp_flower.gp.placement import to_array
 from fedgp_flower.gp.sparse import SparseGP, Whitener, pooled_bound, pooled_sums, rows_gradient
-from fedgp_flower.gp.sums import SparseSums
-from fedgp_flower.lazy import Lazy
+from fedgp_flower.gp.sums import SparseSums, prior
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
     Anchors,
@@ -30,15 +32,16 @@ from fedgp_flower.methods.sgpr.messages import (
     apart,
     numbered,
 )
+from fedgp_flower.options import ModelSection
 from fedgp_flower.scores import Prediction, Scores, latent_scores
 from fedgp_flower.shared_messages import Parameters, Step, Stepped
-from fedgp_flower.typing import Array
+from fedgp_flower.typing import Array, Rows, Targets
 
-if TYPE_CHECKING:
-    from fedgp_flower.methods.sgpr import learner
-else:
-    learner = Lazy("fedgp_flower.methods.sgpr.learner")
-
+ROWS = 250
+"""Of a site, at most, that its fit sees: O(n³)."""
+EVALUATIONS = 60
+DIFFERENCE = 1e-3
+"""Step of a central difference, in logarithms."""
 _whiteners: dict[Hashable, Whitener] = {}
 """The latest parameters of this process, with what every site computes from them alone."""
 LATEST = 4
@@ -48,9 +51,13 @@ LATEST = 4
 class SparseClient(SiteClient):
     """A sparse GP at the server's parameters w = {β, Z}, seeing only this site's rows."""
 
-    def model(self, values: Mapping[str, ndarray]) -> SparseGP:
+    model: SparseGP
+    """At the parameters of the message; it is one of GPyTorch and predicts by the q(v) that the message carries."""
+
+    def load(self, values: Mapping[str, ndarray]) -> SparseGP:
         """The model at given parameters."""
-        return self.placement.module(sparse_gp(self.config.model, values))
+        self.model = self.placement.module(sparse_gp(self.config.model, values))
+        return self.model
 
     def whitener(self, values: Mapping[str, ndarray]) -> Whitener:
         """What projects rows at given parameters; kept because the next message mostly comes with the same ones."""
@@ -58,7 +65,7 @@ class SparseClient(SiteClient):
         if key not in _whiteners:
             while len(_whiteners) >= LATEST:
                 del _whiteners[next(iter(_whiteners))]
-            _whiteners[key] = Whitener(self.model(values))
+            _whiteners[key] = Whitener(self.load(values))
         return _whiteners[key]
 
     def statistics(self, request: Parameters) -> Statistics:
@@ -72,8 +79,9 @@ class SparseClient(SiteClient):
 
     def predict(self, request: PooledPosterior, inputs: Array) -> Prediction:
         """Prediction from the exact pooled posterior."""
+        q, x = request.whitened(), self.placement.tensor(inputs)
         with torch.no_grad():
-            mean, variance = self.model(request.values).predict(self.placement.tensor(inputs), request.whitened())
+            mean, variance = self.load(request.values).hold(q).predict(x, q)
         return Prediction(to_array(mean), to_array(variance))
 
 
@@ -84,9 +92,7 @@ class SGPRClient(SparseClient):
         """Cells of this site's rows, and the mode of a GP of them alone with its curvature."""
         inputs, targets = self.tensors
         found = cells(self.rows.x, request.points, max(LEAST_ROWS, self.least_cell))
-        mode = learner.local_mode(
-            self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"])
-        )
+        mode = local_mode(self.config.model, inputs, targets, np.random.default_rng([self.config.seed, *b"mode"]))
         return Sketch(*found, *mode)
 
     def trials(self, request: Trials) -> TrialSums:
@@ -120,7 +126,8 @@ class SVGPClient(SparseClient):
         """Scores of the held-out rows by the configured likelihood."""
         (model, _), rows = self.latent(request.values), self.rows
         mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
-        return latent_scores(model, mean, variance, rows.y_test, self.preparation.target_scale)
+        scale = self.preparation.target_scale
+        return latent_scores(model.observed, model.hyper, mean, variance, rows.y_test, scale)
 
 
 class FSGPClient(SparseClient, AveragingClient):
@@ -128,9 +135,81 @@ class FSGPClient(SparseClient, AveragingClient):
 
     def train(self, request: Step) -> Stepped:
         """P local steps on the collapsed bound per row F_k (Guo et al. 2022, Eq. 9 and Algorithm 1)."""
-        model, (inputs, targets) = self.model(request.values), self.tensors
+        model, (inputs, targets) = self.load(request.values), self.tensors
 
         def objective() -> torch.Tensor:
             return pooled_bound(model, inputs, targets) / len(targets)
 
         return self.stepped(model, objective, request)
+
+
+class FGPRClient(AveragingClient):
+    """An exact GP of this site's rows at the server's hyperparameters."""
+
+    model: ExactGP
+    """Conditioned on this site's rows, at the hyperparameters of the message."""
+
+    def load(self, values: Mapping[str, ndarray]) -> ExactGP:
+        """The model of this site's rows at given hyperparameters."""
+        model = ExactGP(self.config.model, torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y))
+        model.load(values)
+        self.model = self.placement.module(model)
+        return self.model
+
+    def train(self, request: Step) -> Stepped:
+        """P local steps on the log evidence per row."""
+        model = self.load(request.values)
+        return self.stepped(model, model.log_evidence, request)
+
+    def predict(self, request: Parameters, inputs: Array) -> Prediction:
+        """Prediction from this site's rows."""
+        mean, variance = self.load(request.values).predict(self.placement.tensor(inputs))
+        return Prediction(to_array(mean), to_array(variance))
+
+
+# A site's estimate of the hyperparameters, with its curvature: several sites add theirs to one start for all.
+
+
+def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Precision H [H, H] and H θ [H] of a Gaussian around the mode of the site's log posterior.
+
+    θ are the logarithms of kernel and noise, in the order of :meth:`WiredModel.wire_parameters`. The sum over sites is
+    that of independent Gaussians, whose mode is (Σ H)⁻¹ Σ Hθ. H is by central differences of the gradient.
+    """
+    chosen = np.sort(rng.permutation(len(inputs))[:ROWS])
+    model = ExactGP(section, inputs[chosen].cpu().double(), targets[chosen].cpu().double())
+    named = list(model.wire_parameters())
+    parameters = [parameter for _, parameter in named]
+    centres, spreads = zip(*(prior(name, inputs.shape[1]) for name, _ in named), strict=True)
+    with torch.no_grad():
+        for parameter, centre in zip(parameters, centres, strict=True):
+            parameter.fill_(centre)
+
+    def objective() -> torch.Tensor:
+        away = [((p - c) / s).square().sum() for p, c, s in zip(parameters, centres, spreads, strict=True)]
+        return len(chosen) * model.log_evidence() - 0.5 * torch.stack(away).sum()
+
+    bounds = [LOGARITHM for _ in parameters]
+    maximise(objective, parameters, max_evaluations=EVALUATIONS, bounds=bounds)
+    mode = np.concatenate([parameter.detach().numpy().ravel() for parameter in parameters])
+    precision = curvature(objective, parameters)
+    return precision, precision @ mode
+
+
+def curvature(objective: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Array:
+    """−∂²/∂θ² of an objective [H, H], its eigenvalues bounded below."""
+
+    def slopes() -> Array:
+        return np.concatenate([slope.numpy().ravel() for slope in torch.autograd.grad(objective(), parameters)])
+
+    columns = []
+    for parameter in parameters:
+        flat = parameter.data.view(-1)
+        for index in range(flat.numel()):
+            flat[index] += DIFFERENCE
+            above = slopes()
+            flat[index] -= 2 * DIFFERENCE
+            columns.append((slopes() - above) / (2 * DIFFERENCE))
+            flat[index] += DIFFERENCE
+    whole = np.stack(columns)
+    return bounded(whole / 2 + whole.T / 2)

@@ -32,7 +32,7 @@ class Statistics(SparseSums):
     @staticmethod
     def outliers(answers: Mapping[str, Statistics], rows: Mapping[str, int]) -> dict[str, str]:
         """Prior variances that are not those of most sites."""
-        return odd_variances({site: float(own.prior_variance) / rows[site] for site, own in answers.items()})
+        return odd_variances({site: float(answer.prior_variance) / rows[site] for site, answer in answers.items()})
 
     @np.errstate(over="ignore", invalid="ignore")
     def refusal(self, described: Described) -> str | None:
@@ -144,7 +144,7 @@ class TrialSums:
         trials = len(next(iter(answers.values())).counts) if answers else 0
         found: dict[str, str] = {}
         for trial in range(trials):
-            sizes = {site: float(own.prior_variances[trial]) / rows[site] for site, own in answers.items()}
+            sizes = {site: float(answer.prior_variances[trial]) / rows[site] for site, answer in answers.items()}
             found |= odd_variances(sizes)
         return found
 
@@ -189,20 +189,20 @@ class TrialGradients:
 
     def num_parameters(self) -> int:
         """M and hyperparameters."""
-        return max(count_parameters(own) for own in apart(self.values))
+        return max(count_parameters(arrays) for arrays in apart(self.values))
 
 
 def numbered(each: Sequence[Mapping[str, ndarray]]) -> dict[str, ndarray]:
     """Several named arrays as one, under ``number.name``."""
-    return {f"{number}.{name}": array for number, own in enumerate(each) for name, array in own.items()}
+    return {f"{number}.{name}": array for number, arrays in enumerate(each) for name, array in arrays.items()}
 
 
 def apart(arrays: Mapping[str, ndarray]) -> list[dict[str, ndarray]]:
     """The inverse of :func:`numbered`."""
     found: dict[str, dict[str, ndarray]] = {}
     for name, array in arrays.items():
-        number, _, own = name.partition(".")
-        found.setdefault(number, {})[own] = array
+        number, _, inner = name.partition(".")
+        found.setdefault(number, {})[inner] = array
     return [found[number] for number in sorted(found, key=int)]
 
 
@@ -240,14 +240,14 @@ class Expectations:
         """Curvatures and slopes that dwarf those of the other sites."""
         found: dict[str, str] = {}
         for name in ("curvature", "slope"):
-            sizes = {site: float(np.abs(getattr(own, name)).max()) / rows[site] for site, own in answers.items()}
+            sizes = {site: float(np.abs(getattr(answer, name)).max()) / rows[site] for site, answer in answers.items()}
             found |= dwarfing(sizes, name)
         return found
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from rows with labels or counts, or None: log p(y | f) ≤ 0, and it is concave in f.
 
-        Student-t noise, which has parameters of its own, knows neither limit. A summand is only checked in O(M²).
+        Student-t noise, which has parameters, knows neither limit. A summand is only checked in O(M²).
         """
         if any(name.startswith("likelihood.") for name in self.values):
             return None
@@ -285,6 +285,6 @@ class PrivateSums:
     def outliers(answers: Mapping[str, PrivateSums], rows: Mapping[str, int]) -> dict[str, str]:
         """Sums that dwarf those of the other sites; noise is that of any number of rows."""
         usual = float(np.median([rows[site] for site in answers] or [0]))
-        parts = {site: (own.gram, own.projection, own.target_squares) for site, own in answers.items()}
-        largest = {site: max(float(np.abs(part).max()) for part in own) for site, own in parts.items()}
+        parts = {site: (answer.gram, answer.projection, answer.target_squares) for site, answer in answers.items()}
+        largest = {site: max(float(np.abs(part).max()) for part in arrays) for site, arrays in parts.items()}
         return dwarfing({site: size / (rows[site] + usual) for site, size in largest.items()}, "largest entry")

@@ -1,4 +1,4 @@
-"""The table ``sgpr.*``, shared by ``sgpr``, ``svgp`` and ``sgpr-private``; ``fsgp`` has none beside ``averaging.*``."""
+"""The table ``sgpr.*`` of ``sgpr``, ``svgp`` and ``sgpr-private``; ``fsgp`` and ``fgpr`` read ``averaging.*`` alone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PrivateSGPROptions(SGPROptions):
             )
 
 
-class FSGPOptions(MethodOptions):
+class AveragedOptions(MethodOptions):
     """No table beside ``averaging.*``."""
 
     def check(self, core: CoreConfig) -> None:

@@ -100,7 +100,7 @@ def cleaned(told: PrivateSums, rows: int, amplitude: float, noise: float) -> tup
     """Sums that rows can have, and how many directions were left out because noise alone would look like them.
 
     The largest eigenvalue of the noise in the gram matrix is about ν κ √(2M) (Wigner); what is not above it is set to
-    zero, with what the projection says there. What residuals would be left, s − bᵀA⁻¹b, is at least its own standard
+    zero, with what the projection says there. What residuals would be left, s − bᵀA⁻¹b, is at least its standard
     deviation under the noise, which for u = A⁻¹b has the variance ν² (2C⁴ + 4C²κ‖u‖² + κ²‖u‖⁴). This looks at nothing
     but the release.
     """

@@ -1,1 +1,0 @@
-"""FGPR: averaged hyperparameters of exact GPs."""
