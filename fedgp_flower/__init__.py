@@ -1,7 +1,7 @@
 """Federated Gaussian-process learning on Flower.
 
 ``run`` trains on a table in this process, ``load_run`` reads what a run left behind, ``strategies`` are the
-Strategies, and ``make_client_app`` is the sites' app for rows of one's own.
+Strategies, and ``make_client_app`` is the sites' app for rows of the user.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def deploy_demo(
     folder: Annotated[Path, typer.Option(help="where keys, logs and state go")] = Path(".deploy"),
     keep: Annotated[bool, typer.Option("--keep", help="leave everything up after the run, until Ctrl-C")] = False,
 ) -> None:
-    """Deploy on this machine: a SuperLink with TLS, SuperNodes that authenticate, each with its own CSV file."""
+    """Deploy on this machine: a SuperLink with TLS, SuperNodes that authenticate, each with one CSV file."""
     from fedgp_flower.deploy.demo import run_demo
     from fedgp_flower.deploy.processes import interruptible
     from fedgp_flower.run.user_config import parse_assignments
@@ -472,8 +472,8 @@ def trust(
     if name:
         known = known.with_site(name, public)
         known.write(file)
-    for member, own in (known.keys or {}).items():
-        print(f"{fingerprint(own)}  {member}")
+    for member, key in (known.keys or {}).items():
+        print(f"{fingerprint(key)}  {member}")
 
 
 add_to(app, site)

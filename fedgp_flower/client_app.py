@@ -28,7 +28,7 @@ def make_client_app(
     mods: list[Mod] | None = None,
     train_mods: list[Mod] | None = None,
 ) -> ClientApp:
-    """The sites' app of a method, with rows of one's own.
+    """The sites' app of a method, with rows of the user.
 
     A site is called by ``site`` in its node configuration, in simulation by its ``partition-id``. All else that a site
     needs to know comes with the server's messages.

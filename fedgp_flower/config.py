@@ -129,7 +129,7 @@ class CoreConfig(Section):
     data_dir: str = ""
     """Folder that ``dataset`` names live in; empty means the environment variable ``FEDGP_DATA``."""
     split: Annotated[Annotated[int, Field(ge=-1)], BASIC] = -1
-    """Standard split to use (its test rows are the pooled held-out set); -1: every site holds out its own rows."""
+    """Standard split to use (its test rows are the pooled held-out set); -1: every site holds out some of its rows."""
     target: Annotated[str, BASIC] = ""
     """Target column; empty means ``y``, else the last column."""
     features: Annotated[str, BASIC] = ""
@@ -274,7 +274,7 @@ class RunConfig(CoreConfig):
     """The table of another method that it reads too; where there is none, ``options`` again."""
 
     def flat(self) -> dict[str, Value]:
-        """Every key with its resolved value, the method's table under the method's own prefix."""
+        """Every key with its resolved value, the method's table under the method's prefix."""
         out = dict(_flatten(self.model_dump(by_alias=True, exclude={"options", "shared"})))
         out |= dict(_flatten({self.shared.table: self.shared.model_dump(by_alias=True)}))
         return out | dict(_flatten({self.options.table: self.options.model_dump(by_alias=True)}))
@@ -314,7 +314,7 @@ def nest(flat: FlatConfig) -> dict[str, Any]:
 
 def with_shared(options: Iterable[type[MethodOptions]]) -> list[type[MethodOptions]]:
     """The classes of tables, and those that they share."""
-    return [section for own in options for section in (own, own.shared) if section is not None]
+    return [section for table in options for section in (table, table.shared) if section is not None]
 
 
 def defaults(options: Iterable[type[MethodOptions]]) -> dict[str, Value]:
@@ -350,16 +350,16 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     if method not in options:
         raise ConfigError(f"`method` = {method!r} is not a method; allowed: {', '.join(sorted(options))}")
     nested = nest({k: _number(v, known[k]) for k, v in given.items()} | {"method": method})
-    own = options[method]
-    tables = {section.table: section for section in with_shared((*options.values(), own)) if section.table}
+    section_class = options[method]
+    tables = {section.table: section for section in with_shared((*options.values(), section_class)) if section.table}
     options_of = {name: validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
     core = validated(CoreConfig, nested, "")
-    chosen = options_of[own.table] if own.table else own()
+    chosen = options_of[section_class.table] if section_class.table else section_class()
     if not core.model.num_inducing:
         model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
         core = core.model_copy(update={"model": model})
     chosen.check(core)
-    shared = options_of[own.shared.table] if own.shared else chosen
+    shared = options_of[section_class.shared.table] if section_class.shared else chosen
     chosen.check_shared(shared)
     core.require_accounted(chosen)
     of_core = {name: getattr(core, name) for name in CoreConfig.model_fields}

@@ -115,9 +115,9 @@ class _FederatedGP(BaseEstimator):
         if groups is None:
             tables = dealt(table, self.sites, self.random_state)
         else:
-            own = column_or_1d(groups)
-            check_consistent_length(x, own)
-            tables = {str(site): table[own == site] for site in np.unique(own)}
+            site_of_row = column_or_1d(groups)
+            check_consistent_length(x, site_of_row)
+            tables = {str(site): table[site_of_row == site] for site in np.unique(site_of_row)}
         try:
             self.posterior_: Predictor = fit_in_memory({**flat, **(self.options or {})}, tables, TARGET)
         except FedGPError as error:
@@ -144,7 +144,7 @@ class FederatedGPRegressor(RegressorMixin, _FederatedGP):
         """Train on inputs [N, D] and targets [N]; ``groups`` [N] names the site of each row.
 
         Raises:
-            ValueError: the rows or a key cannot be used; ``__cause__`` is the project's own error.
+            ValueError: the rows or a key cannot be used; ``__cause__`` is the project's error.
         """
         x, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         self._fit(x, y, groups, "gaussian")

@@ -77,7 +77,7 @@ def read_arrays(path: Path) -> NamedArrays:
     content = _read(path)
     try:
         arrays: NamedArrays = load(content)
-    except Exception as error:  # safetensors raises its own type, and KeyError or ValueError for odd headers
+    except Exception as error:  # safetensors raises a type that it defines, and KeyError or ValueError for odd headers
         raise DamagedError(f"{path} is not a readable safetensors file: {error}") from None
     return arrays
 
@@ -87,7 +87,7 @@ def reading(path: Path) -> Iterator[None]:
     """What cannot be read as a run wrote it is damage with a name and a place, whatever Python calls it.
 
     Raises:
-        DamagedError: instead of any error that is not this project's own.
+        DamagedError: instead of any error that is not this project's.
     """
     try:
         yield
@@ -100,7 +100,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's own types: numpy scalars and arrays unpacked, numbers that are not finite as None."""
+    """The value in JSON's types: numpy scalars and arrays unpacked, numbers that are not finite as None."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):

@@ -1,6 +1,6 @@
 """What both halves of every method read: sections of the configuration as frozen, validated records.
 
-A method brings its own table (``sgpr.exchanges``) as a subclass of :class:`MethodOptions`.
+A method brings its table (``sgpr.exchanges``) as a subclass of :class:`MethodOptions`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class AveragingSection(Section):
 
 
 class MethodOptions(Section):
-    """A method's own table; methods that share a table share the class."""
+    """A method's table; methods that share a table share the class."""
 
     table: ClassVar[str] = ""
     """Prefix of the keys, for example ``sgpr``; empty for a method without options."""

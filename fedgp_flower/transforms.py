@@ -96,18 +96,19 @@ class YeoJohnson(Transform):
         return np.where(sign >= 0, self.power, 2 - self.power)
 
     def forward(self, y: Array) -> Array:  # noqa: D102
-        own, size = self._side(y), np.log1p(np.abs(y))
-        return np.sign(y) * np.where(own == 0, size, np.expm1(own * size) / np.where(own == 0, 1, own))
+        power, size = self._side(y), np.log1p(np.abs(y))
+        return np.sign(y) * np.where(power == 0, size, np.expm1(power * size) / np.where(power == 0, 1, power))
 
     def inverse(self, t: Array) -> Array:  # noqa: D102
-        own, size = self._side(t), np.abs(t)
-        return np.sign(t) * np.expm1(np.where(own == 0, size, np.log1p(own * size) / np.where(own == 0, 1, own)))
+        power, size = self._side(t), np.abs(t)
+        plain = np.log1p(power * size) / np.where(power == 0, 1, power)
+        return np.sign(t) * np.expm1(np.where(power == 0, size, plain))
 
     def log_slope(self, y: Array) -> Array:  # noqa: D102
         return (self.power - 1) * np.sign(y) * np.log1p(np.abs(y))
 
 
-TRANSFORMS: Mapping[str, type[Transform]] = {own.name: own for own in (Log, Root, YeoJohnson)}
+TRANSFORMS: Mapping[str, type[Transform]] = {family.name: family for family in (Log, Root, YeoJohnson)}
 """By the value of ``transform.target``."""
 
 

@@ -43,7 +43,7 @@ def run(tmp_path_factory):
 
 
 def test_a_table_becomes_a_run_with_figures_and_a_posterior(run):
-    assert (run.metrics.sites, run.config["num-server-rounds"], len(run.history)) == (3, 8, 7)
+    assert (run.metrics.sites, run.config["num-server-rounds"], len(run.history)) == (3, 8, 8)
     assert run.report_path.is_file()
     assert run.why_no_posterior == ""
     x = np.linspace(-2, 2, 20)

@@ -364,8 +364,8 @@ def test_a_site_whose_answers_no_round_used_is_not_counted_and_tables_are_the_si
     flat = configured(num_server_rounds=2, target="y")
     strategy = run(FaultyGrid(flat, nodes, Fault("b", lost, (), range(1, 9))))
     assert strategy.outcome.metrics["sites"] == 2
-    assert strategy.outcome.metrics["dataset"] == "the sites' own tables"
-    assert "method sgpr on the sites' own tables" in caplog.text
+    assert strategy.outcome.metrics["dataset"] == "the sites' tables"
+    assert "method sgpr on the sites' tables" in caplog.text
 
 
 def test_one_answer_in_one_round_is_a_result_also_after_a_resume() -> None:

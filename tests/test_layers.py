@@ -91,8 +91,7 @@ x = torch.rand(9, 2, dtype=torch.float64)
 model = sparse.SparseGP(ModelSection(), x[:3])
 sums = sparse.pooled_sums(model, x, x[:, 0])
 bound = bound_gradient(sums, 0.0)
-adjoints = sparse.Adjoints.of(bound.gram, bound.projection, bound.prior_variance, x)
-sparse.rows_gradient(model, x, x[:, 0], adjoints)
+sparse.rows_gradient(model, x, x[:, 0], bound)
 with torch.no_grad():
     model.predict(x, exact_posterior(sums, 1.0))
 """

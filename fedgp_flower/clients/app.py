@@ -46,6 +46,12 @@ Answer: TypeAlias = tuple[NamedArrays, dict[str, Any], dict[str, Any]]
 """Arrays, numbers and texts of a reply."""
 
 
+@lru_cache(maxsize=8)
+def _parsed(parse: Callable[[dict[str, Value]], RunConfig], text: str) -> RunConfig:
+    """The configuration in a text of JSON; sites that share a process have the same one. Ray pickles the app."""
+    return parse(json.loads(text))
+
+
 class SiteApp(ClientApp):
     """Answers every message of every method.
 
@@ -66,7 +72,7 @@ class SiteApp(ClientApp):
         train_mods: list[Mod] | None = None,
     ) -> None:
         super().__init__(mods=mods)
-        self.parsed = lru_cache(maxsize=8)(lambda flat: parse(json.loads(flat)))
+        self.parse = parse
         self.client_of = client_of
         self.load = load
         self.train_mods = train_mods or []
@@ -128,7 +134,7 @@ class SiteApp(ClientApp):
             masking.require_shared(given)
         kept = record_of(context.state, CONTEXT, ConfigRecord) if given.get(CONTEXT) else None
         text = given.get("configuration") or (kept and kept["configuration"])
-        config = self.parsed(str(text) if text else json.dumps(context.run_config, sort_keys=True))
+        config = _parsed(self.parse, str(text) if text else json.dumps(context.run_config, sort_keys=True))
         method = self.client_of(config)
         rules = Rules.of(context.node_config, kind, masked, decisions)
         rules.admit(config, run, int(given["round"]), context.node_config.get("state-dir"))

@@ -30,7 +30,7 @@ class Checked:
 
 
 def check(files: Sequence[Path], config: CoreConfig) -> Checked:
-    """Read every file as a site of its own, and agree on columns."""
+    """Read every file as a site, and agree on columns."""
     nodes = {table_stem(file): {"data-path": str(file)} for file in files}
     return _agreed({name: partial(load_site, config, node) for name, node in nodes.items()}, config)
 

@@ -41,9 +41,9 @@ def doubtful(runs: Sequence[RunData]) -> list[str]:
         said.append(f"their data sets differ: {', '.join(names)}")
     trained = [_trained_on(run) for run in runs]
     differ = [
-        f"{fact} {', '.join(f'{own[fact][0]:.6g}' for own in trained)}"
+        f"{fact} {', '.join(f'{facts_of_run[fact][0]:.6g}' for facts_of_run in trained)}"
         for fact, (_, unit) in trained[0].items()
-        if all(fact in own for own in trained) and np.ptp([own[fact][0] for own in trained]) > SAME * unit
+        if all(fact in known for known in trained) and np.ptp([known[fact][0] for known in trained]) > SAME * unit
     ]
     if differ:
         more = f" and {len(differ) - MOST} more" if len(differ) > MOST else ""
@@ -59,16 +59,16 @@ def _trained_on(run: RunData) -> dict[str, tuple[float, float]]:
     target, data = run.metrics.training_target, run.metrics.data
     facts = {f"{name} of the target": (value, target.get("sd", 1.0)) for name, value in target.items()}
     rows = {"rows": (data["rows"], 1.0)} if data else {}
-    columns = (own for own in data.get("columns", ()) if "mean" in own)
-    return {**rows, **facts, **{f"mean of `{own['name']}`": (own["mean"], own["sd"]) for own in columns}}
+    columns = (column for column in data.get("columns", ()) if "mean" in column)
+    return {**rows, **facts, **{f"mean of `{column['name']}`": (column["mean"], column["sd"]) for column in columns}}
 
 
 def _held_out(run: RunData) -> tuple[object, ...]:
     """Tells apart runs that were scored on other rows, as far as their folders show it."""
     rows = run.predictions
     if rows is not None and "target" in rows:
-        own = np.sort(rows["target"].to_numpy(dtype=float))
-        return len(own), round(float(own.sum()), 6), round(float(np.square(own).sum()), 4)
+        target = np.sort(rows["target"].to_numpy(dtype=float))
+        return len(target), round(float(target.sum()), 6), round(float(np.square(target).sum()), 4)
     return (arms(run.metrics)[0].rows,)
 
 

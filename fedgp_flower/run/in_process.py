@@ -1,6 +1,6 @@
 """An in-process Flower Grid: the same ServerApp and ClientApp, no SuperLink, no Ray, one process.
 
-Messages are answered one after the other by calling the ClientApp with the node's own Context. A pushed message is
+Messages are answered one after the other by calling the ClientApp with the node's Context. A pushed message is
 answered when its reply is first pulled, oldest first, one per pull when only some are asked for: asynchronous methods
 see replies trickle in, in a reproducible order.
 """
@@ -55,7 +55,7 @@ def run_in_process(
 
 
 class InProcessGrid(Grid):
-    """Nodes 0..K-1 of a simulation, each with its own Context, answered in this process."""
+    """Nodes 0..K-1 of a simulation, each with a Context, answered in this process."""
 
     def __init__(
         self, client_app: ClientApp, run_config: FlatConfig, node_configs: Iterable[Mapping[str, Any]]
@@ -81,12 +81,12 @@ class InProcessGrid(Grid):
             context.node_config.setdefault("state-dir", str(folder / site_id(context.node_config)))
 
     def set_run(self, run: Run) -> None:
-        """Flower's own bookkeeping."""
+        """Flower's bookkeeping."""
         self._run = run
 
     @property
     def run(self) -> Run:
-        """Flower's own bookkeeping."""
+        """Flower's bookkeeping."""
         return self._run
 
     def create_message(

@@ -101,19 +101,19 @@ class Trial:
         for kind, lines in kinds.items():
             sent = [line for line in lines if not line["refused"]]
             sizes = sorted({line["bytes"] for line in sent})
-            size = "–".join(f"{own:,}" for own in sizes[:1] + sizes[1:][-1:])
+            size = "–".join(f"{count:,}" for count in sizes[:1] + sizes[1:][-1:])
             masked = ", masked" if any(line["masked"] for line in sent) else ""
             yield f"{kind}: {len(sent)} × {size} bytes{masked}" if sent else f"{kind}: refused"
             latest = sent[-1] if sent else lines[-1]
             words = {name.removesuffix(".*"): said for name, _, said in table(declared[kind])} if declared[kind] else {}
-            for name, own in latest["arrays"].items():
+            for name, array in latest["arrays"].items():
                 meaning = next((said for field, said in words.items() if f"{name}.".startswith(f"{field}.")), "")
-                yield f"    {name} {own['shape']} {meaning}".rstrip()
+                yield f"    {name} {array['shape']} {meaning}".rstrip()
             if latest["numbers"]:
                 yield f"    numbers: {', '.join(latest['numbers'])}"
             if latest["texts"]:
                 yield f"    texts: {', '.join(f'{name} ({size})' for name, size in latest['texts'].items())}"
-            yield from (f"    {own}" for own in _decided(lines))
+            yield from (f"    {words}" for words in _decided(lines))
         tried = f"{self.rounds} of {self.planned} rounds tried"
         yield f"{tried}, beside {self.copies} sites with the same rows: {self.ending}"
 

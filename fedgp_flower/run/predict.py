@@ -193,8 +193,8 @@ class Predictor:
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation, both [N], at encoded inputs [N, D] in original units."""
         agreed = self.preparation
-        own = self._modelled(*self.standardised((inputs - agreed.input_mean) / agreed.input_scale))
-        return own if agreed.transform is None else transformed_moments(*own, agreed.transform)
+        moments = self._modelled(*self.standardised((inputs - agreed.input_mean) / agreed.input_scale))
+        return moments if agreed.transform is None else transformed_moments(*moments, agreed.transform)
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
         """Quantiles of a noisy observation [levels, N] at encoded inputs [N, D] in original units."""
@@ -293,8 +293,8 @@ class Predictor:
                 found.append(likelihood(latent).sample() if noise else latent)
         values = torch.cat(found)[torch.randperm(count, generator=generator)].double().numpy()
         gaussian = not noise or self.saved.likelihood in {"gaussian", "student-t"}
-        own = self._modelled(values, values)[0] if gaussian else values
-        return own if self.preparation.transform is None else self.preparation.transform.inverse(own)
+        original = self._modelled(values, values)[0] if gaussian else values
+        return original if self.preparation.transform is None else self.preparation.transform.inverse(original)
 
     def to_gpytorch(self) -> Exported:
         """``model, likelihood = posterior.to_gpytorch()``, such that ``likelihood(model(x))`` is the prediction.
@@ -391,7 +391,7 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
     tables = {site: predictor.predict(frame) for site, predictor in predictors.items()}
     taken = {"site", *next(iter(tables.values()))}
     named = others.rename(columns={name: f"input.{name}" for name in taken.intersection(others)})
-    beside = {site: pd.concat([named, own], axis=1) for site, own in tables.items()}
+    beside = {site: pd.concat([named, table], axis=1) for site, table in tables.items()}
     together = pd.concat(beside, names=["site"]).reset_index(level="site")
     if len(tables) == 1:
         del together["site"]

@@ -49,7 +49,7 @@ class Method:
     """A function from the runs before and after forgetting to further entries of ``forgotten.json``."""
 
 
-_FROM_ITS_ROWS = "every site predicts from its own rows, which stay there"
+_FROM_ITS_ROWS = "every site predicts from its rows, which stay there"
 _COMPARISON = "the model is made for the comparison alone and not kept"
 _WHAT_UNITS_SHARE = (
     "what is saved is shared by all units; a prediction also takes what one unit alone knows: name the unit with"
@@ -77,7 +77,7 @@ _FEDMGP = Method(
     at_site="fedgp_flower.methods.fedmgp.posterior:site_model",
 )
 _REFERENCE = Method(
-    summary="Baseline: every site fits a GP of its own rows, nothing is shared",
+    summary="Baseline: every site fits a GP of its rows, nothing is shared",
     paper="Rasmussen and Williams, Gaussian processes for machine learning (2006)",
     options="fedgp_flower.options:MethodOptions",
     strategy="strategies.references:LocalOnly",
@@ -153,7 +153,7 @@ BUILT_IN: Mapping[str, Method] = {
         posterior="fedgp_flower.methods.sparse_posterior:saved_model",
     ),
     "fgpr": Method(
-        summary="Averaged hyperparameters of exact GPs; every site predicts from its own rows",
+        summary="Averaged hyperparameters of exact GPs; every site predicts from its rows",
         paper="Yue and Kontar, Federated Gaussian process (2021); baseline of Guo et al. (2022)",
         options="fedgp_flower.methods.sgpr.options:AveragedOptions",
         strategy="strategies.fgpr:FGPR",

@@ -79,9 +79,9 @@ def write_report(run_folder: Path) -> Path:
     run = read_run(run_folder)
     predictor = None if why_no_posterior(run) else SavedPredictor.of(run)
     panels = row_of(run).panels
-    own = load(panels)(run) if panels else ()
+    special = load(panels)(run) if panels else ()
     general = [*_dependence(run, predictor), *_relevance(run)]
-    return write_page(run, predictor, [*general, *own])
+    return write_page(run, predictor, [*general, *special])
 
 
 def _dependence(run: RunData, predictor: SavedPredictor | None) -> list[Panel]:
@@ -105,7 +105,7 @@ def _relevance(run: RunData) -> list[Panel]:
     found = relevances(run)
     if not found:
         return []
-    hidden = max(len(own.names) for own in found) - figures.MOST_INPUTS
+    hidden = max(len(part.names) for part in found) - figures.MOST_INPUTS
     how = found[0].how
     caption = (
         "How far one has to go along an input, in its standard deviations, before the outcome may be quite another one:"

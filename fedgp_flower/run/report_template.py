@@ -22,7 +22,7 @@ th, td { padding: .32rem 1.2rem .32rem 0; text-align: right; vertical-align: top
   border-bottom: 1px solid var(--line); }
 th { font-weight: 600; color: var(--soft); font-size: .86rem; vertical-align: bottom; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
-tr.own td { font-weight: 650; }
+tr.this td { font-weight: 650; }
 td.text { overflow-wrap: anywhere; } .wide td:first-child { white-space: nowrap; }
 .wide { overflow-x: auto; } .wide table:not(.mono) td:not(.text) { white-space: nowrap; }
 .note, figcaption { color: var(--soft); font-size: .88rem; max-width: 46rem; }
@@ -59,7 +59,7 @@ TEMPLATE = """<!DOCTYPE html>
 {%- endif %}
 <div class="wide"><table><thead><tr><th></th>
 {%- for name in headline.titles %}<th>{{ name }}</th>{% endfor %}</tr></thead>
-<tbody>{% for row in headline.rows %}<tr{% if loop.first %} class="own"{% endif %}><td>{{ row[0] }}</td>
+<tbody>{% for row in headline.rows %}<tr{% if loop.first %} class="this"{% endif %}><td>{{ row[0] }}</td>
 {%- for value in row[1:] %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table></div>
 <p class="note">{{ headline.note }}</p>
 {% if headline.beside %}<div class="wide"><table><thead><tr><th></th><th>NLL, difference</th>

@@ -47,7 +47,7 @@ class Arm:
     figures: Mapping[str, Any]
     per_site: Sequence[Mapping[str, Any]]
     together: int = 0
-    """Held-out rows of all sites, where none has figures of its own: under masks."""
+    """Held-out rows of all sites, where none has separate figures: under masks."""
 
     @property
     def rows(self) -> int:
@@ -91,7 +91,7 @@ def rivals(metrics: RunMetrics) -> dict[str, Mapping[str, Any]]:
         "local-only": metrics.local_only,
         "pooled": metrics.pooled,
     }
-    return {name: own for name, own in named.items() if own is not None and name != metrics.method}
+    return {name: figures for name, figures in named.items() if figures is not None and name != metrics.method}
 
 
 def arms(metrics: RunMetrics) -> list[Arm]:
@@ -168,7 +168,7 @@ def verdict(metrics: RunMetrics) -> str:
     if not math.isfinite(nll):
         return "The negative log predictive density on held-out rows is not finite, so the run cannot be judged."
     groups: dict[str, list[str]] = {}
-    differences = {name: paired_difference(metrics, "nll", own) for name, own in rivals(metrics).items()}
+    differences = {name: paired_difference(metrics, "nll", rival) for name, rival in rivals(metrics).items()}
     for name, difference in differences.items():
         if name != "pooled" and math.isfinite(difference.mean):
             groups.setdefault(judged(difference), []).append(_called(name, metrics))
@@ -202,8 +202,8 @@ def _listed(names: Sequence[str]) -> str:
 def against(metrics: RunMetrics) -> list[tuple[str, str]]:
     """For every baseline the difference of the NLL; then its interval, and at how many sites the run's NLL is lower."""
     said = []
-    for own in rivals(metrics).values():
-        found = paired_difference(metrics, "nll", own)
+    for rival in rivals(metrics).values():
+        found = paired_difference(metrics, "nll", rival)
         width = found.high - found.low if math.isfinite(found.low) else abs(found.mean)
         digits = min(max(2 - math.floor(math.log10(width)), 0), 6) if width > 0 else 6
         mean, low, high = (
@@ -268,7 +268,7 @@ def convergence_verdict(metrics: RunMetrics) -> str:
 def sentences(metrics: RunMetrics) -> list[str]:
     """What the figures say in words, the verdict first."""
     said = (verdict(metrics), *metrics.warnings, calibration_verdict(metrics), convergence_verdict(metrics))
-    return [own if own.endswith(".") else f"{own}." for own in said if own]
+    return [words if words.endswith(".") else f"{words}." for words in said if words]
 
 
 def data_name(dataset: str) -> str:

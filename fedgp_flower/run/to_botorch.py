@@ -45,5 +45,5 @@ class FederatedModel(Model):
         found = self.gp(self.exported.transforms.inputs(X.double()))
         if observation_noise is not False and isinstance(self.exported.likelihood, GaussianLikelihood):
             found = self.exported.likelihood(found)
-        own = GPyTorchPosterior(self.exported.transforms.original(found))
-        return own if posterior_transform is None else posterior_transform(own)
+        posterior = GPyTorchPosterior(self.exported.transforms.original(found))
+        return posterior if posterior_transform is None else posterior_transform(posterior)

@@ -96,7 +96,7 @@ def restore(session: Session, snapshot: Snapshot, clock: Clock, state_class: typ
 
 def dataset_of(algorithm: Algorithm[Any]) -> str:
     """What is learned from."""
-    return algorithm.config.dataset if algorithm.preparation.simulated else "the sites' own tables"
+    return algorithm.config.dataset if algorithm.preparation.simulated else "the sites' tables"
 
 
 def close(algorithm: Algorithm[Any], state: Any, clock: Clock, scored_by: int, expected: dict[str, float]) -> Summary:

@@ -195,7 +195,7 @@ class Network:
             site = claimed_site(reply)
             reason = self.refusal(reply, None)
             if reason is None and site is not None and (site in found or self._taken(site, online, kind)):
-                reason = f"two machines say that they are site {site!r}; give each its own `site` in --node-config"
+                reason = f"two machines say that they are site {site!r}; give each a different `site` in --node-config"
             self.heard.add(node)
             if reason is None and reply is not None and site is not None:
                 self.nodes[site] = node

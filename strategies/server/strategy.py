@@ -341,8 +341,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
         if back is None or shapes_of(back) != shapes_of(self.public(self.current)):
             name = type(self).__name__
             raise ConfigError(
-                f"{name} cannot run inside one of Flower's wrappers or Flower's own loop: these clip and average the"
-                f" arrays that sites send back, and the sites of {name} do not send back the run's arrays. Call its own"
+                f"{name} cannot run inside one of Flower's wrappers or Flower's loop: these clip and average the"
+                f" arrays that sites send back, and the sites of {name} do not send back the run's arrays. Call its"
                 " `start`, or take a method of federated averaging"
             )
 
