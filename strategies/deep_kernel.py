@@ -16,8 +16,9 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.classes import Confusion
-from fedgp_flower.methods.deep_kernel.messages import DeepKernelOptions, HeadPosterior, HeadRequest, Heads
+from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
 from fedgp_flower.methods.deep_kernel.model import DeepKernel, sums_of
+from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import NamedArrays

@@ -14,8 +14,9 @@ from torch.distributions import MultivariateNormal
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.messages import add
-from fedgp_flower.methods.deep_kernel.messages import DeepKernelOptions, Heads
+from fedgp_flower.methods.deep_kernel.messages import Heads
 from fedgp_flower.methods.deep_kernel.model import Classes, DeepKernel, heads_of, sums_of
+from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process

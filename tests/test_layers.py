@@ -47,10 +47,7 @@ CLOSURES = {
     "the command line, before a command runs": (["fedgp_flower.cli"], (*HEAVY, "numpy", "pydantic", "rich")),
     "the package": (["fedgp_flower"], (*HEAVY, "numpy", "pydantic")),
     "configuration and registry": (["fedgp_flower.config", "fedgp_flower.run.registry"], (*HEAVY, "numpy")),
-    "options": (
-        [name for name in METHOD_MODULES if name.endswith(".options")],
-        (*HEAVY, "numpy"),
-    ),
+    "options": (sorted({method.options.partition(":")[0] for method in BUILT_IN.values()}), (*HEAVY, "numpy")),
     "strategies": (modules_of("strategies"), ("flwr.simulation", "ray", "matplotlib", "pandas", "jinja2")),
     "the ServerApp": (
         ["fedgp_flower.server_app"],

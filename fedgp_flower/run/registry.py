@@ -163,7 +163,7 @@ BUILT_IN: Mapping[str, Method] = {
     "deep-kernel": Method(
         summary="A GP on features that a network learns by federated averaging: heads by exact sums, personal at sites",
         paper="Achituve et al., Personalized federated learning with Gaussian processes (2021); heads after Guo et al.",
-        options="fedgp_flower.methods.deep_kernel.messages:DeepKernelOptions",
+        options="fedgp_flower.methods.deep_kernel.options:DeepKernelOptions",
         strategy="strategies.deep_kernel:DeepKernelGP",
         client="fedgp_flower.methods.deep_kernel.client:DeepKernelClient",
         posterior="fedgp_flower.methods.deep_kernel.posterior:saved_model",

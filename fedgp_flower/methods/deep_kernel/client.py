@@ -13,8 +13,9 @@ from fedgp_flower.clients.numpy_client import AveragingClient
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.methods.classes import Confusion
-from fedgp_flower.methods.deep_kernel.messages import DeepKernelOptions, HeadPosterior, HeadRequest, Heads
+from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
 from fedgp_flower.methods.deep_kernel.model import DeepKernel, DeepPosterior, heads_of
+from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
 from fedgp_flower.shared_messages import Step, Stepped
 from fedgp_flower.typing import Array

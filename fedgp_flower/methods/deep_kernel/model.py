@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.gp.linalg import cholesky
-from fedgp_flower.methods.deep_kernel.messages import DeepKernelOptions, HeadPosterior, Heads
+from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, Heads
+from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays, Rows, Scalar, Targets
 

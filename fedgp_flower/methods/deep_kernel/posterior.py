@@ -11,8 +11,8 @@ import torch
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.methods.deep_kernel.messages import DeepKernelOptions
 from fedgp_flower.methods.deep_kernel.model import DeepKernel, DeepPosterior
+from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import Posterior, RunData
 from fedgp_flower.run.figures import confusion
