@@ -37,7 +37,7 @@ def test_a_run_completes_and_leaves_results_and_no_process(tmp_path: Path, scrat
     assert (tmp_path / "run" / "report.html").is_file()
     assert len(launch.children) > 4  # SuperLink, ServerApp, and Ray with its workers were seen
     assert launch.survivors() == []
-    config = parse_assignments([*SMALL, "name=in-process", f"output-dir={tmp_path}"])
+    config = parse_assignments([*SMALL, "method=fsgp", "name=in-process", f"output-dir={tmp_path}"])
     beside = json.loads((run_in_process(complete_config(config, tmp_path), 2) / "metrics.json").read_text())
     assert beside["test"] == pytest.approx(metrics["test"], rel=1e-6)  # Ray and one process agree
 
