@@ -250,13 +250,13 @@ def check(
 
 def _show_checked(found: Checked) -> None:
     """What is known of tables before training; the exit status is 2 where one cannot be used."""
-    from fedgp_flower.data.overview import TITLES, described, rows
+    from fedgp_flower.agreement import OVERVIEW_TITLES, overview_lines, overview_rows
     from fedgp_flower.run.terminal import table
 
     console = _console()
     if found.data:
-        console.print(table(TITLES, rows(found.data), numbers=True))
-    for line in [*(described(found.data) if found.data else []), *found.suspected, *found.problems]:
+        console.print(table(OVERVIEW_TITLES, overview_rows(found.data), numbers=True))
+    for line in [*(overview_lines(found.data) if found.data else []), *found.suspected, *found.problems]:
         console.print(line, markup=False, soft_wrap=True)
     if found.problems:
         raise typer.Exit(2)

@@ -75,8 +75,7 @@ def execute(
         logger.setLevel(logging.INFO)
         with folder.logging_to_file("fedgp"):
             if flat.get("method", AUTO) == AUTO:
-                noise = "Gaussian" if config.method == "sgpr" else "not Gaussian"
-                logger.info("method auto is %s: the noise is %s", config.method, noise)
+                logger.info("method auto is %s: the likelihood is %s", config.method, config.model.likelihood)
             snapshot = folder.restore() if config.resume else None
             strategy = strategy_class(config).from_config(config, FolderObserver(folder, progress), snapshot)
             strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)

@@ -277,7 +277,7 @@ IMAGES: Keys = {
 
 def sites_of(keys: Keys, sites: int) -> tuple[dict[str, Any], float]:
     """The standardised rows of simulated sites as they agree on them, by site, and the scale of the target."""
-    from fedgp_flower.data.agreement import agree
+    from fedgp_flower.agreement import agree
     from fedgp_flower.data.sites import load_all_sites
     from fedgp_flower.data.standardisation import Preparation
     from fedgp_flower.run.registry import parse_config

@@ -25,9 +25,9 @@ from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.family import GlobalPosterior, initial_global, named, on_the_wire
-from fedgp_flower.methods.sfvi.learner import configured
 from fedgp_flower.methods.sfvi.messages import LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, SHARED, SFVIAvgOptions, SFVIOptions
+from fedgp_flower.methods.sfvi.structured import configured
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays

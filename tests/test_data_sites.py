@@ -4,9 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fedgp_flower.agreement import Agreement, agree
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data import partitioning
-from fedgp_flower.data.agreement import Agreement, agree
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site, site_id, write_partition
 from fedgp_flower.data.standardisation import Preparation

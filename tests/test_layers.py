@@ -193,6 +193,8 @@ def layer_of(module: str) -> str:
 
 
 SITE_HALF = {
+    "learner",
+    "memory",
     "client",
     "closed_client",
     "dual_client",
@@ -208,7 +210,7 @@ FORBIDDEN = {
     "data": {"strategies", "site half", "method", "clients", "privacy", "deploy"},
     "method": {"strategies", "site half", "deploy"},
     "site half": {"strategies", "deploy"},
-    "strategies": {"site half", "clients", "deploy"},
+    "strategies": {"site half", "clients", "data", "deploy"},
     "clients": {"strategies", "site half", "method", "methods", "deploy"},
     "privacy": {"strategies", "site half", "method", "methods", "clients", "deploy"},
     "run": {"site half", "method", "deploy"},

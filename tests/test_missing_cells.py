@@ -13,8 +13,8 @@ import pytest
 from faults import FaultyGrid, configured, csv_nodes, no_waiting
 
 from fedgp_flower import server_app
+from fedgp_flower.agreement import Agreement, SiteDescription, agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.agreement import Agreement, SiteDescription, agree
 from fedgp_flower.data.cells import codes_in, typed
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.sites import RawSite, load_all_sites, load_site

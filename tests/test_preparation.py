@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgp_flower.data.agreement import Agreement, SiteDescription, agree
+from fedgp_flower.agreement import Agreement, SiteDescription, agree
 from fedgp_flower.data.standardisation import Preparation, describe, encode_targets
 from fedgp_flower.errors import DataError
 

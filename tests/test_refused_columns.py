@@ -13,8 +13,8 @@ from faults import Fault, FaultyGrid, configured, csv_nodes, no_waiting, run, wa
 from flwr.app import Message
 
 from fedgp_flower import server_app
+from fedgp_flower.agreement import SiteDescription, agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.agreement import SiteDescription, agree
 from fedgp_flower.data.cells import check_target, refuse_identifiers
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.standardisation import describe

@@ -11,9 +11,9 @@ import pytest
 from faults import csv_nodes, waves
 from flwr.app import Context, RecordDict
 
+from fedgp_flower.agreement import Column
 from fedgp_flower.clients.prepared import FILE, PreparedSite, prepared_site
 from fedgp_flower.clients.state import SiteState, load_state, require_same_rows, save_state
-from fedgp_flower.data.agreement import Column
 from fedgp_flower.data.sites import RawSite, load_site
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError

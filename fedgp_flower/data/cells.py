@@ -8,18 +8,18 @@ count the header.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgp_flower.agreement import Kind
 from fedgp_flower.data.dates import dates_in
 from fedgp_flower.data.tables import MISSING
 from fedgp_flower.errors import DataError
 from fedgp_flower.lazy import pd
 from fedgp_flower.transforms import TRANSFORMS
 
-Kind: TypeAlias = Literal["numeric", "categorical"]
 COMMA = r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d+"
 THOUSANDS = r"[+-]?[1-9]\d{0,2}(?:,\d{3})"
 """A number with a decimal comma, and one whose comma may as well stand for thousands."""

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgp_flower.agreement import Kind
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.catalogue import BUILTINS, data_folder, find_file, names_in, splits_file
 from fedgp_flower.data.cells import (
-    Kind,
     cells_of,
     check_target,
     date_problems,

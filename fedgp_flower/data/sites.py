@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgp_flower.agreement import SiteDescription
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.agreement import SiteDescription
 from fedgp_flower.data.cells import codes_in, kind_of, refuse_identifiers, require_rows
 from fedgp_flower.data.datasets import Table, checked, choose_columns, load_table
 from fedgp_flower.data.standardisation import (

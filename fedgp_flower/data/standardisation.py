@@ -1,6 +1,6 @@
 """A site's half of federated standardisation: describe its rows by sums, and encode them as the sites agreed.
 
-The server's half is :mod:`fedgp_flower.data.agreement`. A column of numbers is described by its sum, its sum of
+The server's half is :mod:`fedgp_flower.agreement`. A column of numbers is described by its sum, its sum of
 squares about the site's mean, and what rounding took from the sum; a categorical column by how often each level
 occurs. The agreed preparation turns a numeric column into one standardised input and a categorical one into
 indicators. A level that is not among the agreed ones counts as :data:`OTHER`, if that is one of them.
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgp_flower.data.agreement import GONE, Column, SiteDescription, summed_arrays
+from fedgp_flower.agreement import GONE, Column, SiteDescription, summed_arrays
 from fedgp_flower.data.cells import kind_of, typed
 from fedgp_flower.data.dates import source, with_numbers
 from fedgp_flower.data.tables import OTHER, read_table, require_columns

@@ -96,7 +96,7 @@ class RunMetrics:
     training_target: Mapping[str, float] = field(default_factory=dict)
     """``mean`` and ``sd`` of the target over the training rows, or the ``share`` of rows of the second class."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """The training rows as they were described before training: see :mod:`fedgp_flower.data.overview`."""
+    """The training rows as they were described before training: see :func:`fedgp_flower.agreement.overview_rows`."""
     warnings: Sequence[str] = ()
     """What to know of the data before reading the figures."""
     method_details: Mapping[str, Any] = field(default_factory=dict)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 
+from fedgp_flower.agreement import agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.agreement import agree
 from fedgp_flower.data.sites import RawSite, load_site, natural_sites, simulated_nodes, site_of_table
 from fedgp_flower.data.tables import table_stem
 from fedgp_flower.errors import DataError

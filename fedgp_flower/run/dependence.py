@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from scipy.special import ndtr, ndtri
 
-from fedgp_flower.data.agreement import Column
+from fedgp_flower.agreement import Column
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.to_gpytorch import only

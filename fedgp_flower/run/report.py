@@ -18,7 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from fedgp_flower.data import overview
+from fedgp_flower.agreement import OVERVIEW_TITLES, overview_lines, overview_rows
 from fedgp_flower.files import write_bytes
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import RunData, RunMetrics, read_run
@@ -175,9 +175,9 @@ def _content(run: RunData, predictor: Predictor | None, extra: Iterable[Panel]) 
         "sites": _optional(plots, "sites", figures.sites(sites, beside), "Held-out NLL of each site, in nats per row."),
         "site_table": _site_table(metrics),
         "data": {
-            "lines": overview.described(metrics.data),
-            "titles": overview.TITLES,
-            "rows": overview.rows(metrics.data),
+            "lines": overview_lines(metrics.data),
+            "titles": OVERVIEW_TITLES,
+            "rows": overview_rows(metrics.data),
         }
         if metrics.data
         else None,

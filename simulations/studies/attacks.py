@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from scipy.linalg import cho_factor, cho_solve
 from scipy.stats import norm, rankdata
 
 from simulations.common import ALONE, Array, Row, averaged, data_dir, fit, sampled, sites_of
@@ -64,9 +65,9 @@ class Sums:
     def log_density(self, x: Array, y: Array) -> Array:
         """Log p(y | x) of the exact posterior of the rows of this sum."""
         a = self.features(x)
-        inner = np.linalg.inv(np.eye(len(self.gram)) + self.gram / self.noise)  # covariance of the whitened u
-        mean = a @ inner @ self.projection / self.noise
-        variance = self.amplitude - np.square(a).sum(1) + ((a @ inner) * a).sum(1) + self.noise
+        factor = cho_factor(np.eye(len(self.gram)) + self.gram / self.noise)  # precision of the whitened u
+        mean = a @ cho_solve(factor, self.projection) / self.noise
+        variance = self.amplitude - np.square(a).sum(1) + (a * cho_solve(factor, a.T).T).sum(1) + self.noise
         density: Array = norm.logpdf(y, mean, np.sqrt(np.maximum(variance, 1e-12)))
         return density
 

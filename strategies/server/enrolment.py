@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from fedgp_flower.agreement import SiteDescription, agree, encoded_sums, overview_lines, squares_about, summed_arrays
 from fedgp_flower.config import RunConfig
-from fedgp_flower.data.agreement import SiteDescription, agree, encoded_sums, squares_about, summed_arrays
-from fedgp_flower.data.overview import described
 from fedgp_flower.errors import DataError, ProtocolError, RunError
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.shared_messages import (
@@ -60,7 +59,7 @@ class Preparation:
     names: tuple[str, ...]
     """Names of the D encoded inputs."""
     training_target: dict[str, float] = field(default_factory=dict)
-    """What a prediction that looks at no input would say; see :class:`fedgp_flower.data.agreement.Agreement`."""
+    """What a prediction that looks at no input would say; see :class:`fedgp_flower.agreement.Agreement`."""
     columns: list[dict[str, Any]] = field(default_factory=list)
     """What is known of every feature column, for people."""
     dropped: int = 0
@@ -251,7 +250,7 @@ def _announced(network: Network, enrolment: Enrolment, announce: bool = True) ->
         return enrolment
     if enrolment.constant:
         logger.warning("constant at every site, of no use to a model: %s", ", ".join(enrolment.constant))
-    for line in described(enrolment.preparation.data):
+    for line in overview_lines(enrolment.preparation.data):
         logging.getLogger(DATA).info("%s", line)
     for warning in enrolment.preparation.warnings:
         logger.warning("%s", warning)

@@ -23,7 +23,6 @@ from fedgp_flower.methods.sfvi.gp import farthest_points
 from fedgp_flower.methods.sfvi.learner import (
     Learner,
     LocalState,
-    configured,
     initial_local,
     model_and_rows,
     rows_of,
@@ -33,7 +32,7 @@ from fedgp_flower.methods.sfvi.learner import (
 from fedgp_flower.methods.sfvi.memory import RoundMemory, SiteMemory, scaled
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
-from fedgp_flower.methods.sfvi.structured import SiteRows, StructuredModel
+from fedgp_flower.methods.sfvi.structured import SiteRows, StructuredModel, configured
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores, count_scores
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays

@@ -34,9 +34,15 @@ from fedgp_flower.methods.family import (
     with_named,
 )
 from fedgp_flower.methods.sfvi.options import SHARED, SFVIOptions
-from fedgp_flower.methods.sfvi.structured import ClosedFormModel, ModelInputs, SampledModel, SiteRows, StructuredModel
+from fedgp_flower.methods.sfvi.structured import (
+    ClosedFormModel,
+    ModelInputs,
+    SampledModel,
+    SiteRows,
+    StructuredModel,
+    configured,
+)
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.registry import load
 from fedgp_flower.typing import Array, Scalar
 
 LocalState: TypeAlias = tuple[GlobalPosterior, LocalPosterior, AdamState[Tensor]]
@@ -214,14 +220,6 @@ def joined(theta: Mapping[str, Tensor], eta: Mapping[str, Tensor], local: Mappin
 
 
 # The model of a configuration, and rows as a model reads them.
-
-
-def configured(
-    options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Tensor | None = None
-) -> StructuredModel:
-    """The model at its initial θ."""
-    model: type[StructuredModel] = load(options.row.model)
-    return model.configured(options, section, num_inputs, inputs)
 
 
 def model_at(

@@ -21,6 +21,7 @@ from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import wire_name
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, initial_local, unit_noise
 from fedgp_flower.options import ModelSection
+from fedgp_flower.run.registry import load
 from fedgp_flower.typing import Rows, Scalar, Targets
 
 if TYPE_CHECKING:  # a model in one file with its row is imported by the options
@@ -159,6 +160,14 @@ class StructuredModel(nn.Module, ABC):
         with torch.no_grad():
             for name, parameter in theta.items():
                 parameter.copy_(values[name])
+
+
+def configured(
+    options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Tensor | None = None
+) -> StructuredModel:
+    """The model at its initial θ."""
+    model: type[StructuredModel] = load(options.row.model)
+    return model.configured(options, section, num_inputs, inputs)
 
 
 class SampledModel(StructuredModel):

@@ -15,15 +15,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgp_flower.data.cells import Kind
 from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.typing import Array, NamedArrays
 
+Kind: TypeAlias = Literal["numeric", "categorical"]
 Site: TypeAlias = str
 Kinds: TypeAlias = dict[str, str]
 
@@ -439,3 +439,37 @@ def _other_classes(sites: Mapping[Site, _Described]) -> dict[Site, str]:
         for site, d in sites.items()
         if not set(d.counts.get(d.target, ())) <= two
     }
+
+
+# What is known of the training rows before training, from the sums that describe them.
+
+OVERVIEW_TITLES = ("column", "kind", "inputs", "missing", "levels, or mean ± sd", "differs at")
+
+
+def overview_lines(data: Mapping[str, Any]) -> list[str]:
+    """A line on the whole, and one for every column with missing cells or sites that differ."""
+    columns: Sequence[Mapping[str, Any]] = data["columns"]
+    left_out = f", {data['dropped']:,} rows left out for a missing cell" if data["dropped"] else ""
+    counts = f"{data['rows']:,} training rows at {data['sites']} sites{left_out}"
+    inputs, of = data["inputs"], len(columns)
+    lines = [f"{counts}; {inputs} input{'s' * (inputs != 1)} of {of} column{'s' * (of != 1)}"]
+    for column in columns:
+        missing = [f"{column['missing']:,} missing cells"] if column["missing"] else []
+        far = f"mean far from that of the other sites at {', '.join(column.get('differs', ())[:5])}"
+        lines += [f"`{column['name']}`: {'; '.join([*missing, *([far] if column.get('differs') else [])])}"]
+    return [line for line in lines if not line.endswith(": ")]
+
+
+def overview_rows(data: Mapping[str, Any]) -> list[list[str]]:
+    """A row of text for every feature column, as ``OVERVIEW_TITLES`` says."""
+    return [
+        [
+            str(column["name"]),
+            str(column["kind"]),
+            str(column["inputs"]),
+            f"{column['missing']:,}",
+            f"{column['levels']} levels" if "levels" in column else f"{column['mean']:.4g} ± {column['sd']:.3g}",
+            ", ".join(column.get("differs", ())),
+        ]
+        for column in data.get("columns", ())
+    ]
