@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 from fedgp_flower.run.in_process import run_in_process
