@@ -35,16 +35,18 @@ def _coordinator(folder: Path) -> Coordinator:
 def init(
     folder: Annotated[Path, typer.Argument(help="folder to make")] = HERE,
     host: Annotated[str, typer.Option(help="name by which sites reach this machine")] = ...,  # type: ignore[assignment]
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port for the sites")] = 8000,
+    control: Annotated[int, typer.Option(min=1, max=65535, help="port for operators on this machine")] = 8001,
     invite: Annotated[list[str] | None, typer.Option(help="site to invite at once; may be given again")] = None,
 ) -> None:
     """Make the certificate authority, certificate, service units and invitations of a coordinator."""
     from fedgp_flower.deploy.machines import Coordinator
 
-    coordinator = Coordinator.create(folder, host, port)
+    coordinator = Coordinator.create(folder, host, port, control)
     for name in invite or []:
         print(f"invitation of {name}: {coordinator.invite(name)}")
-    print(f"open port {port} for the sites; ca.key in {coordinator.folder} is the secret of this federation")
+    print(f"open port {port} for the sites; operators use port {control} of this machine alone")
+    print(f"{coordinator.folder}-authority holds the secret of this federation: move it offline until `rotate` needs it")
     print(f"start the SuperLink:  fedgp deploy serve --folder {folder}")
     print(f"or as a service:      sudo systemctl enable --now {coordinator.folder}/fedgp-superlink.service")
 
@@ -68,7 +70,9 @@ def invite_sites(names: Annotated[list[str], typer.Argument(help="ids of sites")
 def register(
     keys: Annotated[list[Path], typer.Argument(help="public keys that sites sent, NAME.pub")], folder: Folder = HERE
 ) -> None:
-    """Admit sites by the public half of their keys."""
+    """Admit sites by the public half of their keys; compare each fingerprint with the one that the site reads out."""
+    from fedgp_flower.deploy.credentials import key_fingerprint
+
     coordinator = _coordinator(folder)
     with coordinator.processes() as processes:
         flower = coordinator.flower(processes)
@@ -76,7 +80,7 @@ def register(
             key, name = str(path.resolve()), path.stem
             answer = flower.json("supernode", "register", key, flower.connection, "--name", name)
             coordinator.keep({**coordinator.sites, name: int(answer["node-id"])})
-            print(f"{name} is registered as node {answer['node-id']}")
+            print(f"{name} is registered as node {answer['node-id']}; fingerprint of its key: {key_fingerprint(path)}")
 
 
 @deploy.command()
@@ -193,17 +197,25 @@ def join(
     if missing := [str(path) for path in given.values() if path is not None and not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(missing)}")
     site = SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path is not None})
-    print(*of_site(site), sep="\n")
+    print(f"this site trusts the SuperLink {site.facts['superlink']} with the certificate of the authority")
+    print(f"  {key_fingerprint(site.folder / 'ca.crt')}  and runs the one app")
+    print(f"  {site.facts['app']}: compare both with what the coordinator reads out")
+    findings = of_site(site)
+    print(*findings, sep="\n")
     print(f"send {site.public} to the coordinator; its fingerprint, to compare: {key_fingerprint(site.public)}")
     print(f"then start the SuperNode:  fedgp site serve {site.folder}")
     print(f"or as a service:           sudo systemctl enable --now {site.folder}/fedgp-site-{site.name}.service")
+    if not all(finding.good for finding in findings):
+        raise typer.Exit(1)
 
 
 def serve_site(folder: SitePath) -> None:
     """Run the SuperNode in the foreground, until a signal."""
     from fedgp_flower.deploy.machines import SiteFolder, become
 
-    become(SiteFolder.read(folder).command())
+    site = SiteFolder.read(folder)
+    print(f"this site runs only the app {site.facts['app']}", flush=True)
+    become(site.command())
 
 
 def approve(

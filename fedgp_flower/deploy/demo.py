@@ -69,8 +69,8 @@ def federation(folder: Path, files: Sequence[Path], *, app: str = "", masked: bo
         app: Fingerprint of the app that sites run, or ``any``; otherwise that of this project.
         masked: Whether sites trust each other's keys, and so answer under masks alone.
     """
-    superlink, *ports = free_ports(1 + len(files))
-    coordinator = Coordinator.create(folder / "coordinator", HOST, superlink)
+    superlink, control, *ports = free_ports(2 + len(files))
+    coordinator = Coordinator.create(folder / "coordinator", HOST, superlink, control)
     sites = [site.approve(app) if app else site for site in join_sites(coordinator, folder, files)]
     if masked:
         exchange_keys(sites)

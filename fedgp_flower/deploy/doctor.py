@@ -51,7 +51,7 @@ def of_coordinator(coordinator: Coordinator) -> list[Finding]:
     return [
         _checked("versions", _versions),
         _checked("certificate", lambda: _valid(folder / "server" / "server.pem")),
-        _checked("keys", lambda: _secret([folder / "ca.key", folder / "server" / "server.key"])),
+        _checked("keys", lambda: _secret([folder / "server" / "server.key"])),
         _checked("disk", lambda: _space(folder)),
         _checked("SuperLink", lambda: _reachable(address, folder / "ca.crt")),
     ]

@@ -1,7 +1,10 @@
 """The folders of a coordinator and of a site: everything that a SuperLink or a SuperNode is started with.
 
-``coordinator/`` holds the authority, the server's key, the SuperLink's database and the operator's connection;
-``north/`` the node key, the invitation's certificate, the pinned fingerprint of the app and the site's state.
+``coordinator/`` holds the server's key, the SuperLink's database and the operator's connection;
+``coordinator-authority/`` the key that signs its certificate, which can lie offline until it is needed again;
+``north/`` the node key, the invitation's certificate, the fingerprint of the approved app and the site's state.
+
+An invitation is a stranger's file: its values are of a few known shapes, and none is formatted into a command.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ import getpass
 import hashlib
 import json
 import os
+import re
 import shlex
+import shutil
 import sys
 import tempfile
 import tomllib
@@ -25,7 +30,7 @@ import tomli_w
 from fedgp_flower.deploy.credentials import Authority, create_node_key
 from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.deploy.submission import Flower, environment, project_folder
-from fedgp_flower.deploy.wrapped import PIN
+from fedgp_flower.deploy.wrapped import CONTROL, PIN
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Value
@@ -36,7 +41,13 @@ AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
 """Of the authority, and of a server's certificate; ``fedgp deploy rotate`` makes a new one."""
 WRAPPED = (sys.executable, "-m", "fedgp_flower.deploy.wrapped")
 BIND = "0.0.0.0"  # noqa: S104 - sites are on other machines
-
+SHAPES = {
+    "site": r"[A-Za-z0-9._-]{1,64}",
+    "superlink": r"[A-Za-z0-9.-]{1,253}:[0-9]{1,5}|\[[0-9A-Fa-f:.]{2,45}\]:[0-9]{1,5}",
+    "app": r"[0-9a-f]{64}",
+    "root-certificate": r"-----BEGIN CERTIFICATE-----\n[A-Za-z0-9+/=\n]{1,8192}\n-----END CERTIFICATE-----\n?",
+}
+"""What an invitation holds, and how each value looks."""
 
 UNIT = """[Unit]
 Description=fedgp {name}
@@ -49,11 +60,21 @@ ExecStart={command}
 Restart=always
 RestartSec=15
 NoNewPrivileges=true
+CapabilityBoundingSet=
 PrivateTmp=true
+PrivateDevices=true
+ProtectSystem=strict
+ProtectHome=tmpfs
+ProtectKernelTunables=true
+ProtectControlGroups=true
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6
+BindPaths={folder}
+BindReadOnlyPaths={readable}
 
 [Install]
 WantedBy=multi-user.target
 """
+"""A service sees its folder, and may read this installation and the files of the site; nothing else below /home."""
 
 DOCKERFILE = """FROM python:3.11-slim
 COPY . /fedgp
@@ -87,52 +108,56 @@ def app_fingerprint() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """The folder of a SuperLink, its host and its port."""
+    """The folder of a SuperLink, its host and port for sites, and its port on this machine for operators."""
 
     folder: Path
     host: str
     port: int
+    control: int
 
     @staticmethod
-    def create(folder: Path, host: str, port: int) -> Coordinator:
+    def create(folder: Path, host: str, port: int, control: int) -> Coordinator:
         """Make the folder, authority, certificate, connection and units."""
         folder = folder.resolve()
         _new(folder)
+        _new(_authority(folder))
         for name in ("server", "flower", "logs", "invitations"):
             (folder / name).mkdir()
         authority = Authority.new(AUTHORITY_DAYS)
-        authority.write(folder)
+        authority.write(_authority(folder))
+        shutil.copy(_authority(folder) / "ca.crt", folder)
         authority.certify(folder / "server", host, SERVER_DAYS)
-        _write(folder / "coordinator.toml", {"host": host, "port": port})
-        profile = {"address": f"{host}:{port}", "root-certificates": str(folder / "ca.crt")}
+        _write(folder / "coordinator.toml", {"host": host, "port": port, "control": control})
+        profile = {"address": f"127.0.0.1:{control}", "root-certificates": str(folder / "ca.crt")}
         _write(folder / "flower" / "config.toml", {"superlink": {"default": CONNECTION, CONNECTION: profile}})
         write_units(folder, "superlink", ["deploy", "serve", "--folder", str(folder)], port)
-        return Coordinator(folder, host, port)
+        return Coordinator(folder, host, port, control)
 
     @staticmethod
     def read(folder: Path) -> Coordinator:
         """From a folder that :meth:`create` made."""
         content = _read(folder / "coordinator.toml", "fedgp deploy init")
-        return Coordinator(folder.resolve(), str(content["host"]), int(content["port"]))
+        return Coordinator(folder.resolve(), str(content["host"]), int(content["port"]), int(content["control"]))
 
     def command(self, bind: str = BIND) -> tuple[list[str], dict[str, str], Path]:
-        """The SuperLink that listens at an address: its words, its environment, and where it starts."""
+        """The SuperLink that sites reach at an address: its words, its environment, and where it starts."""
         server = self.folder / "server"
         words = [*WRAPPED, "superlink", "--host", bind, "--port", str(self.port), "--database", "superlink.db"]
         words += ["--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key"]
-        return [*words, "--enable-supernode-auth"], environment(self.folder / "flower"), server
+        variables = environment(self.folder / "flower") | {CONTROL: str(self.control)}
+        return [*words, "--enable-supernode-auth"], variables, server
 
     def invite(self, site: str) -> Path:
         """Write the file that a site joins with. Nothing in it is secret; it must arrive unchanged."""
         path = self.folder / "invitations" / f"{site}.toml"
         certificate = (self.folder / "ca.crt").read_text(encoding="ascii")
         content = {"site": site, "superlink": f"{self.host}:{self.port}", "app": app_fingerprint()}
-        _write(path, {**content, "root-certificate": certificate})
+        _write(path, _of_known_shapes({**content, "root-certificate": certificate}, "the invitation"))
         return path
 
     def rotate(self) -> None:
         """Make a new key and certificate of the SuperLink by the same authority. Sites need not change anything."""
-        Authority.read(self.folder).certify(self.folder / "server", self.host, SERVER_DAYS)
+        Authority.read(_authority(self.folder)).certify(self.folder / "server", self.host, SERVER_DAYS)
 
     def flower(self, processes: Processes) -> Flower:
         """Flower's command line, connected to this SuperLink."""
@@ -164,26 +189,21 @@ class SiteFolder:
     @staticmethod
     def join(invitation: Path, folder: Path | None, given: Mapping[str, Path]) -> SiteFolder:
         """Make keys and a folder from an invitation and the site's files."""
-        content = _read(invitation, "fedgp deploy invite")
-        missing = [name for name in ("site", "superlink", "app", "root-certificate") if not content.get(name)]
-        if missing:
-            raise ConfigError(f"{invitation} is not an invitation: it lacks {', '.join(missing)}")
-        site = str(content["site"])
-        if Path(site).name != site or site in {".", ".."}:
-            raise ConfigError(f"{invitation}: `site` = {site!r} cannot be the name of a folder")
+        content = _of_known_shapes(_read(invitation, "fedgp deploy invite"), str(invitation))
+        site = content["site"]
         place = (folder or Path(site)).resolve()
         _new(place)
         (place / "state").mkdir()
-        (place / "ca.crt").write_text(str(content.pop("root-certificate")), encoding="ascii")
+        (place / "ca.crt").write_text(content.pop("root-certificate"), encoding="ascii")
         create_node_key(place / site)
         Identity.new().write(place / "site-key")
-        script = place / "bin" / "flwr-clientapp"
+        script = place / "bin" / "flower-superexec"
         script.parent.mkdir()
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fedgp_flower.deploy.wrapped clientapp "$@"\n')
+        script.write_text(f'#!/bin/sh\nexec {shlex.join([*WRAPPED, "superexec"])} "$@"\n')
         script.chmod(0o700)
         facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}}
         _write(place / "site.toml", facts)
-        write_units(place, f"site-{site}", ["site", "serve", str(place)], None)
+        write_units(place, f"site-{site}", ["site", "serve", str(place)], None, list(given.values()))
         return SiteFolder(place, facts)
 
     @staticmethod
@@ -214,14 +234,16 @@ class SiteFolder:
         return values | ({"site-key": str(self.folder / "site-key"), "trust": str(trust)} if trust.exists() else {})
 
     def approve(self, fingerprint: str) -> SiteFolder:
-        """Pin another app."""
+        """Approve of another app, or of ``any``."""
+        if fingerprint != "any" and not re.fullmatch(SHAPES["app"], fingerprint):
+            raise ConfigError(f"{fingerprint!r} is no fingerprint of an app: 64 digits of 0-9a-f, or `any`")
         facts = {**self.facts, "app": fingerprint}
         _write(self.folder / "site.toml", facts)
         return SiteFolder(self.folder, facts)
 
     def command(self, port: int = 0) -> tuple[list[str], dict[str, str], Path]:
         """The SuperNode: its words, its environment, and where it starts; 0 takes a free port for its ClientApps."""
-        node_config = " ".join(f'{key}="{value}"' for key, value in self.node_config.items())
+        node_config = " ".join(f"{key}={json.dumps(value)}" for key, value in self.node_config.items())
         words = [*WRAPPED, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
         words += ["--auth-supernode-private-key", self.name, "--node-config", node_config]
         words += ["--port", str(port or free_ports(1)[0])]
@@ -230,14 +252,17 @@ class SiteFolder:
         return words, variables, self.folder
 
 
-def write_units(folder: Path, name: str, words: Sequence[str], port: int | None) -> None:
+def write_units(folder: Path, name: str, words: Sequence[str], port: int | None, files: Sequence[Path] = ()) -> None:
     """Write a systemd unit, a compose file and a Dockerfile that start ``fedgp`` with these words whenever it ends.
 
-    Containers see the folder of the machine under the same path. ``port`` is None where nobody dials in.
+    Containers see the folder of the machine under the same path. ``port`` is None where nobody dials in; ``files`` are
+    what the service may read.
     """
     project = Path(__file__).resolve().parents[2]
     command = shlex.join([sys.executable, "-m", "fedgp_flower.cli", *words]).replace("%", "%%")
-    (folder / f"fedgp-{name}.service").write_text(UNIT.format(name=name, user=getpass.getuser(), command=command))
+    readable = [_unit_path(path.resolve()) for path in (project, Path(sys.prefix), *files)]
+    unit = {"name": name, "user": getpass.getuser(), "command": command, "folder": _unit_path(folder)}
+    (folder / f"fedgp-{name}.service").write_text(UNIT.format(**unit, readable=" ".join(readable)))
     more = "" if port is None else HEALTHY.format(port=port, folder=folder)
     text = COMPOSE.format(name=name, project=project, command=json.dumps(words), folder=folder, more=more)
     (folder / "compose.yaml").write_text(text)
@@ -249,6 +274,28 @@ def become(command: tuple[list[str], dict[str, str], Path]) -> None:
     words, variables, folder = command
     os.chdir(folder)
     os.execve(words[0], words, {**os.environ, **variables})  # noqa: S606 - a fixed command, no shell
+
+
+def _unit_path(path: Path) -> str:
+    """A path as systemd reads it in a list."""
+    return re.sub(r"([\s:\\\"'])", lambda found: f"\\x{ord(found[0]):02x}", str(path)).replace("%", "%%")
+
+
+def _authority(folder: Path) -> Path:
+    """The folder of the authority beside that of its SuperLink."""
+    return folder.with_name(f"{folder.name}-authority")
+
+
+def _of_known_shapes(content: Mapping[str, Any], where: str) -> dict[str, str]:
+    """The values of an invitation."""
+    if content.keys() != SHAPES.keys():
+        odd = ", ".join(sorted(content.keys() ^ SHAPES.keys()))
+        raise ConfigError(f"{where}: it must hold {', '.join(SHAPES)}, and nothing else; lacking or besides: {odd}")
+    for name, shape in SHAPES.items():
+        value = content[name]
+        if not isinstance(value, str) or not re.fullmatch(shape, value) or value in {".", ".."}:
+            raise ConfigError(f"{where}: `{name}` = {str(value)[:80]!r} does not look like {shape}")
+    return {name: str(content[name]) for name in SHAPES}
 
 
 def _new(folder: Path) -> None:

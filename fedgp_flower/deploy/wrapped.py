@@ -1,78 +1,190 @@
 """Flower's programs with what a federation on real machines needs and Flower 1.41 has no option for.
 
-``superlink`` and ``supernode`` notice sooner who is gone. A SuperNode names the interval of its heartbeats; two
-may be missed. A SuperLink limits how long a site takes for the next piece, of 5 MB at most, of a reply it has begun.
+``superlink`` serves operators on the loopback interface and sites on the public address, where it has nothing but the
+interface of SuperNodes. It limits how long a site takes for the next piece, of 5 MB at most, of a reply it has begun.
 
-``clientapp`` unpacks and runs one app alone. A SuperNode starts ``flwr-clientapp`` by name; ``fedgp site serve`` puts a
-script before it on the PATH that comes here. The fingerprint of the app is the SHA-256 of its bundle.
+``supernode`` accepts the one app that its owner approved of, by the SHA-256 of its bundle, and only as a ClientApp. It
+sends heartbeats more often than Flower does; two may be missed. It looks for messages more often.
+
+``superexec`` starts ClientApps alone. It has imported their libraries, and forks: an app is ready in a fraction of the
+seconds that a new process takes. A SuperNode starts ``flower-superexec`` by name; the folder of a site has a script of
+that name, first on the PATH.
 """
 # ruff: noqa: PLC0415
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
+import signal
 import sys
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from fedgp_flower.errors import PolicyError
+if TYPE_CHECKING:
+    from flwr.supercore.fab import Fab
+    from flwr.supercore.run import Run
 
 HEARTBEAT = 10
 """Seconds; Flower's are 30, and 10 the fewest that a SuperLink takes."""
 UPLOAD = 30
 """Seconds; Flower's are 180."""
+LOOK = 0.5
+"""Seconds between looks for a message; Flower's are 3."""
 PIN = "FEDGP_APP"
-"""Variable with the fingerprint, or the word ``any``."""
+"""Variable with the fingerprint of the approved app, or the word ``any``."""
+CONTROL = "FEDGP_CONTROL"
+"""Variable with the port of the loopback interface that operators use."""
+LIBRARIES = ("flwr.clientapp", "flwr.supernode.cli", "flwr.supernode.runtime.run_clientapp", "pandas", "gpytorch")
+OURS = ("fedgp_flower", "strategies")
 
 
 def superlink() -> None:
-    """Run Flower's ``flower-superlink``."""
-    from flwr.supercore.corestate import sql_corestate
-    from flwr.superlink.cli import flower_superlink
+    """Run Flower's ``flower-superlink``: it serves all on the loopback interface, and SuperNodes where it is told to.
 
+    Flower has one address for everything. Here it is that of the operators; the public one answers requests below
+    ``/v1/fleet``, where nodes authenticate, and the question whether it is there.
+    """
+    import uvicorn
+    from flwr.supercore.corestate import sql_corestate
+
+    flower_superlink = importlib.import_module("flwr.superlink.cli.flower_superlink")
+    words = dict(zip(sys.argv[1::1], sys.argv[2::1], strict=False))
+    public = words["--host"], int(words["--port"])
+    private = "127.0.0.1", int(os.environ[CONTROL])
+    sys.argv[sys.argv.index("--host") + 1], sys.argv[sys.argv.index("--port") + 1] = private[0], str(private[1])
+
+    def run(app: Any, host: str, port: int, reload: bool, workers: int, **options: Any) -> None:
+        del reload, workers
+        server = uvicorn.Server(uvicorn.Config(for_sites(app, public[1]), host, port, **options))
+        bound = [uvicorn.Config(app, *address).bind_socket() for address in ((host, port), public)]
+        server.run(sockets=bound)
+
+    flower_superlink.uvicorn = SimpleNamespace(run=run)
     sql_corestate.OBJECT_PUSH_SESSION_TTL_SECONDS = UPLOAD  # type: ignore[attr-defined]
-    flower_superlink()
+    flower_superlink.flower_superlink()
+
+
+def for_sites(app: Callable[..., Any], port: int) -> Callable[..., Any]:
+    """An application that has only the interface of SuperNodes for whoever comes through this port."""
+
+    async def served(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["server"][1] == port:
+            path = str(scope["path"])
+            if not path.startswith("/v1/fleet/") and path != "/health":
+                await send({"type": "http.response.start", "status": 404, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+                return
+        await app(scope, receive, send)
+
+    return served
 
 
 def supernode() -> None:
-    """Run Flower's ``flower-supernode``."""
+    """Run Flower's ``flower-supernode`` for one app."""
     from flwr.supercore import heartbeat
-    from flwr.supernode import fleet_http_connection
+    from flwr.supernode import fleet_http_connection, start_client_internal
     from flwr.supernode.cli import flower_supernode
 
     for module in (heartbeat, fleet_http_connection):
         module.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT  # type: ignore[attr-defined]
+    start_client_internal.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, LOOK)))  # type: ignore[attr-defined]
+    pull = start_client_internal._pull_and_store_message  # noqa: SLF001
+    start_client_internal._pull_and_store_message = approving(pull, os.environ[PIN])  # noqa: SLF001
+    start_client_internal._verify_fab = lambda fab, trusted: True  # noqa: SLF001  approving() has judged it
     flower_supernode()
 
 
-def guarded(install: Callable[..., Any], pin: str) -> Callable[..., Any]:
-    """Flower's installation of a bundle, for one bundle alone."""
+def approving(pull: Callable[..., int | None], pin: str) -> Callable[..., int | None]:
+    """Flower's way to take a message, for one app alone, which it may run as a ClientApp alone.
 
-    def pinned(content: bytes, *rest: Any, **options: Any) -> Any:
-        found = hashlib.sha256(content).hexdigest()
-        if pin not in ("any", found):
-            raise PolicyError(
-                f"this site runs the app {pin[:16]}… and was sent {found[:16]}…; if its owner approves of the new one:"
-                " fedgp site approve"
-            )
-        return install(content, *rest, **options)
+    Flower answers for an app that no trusted entity has signed; here it is one that this site has not approved of.
+    """
+    from flwr.supercore.constant import TaskType
 
-    return pinned
+    def pulled(
+        *, get_run: Callable[[int], Run], get_fab: Callable[[str, int], Fab], **rest: Any
+    ) -> int | None:
+        foreign: set[int] = set()
+
+        def run_of(run_id: int) -> Run:
+            run = get_run(run_id)
+            if run.primary_task_type not in ("", TaskType.SERVER_APP, TaskType.CLIENT_APP):
+                foreign.add(run_id)
+            return run
+
+        def fab_of(fab_hash: str, run_id: int) -> Fab:
+            fab = get_fab(fab_hash, run_id)
+            found = hashlib.sha256(fab.content).hexdigest()
+            approved = pin in ("any", found) and run_id not in foreign
+            if not approved:
+                print(
+                    f"refused: this site runs the app {pin[:16]}… and was sent {found[:16]}…; if its owner approves of"
+                    " the new one: fedgp site approve",
+                    flush=True,
+                )
+            return replace(fab, verifications={"valid_license": "approved by its owner"} if approved else {})
+
+        return pull(get_run=run_of, get_fab=fab_of, **{**rest, "trusted_entities": {"owner": pin}})
+
+    return pulled
 
 
-def clientapp() -> None:
-    """Run Flower's ``flwr-clientapp`` behind the guard."""
+def superexec() -> None:
+    """Run Flower's ``flower-superexec``, which starts ClientApps by forking."""
+    from flwr.supercore.constant import TaskType
+    from flwr.supercore.superexec import run_superexec
+    from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
+    from flwr.supercore.superexec.plugin.base_exec_plugin import AutoExecPlugin
+    from flwr.supercore.superexec.executor.types import LaunchResult
+
+    class Forking(SubprocessExecutor):
+        """Starts a ClientApp in a copy of this process."""
+
+        def launch(self, spec: Any) -> LaunchResult:
+            if not os.fork():
+                become_clientapp(spec)
+            return LaunchResult.accepted()
+
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    AutoExecPlugin.supported_task_types = frozenset({TaskType.CLIENT_APP})
+    run_superexec.get_executor = lambda *_, **__: Forking()  # type: ignore[attr-defined]
+    from flwr.supercore.cli.flower_superexec import flower_superexec
+
+    flower_superexec()
+
+
+def become_clientapp(spec: Any) -> None:
+    """Run Flower's ``flwr-clientapp`` in this copy of the SuperExec, and end."""
     from flwr.supernode.cli import flwr_clientapp
-    from flwr.supernode.runtime import run_clientapp as flower
 
-    flower.install_from_fab = guarded(flower.install_from_fab, os.environ[PIN])  # type: ignore[attr-defined]
-    flwr_clientapp()
+    status = 1
+    try:
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+            del sys.modules[name]  # the app is what the bundle has, not what is installed here
+        words = ["--runtime-api-address", spec.runtime_api_address, "--token", spec.token]
+        words += ["--insecure"] if spec.insecure else ["--root-certificates", spec.root_certificates_path]
+        sys.argv = ["flwr-clientapp", *words, "--parent-pid", str(os.getppid())]
+        flwr_clientapp()
+        status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
 
 
-PROGRAMS = {"superlink": superlink, "supernode": supernode, "clientapp": clientapp}
+PROGRAMS = {"superlink": superlink, "supernode": supernode, "superexec": superexec}
 
 if __name__ == "__main__":
     program = PROGRAMS[sys.argv[1]]
-    sys.argv[:2] = [f"{'flwr' if program is clientapp else 'flower'}-{sys.argv[1]}"]
+    sys.argv[:2] = [f"flower-{sys.argv[1]}"]
     program()
