@@ -46,7 +46,9 @@ def init(
     for name in invite or []:
         print(f"invitation of {name}: {coordinator.invite(name)}")
     print(f"open port {port} for the sites; operators use port {control} of this machine alone")
-    print(f"{coordinator.folder}-authority holds the secret of this federation: move it offline until `rotate` needs it")
+    print(
+        f"{coordinator.folder}-authority holds the secret of this federation: move it offline until `rotate` needs it"
+    )
     print(f"start the SuperLink:  fedgp deploy serve --folder {folder}")
     print(f"or as a service:      sudo systemctl enable --now {coordinator.folder}/fedgp-superlink.service")
 

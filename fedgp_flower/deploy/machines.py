@@ -192,6 +192,9 @@ class SiteFolder:
         content = _of_known_shapes(_read(invitation, "fedgp deploy invite"), str(invitation))
         site = content["site"]
         place = (folder or Path(site)).resolve()
+        for path in (place, *given.values()):
+            if re.search(r"[\"'\\\n\r]", str(path)):
+                raise ConfigError(f"{path}: a SuperNode takes no path with a quotation mark or a backslash; rename it")
         _new(place)
         (place / "state").mkdir()
         (place / "ca.crt").write_text(content.pop("root-certificate"), encoding="ascii")
@@ -243,7 +246,7 @@ class SiteFolder:
 
     def command(self, port: int = 0) -> tuple[list[str], dict[str, str], Path]:
         """The SuperNode: its words, its environment, and where it starts; 0 takes a free port for its ClientApps."""
-        node_config = " ".join(f"{key}={json.dumps(value)}" for key, value in self.node_config.items())
+        node_config = " ".join(f'{key}="{value}"' for key, value in self.node_config.items())
         words = [*WRAPPED, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
         words += ["--auth-supernode-private-key", self.name, "--node-config", node_config]
         words += ["--port", str(port or free_ports(1)[0])]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import re
 import signal
 import sys
 import time
@@ -73,13 +74,12 @@ def for_sites(app: Callable[..., Any], port: int) -> Callable[..., Any]:
     """An application that has only the interface of SuperNodes for whoever comes through this port."""
 
     async def served(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["server"][1] == port:
-            path = str(scope["path"])
-            if not path.startswith("/v1/fleet/") and path != "/health":
-                await send({"type": "http.response.start", "status": 404, "headers": []})
-                await send({"type": "http.response.body", "body": b""})
-                return
-        await app(scope, receive, send)
+        public = scope["type"] == "http" and scope["server"][1] == port
+        if public and not re.fullmatch("/v1/fleet/[a-z-]+|/health", str(scope["path"])):
+            await send({"type": "http.response.start", "status": 404, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await app(scope, receive, send)
 
     return served
 
@@ -93,9 +93,9 @@ def supernode() -> None:
     for module in (heartbeat, fleet_http_connection):
         module.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT  # type: ignore[attr-defined]
     start_client_internal.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, LOOK)))  # type: ignore[attr-defined]
-    pull = start_client_internal._pull_and_store_message  # noqa: SLF001
-    start_client_internal._pull_and_store_message = approving(pull, os.environ[PIN])  # noqa: SLF001
-    start_client_internal._verify_fab = lambda fab, trusted: True  # noqa: SLF001  approving() has judged it
+    pull = start_client_internal._pull_and_store_message
+    start_client_internal._pull_and_store_message = approving(pull, os.environ[PIN])
+    start_client_internal._verify_fab = lambda fab, trusted: True
     flower_supernode()
 
 
@@ -106,9 +106,7 @@ def approving(pull: Callable[..., int | None], pin: str) -> Callable[..., int | 
     """
     from flwr.supercore.constant import TaskType
 
-    def pulled(
-        *, get_run: Callable[[int], Run], get_fab: Callable[[str, int], Fab], **rest: Any
-    ) -> int | None:
+    def pulled(*, get_run: Callable[[int], Run], get_fab: Callable[[str, int], Fab], **rest: Any) -> int | None:
         foreign: set[int] = set()
 
         def run_of(run_id: int) -> Run:
@@ -139,8 +137,8 @@ def superexec() -> None:
     from flwr.supercore.constant import TaskType
     from flwr.supercore.superexec import run_superexec
     from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
-    from flwr.supercore.superexec.plugin.base_exec_plugin import AutoExecPlugin
     from flwr.supercore.superexec.executor.types import LaunchResult
+    from flwr.supercore.superexec.plugin.base_exec_plugin import AutoExecPlugin
 
     class Forking(SubprocessExecutor):
         """Starts a ClientApp in a copy of this process."""

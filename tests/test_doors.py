@@ -1,0 +1,150 @@
+"""Attacks on the machines of a federation: each is walked through here, and none passes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tomli_w
+from faults import waves
+from flwr.common.config import parse_config_args
+from flwr.supercore.constant import TaskType
+from flwr.supercore.fab import Fab
+
+from fedgp_flower.deploy import doctor, machines
+from fedgp_flower.deploy.machines import Coordinator, SiteFolder
+from fedgp_flower.deploy.wrapped import approving, for_sites
+from fedgp_flower.errors import ConfigError
+
+APP = "ab" * 32
+
+
+@pytest.fixture
+def invitation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a coordinator sends to the site `north`."""
+    monkeypatch.chdir(tmp_path)
+    for module in (machines, doctor):
+        monkeypatch.setattr(module, "app_fingerprint", lambda: APP)
+    waves(40, 0).to_csv("north.csv", index=False)
+    return Coordinator.create(Path("coordinator"), "superlink.example.org", 8000, 8001).invite("north")
+
+
+def asked(path: str, port: int) -> tuple[bool, list[int]]:
+    """Whether a request reaches the application behind the public port 8000, and the status it is refused with."""
+    reached, statuses = [], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["path"])
+
+    async def send(event: dict[str, Any]) -> None:
+        statuses.extend([event["status"]] if "status" in event else [])
+
+    scope = {"type": "http", "path": path, "server": ("10.0.0.1", port)}
+    asyncio.run(for_sites(app, 8000)(scope, None, send))
+    return bool(reached), statuses
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/v1/fleet/../control/x"]
+)
+def test_a_stranger_finds_no_door_but_that_of_supernodes(path: str) -> None:
+    """With the certificate of the authority, which is not secret, anyone could start a run or take its task."""
+    assert asked(path, 8000) == (False, [404])
+    assert asked(path, 8001) == (True, [])
+
+
+@pytest.mark.parametrize("path", ["/v1/fleet/pull-messages", "/health"])
+def test_supernodes_are_served_on_the_public_port(path: str) -> None:
+    assert asked(path, 8000) == (True, [])
+
+
+def accepted(content: bytes, task: str, pin: str) -> bool:
+    """Whether a SuperNode takes the bundle of a run, as Flower judges what our guard hands on."""
+    handed: list[Fab] = []
+
+    def pull(get_run: Any, get_fab: Any, trusted_entities: Any) -> int:
+        assert trusted_entities
+        get_run(1)
+        handed.append(get_fab("hash", 1))
+        return 1
+
+    guarded = approving(pull, pin)
+    guarded(
+        get_run=lambda run_id: SimpleNamespace(primary_task_type=task),
+        get_fab=lambda fab_hash, run_id: Fab(fab_hash, content, {"valid_license": "of the SuperLink"}),
+        trusted_entities=None,
+    )
+    return bool(handed[0].verifications.get("valid_license"))
+
+
+def test_a_supernode_takes_the_approved_app_alone_and_only_as_a_client_app(capsys: Any) -> None:
+    pin = hashlib.sha256(b"app").hexdigest()
+    assert accepted(b"app", TaskType.SERVER_APP, pin)
+    assert not accepted(b"another", TaskType.SERVER_APP, pin)
+    assert "fedgp site approve" in capsys.readouterr().out
+    for task in (TaskType.AGENT_APP, TaskType.MODEL, TaskType.CONNECTOR):
+        assert not accepted(b"app", task, pin)
+        assert not accepted(b"app", task, "any")
+    assert accepted(b"another", TaskType.SERVER_APP, "any")
+
+
+INJECTED = {
+    'site = north" partition-id="0': {"site": 'north" partition-id="0'},
+    "a line of a unit": {"site": "north\nExecStartPre=/bin/sh"},
+    "another folder": {"site": "../north"},
+    "a dot": {"site": ".."},
+    "an option": {"superlink": "--insecure"},
+    "any app": {"app": "any"},
+    "a policy": {"policy": "/tmp/policy.toml"},
+    "a number": {"site": 7},
+    "no certificate": {"root-certificate": "trust me"},
+}
+
+
+@pytest.mark.parametrize("case", INJECTED)
+def test_an_invitation_injects_nothing(case: str, invitation: Path) -> None:
+    content = tomllib.loads(invitation.read_text()) | INJECTED[case]
+    invitation.write_text(tomli_w.dumps(content))
+    before = set(Path.cwd().rglob("*"))
+    with pytest.raises(ConfigError, match=str(next(iter(INJECTED[case])))):
+        SiteFolder.join(invitation, None, {"data": Path("north.csv")})
+    assert set(Path.cwd().rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "", "a b", "x" * 65, "north\n"])
+def test_a_coordinator_invites_names_alone(name: str, invitation: Path) -> None:
+    before = set(invitation.parents[2].rglob("*"))
+    with pytest.raises(ConfigError, match="`site`"):
+        Coordinator.read(Path("coordinator")).invite(name)
+    assert set(invitation.parents[2].rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ['my "rows".csv', "a' b.csv", "c\nd.csv", "e\\f.csv"])
+def test_a_path_ends_no_value_of_the_node_configuration(name: str, invitation: Path) -> None:
+    with pytest.raises(ConfigError, match="rename it"):
+        SiteFolder.join(invitation, None, {"data": Path(name)})
+
+
+def test_a_service_reads_its_files_alone(invitation: Path, tmp_path: Path) -> None:
+    data = tmp_path / "100% of my rows.csv"
+    data.write_bytes(Path("north.csv").read_bytes())
+    site = SiteFolder.join(invitation, None, {"data": data})
+    words, variables, _ = site.command(9000)
+    assert parse_config_args([words[words.index("--node-config") + 1]])["data-path"] == str(data)
+    assert variables["FEDGP_APP"] == APP
+    unit = (site.folder / "fedgp-site-north.service").read_text()
+    assert "ProtectSystem=strict" in unit
+    assert "ProtectHome=tmpfs" in unit
+    [readable] = [line for line in unit.splitlines() if line.startswith("BindReadOnlyPaths=")]
+    assert str(data).replace(" ", "\\x20").replace("%", "%%") in readable
+
+
+def test_the_authority_lies_beside_the_superlink_not_in_it(invitation: Path) -> None:
+    keys = [path.relative_to(Path.cwd()).as_posix() for path in Path.cwd().rglob("ca.key")]
+    assert keys == ["coordinator-authority/ca.key"]
+    assert Path("coordinator-authority").stat().st_mode & 0o777 == 0o700
