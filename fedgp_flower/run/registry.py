@@ -156,7 +156,7 @@ BUILT_IN: Mapping[str, Method] = {
         summary="Averaged hyperparameters of exact GPs; every site predicts from its rows",
         paper="Yue and Kontar, Federated Gaussian process (2021); baseline of Guo et al. (2022)",
         options="fedgp_flower.methods.sgpr.options:AveragedOptions",
-        strategy="strategies.fgpr:FGPR",
+        strategy="strategies.fsgp:FGPR",
         client="fedgp_flower.methods.sgpr.client:FGPRClient",
         why_no_posterior=_FROM_ITS_ROWS,
     ),
