@@ -16,7 +16,7 @@ import shlex
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
@@ -36,7 +36,9 @@ from fedgp_flower.options import (
     Section,
     Value,
 )
-from fedgp_flower.typing import Facts, Json
+
+if TYPE_CHECKING:
+    from fedgp_flower.typing import Facts, Json
 
 S = TypeVar("S", bound=Section)
 AUTO = "auto"
