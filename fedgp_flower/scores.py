@@ -329,19 +329,17 @@ def count_quantiles(mean: Array, sd: Array, levels: Sequence[float]) -> Array:
     spread = np.maximum(sd**2 - mean, 0.0) / mean**2  # e^v − 1 is below zero by rounding alone
     variance = np.log1p(spread)
     log_rates, share = _rates(np.log(mean) - variance / 2, variance, RATE_NODES)
-    found = np.empty((len(levels), len(mean)))
-    for row, level in zip(found, levels, strict=True):
+    found = []
+    for level in levels:
         low, high = np.full(len(mean), -1.0), np.maximum(np.ceil(mean), 1.0)
         while (short := _count_distribution(high, log_rates, share) < level).any():
             low[short], high[short] = high[short], 2 * high[short]
         while (high - low > 1).any():
             middle = np.floor((low + high) / 2)
-            enough = _count_distribution(np.maximum(middle, 0.0), log_rates, share) >= level
-            settled = high - low <= 1
-            high = np.where(enough & ~settled, middle, high)
-            low = np.where(enough | settled, low, middle)
-        row[:] = high
-    return found
+            enough = (middle >= 0) & (_count_distribution(np.maximum(middle, 0.0), log_rates, share) >= level)
+            high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+        found.append(high)
+    return np.stack(found)
 
 
 def central(mean: Array, sd: Array, counts: bool) -> tuple[Array, Array]:
