@@ -339,7 +339,7 @@ def test_a_run_that_merged_no_answer_to_training_fails(method: str) -> None:
     flat = keys_of(method, num_server_rounds=2, evaluate_every=1)
     with (
         broken("train"),
-        pytest.raises(RunError, match="nothing was learned.*Latest failures: .*the handler is broken"),
+        pytest.raises(RunError, match=r"nothing was learned.*handler is broken"),
     ):
         run(FaultyGrid(flat, 3), recorder)
     assert all("objective" not in row for row in recorder.rows)

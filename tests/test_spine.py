@@ -25,8 +25,7 @@ from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.shared_messages import Nothing, Parameters, Shape, Stepped
-from strategies.fgpr import FGPR
-from strategies.fsgp import FSGP
+from strategies.fsgp import FGPR, FSGP
 from strategies.server import session
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total, drive
 from strategies.sgpr import SGPR
