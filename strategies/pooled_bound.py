@@ -13,8 +13,9 @@ from numpy import ndarray
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.cells import explaining
 from fedgp_flower.gp.linalg import laplace_deviations, symmetric
+from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.optimisers import pack, unpack
-from fedgp_flower.gp.sparse import SparseGP, inducing_gradient
+from fedgp_flower.gp.sparse import inducing_gradient
 from fedgp_flower.gp.sums import (
     PENALTY,
     BoundGradient,

@@ -27,8 +27,8 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
+from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.optimisers import StepMemory, direction, forgotten, outlook, pack, unpack
-from fedgp_flower.gp.sparse import SparseGP
 from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.messages import (

@@ -12,10 +12,10 @@ import torch
 from pydantic import ValidationError
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.gp.batched_kernel import BatchedKernel
-from fedgp_flower.gp.kernels import build_kernel, log_positive
+from fedgp_flower.gp.kernels import BatchedKernel, build_kernel, log_positive
+from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.optimisers import LOGARITHM, maximise
-from fedgp_flower.gp.sparse import SparseGP, pooled_bound
+from fedgp_flower.gp.sparse import pooled_bound
 from fedgp_flower.options import ModelSection, kernel_names, kernel_tree
 
 TOY = """

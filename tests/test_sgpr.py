@@ -12,9 +12,10 @@ from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, l
 
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining
+from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, direction, forgotten, maximise, outlook
 from fedgp_flower.gp.placement import Placement
-from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
+from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import LEAST_NOISE, SparseSums, collapsed_bound, prior, profiled, restricted, scaled
 from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode

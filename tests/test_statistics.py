@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp import sparse as sparse_module
-from fedgp_flower.gp.sparse import (
-    SparseGP,
-    Whitener,
-    inducing_gradient,
-    pooled_bound,
-    pooled_sums,
-    rows_gradient,
-)
+from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.sparse import Whitener, inducing_gradient, pooled_bound, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, bound_gradient, collapsed_bound, exact_posterior
 from fedgp_flower.options import ModelSection
 

@@ -9,15 +9,13 @@ import torch
 from structured_problems import randomised, sparse_gp
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.batched_kernel import BatchedKernel
 from fedgp_flower.gp.gaussian import NaturalGaussian
-from fedgp_flower.gp.kernels import build_kernel
-from fedgp_flower.gp.latent import LatentGP
+from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
 from fedgp_flower.gp.likelihoods import build_point_likelihood
-from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
+from fedgp_flower.gp.models import LatentGP, SparseGP, WhitenedPosterior
+from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
 from fedgp_flower.gp.to_gpytorch import Transforms, evenly, only
-from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.pvi.model import (
     Draws,

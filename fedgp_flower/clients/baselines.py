@@ -12,14 +12,11 @@ from torch import Tensor
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.gp.exact import ExactGP
-from fedgp_flower.gp.kernels import WiredModel
-from fedgp_flower.gp.latent import LatentGP
+from fedgp_flower.gp.models import ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
-from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
+from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import PENALTY, exact_posterior
-from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.scores import Prediction, Scores, TargetUnits, latent_scores
 from fedgp_flower.typing import Array
 

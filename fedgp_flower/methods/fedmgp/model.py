@@ -30,8 +30,8 @@ from fedgp_flower.gp.likelihoods import (
     build_point_likelihood,
     gaussian_likelihood,
 )
+from fedgp_flower.gp.models import whitened
 from fedgp_flower.gp.optimisers import maximise
-from fedgp_flower.gp.whitened import whitened
 from fedgp_flower.methods.fedmgp.latents import Latents, Posterior
 from fedgp_flower.methods.fedmgp.unit import UnitParameters
 from fedgp_flower.typing import Array

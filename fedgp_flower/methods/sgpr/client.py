@@ -11,12 +11,11 @@ from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import AveragingClient, SiteClient
 from fedgp_flower.gp.cells import LEAST_ROWS, cells
-from fedgp_flower.gp.exact import ExactGP
-from fedgp_flower.gp.latent import LatentGP, sparse_gp
 from fedgp_flower.gp.linalg import bounded
+from fedgp_flower.gp.models import ExactGP, LatentGP, SparseGP, sparse_gp
 from fedgp_flower.gp.optimisers import LOGARITHM, maximise
 from fedgp_flower.gp.placement import to_array
-from fedgp_flower.gp.sparse import SparseGP, Whitener, pooled_bound, pooled_sums, rows_gradient
+from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, prior
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fedgp_flower.gp.latent import CONSTANT, HYPER, LatentGP
 from fedgp_flower.gp.linalg import cholesky, symmetric
+from fedgp_flower.gp.models import CHUNK, CONSTANT, HYPER, LatentGP, WhitenedPosterior
 from fedgp_flower.gp.placement import to_array
-from fedgp_flower.gp.sparse import CHUNK
-from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.methods.sgpr.messages import Expectations
 from fedgp_flower.typing import NamedArrays, Rows, Scalar, Square, Targets, Vector
 
