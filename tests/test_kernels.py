@@ -73,8 +73,8 @@ def test_such_a_kernel_learns_and_is_batched_over_its_hyperparameters(toy: Path)
     model = SparseGP(ModelSection(kernel="rational_quadratic"), rows())
     x = 2 * rows(40)
     y = torch.sin(x[:, 0])
-    parameters = [p for name, p in model.wire_parameters() if name != "inducing.locations"]
-    assert {name for name, _ in model.wire_parameters()} >= {"kernel.log_alpha", "kernel.log_lengthscale"}
+    parameters = [p for name, p in model.wire_parameters().items() if name != "inducing.locations"]
+    assert set(model.wire_parameters()) >= {"kernel.log_alpha", "kernel.log_lengthscale"}
     trace = maximise(
         lambda: pooled_bound(model, x, y), parameters, max_evaluations=15, bounds=[LOGARITHM] * len(parameters)
     )

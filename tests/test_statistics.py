@@ -134,7 +134,7 @@ def test_what_is_kept_of_projected_rows_changes_nothing(kernel, kept, monkeypatc
 @pytest.mark.parametrize("sites", [1, 3, 7])
 def test_shares_of_the_gradient_add_up_to_autograd_of_the_pooled_bound(kernel, sites):
     sparse, inputs, targets = problem(kernel)
-    names, parameters = zip(*sparse.wire_parameters(), strict=True)
+    names, parameters = zip(*sparse.wire_parameters().items(), strict=True)
     bound = plain_bound(sparse, inputs, targets)
     expected = dict(zip(names, torch.autograd.grad(bound, parameters), strict=True))
     chunks = list(zip(inputs.tensor_split(sites), targets.tensor_split(sites), strict=True))
@@ -153,7 +153,7 @@ def test_shares_of_the_gradient_add_up_to_autograd_of_the_pooled_bound(kernel, s
 def test_chunked_bound_has_the_value_and_gradient_of_the_plain_one(monkeypatch):
     sparse, inputs, targets = problem("rbf + linear")
     plain = plain_bound(sparse, inputs, targets)
-    parameters = [parameter for _, parameter in sparse.wire_parameters()]
+    parameters = list(sparse.wire_parameters().values())
     expected = torch.autograd.grad(plain, parameters)
     monkeypatch.setattr("fedgp_flower.gp.sparse.CHUNK", 7)
     chunked = pooled_bound(sparse, inputs, targets)

@@ -84,10 +84,10 @@ def test_the_bound_of_the_model_has_the_gradient_of_the_sums():
     model.hold(posterior)
     bound = gpytorch.mlls.VariationalELBO(model.likelihood, model, num_data=len(y))
     (bound(model(x), y) * len(y)).backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.wire_parameters()}
+    found = {name: parameter.grad.clone() for name, parameter in model.wire_parameters().items()}
     model.zero_grad()
     pooled_bound(model, x, y).backward()
-    for name, parameter in model.wire_parameters():
+    for name, parameter in model.wire_parameters().items():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
 
 
