@@ -111,22 +111,21 @@ def test_any_partition_gives_the_same_sums(owner):
 def test_what_is_kept_of_projected_rows_changes_nothing(kernel, kept, monkeypatch):
     """Chunks of 20 rows; the memory holds as many as there is room for, and is empty after the gradient."""
     monkeypatch.setattr(sparse_module, "CHUNK", 20)
-    monkeypatch.setattr(sparse_module, "KEPT", kept)
     sparse, inputs, targets = problem(kernel)
     others = inputs.flip(0)
     expected = pooled_sums(sparse, inputs, targets)
     adjoints = bound_gradient(expected, float(sparse.noise.detach().log()))
-    whitener = Whitener(sparse)
+    whitener = Whitener(sparse, kept)
     for rows in (inputs, others, inputs):
         found = pooled_sums(sparse, rows, targets, whitener)
         wanted = pooled_sums(sparse, rows, targets)
         np.testing.assert_array_equal(found.projection, wanted.projection)
-    assert whitener._room == kept - sum(own.size() for own in whitener._kept.values()) >= 0
+    assert whitener.room == kept - sum(2 * rows.cross.numel() for rows in whitener._kept.values()) >= 0
     for rows in (inputs, others):
         found = rows_gradient(sparse, rows, targets, adjoints, whitener)
         for name, share in rows_gradient(sparse, rows, targets, adjoints).items():
             np.testing.assert_array_equal(found[name], share)
-    assert whitener._room == kept
+    assert whitener.room == kept
     assert not whitener._kept
 
 

@@ -63,7 +63,7 @@ class _Closed:
         slopes = points * inverse
         heights = most - (points * slopes).sum(1, keepdim=True) / 2
         exponents = torch.cat((slopes, (-inverse / 2).expand_as(slopes), heights), 1).mT
-        return _Closed(exponents, variance, float(most), *to_arrays(points, inverse[0]))
+        return _Closed(exponents, variance, float(most), *to_arrays(points.clone(), inverse[0]))  # the model moves on
 
     def covariance(self, moments: Tensor) -> Tensor:
         """K_zx of rows [x, x², 1], as [N, M]: triangular solves take its transpose as it stands."""
