@@ -156,6 +156,7 @@ def _joined(parts: list[Kernel], kind: type[AdditiveKernel] | type[ProductKernel
             yield part
 
 
+@cache
 def wire_name(parameter: str) -> str:
     """The name a GPyTorch parameter has in messages: ``base_kernel.raw_lengthscale`` is ``log_lengthscale``."""
     *path, leaf = [part for part in parameter.split(".") if part != "base_kernel"]

@@ -145,7 +145,7 @@ class Predictor:
         except RunError:
             arrays = {}  # there are methods whose sites keep nothing
         config = parse_config(read.config)
-        rows = Rules.of(node, "predict", masked=False, decisions=[]).site(load_site(config, node))
+        rows = Rules("predict").read(node).site(load_site(config, node))
         predictor = _at_node(read, config, rows, arrays)
         if predictor is None:
             raise RunError(
