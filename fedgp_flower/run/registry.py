@@ -74,7 +74,7 @@ _FEDMGP = Method(
     client="fedgp_flower.methods.fedmgp.client:FedMGPClient",
     why_no_posterior=_WHAT_UNITS_SHARE,
     panels="fedgp_flower.methods.fedmgp.panels:panels",
-    at_site="fedgp_flower.methods.fedmgp.posterior:site_model",
+    at_site="fedgp_flower.methods.fedmgp.client:site_model",
 )
 _REFERENCE = Method(
     summary="Baseline: every site fits a GP of its rows, nothing is shared",
