@@ -33,7 +33,7 @@ from fedgp_flower.methods.fedmgp.messages import (
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.enrolment import Preparation
+from strategies.server.enrolment import Enrolment
 from strategies.server.questions import Asking, Each, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -164,7 +164,7 @@ class SharedLatents(FederatedStrategy[S]):
     watched = "objective"
     options: FedMGPOptions
 
-    def adjusted(self, preparation: Preparation) -> Preparation:
+    def adjusted(self, preparation: Enrolment) -> Enrolment:
         """Targets divided by their root mean square, and not centred: units scale g, and would scale an offset."""
         arrays = preparation.arrays
         if self.config.model.likelihood not in ("gaussian", "student-t"):

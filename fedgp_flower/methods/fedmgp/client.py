@@ -33,7 +33,7 @@ from fedgp_flower.methods.fedmgp.latents import (
 from fedgp_flower.methods.fedmgp.messages import FirstStatistics, Known, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState
-from fedgp_flower.scores import Prediction, Scores, latent_scores
+from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.typing import Array, Indices, NamedArrays
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class FedMGPClient(SiteClient):
             return super().score(request)
         mean, variance, phi = self.function(request, self.rows.x_test)
         point, learned = model.observed(self.likelihood, phi)
-        return latent_scores(point, learned, mean, variance, self.rows.y_test, self.preparation.target_scale)
+        return point.scores(mean, variance, self.rows.y_test, learned, self.preparation.target_scale)
 
     def curve(self, request: messages.CurveRequest) -> messages.Curve:
         """Predictions along the one input with and without the other units, and rows; a real unit refuses."""

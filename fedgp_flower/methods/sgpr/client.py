@@ -24,7 +24,7 @@ from fedgp_flower.methods.sgpr.messages import (
     Expectations,
     PooledPosterior,
     Sketch,
-    Statistics,
+    SparseStatistics,
     TrialAdjoints,
     TrialGradients,
     Trials,
@@ -33,7 +33,7 @@ from fedgp_flower.methods.sgpr.messages import (
     numbered,
 )
 from fedgp_flower.options import ModelSection
-from fedgp_flower.scores import Prediction, Scores, latent_scores
+from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.shared_messages import Parameters, Step, Stepped
 from fedgp_flower.typing import Array, Rows, Targets
 
@@ -68,9 +68,9 @@ class SparseClient(SiteClient):
             _whiteners[key] = Whitener(self.load(values))
         return _whiteners[key]
 
-    def statistics(self, request: Parameters) -> Statistics:
+    def statistics(self, request: Parameters) -> SparseStatistics:
         """The additive sums of this site's rows (Guo et al. 2022, Eqs. 14-15)."""
-        return Statistics(**vars(self.sums(request.values)))
+        return SparseStatistics(**vars(self.sums(request.values)))
 
     def sums(self, values: Mapping[str, ndarray]) -> SparseSums:
         """The sums of this site's rows at given parameters."""
@@ -126,8 +126,7 @@ class SVGPClient(SparseClient):
         """Scores of the held-out rows by the configured likelihood."""
         (model, _), rows = self.latent(request.values), self.rows
         mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
-        scale = self.preparation.target_scale
-        return latent_scores(model.observed, model.hyper, mean, variance, rows.y_test, scale)
+        return model.observed.scores(mean, variance, rows.y_test, model.hyper, self.preparation.target_scale)
 
 
 class FSGPClient(SparseClient, AveragingClient):
