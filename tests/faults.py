@@ -26,8 +26,8 @@ from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import NamedArrays
 from strategies.pooled_bound import noise_of
+from strategies.server.network import content_bytes
 from strategies.server.strategy import FederatedStrategy
-from strategies.server.wire import content_bytes
 
 Change = Callable[[Message], Message | None]
 """A reply as the site meant it → what arrives; None is lost on the way."""

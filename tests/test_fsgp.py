@@ -38,7 +38,7 @@ from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.messages import SparseStatistics
 from fedgp_flower.shared_messages import Described
 from strategies.pooled_bound import noise_of
-from strategies.server.contract import Contract
+from strategies.server.session import Contract
 from strategies.server.shapes import copula_points
 
 PARAMETERS = "state.parameters."
