@@ -26,7 +26,8 @@ from faults import (
 )
 from scipy.stats import kstest
 
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import (
     INPUT_EDGES,
     collapsed_bound,
