@@ -15,6 +15,8 @@ from functools import reduce
 from itertools import accumulate, chain
 from typing import TypeVar
 
+import numpy as np
+
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.gaussian import Gaussian
 from fedgp_flower.messages import leaves, message
@@ -23,6 +25,9 @@ from fedgp_flower.typing import AnyShape
 
 MOST_HALVINGS = 40
 """Damping below 2⁻⁴⁰ moves nothing in float64 arithmetic: such an update is refused."""
+
+FUNCTION = {"values", "whitened"}
+"""Blocks that are factors of the function."""
 
 V = TypeVar("V")
 Blocks = dict[str, Gaussian]
@@ -34,11 +39,6 @@ class Contribution:
 
     factors: Mapping[str, NaturalParameters] = leaves("tₖ by block")
     points: PseudoPoints | None = leaves("pseudo-observations", default=None)
-
-    @property
-    def function(self) -> Factors:
-        """The factor of u, or of v = L⁻¹u."""
-        return Factors(self.points, self.factors.get("values"), self.factors.get("whitened"))
 
 
 @message()
@@ -100,10 +100,19 @@ def cavity(state: Product, site: str) -> Blocks:
 def cavities(state: Product) -> Iterator[Blocks]:
     """Every site's cavity in turn, in 3K products of those before it and those behind it."""
     factors = [_gaussians(each.factors) for each in state.sites.values()]
-    nothing: Blocks = {}
-    behind = [*accumulate(reversed(factors), _times, initial=nothing)][-2::-1]
+    behind = [*accumulate(reversed(factors), _times, initial={})][-2::-1]
     before = accumulate(factors, _times, initial=_gaussians(state.prior))
     return map(_times, before, behind)
+
+
+def of_function(sites: Iterable[Contribution]) -> Factors:
+    """The product of sites' factors of u, or of v: pseudo-observations as one set."""
+    every = list(sites)
+    points = [site.points for site in every if site.points is not None]
+    joined = [np.concatenate(arrays) for arrays in zip(*(vars(each).values() for each in points), strict=True)]
+    blocks = reduce(_times, (_gaussians({n: site.factors[n] for n in FUNCTION & {*site.factors}}) for site in every), {})
+    gaussians = {name: NaturalParameters.of(block) for name, block in blocks.items()}
+    return Factors(PseudoPoints(*joined) if points else None, **gaussians)
 
 
 def _product(state: Product, sites: Iterable[str]) -> Blocks:
@@ -156,7 +165,7 @@ def merge(
     merged = _merged(state, replies, rates, deletion)
     proper = is_proper(merged)
     if not proper:
-        counts = {site: _halvings(state, replies, site, damping, deletion) for site in replies}
+        counts = {site: _halvings(state, {site: replies[site]}, damping, deletion) for site in replies}
         refused = tuple(site for site, count in counts.items() if count == MOST_HALVINGS)
         rates = {site: damping * 0.5**count for site, count in counts.items() if site not in refused}
         halvings = sum(counts[site] for site in rates)
@@ -170,10 +179,12 @@ def merge(
     return merged, MergeRecord(least, halvings, refused, _sizes(state, replies, rates, deletion))
 
 
-def _halvings(state: Product, replies: Mapping[str, Contribution], site: str, damping: float, deletion: bool) -> int:
+def _halvings(state: Product, reply: Mapping[str, Contribution], damping: float, deletion: bool) -> int:
     """How often ρ must be halved until a site's update alone is proper; ``MOST_HALVINGS`` if that does not help."""
-    tries = (_merged(state, replies, {site: damping * 0.5**count}, deletion) for count in range(MOST_HALVINGS))
-    return next((count for count, merged in enumerate(tries) if is_proper(merged)), MOST_HALVINGS)
+    for count in range(MOST_HALVINGS):
+        if is_proper(_merged(state, reply, dict.fromkeys(reply, damping * 0.5**count), deletion)):
+            return count
+    return MOST_HALVINGS
 
 
 def _merged(state: P, replies: Mapping[str, Contribution], rates: Mapping[str, float], deletion: bool) -> P:
