@@ -21,7 +21,8 @@ from fedgp_flower.methods.hierarchical_gp.smooth import ShapedGP
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.methods.sfvi.posterior import NewSite
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.artefacts import Posterior, RunData
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.typing import Array, NamedArrays
 
 Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]

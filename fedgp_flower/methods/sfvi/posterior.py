@@ -24,7 +24,8 @@ from fedgp_flower.methods.sfvi.memory import SiteMemory
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SiteRows, StructuredModel
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.artefacts import Posterior, RunData
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.typing import Array, NamedArrays
 
 Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]
