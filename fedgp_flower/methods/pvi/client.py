@@ -109,7 +109,7 @@ class PVIClient(SiteClient):
             factors_of(request.others, tied=tied),
             {name: block.gaussian for name, block in request.context.items()},
             batch_size=self.config.optimizer.batch_size,
-            learn_inducing=options.inducing == "average",
+            learn_inducing=options.averages,
         )
         source = random_source(self.config.seed, "train", self.site.site, self.setting.round)
         if options.local_update == "lbfgs":

@@ -258,15 +258,16 @@ class GaussianFactor(Factor):
 
     def message(self) -> Factors:
         """As it travels."""
-        return Factors(**{"whitened" if self.of_v else "values": NaturalParameters.of(self.natural)})
+        natural = NaturalParameters.of(self.natural)
+        return Factors(whitened=natural) if self.of_v else Factors(values=natural)
 
 
 def factors_of(message: Factors, *, tied: bool) -> list[Factor]:
     """As tensors; whether the noise of pseudo-observations scales with σ² is a choice of the run."""
     found: list[Factor] = []
     if message.points is not None:
-        parts = (message.points.inputs, message.points.targets, message.points.root)
-        found.append(PseudoObservations(*map(torch.tensor, parts), tied))
+        inputs, targets, root = map(torch.tensor, vars(message.points).values())
+        found.append(PseudoObservations(inputs, targets, root, tied))
     if message.values is not None:
         found.append(GaussianFactor(message.values.gaussian))
     if message.whitened is not None:

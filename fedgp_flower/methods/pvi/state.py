@@ -26,9 +26,6 @@ from fedgp_flower.typing import AnyShape
 MOST_HALVINGS = 40
 """Damping below 2⁻⁴⁰ moves nothing in float64 arithmetic: such an update is refused."""
 
-FUNCTION = {"values", "whitened"}
-"""Blocks that are factors of the function."""
-
 V = TypeVar("V")
 Blocks = dict[str, Gaussian]
 
@@ -89,18 +86,19 @@ P = TypeVar("P", bound=Product)
 
 def posterior(state: Product) -> Blocks:
     """The global q = p ∏ₖ tₖ by block; a block without a prior is the product of the sites' factors alone."""
-    return _product(state, state.sites)
+    return _product(state.prior, state.sites.values())
 
 
 def cavity(state: Product, site: str) -> Blocks:
     """The cavity p ∏_{m≠k} t_m, formed as a product, never by division."""
-    return _product(state, [name for name in state.sites if name != site])
+    return _product(state.prior, without(state.sites, site).values())
 
 
 def cavities(state: Product) -> Iterator[Blocks]:
     """Every site's cavity in turn, in 3K products of those before it and those behind it."""
     factors = [_gaussians(each.factors) for each in state.sites.values()]
-    behind = [*accumulate(reversed(factors), _times, initial={})][-2::-1]
+    nothing: Blocks = {}
+    behind = [*accumulate(reversed(factors), _times, initial=nothing)][-2::-1]
     before = accumulate(factors, _times, initial=_gaussians(state.prior))
     return map(_times, before, behind)
 
@@ -110,13 +108,13 @@ def of_function(sites: Iterable[Contribution]) -> Factors:
     every = list(sites)
     points = [site.points for site in every if site.points is not None]
     joined = [np.concatenate(arrays) for arrays in zip(*(vars(each).values() for each in points), strict=True)]
-    blocks = reduce(_times, (_gaussians({n: site.factors[n] for n in FUNCTION & {*site.factors}}) for site in every), {})
-    gaussians = {name: NaturalParameters.of(block) for name, block in blocks.items()}
+    blocks = _product({}, every)
+    gaussians = {name: NaturalParameters.of(blocks[name]) for name in ("values", "whitened") if name in blocks}
     return Factors(PseudoPoints(*joined) if points else None, **gaussians)
 
 
-def _product(state: Product, sites: Iterable[str]) -> Blocks:
-    return reduce(_times, (_gaussians(state.sites[site].factors) for site in sites), _gaussians(state.prior))
+def _product(prior: Mapping[str, NaturalParameters], sites: Iterable[Contribution]) -> Blocks:
+    return reduce(_times, (_gaussians(site.factors) for site in sites), _gaussians(prior))
 
 
 def _gaussians(blocks: Mapping[str, NaturalParameters]) -> Blocks:

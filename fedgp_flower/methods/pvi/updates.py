@@ -84,7 +84,7 @@ class TrainableLatent:
             floor = 1e-2 * cavity.precision  # the logarithm needs a start above zero
             self.parameters.append((torch.maximum(excess, floor).log() / SCALE_SPEED).requires_grad_())
 
-    def density(self) -> DiagonalGaussian:
+    def density(self) -> Gaussian:
         """The distribution at the current parameters."""
         assert self.cavity is not None
         precision = self.cavity.precision + (SCALE_SPEED * self.parameters[1]).exp()
@@ -169,7 +169,7 @@ def _update(
 
 
 def first_factor(
-    model: SparseModel, data: Data, start: Marginals, form: Form, *, most: int = MOST_POINTS, least: int = ROWS_PER_POINT
+    model: SparseModel, data: Data, start: Marginals, form: Form, most: int = MOST_POINTS, least: int = ROWS_PER_POINT
 ) -> Factor:
     """A factor that is close to the site's likelihood when q(Z) and q(β) are at the means of ``start``.
 
