@@ -46,7 +46,6 @@ ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with keys of th
 
 
 Sites = Annotated[int, typer.Option(min=0, help="simulated sites; 0 takes every natural group")]
-Connection = Annotated[str, typer.Option(help="connection of .flwr/config.toml")]
 Gpus = Annotated[float, typer.Option(min=0.0, help="share of a GPU each simulated site may use")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be trained on, and stop")]
 
@@ -169,7 +168,17 @@ def simulate(
 
     The exit status is the result of the run.
     """
-    launch(words, sites, "simulation", gpus_per_site, config, dry_run)
+    from fedgp_flower.deploy.processes import interruptible
+    from fedgp_flower.deploy.submission import simulate as on_ray
+    from fedgp_flower.run.user_config import complete_config
+
+    with interruptible():
+        flat, sites = _keys(words or [], config, {}, sites)
+        completed = complete_config(flat, Path.cwd())
+        if dry_run:
+            _show_plan(completed, sites)
+        else:
+            on_ray(completed, sites, gpus_per_site)
 
 
 @deploy.command("app")
@@ -180,34 +189,7 @@ def deploy_app(folder: Annotated[Path, typer.Argument(help="folder to write; a c
     print(write_app(folder))
 
 
-@app.command(hidden=True)
-def launch(
-    words: Words = None,
-    sites: Sites = 5,
-    connection: Connection = "simulation",
-    gpus_per_site: Gpus = 0.0,
-    config: ConfigFile = None,
-    dry_run: DryRun = False,
-) -> None:
-    """Simulate, or run on a connection to real sites: `fedgp simulate` and `fedgp deploy run` in one."""
-    from fedgp_flower.deploy.launch import simulate, submit_elsewhere
-    from fedgp_flower.deploy.processes import interruptible
-    from fedgp_flower.run.user_config import complete_config
-
-    with interruptible():
-        flat, sites = _keys(words or [], config, {}, sites)
-        completed = complete_config(flat, Path.cwd())
-        if dry_run:
-            _show_plan(completed, sites)
-            return
-        if connection == "simulation":
-            simulate(completed, sites, gpus_per_site)
-        else:
-            submit_elsewhere(completed, connection)
-
-
 @deploy.command("demo")
-@app.command(hidden=True)
 def deploy_demo(
     words: Annotated[
         list[str] | None,
@@ -485,19 +467,20 @@ def _console() -> Console:
     return Console()
 
 
-def main(words: Sequence[str] | None = None, *, wrong: int = 2) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Entry point: expected errors are one line, without a traceback.
+
+    The exit status is 2 for a wrong key or table, or a damaged file, and 1 for a run that cannot be completed.
 
     Args:
         words: Words of the command; default those of this process.
-        wrong: Exit status for a wrong key or table, or a damaged file; a run that cannot be completed has status 1.
     """
     try:
         app(args=words, prog_name="fedgp")
     except FedGPError as error:
         print(f"error: {error}", file=sys.stderr)
         failed = isinstance(error, RunError) and not isinstance(error, DamagedError)
-        raise SystemExit(1 if failed else wrong) from None
+        raise SystemExit(1 if failed else 2) from None
 
 
 if __name__ == "__main__":

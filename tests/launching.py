@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
-from fedgp_flower.deploy.processes import ProcessEntry, belonging, snapshot
+from fedgp_flower.deploy.processes import family
 
 SMALL = ["num-server-rounds=2", "model.num-inducing=8", "evaluate-every=0", "baselines.pooled=false"]
 
@@ -22,18 +23,26 @@ class Launch:
 
     def __init__(self, folder: Path, *words: str, small: Sequence[str] = SMALL) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "fedgp_flower.launch", "--sites", "2", "name=run", f"output-dir={folder}"]
+        command = [
+            sys.executable,
+            "-m",
+            "fedgp_flower.cli",
+            "simulate",
+            "--sites",
+            "2",
+            "name=run",
+            f"output-dir={folder}",
+        ]
         command += [*small, *words]
         with (folder / "out.txt").open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=folder)
-        self.children: dict[int, ProcessEntry] = {}
+        self.children: set[psutil.Process] = set()
 
     def watch(self, until: str = "") -> str:
         """Note every descendant until the launcher ends or its output holds ``until``; returns the output."""
+        launcher = psutil.Process(self.process.pid)
         while self.process.poll() is None and not (until and until in self.output):
-            table = snapshot("")
-            mine = {pid: entry for pid, entry in table.items() if pid == self.process.pid}
-            self.children |= {p: e for p, e in belonging(table, self.children | mine).items() if p not in mine}
+            self.children |= family("none", {launcher, *self.children}) - {launcher}
             time.sleep(0.2)
         return self.output
 
@@ -41,9 +50,8 @@ class Launch:
     def output(self) -> str:
         return (self.folder / "out.txt").read_text(errors="replace")
 
-    def survivors(self) -> list[int]:
-        table = snapshot("")
-        return list(belonging(table, self.children))
+    def survivors(self) -> set[psutil.Process]:
+        return family("none", self.children)
 
 
 @contextmanager

@@ -51,14 +51,14 @@ def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> tuple[
 
 def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path: Path, capsys: Any) -> None:
     coordinator, site = both
-    words, variables, folder = coordinator.command()
+    words, folder, variables = coordinator.command()
     assert words[2:8] == ["fedgp_flower.deploy.wrapped", "superlink", "--host", "0.0.0.0", "--port", "8000"]
     assert "--enable-supernode-auth" in words
     certificate = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["localhost", HOST]
     assert variables["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
-    words, variables, folder = site.command()
+    words, folder, variables = site.command()
     assert words[words.index("--superlink") + 1] == f"{HOST}:8000"
     assert variables["FEDGP_APP"] == APP
     assert variables["PATH"].startswith(str(folder / "bin"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -13,10 +15,9 @@ from fedgp_flower.cli import main
 from fedgp_flower.deploy import machines
 from fedgp_flower.deploy.credentials import create_node_key
 from fedgp_flower.deploy.demo import join_sites
-from fedgp_flower.deploy.launch import conclude
 from fedgp_flower.deploy.machines import Coordinator
 from fedgp_flower.deploy.processes import Processes, free_ports
-from fedgp_flower.deploy.submission import PROFILES, Flower, environment, install_profiles
+from fedgp_flower.deploy.submission import PROFILES, Flower, environment, installed_home
 from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.run.user_config import complete_config, parse_assignments, run_folder
 
@@ -49,12 +50,15 @@ def test_the_profiles_in_code_are_those_that_people_read() -> None:
     assert tomllib.loads((Path(__file__).parents[1] / "pyproject.flwr.toml").read_text()) == PROFILES
 
 
-def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path: Path) -> None:
-    install_profiles(tmp_path)
+def test_profiles_are_installed_and_connections_added_by_hand_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    assert installed_home() == tmp_path
     target = tmp_path / "config.toml"
     by_hand = '[superlink.hospital]\naddress = "example.org:8000"\n'
     target.write_text(target.read_text() + by_hand)
-    install_profiles(tmp_path)
+    installed_home()
     superlinks = tomllib.loads(target.read_text())["superlink"]
     assert superlinks["hospital"] == {"address": "example.org:8000"}
     assert superlinks[superlinks["default"]] == {"address": ":local-in-memory:"}
@@ -71,18 +75,13 @@ def test_flower_reports_a_superlink_that_does_not_answer(tmp_path: Path) -> None
             flower.json("ls", "gone")
 
 
-def status_of(*words: str) -> object:
-    """The exit status of ``python -m fedgp_flower.launch`` with these words."""
-    with pytest.raises(SystemExit) as end:
-        main(["launch", *words], wrong=1)
-    return end.value.code
-
-
 def test_an_unknown_connection_is_reported_in_the_words_of_flower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    assert status_of("--connection", "nowhere") == 1
+    with pytest.raises(SystemExit) as end:
+        main(["deploy", "run", "--connection", "nowhere"])
+    assert end.value.code == 1
     assert "`flwr run" in capsys.readouterr().err
     assert (tmp_path / "config.toml").is_file()
 
@@ -125,12 +124,12 @@ def test_a_signal_to_the_launcher_ends_the_run_that_it_submitted(tmp_path: Path)
     class Interrupted(Flower):
         ended: ClassVar[list[str]] = []
 
-        def follow(self, run: str) -> None:
-            raise SystemExit(143)
+        def submit(self, *_: object) -> str:
+            return "7"
 
         def stop(self, run: str) -> None:
             self.ended.append(run)
 
-    with Processes({}, tmp_path / "logs") as processes, pytest.raises(SystemExit):
-        conclude(Interrupted(processes, tmp_path, "deployment"), "7", tmp_path / "run")
+    with pytest.raises(SystemExit):
+        Interrupted(SimpleNamespace(call=lambda *_, **__: sys.exit(143)), tmp_path, "nowhere").run({})  # type: ignore[arg-type]
     assert Interrupted.ended == ["7"]

@@ -57,4 +57,4 @@ def test_ray_and_one_process_give_the_same_posterior(method: str, tmp_path: Path
     assert set(arrays[0]) == set(arrays[1])
     for name, array in arrays[0].items():
         np.testing.assert_allclose(arrays[1][name], array, rtol=1e-6, atol=1e-9, err_msg=name)
-    assert launch.survivors() == []
+    assert launch.survivors() == set()

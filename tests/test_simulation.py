@@ -36,7 +36,7 @@ def test_a_run_completes_and_leaves_results_and_no_process(tmp_path: Path, scrat
     assert str(tmp_path / "run" / "report.html") in output
     assert (tmp_path / "run" / "report.html").is_file()
     assert len(launch.children) > 4  # SuperLink, ServerApp, and Ray with its workers were seen
-    assert launch.survivors() == []
+    assert launch.survivors() == set()
     config = parse_assignments([*SMALL, "method=fsgp", "name=in-process", f"output-dir={tmp_path}"])
     beside = json.loads((run_in_process(complete_config(config, tmp_path), 2) / "metrics.json").read_text())
     assert beside["test"] == pytest.approx(metrics["test"], rel=1e-6)  # Ray and one process agree
@@ -50,7 +50,7 @@ def test_a_run_that_fails_says_so_and_leaves_no_process(tmp_path: Path, scratch_
     assert "error: the run ended as finished:failed" in output
     assert "no-such-data" in output
     assert not (tmp_path / "run" / "metrics.json").exists()
-    assert launch.survivors() == []
+    assert launch.survivors() == set()
 
 
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path, scratch_is_empty_again: Path) -> None:
@@ -59,4 +59,4 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path, scratch_is_empty_a
     launch.process.send_signal(signal.SIGTERM)
     assert launch.process.wait(timeout=60) == 128 + signal.SIGTERM, launch.output
     assert len(launch.children) > 4
-    assert launch.survivors() == []
+    assert launch.survivors() == set()

@@ -6,7 +6,6 @@ An organisation's authority can sign instead. Each site makes its node key itsel
 from __future__ import annotations
 
 import datetime
-import hashlib
 import ipaddress
 import os
 from dataclasses import dataclass
@@ -83,12 +82,6 @@ def create_node_key(path: Path) -> Path:
     line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     public.write_bytes(line)
     return public
-
-
-def key_fingerprint(public: Path) -> str:
-    """A node's public key in short, to be read out over the telephone."""
-    short = hashlib.sha256(public.read_bytes().strip()).hexdigest()[:16]
-    return "-".join(short[start : start + 4] for start in range(0, 16, 4))
 
 
 def _name(common_name: str) -> x509.Name:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import tomli_w
 
@@ -29,8 +29,10 @@ from fedgp_flower.deploy.wrapped import PIN
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Value
-from fedgp_flower.privacy.keys import Identity
+from fedgp_flower.privacy.keys import Identity, short_hash
 
+Command: TypeAlias = tuple[list[str], Path, dict[str, str]]
+"""Words, the folder to start in, and variables."""
 CONNECTION = "deployment"
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
 """Of the authority, and of a server's certificate; ``fedgp deploy rotate`` makes a new one."""
@@ -115,12 +117,12 @@ class Coordinator:
         content = _read(folder / "coordinator.toml", "fedgp deploy init")
         return Coordinator(folder.resolve(), str(content["host"]), int(content["port"]))
 
-    def command(self, bind: str = BIND) -> tuple[list[str], dict[str, str], Path]:
-        """The SuperLink that listens at an address: its words, its environment, and where it starts."""
+    def command(self, bind: str = BIND) -> Command:
+        """The SuperLink that listens at an address: its words, where it starts, and its environment."""
         server = self.folder / "server"
         words = [*WRAPPED, "superlink", "--host", bind, "--port", str(self.port), "--database", "superlink.db"]
         words += ["--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key"]
-        return [*words, "--enable-supernode-auth"], environment(self.folder / "flower"), server
+        return [*words, "--enable-supernode-auth"], server, environment(self.folder / "flower")
 
     def invite(self, site: str) -> Path:
         """Write the file that a site joins with. Nothing in it is secret; it must arrive unchanged."""
@@ -158,7 +160,7 @@ class SiteFolder:
     """The folder of a SuperNode."""
 
     folder: Path
-    facts: Mapping[str, Any]
+    facts: Mapping[str, object]
     """``site``, ``superlink``, ``app``, ``data`` and further keys of the node configuration."""
 
     @staticmethod
@@ -202,6 +204,11 @@ class SiteFolder:
         return self.folder / f"{self.name}.pub"
 
     @property
+    def fingerprint(self) -> str:
+        """That key in short."""
+        return short_hash(self.public.read_bytes().strip())
+
+    @property
     def node_config(self) -> dict[str, Value]:
         """The node configuration, which only this SuperNode knows."""
         values: dict[str, Value] = {
@@ -219,15 +226,15 @@ class SiteFolder:
         _write(self.folder / "site.toml", facts)
         return SiteFolder(self.folder, facts)
 
-    def command(self, port: int = 0) -> tuple[list[str], dict[str, str], Path]:
-        """The SuperNode: its words, its environment, and where it starts; 0 takes a free port for its ClientApps."""
+    def command(self, port: int = 0) -> Command:
+        """The SuperNode: its words, where it starts, and its environment; 0 takes a free port for its ClientApps."""
         node_config = " ".join(f'{key}="{value}"' for key, value in self.node_config.items())
         words = [*WRAPPED, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
         words += ["--auth-supernode-private-key", self.name, "--node-config", node_config]
         words += ["--port", str(port or free_ports(1)[0])]
         variables = environment(self.folder / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
         variables |= {"PATH": f"{self.folder / 'bin'}{os.pathsep}{variables['PATH']}", PIN: str(self.facts["app"])}
-        return words, variables, self.folder
+        return words, self.folder, variables
 
 
 def write_units(folder: Path, name: str, words: Sequence[str], port: int | None) -> None:
@@ -244,9 +251,9 @@ def write_units(folder: Path, name: str, words: Sequence[str], port: int | None)
     (folder / "Dockerfile").write_text(DOCKERFILE)
 
 
-def become(command: tuple[list[str], dict[str, str], Path]) -> None:
+def become(command: Command) -> None:
     """Replace this process by a command, so that a service manager watches that command."""
-    words, variables, folder = command
+    words, folder, variables = command
     os.chdir(folder)
     os.execve(words[0], words, {**os.environ, **variables})  # noqa: S606 - a fixed command, no shell
 
@@ -260,7 +267,7 @@ def _new(folder: Path) -> None:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, object]) -> None:
     write_bytes(path, tomli_w.dumps(content).encode())
 
 

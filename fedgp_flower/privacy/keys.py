@@ -101,14 +101,19 @@ class Identity:
         return Member(site, key, signature.hex())
 
 
+def short_hash(content: bytes) -> str:
+    """A hash to be read out over the telephone."""
+    short = hashlib.sha256(content).hexdigest()[:16]
+    return "-".join(short[start : start + 4] for start in range(0, 16, 4))
+
+
 def fingerprint(public: str) -> str:
-    """A public key in short, to be read out over the telephone.
+    """A public key in short.
 
     >>> fingerprint("00" * 32)
     '6668-7aad-f862-bd77'
     """
-    short = hashlib.sha256(bytes.fromhex(public)).hexdigest()[:16]
-    return "-".join(short[start : start + 4] for start in range(0, 16, 4))
+    return short_hash(bytes.fromhex(public))
 
 
 @dataclass(frozen=True, slots=True)
