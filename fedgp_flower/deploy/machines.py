@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import getpass
 import hashlib
-import json
 import os
 import shlex
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -57,26 +56,6 @@ PrivateTmp=true
 WantedBy=multi-user.target
 """
 
-DOCKERFILE = """FROM python:3.11-slim
-COPY . /fedgp
-RUN pip install --no-cache-dir --constraint /fedgp/constraints.txt --editable /fedgp
-ENTRYPOINT ["fedgp"]
-"""
-"""Built in the root of the project."""
-
-COMPOSE = """services:
-  {name}:
-    build: {project}
-    command: {command}
-    restart: always
-    volumes: ["{folder}:{folder}"]
-{more}"""
-HEALTHY = """    ports: ["{port}:{port}"]
-    healthcheck:
-      test: ["CMD", "fedgp", "deploy", "doctor", "--folder", "{folder}"]
-      interval: 60s
-"""
-
 
 @cache
 def app_fingerprint() -> str:
@@ -97,18 +76,16 @@ class Coordinator:
 
     @staticmethod
     def create(folder: Path, host: str, port: int) -> Coordinator:
-        """Make the folder, authority, certificate, connection and units."""
+        """Make the folder, authority, certificate, connection and unit."""
         folder = folder.resolve()
-        _new(folder)
-        for name in ("server", "flower", "logs", "invitations"):
-            (folder / name).mkdir()
+        _new(folder, "server", "flower", "logs", "invitations")
         authority = Authority.new(AUTHORITY_DAYS)
         authority.write(folder)
         authority.certify(folder / "server", host, SERVER_DAYS)
         _write(folder / "coordinator.toml", {"host": host, "port": port})
         profile = {"address": f"{host}:{port}", "root-certificates": str(folder / "ca.crt")}
         _write(folder / "flower" / "config.toml", {"superlink": {"default": CONNECTION, CONNECTION: profile}})
-        write_units(folder, "superlink", ["deploy", "serve", "--folder", str(folder)], port)
+        write_unit(folder, "superlink", "deploy", "serve", "--folder", str(folder))
         return Coordinator(folder, host, port)
 
     @staticmethod
@@ -148,7 +125,7 @@ class Coordinator:
     def sites(self) -> dict[str, int]:
         """Registered sites and their node ids."""
         path = self.folder / "sites.toml"
-        return {name: int(node) for name, node in _read(path, "").items()} if path.exists() else {}
+        return {name: int(node) for name, node in _read(path, "fedgp deploy register").items()} if path.exists() else {}
 
     def keep(self, sites: Mapping[str, int]) -> None:
         """Save the registered sites."""
@@ -174,18 +151,16 @@ class SiteFolder:
         if Path(site).name != site or site in {".", ".."}:
             raise ConfigError(f"{invitation}: `site` = {site!r} cannot be the name of a folder")
         place = (folder or Path(site)).resolve()
-        _new(place)
-        (place / "state").mkdir()
+        _new(place, "state", "bin")
         (place / "ca.crt").write_text(str(content.pop("root-certificate")), encoding="ascii")
         create_node_key(place / site)
         Identity.new().write(place / "site-key")
         script = place / "bin" / "flwr-clientapp"
-        script.parent.mkdir()
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fedgp_flower.deploy.wrapped clientapp "$@"\n')
         script.chmod(0o700)
         facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}}
         _write(place / "site.toml", facts)
-        write_units(place, f"site-{site}", ["site", "serve", str(place)], None)
+        write_unit(place, f"site-{site}", "site", "serve", str(place))
         return SiteFolder(place, facts)
 
     @staticmethod
@@ -237,18 +212,10 @@ class SiteFolder:
         return words, self.folder, variables
 
 
-def write_units(folder: Path, name: str, words: Sequence[str], port: int | None) -> None:
-    """Write a systemd unit, a compose file and a Dockerfile that start ``fedgp`` with these words whenever it ends.
-
-    Containers see the folder of the machine under the same path. ``port`` is None where nobody dials in.
-    """
-    project = Path(__file__).resolve().parents[2]
+def write_unit(folder: Path, name: str, *words: str) -> None:
+    """Write a systemd unit that starts ``fedgp`` with these words whenever it ends."""
     command = shlex.join([sys.executable, "-m", "fedgp_flower.cli", *words]).replace("%", "%%")
     (folder / f"fedgp-{name}.service").write_text(UNIT.format(name=name, user=getpass.getuser(), command=command))
-    more = "" if port is None else HEALTHY.format(port=port, folder=folder)
-    text = COMPOSE.format(name=name, project=project, command=json.dumps(words), folder=folder, more=more)
-    (folder / "compose.yaml").write_text(text)
-    (folder / "Dockerfile").write_text(DOCKERFILE)
 
 
 def become(command: Command) -> None:
@@ -258,13 +225,15 @@ def become(command: Command) -> None:
     os.execve(words[0], words, {**os.environ, **variables})  # noqa: S606 - a fixed command, no shell
 
 
-def _new(folder: Path) -> None:
+def _new(folder: Path, *parts: str) -> None:
     try:
         folder.mkdir(parents=True, mode=0o700)
     except FileExistsError:
         raise ConfigError(f"{folder} exists; choose another folder") from None
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
+    for part in parts:
+        (folder / part).mkdir()
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
@@ -275,7 +244,6 @@ def _read(path: Path, maker: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        hint = f"; `{maker}` makes it" if maker else ""
-        raise ConfigError(f"{path} cannot be read ({error.strerror}){hint}") from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); `{maker}` makes it") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None

@@ -66,15 +66,12 @@ class Identity:
         """From the file that ``fedgp site key`` wrote."""
         try:
             seed = bytes.fromhex(path.expanduser().read_text(encoding="ascii").strip())
-        except OSError as error:
-            raise ConfigError(
-                f"`site-key`: {path} cannot be read ({error.strerror}); make one: fedgp site key"
-            ) from None
-        except ValueError:
-            seed = b""
-        if len(seed) != SEED_BYTES:
-            raise ConfigError(f"`site-key`: {path} holds no key of {SEED_BYTES} bytes; make one: fedgp site key")
-        return Identity(seed)
+            if len(seed) == SEED_BYTES:
+                return Identity(seed)
+            why = f"holds no key of {SEED_BYTES} bytes"
+        except (OSError, ValueError) as error:
+            why = f"cannot be read ({error.strerror if isinstance(error, OSError) else 'not hexadecimal'})"
+        raise ConfigError(f"`site-key`: {path} {why}; make one: fedgp site key")
 
     def write(self, path: Path) -> None:
         """Into a new file that its owner alone may read."""
