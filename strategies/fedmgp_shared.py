@@ -19,17 +19,9 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import encode
+from fedgp_flower.methods.fedmgp import messages
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, posterior
-from fedgp_flower.methods.fedmgp.messages import (
-    PSEUDO_INPUTS,
-    Curve,
-    CurveRequest,
-    Directions,
-    FirstLook,
-    FirstStatistics,
-    Known,
-    View,
-)
+from fedgp_flower.methods.fedmgp.messages import FirstLook, FirstStatistics, Known, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.typing import Array, NamedArrays
@@ -125,7 +117,7 @@ def first_posterior(latents: LatentFunctions, roster: Roster) -> Asking[LatentPo
             raise nobody
         starts = {site: answer.statistics for site, answer in answers.items()}
         return posterior(starts[best_lead(starts)])
-    pointed: Summed[Directions] = yield Total(Directions, latents, sizes=lengths)
+    pointed: Summed[messages.Directions] = yield Total(messages.Directions, latents, sizes=lengths)
     if pointed.total is None:
         raise nobody
     direction = np.linalg.eigh(pointed.total.outer)[1][:, -1]
@@ -175,7 +167,7 @@ class SharedLatents(FederatedStrategy[S]):
     def constants(self, state: S) -> NamedArrays:
         """Pseudo-inputs as they are, for the pooled baseline; a run whose sites are real has none."""
         wanted = self.preparation.simulated and self.config.baselines.pooled
-        return {PSEUDO_INPUTS: state.view(EVERYONE).latents.inducing} if wanted else {}
+        return {messages.PSEUDO_INPUTS: state.view(EVERYONE).latents.inducing} if wanted else {}
 
     def predictive(self, state: S, roster: Roster) -> Asking[Predicted]:
         """Each unit's view, the saved posterior of g, and facts for the report."""
@@ -225,8 +217,8 @@ class SharedLatents(FederatedStrategy[S]):
         if not shown or roster.totals_only or inducing.shape[1] > 1:
             return {"collapsed": collapsed}
         grid = np.linspace(inducing.min(), inducing.max(), CURVE_POINTS)[:, None]
-        requests = {site: CurveRequest(state.view(site), grid) for site in roster.everyone[:MOST_CURVES]}
-        answers: Mapping[str, Curve] = yield Each(Curve, requests)
+        requests = {site: messages.CurveRequest(state.view(site), grid) for site in roster.everyone[:MOST_CURVES]}
+        answers: Mapping[str, messages.Curve] = yield Each(messages.Curve, requests)
         at = (grid[:, 0] * agreed.arrays["input.scale"][0] + agreed.arrays["input.mean"][0]).tolist()
         curves = {
             agreed.labels[site]: {"grid": at} | {name: array.tolist() for name, array in vars(curve).items()}
