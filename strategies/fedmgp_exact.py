@@ -144,8 +144,7 @@ def advance(
 ) -> tuple[ExactState, tuple[str, ...]]:
     """The next state, and the sites that count; with ``rows`` only those that share g with most others do.
 
-    Under ``agreement`` everyone with a report is judged in every round, and a round with nobody to trust changes
-    nothing but reports.
+    A round with nobody to trust changes nothing but reports.
     """
     keep = None if rows is None else agreeing(state, replies, rows)
     try:
@@ -200,13 +199,9 @@ def merge(
 ) -> ExactState:
     """Take the trial move with the best pooled bound over all units, absent ones with their last, rotated statistics.
 
-    The first move must keep the lengthscales. With ``keep`` only these sites count; others keep their last report
-    outside the sums. With a ``quorum`` a move must raise the terms of the bound of more than this share of the sites
-    that count and are present, so that fewer cannot steer the lengthscales by what they claim at a trial. A step that
-    won grows and both shrink where staying won.
-
-    Raises:
-        ProtocolError: nothing to count.
+    The first move must keep the lengthscales. With ``keep`` only these sites count. With a ``quorum`` a move must raise
+    the terms of the bound of more than this share of the sites that count and are present, so that fewer cannot steer
+    the lengthscales by what they claim at a trial. A step that won grows; both shrink where staying won.
     """
     present = sorted(s for s in replies if keep is None or s in keep)
     absent = sorted(s for s in state.reports if s not in replies and (keep is None or s in keep))

@@ -103,9 +103,6 @@ def merge_natural(
 
     Rows produce a positive semi-definite G_m for each latent function. A flipped or hundredfold Δ_m does not, wherever
     a unit knows less of some direction than the others.
-
-    Raises:
-        NumericsError: no rows can have produced any of the updates, or no units agree.
     """
     moved = 1 - (1 - options.natural_step) ** options.local_steps  # how far E local steps of size ρ went
     said = {site: statistics_of(theta, update, moved, 1 / len(updates)) for site, update in updates.items()}
