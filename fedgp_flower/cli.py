@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fedgp_flower.options import FlatConfig, Value
+    from fedgp_flower.outcome import Progress
     from fedgp_flower.run.check import Checked
     from fedgp_flower.run.predict import Predictor
-    from fedgp_flower.server_app import Progress
 
 app = typer.Typer(
     no_args_is_help=True,

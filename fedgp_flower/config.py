@@ -11,7 +11,9 @@ import difflib
 import hashlib
 import json
 import math
+import re
 import shlex
+import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -197,6 +199,8 @@ class CoreConfig(Section):
             raise ValueError(
                 "`partitioner` = 'natural' needs `partition.column`, the column that names the site of a row"
             )
+        if self.resume and not self.name:
+            raise ValueError("`resume` needs `name`, the name of the run to go on with")
         if self.transform.target != "none" and not self.standardise:
             raise ValueError(f"`transform.target` = '{self.transform.target}' needs `standardise` = true")
         if self.transform.target != "none" and self.model.likelihood != "gaussian":
@@ -205,6 +209,18 @@ class CoreConfig(Section):
                 f" `model.likelihood` = '{self.model.likelihood}' it must be 'none'"
             )
         return self
+
+    @field_validator("name")
+    @classmethod
+    def _no_path(cls, name: str) -> str:
+        if name in {".", ".."} or "/" in name or "\\" in name:
+            raise ValueError("expected the name of a folder inside `output-dir`, without a path")
+        return name
+
+    def run_name(self, label: str = "") -> str:
+        """Name of the run's folder; ``label`` stands for the data set."""
+        words = (self.method, re.sub(r"[^\w.]+", "-", label or self.dataset), time.strftime("%Y%m%d-%H%M%S"))
+        return self.name or "-".join(words)
 
     def require_whole_rosters(self, key: str, fraction: float) -> None:
         """Refuse to draw sites anew in every round under masks.

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 from safetensors.numpy import load, save
 
 from fedgp_flower.errors import DamagedError, FedGPError, RunError
-from fedgp_flower.typing import NamedArrays
+from fedgp_flower.typing import Facts, Json, NamedArrays
 
 
 def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -43,29 +44,26 @@ def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
         raise
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Facts) -> None:
     """Write strictly valid JSON: NaN and the infinities, which JSON lacks, become null."""
     write_bytes(path, (json.dumps(plain(content), indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
 
 
-def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+def write_arrays(path: Path, arrays: Facts) -> None:
     """Write named arrays as safetensors, C-ordered, with their shapes (0-d included) and types."""
     write_bytes(path, save({name: np.array(value, order="C") for name, value in arrays.items()}))
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """Read a JSON object.
 
     Raises:
         RunError: when the file is missing or is not JSON.
     """
     try:
-        content = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise DamagedError(f"{path} should hold a JSON object, found a {type(content).__name__}")
-    return content
+        return TypeAdapter(Json).validate_json(_read(path))
+    except ValidationError as error:
+        raise DamagedError(f"{path} is not valid JSON of an object: {error.errors()[0]['msg']}") from None
 
 
 def read_arrays(path: Path) -> NamedArrays:
@@ -99,17 +97,9 @@ def reading(path: Path) -> Iterator[None]:
         raise DamagedError(f"{path} cannot be read as this version writes it ({where}): {error}"[:400]) from error
 
 
-def plain(value: Any) -> Any:
-    """The value in JSON's types: numpy scalars and arrays unpacked, numbers that are not finite as None."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+def plain(value: object) -> Any:
+    """The value in JSON's types: numpy's scalars and arrays unpacked, numbers that are not finite as None."""
+    return to_jsonable_python(value, inf_nan_mode="null", fallback=lambda array: array.tolist())
 
 
 def _read(path: Path) -> bytes:

@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from fedgp_flower.typing import NamedArrays
+from fedgp_flower.typing import Facts, Json, NamedArrays
+
+ENCODING = (
+    "A column of numbers is an input. A column of text has an input for each of its `levels`, in this order (of two for"
+    " the second): 1 where the cell is that level, else 0. For a missing cell stands `missing.fill`, a number for"
+    " each input of the column; with `missing.indicator` a further input is 1 where the cell is missing, else 0."
+    " days(c) are days from 2000-01-01 to the date in column c; sine(c) and cosine(c) those of"
+    " 2 pi (day of the year - 1) / 365.2425. Then x is standardised as (input - input.mean) / input.scale, and"
+    " y = target.mean + target.scale * standardised y; where the target has a `transform`, that is t instead of y, t a"
+    " Gaussian, cut off where `transform.equation` ends: quantiles of y are those of t mapped, and p(y) = p(t) |dt/dy|."
+)
+"""How a row of a table becomes the inputs of a saved model, in the words of ``posterior.json``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """What predicts without any site: arrays, what each is, and the equation that uses them."""
+    """All that is needed to predict without any site, and the words that say how.
+
+    A method gives the fields without a default; the others are of the run.
+    """
 
     arrays: NamedArrays
     meanings: Mapping[str, str]
     coordinates: Mapping[str, str]
+    """Of each array: ``standardised``, ``log``, …"""
     equation: str
-    model: Mapping[str, Any]
+    """How the arrays become a prediction."""
+    model: Facts
+    """Kernel expression, jitter and what else defines the model."""
+    schema: Facts = field(default_factory=dict)
+    """The agreed columns: ``features`` and ``target``."""
+    method: str = ""
+    likelihood: str = ""
+    inputs: Sequence[str] = ()
+    """Names of the D encoded inputs, in order."""
+    encoding: str = ENCODING
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The figures of a finished run and what goes into its folder beside them."""
 
-    metrics: dict[str, Any]
+    metrics: Json
     posterior: Posterior | None
     predictions: Mapping[str, NamedArrays]
     schema: str
@@ -37,14 +61,21 @@ class Snapshot:
     """All a run needs to go on after a kill: arrays, and facts of JSON's types, the ``round`` among them."""
 
     arrays: NamedArrays
-    facts: dict[str, Any]
+    facts: Json
 
 
+Progress: TypeAlias = Callable[[Mapping[str, float], int], None]
+"""Called with every row of the history and the number of rounds at most."""
+
+
+def silent(row: Mapping[str, float], total: int) -> None:
+    """Show no progress."""
+
+
+@dataclass(frozen=True, slots=True)
 class Observer:
-    """Receives what a run reports while it goes; this one keeps nothing."""
+    """Receives what a run reports while it goes; by default nothing is kept."""
 
-    def on_round(self, row: Mapping[str, float], total: int) -> None:
-        """A round is complete; ``row`` is its line of the history, ``total`` the most rounds there will be."""
-
-    def on_checkpoint(self, snapshot: Snapshot) -> None:
-        """Keep this; it replaces the checkpoint before."""
+    on_round: Progress = silent
+    on_checkpoint: Callable[[Snapshot], None] = lambda snapshot: None
+    """Keep the snapshot; it replaces the one before."""

@@ -6,39 +6,19 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedgp_flower.config import AUTO, RunConfig
 from fedgp_flower.options import FlatConfig
-from fedgp_flower.outcome import Observer, Snapshot, Summary
-from fedgp_flower.run.artefacts import RunFolder, RunMetrics, saved_posterior
+from fedgp_flower.outcome import Observer, Progress, Summary
+from fedgp_flower.run.artefacts import RunFolder, RunMetrics, held, saved_posterior
 from fedgp_flower.run.registry import parse_config, strategy_class
+from fedgp_flower.typing import Facts
 
 app = ServerApp()
 logger = logging.getLogger("fedgp")
-
-Progress: TypeAlias = Callable[[Mapping[str, float], int], None]
-"""Called with every row of the history and the number of rounds at most."""
-
-
-class FolderObserver(Observer):
-    """Writes history and checkpoints into the run's folder, and passes rounds on to whoever shows progress."""
-
-    def __init__(self, folder: RunFolder, progress: Progress) -> None:
-        self.folder = folder
-        self.progress = progress
-
-    def on_round(self, row: Mapping[str, float], total: int) -> None:
-        """Append the round to ``history.csv``."""
-        self.folder.append_history(row)
-        self.progress(row, total)
-
-    def on_checkpoint(self, snapshot: Snapshot) -> None:
-        """Replace the checkpoint."""
-        self.folder.checkpoint(snapshot)
 
 
 @app.main()
@@ -69,22 +49,26 @@ def execute(
     """
     config = parse_config(flat)
     folder = RunFolder.open(config)
-    folder.hold()
-    try:
-        opened(folder.path)
-        logger.setLevel(logging.INFO)
-        with folder.logging_to_file("fedgp"):
-            if flat.get("method", AUTO) == AUTO:
-                logger.info("method auto is %s: the likelihood is %s", config.method, config.model.likelihood)
-            snapshot = folder.restore() if config.resume else None
-            strategy = strategy_class(config).from_config(config, FolderObserver(folder, progress), snapshot)
-            strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
-            write_results(folder, config, strategy.outcome)
-    except Exception:
-        folder.give_name_free()
-        raise
-    finally:
-        folder.release()
+
+    def on_round(row: Mapping[str, float], total: int) -> None:
+        folder.append_history(row)
+        progress(row, total)
+
+    logger.setLevel(logging.INFO)
+    with held(folder.path):
+        try:
+            opened(folder.path)
+            with folder.logging_to_file("fedgp"):
+                if flat.get("method", AUTO) == AUTO:
+                    logger.info("method auto is %s: the likelihood is %s", config.method, config.model.likelihood)
+                snapshot = folder.restore() if config.resume else None
+                observer = Observer(on_round, folder.checkpoint)
+                strategy = strategy_class(config).from_config(config, observer, snapshot)
+                strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
+                write_results(folder, config, strategy.outcome)
+        except Exception:
+            folder.give_name_free()
+            raise
     return folder.path
 
 
@@ -101,12 +85,12 @@ def write_results(folder: RunFolder, config: RunConfig, summary: Summary) -> Non
     write_report(folder.path)
 
 
-def log_progress(row: Mapping[str, Any], total: int) -> None:
+def log_progress(row: Facts, total: int) -> None:
     """A line per round, with the figures that are there."""
     logger.info("round %d of at most %d  %s", row["round"], total, figures_of(row))
 
 
-def figures_of(row: Mapping[str, Any]) -> str:
+def figures_of(row: Facts) -> str:
     """The figures of a round that people watch, in words."""
     shown = ("objective", "site_estimate", "test_nll", "test_rmse", "test_accuracy")
     trips = [f"{row['exchanges']:.0f} exchanges"] if "exchanges" in row else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +18,15 @@ Indices: TypeAlias = NDArray[np.int64]
 
 NamedArrays: TypeAlias = dict[str, NDArray[Any]]
 """What a message or a file carries: arrays under names, never by position."""
+
+Facts: TypeAlias = Mapping[str, Any]
+"""Facts of JSON's types under their names: figures, labels, counts."""
+
+Json: TypeAlias = dict[str, Any]
+"""A JSON object that is being made or changed."""
+
+Node: TypeAlias = Mapping[str, Any]
+"""The configuration of a node: strings, numbers and booleans under the names that Flower passes."""
 
 AnyShape: TypeAlias = Float[np.ndarray, "*_"]
 """A float64 array of any shape, in a message."""

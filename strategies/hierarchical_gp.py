@@ -48,6 +48,7 @@ from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, shaped_gp
 from fedgp_flower.methods.sfvi.gp import NOISE, HierarchicalModel
 from fedgp_flower.methods.sfvi.options import SHARED
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters, Shape
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.enrolment import Preparation
@@ -244,7 +245,9 @@ def smooth_factor(model: HierarchicalModel, values: Mapping[str, ndarray]) -> to
     return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.jitter)
 
 
-def first_state(theta: NamedArrays, points: Array, size: int, prior: Callable[[str], tuple[float, float]]) -> NewtonState:
+def first_state(
+    theta: NamedArrays, points: Array, size: int, prior: Callable[[str], tuple[float, float]]
+) -> NewtonState:
     """Of θ at the mode of its prior, with q(Z_G) = p(Z_G); ``prior`` is :func:`prior_of` of a name."""
     widths = {name: theta.pop(name) for name in (WIDTHS,) if name in theta}
     scales, powers = ({n: np.full(array.shape, prior(n)[k]) for n, array in theta.items()} for k in (0, 1))
@@ -313,6 +316,8 @@ NEEDS_A_UNIT = (
     "what is saved is shared by all units; a prediction also takes the rows of a unit: name the unit with `--site`, or "
     "a new one's table with `fedgp join`"
 )
+
+
 class HierarchicalGP(FederatedStrategy[NewtonState]):
     """Newton steps on θ, until the next one promises too little."""
 

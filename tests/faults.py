@@ -25,7 +25,6 @@ from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import NamedArrays
-from strategies import sgpr
 from strategies.pooled_bound import noise_of
 from strategies.server.strategy import FederatedStrategy
 from strategies.server.wire import content_bytes
@@ -263,10 +262,7 @@ def blamed(strategy: FederatedStrategy[Any]) -> dict[str, list[str]]:
 
 def parameters(strategy: Any) -> NamedArrays:
     """The parameters that a run of SGPR, FSGP or FGPR has reached."""
-    state = strategy.current
-    if isinstance(state, sgpr.SGPRState):
-        return sgpr.parameters(strategy.problem, state)
-    return dict(state.parameters)
+    return {name.removeprefix("values."): array for name, array in strategy.public(strategy.current).items()}
 
 
 def rows_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:

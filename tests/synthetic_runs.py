@@ -6,7 +6,8 @@ import numpy as np
 
 from fedgp_flower.config import parse
 from fedgp_flower.options import MethodOptions
-from fedgp_flower.run.artefacts import ArrayNote, Posterior, RunFolder, RunMetrics
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.run.artefacts import RunFolder, RunMetrics
 from fedgp_flower.scores import bernoulli_scores, gaussian_scores
 from strategies.server.scoring import as_baseline, combine, combine_histograms
 
@@ -62,10 +63,8 @@ def make_run(
     run.write_posterior(
         Posterior(
             arrays={"inducing.mean": np.zeros(4), "input.mean": np.zeros(inputs), "input.scale": np.full(inputs, 1.7)},
-            notes={
-                name: ArrayNote("standardised", f"what {name} is")
-                for name in ("inducing.mean", "input.mean", "input.scale")
-            },
+            meanings=(words := {name: f"what {name} is" for name in ("inducing.mean", "input.mean", "input.scale")}),
+            coordinates=dict.fromkeys(words, "standardised"),
             equation="mean(x) = k(x, Z) Kzz⁻¹ m",
             model={"kernel": "rbf", "jitter": 1e-8},
             schema={"features": [{"name": n, "kind": "numeric"} for n in names], "target": {"name": "yield", **levels}},

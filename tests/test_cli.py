@@ -126,7 +126,7 @@ def test_words_overrule_the_file_and_options_overrule_both(fedgp, tmp_path):
         (["--sites", "0"], 2, "needs a number of sites"),
         (["resume=true"], 2, "`resume` needs `name`"),
         (["resume=true", "name=gone"], 1, "nothing to resume"),
-        (["name=../up"], 1, "without a path"),
+        (["name=../up"], 2, "without a path"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

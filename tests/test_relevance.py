@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from synthetic_runs import make_run
 
-from fedgp_flower.run.artefacts import ArrayNote, read_run
+from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.dependence import relevances
 from fedgp_flower.run.figures import relevance
 from strategies.server.questions import lengthscale_facts
@@ -41,8 +41,7 @@ def test_without_intervals_points_are_shown_and_none_is_made_up(run):
     [own] = relevances(telling(run, lengthscale_facts(LOGS, None, "a test")))
     assert np.isnan(own.low).all()
     assert not own.how
-    saved = replace(run.posterior, arrays={"kernel.lengthscale": np.exp(LOGS["kernel.log_lengthscale"])},
-                    notes={"kernel.lengthscale": ArrayNote("standardised", "")})  # fmt: skip
+    saved = replace(run.posterior, arrays={"kernel.lengthscale": np.exp(LOGS["kernel.log_lengthscale"])})
     [same] = relevances(replace(run, posterior=saved))
     assert (same.names, same.part, same.how) == (own.names, "kernel", "")
     assert relevances(run) == []

@@ -12,7 +12,7 @@ from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, l
 
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining
-from fedgp_flower.gp.optimisers import FREE, LOGARITHM, direction, forgotten, maximise, outlook
+from fedgp_flower.gp.optimisers import FREE, LOGARITHM, StepMemory, direction, maximise, outlook
 from fedgp_flower.gp.placement import Placement
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import LEAST_NOISE, SparseSums, collapsed_bound, prior, profiled, restricted, scaled
@@ -23,7 +23,7 @@ from fedgp_flower.run.registry import parse_config
 from strategies import sgpr
 from strategies.pooled_bound import LOCATIONS, known_lengthscales, objective, pooled
 from strategies.server.questions import Roster, Summed, drive
-from strategies.sgpr import Problem, SGPRState, chain_at, one_round
+from strategies.sgpr import Problem, SGPRState, chain_at, differentiate, evaluate, one_round
 
 D, P = 2, 7
 
@@ -111,8 +111,8 @@ def starting(kernel: str = "rbf") -> SGPRState:
 def differentiated(kernel: str, parts: list[int]) -> SGPRState:
     """The state after the first question and the first gradient."""
     sites = federation(parts, kernel)
-    state = drive(sgpr._evaluated(problem(kernel), starting(kernel), tuple(sites)), sites)
-    return drive(sgpr._differentiated(problem(kernel), state), sites)
+    state = drive(evaluate(problem(kernel), starting(kernel), tuple(sites)), sites)
+    return drive(differentiate(problem(kernel), state), sites)
 
 
 def height(kernel: str, values: dict[str, np.ndarray]) -> float:
@@ -209,13 +209,14 @@ def test_with_all_pairs_of_a_quadratic_the_direction_is_newtons():
     root = draw.standard_normal((4, 4))
     hessian, gradient = root @ root.T + np.eye(4), draw.standard_normal(4)
     vectors = np.linalg.eigh(hessian)[1].T  # conjugate steps
-    memory = forgotten(4)
+    memory = empty = StepMemory(np.empty((0, 4)), np.empty((0, 4)), np.zeros(2))
     for step in vectors:
         memory = memory.after(step, hessian @ step)
     wide = np.full(4, 1e9)
     way, _ = direction(gradient, memory, np.array([0, 0, 1, 1]), wide, wide)
     assert way == pytest.approx(np.linalg.solve(hessian, gradient), rel=1e-10)
-    assert forgotten(4).after(vectors[0], -vectors[0]).steps.shape == (0, 4)  # not concave: no pair
+    assert memory.forgotten().steps.shape == (0, 4)
+    assert empty.after(vectors[0], -vectors[0]).steps.shape == (0, 4)  # not concave: no pair
 
 
 def test_the_outlook_goes_on_as_a_geometric_series_does():
@@ -279,7 +280,7 @@ def test_points_are_taken_in_the_order_of_what_they_explain():
 def test_candidates_beyond_the_inducing_points_are_dropped_at_the_first_totals():
     """The height that the server finds for the points kept is that of the sums of all rows there."""
     sites = federation([20, 40])
-    state = drive(sgpr._evaluated(problem(), SGPRState(starting().chains, (), 3, 4), tuple(sites)), sites)
+    state = drive(evaluate(problem(), SGPRState(starting().chains, (), 3, 4), tuple(sites)), sites)
     for chain in state.chains:
         assert len(chain.values[LOCATIONS]) == 4
         anew = drive(pooled(chain.values, tuple(sites)), sites)

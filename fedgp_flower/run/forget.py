@@ -74,8 +74,7 @@ def prepare(run: Path, site: str, *, rounds: int, name: str) -> Continuation:
         "baselines.pooled": False,
     }
     folder = RunFolder.open(parse_config(flat))
-    for row in data.history.to_dict("records"):
-        folder.append_history({str(name): value for name, value in row.items() if not pd.isna(value)})
+    folder.keep_history(data.history)
     folder.checkpoint(left)
     # Rows go on being dealt to as many sites as there were.
     nodes = [{"partition-id": int(key), "num-partitions": len(labels)} for key in remaining]

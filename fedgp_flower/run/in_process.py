@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -23,21 +22,15 @@ from fedgp_flower import client_app, server_app
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.sites import natural_sites, simulated_nodes, site_id
 from fedgp_flower.options import FlatConfig
+from fedgp_flower.outcome import Progress, silent
 from fedgp_flower.run.registry import parse_config
-from fedgp_flower.server_app import Progress
+from fedgp_flower.typing import Node
 
 NODE_OFFSET = 1000
 """Node ids of in-process sites start here: they differ from site ids, as they do in Flower."""
 
 
-def silent(row: Mapping[str, float], total: int) -> None:
-    """Show no progress."""
-    del row, total
-
-
-def run_in_process(
-    flat: FlatConfig, sites: int = 0, nodes: Sequence[Mapping[str, Any]] = (), progress: Progress = silent
-) -> Path:
+def run_in_process(flat: FlatConfig, sites: int = 0, nodes: Sequence[Node] = (), progress: Progress = silent) -> Path:
     """Run a configuration over an in-process Grid; returns the run's folder.
 
     Args:
@@ -57,9 +50,7 @@ def run_in_process(
 class InProcessGrid(Grid):
     """Nodes 0..K-1 of a simulation, each with a Context, answered in this process."""
 
-    def __init__(
-        self, client_app: ClientApp, run_config: FlatConfig, node_configs: Iterable[Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, client_app: ClientApp, run_config: FlatConfig, node_configs: Iterable[Node]) -> None:
         identify_task()
         self.client_app = client_app
         self.contexts = {

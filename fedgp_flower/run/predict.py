@@ -36,8 +36,9 @@ from fedgp_flower.files import read_arrays, reading
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly, only
 from fedgp_flower.gp.whitened import WhitenedGP
 from fedgp_flower.options import Value
+from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
-from fedgp_flower.run.artefacts import Posterior, RunData, read_run
+from fedgp_flower.run.artefacts import RunData, read_run
 from fedgp_flower.run.registry import METHODS, Method, load, parse_config
 from fedgp_flower.scores import count_quantiles, transformed_moments, transformed_quantiles
 from fedgp_flower.typing import Array, NamedArrays, Rows
@@ -144,7 +145,7 @@ class Predictor:
         except RunError:
             arrays = {}  # there are methods whose sites keep nothing
         config = parse_config(read.config)
-        rows = Rules.of(node, "predict", masked=False, decisions=[]).site(load_site(config, node))
+        rows = Rules("predict").read(node).site(load_site(config, node))
         predictor = _at_node(read, config, rows, arrays)
         if predictor is None:
             raise RunError(

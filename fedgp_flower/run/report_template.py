@@ -111,9 +111,8 @@ TEMPLATE = """<!DOCTYPE html>
 
 {% if posterior %}<h2>Saved posterior</h2><p><code>{{ posterior.equation }}</code></p>
 <details><summary>Its arrays</summary><div class="wide"><table class="mono"><tbody>
-{%- for name, note in posterior.notes.items() %}<tr><td>{{ name }}</td>
-<td>{{ posterior.arrays[name].shape | join(" × ") }}</td>
-<td>{{ note.coordinates }}</td><td>{{ note.meaning }}</td></tr>{% endfor %}
+{%- for name, array in posterior.arrays.items() %}<tr><td>{{ name }}</td><td>{{ array.shape | join(" × ") }}</td>
+<td>{{ posterior.coordinates[name] }}</td><td>{{ posterior.meanings[name] }}</td></tr>{% endfor %}
 </tbody></table></div></details>{% endif %}
 
 <h2>Configuration</h2>

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
-import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,12 +49,8 @@ def complete_config(given: FlatConfig, folder: Path, source: str = "") -> dict[s
     table = folder / config.dataset
     if table.is_file():
         out["dataset"] = str(table.resolve())
-    if config.resume and not config.name:
-        raise ConfigError("`resume` needs `name`, the name of the run to go on with")
-    if not config.name:
-        label = source or (table.name.partition(".")[0] if table.is_file() else config.dataset)
-        words = (config.method, re.sub(r"[^\w.]+", "-", label), time.strftime("%Y%m%d-%H%M%S"))
-        out["name"] = "-".join(words)
+    stem = table.name.partition(".")[0] if table.is_file() else ""
+    out["name"] = config.run_name(source or stem)
     return out
 
 

@@ -14,7 +14,8 @@ from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.methods.deep_kernel.model import DeepKernel, DeepPosterior
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.artefacts import Posterior, RunData
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import confusion
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.typing import Array, NamedArrays

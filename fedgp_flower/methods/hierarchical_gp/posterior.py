@@ -13,7 +13,8 @@ from fedgp_flower.methods.hierarchical_gp.smooth import shaped_gp
 from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.methods.sfvi.posterior import NewSite, Predict, at_site, predictor
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.artefacts import Posterior, RunData
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.typing import NamedArrays
 
 

@@ -37,7 +37,8 @@ from fedgp_flower.run.registry import parse_config
 from fedgp_flower.typing import Array, NamedArrays
 
 if TYPE_CHECKING:
-    from fedgp_flower.run.artefacts import Posterior, RunData
+    from fedgp_flower.outcome import Posterior
+    from fedgp_flower.run.artefacts import RunData
 
 
 def saved_latents(arrays: Arrays) -> Latents:

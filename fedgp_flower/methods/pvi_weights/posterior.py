@@ -16,7 +16,7 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
-    from fedgp_flower.run.artefacts import Posterior
+    from fedgp_flower.outcome import Posterior
 
 
 @dataclass(frozen=True, slots=True)

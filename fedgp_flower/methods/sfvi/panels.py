@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 
 from fedgp_flower.methods.sfvi.options import MODELS
 from fedgp_flower.methods.sfvi.posterior import saved_model
-from fedgp_flower.run.artefacts import Posterior, RunData
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import DPI, confusion
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import show

@@ -26,7 +26,8 @@ from fedgp_flower.methods.sfvi.learner import model_at
 from fedgp_flower.methods.sfvi.options import SHARED, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SiteRows, StructuredModel
 from fedgp_flower.options import ModelSection
-from fedgp_flower.run.artefacts import Posterior, RunData
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 

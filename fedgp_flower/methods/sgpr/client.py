@@ -24,7 +24,7 @@ from fedgp_flower.methods.sgpr.messages import (
     Expectations,
     PooledPosterior,
     Sketch,
-    Statistics,
+    SparseStatistics,
     TrialAdjoints,
     TrialGradients,
     Trials,
@@ -68,9 +68,9 @@ class SparseClient(SiteClient):
             _whiteners[key] = Whitener(self.load(values))
         return _whiteners[key]
 
-    def statistics(self, request: Parameters) -> Statistics:
+    def statistics(self, request: Parameters) -> SparseStatistics:
         """The additive sums of this site's rows (Guo et al. 2022, Eqs. 14-15)."""
-        return Statistics(**vars(self.sums(request.values)))
+        return SparseStatistics(**vars(self.sums(request.values)))
 
     def sums(self, values: Mapping[str, ndarray]) -> SparseSums:
         """The sums of this site's rows at given parameters."""

@@ -6,7 +6,8 @@ from functools import partial
 import numpy as np
 
 from fedgp_flower.clients.numpy_client import SiteClient
-from fedgp_flower.run.artefacts import Posterior, RunData
+from fedgp_flower.outcome import Posterior
+from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.scores import Prediction
 from fedgp_flower.shared_messages import Nothing
