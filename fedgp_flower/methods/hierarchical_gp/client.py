@@ -21,6 +21,7 @@ from fedgp_flower.methods.hierarchical_gp.messages import (
     HierarchicalView,
 )
 from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
+from fedgp_flower.methods.hierarchical_gp.rough import RoughDeviation
 from fedgp_flower.methods.hierarchical_gp.smooth import SmoothDeviation, shaped_gp
 from fedgp_flower.methods.sfvi.client import trend_and_deviation
 from fedgp_flower.methods.sfvi.options import SHARED
@@ -73,7 +74,7 @@ class HierarchicalClient(SiteClient):
         """The shared inducing inputs."""
         return self.setting.constants[SHARED]
 
-    def deviation(self, values: Mapping[str, ndarray]) -> SmoothDeviation | rough.RoughDeviation:
+    def deviation(self, values: Mapping[str, ndarray]) -> SmoothDeviation | RoughDeviation:
         """The rows of the site at a θ."""
         if self.rough:
             return self.unit(values)
@@ -81,12 +82,12 @@ class HierarchicalClient(SiteClient):
         model.load_theta(values)
         return SmoothDeviation(model, torch.from_numpy(self.rows.x), torch.from_numpy(self.rows.y))
 
-    def unit(self, values: Mapping[str, ndarray]) -> rough.RoughDeviation:
+    def unit(self, values: Mapping[str, ndarray]) -> RoughDeviation:
         """The rows of a unit at a θ, in the order of the input."""
         every = -(-self.num_examples // MOST_ROWS)
         order = np.argsort(self.rows.x[:, 0], kind="stable")[::-1][::every][::-1]
         x, y = self.placed(self.rows.x[order]), torch.from_numpy(self.rows.y[order].copy())
-        return rough.RoughDeviation(x, y, self.placed(self.points), rough.theta_of(values), self.config.model.jitter)
+        return RoughDeviation(x, y, self.placed(self.points), rough.theta_of(values), self.config.model.jitter)
 
     def placed(self, inputs: Array) -> Tensor:
         """Inputs [N, D]; of units as shares [N] of the range of the pseudo-inputs."""

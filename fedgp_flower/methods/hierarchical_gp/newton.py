@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -164,9 +163,9 @@ def share_of(
 
     ``known`` is 1 − var z_k by Laplace's approximation.
     """
-    parts = (sums.precision, sums.shift, sums.constant, slopes, curvature)
-    count, widths = np.array(float(rows)), (offset.square(), known)
-    return ExpansionShare(*(p.detach().numpy() for p in parts), count, *(p.detach().numpy() for p in widths))
+    count = slopes.new_tensor(float(rows))
+    parts = (sums.precision, sums.shift, sums.constant, slopes, curvature, count, offset.square(), known)
+    return ExpansionShare(*(part.detach().numpy() for part in parts))
 
 
 def averaged(shares: Vector, means: Float[Tensor, "J n"], variances: Float[Tensor, "J n"]) -> PredictiveMoments:

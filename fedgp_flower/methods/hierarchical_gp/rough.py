@@ -82,7 +82,7 @@ def first_theta() -> dict[str, Tensor]:
     return theta | {"roughness": torch.zeros(len(ROUGHNESS), dtype=torch.float64)}
 
 
-def theta_of(values: Mapping[str, ndarray]) -> Theta:
+def theta_of(values: Mapping[str, ndarray]) -> dict[str, Tensor]:
     """θ of a message, without its prefix."""
     theta = {name.removeprefix("theta."): array for name, array in values.items() if name.startswith("theta.")}
     return {name: torch.tensor(array) for name, array in theta.items()}
