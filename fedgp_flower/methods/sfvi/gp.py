@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -202,7 +201,7 @@ class HierarchicalModel(ClosedFormModel, GP):
 
     # As a model of GPyTorch, in evaluation mode and standardised coordinates.
 
-    def hold(self, q_global: GlobalPosterior) -> Self:
+    def hold(self, q_global: GlobalPosterior) -> HierarchicalModel:
         """Predict by this q(Z_G)."""
         self.q_global = q_global
         return self.eval()

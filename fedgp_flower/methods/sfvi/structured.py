@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import wire_name
-from fedgp_flower.gp.likelihoods import NONE, PointLikelihood
+from fedgp_flower.gp.likelihoods import PointLikelihood
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, held, initial_local, unit_noise
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import load
@@ -34,6 +34,8 @@ Shared: TypeAlias = Float[Tensor, "*S M"]
 """Draws of Z_G."""
 Units: TypeAlias = Float[Tensor, "*S U W"]
 """Draws of the latents of units."""
+Draws: TypeAlias = tuple[Float[Tensor, "S M"], Float[Tensor, "*R U W"]]
+"""Standard normal noise of Z_G, and of the latents of units for each."""
 PREDICTION_DRAWS, PREDICTION_SEED = 200, 20
 """Draws in a prediction: the Monte Carlo error of a mean is then 7 % of the predictive sd. They are always the same, so
 that a prediction is a function of the posterior alone."""
@@ -132,7 +134,7 @@ class StructuredModel(nn.Module, ABC):
 
     @abstractmethod
     def site_term(
-        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: tuple[Shared, Units] | None
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
     ) -> Scalar:
         """E log p_θ(y_k, Z_Lk | Z_G) − E log q(Z_Lk | Z_G); ``noise`` is needed where expectations are not known."""
 
@@ -181,7 +183,7 @@ class ClosedFormModel(StructuredModel):
     """A model whose expected local part is known, so that a site needs no draws and its gradients have no noise."""
 
     def site_term(
-        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: tuple[Shared, Units] | None
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
     ) -> Scalar:
         """Without draws."""
         return self.expected_log_local(site, q_global, q_local) + q_local.entropy()
@@ -240,7 +242,7 @@ class SampledModel(StructuredModel):
 
     def hyper(self, z_global: Shared) -> Float[Tensor, "*S R"]:
         """What else ``observed`` depends on."""
-        return NONE
+        return z_global[..., :0]
 
     def log_likelihood(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S U"]:
         """Σ_i log p(y_i | Z_G, Z_L), by unit."""
@@ -263,7 +265,7 @@ class SampledModel(StructuredModel):
         return function[..., 1] - function[..., 0] if self.binary else function
 
     def site_term(
-        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: tuple[Shared, Units] | None
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
     ) -> Scalar:
         """The average over S draws of Z_G, with R draws of every unit's latents for each.
 
@@ -305,7 +307,7 @@ class SampledModel(StructuredModel):
         site: SiteRows,
         q_global: GlobalPosterior,
         q_local: LocalPosterior | None,
-        noise: tuple[Shared, Units],
+        noise: Draws,
         link: bool = False,
     ) -> PredictiveMoments:
         """The mixture over standard normal draws: its mean, and variance E var + var E.
