@@ -22,7 +22,16 @@ class Launch:
 
     def __init__(self, folder: Path, *words: str, small: Sequence[str] = SMALL) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "fedgp_flower.launch", "--sites", "2", "name=run", f"output-dir={folder}"]
+        command = [
+            sys.executable,
+            "-m",
+            "fedgp_flower.cli",
+            "simulate",
+            "--sites",
+            "2",
+            "name=run",
+            f"output-dir={folder}",
+        ]
         command += [*small, *words]
         with (folder / "out.txt").open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=folder)

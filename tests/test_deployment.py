@@ -35,7 +35,7 @@ def naming(folder: Path) -> list[int]:
 def test_two_sites_with_their_own_files(tmp_path: Path) -> None:
     files = write_partition(parse_config({"dataset": "diabetes"}), 2, tmp_path / "data")
     keys = ["method=fsgp", "num-server-rounds=1", "model.num-inducing=8", "baselines.local-only=false", "name=run"]
-    command = [sys.executable, "-m", "fedgp_flower.deploy_demo", *keys, f"output-dir={tmp_path}"]
+    command = [sys.executable, "-m", "fedgp_flower.cli", "deploy", "demo", *keys, f"output-dir={tmp_path}"]
     command += ["--folder", str(tmp_path / "deploy"), "--data", *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -71,18 +71,12 @@ def test_flower_reports_a_superlink_that_does_not_answer(tmp_path: Path) -> None
             flower.json("ls", "gone")
 
 
-def status_of(*words: str) -> object:
-    """The exit status of ``python -m fedgp_flower.launch`` with these words."""
-    with pytest.raises(SystemExit) as end:
-        main(["launch", *words], wrong=1)
-    return end.value.code
-
-
 def test_an_unknown_connection_is_reported_in_the_words_of_flower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    assert status_of("--connection", "nowhere") == 1
+    with pytest.raises(SystemExit, match="1"):
+        main(["deploy", "run", "--connection", "nowhere"])
     assert "`flwr run" in capsys.readouterr().err
     assert (tmp_path / "config.toml").is_file()
 

@@ -16,6 +16,7 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.files import read_json, write_json
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import read_run
+from fedgp_flower.run.compare import side_by_side
 from fedgp_flower.run.dependence import Effect
 from fedgp_flower.run.report import Panel, write_page, write_report
 from fedgp_flower.run.summary import (
@@ -24,7 +25,6 @@ from fedgp_flower.run.summary import (
     against,
     arms,
     calibration_verdict,
-    comparison_frame,
     headline,
     paired_difference,
     sentences,
@@ -253,12 +253,11 @@ def test_headline_and_comparison_hold_the_figures(line_run, tmp_path):
     assert list(frame.index) == ["federated (fsgp)", "local-only", "pooled"]
     assert frame.loc["local-only", "rmse"] == metrics.local_only["rmse"]
     assert frame["rows"].tolist() == [240, 240, 240]
-    both = comparison_frame([read_run(line_run), read_run(other)])
-    assert list(both.index) == ["run-1d-0", "run-2d-5"]
-    assert both["rmse"].tolist() == [metrics.test["rmse"], read_run(other).metrics.test["rmse"]]
-    assert both["failures"].tolist() == [1, 0]
+    rows = {name: cells for name, *cells in side_by_side([read_run(line_run), read_run(other)])}
+    assert rows["RMSE"] == [show(read_run(run).metrics.test["rmse"]) for run in (line_run, other)]
+    assert rows["failures"] == ["1", "0"]
     text = io.StringIO()
-    Console(file=text, width=200).print(figures_table(both, "runs"))
+    Console(file=text, width=200).print(figures_table(frame, "runs"))
     assert show(metrics.test["rmse"]) in text.getvalue()
 
 

@@ -20,7 +20,7 @@ from fedgp_flower.gp.placement import Placement, to_array
 from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import PENALTY, exact_posterior
 from fedgp_flower.gp.whitened import WhitenedPosterior
-from fedgp_flower.scores import Prediction, Scores, TargetUnits, latent_scores
+from fedgp_flower.scores import Prediction, Scores, TargetUnits
 from fedgp_flower.typing import Array
 
 MOST_POINTS = 100
@@ -70,7 +70,7 @@ def scored(result: Baseline, target: Array, units: TargetUnits) -> Scores:
     """Scores of the predictions, in original units."""
     if result.latent is not None:
         observed, parameter = result.latent.observed, result.latent.hyper
-        return latent_scores(observed, parameter, result.mean, result.variance, target, units.scale)
+        return observed.scores(result.mean, result.variance, target, parameter, units.scale)
     return units.gaussian_scores(Prediction(result.mean, result.variance), target)
 
 

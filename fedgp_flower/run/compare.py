@@ -10,9 +10,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.run.artefacts import RunData, RunMetrics
 from fedgp_flower.run.figures import axes_of, label_text, series_style
-from fedgp_flower.run.summary import arms, data_name, is_classification, number
+from fedgp_flower.run.summary import arms, cell, data_name, figure_columns, is_classification, number, title_of
+from fedgp_flower.typing import Facts
 
 SAME = 1e-6
 """Relative difference of two means or standard deviations that is no more than rounding."""
@@ -70,6 +71,30 @@ def _held_out(run: RunData) -> tuple[object, ...]:
         target = np.sort(rows["target"].to_numpy(dtype=float))
         return len(target), round(float(target.sum()), 6), round(float(np.square(target).sum()), 4)
     return (arms(run.metrics)[0].rows,)
+
+
+def side_by_side(runs: Sequence[RunData]) -> list[list[str]]:
+    """A row of text for every fact and figure, with a cell for each run."""
+    columns = [_column(run.metrics) for run in runs]
+    named = {name: [cell(name, column.get(name)) for column in columns] for column in columns for name in column}
+    return [[title_of(name), *cells] for name, cells in named.items()]
+
+
+def _column(metrics: RunMetrics) -> Facts:
+    """A run's column of the table."""
+    return {
+        "method": metrics.method,
+        "dataset": data_name(metrics.dataset),
+        "sites": metrics.sites,
+        "rounds": metrics.rounds,
+        "communications": metrics.communications,
+        "seconds": number(metrics.seconds.get("total")),
+        "MB_up": metrics.bytes.get("up", 0) / 1e6,
+        "MB_down": metrics.bytes.get("down", 0) / 1e6,
+        **{name: number(metrics.test.get(name)) for name in figure_columns(metrics)},
+        "rows": arms(metrics)[0].rows,
+        "failures": len(metrics.failures),
+    }
 
 
 def spent(run: RunData) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from scipy.special import stdtrit
 from scipy.stats import binom
 
 from fedgp_flower.data.tables import SUFFIXES, table_stem
-from fedgp_flower.run.artefacts import RunData, RunMetrics
+from fedgp_flower.run.artefacts import RunMetrics
 from fedgp_flower.run.registry import METHODS
 
 REGRESSION_COLUMNS = ("rmse", "r2", "nll", "crps", "coverage_95")
@@ -276,12 +276,6 @@ def data_name(dataset: str) -> str:
     return table_stem(Path(dataset)) if Path(dataset).is_absolute() or dataset.endswith(SUFFIXES) else dataset
 
 
-def comparison_frame(runs: Sequence[RunData]) -> pd.DataFrame:
-    """Finished runs side by side, a row per run in the order given."""
-    rows = [_comparison_row(run.metrics) for run in runs]
-    return pd.DataFrame(rows, index=pd.Index([run.path.name for run in runs], name="run"))
-
-
 def text_rows(frame: pd.DataFrame) -> list[list[str]]:
     """A frame of figures as rows of text, the name of each first."""
     columns = [str(column) for column in frame.columns]
@@ -325,20 +319,3 @@ def _short(value: float) -> str:
 def percent(share: float) -> str:
     """A share as a percentage with one decimal."""
     return f"{100 * share:.1f} %" if math.isfinite(share) else "–"
-
-
-def _comparison_row(metrics: RunMetrics) -> dict[str, Any]:
-    figures = {name: number(metrics.test.get(name)) for name in figure_columns(metrics)}
-    return {
-        "method": metrics.method,
-        "dataset": data_name(metrics.dataset),
-        "sites": metrics.sites,
-        "rounds": metrics.rounds,
-        "communications": metrics.communications,
-        "seconds": number(metrics.seconds.get("total")),
-        "MB_up": metrics.bytes.get("up", 0) / 1e6,
-        "MB_down": metrics.bytes.get("down", 0) / 1e6,
-        **figures,
-        "rows": arms(metrics)[0].rows,
-        "failures": len(metrics.failures),
-    }

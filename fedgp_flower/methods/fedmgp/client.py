@@ -54,7 +54,7 @@ from fedgp_flower.methods.fedmgp.unit import (
     starting_parameters,
     statistics,
 )
-from fedgp_flower.scores import Prediction, Scores, latent_scores
+from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.typing import Array
 
 MOST_ROWS_SHOWN = 250
@@ -177,7 +177,7 @@ class FedMGPClient(SiteClient):
         mean, variance, phi = self.function(request, self.rows.x_test)
         point = build_point_likelihood(self.likelihood)
         parameter = likelihood_parameters(point, phi)
-        return latent_scores(point, parameter, mean, variance, self.rows.y_test, self.preparation.target_scale)
+        return point.scores(mean, variance, self.rows.y_test, parameter, self.preparation.target_scale)
 
     def curve(self, request: CurveRequest) -> Curve:
         """Predictions along the one input with and without the other units, and rows; a real unit refuses."""

@@ -33,7 +33,7 @@ from fedgp_flower.methods.sgpr.messages import (
     numbered,
 )
 from fedgp_flower.options import ModelSection
-from fedgp_flower.scores import Prediction, Scores, latent_scores
+from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.shared_messages import Parameters, Step, Stepped
 from fedgp_flower.typing import Array, Rows, Targets
 
@@ -126,8 +126,7 @@ class SVGPClient(SparseClient):
         """Scores of the held-out rows by the configured likelihood."""
         (model, _), rows = self.latent(request.values), self.rows
         mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
-        scale = self.preparation.target_scale
-        return latent_scores(model.observed, model.hyper, mean, variance, rows.y_test, scale)
+        return model.observed.scores(mean, variance, rows.y_test, model.hyper, self.preparation.target_scale)
 
 
 class FSGPClient(SparseClient, AveragingClient):
