@@ -201,6 +201,11 @@ class HierarchicalModel(ClosedFormModel, GP):
 
     # As a model of GPyTorch, in evaluation mode and standardised coordinates.
 
+    @property
+    def inducing_points(self) -> Tensor:
+        """Z, under the name that sparse GPs have for it."""
+        return self.inputs
+
     def hold(self, q_global: GlobalPosterior) -> HierarchicalModel:
         """Predict by this q(Z_G)."""
         self.q_global = q_global
