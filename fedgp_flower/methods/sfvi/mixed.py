@@ -66,7 +66,7 @@ class MixedModel(SampledModel):
         """Rows of units that the site knows, then those of others, whose effects have their prior."""
         unit = torch.searchsorted(site.keys, rows.groups).clamp(max=len(site.keys) - 1)
         known = (site.keys[unit] == rows.groups) & trained
-        if known.any() or not len(known):
+        if known.any():
             yield known.nonzero()[:, 0], site.at(rows.features[known], unit[known]), True
         if not known.all():
             features, groups = rows.features[~known], rows.groups[~known]

@@ -298,6 +298,8 @@ class SampledModel(StructuredModel):
             of_units = unit_noise(PREDICTION_SEED, 0, data.keys, (PREDICTION_DRAWS,), self.local_width(data))
             places.append(chosen)
             parts.append(self.mixture(data, q_global, q_local if known else None, (noise, of_units), link))
+        if not parts:
+            return PredictiveMoments(*rows.features.new_empty(2, 0))
         order = torch.cat(places).argsort()
         return PredictiveMoments(*(torch.cat(part)[order] for part in zip(*parts, strict=True)))
 
