@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import NONE, Noise, build_point_likelihood, gaussian_likelihood
-from fedgp_flower.gp.whitened import whitened, whitened_projection
+from fedgp_flower.gp.models import whitened
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ClosedFormModel, IndexVector, PredictiveMoments, SiteRows
@@ -182,22 +182,24 @@ class HierarchicalModel(ClosedFormModel, GP):
         none = values.new_zeros(self.offsets, len(site.features))
         return Basis(shared, torch.cat([values, self.slopes(site.features), none]), left_over + left_deviation)
 
-    def shared(self, features: Rows) -> tuple[Tensor, Tensor]:
-        """Weights Φ [M, N] of g(x) on Z_G, and what the shared inducing values leave open [N]."""
-        values, left_over = self.project(self.trend, self.inputs, features)
-        return torch.cat([values, linear_terms(features)]), left_over
+    def shared(self, features: Float[Tensor, "*B N D"]) -> tuple[Tensor, Tensor]:
+        """Weights Φ [*B, M, N] of g(x) on Z_G, and what the shared inducing values leave open [*B, N]."""
+        values, left_over = self.project(self.trend, self.inputs.expand(*features.shape[:-2], -1, -1), features)
+        return torch.cat([values, linear_terms(features)], -2), left_over
 
     def slopes(self, features: Float[Tensor, "*B N D"]) -> Tensor:
         """τ ∘ X̃ [*B, D + 1, N]."""
         return self.log_site_slope.exp()[:, None] * linear_terms(features)
 
-    def project(self, kernel: Kernel, inputs: Float[Tensor, "M D"], features: Rows) -> tuple[Tensor, Tensor]:
-        """L⁻¹K_zx [M, N] and the conditional variance k(x, x) − ‖L⁻¹K_zx‖² [N]."""
-        both, count = torch.cat([inputs, features]), len(inputs)
+    def project(
+        self, kernel: Kernel, inputs: Float[Tensor, "*B M D"], features: Float[Tensor, "*B N D"]
+    ) -> tuple[Tensor, Tensor]:
+        """L⁻¹K_zx [*B, M, N] and the conditional variance k(x, x) − ‖L⁻¹K_zx‖² [*B, N]."""
+        both, count = torch.cat([inputs, features], -2), inputs.shape[-2]
         across, prior = kernel(inputs, both).to_dense(), kernel(both, diag=True)
-        variance, jitter = prior[:count].mean(), self.jitter
-        weights = whitened(across[:, :count], across[:, count:], variance=variance, jitter=jitter)
-        return weights, prior[count:] - weights.square().sum(0)
+        variance, jitter = prior[..., :count].mean(-1), self.jitter
+        weights = whitened(across[..., :count], across[..., count:], variance=variance, jitter=jitter)
+        return weights, prior[..., count:] - weights.square().sum(-2)
 
     # As a model of GPyTorch, in evaluation mode and standardised coordinates.
 
@@ -213,9 +215,8 @@ class HierarchicalModel(ClosedFormModel, GP):
 
     def forward(self, inputs: Float[Tensor, "*B N D"]) -> MultivariateNormal:
         """F at a site that nobody has seen: the trend, and a deviation from its prior."""
-        inducing = self.inputs.expand(*inputs.shape[:-2], -1, -1)
-        values = whitened_projection(self.trend, inducing, inputs, jitter=self.jitter)
-        weights = torch.cat([values, linear_terms(inputs)], -2)
+        weights, _ = self.shared(inputs)
+        values = weights[..., : len(self.inputs), :]
         known = torch.cat([self.q_global.mixed(weights.mT).mT, self.slopes(inputs)], -2)
         finite = MatmulLinearOperator(torch.cat([known, values], -2).mT, torch.cat([known, -values], -2))
         curved = self.trend(inputs) + self.deviation(inputs) * inputs.new_tensor(self.deviation_factor)
