@@ -21,9 +21,8 @@ from numpy import ndarray
 from scipy.special import ndtri
 
 from fedgp_flower.config import RunConfig
-from fedgp_flower.gp.latent import CONSTANT, LatentGP
+from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, LatentGP
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
-from fedgp_flower.gp.placement import FLOAT32_JITTER
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior

@@ -17,17 +17,17 @@ from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from fedgp_flower import client_app
 from fedgp_flower.data.sites import load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.models import SparseGP, WhitenedPosterior
+from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import SparseSums, exact_posterior
-from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import NamedArrays
 from strategies.pooled_bound import noise_of
+from strategies.server.network import content_bytes
 from strategies.server.strategy import FederatedStrategy
-from strategies.server.wire import content_bytes
 
 Change = Callable[[Message], Message | None]
 """A reply as the site meant it → what arrives; None is lost on the way."""

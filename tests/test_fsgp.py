@@ -26,7 +26,8 @@ from faults import (
 )
 from scipy.stats import kstest
 
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import (
     INPUT_EDGES,
     collapsed_bound,
@@ -37,7 +38,7 @@ from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.messages import SparseStatistics
 from fedgp_flower.shared_messages import Described
 from strategies.pooled_bound import noise_of
-from strategies.server.contract import Contract
+from strategies.server.session import Contract
 from strategies.server.shapes import copula_points
 
 PARAMETERS = "state.parameters."

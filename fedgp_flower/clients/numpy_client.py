@@ -30,7 +30,8 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.gp.kernels import WiredModel, build_kernel, wire_name
+from fedgp_flower.gp.kernels import build_kernel, wire_name
+from fedgp_flower.gp.models import WiredModel
 from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.lazy import Lazy
 from fedgp_flower.messages import decode, encode, is_message, join, kind_of, split
