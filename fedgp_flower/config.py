@@ -184,7 +184,7 @@ class CoreConfig(Section):
     round_timeout: Positive = 3600.0
     """Seconds after which a missing reply counts as that site's failure."""
     max_failures: PositiveInt = 3
-    """Consecutive failures after which a site is left out of training until it answers an evaluation or query again."""
+    """Failures after which a site is left out of training; a round in which it answers and never fails clears them."""
     extra: str = ""
     """Further ``key=value`` words with blanks between them, for keys that Flower does not know: those of a method from
     another package, such as ``toy.steps=3 toy.rate=0.1``. They are checked like all others."""

@@ -36,23 +36,8 @@ NOWHERE = Path("(fitted in memory)")
 
 
 def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: str) -> Predictor:
-    """Train on a table per site; all rows are training rows, and nothing is compared or written.
-
-    Args:
-        flat: Keys of the run configuration.
-        tables: By site; their columns are the features and the target.
-        target: Name of the target.
-
-    Raises:
-        ConfigError: naming every wrong key.
-        DataError: naming the column and row that cannot be used.
-        RunError: the method saves nothing that predicts, or no site could take part.
-    """
-    quiet: dict[str, Value] = {
-        "keep-predictions": False,
-        "test-fraction": 0.0,
-        "min-sites": 1,
-    }
+    """Train on a table per site; all rows are training rows, and nothing is compared or written."""
+    quiet: dict[str, Value] = {"keep-predictions": False, "test-fraction": 0.0, "min-sites": 1}
     quiet |= {f"baselines.{name}": False for name in ("linear", "local-only", "pooled")} | {"evaluate-every": 0}
     flat = {**quiet, **flat, "sites": len(tables)}
     config = parse_config(flat)

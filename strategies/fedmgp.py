@@ -29,20 +29,20 @@ from fedgp_flower.methods.fedmgp.latents import (
     PRECISION,
     SCALES,
     SHIFT,
-    Latents,
-    Posterior,
+    LatentFunctions,
+    LatentPosterior,
+    Move,
+    from_natural,
     from_parameters,
-    product_factors,
-    still,
+    latents_at,
     to_natural,
 )
-from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradient
+from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradient, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
-from fedgp_flower.outcome import Observer, Snapshot
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
-from strategies.fedmgp_rules import AGREEMENT, RULES, least_sites, merge_natural, merged
-from strategies.fedmgp_shared import EVERYONE, SharedLatents, first_inducing, first_posterior, latents_at
+from strategies.fedmgp_rules import least_sites, merge_natural, merged
+from strategies.fedmgp_shared import EVERYONE, SharedLatents, first_inducing, first_posterior
 from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
 
@@ -65,28 +65,23 @@ class PseudoState:
     """Round in which a unit last answered."""
     counted: tuple[str, ...] = ()
 
-    @property
-    def latents(self) -> Latents:
-        """Latent functions at θ."""
-        return from_parameters(self.parameters, self.inducing, self.jitter)[0]
-
-    @property
-    def posterior(self) -> Posterior:
-        """The joint q(u) at θ."""
-        return from_parameters(self.parameters, self.inducing, self.jitter)[1]
-
     def known(self, site: str) -> Known:
         """When the unit last answered; its parameters stay as they are. The units of a sum are all sent the same."""
-        key = EVERYONE if EVERYONE in self.reports else site
-        return Known(self.reports.get(key, 0), still(self.parameters[SCALES].shape))
+        round_of_report = self.reports.get(EVERYONE) or self.reports.get(site, 0)
+        return Known(round_of_report, Move(np.zeros_like(self.parameters[SCALES])))
+
+    def view(self, site: str) -> View:
+        """Latent functions and q(u) at θ."""
+        return View(*from_parameters(self.parameters, self.inducing, self.jitter), self.known(site))
 
 
-def begin(latents: Latents, q: Posterior, *, gaussian: bool) -> PseudoState:
+def begin(latents: LatentFunctions, q: LatentPosterior, *, gaussian: bool) -> PseudoState:
     """θ at shared latent functions with unit amplitudes; a joint q(u) becomes the nearest product over functions."""
-    shape = len(latents.scales), len(latents.inducing)
-    factors, mean = product_factors(q, shape[0]), q.mean.reshape(shape)
-    names, values = ((PRECISION, SHIFT), to_natural(factors, mean)) if gaussian else ((MEAN, FACTOR), (mean, factors))
-    parameters = {SCALES: np.log(latents.scales), **dict(zip(names, values, strict=True))}
+    precision, shift = to_natural(q, len(latents.scales))
+    parameters = {SCALES: np.log(latents.scales), PRECISION: precision, SHIFT: shift}
+    if not gaussian:
+        mean, factors = from_natural(precision, shift)
+        parameters = {SCALES: np.log(latents.scales), MEAN: mean, FACTOR: factors}
     return PseudoState(parameters, latents.inducing, latents.jitter, {})
 
 
@@ -101,10 +96,18 @@ def one_round(
         config: the run.
         units: number M of units that were ever known.
         rounds: over which the learning rate falls from ``optimizer.learning-rate`` to ``FINAL_RATE`` of it.
+
+    Raises:
+        RunError: fewer units can be asked than the rule needs.
     """
     options = cast(FedMGPOptions, config.options)
-    chosen = sampled(roster, options.fraction, config.seed)
-    require_enough(options, len(chosen))
+    chosen, least = sampled(roster, options.fraction, config.seed), least_sites(options)
+    if len(chosen) < least:
+        raise RunError(
+            f"`fedmgp.aggregation` = {options.aggregation!r} with `fedmgp.malicious` = {options.malicious} needs "
+            f"{least} units in a round (2f + 3), {len(chosen)} can be asked. Lower `fedmgp.malicious`, raise "
+            "`fedmgp.fraction`, or take another rule"
+        )
     decay = config.optimizer.decay ** (roster.round - 1)
     rate = config.optimizer.learning_rate * decay * FINAL_RATE ** min((roster.round - 1) / max(rounds - 1, 1), 1.0)
     requests = {
@@ -127,23 +130,8 @@ def one_round(
     except (ConfigError, NumericsError) as error:
         logger.warning("the round changes nothing: %s", error)
     reports = {**state.reports, **dict.fromkeys(answers, roster.round)}
-    fit, rows = (sum(each) for each in zip(*((answer.fit, answer.rows) for answer in answers.values()), strict=True))
-    return replace(state, reports=reports), {"objective": fit / rows}
-
-
-def require_enough(options: FedMGPOptions, asked: int) -> None:
-    """With fewer units than a rule needs no round could ever change anything.
-
-    Raises:
-        RunError: fewer units are asked.
-    """
-    least = least_sites(options)
-    if asked < least:
-        raise RunError(
-            f"`fedmgp.aggregation` = {options.aggregation!r} with `fedmgp.malicious` = {options.malicious} needs "
-            f"{least} units in a round (2f + 3), {asked} can be asked. Lower `fedmgp.malicious`, raise "
-            "`fedmgp.fraction`, or take another rule"
-        )
+    rows = sum(answer.rows for answer in answers.values())
+    return replace(state, reports=reports), {"objective": sum(answer.fit for answer in answers.values()) / rows}
 
 
 def step(state: PseudoState, updates: Mapping[str, NamedArrays], options: FedMGPOptions) -> PseudoState:
@@ -174,12 +162,6 @@ class FedMGP(SharedLatents[PseudoState]):
 
     method = "fedmgp"
     state_class = PseudoState
-
-    def _set(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None) -> None:
-        super()._set(config, observer, snapshot)
-        rules = (*RULES, AGREEMENT)
-        if self.options.aggregation not in rules:
-            raise ConfigError(f"`fedmgp.aggregation` = {self.options.aggregation!r}; allowed: {', '.join(rules)}")
 
     @property
     def rounds(self) -> int:

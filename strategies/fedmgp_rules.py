@@ -21,12 +21,11 @@ from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
 from flwr.serverapp.strategy.multikrum import select_multikrum
 
 from fedgp_flower.errors import ConfigError, NumericsError
-from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, Statistics, from_natural
+from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, UnitStatistics, from_natural
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import semidefinite, sharing
 from fedgp_flower.typing import Array, NamedArrays
 
-AGREEMENT = "agreement"
 LEAST_TOLD = 0.1
 """A unit that says less of u than this share of what the median unit says has no vote in the other rules."""
 LEAST_VOTES = 3
@@ -113,7 +112,7 @@ def merge_natural(
     told = {site: update for site, update in updates.items() if possible(theta, update, moved)}
     if not told:
         raise NumericsError("no unit sent what rows can produce")
-    if options.aggregation == AGREEMENT:
+    if options.aggregation == "agreement":
         return agreed(options, theta, told, moved, 1 / len(updates))
     if options.aggregation == "mean":
         return merged(options, list(told.values())), tuple(told)
@@ -214,10 +213,10 @@ def agreed(
 
 def statistics_of(
     theta: Mapping[str, Array], update: Mapping[str, Array], moved: float, share: float
-) -> list[Statistics]:
+) -> list[UnitStatistics]:
     """G_m and b_m of each latent function, means over the local steps, from Δ_m.
 
     With c = 1 − (1 − ρ)^E the steps led to λ_m = (1 − c) λ + c (I + G_m/p_m) and h_m = (1 − c) h + c b_m/p_m.
     """
     parts = zip(*(theta[name] - update[name] / moved for name in (PRECISION, SHIFT)), strict=True)
-    return [Statistics(share * (G - np.eye(len(b))), share * b, 0.0, np.zeros(1)) for G, b in parts]
+    return [UnitStatistics(share * (G - np.eye(len(b))), share * b, 0.0, np.zeros(1)) for G, b in parts]

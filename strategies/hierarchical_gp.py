@@ -57,7 +57,7 @@ from fedgp_flower.methods.sfvi.options import SHARED
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters, Shape
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.server.enrolment import Preparation
+from strategies.server.enrolment import Enrolment
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -368,7 +368,7 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     state_class = NewtonState
     options: HierarchicalOptions
 
-    def adjusted(self, preparation: Preparation) -> Preparation:
+    def adjusted(self, preparation: Enrolment) -> Enrolment:
         """Targets of units are divided by their root mean square and not centred: a curve of zeros is no curve."""
         if not (self.options.rough and self.config.standardise):
             return preparation

@@ -1,23 +1,23 @@
-"""The bound of all rows, from totals alone: its posterior, height, derivatives and curvature."""
+"""The bound of all rows, from totals alone: its posterior, height, gradient and curvature."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy import ndarray
 
-from fedgp_flower.errors import RunError
+from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.cells import explaining
+from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.linalg import laplace_deviations, symmetric
-from fedgp_flower.gp.optimisers import pack, unpack
-from fedgp_flower.gp.sparse import SparseGP, inducing_gradient
+from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.optimisers import outlook, pack, unpack
+from fedgp_flower.gp.sparse import inducing_gradient
 from fedgp_flower.gp.sums import (
     PENALTY,
-    BoundGradient,
     SparseSums,
     bound_gradient,
     collapsed_bound,
@@ -28,7 +28,7 @@ from fedgp_flower.gp.sums import (
 )
 from fedgp_flower.methods.sgpr.messages import (
     PooledPosterior,
-    Statistics,
+    SparseStatistics,
     TrialAdjoints,
     TrialGradients,
     Trials,
@@ -40,20 +40,60 @@ from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.questions import Asking, Summed, Total
+from strategies.server.questions import Asking, Roster, Summed, Total
 
 LOG_NOISE = "likelihood.log_noise"
 LOCATIONS = "inducing.locations"
 ROWS_PER_POINT = 3
 """With fewer rows for each inducing point, sums nearly reveal the rows."""
+CANDIDATES = 2
+"""For each inducing point: of so many, those are taken that explain most at the first sums."""
 CURVATURE = "the curvature of the bound at its end (Laplace's approximation at fixed inducing points)"
 STEP = 1e-3
 """Step of the logarithms, for their curvature."""
+SMOOTHED, MORE = 5, 20
+"""Rounds whose gains say what so many more exchanges would bring."""
+MEANINGS = {
+    LOCATIONS: "Z, inducing inputs",
+    "inducing.mean": "m, mean of v = L⁻¹ f(Z)",
+    "inducing.covariance": "S, covariance of v = L⁻¹ f(Z)",
+    "kernel.lengthscale": "lengthscale per input",
+    "kernel.outputscale": "prior variance of f",
+    "likelihood.noise": "σ², noise variance of an observation",
+}
+EQUATION = (
+    "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): y(x) ~ N(aᵀm, k(x, x) − aᵀa + aᵀS a + σ²), "
+    "x and y standardised by input.mean, input.scale, target.mean, target.scale."
+)
 
 
-def sizes_at(count: int) -> dict[str, int]:
-    """Sizes of answers about so many inducing points."""
-    return {"M": count, "Q": count * (count + 1) // 2}
+# How many inducing points sites bear, and what their sums reveal.
+
+
+def inducing_points(wanted: int, roster: Roster, small_sites: str) -> int:
+    """P: at most the number of rows, and by the policy ``sgpr.small-sites`` at most what the smallest site bears.
+
+    Raises:
+        ConfigError: small sites may take part under masks alone.
+    """
+    most = min(wanted, sum(roster.rows.values()))
+    small = [site for site, rows in roster.rows.items() if rows < ROWS_PER_POINT * most]
+    if roster.totals_only or not small or small_sites == "warn":
+        return most
+    if small_sites == "cap":
+        return max(1, min(roster.rows.values()) // ROWS_PER_POINT)
+    raise ConfigError(
+        f"`sgpr.small-sites` = 'masks': site(s) {', '.join(small[:5])} have fewer than {ROWS_PER_POINT} rows for"
+        f" each of {most} inducing points; set `privacy.secure-aggregation` to true, or lower `model.num-inducing`"
+    )
+
+
+def candidates(count: int, roster: Roster, small_sites: str) -> int:
+    """How many points ``count`` are chosen from by the first sums: at most rows, and what the smallest site bears."""
+    most = min(CANDIDATES * count, sum(roster.rows.values()))
+    if roster.totals_only or small_sites == "warn":
+        return most
+    return max(count, min(most, min(roster.rows.values()) // ROWS_PER_POINT))
 
 
 def told_by_total(points: int, rows: Mapping[str, int], chosen_from: int = 1) -> list[str]:
@@ -74,67 +114,95 @@ def told_by_total(points: int, rows: Mapping[str, int], chosen_from: int = 1) ->
     ]
 
 
+def told_by_sites(
+    points: int, count: int, rows: Mapping[str, int], small_sites: str, called: Callable[[Sequence[str]], str]
+) -> list[str]:
+    """A warning where the sums of single sites nearly reveal rows; ``called`` names sites for people."""
+    small = [site for site, number in rows.items() if number < ROWS_PER_POINT * points]
+    if not small:
+        return []
+    return [
+        f"site(s) {called(small)} have fewer than {ROWS_PER_POINT} rows for each of {points} points that"
+        f" {count} inducing points were chosen from: their sums, seen in the clear, are nearly their rows;"
+        f" `sgpr.small-sites` = {small_sites!r} allows that, 'cap' takes fewer points, 'masks'"
+        " insists on `privacy.secure-aggregation` = true, which hides them"
+    ]
+
+
+# Parameters by name.
+
+
+def empty_model(section: ModelSection, num_inputs: int) -> NamedArrays:
+    """The model's hyperparameters as configured, by name in the order of the sketch."""
+    arrays = SparseGP(section, torch.zeros(1, num_inputs)).to_arrays()
+    return {name: array for name, array in arrays.items() if name != LOCATIONS}
+
+
 def noise_of(parameters: Mapping[str, ndarray]) -> float:
     """Noise variance of the standardised target."""
     return math.exp(float(parameters[LOG_NOISE][0]))
 
 
-def pooled(parameters: Mapping[str, ndarray], sites: tuple[str, ...] | None = None) -> Asking[Statistics]:
+def lengthscales(values: Mapping[str, ndarray]) -> Array:
+    """A lengthscale for each input [D]: the kernel's first, or 1 where it has none."""
+    shape = values[LOCATIONS].shape[1]
+    found = [np.exp(values[name].ravel()) for name in sorted(values) if name.endswith("log_lengthscale")]
+    return np.broadcast_to(found[0], shape).copy() if found else np.ones(shape)
+
+
+# What is asked.
+
+
+def pooled(parameters: Mapping[str, ndarray], sites: tuple[str, ...] | None = None) -> Asking[SparseStatistics]:
     """The sums of all rows of all sites that answer.
 
     Raises:
         RunError: nobody answered.
     """
-    sizes = sizes_at(len(parameters[LOCATIONS]))
-    summed: Summed[Statistics] = yield Total(Statistics, Parameters(parameters), sites, sizes=sizes)
+    sizes = {"M": len(parameters[LOCATIONS])}
+    summed: Summed[SparseStatistics] = yield Total(SparseStatistics, Parameters(parameters), sites, sizes=sizes)
     if summed.total is None:
         raise RunError("no site sent usable sums; see the failures above")
     return summed.total
 
 
-def posterior_at(parameters: Mapping[str, ndarray], totals: SparseSums) -> PooledPosterior:
-    """q(v) of all rows behind the totals: the optimum at these parameters (Guo et al. 2022, Eqs. 14-15)."""
-    whitened = exact_posterior(totals, noise_of(parameters))
-    return PooledPosterior(parameters, whitened.mean.numpy(), whitened.covariance.numpy())
+def sums_at(
+    tried: Sequence[Mapping[str, ndarray]], sites: tuple[str, ...]
+) -> Asking[tuple[list[SparseStatistics], tuple[str, ...]]]:
+    """Totals at several parameters, in one exchange, and of which sites they are; no totals where nobody answers."""
+    count = len(tried[0][LOCATIONS])
+    sizes = {"T": len(tried), "M": count, "Q": count * (count + 1) // 2}
+    summed: Summed[TrialSums] = yield Total(TrialSums, Trials(numbered(tried)), sites, sizes=sizes)
+    return ([] if summed.total is None else summed.total.each()), summed.sites
 
 
-def facts(parameters: Mapping[str, ndarray], totals: SparseSums) -> dict[str, float]:
-    """The pooled bound in nats, and the noise level."""
-    noise = noise_of(parameters)
-    return {"bound": collapsed_bound(totals, noise), "noise_sd_standardised": math.sqrt(noise)}
+def gradients_at(
+    points: Sequence[tuple[Mapping[str, ndarray], SparseSums]], sites: tuple[str, ...], section: ModelSection
+) -> Asking[list[NamedArrays] | None]:
+    """Gradients of the bound at several parameters with their totals, in one exchange; None unless all sites answer.
 
-
-def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
-    """Arrays, meanings and the equation of prediction for a sparse GP with whitened q(v)."""
-    arrays: NamedArrays = {
-        LOCATIONS: posterior.values[LOCATIONS],
-        "inducing.mean": posterior.mean,
-        "inducing.covariance": posterior.covariance,
-    }
-    for name, array in posterior.values.items():
-        if ".log_" in name:
-            arrays[name.replace(".log_", ".", 1)] = np.exp(array)
-    meanings = {
-        LOCATIONS: "Z, inducing inputs",
-        "inducing.mean": "m, mean of v = L⁻¹ f(Z)",
-        "inducing.covariance": "S, covariance of v = L⁻¹ f(Z)",
-        "kernel.lengthscale": "lengthscale per input",
-        "kernel.outputscale": "prior variance of f",
-        "likelihood.noise": "σ², noise variance of an observation",
-    }
-    whitened = dict.fromkeys(("inducing.mean", "inducing.covariance"), "whitened")
-    equation = (
-        "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): y(x) ~ N(aᵀm, k(x, x) − aᵀa + aᵀS a + σ²), "
-        "x and y standardised by input.mean, input.scale, target.mean, target.scale."
-    )
-    facts_of_model = {"family": "sparse", "kernel": model.kernel, "ard": model.ard, "jitter": model.jitter}
-    coordinates = dict.fromkeys(arrays, "standardised") | whitened
-    return Posterior(
-        arrays, {n: meanings.get(n, "hyperparameter") for n in arrays}, coordinates, equation, facts_of_model
-    )
+    Sites send what comes through k(Z, X). The rest comes through k(Z, Z) and follows from the totals.
+    """
+    adjoints = [bound_gradient(totals, float(values[LOG_NOISE][0])) for values, totals in points]
+    request = TrialAdjoints.of([values for values, _ in points], adjoints)
+    summed: Summed[TrialGradients] = yield Total(TrialGradients, request, sites)
+    if summed.total is None or set(summed.sites) != set(sites) or summed.silent:
+        return None
+    found = []
+    for share, (values, totals), by_sums in zip(apart(summed.total.values), points, adjoints, strict=True):
+        through = inducing_gradient(SparseGP.from_arrays(section, values), totals, by_sums)
+        found.append({name: np.asarray(share[name] + slope) for name, slope in through.items()})
+    return found
 
 
 # The bound at its best over amplitude and noise.
+
+
+def of_unit_amplitude(values: Mapping[str, ndarray], section: ModelSection) -> NamedArrays:
+    """Parameters with amplitudes that add up to 1."""
+    names = amplitude_names(section, values[LOCATIONS].shape[1])
+    total = sum(float(np.exp(values[name]).sum()) for name in names)
+    return {**values, **{name: np.asarray(values[name] - math.log(total)) for name in names}}
 
 
 def objective(values: Mapping[str, ndarray], totals: SparseSums) -> float:
@@ -143,22 +211,10 @@ def objective(values: Mapping[str, ndarray], totals: SparseSums) -> float:
     return profiled(totals).value - PENALTY * sum(float(np.square(array - 1).sum()) for array in logs)
 
 
-def adjoints_at(values: Mapping[str, ndarray], totals: SparseSums) -> BoundGradient:
-    """Derivatives of the bound by the totals."""
-    return bound_gradient(totals, float(values[LOG_NOISE][0]))
-
-
-def through_inducing_points(
-    parameters: Mapping[str, ndarray], totals: SparseSums, adjoints: BoundGradient, model: ModelSection
-) -> NamedArrays:
-    """The part of the gradient that no site needs to send: through K_zz, it follows from the totals."""
-    return inducing_gradient(SparseGP.from_arrays(model, parameters), totals, adjoints)
-
-
 def folded(values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection) -> tuple[NamedArrays, SparseSums]:
     """Parameters with the best amplitude and noise for these totals, and the totals there."""
     best = profiled(totals)
-    names = SparseGP.from_arrays(section, values).amplitude_names
+    names = amplitude_names(section, values[LOCATIONS].shape[1])
     louder = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
     noise = {LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(best.noise))}
     return {**values, **louder, **noise}, scaled(totals, best.amplitude)
@@ -191,38 +247,54 @@ def known_lengthscales(
     logs = {name: array for name, array in values.items() if name.endswith("log_lengthscale")}
     if not logs:  # a linear kernel
         return None
-    sizes, centre = sizes_at(len(values[LOCATIONS])), pack(logs)
+    centre = pack(logs)
     tried = [{**values, **unpack(centre + step, logs)} for step in STEP * np.eye(centre.size + 1, centre.size, -1)]
-    sums: Summed[TrialSums] = yield Total(TrialSums, Trials(numbered(tried)), sites, sizes=sizes)
-    if sums.total is None:
+    totals, sites = yield from sums_at(tried, sites)
+    if not totals:
         return None
-    best = [folded(at, totals, section) for at, totals in zip(tried, sums.total.each(), strict=True)]
-    asked = [adjoints_at(at, totals) for at, totals in best]
-    shares: Summed[TrialGradients] = yield Total(
-        TrialGradients, TrialAdjoints.of([at for at, _ in best], asked), sums.sites, sizes=sizes
-    )
-    if shares.total is None or (shares.sites, shares.silent) != (sums.sites, sums.silent):
+    points = [folded(*at, section) for at in zip(tried, totals, strict=True)]
+    gradients = yield from gradients_at(points, sites, section)
+    if gradients is None:
         return None
-    slopes = []
-    for share, (at, totals), adjoints in zip(apart(shares.total.values), best, asked, strict=True):
-        through = through_inducing_points(at, totals, adjoints, section)
-        slopes.append(pack({name: share[name] + through[name] for name in logs}))
+    slopes = [pack({name: gradient[name] for name in logs}) for gradient in gradients]
     found = (slopes[0] - np.array(slopes[1:])) / STEP
     return unpack(laplace_deviations(found / 2 + found.T / 2, prior=2 * PENALTY), logs)
 
 
-def lengthscales(values: Mapping[str, ndarray]) -> Array:
-    """A lengthscale for each input [D]: the kernel's first, or 1 where it has none."""
-    shape = values[LOCATIONS].shape[1]
-    found = [np.exp(values[name].ravel()) for name in sorted(values) if name.endswith("log_lengthscale")]
-    return np.broadcast_to(found[0], shape).copy() if found else np.ones(shape)
+# What is reported and saved.
 
 
-def detail_of_progress(exchanges: int, gains: Array, more: float | None, forecast: int, rows: float) -> dict[str, Any]:
-    """Facts about how far an ascent came: exchanges, the latest gain, and what ``forecast`` more would add."""
+def posterior_at(parameters: Mapping[str, ndarray], totals: SparseSums) -> PooledPosterior:
+    """q(v) of all rows behind the totals: the optimum at these parameters (Guo et al. 2022, Eqs. 14-15)."""
+    whitened = exact_posterior(totals, noise_of(parameters))
+    return PooledPosterior(parameters, whitened.mean.numpy(), whitened.covariance.numpy())
+
+
+def facts(parameters: Mapping[str, ndarray], totals: SparseSums) -> dict[str, float]:
+    """The pooled bound in nats, and the noise level."""
+    noise = noise_of(parameters)
+    return {"bound": collapsed_bound(totals, noise), "noise_sd_standardised": math.sqrt(noise)}
+
+
+def progress(exchanges: int, gains: Array, a_round: int, rows: float) -> dict[str, float | None]:
+    """Facts about how far an ascent came: exchanges, the latest gain per row, and what some more would add."""
+    more = outlook(gains, MORE // a_round)
     return {
         "exchanges": exchanges,
         "latest_gain_per_row": float(gains[-1]) if gains.size else None,
-        "forecast_exchanges": forecast,
+        "forecast_exchanges": MORE,
         "forecast_rise": None if more is None else more * rows,
     }
+
+
+def saved(posterior: PooledPosterior, model: ModelSection) -> Posterior:
+    """Arrays, meanings and the equation of prediction for a sparse GP with whitened q(v)."""
+    values = posterior.values
+    arrays: NamedArrays = {LOCATIONS: values[LOCATIONS]}
+    arrays |= {"inducing.mean": posterior.mean, "inducing.covariance": posterior.covariance}
+    arrays |= {name.replace(".log_", ".", 1): np.exp(array) for name, array in values.items() if ".log_" in name}
+    coordinates = dict.fromkeys(arrays, "standardised")
+    coordinates |= {"inducing.mean": "whitened", "inducing.covariance": "whitened"}
+    meanings = {name: MEANINGS.get(name, "hyperparameter") for name in arrays}
+    described = {"family": "sparse", "kernel": model.kernel, "ard": model.ard, "jitter": model.jitter}
+    return Posterior(arrays, meanings, coordinates, EQUATION, described)

@@ -24,10 +24,9 @@ from fedgp_flower.methods.sgpr.private import EDGE, Budget, cleaned
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
-from strategies.pooled_bound import LOCATIONS, LOG_NOISE, noise_of, posterior_at, saved, sizes_at
+from strategies.pooled_bound import LOCATIONS, LOG_NOISE, empty_model, noise_of, posterior_at, saved
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
-from strategies.sgpr import empty_model
 
 AMPLITUDE = "kernel.log_outputscale"
 
@@ -109,7 +108,7 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
     def one_round(self, state: PrivateState, roster: Roster) -> Asking[tuple[PrivateState, Figures]]:
         """Noisy sums at the next lengthscale."""
         values = wider(state.start, len(state.tried), self.options.trials)
-        sizes, sharing = sizes_at(len(values[LOCATIONS])), len(roster.sites) if roster.totals_only else 1
+        sizes, sharing = {"M": len(values[LOCATIONS])}, len(roster.sites) if roster.totals_only else 1
         summed: Summed[PrivateSums] = yield Total(
             PrivateSums, PrivateRequest(values, sharing), roster.sites, retries=0, sizes=sizes
         )

@@ -33,12 +33,12 @@ from fedgp_flower.methods.pvi.messages import (
 )
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.state import Contribution, Product, Record, cavity, posterior
-from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, Statistics
+from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape
 from strategies import sgpr, svgp
-from strategies.pooled_bound import LOCATIONS, ROWS_PER_POINT, noise_of, saved, told_by_total
+from strategies.pooled_bound import CANDIDATES, LOCATIONS, ROWS_PER_POINT, noise_of, saved, told_by_total
 from strategies.server.questions import Asking, Figures, Roster
 
 FIRST_SCALE = 0.1
@@ -202,7 +202,7 @@ class ExactFactor:
     """A site's sums at w = {Z, β}, whose factor of v has Λ = A/σ² and η = b/σ²."""
 
     values: Mapping[str, ndarray]
-    answer: type[Any] = Statistics
+    answer: type[Any] = SparseStatistics
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -214,7 +214,7 @@ class ExactFactor:
         del state, site, plan
         return Parameters(self.values)
 
-    def read(self, state: PVIState, site: str, answer: Statistics) -> Proposal:
+    def read(self, state: PVIState, site: str, answer: SparseStatistics) -> Proposal:
         """The factor; the objective is the bound on the evidence of these rows alone."""
         noise, rows = noise_of(self.values), state.rows[site]
         factor = NaturalParameters(answer.projection / noise, -0.5 * answer.gram / noise)
@@ -323,7 +323,7 @@ class Agreement:
 
     def warnings(self, count: int, rows: Mapping[str, int], called: Callable[[Sequence[str]], str]) -> list[str]:
         """Sites whose factors, or sums whose totals, nearly reveal rows; ``called`` names sites."""
-        found, chosen_from = [], sgpr.CANDIDATES if self.exact else 1
+        found, chosen_from = [], CANDIDATES if self.exact else 1
         if small := [site for site, number in rows.items() if number < ROWS_PER_POINT * count]:
             found.append(
                 f"site(s) {called(small)} have fewer than {ROWS_PER_POINT} rows for each of {count} inducing points:"

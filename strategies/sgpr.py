@@ -13,58 +13,48 @@ The algorithm is a set of functions over :class:`Problem` and :class:`SGPRState`
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from fedgp_flower.config import RunConfig
-from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.errors import RunError
 from fedgp_flower.gp.cells import centres_of, drawn
 from fedgp_flower.gp.linalg import LOG_RANGE
-from fedgp_flower.gp.optimisers import StepMemory, direction, forgotten, outlook, pack, unpack
-from fedgp_flower.gp.sparse import SparseGP
+from fedgp_flower.gp.optimisers import StepMemory, direction, pack, unpack
 from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.sgpr.messages import (
-    Anchors,
-    PooledPosterior,
-    Sketch,
-    TrialAdjoints,
-    TrialGradients,
-    Trials,
-    TrialSums,
-    apart,
-    numbered,
-)
+from fedgp_flower.methods.sgpr.messages import Anchors, PooledPosterior, Sketch
 from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.pooled_bound import (
+    CANDIDATES,
     CURVATURE,
     LOCATIONS,
     LOG_NOISE,
-    ROWS_PER_POINT,
-    adjoints_at,
-    detail_of_progress,
+    SMOOTHED,
+    candidates,
+    empty_model,
     facts,
     folded,
+    gradients_at,
+    inducing_points,
     known_lengthscales,
     lengthscales,
     noise_of,
     objective,
+    of_unit_amplitude,
     pooled,
     posterior_at,
+    progress,
     saved,
-    sizes_at,
+    sums_at,
     thinned,
-    through_inducing_points,
+    told_by_sites,
     told_by_total,
 )
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
@@ -75,8 +65,6 @@ logger = logging.getLogger("fedgp")
 
 SLOTS = 2048
 """Anchors of the sketch."""
-CANDIDATES = 2
-"""For each inducing point: of so many, those are taken that explain most at the first sums."""
 START_RANGE = (-1.0, 3.5)
 """Of log ℓ at the start."""
 WIDER = (-0.5, 0.0, 0.5)
@@ -89,8 +77,6 @@ SHORTER, SHORTEST = 0.1, 1e-3
 """Factor of the steps after a line search without success, and where shorter ones are given up."""
 BEFORE, A_ROUND = 3, 2
 """Exchanges before training (descriptions, where inputs lie, the sketch) and in a round."""
-SMOOTHED, MORE = 5, 20
-"""Rounds whose gains say what so many more exchanges would bring."""
 USUAL = 20
 """Exchanges where the configuration leaves them to the method."""
 TOLERANCE = 1e-6
@@ -109,30 +95,10 @@ class Problem:
     small_sites: str = "warn"
     """The policy for sites with few rows: ``warn``, ``cap`` or ``masks``."""
 
-    @staticmethod
-    def of(config: RunConfig, num_inputs: int, options: SGPROptions) -> Problem:
-        """From the configuration."""
-        return Problem(config.model, num_inputs, config.seed, options.exchanges or USUAL, options.small_sites)
-
-    @property
-    def amplitudes(self) -> list[str]:
-        """Names of the amplitudes that scale the whole kernel together."""
-        return SparseGP(self.model, torch.zeros(1, self.num_inputs)).amplitude_names
-
-    def unit(self, values: Mapping[str, ndarray]) -> NamedArrays:
-        """Parameters with amplitudes that add up to 1."""
-        total = sum(float(np.exp(values[name]).sum()) for name in self.amplitudes)
-        return {**values, **{name: np.asarray(values[name] - math.log(total)) for name in self.amplitudes}}
-
-    def folded(self, chain: Chain) -> tuple[NamedArrays, SparseSums]:
-        """Parameters with the best amplitude and noise for a chain's totals, and the totals there."""
-        assert chain.totals is not None
-        return folded(chain.values, chain.totals, self.model)
-
 
 @message()
-class Chain:
-    """A point on its way up, its totals, and what L-BFGS remembers."""
+class Chain(StepMemory):
+    """A point on its way up, its totals, and the steps that L-BFGS remembers."""
 
     values: Mapping[str, AnyShape]
     """Parameters, the kernel at unit amplitude."""
@@ -145,60 +111,24 @@ class Chain:
     gradient: Float[ndarray, " G"]
     """Of J by the coordinates at ``place``; G = S, or 0 before it is asked for."""
     place: Float[ndarray, " G"]
-    steps: Float[ndarray, "_ S"]
-    changes: Float[ndarray, "_ S"]
-    scales: Float[ndarray, " 2"]
     shrunk: float
     """Factor of the next line search's steps."""
 
     @property
-    def moving(self) -> NamedArrays:
-        """The parameters that an exchange is needed for, Z in units of ``lengths``."""
-        moving = {name: array for name, array in self.values.items() if name != LOG_NOISE}
-        return moving | {LOCATIONS: self.values[LOCATIONS] / self.lengths}
-
-    @property
     def coordinates(self) -> Array:
-        """:attr:`moving` as a vector [S]."""
-        return pack(self.moving)
-
-    def at(self, coordinates: Array) -> NamedArrays:
-        """Parameters at other coordinates, logarithms within their range."""
-        found = unpack(coordinates, self.moving)
-        logs = {name: np.asarray(np.clip(array, -LOG_RANGE, LOG_RANGE)) for name, array in found.items()}
-        return {**self.values, **logs, LOCATIONS: found[LOCATIONS] * self.lengths}
+        """What L-BFGS moves [S]: inducing points in units of ``lengths``, and logarithms."""
+        return pack(moving(self.values)) / units(self.values, self.lengths)
 
     @property
     def moved(self) -> bool:
         """Whether the gradient is that of another point."""
         return not np.array_equal(self.place, self.coordinates)
 
-    def with_gradient(self, by_name: Mapping[str, ndarray]) -> Chain:
-        """With the gradient of F at the point; a step that came before is a pair now."""
-        pulled = {n: 2 * PENALTY * (array - 1) for n, array in self.values.items() if n.endswith("log_lengthscale")}
-        units = {LOCATIONS: by_name[LOCATIONS] * self.lengths}
-        gradient = pack({n: np.asarray({**by_name, **units}[n] - pulled.get(n, 0.0)) for n in self.moving})
-        place, memory = self.coordinates, self.memory
-        if self.gradient.size:
-            memory = memory.after(place - self.place, self.gradient - gradient)
-        return replace(self.remembering(memory), gradient=gradient, place=place)
-
-    @property
-    def memory(self) -> StepMemory:
-        """What L-BFGS remembers."""
-        return StepMemory(self.steps, self.changes, self.scales)
-
-    def remembering(self, memory: StepMemory) -> Chain:
-        """With another memory."""
-        return replace(self, steps=memory.steps, changes=memory.changes, scales=memory.scales)
-
-
-def chain_at(values: Mapping[str, ndarray]) -> Chain:
-    """A chain that starts at parameters of unit amplitude."""
-    none = np.empty(0)
-    lengths = lengthscales(values)
-    empty = Chain(values, lengths, None, 0.0, none, none, np.empty((0, 0)), np.empty((0, 0)), np.zeros(2), 1.0)
-    return empty.remembering(forgotten(empty.coordinates.size))
+    def at(self, coordinates: Array) -> NamedArrays:
+        """Parameters at other coordinates, logarithms within their range."""
+        found = unpack(coordinates * units(self.values, self.lengths), moving(self.values))
+        logs = {n: np.asarray(np.clip(a, -LOG_RANGE, LOG_RANGE)) for n, a in found.items() if n != LOCATIONS}
+        return {**self.values, **found, **logs}
 
 
 @message()
@@ -229,68 +159,36 @@ class SGPRState:
     @property
     def best(self) -> Chain:
         """The chain with the higher J; the first of them before it is known."""
-        return max(self.chains, key=lambda chain: chain.height if self.evaluated else 0.0)
+        return max(self.chains, key=lambda chain: chain.height)
 
 
-def aim(chain: Chain) -> tuple[Chain, Array]:
-    """The direction of the next line search [S], and the chain with the scales that it was found with."""
-    sizes = {name: np.full(array.shape, float(name != LOCATIONS)) for name, array in chain.moving.items()}
-    blocks = pack(sizes).astype(int)
-    relative = lengthscales(chain.values) / chain.lengths  # a lengthscale, in coordinates of Z
-    units = pack(
-        {**{name: np.ones_like(array) for name, array in sizes.items()}, LOCATIONS: sizes[LOCATIONS] + relative}
+def moving(values: Mapping[str, ndarray]) -> NamedArrays:
+    """The parameters that an exchange is needed for: all but the noise."""
+    return {name: array for name, array in values.items() if name != LOG_NOISE}
+
+
+def units(values: Mapping[str, ndarray], lengths: Array) -> Array:
+    """Lengthscales for the entries of Z, and 1 for every other coordinate [S]."""
+    sizes = {name: np.ones_like(array) for name, array in moving(values).items()}
+    return pack(sizes | {LOCATIONS: sizes[LOCATIONS] * lengths})
+
+
+def chain_at(values: Mapping[str, ndarray], totals: SparseSums | None = None) -> Chain:
+    """A chain that starts at parameters of unit amplitude."""
+    size = pack(moving(values)).size
+    height = 0.0 if totals is None else objective(values, totals)
+    return Chain(
+        steps=np.empty((0, size)),
+        changes=np.empty((0, size)),
+        scales=np.zeros(2),
+        values=values,
+        lengths=lengthscales(values),
+        totals=totals,
+        height=height,
+        gradient=np.empty(0),
+        place=np.empty(0),
+        shrunk=1.0,
     )
-    first, cap = (np.asarray(limits)[blocks] * units for limits in (FIRST, CAP))
-    way, memory = direction(chain.gradient, chain.memory, blocks, first, cap)
-    return chain.remembering(memory), way
-
-
-def searched(chain: Chain, tried: Sequence[NamedArrays], totals: Sequence[SparseSums]) -> Chain:
-    """The chain at the best candidate; where none is higher, where it was, without pairs and with shorter steps."""
-    heights = [objective(*pair) for pair in zip(tried, totals, strict=True)]
-    best = int(np.argmax(heights))
-    if heights[best] > chain.height:
-        return replace(chain, values=tried[best], totals=totals[best], height=heights[best], shrunk=1.0)
-    return replace(chain.remembering(forgotten(chain.coordinates.size)), shrunk=SHORTER * chain.shrunk)
-
-
-def wider(values: Mapping[str, ndarray], by: float) -> NamedArrays:
-    """Parameters with other lengthscales, in the same proportions."""
-    return {name: array + by if name.endswith("log_lengthscale") else array for name, array in values.items()}
-
-
-def without_totals(state: SGPRState) -> SGPRState:
-    """The same points, to be evaluated anew: the totals are of other rows than those that answer now."""
-    logger.warning("sites changed; the optimiser starts anew from where it is")
-    chains = tuple(chain_at(chain.values) for chain in state.chains)
-    return replace(state, chains=chains, exchanges=state.exchanges + 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    """Totals at candidates, by chain, and whose they are."""
-
-    chains: list[list[SparseSums]]
-    sites: tuple[str, ...]
-
-    @property
-    def rows(self) -> float:
-        return float(self.chains[0][0].count)
-
-
-def empty_model(section: ModelSection, num_inputs: int) -> dict[str, Array]:
-    """The model's hyperparameters as configured, by name in the order of the sketch."""
-    arrays = SparseGP(section, torch.zeros(1, num_inputs)).to_arrays()
-    return {name: array for name, array in arrays.items() if name != LOCATIONS}
-
-
-def agreed(sketch: Sketch, like: Mapping[str, ndarray]) -> NamedArrays:
-    """The mode (Σ H)⁻¹ Σ Hθ of all sites' fits together, lengthscales within :data:`START_RANGE`."""
-    mode = np.linalg.solve(sketch.precision, sketch.shift)
-    pieces = np.split(mode, np.cumsum([array.size for array in like.values()])[:-1])
-    found = {name: piece.reshape(like[name].shape) for name, piece in zip(like, pieces, strict=True)}
-    lengths = {name: np.clip(array, *START_RANGE) for name, array in found.items() if name.endswith("log_lengthscale")}
-    return found | lengths
 
 
 # The start.
@@ -308,44 +206,28 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
         raise RunError("no site answered where its inputs lie; see the failures above")
     rng = np.random.default_rng([seed, *b"inducing"])
     draws = drawn(summed.total.rows, summed.total.first, summed.total.second, rng)
-    count = min(_points(problem, roster), len(np.unique(draws, axis=0)))
-    most = min(candidates(problem, roster, count), len(np.unique(draws, axis=0)))
+    distinct = len(np.unique(draws, axis=0))
+    count = min(inducing_points(section.num_inducing, roster, problem.small_sites), distinct)
+    most = min(candidates(count, roster, problem.small_sites), distinct)
     expected = {name: np.full_like(array, prior(name, num_inputs)[0]) for name, array in model.items()}
     chains = []
     for first in (agreed(summed.total, model), expected):
         lengths = lengthscales({**first, LOCATIONS: draws})
         centres = centres_of(draws / lengths, most, np.random.default_rng([seed, *b"centres"]))
-        chains.append(chain_at(problem.unit({**first, LOCATIONS: centres * lengths})))
+        chains.append(chain_at(of_unit_amplitude({**first, LOCATIONS: centres * lengths}, section)))
     logger.info("%d inducing points; at most %d exchanges for training", count, problem.exchanges)
     for words in told_by_total(most, roster.rows, CANDIDATES):
         logger.warning(words)
     return SGPRState(tuple(chains), (), BEFORE, count)
 
 
-def _points(problem: Problem, roster: Roster) -> int:
-    """P: as configured, at most the number of rows, and by the policy at most what the smallest site bears.
-
-    Raises:
-        ConfigError: small sites may take part under masks alone.
-    """
-    most = min(problem.model.num_inducing, sum(roster.rows.values()))
-    small = [site for site, rows in roster.rows.items() if rows < ROWS_PER_POINT * most]
-    if roster.totals_only or not small or problem.small_sites == "warn":
-        return most
-    if problem.small_sites == "cap":
-        return max(1, min(roster.rows.values()) // ROWS_PER_POINT)
-    raise ConfigError(
-        f"`sgpr.small-sites` = 'masks': site(s) {', '.join(small[:5])} have fewer than {ROWS_PER_POINT} rows for"
-        f" each of {most} inducing points; set `privacy.secure-aggregation` to true, or lower `model.num-inducing`"
-    )
-
-
-def candidates(problem: Problem, roster: Roster, count: int) -> int:
-    """How many points ``count`` are chosen from by the first sums: at most rows, and what the smallest site bears."""
-    most = min(CANDIDATES * count, sum(roster.rows.values()))
-    if roster.totals_only or problem.small_sites == "warn":
-        return most
-    return max(count, min(most, min(roster.rows.values()) // ROWS_PER_POINT))
+def agreed(sketch: Sketch, like: Mapping[str, ndarray]) -> NamedArrays:
+    """The mode (Σ H)⁻¹ Σ Hθ of all sites' fits together, lengthscales within :data:`START_RANGE`."""
+    mode = np.linalg.solve(sketch.precision, sketch.shift)
+    pieces = np.split(mode, np.cumsum([array.size for array in like.values()])[:-1])
+    found = {name: piece.reshape(like[name].shape) for name, piece in zip(like, pieces, strict=True)}
+    lengths = {name: np.clip(array, *START_RANGE) for name, array in found.items() if name.endswith("log_lengthscale")}
+    return found | lengths
 
 
 # A round.
@@ -354,86 +236,102 @@ def candidates(problem: Problem, roster: Roster, count: int) -> int:
 def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[SGPRState, Figures]]:
     """A gradient of every chain that has moved, and a line search of every chain."""
     if set(state.sites) != set(roster.sites) or not state.evaluated:
-        state = yield from _evaluated(problem, state, roster.sites)
+        state = yield from evaluate(problem, state, roster.sites)
     if state.evaluated:
-        state = yield from _differentiated(problem, state)
+        state = yield from differentiate(problem, state)
     if state.evaluated:
-        state = yield from _searched(state)
-    return state, _figures(problem, state)
-
-
-def _figures(problem: Problem, state: SGPRState) -> Figures:
-    if not state.evaluated:
-        return {}
-    values, totals = problem.folded(state.best)
+        state = yield from search(state)
+    if state.best.totals is None or not state.evaluated:
+        return state, {}
+    values, totals = folded(state.best.values, state.best.totals, problem.model)
     bound = facts(values, totals)["bound"]
-    return {"bound": bound, "objective": bound / state.rows, "noise": noise_of(values)}
+    return state, {"bound": bound, "objective": bound / state.rows, "noise": noise_of(values)}
 
 
-def _evaluated(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
-    """Totals of these sites at some lengthscales around those of each chain; pairs are of other rows."""
-    tried = [[wider(chain.values, by) for by in WIDER] for chain in state.chains]
-    totals = yield from _totals(tried, sites)
-    if totals is None:
-        return replace(state, exchanges=state.exchanges + 1)
-    chains = []
-    for values, found in zip(tried, totals.chains, strict=True):
-        best = int(np.argmax([objective(*at) for at in zip(values, found, strict=True)]))
-        chains.append(_thinned(problem, values[best], found[best], state.points))
-    return SGPRState(tuple(chains), totals.sites, state.exchanges + 1, state.points)
+def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
+    """Totals of these sites at some lengthscales around those of each chain; steps so far were of other rows."""
+    tried = [wider(chain.values, by) for chain in state.chains for by in WIDER]
+    totals, answered = yield from sums_at(tried, sites)
+    exchanges = state.exchanges + 1
+    if not totals:
+        return replace(state, exchanges=exchanges)
+    found = highest(tried, totals, len(WIDER))
+    chains = [chain_at(*thinned(values, sums, state.points, problem.model)) for values, sums, _ in found]
+    return SGPRState(tuple(chains), answered, exchanges, state.points)
 
 
-def _thinned(problem: Problem, values: Mapping[str, ndarray], totals: SparseSums, count: int) -> Chain:
-    """A chain at those candidates for inducing points that explain most."""
-    kept, totals = thinned(values, totals, count, problem.model)
-    return replace(chain_at(kept), totals=totals, height=objective(kept, totals))
-
-
-def _differentiated(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
-    """With the gradients of the chains that have moved."""
-    asked = {n: problem.folded(chain) for n, chain in enumerate(state.chains) if chain.moved}
-    if not asked:
+def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
+    """With the gradients of the chains that have moved; a step that came before is a pair now."""
+    moved = [(chain.values, chain.totals) for chain in state.chains if chain.moved and chain.totals]
+    if not moved:
         return state
-    request = TrialAdjoints.of([at for at, _ in asked.values()], [adjoints_at(*at) for at in asked.values()])
-    sizes = sizes_at(request.projections.shape[1])
-    summed: Summed[TrialGradients] = yield Total(TrialGradients, request, state.sites, sizes=sizes)
-    if summed.total is None or set(summed.sites) != set(state.sites) or summed.silent:
+    points = [folded(values, totals, problem.model) for values, totals in moved]
+    gradients = yield from gradients_at(points, state.sites, problem.model)
+    if gradients is None:
         return without_totals(state)
-    shares = dict(zip(asked, apart(summed.total.values), strict=True))
-    chains = list(state.chains)
-    for n, (values, totals) in asked.items():
-        through = through_inducing_points(values, totals, adjoints_at(values, totals), problem.model)
-        chains[n] = chains[n].with_gradient({name: shares[n][name] + through[name] for name in through})
-    return replace(state, chains=tuple(chains), exchanges=state.exchanges + 1)
+    each = iter(gradients)
+    chains = tuple(with_gradient(chain, next(each)) if chain.moved else chain for chain in state.chains)
+    return replace(state, chains=chains, exchanges=state.exchanges + 1)
 
 
-def _searched(state: SGPRState) -> Asking[SGPRState]:
-    """Every chain at the best of its candidates, if that is higher than where it is."""
+def with_gradient(chain: Chain, slopes: Mapping[str, ndarray]) -> Chain:
+    """The chain with the gradient of J at its point, from that of the bound."""
+    pulled = {n: slopes[n] - 2 * PENALTY * (a - 1) for n, a in chain.values.items() if n.endswith("log_lengthscale")}
+    gradient = pack(moving({**slopes, **pulled})) * units(chain.values, chain.lengths)
+    place = chain.coordinates
+    if chain.gradient.size:
+        chain = chain.after(place - chain.place, chain.gradient - gradient)
+    return replace(chain, gradient=gradient, place=place)
+
+
+def search(state: SGPRState) -> Asking[SGPRState]:
+    """Every chain at the highest of its candidates; where none is higher, where it was, with shorter steps."""
     aimed = [aim(chain) for chain in state.chains]
-    tried = [[chain.at(chain.coordinates + by * chain.shrunk * way) for by in STEPS] for chain, way in aimed]
-    totals = yield from _totals(tried, state.sites)
-    if totals is None or set(totals.sites) != set(state.sites) or totals.rows != state.rows:
+    tried = [chain.at(chain.coordinates + by * chain.shrunk * way) for chain, way in aimed for by in STEPS]
+    totals, answered = yield from sums_at(tried, state.sites)
+    if not totals or set(answered) != set(state.sites) or float(totals[0].count) != state.rows:
         return without_totals(state)
-    chains = [
-        searched(chain, values, found) for (chain, _), values, found in zip(aimed, tried, totals.chains, strict=True)
-    ]
-    moved = replace(state, chains=tuple(chains), exchanges=state.exchanges + 1)
-    climbed = [(new.height - old.height) / state.rows for new, old in zip(chains, state.chains, strict=True)]
-    flat = max(climbed) < TOLERANCE * max(1.0, abs(moved.best.height) / state.rows)
+    chains = []
+    for (chain, _), (values, sums, height) in zip(aimed, highest(tried, totals, len(STEPS)), strict=True):
+        if height > chain.height:
+            chains.append(replace(chain, values=values, totals=sums, height=height, shrunk=1.0))
+        else:
+            chains.append(replace(chain.forgotten(), shrunk=SHORTER * chain.shrunk))
+    after = replace(state, chains=tuple(chains), exchanges=state.exchanges + 1)
+    climbed = max(new.height - old.height for new, old in zip(chains, state.chains, strict=True)) / state.rows
+    flat = climbed < TOLERANCE * max(1.0, abs(after.best.height) / state.rows)
     shortening = any(SHORTEST < chain.shrunk < 1 for chain in chains)
-    gain = (moved.best.height - state.best.height) / state.rows
-    gains = np.append(state.gains, gain)[-SMOOTHED:]
-    return replace(moved, gains=gains, converged=flat and not shortening)
+    gains = np.append(state.gains, (after.best.height - state.best.height) / state.rows)[-SMOOTHED:]
+    return replace(after, gains=gains, converged=flat and not shortening)
 
 
-def _totals(tried: list[list[NamedArrays]], sites: tuple[str, ...]) -> Asking[_Totals | None]:
-    """Totals at the candidates of every chain, in one exchange; None where nobody answers."""
-    request, sizes = Trials(numbered([at for chain in tried for at in chain])), sizes_at(len(tried[0][0][LOCATIONS]))
-    summed: Summed[TrialSums] = yield Total(TrialSums, request, sites, sizes=sizes)
-    if summed.total is None:
-        return None
-    each = iter(summed.total.each())
-    return _Totals([[next(each) for _ in chain] for chain in tried], summed.sites)
+def aim(chain: Chain) -> tuple[Chain, Array]:
+    """The chain with new scales of L-BFGS, and where its next line search goes [S]."""
+    blocks = pack({name: np.full(array.shape, name != LOCATIONS) for name, array in moving(chain.values).items()})
+    sizes = units(chain.values, lengthscales(chain.values)) / units(chain.values, chain.lengths)
+    first, cap = (np.where(blocks, limits[1], limits[0]) * sizes for limits in (FIRST, CAP))
+    way, chain = direction(chain.gradient, chain, blocks.astype(int), first, cap)
+    return chain, way
+
+
+def wider(values: Mapping[str, ndarray], by: float) -> NamedArrays:
+    """Parameters with other lengthscales, in the same proportions."""
+    return {name: array + by if name.endswith("log_lengthscale") else array for name, array in values.items()}
+
+
+def highest(
+    tried: Sequence[NamedArrays], totals: Sequence[SparseSums], size: int
+) -> list[tuple[NamedArrays, SparseSums, float]]:
+    """Of every ``size`` candidates, those of a chain, the one with the highest J, its totals and J."""
+    found = [(*at, objective(*at)) for at in zip(tried, totals, strict=True)]
+    return [max(found[n : n + size], key=lambda at: at[2]) for n in range(0, len(found), size)]
+
+
+def without_totals(state: SGPRState) -> SGPRState:
+    """The same points, to be evaluated anew: the totals are of other rows than those that answer now."""
+    logger.warning("sites changed; the optimiser starts anew from where it is")
+    chains = tuple(chain_at(chain.values) for chain in state.chains)
+    return replace(state, chains=chains, exchanges=state.exchanges + 1)
 
 
 # The end.
@@ -446,46 +344,12 @@ def finished(problem: Problem, state: SGPRState) -> bool:
 
 def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tuple[PooledPosterior, SparseSums]]:
     """The exact posterior of all rows at the better chain's point, and the totals it comes from."""
-    chain = state.best
-    if chain.totals is None or set(state.sites) != set(roster.everyone):
-        totals: SparseSums = yield from pooled(chain.values, roster.everyone)
-        chain = _thinned(problem, chain.values, totals, state.points)
-    values, totals = problem.folded(chain)
+    values, totals = state.best.values, state.best.totals
+    if totals is None or set(state.sites) != set(roster.everyone):
+        totals = yield from pooled(values, roster.everyone)
+        values, totals = thinned(values, totals, state.points, problem.model)
+    values, totals = folded(values, totals, problem.model)
     return posterior_at(values, totals), totals
-
-
-def parameters(problem: Problem, state: SGPRState) -> NamedArrays:
-    """The parameters of the better chain."""
-    return problem.folded(state.best)[0] if state.evaluated else dict(state.best.values)
-
-
-def warnings(problem: Problem, state: SGPRState, roster: Roster, called: Callable[[Sequence[str]], str]) -> list[str]:
-    """Which sites' sums, or whether the total, nearly reveal rows, and what limited the inducing points.
-
-    Args:
-        problem: What stays the same.
-        state: The state at the end.
-        roster: The sites.
-        called: Names of sites for people.
-    """
-    count, rows = len(state.best.values[LOCATIONS]), roster.rows
-    most = candidates(problem, roster, count)
-    found = told_by_total(most, rows, CANDIDATES)
-    small = [site for site, number in rows.items() if number < ROWS_PER_POINT * most]
-    if small and not roster.totals_only:
-        found.append(
-            f"site(s) {called(small)} have fewer than {ROWS_PER_POINT} rows for each of {most} points that"
-            f" {count} inducing points were chosen from: their sums, seen in the clear, are nearly their rows;"
-            f" `sgpr.small-sites` = {problem.small_sites!r} allows that, 'cap' takes fewer points, 'masks'"
-            " insists on `privacy.secure-aggregation` = true, which hides them"
-        )
-    if count < min(problem.model.num_inducing, sum(rows.values())):
-        least = min(rows, key=lambda site: rows[site])
-        found.append(
-            f"{count} inducing points instead of {problem.model.num_inducing}: `sgpr.small-sites` = 'cap', and"
-            f" site {called([least])} has {rows[least]} rows; totals under masks need no such limit"
-        )
-    return found
 
 
 class SGPR(FederatedStrategy[SGPRState]):
@@ -500,7 +364,9 @@ class SGPR(FederatedStrategy[SGPRState]):
     @property
     def problem(self) -> Problem:
         """What stays the same during a run."""
-        return Problem.of(self.config, self.preparation.num_inputs, self.options)
+        config, options = self.config, self.options
+        exchanges = options.exchanges or USUAL
+        return Problem(config.model, self.preparation.num_inputs, config.seed, exchanges, options.small_sites)
 
     def initialise(self, roster: Roster) -> Asking[SGPRState]:
         """Two chains."""
@@ -525,23 +391,23 @@ class SGPR(FederatedStrategy[SGPRState]):
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
         """The exact posterior of all rows at the better chain's point."""
         found, totals = yield from posterior(self.problem, state, roster)
-        more = outlook(state.gains, MORE // A_ROUND)
-        progress = detail_of_progress(state.exchanges, state.gains, more, MORE, state.rows)
-        details = facts(found.values, totals) | progress | {"num_inducing": len(state.best.values[LOCATIONS])}
+        details = facts(found.values, totals) | progress(state.exchanges, state.gains, A_ROUND, state.rows)
+        details |= {"num_inducing": len(state.best.values[LOCATIONS])}
         return Predicted(found, saved(found, self.config.model), details)
 
     def public(self, state: SGPRState) -> NamedArrays:
         """The parameters of the better chain."""
-        return encode(Parameters(parameters(self.problem, state)))
+        values, totals = state.best.values, state.best.totals
+        return encode(Parameters(values if totals is None else folded(values, totals, self.config.model)[0]))
 
     def adopt(self, state: SGPRState, arrays: NamedArrays) -> SGPRState:
         """Start one chain from other parameters; the same ones change nothing."""
-        given = {name.removeprefix("values."): array for name, array in arrays.items()}
-        if np.array_equal(pack(given), pack(parameters(self.problem, state))):
+        if np.array_equal(pack(arrays), pack(self.public(state))):
             return state
-        return SGPRState((chain_at(self.problem.unit(given)),), (), state.exchanges)
+        given = {name.removeprefix("values."): array for name, array in arrays.items()}
+        return SGPRState((chain_at(of_unit_amplitude(given, self.config.model)),), (), state.exchanges)
 
-    def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, Any]]:
+    def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, object]]:
         """Lengthscales, and how well all rows know them."""
         del state
         values = self.scoring.predicted.request.values
@@ -549,5 +415,16 @@ class SGPR(FederatedStrategy[SGPRState]):
         return {"relevance": lengthscale_facts(values, spread, CURVATURE)}
 
     def warnings(self) -> list[str]:
-        """Also what is nearly revealed."""
-        return super().warnings() + warnings(self.problem, self.current, self.roster(), self.called)
+        """Also which sites' sums, or whether the total, nearly reveal rows, and what limited the inducing points."""
+        count, roster, policy = len(self.current.best.values[LOCATIONS]), self.roster(), self.options.small_sites
+        most = candidates(count, roster, policy)
+        found = super().warnings() + told_by_total(most, roster.rows, CANDIDATES)
+        if not roster.totals_only:
+            found += told_by_sites(most, count, roster.rows, policy, self.called)
+        wanted, least = self.config.model.num_inducing, min(roster.rows, key=lambda site: roster.rows[site])
+        if count < min(wanted, sum(roster.rows.values())):
+            found.append(
+                f"{count} inducing points instead of {wanted}: `sgpr.small-sites` = 'cap', and"
+                f" site {self.called([least])} has {roster.rows[least]} rows; totals under masks need no such limit"
+            )
+        return found

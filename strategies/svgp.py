@@ -21,9 +21,8 @@ from numpy import ndarray
 from scipy.special import ndtri
 
 from fedgp_flower.config import RunConfig
-from fedgp_flower.gp.latent import CONSTANT, LatentGP
-from fedgp_flower.gp.optimisers import outlook, pack, two_loops, unpack
-from fedgp_flower.gp.placement import FLOAT32_JITTER
+from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, LatentGP
+from fedgp_flower.gp.optimisers import pack, two_loops, unpack
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior
@@ -33,7 +32,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
-from strategies.pooled_bound import LOCATIONS, detail_of_progress, sizes_at, told_by_total
+from strategies.pooled_bound import LOCATIONS, SMOOTHED, progress, told_by_total
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -51,8 +50,6 @@ LEAST = 0.3
 """A step in (B, b) leaves the least eigenvalue of I + B at this share of what it was, or of one."""
 BEFORE = 2
 """Exchanges before training: descriptions, where inputs lie."""
-SMOOTHED, MORE = 5, 20
-"""Evaluations whose gains say what so many more exchanges would bring."""
 HALVINGS = 4
 """After so many in a row the memory is cleared, after twice as many the run has ended."""
 USUAL = 60
@@ -151,7 +148,7 @@ def one_round(problem: LatentProblem, state: SVGPState, roster: Roster) -> Askin
         moved = carried(duals, old, new, new.factor())
         q = moved.posterior()
     asked = PooledPosterior(point, q.mean.numpy(), q.covariance.numpy())
-    summed: Summed[Expectations] = yield Total(Expectations, asked, roster.sites, sizes=sizes_at(len(asked.mean)))
+    summed: Summed[Expectations] = yield Total(Expectations, asked, roster.sites, sizes={"M": len(asked.mean)})
     if summed.total is None or summed.silent or summed.sites != roster.sites:
         return (state if state.found is None else taken_back(state)), {}  # they may have met numbers without end
     found, rows = summed.total, sum(roster.rows.values())
@@ -300,9 +297,8 @@ class SVGP(FederatedStrategy[SVGPState]):
         del roster
         yield from ()
         found, gains = posterior(state), np.diff(state.objectives[-SMOOTHED - 1 :])
-        rows = sum(self.preparation.rows.values())
-        details = {"bound": state.bound, "evaluations": state.evaluations}
-        details |= detail_of_progress(state.exchanges, gains, outlook(gains, MORE), MORE, rows)
+        details = progress(state.exchanges, gains, 1, sum(self.preparation.rows.values()))
+        details |= {"bound": state.bound, "evaluations": state.evaluations}
         return Predicted(found, saved(found, self.problem.model), details)
 
     def public(self, state: SVGPState) -> NamedArrays:

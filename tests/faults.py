@@ -17,18 +17,17 @@ from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from fedgp_flower import client_app
 from fedgp_flower.data.sites import load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.models import SparseGP, WhitenedPosterior
+from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import SparseSums, exact_posterior
-from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.typing import NamedArrays
-from strategies import sgpr
 from strategies.pooled_bound import noise_of
+from strategies.server.network import content_bytes
 from strategies.server.strategy import FederatedStrategy
-from strategies.server.wire import content_bytes
 
 Change = Callable[[Message], Message | None]
 """A reply as the site meant it → what arrives; None is lost on the way."""
@@ -263,10 +262,7 @@ def blamed(strategy: FederatedStrategy[Any]) -> dict[str, list[str]]:
 
 def parameters(strategy: Any) -> NamedArrays:
     """The parameters that a run of SGPR, FSGP or FGPR has reached."""
-    state = strategy.current
-    if isinstance(state, sgpr.SGPRState):
-        return sgpr.parameters(strategy.problem, state)
-    return dict(state.parameters)
+    return {name.removeprefix("values."): array for name, array in strategy.public(strategy.current).items()}
 
 
 def rows_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,14 +62,6 @@ def test_a_node_gets_the_same_rows_on_every_visit_and_others_by_seed():
     assert not load_site(config(seed=1), node).train.equals(one.train)
 
 
-def test_a_process_cuts_and_encodes_a_sites_rows_once():
-    node = {"partition-id": 0, "num-partitions": 2}
-    site = load_site(config(), node)
-    assert load_site(config(), node) is site
-    preparation = preparation_of([site, load_site(config(), node | {"partition-id": 1})])
-    assert site.encode(preparation) is site.encode(preparation)
-
-
 def test_natural_sites_keep_their_own_test_rows_and_names():
     keys = config(dataset="five-blocks", split=0, partitioner="natural", partition={"column": "site"})
     sites = load_all_sites(keys, 5)
@@ -89,15 +81,6 @@ def test_test_rows_of_groups_without_a_site_are_shared_out(tmp_path):
     assert [len(site.train) for site in sites] == [24, 20]
     assert sorted(stacked(sites, "test")["x"]) == [5.0 * i for i in range(12)]
     assert set(sites[0].test["x"]) >= {0.0, 5.0, 10.0, 15.0, 20.0, 25.0}
-
-
-def test_the_signal_with_a_gap_is_tested_at_its_own_unit():
-    keys = config(dataset="convolved-signals", split=0, partitioner="natural", partition={"column": "unit"})
-    sites = load_all_sites(keys, 5)
-    assert [(len(site.train), len(site.test)) for site in sites] == [(100, 100)] + [(200, 0)] * 4
-    assert sites[0].train["x"].max() <= 0 < sites[0].test["x"].min()
-    encoded = [site.encode(preparation_of(sites)) for site in sites]
-    assert encoded[1].x_test.shape == (0, 1)
 
 
 def preparation_of(sites: list[RawSite], **keys) -> Preparation:

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.cells import number_labels, typed
+from fedgp_flower.data.cells import typed
 from fedgp_flower.data.datasets import checked
 from fedgp_flower.data.sites import RawSite, load_site
 from fedgp_flower.data.tables import read_table, sites_of, table_stem
@@ -133,11 +133,6 @@ def test_faults_of_a_test_file_name_the_test_file(tmp_path):
     assert SECRET not in str(caught.value)
 
 
-def test_a_constant_column_of_one_site_is_kept(tmp_path):
-    (tmp_path / "a.csv").write_text(lines(rows=[f"{i},ax,1,2" for i in range(9)]))
-    assert load(tmp_path / "a.csv").features == ("age", "job", "dose")
-
-
 @pytest.mark.parametrize("separator", [";", "\t", "|"])
 def test_cells_are_separated_by_what_cuts_the_header(separator, tmp_path):
     frame = pd.read_csv(pd.io.common.StringIO(lines())).rename(columns={"job": "job, or none"})
@@ -165,16 +160,9 @@ def test_the_three_formats_give_the_same_rows(suffix, tmp_path):
     assert len(site.test) == round(0.2 * 12)
 
 
-@pytest.mark.parametrize("above", ["\n", "  \n\n"])
-def test_blank_lines_above_the_header_are_none(tmp_path, above):
-    (tmp_path / "site.csv").write_text(above + lines())
-    (tmp_path / "plain.csv").write_text(lines())
-    pd.testing.assert_frame_equal(read_table(tmp_path / "site.csv"), read_table(tmp_path / "plain.csv"))
-
-
 def test_byte_order_mark_blanks_and_question_marks(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_bytes(b"\xef\xbb\xbf" + b" x , job ,y\n1, ? ,2\n2,a,3\n\n3,a,5\n")
+    path.write_bytes(b"\xef\xbb\xbf  \n\n x , job ,y\n1, ? ,2\n2,a,3\n\n3,a,5\n")
     frame = typed(read_table(path), ["x", "job", "y"], "a.csv")
     assert frame["job"].tolist() == ["?", "a", "a"]
     assert frame["x"].tolist() == [1.0, 2.0, 3.0]
@@ -222,12 +210,6 @@ def test_targets_of_each_likelihood():
         target("y", "bernoulli")
     with pytest.raises(DataError, match="`y`: expected counts 0, 1, 2, …; another number in row 3 and 1 more row"):
         target("y", "poisson")
-
-
-def test_numbers_as_levels():
-    labels = number_labels(pd.Series([1.0, -3.0, 0.5, np.nan, 1e300]))
-    assert labels[:3].tolist() == ["1", "-3", "0.5"]
-    assert labels.isna().tolist() == [False, False, False, True, False]
 
 
 def test_held_out_rows_beside_a_table_are_no_site():

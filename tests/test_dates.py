@@ -17,7 +17,6 @@ from fedgp_flower import server_app
 from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.dates import dates_in
-from fedgp_flower.data.sites import load_site
 from fedgp_flower.errors import DataError
 from fedgp_flower.run.terminal import show_result
 
@@ -99,14 +98,6 @@ def test_a_data_set_with_dates_is_refused_when_it_is_loaded(tmp_path: Path) -> N
     assert load_table(CoreConfig.model_validate(keys | {"features": "x1"})).features == ("x1",)
     with pytest.raises(DataError, match=r"`admitted` holds dates .* or name another `target`"):
         load_table(CoreConfig.model_validate(keys | {"target": "admitted"}))
-
-
-def test_dates_in_parquet_are_refused_in_the_same_words(tmp_path: Path) -> None:
-    frame = waves(60, 0)
-    frame.insert(0, "day", pd.date_range("2023-01-05", periods=60))
-    frame.to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"`day` holds dates \(for example row 1\); set `dates`"):
-        load_site(CoreConfig(), {"data-path": str(tmp_path / "a.parquet")})
 
 
 def test_rows_may_be_dealt_by_a_column_of_dates(tmp_path: Path) -> None:

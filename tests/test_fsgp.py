@@ -26,7 +26,8 @@ from faults import (
 )
 from scipy.stats import kstest
 
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import (
     INPUT_EDGES,
     collapsed_bound,
@@ -34,10 +35,10 @@ from fedgp_flower.gp.sums import (
     input_shape,
 )
 from fedgp_flower.messages import add
-from fedgp_flower.methods.sgpr.messages import Statistics
+from fedgp_flower.methods.sgpr.messages import SparseStatistics
 from fedgp_flower.shared_messages import Described
 from strategies.pooled_bound import noise_of
-from strategies.server.contract import Contract
+from strategies.server.session import Contract
 from strategies.server.shapes import copula_points
 
 PARAMETERS = "state.parameters."
@@ -152,17 +153,17 @@ def test_sums_of_honest_rows_are_never_refused() -> None:
     for size in (1, 2, 30):
         x, y = torch.from_numpy(draw.standard_normal((size, 1))), torch.from_numpy(draw.standard_normal(size))
         strategy = _Model(torch.cat([x, x])[:5])
-        statistics = Statistics(**vars(pooled_sums(strategy.sparse, x, y)))
+        statistics = SparseStatistics(**vars(pooled_sums(strategy.sparse, x, y)))
         assert statistics.refusal(Described(size)) is None
         assert statistics.refusal(Described(size + 1)) is not None
         assert statistics.refusal(Described(size, added=True)) is None
         assert statistics.refusal(Described(size + 1, added=True)) is not None
 
 
-def stated(gram: np.ndarray, projection: np.ndarray | float = 0.0, square: float = 1.0) -> Statistics:
+def stated(gram: np.ndarray, projection: np.ndarray | float = 0.0, square: float = 1.0) -> SparseStatistics:
     """Sums of ten rows, said so."""
     size = len(gram)
-    return Statistics(gram, np.zeros(size) + projection, np.array(square), np.array(float(size)), np.array(10.0))
+    return SparseStatistics(gram, np.zeros(size) + projection, np.array(square), np.array(float(size)), np.array(10.0))
 
 
 def test_gross_lies_show_at_a_glance() -> None:
@@ -195,7 +196,7 @@ def test_a_lie_that_no_glance_shows_is_refused_where_no_rows_have_the_total() ->
     lie = stated(eye - 1.5 * np.outer(direction, direction))
     assert lie.refusal(Described(10, added=True)) is None
     assert lie.refusal(Described(10)) is not None
-    contract = Contract(Statistics, {"M": size}, dict.fromkeys(("honest", "liar"), Described(10)), {}, added=True)
+    contract = Contract(SparseStatistics, {"M": size}, dict.fromkeys(("honest", "liar"), Described(10)), {}, added=True)
     for gram, projection in ((0.4, 0.0), (0.6, 0.7)):  # totals without positive eigenvalues, and with a b too large
         honest = stated(gram * eye, projection * direction)
         assert honest.refusal(Described(10)) is None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from fedgp_flower.clients import masking
+from fedgp_flower.clients.guard import Guard
 from fedgp_flower.errors import ConfigError, NumericsError, ProtocolError
 from fedgp_flower.privacy import masks
 from fedgp_flower.privacy.keys import Identity, Member, Trust, fingerprint
@@ -25,7 +28,10 @@ from fedgp_flower.privacy.questions import (
     flat,
     layout_of,
     unflat,
+    written_members,
 )
+from fedgp_flower.run.in_process import identify_task
+from fedgp_flower.shared_messages import Nothing
 
 SITES = ("a", "b", "c", "d", "e")
 
@@ -225,27 +231,35 @@ def test_within_a_question_the_roster_may_only_shrink():
             asked(shrunk(*roster), smaller)
 
 
+def guard_of(folder: Path, sites: tuple[str, ...]) -> Guard:
+    """Of site a and a question to these sites: Flower starts a process for each message, which has a Context alone."""
+    asked = json.dumps({"sites": sites, "number": 1, "layout": QUESTION.layout})
+    settings = ConfigRecord({"run": "run", "round": 1, "context": "1", "masked": asked})
+    message = Message(RecordDict({"config": settings}), dst_node_id=1, message_type=QUESTION.kind)
+    node: dict[str, Any] = {"partition-id": 0, "num-partitions": 5, "site": "a", "state-dir": str(folder)}
+    shared = RecordDict({"context": ConfigRecord({"members": written_members(members())})})
+    return Guard(message, Context(run_id=1, node_id=1, node_config=node, state=shared, run_config={}))
+
+
 def test_two_questions_at_once_are_answered_one_after_the_other(tmp_path):
-    """Flower starts a process for each message: each has a separate Context, and they share the folder alone."""
+    identify_task()
     began, told = threading.Event(), {}
-    node = {"partition-id": 0, "num-partitions": 5, "site": "a", "state-dir": str(tmp_path)}
 
     def slowly():
         began.set()
         time.sleep(0.1)
         raise NumericsError("nothing to add")
 
-    def answer(sites):
-        context = Context(run_id=1, node_id=1, node_config=dict(node), state=RecordDict(), run_config={})
+    def answer(*sites):
         try:
-            masking.answered(replace(QUESTION, members=members(sites=sites)), context, slowly)
+            guard_of(tmp_path, sites).summand(Nothing(), "", slowly)
         except ProtocolError as error:
             told[sites] = str(error)
 
-    first = threading.Thread(target=answer, args=(("a", "b", "c"),))
+    first = threading.Thread(target=answer, args=("a", "b", "c"))
     first.start()
     began.wait()
-    answer(("a", "b", "d"))
+    answer("a", "b", "d")
     first.join()
     assert list(told) == [("a", "b", "d")]
     assert "does not shrink" in told["a", "b", "d"]

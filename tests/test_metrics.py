@@ -126,7 +126,7 @@ def test_a_wrong_certainty_costs_infinitely_many_nats():
         (([0.0], [0.0], [0.0]), "`sd` of a prediction is not positive in 1 places"),
         (([0.0], [-1.0], [0.0]), "not positive"),
         (([np.nan], [1.0], [0.0]), "`mean` of a prediction is not finite"),
-        (([0.0], [1.0], [0.0, 1.0]), r"found \(1,\), \(1,\), \(2,\)"),
+        (([0.0], [1.0], [0.0, 1.0]), r"found \(1, 1\), \(1, 1\), \(2,\)"),
     ],
 )
 def test_unusable_gaussian_predictions_are_errors(arguments, message):

@@ -93,14 +93,6 @@ def test_rows_left_out_of_a_table_keep_its_splits_and_groups(tmp_path: Path) -> 
     assert [site.dropped for site in load_all_sites(config, 2)] == [table.dropped, 0]
 
 
-def test_a_column_without_a_filled_cell_is_refused(tmp_path: Path) -> None:
-    nodes = csv_nodes(tmp_path, {"a": patients().assign(weight=np.nan)})
-    with pytest.raises(DataError, match="no cell of `weight` is filled"):
-        load_site(settings("impute"), nodes[0])
-    with pytest.raises(DataError, match="every row has a missing cell"):
-        load_site(settings("drop"), nodes[0])
-
-
 def test_a_site_that_counts_more_missing_cells_than_rows_is_refused(tmp_path: Path) -> None:
     sites = real_sites(tmp_path, "impute", [30, 61])
     described = {str(k): site.describe() for k, site in enumerate(sites)}
@@ -152,13 +144,6 @@ def test_dates_become_days_and_season(tmp_path: Path, form: str) -> None:
     assert site.train["sine(day)"][7] == pytest.approx(math.sin(angle))
     assert site.train["cosine(day)"][7] == pytest.approx(math.cos(angle))
     assert load_site(settings("error", dates="days"), nodes[0]).features == ("days(day)", "x")
-
-
-def test_days_and_months_that_could_be_exchanged_are_refused(tmp_path: Path) -> None:
-    frame = dated("%d/%m/%Y").assign(day=[f"0{1 + k % 9}/0{1 + k // 9}/2023" for k in range(60)])
-    [node] = csv_nodes(tmp_path, {"a": frame})
-    with pytest.raises(DataError, match=r"a\.csv: in `day` day and month could be exchanged .* write dates as 2024-12"):
-        load_site(settings("error", dates="days"), node)
 
 
 # Numbers as people write them.

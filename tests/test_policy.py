@@ -135,7 +135,7 @@ def test_nothing_of_a_patient_leaves(columns, tmp_path, monkeypatch):
 
 
 def rules(policy: Policy, **more: Any) -> Rules:
-    return Rules(policy, "site.toml", "train", False, [], **more)
+    return Rules("train", policy=policy, file="site.toml", **more)
 
 
 def site_of(frame: pd.DataFrame, partitions: int = 0) -> RawSite:
@@ -191,7 +191,7 @@ def test_rounds_of_a_day_are_counted_over_runs(tmp_path, monkeypatch):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"day": "2020-01-01"}))
     rules(limited).admit(config, "r2", 2, str(tmp_path))
     with pytest.raises(ConfigError, match="needs a `state-dir`"):
-        rules(limited).admit(config, "r2", 3, None)
+        rules(limited).admit(config, "r2", 3, "")
 
 
 def test_cells_are_joined_and_the_total_stays():
@@ -249,9 +249,9 @@ def test_a_question_under_another_name_does_not_slip_past_the_policy(kind, refus
 
 def test_a_simulation_has_no_policy_unless_one_is_named():
     frame = hospital(0).iloc[:5]
-    default = Rules.of({}, "train", False, [])
+    default = Rules("train")
     assert default.site(site_of(frame, partitions=3)).train is frame
-    real = Rules.of({}, "train", False, [])
+    real = Rules("train")
     with pytest.raises(PolicyError, match="too few training rows: `least-rows` = 10 in the default policy") as caught:
         real.site(site_of(frame))
     assert "5" not in str(caught.value)  # the words that leave hold no count of rows
@@ -278,6 +278,6 @@ def test_a_policy_that_is_none_is_refused(tmp_path):
 
 def test_keys_that_a_site_does_not_read_are_free(tmp_path):
     entry = rules(Policy(keys=("model.num-inducing",)))
-    entry.admit(parse_config({"name": "x", "dataset": "sine", "model.num-inducing": 7}), "r", 1, None)
+    entry.admit(parse_config({"name": "x", "dataset": "sine", "model.num-inducing": 7}), "r", 1, "")
     with pytest.raises(PolicyError, match=r"`model\.noise`"):
-        entry.admit(parse_config({"model.noise": 0.2}), "r", 1, None)
+        entry.admit(parse_config({"model.noise": 0.2}), "r", 1, "")

@@ -14,13 +14,13 @@ from numpy import ndarray
 
 from fedgp_flower.clients.baselines import PRIORS, log_prior
 from fedgp_flower.errors import ConfigError, RunError
-from fedgp_flower.gp.latent import LatentGP
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.models import LatentGP, SparseGP
+from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import profiled
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.state import forget, posterior
 from fedgp_flower.methods.sgpr.duals import expectations
-from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, Statistics, Trials, TrialSums, apart
+from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior, SparseStatistics, Trials, TrialSums, apart
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.shared_messages import Parameters
@@ -49,9 +49,9 @@ class Site:
     x: ndarray
     y: ndarray
 
-    def statistics(self, request: Parameters) -> Statistics:
+    def statistics(self, request: Parameters) -> SparseStatistics:
         model = SparseGP.from_arrays(ModelSection(), request.values)
-        return Statistics(**vars(pooled_sums(model, torch.from_numpy(self.x), torch.from_numpy(self.y))))
+        return SparseStatistics(**vars(pooled_sums(model, torch.from_numpy(self.x), torch.from_numpy(self.y))))
 
     def trials(self, request: Trials) -> TrialSums:
         return TrialSums.of([self.statistics(Parameters(values)) for values in apart(request.values)])

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from faults import Fault, FaultyGrid, configured, csv_nodes, no_waiting, run, waves
+from faults import Fault, FaultyGrid, configured, csv_nodes, no_waiting, waves
 from flwr.app import Message
 
 from fedgp_flower import server_app
 from fedgp_flower.agreement import SiteDescription, agree
 from fedgp_flower.config import CoreConfig
-from fedgp_flower.data.cells import check_target, refuse_identifiers
+from fedgp_flower.data.cells import refuse_identifiers
 from fedgp_flower.data.datasets import load_table
 from fedgp_flower.data.standardisation import describe
 from fedgp_flower.errors import DataError, RunError
@@ -119,13 +119,6 @@ def test_a_simulated_data_set_is_refused_when_it_is_loaded(tmp_path: Path, monke
     assert load_table(CoreConfig.model_validate({"dataset": str(path)})).features == ("word", "x")
 
 
-def test_a_target_of_identifiers_is_called_what_it_is() -> None:
-    with pytest.raises(DataError, match=r"target `word` has 40 levels in 80 rows, as an identifier has.*two classes"):
-        check_target(words(40, 80)["word"], "bernoulli", "none", "a.csv")
-    with pytest.raises(DataError, match=r"target `word` has 3 levels in 80 rows; .* two classes"):
-        check_target(words(3, 80)["word"], "bernoulli", "none", "a.csv")
-
-
 def described(levels: range) -> SiteDescription:
     draw = np.random.default_rng(0)
     word = [f"w{levels[i % len(levels)]}" for i in range(120)]
@@ -141,11 +134,3 @@ def test_the_server_refuses_a_union_of_levels_and_a_site_that_sends_too_many() -
     found = agree({"a": described(range(40)), "b": described(range(60))})
     assert list(found.refused) == ["b"]
     assert "`word` has 60 levels; at most 50" in found.refused["b"]
-
-
-def test_a_union_of_too_many_levels_ends_the_run_before_training(tmp_path: Path) -> None:
-    frames = {str(k): waves(400, k).assign(word=[f"w{k}-{i % 30}" for i in range(400)]) for k in range(2)}
-    grid = FaultyGrid(configured(sites=2, target="y"), csv_nodes(tmp_path, frames))
-    with pytest.raises(DataError, match="`word` has 60 levels over all sites"):
-        run(grid)
-    assert {visit.phase for visit in grid.visits} == {"query.describe"}

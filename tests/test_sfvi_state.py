@@ -12,7 +12,7 @@ from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.sfvi.messages import GradientShare, LocalEnd
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from strategies import sfvi, sfvi_avg
-from strategies.server.course import Course
+from strategies.server.checkpoint import Course
 from strategies.server.questions import Roster, drive
 from strategies.sfvi_avg import Prior, SFVIState, move_limit
 
@@ -28,7 +28,7 @@ def test_a_flat_bound_ends_the_run_in_proportion():
     strategy.planned_rounds = 100
 
     def at(number, course):
-        strategy.session = SimpleNamespace(network=SimpleNamespace(round=number), course=course)
+        strategy.session, strategy.course = SimpleNamespace(network=SimpleNamespace(round=number)), course
         return strategy
 
     early, flat = at(20, Course()), Course([0.0] * 20, 20)

@@ -12,9 +12,11 @@ from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, l
 
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining
-from fedgp_flower.gp.optimisers import FREE, LOGARITHM, direction, forgotten, maximise, outlook
+from fedgp_flower.gp.kernels import amplitude_names
+from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.optimisers import FREE, LOGARITHM, StepMemory, direction, maximise, outlook
 from fedgp_flower.gp.placement import Placement
-from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
+from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import LEAST_NOISE, SparseSums, collapsed_bound, prior, profiled, restricted, scaled
 from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode
@@ -23,7 +25,7 @@ from fedgp_flower.run.registry import parse_config
 from strategies import sgpr
 from strategies.pooled_bound import LOCATIONS, known_lengthscales, objective, pooled
 from strategies.server.questions import Roster, Summed, drive
-from strategies.sgpr import Problem, SGPRState, chain_at, one_round
+from strategies.sgpr import Problem, SGPRState, chain_at, differentiate, evaluate, one_round
 
 D, P = 2, 7
 
@@ -40,8 +42,9 @@ def unit_values(kernel: str = "rbf", shift: float = 0.0) -> dict[str, np.ndarray
     draw = np.random.default_rng(1)
     model = SparseGP(ModelSection(kernel=kernel), torch.from_numpy(draw.uniform(-1.5, 1.5, (P, D))))
     values = model.to_arrays()
-    for name in model.amplitude_names:
-        values[name] = values[name] - np.log(len(model.amplitude_names))
+    names = amplitude_names(ModelSection(kernel=kernel), D)
+    for name in names:
+        values[name] = values[name] - np.log(len(names))
     return {n: a + shift + 0.1 * np.arange(a.size).reshape(a.shape) if "scale" in n and "output" not in n else a
             for n, a in values.items()}  # fmt: skip
 
@@ -111,8 +114,8 @@ def starting(kernel: str = "rbf") -> SGPRState:
 def differentiated(kernel: str, parts: list[int]) -> SGPRState:
     """The state after the first question and the first gradient."""
     sites = federation(parts, kernel)
-    state = drive(sgpr._evaluated(problem(kernel), starting(kernel), tuple(sites)), sites)
-    return drive(sgpr._differentiated(problem(kernel), state), sites)
+    state = drive(evaluate(problem(kernel), starting(kernel), tuple(sites)), sites)
+    return drive(differentiate(problem(kernel), state), sites)
 
 
 def height(kernel: str, values: dict[str, np.ndarray]) -> float:
@@ -209,13 +212,14 @@ def test_with_all_pairs_of_a_quadratic_the_direction_is_newtons():
     root = draw.standard_normal((4, 4))
     hessian, gradient = root @ root.T + np.eye(4), draw.standard_normal(4)
     vectors = np.linalg.eigh(hessian)[1].T  # conjugate steps
-    memory = forgotten(4)
+    memory = empty = StepMemory(np.empty((0, 4)), np.empty((0, 4)), np.zeros(2))
     for step in vectors:
         memory = memory.after(step, hessian @ step)
     wide = np.full(4, 1e9)
     way, _ = direction(gradient, memory, np.array([0, 0, 1, 1]), wide, wide)
     assert way == pytest.approx(np.linalg.solve(hessian, gradient), rel=1e-10)
-    assert forgotten(4).after(vectors[0], -vectors[0]).steps.shape == (0, 4)  # not concave: no pair
+    assert memory.forgotten().steps.shape == (0, 4)
+    assert empty.after(vectors[0], -vectors[0]).steps.shape == (0, 4)  # not concave: no pair
 
 
 def test_the_outlook_goes_on_as_a_geometric_series_does():
@@ -279,7 +283,7 @@ def test_points_are_taken_in_the_order_of_what_they_explain():
 def test_candidates_beyond_the_inducing_points_are_dropped_at_the_first_totals():
     """The height that the server finds for the points kept is that of the sums of all rows there."""
     sites = federation([20, 40])
-    state = drive(sgpr._evaluated(problem(), SGPRState(starting().chains, (), 3, 4), tuple(sites)), sites)
+    state = drive(evaluate(problem(), SGPRState(starting().chains, (), 3, 4), tuple(sites)), sites)
     for chain in state.chains:
         assert len(chain.values[LOCATIONS]) == 4
         anew = drive(pooled(chain.values, tuple(sites)), sites)
@@ -301,7 +305,7 @@ def test_a_local_mode_is_stationary_with_its_own_curvature():
         priors = [prior(name, D) for name in names]
         return normal.log_prob(y) - 0.5 * sum(((t - m) / s) ** 2 for t, (m, s) in zip(theta, priors, strict=True))
 
-    names = [name for name, _ in SparseGP(ModelSection(), x[:1]).wire_parameters()]
+    names = list(SparseGP(ModelSection(), x[:1]).wire_parameters())
     assert names[1:] == ["kernel.log_outputscale", "kernel.log_lengthscale", "likelihood.log_noise"]
     gradient = torch.autograd.functional.jacobian(log_posterior, mode)
     hessian = -torch.autograd.functional.hessian(log_posterior, mode)
@@ -337,7 +341,7 @@ def test_twenty_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkey
     details, count = few.details(), sum(few.preparation.rows.values())
     model = SparseGP.from_arrays(few.config.model, parameters(few))
     data = rows_of(grid, few, "01234")
-    named = list(model.wire_parameters())
+    named = list(model.wire_parameters().items())
     bounds = [LOGARITHM if ".log_" in name else FREE for name, _ in named]
     best = maximise(lambda: pooled_bound(model, *data), [p for _, p in named], max_evaluations=400, bounds=bounds)
     assert (details["exchanges"], few.round, details["num_inducing"]) == (20, 8, 12)

@@ -21,14 +21,13 @@ from fedgp_flower.client_app import make_client_app
 from fedgp_flower.clients.app import SiteApp
 from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.messages import encode, leaves, message
+from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.shared_messages import Nothing, Parameters, Shape, Stepped
-from strategies.fgpr import FGPR
-from strategies.fsgp import FSGP
-from strategies.server import contract
+from strategies.fsgp import FGPR, FSGP
+from strategies.server import session
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total, drive
-from strategies.server.wire import numpy_arrays
 from strategies.sgpr import SGPR
 
 # An algorithm against plain objects.
@@ -243,8 +242,8 @@ def test_a_site_that_lost_its_memory_is_sent_the_context_again(phase: str) -> No
 def test_a_reply_is_read_once_and_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[type] = []
     judged: list[Any] = []
-    original, judge = contract.decode, Shape.refusal
-    monkeypatch.setattr(contract, "decode", lambda cls, *more: read.append(cls) or original(cls, *more))
+    original, judge = session.decode, Shape.refusal
+    monkeypatch.setattr(session, "decode", lambda cls, *more: read.append(cls) or original(cls, *more))
     monkeypatch.setattr(Shape, "refusal", lambda self, rows: judged.append(self) or judge(self, rows))
     FSGP(**KEYWORDS, evaluate_every=0).start(own_grid(), num_rounds=2)
     assert read.count(Shape) == len(judged) == 3

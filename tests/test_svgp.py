@@ -14,10 +14,9 @@ from gpytorch.mlls import VariationalELBO
 
 import fedgp_flower as fg
 from fedgp_flower.errors import ConfigError, DataError
-from fedgp_flower.gp.latent import CONSTANT, LatentGP
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP, WhitenedPosterior
+from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound, exact_posterior
-from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.methods.sgpr.duals import Duals, carried, expectations, gradient_at_server
 from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.options import ModelSection

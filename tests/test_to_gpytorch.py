@@ -9,15 +9,13 @@ import torch
 from structured_problems import randomised, sparse_gp
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.batched_kernel import BatchedKernel
 from fedgp_flower.gp.gaussian import NaturalGaussian
-from fedgp_flower.gp.kernels import build_kernel
-from fedgp_flower.gp.latent import LatentGP
+from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
 from fedgp_flower.gp.likelihoods import build_point_likelihood
-from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
+from fedgp_flower.gp.models import LatentGP, SparseGP, WhitenedPosterior
+from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import exact_posterior
 from fedgp_flower.gp.to_gpytorch import Transforms, evenly, only
-from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.methods.family import initial_global
 from fedgp_flower.methods.pvi.model import (
     Draws,
@@ -86,10 +84,10 @@ def test_the_bound_of_the_model_has_the_gradient_of_the_sums():
     model.hold(posterior)
     bound = gpytorch.mlls.VariationalELBO(model.likelihood, model, num_data=len(y))
     (bound(model(x), y) * len(y)).backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.wire_parameters()}
+    found = {name: parameter.grad.clone() for name, parameter in model.wire_parameters().items()}
     model.zero_grad()
     pooled_bound(model, x, y).backward()
-    for name, parameter in model.wire_parameters():
+    for name, parameter in model.wire_parameters().items():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
 
 

@@ -32,6 +32,7 @@ OTHERS = 5
 Mask: TypeAlias = NDArray[np.bool_]
 
 EMPTY = "empty or NaN cell"
+LEAST_ROWS = 2
 ROWS_PER_LEVEL = 3
 """Fewer rows than this for a level on average: the levels name rows, as identifiers do."""
 
@@ -50,12 +51,7 @@ def typed(
 ) -> pd.DataFrame:
     """The named columns as float64 (numeric) or text (categorical), every cell usable or missing.
 
-    Args:
-        frame: the table as it was read.
-        names: the columns wanted, all present.
-        file: the name that messages use.
-        kinds: kinds already agreed on; a column not in it is judged by its cells.
-        missing: the key of that name; with another value than ``error`` a missing cell is no problem.
+    A column without a kind in ``kinds`` is judged by its cells. Where ``missing`` is ``error`` no cell may be missing.
     """
     found, problems = cells_of(frame, names, kinds, missing)
     if problems:
@@ -242,7 +238,7 @@ def nearly_unique(levels: int, rows: int) -> bool:
     return levels > 2 and levels * ROWS_PER_LEVEL > rows
 
 
-def require_rows(count: int, needed: int, where: str) -> None:
-    """Raise DataError where a site has too few training rows."""
-    if count < needed:
-        raise DataError(f"{where}: {count} training row{'s' if count != 1 else ''}; at least {needed} are needed")
+def require_rows(count: int, where: str) -> None:
+    """Refuse a site whose training rows have no spread to describe."""
+    if count < LEAST_ROWS:
+        raise DataError(f"{where}: {count} training row{'s' if count != 1 else ''}; at least {LEAST_ROWS} are needed")

@@ -36,12 +36,7 @@ def choose_columns(
 ) -> tuple[list[str], str]:
     """Feature columns and target among the columns of a table.
 
-    Args:
-        config: ``target`` and ``features`` choose.
-        names: all columns.
-        file: the name that messages use.
-        target: the usual target of the data set, if it has one.
-        aside: columns that are neither unless the configuration names them.
+    ``target`` is the usual one of the data set; columns set ``aside`` are neither unless the configuration names them.
     """
     spare = {*aside, *([config.partition.column] if config.partitioner == "natural" else [])}
     usable = [name for name in names if name not in spare]

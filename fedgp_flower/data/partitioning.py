@@ -59,14 +59,7 @@ class _Task:
 
 
 def deal(inputs: pd.DataFrame, column: pd.Series, num_sites: int, config: CoreConfig) -> Deal:
-    """Deal the rows as ``config.partitioner`` says; row numbers are positions in ``inputs``.
-
-    Args:
-        inputs: typed feature columns of the training rows.
-        column: the partition column of the same rows.
-        num_sites: K.
-        config: read for ``partitioner``, ``partition.*`` and ``seed``.
-    """
+    """Deal training rows, of typed inputs and a partition column, as ``config.partitioner`` says."""
     task = _Task(inputs, column, num_sites, config)
     if not 1 <= num_sites <= len(inputs):
         raise DataError(

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 else:
     partitioning = Lazy("fedgp_flower.data.partitioning")
 
-LEAST_ROWS = 2
-"""Training rows below which a site has no spread to describe."""
-
 LOADED = "load_data"
 """What errors call rows that the user's function returned."""
 
@@ -127,17 +124,7 @@ def site_id(node_config: Mapping[str, Value]) -> str:
 
 
 def load_site(config: CoreConfig, node_config: Mapping[str, Value], run: str = "") -> RawSite:
-    """The rows of this node.
-
-    Args:
-        config: the run configuration.
-        node_config: ``data-path`` (and ``test-path``, ``site``, ``label``) of a real site, else ``partition-id`` and
-            ``num-partitions`` of a simulated one.
-        run: id of the run; simulated sites check once a run whether their table's file has changed.
-
-    Raises:
-        DataError: the node names no data, or its rows cannot be used.
-    """
+    """The rows of this node; simulated sites check once a run whether their table's file has changed."""
     if "data-path" in node_config:
         node = {key: str(value) for key, value in node_config.items()}
         path = Path(node["data-path"]).expanduser()
@@ -176,11 +163,7 @@ def simulated_nodes(count: int) -> list[dict[str, Value]]:
 
 
 def write_partition(config: CoreConfig, num_sites: int, folder: Path) -> list[Path]:
-    """Write the rows of every simulated site to ``site-00.csv``, its held-out rows to ``site-00.test.csv``.
-
-    Returns:
-        The files of training rows, one per site.
-    """
+    """Write the rows of every simulated site to ``site-00.csv``, its held-out rows to ``site-00.test.csv``."""
     width = max(2, len(str(num_sites - 1)))
     sites = load_all_sites(config, num_sites)
     paths = [folder / f"site-{number:0{width}d}.csv" for number in range(num_sites)]
@@ -227,7 +210,7 @@ def _share_of(table: Table, config: CoreConfig, site: int, partitions: int) -> R
     else:
         keep, drop = _hold_out(rows.size, config, str(site))
         rows, held_out = rows[keep], rows[drop]
-    require_rows(rows.size, LEAST_ROWS, f"site {site} of {table.file}")
+    require_rows(rows.size, f"site {site} of {table.file}")
     kept, tested = (table.frame.iloc[part].reset_index(drop=True) for part in (rows, held_out))
     codes = {name: mask.sum() for name, mask in _codes_of(table).items() if mask[rows].any() or mask[held_out].any()}
     names, dropped = (table.features, table.target), table.dropped if site == 0 else 0
@@ -274,13 +257,7 @@ def _dealt(table: Table, config: CoreConfig, partitions: int) -> partitioning.De
 
 
 def site_of(config: CoreConfig, node_config: Mapping[str, Value], data: Data) -> RawSite:
-    """A real site with the rows that the user's loader returned.
-
-    Args:
-        config: The run configuration.
-        node_config: ``site`` or ``partition-id`` names the site, ``label`` is its name for people.
-        data: ``(X, y)``, ``(X, y, X_test, y_test)``, or ``(frame, target)`` with a DataFrame and the name of a column.
-    """
+    """A real site with the rows that the user's loader returned; :data:`Data` says what it may return."""
     site, label = site_id(node_config), str(node_config.get("label", ""))
     if not site:
         raise DataError("the node configuration names no site: it needs `site` (or `partition-id`, in simulation)")
@@ -312,15 +289,9 @@ def _real_site(
     files: tuple[str, str],
     usual_target: str = "",
 ) -> RawSite:
-    """A real site.
+    """A real site: its rows to train on, and its held-out rows or a share of the first.
 
-    Args:
-        config: The run configuration.
-        site: Its id.
-        label: Its name for people; the id if empty.
-        tables: Rows to train on, and held-out rows; without these, a share of the first is held out.
-        files: What errors call the two.
-        usual_target: The target where the configuration names none.
+    ``files`` are what errors call the two, ``usual_target`` is the target where the configuration names none.
     """
     (raw, other), (file, other_file) = tables, files
     features, target = choose_columns(config, [str(name) for name in raw.columns], file, usual_target)
@@ -335,5 +306,5 @@ def _real_site(
         train, test = (frame.iloc[part].reset_index(drop=True) for part in _hold_out(len(frame), config, site))
     suspected = _suspicion({name: int(mask.sum()) for name, mask in codes_in(pd.concat([train, test])).items()})
     refuse_identifiers(train, inputs, file, config.max_levels)
-    require_rows(len(train), LEAST_ROWS, file)
+    require_rows(len(train), file)
     return RawSite(site, label or site, 0, train, test, tuple(inputs), target, dropped, suspected)

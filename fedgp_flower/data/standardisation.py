@@ -147,15 +147,7 @@ class Preparation:
 
     @staticmethod
     def from_wire(arrays: Mapping[str, NDArray[np.generic]], schema: str) -> Preparation:
-        """Read the preparation out of a message or a run folder.
-
-        Args:
-            arrays: holds ``input.mean`` [D], ``input.scale`` [D], ``target.mean`` and ``target.scale`` (0-d).
-            schema: the agreed JSON.
-
-        Raises:
-            ProtocolError: an array is missing, has the wrong shape, is not finite, or a scale is not positive.
-        """
+        """Read the agreed arrays and schema of a message or a run folder; ProtocolError where they are malformed."""
         try:
             entries = json.loads(schema)
             columns = tuple(Column.from_json(entry) for entry in entries["features"])

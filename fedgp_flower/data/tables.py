@@ -49,9 +49,7 @@ def sites_of(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 def read_table(path: Path, *, as_written: bool = False) -> pd.DataFrame:
     """The file's columns, by name, with the types the file suggests; missing cells are NaN.
 
-    Args:
-        path: CSV, gzipped or not, or Parquet.
-        as_written: Cells of a CSV as text, letter by letter: ids keep their zeros.
+    ``as_written`` keeps the cells of a CSV as text: ids keep their zeros.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; check `data-path`, `test-path` or `dataset`")

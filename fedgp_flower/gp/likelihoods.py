@@ -26,6 +26,7 @@ from torch.distributions import Bernoulli, Poisson, StudentT
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.kernels import log_positive
 from fedgp_flower.lazy import special
+from fedgp_flower.scores import Scores, bernoulli_scores, count_scores, gaussian_scores
 from fedgp_flower.typing import Array
 
 WEAK = 0.01
@@ -106,6 +107,17 @@ class PointLikelihood(ABC):
     @abstractmethod
     def moments(self, mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]) -> tuple[Tensor, Tensor]:
         """Mean and variance of a noisy observation."""
+
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Float[Tensor, " R"], scale: float) -> Scores:
+        """Scores in original units of a target standardised by ``scale``, f ~ N(mean, variance), all [N].
+
+        Intervals and CRPS are those of a Gaussian with the same two moments.
+        """
+        moments, hyper = (torch.from_numpy(mean), torch.from_numpy(variance)), hyper.detach().double().cpu()
+        centre, spread = (part.numpy() for part in self.moments(*moments, hyper))
+        found = gaussian_scores(scale * centre, scale * spread**0.5, scale * target)
+        density = self.log_predictive(torch.from_numpy(target), *moments, hyper)
+        return Scores(found.sums | {"nll": len(target) * math.log(scale) - float(density.sum())}, found.arrays)
 
     def expected_with(self, targets: Tensor, mean: Tensor, variance: Tensor, noise: Noise) -> Tensor:
         """:meth:`expected` where the noise is uncertain; without Gaussian noise there is none."""
@@ -200,6 +212,11 @@ class Probit(PointLikelihood):
         probability = torch.special.ndtr(mean / (1.0 + variance).sqrt())
         return probability, probability * (1.0 - probability)
 
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, scale: float) -> Scores:
+        """Of the probability of the second class."""
+        probability, _ = self.moments(torch.from_numpy(mean), torch.from_numpy(variance), hyper)
+        return bernoulli_scores(probability.numpy(), target)
+
 
 class Counts(PointLikelihood):
     """Poisson counts with rate eᶠ; all but the predictive mass is closed form."""
@@ -224,6 +241,10 @@ class Counts(PointLikelihood):
         """Moments r = E eᶠ, and var y = r + r² (eᵛ − 1)."""
         rate = (mean + variance / 2).exp()
         return rate, rate + rate.square() * variance.expm1()
+
+    def scores(self, mean: Array, variance: Array, target: Array, hyper: Tensor, scale: float) -> Scores:
+        """Of a mixture of Poisson distributions."""
+        return count_scores(mean, variance, target)
 
 
 class HeavyTailed(PointLikelihood):

@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from fedgp_flower.typing import Array, Indices, NamedArrays
 Bound: TypeAlias = tuple[float | None, float | None]
 Reason: TypeAlias = Literal["converged", "budget"]
 V = TypeVar("V", Tensor, Array)
+M = TypeVar("M", bound="StepMemory")
 
 FREE: Bound = (None, None)
 LOGARITHM: Bound = (-LOG_RANGE, LOG_RANGE)
@@ -257,25 +259,27 @@ def _scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
 # of two blocks of coordinates (hyperparameters, inducing points), whose scales have nothing to do with each other.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepMemory:
     """Pairs, oldest first, and the scale γ of the inverse Hessian in each block."""
 
-    steps: Array  # [R, S]
-    changes: Array  # [R, S] of the gradient of −J: sᵀy > 0 where J is concave
-    scales: Array  # [2]; zero before the first step
+    steps: Float[ndarray, "_ S"]
+    changes: Float[ndarray, "_ S"]
+    """Of the gradient of −J: sᵀy > 0 where J is concave."""
+    scales: Float[ndarray, " 2"]
+    """Zero before the first step."""
 
-    def after(self, step: Array, change: Array) -> StepMemory:
+    def after(self: M, step: Array, change: Array) -> M:
         """With one more pair, if J was concave along it."""
         if step @ change <= 0:
             return self
         steps, changes = (np.vstack([old, new])[-PAIRS:] for old, new in ((self.steps, step), (self.changes, change)))
         return replace(self, steps=steps, changes=changes)
 
-
-def forgotten(size: int) -> StepMemory:
-    """Without pairs and scales."""
-    return StepMemory(np.empty((0, size)), np.empty((0, size)), np.zeros(2))
+    def forgotten(self: M) -> M:
+        """Without pairs and scales."""
+        none = np.empty((0, self.steps.shape[1]))
+        return replace(self, steps=none, changes=none, scales=np.zeros(2))
 
 
 def outlook(gains: Array, rounds: int) -> float | None:
@@ -293,9 +297,7 @@ def outlook(gains: Array, rounds: int) -> float | None:
     return float(latest * (ratio ** np.arange(1, rounds + 1)).sum())
 
 
-def direction(
-    gradient: Array, memory: StepMemory, blocks: Indices, first: Array, cap: Array
-) -> tuple[Array, StepMemory]:
+def direction(gradient: Array, memory: M, blocks: Indices, first: Array, cap: Array) -> tuple[Array, M]:
     """Where to go uphill, and the memory with the scales that were used.
 
     Args:

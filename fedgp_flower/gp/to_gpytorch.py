@@ -17,7 +17,7 @@ from linear_operator import to_linear_operator
 from torch import Tensor
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.whitened import WhitenedGP
+from fedgp_flower.gp.models import WhitenedGP
 from fedgp_flower.typing import Array, NamedArrays
 
 

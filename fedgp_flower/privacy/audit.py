@@ -120,7 +120,7 @@ def cells(line: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class AuditLog:
     """A log as it was read, and what is wrong with it."""
 
     lines: tuple[Mapping[str, Any], ...]
@@ -129,7 +129,7 @@ class Log:
     """The last hash."""
 
 
-def read(path: Path, seen: str = "") -> Log:
+def read(path: Path, seen: str = "") -> AuditLog:
     """Read and verify a log.
 
     Args:
@@ -149,7 +149,7 @@ def read(path: Path, seen: str = "") -> Log:
             problems.append(f"line {len(texts) + 1}: the log had {count} lines, the end is gone or was written anew")
     if seen and not any(entry.startswith(seen) for entry in hashes):
         problems.append(f"no line has the hash {seen}: the log was cut before it, or written anew")
-    return Log(tuple(lines), tuple(problems), hashes[-1] if hashes else BEGINNING)
+    return AuditLog(tuple(lines), tuple(problems), hashes[-1] if hashes else BEGINNING)
 
 
 def _verified(texts: Sequence[str], lines: list[Mapping[str, Any]]) -> Iterator[str]:

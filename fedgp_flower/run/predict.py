@@ -33,8 +33,8 @@ from fedgp_flower.data.standardisation import (
 )
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
+from fedgp_flower.gp.models import WhitenedGP
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly, only
-from fedgp_flower.gp.whitened import WhitenedGP
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
@@ -143,7 +143,7 @@ class Predictor:
         except RunError:
             arrays = {}  # there are methods whose sites keep nothing
         config = parse_config(read.config)
-        rows = Rules.of(node, "predict", masked=False, decisions=[]).site(load_site(config, node))
+        rows = Rules("predict").read(node).site(load_site(config, node))
         predictor = _at_node(read, config, rows, arrays)
         if predictor is None:
             raise RunError(

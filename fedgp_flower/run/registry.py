@@ -70,7 +70,7 @@ _FEDMGP = Method(
     why_no_posterior="what is saved is shared by all units; a prediction also takes what one unit alone knows: name the"
     " unit with `--site`, or a new one's table with `fedgp join`",
     panels="fedgp_flower.methods.fedmgp.panels:panels",
-    at_site="fedgp_flower.methods.fedmgp.posterior:site_model",
+    at_site="fedgp_flower.methods.fedmgp.client:site_model",
 )
 _REFERENCE = Method(
     summary="Baseline: every site fits a GP of its rows, nothing is shared",
@@ -152,7 +152,7 @@ BUILT_IN: Mapping[str, Method] = {
         summary="Averaged hyperparameters of exact GPs; every site predicts from its rows",
         paper="Yue and Kontar, Federated Gaussian process (2021); baseline of Guo et al. (2022)",
         options="fedgp_flower.methods.sgpr.options:AveragedOptions",
-        strategy="strategies.fgpr:FGPR",
+        strategy="strategies.fsgp:FGPR",
         client="fedgp_flower.methods.sgpr.client:FGPRClient",
         why_no_posterior=_FROM_ITS_ROWS,
     ),

@@ -24,13 +24,13 @@ from fedgp_flower.privacy.keys import Member
 from fedgp_flower.privacy.questions import MaskedQuestion, content_digest, length, unflat, written_members
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.shared_messages import Described
-from strategies.server.network import Network
+from strategies.server.network import Expected, Network
 from strategies.server.questions import Summed, Total
 
 logger = logging.getLogger("fedgp")
 
 REQUEST, MEMBERS, ANSWERS, LAYOUT, WORDS, KEYS = "masked", "members", "answers", "layout", "masked", "query.keys"
-"""Names in messages, see :mod:`fedgp_flower.clients.masking`."""
+"""Names in messages, see :mod:`fedgp_flower.clients.guard`."""
 TRUST = "trust-file"
 """Number in a description, likewise."""
 SEEN = "names and kinds of columns, levels of text, numbers of rows (`query.describe`), keys, who is silent"
@@ -38,7 +38,7 @@ SEEN = "names and kinds of columns, levels of text, numbers of rows (`query.desc
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedContract:
+class MaskedContract(Expected):
     """What a reply to a question under masks must be; its content says nothing."""
 
     total: Total[Any]
@@ -134,7 +134,6 @@ class Masking:
         roster = sorted(self.taking_part(sites))
         self.require(roster)
         network = self.network
-        assert network.context is not None
         self.number += 1
         question = MaskedQuestion(
             run=network.run,

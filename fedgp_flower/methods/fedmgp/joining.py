@@ -13,13 +13,13 @@ input.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import logsumexp
 
-from fedgp_flower.methods.fedmgp.latents import Latents, Posterior
+from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior
+from fedgp_flower.methods.fedmgp.trust import START_NOISE
 from fedgp_flower.methods.fedmgp.unit import feature, squared_gaps
 from fedgp_flower.typing import Array
 
@@ -29,8 +29,8 @@ WIDEST = 5.0
 """Largest ρ: smoothing 74 times as wide as the latent function."""
 DECAY = 2.0
 """Rate of p(ρ)."""
-NODES, SCALE_NODES = 25, 25
-"""Of ρ and log σ, and of s."""
+NODES = 25
+"""Of ρ, of log σ and of s."""
 SPREAD, AMPLITUDES = 1.5, 10.0
 """Prior sd of log σ; prior variance of s over ȳ²/a²."""
 REACH = 5.0
@@ -60,8 +60,8 @@ class Smoothed:
             precision = (weights * self.mean**2).sum(1, keepdims=True) + 1 / variance
             best = (weights * self.mean * self.y).sum(1, keepdims=True) / precision
             level = best**2 + 1 / precision
-        steps, sd = np.linspace(-6, 6, SCALE_NODES), 1 / np.sqrt(precision)
-        s = best + sd * steps
+        sd = 1 / np.sqrt(precision)
+        s = best + sd * np.linspace(-6, 6, NODES)
         total = s[..., None] ** 2 * self.values + noise[..., None]  # [S, T, N]
         fit = -0.5 * (np.log(total) + np.square(self.y - s[..., None] * self.mean) / total).sum(-1)
         return s, fit - 0.5 * s**2 / variance + np.log(sd)
@@ -75,31 +75,31 @@ class Smoothed:
 
 
 def smoothed(
-    rows: tuple[Array, Array], x: Array, latents: Latents, posterior: Posterior, rho: Array
-) -> Iterator[Smoothed]:
+    rows: tuple[Array, Array], x: Array, latents: LatentFunctions, q: LatentPosterior, rho: Array
+) -> list[Smoothed]:
     """For each ρ; ``rows`` are x [N, 1] and y [N]."""
-    (seen, y), scale, height = rows, latents.scales[0], float(latents.amplitudes[0])
-    [factor], ends = latents.whitening(), (squared_gaps(seen, latents.inducing), squared_gaps(x, latents.inducing))
+    (seen, y), scale, height, [factor] = rows, latents.scales[0], float(latents.amplitudes[0]), latents.whitening()
+    gaps, found = squared_gaps(np.concatenate([seen, x]), latents.inducing), []
     for width in rho:
-        A, ahead = (feature(gaps, scale, height, factor, scale * math.expm1(width) / 2) for gaps in ends)
-        left, left_ahead = (np.maximum(height**2 - np.square(part).sum(1), 0) for part in (A, ahead))
-        values, vectors = np.linalg.eigh(A @ posterior.covariance @ A.T + np.diag(left))
-        across = ahead @ posterior.covariance
-        spread = (across * ahead).sum(1) + left_ahead
-        m = posterior.mean
-        turned = vectors.T @ (A @ m), vectors.T @ y, np.maximum(values, 0), ahead @ m, spread, across @ A.T @ vectors
-        yield Smoothed(*turned)
+        both = feature(gaps, scale, height, factor, scale * math.expm1(width) / 2)
+        left, (A, ahead) = np.maximum(height**2 - np.square(both).sum(1), 0), np.split(both, [len(y)])
+        values, vectors = np.linalg.eigh(A @ q.covariance @ A.T + np.diag(left[: len(y)]))
+        across = ahead @ q.covariance
+        spread, turned = (across * ahead).sum(1) + left[len(y) :], across @ A.T @ vectors
+        parts = vectors.T @ (A @ q.mean), vectors.T @ y, np.maximum(values, 0), ahead @ q.mean, spread, turned
+        found.append(Smoothed(*parts))
+    return found
 
 
 def predict_joining(
-    rows: tuple[Array, Array], x: Array, latents: Latents, posterior: Posterior
+    rows: tuple[Array, Array], x: Array, latents: LatentFunctions, posterior: LatentPosterior
 ) -> tuple[Array, Array, float]:
     """Mean and variance of f at ``x`` [N', 1] given q(u) and the unit's ``rows``, and the mean of σ²."""
     power = float(np.mean(rows[1] ** 2))
-    variance, centre = AMPLITUDES * power / float(latents.amplitudes[0]) ** 2, 0.5 * math.log(0.09 * power)
+    variance, centre = AMPLITUDES * power / float(latents.amplitudes[0]) ** 2, 0.5 * math.log(START_NOISE * power)
     rho, log_sd = middles(0.0, WIDEST), middles(centre - 3 * SPREAD, centre + 3 * SPREAD)
     for _ in range(PASSES):
-        parts = list(smoothed(rows, x, latents, posterior, rho))
+        parts = smoothed(rows, x, latents, posterior, rho)
         found = [part.grid(np.exp(log_sd), variance) for part in parts]
         s, weights = (np.stack(part) for part in zip(*found, strict=True))  # [R, S, T]
         weights = weights - 0.5 * np.square((log_sd - centre) / SPREAD)[:, None] - DECAY * rho[:, None, None]

@@ -51,7 +51,7 @@ from fedgp_flower.methods.sgpr.messages import (
     Expectations,
     PooledPosterior,
     Sketch,
-    Statistics,
+    SparseStatistics,
     TrialAdjoints,
     TrialGradients,
     Trials,
@@ -164,7 +164,7 @@ class PVIClient(SiteClient):
         """Cells of this site's rows, and the mode of a GP of them alone with its curvature."""
         return self.sgpr.sketch(request)
 
-    def statistics(self, request: Parameters) -> Statistics:
+    def statistics(self, request: Parameters) -> SparseStatistics:
         """The sums of this site's rows: its exact factor, with Gaussian noise."""
         return self.sgpr.statistics(request)
 

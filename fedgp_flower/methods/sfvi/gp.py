@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import NONE, Noise, build_point_likelihood, gaussian_likelihood
-from fedgp_flower.gp.whitened import WhitenedGP, WhitenedPosterior, whitened, whitened_projection
+from fedgp_flower.gp.models import WhitenedGP, WhitenedPosterior, whitened
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ClosedFormModel, IndexVector, PredictiveMoments, SiteRows
@@ -231,9 +231,9 @@ class SharedTrend(WhitenedGP):
         self.trend = trend
         self.hold(posterior).requires_grad_(False)
 
-    def project(self, inducing_points: Tensor, inputs: Tensor) -> Tensor:
+    def project(self, inducing_points: Tensor, inputs: Tensor, kernel: Kernel | None = None) -> Tensor:
         """The weights of g(x) on Z_G."""
-        values = whitened_projection(self.trend, inducing_points, inputs, jitter=self.jitter)
+        values = super().project(inducing_points, inputs, kernel or self.trend)
         return torch.cat([values, linear_terms(inputs)], -2)
 
 

@@ -15,7 +15,7 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.whitened import WhitenedGP
+from fedgp_flower.gp.models import WhitenedGP
 from fedgp_flower.messages import decode
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel, export

@@ -10,19 +10,18 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.gp.sums import Adjoints, SparseSums
-from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.messages import leaves, message, packed, unpacked
 from fedgp_flower.shared_messages import Described, along, count_parameters, dwarfing, odd_variances
 from fedgp_flower.typing import AnyShape
 
 SLACK, SINGLE_SLACK = 1e-6, 1e-5
 """Of rounding, as a part of the largest entry: of sums, and of expectations, also in single precision."""
-NO_GRAM, TOO_LARGE = "`gram` is not a Gram matrix", "`projection` is larger than the targets allow"
 
 
 @message("query.statistics", summand=True)
-class Statistics(SparseSums):
+class SparseStatistics(SparseSums):
     """What follows from a site's rows at given kernel and inducing points (Guo et al. 2022, Eqs. 14-15, whitened)."""
 
     def num_parameters(self) -> int:
@@ -30,7 +29,7 @@ class Statistics(SparseSums):
         return len(self.projection)
 
     @staticmethod
-    def outliers(answers: Mapping[str, Statistics], rows: Mapping[str, int]) -> dict[str, str]:
+    def outliers(answers: Mapping[str, SparseStatistics], rows: Mapping[str, int]) -> dict[str, str]:
         """Prior variances that are not those of most sites."""
         return odd_variances({site: float(answer.prior_variance) / rows[site] for site, answer in answers.items()})
 
@@ -52,24 +51,21 @@ class Statistics(SparseSums):
             return "`gram` explains more than the prior variance of the rows"
         length = math.sqrt(max(float(self.target_squares), 0.0)) * (1 + SLACK)
         projection = self.projection / math.sqrt(size)
-        check = self._at_a_glance if described.added else self._at_length
-        return check(size, projection, length)
-
-    def _at_a_glance(self, size: float, projection: ndarray, length: float) -> str | None:
-        units, forms = along(self.gram, self.projection)
-        forms = forms / size + SLACK
-        if not (forms >= 0).all() or np.diagonal(self.gram).max() < (1 - SLACK) * size:
-            return NO_GRAM
-        return None if (np.abs(units.T @ projection) <= length * np.sqrt(forms)).all() else TOO_LARGE
-
-    def _at_length(self, size: float, projection: ndarray, length: float) -> str | None:
-        scaled = torch.from_numpy(self.gram / size)
-        scaled.diagonal().add_(SLACK)
-        factor, failed = torch.linalg.cholesky_ex(scaled)
-        if failed:
-            return NO_GRAM
-        explained = torch.linalg.solve_triangular(factor, torch.from_numpy(projection)[:, None], upper=False)
-        return None if float(explained.norm()) <= length else TOO_LARGE
+        if described.added:
+            units, forms = along(self.gram, self.projection)
+            forms = forms / size + SLACK
+            if not (forms >= 0).all() or np.diagonal(self.gram).max() < (1 - SLACK) * size:
+                return "`gram` is not a Gram matrix"
+            explained = float(np.max(np.abs(units.T @ projection) / np.maximum(np.sqrt(forms), 1e-300)))
+        else:
+            scaled = torch.from_numpy(self.gram / size)
+            scaled.diagonal().add_(SLACK)
+            factor, failed = torch.linalg.cholesky_ex(scaled)
+            if failed:
+                return "`gram` is not a Gram matrix"
+            whitened = torch.linalg.solve_triangular(factor, torch.from_numpy(projection)[:, None], upper=False)
+            explained = float(whitened.norm())
+        return None if explained <= length else "`projection` is larger than the targets allow"
 
 
 @message()
@@ -113,7 +109,7 @@ class Trials:
 
 @message("query.trials", summand=True)
 class TrialSums:
-    """:class:`Statistics` at each of several parameters, the matrices packed."""
+    """:class:`SparseStatistics` at each of several parameters, the matrices packed."""
 
     grams: Float[ndarray, "T Q"] = leaves("lower triangle of A = W Wᵀ, W = L⁻¹ k(Z, X), at each parameters")
     projections: Float[ndarray, "T M"] = leaves("b = W y")
@@ -124,33 +120,30 @@ class TrialSums:
     @staticmethod
     def of(each: Sequence[SparseSums]) -> TrialSums:
         """From the sums at each parameters."""
-        grams, *rest = (np.stack(column) for column in zip(*(vars(sums).values() for sums in each), strict=True))
-        return TrialSums(np.stack([packed(gram) for gram in grams]), *rest)
+        columns = zip(*((vars(sums) | {"gram": packed(sums.gram)}).values() for sums in each), strict=True)
+        return TrialSums(*map(np.stack, columns))
+
+    def each(self) -> list[SparseStatistics]:
+        """The sums at each parameters."""
+        size, rows = self.projections.shape[1], zip(*vars(self).values(), strict=True)
+        return [SparseStatistics(unpacked(gram, size), *map(np.asarray, rest)) for gram, *rest in rows]
 
     def num_parameters(self) -> int:
         """M, of sums at parameters that differ little."""
         return self.projections.shape[1]
 
-    def each(self) -> list[Statistics]:
-        """The sums at each parameters."""
-        return [
-            Statistics(unpacked(gram, self.projections.shape[1]), *map(np.asarray, rest))
-            for gram, *rest in zip(*(vars(self).values()), strict=True)
-        ]
-
     @staticmethod
     def outliers(answers: Mapping[str, TrialSums], rows: Mapping[str, int]) -> dict[str, str]:
         """Prior variances that are not those of most sites, at any of the parameters."""
-        trials = len(next(iter(answers.values())).counts) if answers else 0
         found: dict[str, str] = {}
-        for trial in range(trials):
-            sizes = {site: float(answer.prior_variances[trial]) / rows[site] for site, answer in answers.items()}
-            found |= odd_variances(sizes)
+        for variances in zip(*(answer.prior_variances for answer in answers.values()), strict=True):
+            sizes = zip(answers, variances, strict=True)
+            found |= odd_variances({site: float(variance) / rows[site] for site, variance in sizes})
         return found
 
     def refusal(self, described: Described) -> str | None:
         """Why any of the sums cannot come from these rows, or None."""
-        return next((why for why in (sums.refusal(described) for sums in self.each()) if why), None)
+        return next(filter(None, (sums.refusal(described) for sums in self.each())), None)
 
 
 @message()
@@ -158,22 +151,20 @@ class TrialAdjoints:
     """Several parameters, and the derivatives of the pooled bound by the sums at each of them."""
 
     values: Mapping[str, AnyShape] = leaves("parameters in unconstrained coordinates, under `number.name`")
-    grams: Float[ndarray, "T Q"] = leaves("lower triangle of ∂F/∂A at each parameters")
+    grams: Float[ndarray, "T M M"] = leaves("∂F/∂A at each parameters", symmetric=True)
     projections: Float[ndarray, "T M"] = leaves("∂F/∂b")
     prior_variances: Float[ndarray, " T"] = leaves("∂F/∂c")
 
     @staticmethod
     def of(values: Sequence[Mapping[str, ndarray]], adjoints: Sequence[Adjoints]) -> TrialAdjoints:
         """From parameters and the adjoints at them."""
-        grams = np.stack([packed(at.gram) for at in adjoints])
-        projections, variances = zip(*((at.projection, at.prior_variance) for at in adjoints), strict=True)
-        return TrialAdjoints(numbered(values), grams, np.stack(projections), np.stack(variances))
+        columns = zip(*((at.gram, at.projection, at.prior_variance) for at in adjoints), strict=True)
+        return TrialAdjoints(numbered(values), *map(np.stack, columns))
 
     def each(self) -> list[tuple[dict[str, ndarray], Adjoints]]:
         """Parameters, and the adjoints at them."""
-        size, columns = self.projections.shape[1], (self.grams, self.projections, self.prior_variances)
-        adjoints = [Adjoints(unpacked(gram, size), b, np.asarray(c)) for gram, b, c in zip(*columns, strict=True)]
-        return list(zip(apart(self.values), adjoints, strict=True))
+        columns = self.grams, self.projections, map(np.asarray, self.prior_variances)
+        return list(zip(apart(self.values), map(Adjoints, *columns), strict=True))
 
 
 @message("train.gradients", summand=True)

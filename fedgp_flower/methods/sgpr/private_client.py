@@ -57,8 +57,8 @@ class PrivateSGPRClient(SparseClient):
         whitener = self.whitener(request.values)
         inputs, targets = self.tensors
         with torch.no_grad():
-            amplitude = float(prior_variance(whitener.model.kernel, inputs[:1]))
-        sums = pooled_sums(whitener.model, inputs, targets.clamp(-EDGE, EDGE), whitener)
+            amplitude = float(prior_variance(self.model.kernel, inputs[:1]))
+        sums = pooled_sums(self.model, inputs, targets.clamp(-EDGE, EDGE), whitener)
         released = disturbed(sums, amplitude, budget.noise / request.sharing**0.5, self._rng())
         self.state.replace({**encode(released), ASKED: asked})
         return released
