@@ -92,12 +92,11 @@ def make_run(
             **{"method": "fsgp", "dataset": "synthetic", "sites": sites, "rounds": 20, "communications": 21},
             seconds={"total": 14.2, "setup": 1.1, "training": 12.0, "evaluation": 1.1},
             bytes={"up": 9000 * sites * 21, "down": 12000 * sites * 21},
-            **{**own, "per_site": shown},
+            **{**own, "per_site": shown, "calibration": combine_histograms(v[0].arrays for v in made.values())},
             local_only=as_baseline(local) if baselines else None,
             pooled=as_baseline(own) if baselines else None,
             failures=failures,
             repairs={"extra jitter in Kzz": 3} if failures else {},
-            calibration=combine_histograms(v[0].arrays for v in made.values()),
         )
     )
     return run.path
