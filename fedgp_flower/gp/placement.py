@@ -19,9 +19,6 @@ from fedgp_flower.typing import Array
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
-FLOAT32_JITTER = 1e-6
-"""Least relative jitter of a kernel matrix in float32, where 1e-8 is below rounding."""
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -54,6 +51,11 @@ class Placement:
 def to_array(tensor: Tensor) -> Array:
     """A tensor as a float64 array on the CPU: what travels."""
     return tensor.detach().cpu().double().numpy()
+
+
+def to_arrays(*tensors: Tensor) -> list[Array]:
+    """Several of them."""
+    return [tensor.detach().cpu().double().numpy() for tensor in tensors]
 
 
 def limit_threads(count: int) -> None:

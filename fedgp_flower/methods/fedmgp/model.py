@@ -23,8 +23,8 @@ from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.gp.convolved import ConvolvedKernel, smoothed_covariance
 from fedgp_flower.gp.likelihoods import LearnedLikelihood, PointLikelihood, build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
+from fedgp_flower.gp.models import whitened
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, ascend, maximise
-from fedgp_flower.gp.whitened import whitened
 from fedgp_flower.methods.fedmgp import unit
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, latents_at, posterior
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters
