@@ -346,7 +346,7 @@ class Session:
         if self.training:
             self.network.took_part.update(reply.sites if isinstance(reply, Summed) else reply)
         if not self.began:
-            note_ranges(asked.question, reply, self.preparation.columns)
+            note_ranges(asked.question.answer, reply, self.preparation.columns)
         return reply
 
     def _in_the_clear(self, contract: Contract, answers: dict[str, Any]) -> Summed[Any] | dict[str, Any]:
