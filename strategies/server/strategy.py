@@ -263,11 +263,9 @@ class FederatedStrategy(Algorithm[S], Strategy):
         while True:
             before, failed = self.current, len(network.failures)
             messages = list(self.configure_train(number, ArrayRecord(), config, network.grid))
-            replies: list[Message] = []
-            if self.asked is not None and messages:
-                retries = self.asked.question.retries
-                replies = network.exchange(messages, self.asked.contract, retries=retries)
-            _, metrics = self.aggregate_train(number, replies)
+            asked = self.asked
+            replies = asked and network.exchange(messages, asked.contract, retries=asked.question.retries)
+            _, metrics = self.aggregate_train(number, replies or [])
             again = self._to_be_awaited(failed, missed)
             if not again:
                 break
