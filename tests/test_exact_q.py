@@ -60,8 +60,8 @@ def signals(dims: int, seed: int = 0, num_units: int = 3, rows: int = 50) -> lis
 def start(inducing, multiples=(1.0,)):  # type: ignore[no-untyped-def]
     """Before the first round: lengthscales from the spacing of the pseudo-inputs, q(u) the prior."""
     latents = latents_at(inducing, list(multiples), 1e-8)
-    steps = np.full(latents.scales.shape, 0.3)
-    return ExactState(latents, LatentPosterior(np.zeros(latents.size), np.eye(latents.size)), None, steps, steps)
+    steps = np.full((2, *latents.scales.shape), 0.3)
+    return ExactState(latents, LatentPosterior(np.zeros(latents.size), np.eye(latents.size)), None, steps)
 
 
 def federate(units, inducing, rounds, *, multiples=(1.0,), unsmoothed=0, reach=None):  # type: ignore[no-untyped-def]

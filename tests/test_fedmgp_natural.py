@@ -147,7 +147,7 @@ def test_coordinates_of_q_change_no_mean() -> None:
     factor = np.tril(draw.standard_normal((8, 8))) + 3 * np.eye(8)
     precision, shift = to_natural(LatentPosterior(draw.standard_normal(8), factor @ factor.T), 2)
     theta = {SCALES: np.zeros((2, 1)), PRECISION: precision, SHIFT: shift}
-    frame = Frame.of(theta)
+    frame = Frame(np.linalg.cholesky(precision), from_natural(precision, shift)[0])
     whole = frame.seen({**theta})
     np.testing.assert_allclose(whole[PRECISION], np.stack([np.eye(4)] * 2), atol=1e-12)
     np.testing.assert_allclose(whole[SHIFT], 0, atol=1e-12)
