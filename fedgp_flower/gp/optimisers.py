@@ -218,7 +218,7 @@ def maximise(
         return -value.item(), -_gather(slopes)
 
     limits = [bound for p, bound in zip(parameters, bounds, strict=True) for _ in range(p.numel())] if bounds else None
-    options = {"maxcor": PAIRS, "maxfun": max_evaluations, "maxiter": max_evaluations}
+    options: dict[str, float] = {"maxcor": PAIRS, "maxfun": max_evaluations, "maxiter": max_evaluations}
     options |= {"ftol": tolerance, "gtol": gradient_tolerance}
     end = minimize(negative, _gather(parameters), jac=True, method="L-BFGS-B", bounds=limits, options=options)
     _scatter(np.asarray(end.x), parameters)
