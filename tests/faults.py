@@ -17,9 +17,9 @@ from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from fedgp_flower import client_app
 from fedgp_flower.data.sites import load_site, site_id
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.models import SparseGP, WhitenedPosterior
+from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import SparseSums, exact_posterior
-from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.outcome import Snapshot
 from fedgp_flower.records import numpy_arrays
 from fedgp_flower.run.in_process import InProcessGrid, simulated_nodes

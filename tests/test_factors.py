@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal, kl_divergence
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.batched_kernel import BatchedKernel
 from fedgp_flower.gp.gaussian import NaturalGaussian
-from fedgp_flower.gp.kernels import build_kernel
+from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
 from fedgp_flower.gp.likelihoods import GaussianNoise, build_point_likelihood
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.pvi.messages import Factors

@@ -12,10 +12,17 @@ from test_exact_q import random_unit
 from test_fedmgp import keys, nodes
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, SHIFT, from_natural, posterior, to_natural
-from fedgp_flower.methods.fedmgp.local_steps import LocalSteps, natural_steps
+from fedgp_flower.methods.fedmgp.latents import (
+    PRECISION,
+    SCALES,
+    SHIFT,
+    LatentPosterior,
+    from_natural,
+    posterior,
+    to_natural,
+)
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
-from fedgp_flower.methods.fedmgp.unit import statistics
+from fedgp_flower.methods.fedmgp.unit import LocalSteps, natural_steps, statistics
 from strategies.fedmgp_rules import Frame, merge_natural, statistics_of, within_averages
 
 MOVED = 1 - 0.8**4
@@ -137,10 +144,10 @@ def test_units_that_say_next_to_nothing_have_no_vote(name: str, select: int) -> 
 def test_coordinates_of_q_change_no_mean() -> None:
     """What a mean makes of updates is the same in them; and in them q(u) is N(0, I)."""
     draw = np.random.default_rng(0)
-    factors = np.tril(draw.standard_normal((2, 4, 4))) + 3 * np.eye(4)
-    precision, shift = to_natural(factors, draw.standard_normal((2, 4)))
+    factor = np.tril(draw.standard_normal((8, 8))) + 3 * np.eye(8)
+    precision, shift = to_natural(LatentPosterior(draw.standard_normal(8), factor @ factor.T), 2)
     theta = {SCALES: np.zeros((2, 1)), PRECISION: precision, SHIFT: shift}
-    frame = Frame.of(theta)
+    frame = Frame(np.linalg.cholesky(precision), from_natural(precision, shift)[0])
     whole = frame.seen({**theta})
     np.testing.assert_allclose(whole[PRECISION], np.stack([np.eye(4)] * 2), atol=1e-12)
     np.testing.assert_allclose(whole[SHIFT], 0, atol=1e-12)

@@ -12,28 +12,34 @@ from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.sums import INPUT_EDGES, input_shape
 from fedgp_flower.messages import is_summand
 from fedgp_flower.methods.fedmgp.latents import (
-    Latents,
-    Posterior,
+    LatentFunctions,
+    LatentPosterior,
     from_parameters,
-    grid_side,
+    latents_at,
     posterior,
 )
-from fedgp_flower.methods.fedmgp.local_steps import LocalSteps, natural_steps
 from fedgp_flower.methods.fedmgp.messages import (
     Broadcast,
     Directions,
     FirstLook,
     FirstStatistics,
     PseudoGradient,
-    Trials,
+    TrialMoves,
     TrialStatistics,
 )
-from fedgp_flower.methods.fedmgp.unit import UnitData, respond, starting_parameters, statistics
+from fedgp_flower.methods.fedmgp.unit import (
+    LocalSteps,
+    UnitData,
+    natural_steps,
+    respond,
+    starting_parameters,
+    statistics,
+)
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.shared_messages import Shape
 from strategies import fedmgp, fedmgp_exact
 from strategies.fedmgp_exact import ExactState
-from strategies.fedmgp_shared import EVERYONE, first_inducing, latents_at
+from strategies.fedmgp_shared import EVERYONE, first_inducing
 from strategies.server.questions import Roster, Total, drive
 
 GRID = np.linspace(-1, 1, 6)[:, None]
@@ -42,11 +48,11 @@ GRID = np.linspace(-1, 1, 6)[:, None]
 ROWS = dict.fromkeys("012", 50)
 
 
-def shared(count: int = 1) -> tuple[Latents, Posterior]:
+def shared(count: int = 1) -> tuple[LatentFunctions, LatentPosterior]:
     rng = np.random.default_rng(count)
-    latents = Latents(GRID, rng.uniform(0.1, 0.4, (count, 1)), np.ones(count))
+    latents = LatentFunctions(GRID, rng.uniform(0.1, 0.4, (count, 1)), np.ones(count))
     factor = rng.standard_normal((latents.size, latents.size))
-    return latents, Posterior(rng.standard_normal(latents.size), factor @ factor.T + np.eye(latents.size))
+    return latents, LatentPosterior(rng.standard_normal(latents.size), factor @ factor.T + np.eye(latents.size))
 
 
 def placed(x: np.ndarray) -> np.ndarray:
@@ -74,7 +80,6 @@ def test_pseudo_inputs_cover_the_inputs_and_a_little_more() -> None:
     assert np.ptp(two[:, 0]) > 1.7 * np.ptp(two[:, 1])
     many = np.repeat(x, 4, axis=1)
     assert placed(many).shape == (9, 4)
-    assert [grid_side(64, 3), grid_side(63, 3), grid_side(26, 3), grid_side(50, 10), grid_side(7, 1)] == [4, 3, 2, 1, 7]
 
 
 @pytest.mark.parametrize("value", [1e308, -800.0, 800.0])
@@ -92,7 +97,7 @@ class Unit:
     def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
         self.x, self.y, self.memory, self.round = x, y, None, 0
 
-    def data(self, latents: Latents) -> UnitData:
+    def data(self, latents: LatentFunctions) -> UnitData:
         return UnitData.build(self.x, self.y, latents.inducing)
 
     def first(self, request: FirstLook) -> FirstStatistics:
@@ -101,11 +106,11 @@ class Unit:
         away = request.direction is not None and posterior(found).mean @ request.direction < 0
         return FirstStatistics(replace(found, shift=-found.shift) if away else found)
 
-    def directions(self, request: Latents) -> Directions:
+    def directions(self, request: LatentFunctions) -> Directions:
         mean = posterior(self.first(FirstLook(request)).statistics).mean
         return Directions(np.outer(mean, mean))
 
-    def exact(self, request: Trials) -> TrialStatistics:
+    def exact(self, request: TrialMoves) -> TrialStatistics:
         self.round += 1
         sent = request.view
         data = self.data(sent.latents)

@@ -9,9 +9,8 @@ import torch
 from pvi_oracles import collapsed_local_bound, log_normaliser
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.batched_kernel import BatchedKernel
 from fedgp_flower.gp.gaussian import DiagonalGaussian, NaturalGaussian
-from fedgp_flower.gp.kernels import build_kernel
+from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
 from fedgp_flower.gp.likelihoods import build_point_likelihood, canonical_likelihood
 from fedgp_flower.methods.pvi.linear import (
     WhitenedRows,

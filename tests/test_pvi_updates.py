@@ -6,9 +6,8 @@ import pytest
 import torch
 from pvi_oracles import collapsed_local_bound
 
-from fedgp_flower.gp.batched_kernel import BatchedKernel
 from fedgp_flower.gp.gaussian import DiagonalGaussian
-from fedgp_flower.gp.kernels import build_kernel
+from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
 from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.optimisers import AdamSettings
 from fedgp_flower.methods.pvi.model import (

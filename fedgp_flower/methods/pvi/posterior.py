@@ -14,7 +14,7 @@ import torch
 from gpytorch.likelihoods import Likelihood
 
 from fedgp_flower.gp.gaussian import DiagonalGaussian, Gaussian, NaturalGaussian
-from fedgp_flower.gp.whitened import WhitenedGP, WhitenedPosterior
+from fedgp_flower.gp.models import WhitenedGP, WhitenedPosterior
 from fedgp_flower.methods.pvi.messages import Factors, NaturalParameters, PseudoPoints
 from fedgp_flower.methods.pvi.model import (
     Draws,
