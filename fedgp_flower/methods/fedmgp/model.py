@@ -118,7 +118,7 @@ class MultiOutputGP(GP):
         smoothing, amplitudes = (p.detach().numpy().copy() for p in (self.kernel.smoothing, self.kernel.amplitudes))
         if isinstance(self.likelihood, GaussianLikelihood):
             return UnitParameters(smoothing, amplitudes, float(self.likelihood.noise.detach()))
-        return UnitParameters(smoothing, amplitudes, 1.0, tuple(self.likelihood.own.tolist()))
+        return UnitParameters(smoothing, amplitudes, 1.0, tuple(self.likelihood.hyper.tolist()))
 
 
 def fit_personal(
