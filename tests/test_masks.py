@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
+from fedgp_flower.client_app import app
 from fedgp_flower.clients.guard import Guard
 from fedgp_flower.errors import ConfigError, NumericsError, ProtocolError
 from fedgp_flower.privacy import masks
@@ -29,7 +30,7 @@ from fedgp_flower.privacy.questions import (
     unflat,
     written_members,
 )
-from fedgp_flower.run.in_process import identify_task
+from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.shared_messages import Nothing
 
 SITES = ("a", "b", "c", "d", "e")
@@ -235,7 +236,7 @@ def guard_of(folder: Path, sites: tuple[str, ...]) -> Guard:
 
 
 def test_two_questions_at_once_are_answered_one_after_the_other(tmp_path):
-    identify_task()
+    InProcessGrid(app, {}, [])  # a message needs the identity of a task
     began, told = threading.Event(), {}
 
     def slowly():

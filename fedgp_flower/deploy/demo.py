@@ -1,4 +1,4 @@
-"""A whole federation on this machine: a SuperLink with TLS, and SuperNodes that authenticate, each with one CSV file."""
+"""A federation on this machine: a SuperLink with TLS, and SuperNodes that authenticate, each with one CSV file."""
 
 from __future__ import annotations
 
