@@ -41,10 +41,10 @@ $(installed): pyproject.toml constraints.txt
 
 # `exec`, so that a signal reaches the launcher itself, which ends what it started before it leaves.
 run: setup
-	@exec $(bin)/python -m fedgp_flower.launch --sites $(SITES) --config $(CONFIG) $(ARGS)
+	@exec $(bin)/fedgp simulate --sites $(SITES) --config $(CONFIG) $(ARGS)
 
 deploy-demo: setup
-	@exec $(bin)/python -m fedgp_flower.deploy_demo $(ARGS)
+	@exec $(bin)/fedgp deploy demo $(ARGS)
 
 lint: setup
 	$(bin)/ruff check .

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from click import Context, HelpFormatter
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fedgp_flower.outcome import Progress
     from fedgp_flower.run.check import Checked
     from fedgp_flower.run.predict import Predictor
+    from fedgp_flower.typing import Facts
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,10 +44,10 @@ Words = Annotated[
 ]
 Picture = Annotated[Path | None, typer.Option(help="picture to draw: mean and 95 % band along the one input")]
 ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with keys of the run configuration")]
-
-
+NewRows = Annotated[Path, typer.Option("--input", help="CSV or Parquet with the feature columns")]
+Predicted = Annotated[Path, typer.Option(help="CSV to write: mean, sd, quantiles of a noisy observation")]
+PolicyFile = Annotated[Path | None, typer.Option(help="policy of the site; otherwise the default")]
 Sites = Annotated[int, typer.Option(min=0, help="simulated sites; 0 takes every natural group")]
-Connection = Annotated[str, typer.Option(help="connection of .flwr/config.toml")]
 Gpus = Annotated[float, typer.Option(min=0.0, help="share of a GPU each simulated site may use")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be trained on, and stop")]
 
@@ -73,11 +74,9 @@ def run(
     """Run a method in this process: the same ServerApp and sites as `flwr run`, without Ray."""
     from fedgp_flower.run.in_process import run_in_process
     from fedgp_flower.run.terminal import show_result
-    from fedgp_flower.run.user_config import complete_config
 
     given = {key: value for key, value in (("output-dir", output_dir), ("name", name)) if value is not None}
-    flat, sites = _keys(words or [], config, given, sites)
-    completed = complete_config(flat, Path.cwd())
+    completed, sites = _completed(words, config, given, sites)
     if dry_run:
         _show_plan(completed, sites)
         return
@@ -86,33 +85,41 @@ def run(
     show_result(folder)
 
 
-def _keys(
-    words: Sequence[str], file: Path | None, given: Mapping[str, Value], sites: int
-) -> tuple[dict[str, Value], int]:
+def _completed(words: Sequence[str] | None, file: Path | None, given: FlatConfig, sites: int) -> tuple[FlatConfig, int]:
     """The keys of a file and of words, and how many sites: as many as there are tables, where there are several."""
-    from fedgp_flower.data.tables import SUFFIXES, read_table, table_stem
-    from fedgp_flower.run.user_config import parse_assignments, read_config
+    from fedgp_flower.data.tables import read_table, table_stem
+    from fedgp_flower.run.user_config import complete_config, read_config
 
-    files = [word for word in words if word.endswith(SUFFIXES) and "=" not in word]
-    keys = parse_assignments([word for word in words if word not in files])
-    paths = _sites_of(map(Path, files))
+    files, keys = _split(words)
     flat = (read_config(file) if file else {}) | keys | dict(given)
-    if len(paths) < 2:
-        return flat | ({"dataset": str(paths[0])} if paths else {}), sites
-    from fedgp_flower.run.api import together
+    paths = _sites_of(files)
+    if len(paths) == 1:
+        flat["dataset"] = str(paths[0])
+    elif paths:
+        from fedgp_flower.run.api import together
 
-    if len({table_stem(path) for path in paths}) < len(paths):
-        raise ConfigError("every table is a site with the name of its file: two files have the same name")
-    return flat | together({table_stem(path): read_table(path) for path in paths}, flat), 0
+        tables = {table_stem(path): read_table(path) for path in paths}
+        if len(tables) < len(paths):
+            raise ConfigError("every table is a site with the name of its file: two files have the same name")
+        flat, sites = flat | together(tables, flat), 0
+    return complete_config(flat, Path.cwd()), sites
 
 
-def _sites_of(files: Iterable[Path]) -> list[Path]:
+def _split(words: Sequence[str] | None) -> tuple[list[Path], dict[str, Value]]:
+    """The words that are tables, and the others as keys."""
+    from fedgp_flower.data.tables import SUFFIXES
+    from fedgp_flower.run.user_config import parse_assignments
+
+    files = [word for word in words or () if word.endswith(SUFFIXES) and "=" not in word]
+    return [Path(file) for file in files], parse_assignments([word for word in words or () if word not in files])
+
+
+def _sites_of(files: Sequence[Path]) -> list[Path]:
     """The files that are a site; what is left out is told."""
     from fedgp_flower.data.tables import sites_of
 
-    paths, left_out = sites_of(list(files))
-    for line in left_out:
-        print(line, file=sys.stderr)
+    paths, left_out = sites_of(files)
+    print(*left_out, sep="\n", end="\n" if left_out else "", file=sys.stderr)
     return paths
 
 
@@ -149,7 +156,7 @@ def _progress_bar() -> Iterator[Progress]:
         with Bar(*columns, console=terminal, transient=True) as bar:
             task = bar.add_task("", total=None)
 
-            def show(row: Mapping[str, Any], total: int) -> None:
+            def show(row: Facts, total: int) -> None:
                 bar.update(task, completed=row["round"], total=total, description=figures_of(row))
 
             yield show
@@ -169,7 +176,15 @@ def simulate(
 
     The exit status is the result of the run.
     """
-    launch(words, sites, "simulation", gpus_per_site, config, dry_run)
+    from fedgp_flower.deploy import submission
+    from fedgp_flower.deploy.processes import interruptible
+
+    completed, sites = _completed(words, config, {}, sites)
+    if dry_run:
+        _show_plan(completed, sites)
+        return
+    with interruptible():
+        submission.simulate(completed, sites, gpus_per_site)
 
 
 @deploy.command("app")
@@ -180,34 +195,7 @@ def deploy_app(folder: Annotated[Path, typer.Argument(help="folder to write; a c
     print(write_app(folder))
 
 
-@app.command(hidden=True)
-def launch(
-    words: Words = None,
-    sites: Sites = 5,
-    connection: Connection = "simulation",
-    gpus_per_site: Gpus = 0.0,
-    config: ConfigFile = None,
-    dry_run: DryRun = False,
-) -> None:
-    """Simulate, or run on a connection to real sites: `fedgp simulate` and `fedgp deploy run` in one."""
-    from fedgp_flower.deploy.launch import simulate, submit_elsewhere
-    from fedgp_flower.deploy.processes import interruptible
-    from fedgp_flower.run.user_config import complete_config
-
-    with interruptible():
-        flat, sites = _keys(words or [], config, {}, sites)
-        completed = complete_config(flat, Path.cwd())
-        if dry_run:
-            _show_plan(completed, sites)
-            return
-        if connection == "simulation":
-            simulate(completed, sites, gpus_per_site)
-        else:
-            submit_elsewhere(completed, connection)
-
-
 @deploy.command("demo")
-@app.command(hidden=True)
 def deploy_demo(
     words: Annotated[
         list[str] | None,
@@ -224,12 +212,10 @@ def deploy_demo(
     """Deploy on this machine: a SuperLink with TLS, SuperNodes that authenticate, each with one CSV file."""
     from fedgp_flower.deploy.demo import run_demo
     from fedgp_flower.deploy.processes import interruptible
-    from fedgp_flower.run.user_config import parse_assignments
 
-    files = [*data, *(Path(word) for word in words or [] if "=" not in word)] if data else []
-    keys = parse_assignments([word for word in words or [] if not data or "=" in word])
+    files, keys = _split(words)
     with interruptible():
-        run_demo(keys, _sites_of(files), num_sites, folder.resolve(), keep=keep)
+        run_demo(keys, _sites_of([*(data or ()), *files]), num_sites, folder.resolve(), keep=keep)
 
 
 @app.command()
@@ -242,10 +228,9 @@ def check(
     """
     from fedgp_flower.run.check import check as look
     from fedgp_flower.run.registry import parse_config
-    from fedgp_flower.run.user_config import parse_assignments
 
-    config = parse_config({"test-fraction": 0.0} | parse_assignments([word for word in words if "=" in word]))
-    _show_checked(look(_sites_of(Path(word) for word in words if "=" not in word), config))
+    files, keys = _split(words)
+    _show_checked(look(_sites_of(files), parse_config({"test-fraction": 0.0} | keys)))
 
 
 def _show_checked(found: Checked) -> None:
@@ -265,12 +250,12 @@ def _show_checked(found: Checked) -> None:
 @app.command()
 def predict(
     run: RunArgument,
-    source: Annotated[Path, typer.Option("--input", help="CSV or Parquet with the feature columns")],
-    output: Annotated[Path, typer.Option(help="CSV to write: mean, sd, quantiles of a noisy observation")],
+    source: NewRows,
+    output: Predicted,
     site: Annotated[str, typer.Option(help="predict at this site, with what it alone keeps, if the method can")] = "",
     site_data: Annotated[Path | None, typer.Option(help="table of that site, unless it was simulated")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="where that site keeps its state")] = None,
-    policy: Annotated[Path | None, typer.Option(help="policy of that site; otherwise the default")] = None,
+    policy: PolicyFile = None,
     picture: Picture = None,
 ) -> None:
     """Predict new rows from a run's saved posterior, or at `--site`; of units with curves, at all simulated ones."""
@@ -286,8 +271,8 @@ def predict(
 def join(
     run: RunArgument,
     site_data: Annotated[Path, typer.Option(help="table of the new site, with the target")],
-    source: Annotated[Path, typer.Option("--input", help="CSV or Parquet with the feature columns")],
-    output: Annotated[Path, typer.Option(help="CSV to write: mean, sd, quantiles of a noisy observation")],
+    source: NewRows,
+    output: Predicted,
     picture: Picture = None,
 ) -> None:
     """Predict at a site that took no part: fit what it alone knows to its table, here, and send nothing."""
@@ -305,7 +290,7 @@ def _predict(predictors: dict[str, Predictor], source: Path, output: Path, pictu
     if unknown:
         _console().print(f"{unknown} cell(s) hold a level that no site had; they count as none of the known levels")
     if picture is not None:
-        from fedgp_flower.run.curves import draw_curves
+        from fedgp_flower.run.figures import draw_curves
 
         draw_curves(predictors, source, picture)
         _console().print(f"drawn into {picture}", soft_wrap=True)
@@ -343,7 +328,7 @@ def leaves(
     data: Annotated[Path, typer.Option(help="table of the site")],
     assignments: Assignments = None,
     config: ConfigFile = None,
-    policy: Annotated[Path | None, typer.Option(help="policy of the site; otherwise the default")] = None,
+    policy: PolicyFile = None,
     test: Annotated[Path | None, typer.Option(help="rows to hold out; otherwise a share of the table")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="most rounds to try")] = 2,
 ) -> None:
@@ -381,23 +366,19 @@ def compare(
     figure: Annotated[Path | None, typer.Option(help="PNG or SVG to write: NLL against what was spent")] = None,
 ) -> None:
     """Put the figures of several runs side by side; runs of other targets are refused, of other rows warned of."""
+    from fedgp_flower.run import compare as comparing
     from fedgp_flower.run.artefacts import read_run
-    from fedgp_flower.run.compare import cost_figure, doubtful, unlike
-    from fedgp_flower.run.summary import comparison_frame, text_rows, title_of
     from fedgp_flower.run.terminal import table
 
-    read = [read_run(path) for path in runs]
-    if reasons := unlike(read):
+    read, console = [read_run(path) for path in runs], _console()
+    if reasons := comparing.unlike(read):
         raise RunError(f"these runs cannot be compared: {'; '.join(reasons)}")
-    for doubt in doubtful(read):
-        _console().print(f"careful: {doubt}", markup=False, soft_wrap=True)
-    frame = comparison_frame(read)
-    columns = [title_of(str(column)) for column in frame.columns]
-    rows = [[title, *cells] for title, *cells in zip(columns, *(row[1:] for row in text_rows(frame)), strict=True)]
-    _console().print(table(["", *map(str, frame.index)], rows, numbers=True))
+    for doubt in comparing.doubtful(read):
+        console.print(f"careful: {doubt}", markup=False, soft_wrap=True)
+    console.print(table(["", *(path.name for path in runs)], comparing.side_by_side(read), numbers=True))
     if figure is not None:
-        cost_figure(read).savefig(figure)
-        _console().print(str(figure), soft_wrap=True)
+        comparing.cost_figure(read).savefig(figure)
+        console.print(str(figure), soft_wrap=True)
 
 
 @app.command()
@@ -408,10 +389,9 @@ def methods() -> None:
 
     for title, names in grouped().items():
         rows = [[name, METHODS[name].summary, METHODS[name].paper] for name in names]
-        sections = {section.table: section for section in (option_classes()[name] for name in names)}
-        for key, section in sections.items():
-            kinds = section.variants.items()
-            rows += [[f"  {key}.{section.variant_key}={kind}", summary, ""] for kind, summary in kinds]
+        for section in dict.fromkeys(option_classes()[name] for name in names):
+            key = f"  {section.table}.{section.variant_key}"
+            rows += [[f"{key}={kind}", summary, ""] for kind, summary in section.variants.items()]
         _console().print(table(["method", "what it is", "paper"], rows, title=title))
 
 
@@ -485,19 +465,17 @@ def _console() -> Console:
     return Console()
 
 
-def main(words: Sequence[str] | None = None, *, wrong: int = 2) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Entry point: expected errors are one line, without a traceback.
 
-    Args:
-        words: Words of the command; default those of this process.
-        wrong: Exit status for a wrong key or table, or a damaged file; a run that cannot be completed has status 1.
+    A wrong key or table and a damaged file have exit status 2, a run that cannot be completed has 1.
     """
     try:
         app(args=words, prog_name="fedgp")
     except FedGPError as error:
         print(f"error: {error}", file=sys.stderr)
         failed = isinstance(error, RunError) and not isinstance(error, DamagedError)
-        raise SystemExit(1 if failed else wrong) from None
+        raise SystemExit(1 if failed else 2) from None
 
 
 if __name__ == "__main__":

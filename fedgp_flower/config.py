@@ -15,12 +15,13 @@ import re
 import shlex
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from fedgp_flower.errors import ConfigError
+from fedgp_flower.moved import MOVED_KEYS, MOVED_METHODS
 from fedgp_flower.options import (
     BASIC,
     AveragingSection,
@@ -35,8 +36,11 @@ from fedgp_flower.options import (
     Section,
     Value,
 )
-from fedgp_flower.run.moved import MOVED_KEYS, MOVED_METHODS
 
+if TYPE_CHECKING:
+    from fedgp_flower.typing import Facts, Json
+
+S = TypeVar("S", bound=Section)
 AUTO = "auto"
 """The value of ``method`` that leaves the choice to the likelihood."""
 
@@ -83,6 +87,9 @@ class RoundSection(Section):
     site is back or has missed the round ``max-failures`` times. Asynchronous schedules have no rounds to repeat."""
 
 
+_RANGES = TypeAdapter(dict[str, tuple[float, float]])
+
+
 class PrivacySection(Section):
     """What the server learns of a site."""
 
@@ -103,13 +110,12 @@ class PrivacySection(Section):
     @property
     def bounds(self) -> dict[str, tuple[float, float]]:
         """The ranges, by column."""
-        return TypeAdapter(dict[str, tuple[float, float]]).validate_json(self.ranges) if self.ranges else {}
+        return _RANGES.validate_json(self.ranges or "{}")
 
     @field_validator("ranges")
     @classmethod
     def _known_ranges(cls, text: str) -> str:
-        """JSON of columns with their lower and upper end."""
-        found = TypeAdapter(dict[str, tuple[float, float]]).validate_json(text) if text else {}
+        found = _RANGES.validate_json(text or "{}")
         if odd := [name for name, (low, high) in found.items() if not -math.inf < low < high < math.inf]:
             raise ValueError(f"the range of `{odd[0]}` should be [low, high] with low < high, both finite")
         return text
@@ -178,7 +184,7 @@ class CoreConfig(Section):
     round_timeout: Positive = 3600.0
     """Seconds after which a missing reply counts as that site's failure."""
     max_failures: PositiveInt = 3
-    """Consecutive failures after which a site is left out of training until it answers an evaluation or query again."""
+    """Failures after which a site is left out of training; a round in which it answers and never fails clears them."""
     extra: str = ""
     """Further ``key=value`` words with blanks between them, for keys that Flower does not know: those of a method from
     another package, such as ``toy.steps=3 toy.rate=0.1``. They are checked like all others."""
@@ -223,10 +229,9 @@ class CoreConfig(Section):
         return self.name or "-".join(words)
 
     def require_whole_rosters(self, key: str, fraction: float) -> None:
-        """Refuse to draw sites anew in every round under masks.
+        """Raise ConfigError where sites are drawn anew in every round under masks.
 
-        Raises:
-            ConfigError: totals over different sites at nearly the same parameters differ by the summands of a few.
+        Totals over different sites at nearly the same parameters differ by the summands of a few.
         """
         if fraction < 1 and self.privacy.secure_aggregation:
             raise ConfigError(
@@ -235,22 +240,14 @@ class CoreConfig(Section):
             )
 
     def require_whole_batches(self) -> None:
-        """Refuse mini-batches.
-
-        Raises:
-            ConfigError: a batch size is set.
-        """
+        """Raise ConfigError where a batch size is set."""
         if self.optimizer.batch_size:
             raise ConfigError(
                 f"`optimizer.batch-size`: `method` = {self.method!r} takes all rows of a site; set it to 0"
             )
 
     def require_gaussian(self) -> None:
-        """Refuse other likelihoods than the Gaussian one.
-
-        Raises:
-            ConfigError: naming the method to take.
-        """
+        """Raise ConfigError for another likelihood than the Gaussian one."""
         if self.model.likelihood != "gaussian":
             raise ConfigError(
                 f"`model.likelihood` = {self.model.likelihood!r}: `method` = {self.method!r} needs 'gaussian'; take"
@@ -258,28 +255,25 @@ class CoreConfig(Section):
             )
 
     def require_accounted(self, options: MethodOptions) -> None:
-        """Refuse a budget where anything is told that is not paid for from it.
-
-        Raises:
-            ConfigError: naming the key that stands in the way.
-        """
-        if not self.privacy.epsilon:
-            if self.privacy.ranges:
-                raise ConfigError("`privacy.ranges` is read where `privacy.epsilon` is set; leave it out")
+        """Raise ConfigError where anything is told that is not paid for from the budget of privacy."""
+        privacy, baselines = self.privacy, self.baselines
+        if not privacy.epsilon and privacy.ranges:
+            raise ConfigError("`privacy.ranges` is read where `privacy.epsilon` is set; leave it out")
+        if not privacy.epsilon:
             return
-        told = [f"`baselines.{name.replace('_', '-')}`" for name in ("linear", "local_only", "pooled")]
-        told = [key for key, on in zip(told, dict(self.baselines).values(), strict=False) if on]
+        told = {"linear": baselines.linear, "local-only": baselines.local_only, "pooled": baselines.pooled}
+        named = ", ".join(f"`baselines.{name}`" for name, on in told.items() if on)
         wrong = {
             f"`method` = {self.method!r} adds no noise; take 'sgpr-private'": not options.accounted,
-            f"{', '.join(told)}: baselines tell of rows and are not paid for; set them to false": bool(told),
+            f"{named}: baselines tell of rows and are not paid for; set them to false": bool(named),
             "`privacy.ranges` is empty: means and scales of rows are not paid for, so public ranges must be given": (
-                not self.privacy.ranges
+                not privacy.ranges
             ),
             "`standardise` = false: set it to true; the ranges are what columns are scaled by": not self.standardise,
             f"`missing` = {self.missing!r} tells how many cells are; set it to 'error'": self.missing != "error",
         }
         if reasons := [reason for reason, holds in wrong.items() if holds]:
-            raise ConfigError(f"`privacy.epsilon` = {self.privacy.epsilon:g} cannot be promised: {'; '.join(reasons)}")
+            raise ConfigError(f"`privacy.epsilon` = {privacy.epsilon:g} cannot be promised: {'; '.join(reasons)}")
 
 
 class RunConfig(CoreConfig):
@@ -291,9 +285,8 @@ class RunConfig(CoreConfig):
 
     def flat(self) -> dict[str, Value]:
         """Every key with its resolved value, the method's table under the method's prefix."""
-        out = dict(_flatten(self.model_dump(by_alias=True, exclude={"options", "shared"})))
-        out |= dict(_flatten({self.shared.table: self.shared.model_dump(by_alias=True)}))
-        return out | dict(_flatten({self.options.table: self.options.model_dump(by_alias=True)}))
+        tables = {section.table: section.model_dump(by_alias=True) for section in (self.shared, self.options)}
+        return flatten(self.model_dump(by_alias=True, exclude={"options", "shared"}) | tables)
 
     def digest(self) -> str:
         """Short hash of all keys that shape the result; equal digests mean interchangeable site state."""
@@ -303,22 +296,20 @@ class RunConfig(CoreConfig):
         return hashlib.sha256(json.dumps(keep).encode()).hexdigest()[:16]
 
 
-def _flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
+def flatten(nested: Facts) -> dict[str, Value]:
+    """Nested TOML tables as flat dotted keys: ``{"model": {"kernel": "rbf"}}`` becomes ``{"model.kernel": "rbf"}``."""
+    out: dict[str, Value] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+            out |= {f"{key}.{name}": leaf for name, leaf in flatten(value).items()}
         else:
-            yield f"{prefix}{key}", value
+            out[key] = value
+    return out
 
 
-def flatten(nested: Mapping[str, Any]) -> dict[str, Value]:
-    """Nested TOML tables as flat dotted keys: ``{"model": {"kernel": "rbf"}}`` becomes ``{"model.kernel": "rbf"}``."""
-    return dict(_flatten(nested))
-
-
-def nest(flat: FlatConfig) -> dict[str, Any]:
+def nest(flat: FlatConfig) -> Json:
     """Flat dotted keys as nested tables, the inverse of :func:`flatten`."""
-    out: dict[str, Any] = {}
+    out: Json = {}
     for key, value in flat.items():
         *tables, leaf = key.split(".")
         node = out
@@ -335,11 +326,8 @@ def with_shared(options: Iterable[type[MethodOptions]]) -> list[type[MethodOptio
 
 def defaults(options: Iterable[type[MethodOptions]]) -> dict[str, Value]:
     """Every key a run knows, with its default: the content of ``[tool.flwr.app.config]``."""
-    out = dict(_flatten(CoreConfig().model_dump(by_alias=True)))
-    for section in with_shared(options):
-        if section.table:
-            out |= dict(_flatten({section.table: section().model_dump(by_alias=True)}))
-    return out
+    tables = {section.table: section().model_dump(by_alias=True) for section in with_shared(options) if section.table}
+    return flatten(CoreConfig().model_dump(by_alias=True) | tables)
 
 
 def resolved(method: str, flat: FlatConfig) -> str:
@@ -357,29 +345,27 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
     """
     known = defaults(options.values())
     given = _with_extra(flat, known)
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise ConfigError("\n".join(_unknown(key, known) for key in unknown))
+    if unknown := [_unknown(key, known) for key in given if key not in known]:
+        raise ConfigError("\n".join(unknown))
     method = resolved(str(given.get("method", AUTO)), given)
-    if method not in options and method in MOVED_METHODS:
-        raise ConfigError(f"`method` = {method!r} is gone: {MOVED_METHODS[method]}")
     if method not in options:
-        raise ConfigError(f"`method` = {method!r} is not a method; allowed: {', '.join(sorted(options))}")
+        allowed = f"is not a method; allowed: {', '.join(sorted(options))}"
+        gone = f"is gone: {MOVED_METHODS[method]}" if method in MOVED_METHODS else allowed
+        raise ConfigError(f"`method` = {method!r} {gone}")
     nested = nest({k: _number(v, known[k]) for k, v in given.items()} | {"method": method})
-    section_class = options[method]
-    tables = {section.table: section for section in with_shared((*options.values(), section_class)) if section.table}
-    options_of = {name: validated(section, nested.pop(name, {}), f"{name}.") for name, section in tables.items()}
+    section = options[method]
+    tables = {table.table: table for table in with_shared((*options.values(), section)) if table.table}
+    read = {name: validated(table, nested.pop(name, {}), f"{name}.") for name, table in tables.items()}
     core = validated(CoreConfig, nested, "")
-    chosen = options_of[section_class.table] if section_class.table else section_class()
+    chosen = read[section.table] if section.table else section()
     if not core.model.num_inducing:
         model = core.model.model_copy(update={"num_inducing": chosen.usual_inducing})
         core = core.model_copy(update={"model": model})
     chosen.check(core)
-    shared = options_of[section_class.shared.table] if section_class.shared else chosen
+    shared = read[section.shared.table] if section.shared else chosen
     chosen.check_shared(shared)
     core.require_accounted(chosen)
-    of_core = {name: getattr(core, name) for name in CoreConfig.model_fields}
-    return RunConfig.model_construct(**of_core, options=chosen, shared=shared)
+    return RunConfig.model_construct(**dict(core), options=chosen, shared=shared)
 
 
 def assignments(words: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
@@ -388,18 +374,15 @@ def assignments(words: Sequence[str], known: Mapping[str, Value]) -> dict[str, V
     Raises:
         ConfigError: for a word without ``=``.
     """
-    out: dict[str, Value] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise ConfigError(f"`{word}` is not of the form KEY=VALUE")
-        out[key] = text if isinstance(known.get(key), str) else _scalar(text)
-    return out
+    if odd := [word for word in words if "=" not in word]:
+        raise ConfigError(f"`{odd[0]}` is not of the form KEY=VALUE")
+    pairs = (word.split("=", 1) for word in words)
+    return {key: text if isinstance(known.get(key), str) else _scalar(text) for key, text in pairs}
 
 
 def _scalar(text: str) -> Value:
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value: Value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
     return value if isinstance(value, bool | int | float | str) else text
@@ -433,14 +416,12 @@ def _number(value: Value, default: Value) -> Value:
 def _unknown(key: str, known: Mapping[str, Value]) -> str:
     if key in MOVED_KEYS:
         return f"the configuration key `{key}` is gone: {MOVED_KEYS[key]}"
-    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-    hint = (
-        f"did you mean {' or '.join(f'`{k}`' for k in close)}?" if close else f"known keys: {', '.join(sorted(known))}"
-    )
+    close = [f"`{name}`" for name in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
     return f"unknown configuration key `{key}`; {hint}"
 
 
-def validated(section: type[Section], values: Mapping[str, Any], prefix: str) -> Any:
+def validated(section: type[S], values: Facts, prefix: str) -> S:
     """A section of nested values.
 
     Raises:

@@ -61,7 +61,7 @@ def read_json(path: Path) -> Json:
         RunError: when the file is missing or is not JSON.
     """
     try:
-        return TypeAdapter(Json).validate_json(_read(path))
+        return TypeAdapter(Json).validate_json(read_bytes(path))
     except ValidationError as error:
         raise DamagedError(f"{path} is not valid JSON of an object: {error.errors()[0]['msg']}") from None
 
@@ -72,7 +72,7 @@ def read_arrays(path: Path) -> NamedArrays:
     Raises:
         RunError: when the file is missing or damaged.
     """
-    content = _read(path)
+    content = read_bytes(path)
     try:
         arrays: NamedArrays = load(content)
     except Exception as error:  # safetensors raises a type that it defines, and KeyError or ValueError for odd headers
@@ -102,7 +102,12 @@ def plain(value: object) -> Any:
     return to_jsonable_python(value, inf_nan_mode="null", fallback=lambda array: array.tolist())
 
 
-def _read(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
+    """Read a file of a run.
+
+    Raises:
+        RunError: when it is missing or cannot be read.
+    """
     try:
         return path.read_bytes()
     except FileNotFoundError:

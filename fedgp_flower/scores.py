@@ -17,23 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.lazy import Lazy, special
+from fedgp_flower.lazy import special
 from fedgp_flower.privacy.disclosure import merged_cells, merged_classes
 from fedgp_flower.transforms import Transform
 from fedgp_flower.typing import Array, NamedArrays
-
-if TYPE_CHECKING:
-    import torch
-
-    from fedgp_flower.gp import likelihoods
-else:
-    torch, likelihoods = Lazy("torch"), Lazy("fedgp_flower.gp.likelihoods")
 
 LEVELS = (50, 90, 95)
 """Central intervals that are counted, in percent."""
@@ -43,10 +35,7 @@ RELIABILITY_BINS = 10
 """Equal bins of [0, 1] in which a predicted probability is counted."""
 RANK_BINS, RANK_REACH = 80, 8.0
 """Equal bins of log odds, and how far they reach from even odds: predictions that differ by less count as ties."""
-REGRESSION_SUMS = (
-    *("count", "squared-error", "absolute-error", "nll", "crps"),
-    *("inside-50", "inside-90", "inside-95"),
-)
+REGRESSION_SUMS = ("count", "squared-error", "absolute-error", "nll", "crps", *(f"inside-{level}" for level in LEVELS))
 CLASSIFICATION_SUMS = ("count", "correct", "nll", "brier")
 """Names of the sums, by kind of task."""
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(160)
@@ -80,18 +69,16 @@ class Scores:
 class Prediction:
     """Predictive mean and variance of noisy observations, standardised, each [N]."""
 
-    mean: NDArray[np.float64]
-    variance: NDArray[np.float64]
+    mean: Array
+    variance: Array
+
+
+# Numbers.
 
 
 def gaussian_scores(mean: ArrayLike, sd: ArrayLike, target: ArrayLike) -> Scores:
-    """Scores of Gaussian predictions N(mean, sd²) [n], with the closed-form CRPS σ[z(2Φ(z) − 1) + 2φ(z) − π^(−½)]."""
-    m, s, y = _checked(mean, sd, target, ndim=1)
-    z = (y - m) / s
-    nll = 0.5 * z**2 + np.log(s) + 0.5 * math.log(2 * math.pi)
-    crps = s * (z * (2 * special.ndtr(z) - 1) + 2 * _density(z) - 1 / math.sqrt(math.pi))
-    inside = {level: np.abs(z) <= special.ndtri(0.5 + level / 200) for level in LEVELS}
-    return _regression(m - y, nll, crps, inside, _bins(special.ndtr(z)))
+    """Scores of Gaussian predictions N(mean, sd²) [n]."""
+    return mixture_scores(np.asarray(mean)[None], np.asarray(sd)[None], target)
 
 
 def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Scores:
@@ -102,12 +89,69 @@ def mixture_scores(means: ArrayLike, sds: ArrayLike, target: ArrayLike) -> Score
     mean_s A(y − m_s, σ_s²) − ½ mean_{s,t} A(m_s − m_t, σ_s² + σ_t²). ``means`` and ``sds`` are [S, n], ``target`` is
     [n]. Time O(S² n), memory O(S n).
     """
-    m, s, y = _checked(means, sds, target, ndim=2)
-    z = (y - m) / s
-    log_parts = -0.5 * z**2 - np.log(s) - 0.5 * math.log(2 * math.pi)
-    nll = math.log(len(m)) - special.logsumexp(log_parts, axis=0)
+    m, s, y = (np.asarray(values, dtype=np.float64) for values in (means, sds, target))
+    if m.ndim != 2 or m.shape != s.shape or m.shape[1:] != y.shape or not len(m):
+        raise NumericsError(f"expected means and sds [S, n] and target [n]; found {m.shape}, {s.shape}, {y.shape}")
+    for name, values in (("mean", m), ("sd", s), ("target", y)):
+        if not np.isfinite(values).all():
+            raise NumericsError(f"`{name}` of a prediction is not finite in {np.sum(~np.isfinite(values))} places")
+    if not (s > 0).all():
+        raise NumericsError(
+            f"`sd` of a prediction is not positive in {np.sum(s <= 0)} places; lower `model.num-inducing`"
+        )
     crps = _mean_absolute(y - m, s).mean(axis=0) - 0.5 * _mean_absolute_difference(m, s)
-    return regression_scores(m.mean(axis=0) - y, np.asarray(nll), crps, special.ndtr(z).mean(axis=0))
+    pit = _cumulative(y, m, s)
+    return regression_scores(m.mean(axis=0) - y, -_log_density(y, m, s), crps, pit, pit)
+
+
+def regression_scores(error: Array, nll: Array, crps: Array, below: Array, pit: Array) -> Scores:
+    """Sums of scores that were computed row by row; F just ``below`` y and at y differ where y is a count.
+
+    y lies in the central interval where F(y) and 1 − F(y⁻) both exceed its tails, and the PIT of a row is spread evenly
+    over [F(y⁻), F(y)] (Czado, Gneiting & Held 2009).
+    """
+    columns = [np.ones_like(error), error**2, np.abs(error), nll, crps]
+    tails = [0.5 - level / 200 for level in LEVELS]
+    columns += [(pit >= tail) & (below <= 1 - tail) for tail in tails]
+    sums = {name: float(np.sum(column)) for name, column in zip(REGRESSION_SUMS, columns, strict=True)}
+    edges = np.linspace(0, 1, PIT_BINS + 1)[:, None]
+    with np.errstate(over="ignore"):  # where y is no count, all of a row lies on one side of an edge
+        left = np.clip((edges - below) / np.maximum(pit - below, np.finfo(float).tiny), 0.0, 1.0)
+    left[-1] = 1.0
+    return Scores(sums, {"evaluation.pit": np.diff(left, axis=0).sum(axis=1)})
+
+
+def _log_density(target: Array, means: Array, sds: Array) -> Array:
+    """Log density [n] of even mixtures of Gaussians [S, n]."""
+    z = (target - means) / sds
+    parts = -0.5 * z**2 - np.log(sds) - 0.5 * math.log(2 * math.pi)
+    return np.asarray(special.logsumexp(parts, axis=0)) - math.log(len(parts))
+
+
+def _cumulative(t: Array, means: Array, sds: Array) -> Array:
+    """F(t) of the same, for t that broadcasts with [n]."""
+    total = np.zeros_like(t)
+    for mean, sd in zip(means, sds, strict=True):
+        total += special.ndtr((t - mean) / sd)
+    return total / len(means)
+
+
+def _mean_absolute(mean: Array, sd: Array) -> Array:
+    """E|N(mean, sd²)|."""
+    z = mean / sd
+    density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
+    return np.asarray(2 * sd * density + mean * (2 * special.ndtr(z) - 1))
+
+
+def _mean_absolute_difference(means: Array, sds: Array) -> Array:
+    """E|X − X'| of two independent draws from the mixture [n]: the diagonal once, every other pair twice."""
+    total = (2 * sds / math.sqrt(math.pi)).sum(axis=0)
+    for s in range(1, len(means)):
+        total += 2 * _mean_absolute(means[s] - means[:s], np.hypot(sds[s], sds[:s])).sum(axis=0)
+    return np.asarray(total / len(means) ** 2)
+
+
+# Classes.
 
 
 def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
@@ -124,15 +168,11 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
         raise NumericsError("a predicted probability is not in [0, 1]; look for non-finite latent values")
     if not np.all((y == 0) | (y == 1)):
         raise NumericsError("a label is neither 0 nor 1; labels are indices into the two agreed levels")
-    sums = {
-        "count": float(y.size),
-        "correct": float(np.sum((p >= 0.5) == (y == 1))),
-        "nll": float(-np.sum(special.xlogy(y, p) + special.xlog1py(1 - y, -p))),
-        "brier": float(np.sum((p - y) ** 2)),
-    }
+    nll = -special.xlogy(y, p) - special.xlog1py(1 - y, -p)
+    found = _classified((p >= 0.5) == (y == 1), nll, (p - y) ** 2, p, y)
     log_odds = np.clip(special.logit(p), -RANK_REACH, RANK_REACH)
     ranks = [np.histogram(log_odds[y == c], RANK_BINS, (-RANK_REACH, RANK_REACH))[0].astype(float) for c in (0, 1)]
-    return Scores(sums, {"evaluation.reliability": _reliability(p, y), "evaluation.ranks": np.stack(ranks, axis=1)})
+    return Scores(found.sums, found.arrays | {"evaluation.ranks": np.stack(ranks, axis=1)})
 
 
 def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
@@ -147,45 +187,21 @@ def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
         raise NumericsError("a row of predicted probabilities does not sum to one; look for non-finite latent values")
     if not np.isin(y, np.arange(p.shape[1])).all():
         raise NumericsError(f"a label is not one of the {p.shape[1]} classes 0 to {p.shape[1] - 1}")
-    observed = y[:, None] == np.arange(p.shape[1])
-    sums = {
-        "count": float(y.size),
-        "correct": float(np.sum(p.argmax(axis=1) == y)),
-        "nll": float(-np.sum(special.xlogy(observed, p))),
-        "brier": float(np.sum((p - observed) ** 2)),
-    }
-    hit = (p.argmax(axis=1) == y).astype(float)
-    return Scores(sums, {"evaluation.reliability": _reliability(p.max(axis=1), hit)})
+    observed, hit = y[:, None] == np.arange(p.shape[1]), p.argmax(axis=1) == y
+    nll, brier = -special.xlogy(observed, p).sum(axis=1), ((p - observed) ** 2).sum(axis=1)
+    return _classified(hit, nll, brier, p.max(axis=1), hit)
 
 
-def _reliability(probability: Array, outcome: Array) -> Array:
-    """Rows, probabilities and outcomes, summed by bins of the probability, [B, 3]."""
+def _classified(correct: Array, nll: Array, brier: Array, probability: Array, outcome: Array) -> Scores:
+    """Sums of scores, and rows, probabilities and outcomes by bins of the probability [B, 3]."""
+    columns = (np.ones_like(probability), correct, nll, brier)
+    sums = {name: float(np.sum(column)) for name, column in zip(CLASSIFICATION_SUMS, columns, strict=True)}
     weights = (np.ones_like(probability), probability, outcome)
-    return np.stack([np.histogram(probability, RELIABILITY_BINS, (0, 1), weights=w)[0] for w in weights], axis=1)
+    bins = [np.histogram(probability, RELIABILITY_BINS, (0, 1), weights=weight)[0] for weight in weights]
+    return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1)})
 
 
-def regression_scores(error: Array, nll: Array, crps: Array, pit: Array) -> Scores:
-    """Sums of scores that were computed row by row; intervals are central in probability, |PIT − ½| ≤ ½ level."""
-    inside = {level: np.abs(pit - 0.5) <= level / 200 for level in LEVELS}
-    return _regression(error, nll, crps, inside, _bins(pit))
-
-
-def _bins(pit: Array) -> NDArray[np.int64]:
-    return np.histogram(pit, PIT_BINS, (0, 1))[0].astype(np.int64)
-
-
-def _regression(
-    error: Array, nll: Array, crps: Array, inside: dict[int, NDArray[np.bool_]], pit: NDArray[np.generic]
-) -> Scores:
-    sums = {
-        "count": float(error.size),
-        "squared-error": float(np.sum(error**2)),
-        "absolute-error": float(np.sum(np.abs(error))),
-        "nll": float(np.sum(nll)),
-        "crps": float(np.sum(crps)),
-    }
-    sums |= {f"inside-{level}": float(np.sum(hit)) for level, hit in inside.items()}
-    return Scores(sums, {"evaluation.pit": pit})
+# Numbers in their units, and transformed ones.
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +214,6 @@ class TargetUnits:
 
     def gaussian_scores(self, prediction: Prediction, target: Array) -> Scores:
         """Scores of Gaussian predictions of a standardised target."""
-        if self.transform is None:
-            return gaussian_scores(*self.original(prediction, target))
         return self.mixture_scores(prediction.mean[None], prediction.variance[None], target)
 
     def mixture_scores(self, means: Array, variances: Array, target: Array) -> Scores:
@@ -227,16 +241,43 @@ class TargetUnits:
 
 
 def transformed_scores(means: Array, sds: Array, target: Array, transform: Transform) -> Scores:
-    """Scores in units of y of the mixture (1/S) Σ_s N(means_s, sds_s²) of t, [S, n], at t = ``target`` [n]."""
-    mixture = _TransformedMixture(means, sds, transform)
-    y = transform.inverse(target)
-    nll = -mixture.log_density(target) - transform.log_slope(y)
-    return regression_scores(mixture.moments()[0] - y, nll, mixture.crps(target), mixture.distribution(target))
+    """Scores in units of y = g⁻¹(t) of the mixture (1/S) Σ_s N(means_s, sds_s²) of t, [S, n], at t = ``target`` [n].
+
+    Where t ends at a floor c, as that of a square root at 0, its distribution is the Gaussian given t > c. The CRPS is
+    an integral over t by the rule of Gauss and Legendre, with dy = dt / g'(y):
+
+        CRPS = ∫_{t < t₀} F(t)² dy + ∫_{t > t₀} (1 − F(t))² dy.
+    """
+    y, cut = transform.inverse(target), _cumulative(np.full(means.shape[1], transform.floor), means, sds)
+    low = np.maximum((means - REACH * sds).min(axis=0), transform.floor)
+    high = (means + REACH * sds).max(axis=0)
+    middle = np.clip(target, low, high)
+    crps = np.abs(y - transform.inverse(middle))
+    for start, end, above in ((low, middle, 0.0), (middle, high, 1.0)):
+        t, weights = _rule(start, end)
+        lengths = weights * np.exp(-transform.log_slope(transform.inverse(t)))
+        reached = (_cumulative(t, means, sds) - cut) / (1 - cut)
+        crps = crps + (lengths * (reached - above) ** 2).sum(axis=0)
+    nll = np.log1p(-cut) - _log_density(target, means, sds) - transform.log_slope(y)
+    pit = (_cumulative(target, means, sds) - cut) / (1 - cut)
+    return regression_scores(_transformed_moments(means, sds, transform)[0] - y, nll, crps, pit, pit)
 
 
 def transformed_moments(mean: Array, sd: Array, transform: Transform) -> tuple[Array, Array]:
     """Mean and standard deviation of y [n] for t ~ N(mean, sd²)."""
-    return _TransformedMixture(mean[None], sd[None], transform).moments()
+    return _transformed_moments(mean[None], sd[None], transform)
+
+
+def _transformed_moments(means: Array, sds: Array, transform: Transform) -> tuple[Array, Array]:
+    """The same for mixtures [S, n]: each component's integral goes over that component's reach."""
+    first, second = np.zeros(means.shape[1]), np.zeros(means.shape[1])
+    for mean, sd in zip(means, sds, strict=True):
+        t, weights = _rule(np.maximum(mean - REACH * sd, transform.floor), mean + REACH * sd)
+        weights = weights * np.exp(-0.5 * ((t - mean) / sd) ** 2) / (sd * math.sqrt(2 * math.pi))
+        y = transform.inverse(t)
+        first, second = first + (weights * y).sum(axis=0), second + (weights * y**2).sum(axis=0)
+    share = len(means) * (1 - _cumulative(np.full(means.shape[1], transform.floor), means, sds))
+    return first / share, np.sqrt(np.maximum(second / share - (first / share) ** 2, 0.0))
 
 
 def transformed_quantiles(mean: Array, sd: Array, levels: Sequence[float], transform: Transform) -> Array:
@@ -246,72 +287,19 @@ def transformed_quantiles(mean: Array, sd: Array, levels: Sequence[float], trans
     return transform.inverse(mean + sd * special.ndtri(below + share * (1 - below)))
 
 
-class _TransformedMixture:
-    """Predictions of y = g⁻¹(t) where t is an even mixture of Gaussians; see :mod:`fedgp_flower.transforms`.
-
-    Where t ends at a floor c, as that of a square root at 0, its distribution is the Gaussian given t > c. Means and
-    CRPS are integrals over t by the rule of Gauss and Legendre, with dy = dt / g'(y):
-
-        E y = ∫ y(t) p(t) dt,    CRPS = ∫_{t < t₀} F(t)² dy + ∫_{t > t₀} (1 − F(t))² dy.
-    """
-
-    def __init__(self, means: Array, sds: Array, transform: Transform) -> None:
-        self.means, self.sds, self.transform = means, sds, transform
-        self.low = np.maximum((means - REACH * sds).min(axis=0), transform.floor)
-        self.high = (means + REACH * sds).max(axis=0)
-        self.below = self._cumulative(np.full(means.shape[1], transform.floor))
-
-    def _cumulative(self, t: Array) -> Array:
-        total = np.zeros_like(t)
-        for mean, sd in zip(self.means, self.sds, strict=True):
-            total += special.ndtr((t - mean) / sd)
-        return total / len(self.means)
-
-    def distribution(self, t: Array) -> Array:
-        """F(t), for t that broadcasts with [n]."""
-        return (self._cumulative(t) - self.below) / (1 - self.below)
-
-    def log_density(self, t: Array) -> Array:
-        """Log p(t) [n]."""
-        z = (t - self.means) / self.sds
-        parts = -0.5 * z**2 - np.log(self.sds) - 0.5 * math.log(2 * math.pi)
-        return np.asarray(special.logsumexp(parts, axis=0)) - math.log(len(parts)) - np.log1p(-self.below)
-
-    def moments(self) -> tuple[Array, Array]:
-        """Mean and standard deviation of y [n]: each component's integral goes over that component's reach."""
-        first, second = np.zeros(self.means.shape[1]), np.zeros(self.means.shape[1])
-        for mean, sd in zip(self.means, self.sds, strict=True):
-            t, weights = _rule(np.maximum(mean - REACH * sd, self.transform.floor), mean + REACH * sd)
-            weights = weights * np.exp(-0.5 * ((t - mean) / sd) ** 2) / (sd * math.sqrt(2 * math.pi))
-            y = self.transform.inverse(t)
-            first, second = first + (weights * y).sum(axis=0), second + (weights * y**2).sum(axis=0)
-        share = len(self.means) * (1 - self.below)
-        centre = first / share
-        return centre, np.sqrt(np.maximum(second / share - centre**2, 0.0))
-
-    def crps(self, target: Array) -> Array:
-        """In units of y [n]."""
-        middle = np.clip(target, self.low, self.high)
-        total = np.abs(self.transform.inverse(target) - self.transform.inverse(middle))
-        for (start, end), above in (((self.low, middle), 0.0), ((middle, self.high), 1.0)):
-            t, weights = _rule(start, end)
-            lengths = weights * np.exp(-self.transform.log_slope(self.transform.inverse(t)))
-            total = total + (lengths * (self.distribution(t) - above) ** 2).sum(axis=0)
-        return total
-
-
 def _rule(low: Array, high: Array) -> tuple[Array, Array]:
     """Nodes and weights [Q, n] of integrals from ``low`` to ``high`` [n]."""
     half = (high - low) / 2
     return low + half * (NODES[:, None] + 1), half * WEIGHTS[:, None]
 
 
+# Counts.
+
+
 def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
     """Scores of counts y | f ~ Poisson(e^f), f ~ N(m, v), [n], with the point prediction E y = exp(m + ½ v).
 
-    The mixture is taken at equal steps of f, where the trapezoidal rule converges faster than any power. y lies in the
-    central interval where F(y) and 1 − F(y − 1) both exceed its tails, and the PIT of a row is spread evenly over
-    [F(y − 1), F(y)] (Czado, Gneiting & Held 2009).
+    The mixture is taken at equal steps of f, where the trapezoidal rule converges faster than any power.
     """
     if not (np.isfinite(mean).all() and np.isfinite(variance).all() and (variance >= 0).all()):
         raise NumericsError("moments of a predicted log rate are not finite, or a variance is negative")
@@ -319,14 +307,11 @@ def count_scores(mean: Array, variance: Array, target: Array) -> Scores:
         raise NumericsError("a target is not a count: `model.likelihood` = 'poisson' needs whole numbers from 0 on")
     log_rates, share = _rates(mean, variance, RATE_NODES)
     log_parts = target * log_rates - np.exp(log_rates) - special.gammaln(target + 1)
-    error = np.exp(mean + variance / 2) - target
     upper = _count_distribution(target, log_rates, share)
     lower = np.where(target > 0, _count_distribution(np.maximum(target - 1, 0), log_rates, share), 0.0)
     nll = -np.asarray(special.logsumexp(log_parts, axis=0, b=share[:, None]))
     crps = _count_crps(target, *_rates(mean, variance, FEWER_RATE_NODES))
-    tails = {level: 0.5 - level / 200 for level in LEVELS}
-    inside = {level: (upper >= tail) & (lower <= 1 - tail) for level, tail in tails.items()}
-    return _regression(error, nll, crps, inside, _spread(lower, upper))
+    return regression_scores(np.exp(mean + variance / 2) - target, nll, crps, lower, upper)
 
 
 def count_quantiles(mean: Array, sd: Array, levels: Sequence[float]) -> Array:
@@ -337,19 +322,17 @@ def count_quantiles(mean: Array, sd: Array, levels: Sequence[float]) -> Array:
     spread = np.maximum(sd**2 - mean, 0.0) / mean**2  # e^v − 1 is below zero by rounding alone
     variance = np.log1p(spread)
     log_rates, share = _rates(np.log(mean) - variance / 2, variance, RATE_NODES)
-    found = np.empty((len(levels), len(mean)))
-    for row, level in zip(found, levels, strict=True):
+    found = []
+    for level in levels:
         low, high = np.full(len(mean), -1.0), np.maximum(np.ceil(mean), 1.0)
         while (short := _count_distribution(high, log_rates, share) < level).any():
             low[short], high[short] = high[short], 2 * high[short]
         while (high - low > 1).any():
             middle = np.floor((low + high) / 2)
-            enough = _count_distribution(np.maximum(middle, 0.0), log_rates, share) >= level
-            settled = high - low <= 1
-            high = np.where(enough & ~settled, middle, high)
-            low = np.where(enough | settled, low, middle)
-        row[:] = high
-    return found
+            enough = (middle >= 0) & (_count_distribution(np.maximum(middle, 0.0), log_rates, share) >= level)
+            high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+        found.append(high)
+    return np.stack(found)
 
 
 def central(mean: Array, sd: Array, counts: bool) -> tuple[Array, Array]:
@@ -385,77 +368,3 @@ def _count_crps(target: Array, log_rates: Array, share: Array) -> Array:
     middle, length = np.floor((edges[:-1] + edges[1:] - 1) / 2), np.diff(edges)
     gap = _count_distribution(middle[:, None], log_rates, share) - (edges[:-1, None] >= target)
     return np.asarray(length @ gap**2)
-
-
-def _spread(lower: Array, upper: Array) -> Array:
-    """Rows by bin of the PIT, each spread over [lower, upper] [n]."""
-    edges = np.linspace(0, 1, PIT_BINS + 1)[:, None]
-    width = np.maximum(upper - lower, np.finfo(float).tiny)
-    below = np.clip((edges - lower) / width, 0.0, 1.0)  # share of each row's mass to the left of an edge
-    below[-1] = 1.0
-    return np.asarray(np.diff(below, axis=0).sum(axis=1))
-
-
-def latent_scores(
-    observed: likelihoods.PointLikelihood,
-    parameter: torch.Tensor,
-    mean: Array,
-    variance: Array,
-    target: Array,
-    scale: float,
-) -> Scores:
-    """Classes by their probability, counts as mixtures of Poisson distributions, heavy-tailed numbers by density.
-
-    Intervals and CRPS of the last are those of a Gaussian with the same two moments.
-
-    Args:
-        observed: How targets are observed.
-        parameter: Of the likelihood.
-        mean: Of f [n], standardised.
-        variance: Of f [n].
-        target: Standardised [n].
-        scale: Of the target, in original units.
-    """
-    parameter = parameter.detach().double().cpu()
-    moments = torch.from_numpy(mean), torch.from_numpy(variance)
-    if isinstance(observed, likelihoods.Counts):
-        return count_scores(mean, variance, target)
-    centre, spread = (part.numpy() for part in observed.moments(*moments, parameter))
-    if isinstance(observed, likelihoods.Probit):
-        return bernoulli_scores(centre, target)
-    scores = gaussian_scores(scale * centre, scale * spread**0.5, scale * target)
-    density = observed.log_predictive(torch.from_numpy(target), *moments, parameter)
-    return Scores(scores.sums | {"nll": len(target) * math.log(scale) - float(density.sum())}, scores.arrays)
-
-
-def _checked(mean: ArrayLike, sd: ArrayLike, target: ArrayLike, ndim: int) -> tuple[Array, Array, Array]:
-    m, s, y = (np.asarray(values, dtype=np.float64) for values in (mean, sd, target))
-    if m.ndim != ndim or m.shape != s.shape or m.shape[-1:] != y.shape or 0 in m.shape[:-1]:
-        expected = "[n], [n], [n]" if ndim == 1 else "[S, n], [S, n], [n]"
-        raise NumericsError(f"expected mean, sd and target of shapes {expected}; found {m.shape}, {s.shape}, {y.shape}")
-    for name, values in (("mean", m), ("sd", s), ("target", y)):
-        if not np.all(np.isfinite(values)):
-            raise NumericsError(f"`{name}` of a prediction is not finite in {np.sum(~np.isfinite(values))} places")
-    if not np.all(s > 0):
-        raise NumericsError(
-            f"`sd` of a prediction is not positive in {np.sum(s <= 0)} places; lower `model.num-inducing`"
-        )
-    return m, s, y
-
-
-def _density(z: Array) -> Array:
-    return np.asarray(np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi))
-
-
-def _mean_absolute(mean: Array, sd: Array) -> Array:
-    """E|N(mean, sd²)|."""
-    z = mean / sd
-    return 2 * sd * _density(z) + mean * (2 * special.ndtr(z) - 1)
-
-
-def _mean_absolute_difference(means: Array, sds: Array) -> Array:
-    """E|X − X'| of two independent draws from the mixture [n]: the diagonal once, every other pair twice."""
-    total = (2 * sds / math.sqrt(math.pi)).sum(axis=0)
-    for s in range(1, len(means)):
-        total += 2 * _mean_absolute(means[s] - means[:s], np.hypot(sds[s], sds[:s])).sum(axis=0)
-    return np.asarray(total / len(means) ** 2)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from strategies.deep_kernel import DeepKernelGP as DeepKernelGP
     from strategies.fedmgp import FedMGP as FedMGP
     from strategies.fedmgp_exact import FedMGPExact as FedMGPExact
-    from strategies.fgpr import FGPR as FGPR
+    from strategies.fsgp import FGPR as FGPR
     from strategies.fsgp import FSGP as FSGP
     from strategies.hierarchical_gp import HierarchicalGP as HierarchicalGP
     from strategies.private_sgpr import PrivateSGPR as PrivateSGPR
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "DeepKernelGP": "deep_kernel",
-    "FGPR": "fgpr",
+    "FGPR": "fsgp",
     "FSGP": "fsgp",
     "FedMGP": "fedmgp",
     "FedMGPExact": "fedmgp_exact",

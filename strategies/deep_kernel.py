@@ -8,48 +8,46 @@ it; see :mod:`fedgp_flower.methods.deep_kernel.model`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
-from fedgp_flower.messages import encode
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
 from fedgp_flower.methods.deep_kernel.model import DeepKernel, sums_of
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
-from fedgp_flower.outcome import Posterior
-from fedgp_flower.shared_messages import Parameters
+from fedgp_flower.outcome import Observer, Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays
-from strategies.server.fedavg import ADAM, AveragingPlan, AveragingState, averaging_round, first_state
-from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
-from strategies.server.strategy import FederatedStrategy
+from strategies.server.fedavg import ADAM, AveragingState, AveragingStrategy, first_state
+from strategies.server.questions import Asking, Predicted, Roster, Summed, Total
 
 SHARES = (0.0, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95)
 """Shares ρ of the prior variance that personal heads may have: the evidence of all rows chooses."""
+EQUATION = (
+    "φ(x) = (1, network(x)), x standardised by input.mean and input.scale; f_c(x) = φ(x)ᵀ (w_c + v_c) with w_c ~"
+    " N(heads.mean[c], heads.covariance[c]) and, at a site that nobody has seen, v_c ~ N(0, ρ I). Classes: P(y = c) ="
+    " E softmax(f)_c. Numbers: y ~ N(f, exp(observed.log_noise)), standardised by target.mean and target.scale."
+)
 
 
-def chosen(values: NamedArrays, shares: tuple[float, ...], totals: Heads) -> tuple[HeadPosterior, tuple[float, ...]]:
+def chosen(values: NamedArrays, shares: tuple[float, ...], totals: Heads) -> tuple[HeadPosterior, list[float]]:
     """The head at the ρ of the largest evidence of all rows, and the log evidence at each ρ."""
     each = sums_of(totals)
-    evidence = tuple(float(sums.log_evidence(1 - share)) for sums, share in zip(each, shares, strict=True))
+    evidence = [float(sums.log_evidence(1 - share)) for sums, share in zip(each, shares, strict=True)]
     best = int(np.argmax(evidence))
     mean, covariance = each[best].posterior(1 - shares[best])
     return HeadPosterior(values, mean.numpy(), covariance.numpy(), shares[best]), evidence
 
 
-class DeepKernelGP(FederatedStrategy[AveragingState]):
+class DeepKernelGP(AveragingStrategy):
     """Federated averaging of the network, then the exact heads on its features."""
 
     method = "deep-kernel"
     options_class = DeepKernelOptions
-    state_class = AveragingState
-    watched = "objective"
     options: DeepKernelOptions
 
-    def _set(self, config: RunConfig, *kept: Any) -> None:
-        super()._set(config, *kept)
+    def _set(self, config: RunConfig, observer: Observer, snapshot: Snapshot | None) -> None:
+        super()._set(config, observer, snapshot)
         self.predicts = not self.numbers_classes
 
     @property
@@ -57,20 +55,16 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
         """Whether the target holds the numbers of several classes."""
         return self.options.classes > 0 and self.config.model.likelihood != "bernoulli"
 
+    def local_steps(self, server_round: int) -> tuple[float, float]:
+        """Steps of Adam, whose learning rate does not decay."""
+        return self.options.learning_rate, ADAM * self.options.local_steps
+
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
         """A network drawn from the seed."""
         del roster
         yield from ()
         start = DeepKernel(self.options, self.config.model, self.preparation.num_inputs, self.config.seed)
         return first_state(start.to_arrays())
-
-    def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
-        """Local steps on the evidence of each site's rows; the server averages."""
-        options, rule = self.options, self.config.averaging
-        rates = rule.server_learning_rate, options.learning_rate, 1.0
-        steps = ADAM * options.local_steps
-        plan = AveragingPlan(rule.fraction, rule.server_optimizer, *rates, self.config.seed, steps)
-        return (yield from averaging_round(state, roster, plan))
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
         """The heads of all rows, from one exchange of sums.
@@ -89,27 +83,12 @@ class DeepKernelGP(FederatedStrategy[AveragingState]):
         model = {"family": "deep-kernel", "deep": self.options.model_dump(by_alias=True), "share": head.share}
         model["likelihood"] = self.config.model.likelihood
         saved = Posterior(arrays, meanings, dict.fromkeys(arrays, "standardised"), EQUATION, model)
-        return Predicted(head, saved, {"share": head.share, "shares": list(SHARES), "evidence": list(evidence)})
+        return Predicted(head, saved, {"share": head.share, "shares": list(SHARES), "evidence": evidence})
 
-    def public(self, state: AveragingState) -> NamedArrays:
-        """The network."""
-        return encode(Parameters(state.parameters))
-
-    def adopt(self, state: AveragingState, arrays: NamedArrays) -> AveragingState:
-        """Another network, the same moments."""
-        return AveragingState({name.removeprefix("values."): array for name, array in arrays.items()}, state.moments)
-
-    def final(self, state: AveragingState, roster: Roster) -> Asking[dict[str, Any]]:
+    def final(self, state: AveragingState, roster: Roster) -> Asking[dict[str, object]]:
         """Which class was taken for which, where the target holds classes."""
         del state, roster
         if not self.numbers_classes:
             return {}
         summed: Summed[Confusion] = yield Total(Confusion, self.scoring.predicted.request)
         return {} if summed.total is None else {"confusion": summed.total.counts.tolist()}
-
-
-EQUATION = (
-    "φ(x) = (1, network(x)), x standardised by input.mean and input.scale; f_c(x) = φ(x)ᵀ (w_c + v_c) with w_c ~"
-    " N(heads.mean[c], heads.covariance[c]) and, at a site that nobody has seen, v_c ~ N(0, ρ I). Classes: P(y = c) ="
-    " E softmax(f)_c. Numbers: y ~ N(f, exp(observed.log_noise)), standardised by target.mean and target.scale."
-)

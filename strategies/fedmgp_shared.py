@@ -1,7 +1,6 @@
-"""What the Strategies of FedMGP share: where a run starts, what a unit is sent, and what a run leaves.
+"""What the Strategies of FedMGP share: where a run starts, and what it leaves.
 
-Chung and Al Kontar, *Federated multi-output Gaussian processes*, Technometrics 66 (2024). Units are smoothed, scaled
-views of shared latent functions g; what a unit alone knows, φ_m = {R_m, s_m, σ_m}, never leaves it.
+Units are smoothed, scaled views of shared latent functions g; what a unit alone knows, φ_m, never leaves it.
 """
 
 from __future__ import annotations
@@ -19,21 +18,13 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import encode
-from fedgp_flower.methods.fedmgp.latents import Latents, Posterior, grid_side, posterior, spacing
-from fedgp_flower.methods.fedmgp.messages import (
-    PSEUDO_INPUTS,
-    Curve,
-    CurveRequest,
-    Directions,
-    FirstLook,
-    FirstStatistics,
-    Known,
-    View,
-)
+from fedgp_flower.methods.fedmgp import messages
+from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, posterior
+from fedgp_flower.methods.fedmgp.messages import FirstLook, FirstStatistics, Known, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.enrolment import Preparation
+from strategies.server.enrolment import Enrolment
 from strategies.server.questions import Asking, Each, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -61,27 +52,17 @@ class SharedState(Protocol):
     def counted(self) -> tuple[str, ...]:
         """Units that the last round counted."""
 
-    @property
-    def latents(self) -> Latents:
-        """Latent functions now."""
-
-    @property
-    def posterior(self) -> Posterior:
-        """The joint q(u) now."""
-
     def known(self, site: str) -> Known:
         """What the server knows of a unit's memory."""
+
+    def view(self, site: str) -> View:
+        """What a unit is sent: with what it alone knows, all that predicts."""
 
 
 S = TypeVar("S", bound=SharedState)
 
 
-def view(state: SharedState, site: str) -> View:
-    """What a unit is sent: with what it alone knows, all that predicts."""
-    return View(state.latents, state.posterior, state.known(site))
-
-
-def sizes(latents: Latents) -> dict[str, int]:
+def sizes(latents: LatentFunctions) -> dict[str, int]:
     """Lengths that statistics must have: I latent functions, L whitened values."""
     return {"I": len(latents.amplitudes), "L": latents.size}
 
@@ -101,7 +82,8 @@ def first_inducing(config: RunConfig, roster: Roster) -> Asking[Array]:
             "some inputs are more than %g standard deviations from their mean; pseudo-inputs end there. Transform them",
             INPUT_EDGES[-1],
         )
-    side = grid_side(count, len(histogram))
+    side = round(count ** (1 / len(histogram)))
+    side -= side ** len(histogram) > count
     if side < LEAST_SIDE:
         logger.info("%d pseudo-inputs make no grid over %d inputs; they are scattered", count, len(histogram))
         return initial_locations(answers, config.model, config.seed)
@@ -114,52 +96,30 @@ def first_inducing(config: RunConfig, roster: Roster) -> Asking[Array]:
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(histogram))
 
 
-def latents_at(inducing: Array, multiples: list[float], jitter: float) -> Latents:
-    """Lengthscales = spacing of the pseudo-inputs times one multiple per latent function; no data needed.
-
-    A start that is too long is what makes the model collapse to a flat g.
-    """
-    scales = np.outer(np.square(multiples), spacing(inducing) ** 2)
-    return Latents(inducing, scales, np.ones(len(multiples)), jitter)
-
-
-def first_posterior(latents: Latents, roster: Roster) -> Asking[Posterior]:
+def first_posterior(latents: LatentFunctions, roster: Roster) -> Asking[LatentPosterior]:
     """q(u) of the unit that shares g with most others; these then find their signs by regression on it.
 
-    Units are compared in pairs, so that this needs their individual statistics; where there are totals only, it is
-    :func:`aligned_posterior`.
-
-    Raises:
-        RunError: no unit sent statistics that rows can produce.
+    That takes statistics of single units. Of totals alone, the first eigenvector of Σ m mᵀ is the direction d that most
+    units share: a unit knows g up to a sign, which this sum does not see. Each unit then answers for y or −y, as its m
+    points along d or away from it, and q(u) is that of the mean of these statistics.
     """
-    if roster.totals_only:
-        return (yield from aligned_posterior(latents))
-    asked = sorted(roster.sites, key=lambda site: -roster.rows[site])[:LEADS]
-    requests = dict.fromkeys(asked, FirstLook(latents))
-    answers = yield Each(FirstStatistics, requests, retries=1, sizes=sizes(latents))
-    starts = {site: answer.statistics for site, answer in answers.items()}
-    if not starts:
-        raise RunError("no unit sent statistics to start from; see the failures above")
-    return posterior(starts[best_lead(starts)])
-
-
-def aligned_posterior(latents: Latents) -> Asking[Posterior]:
-    """q(u) of a typical unit, from two totals: first the direction d that most units share, then sums along it.
-
-    A unit knows g up to a sign, which Σ m mᵀ does not see: d is its first eigenvector. Each unit then answers for y or
-    −y, as its m points along d or away from it, and q(u) is that of the mean of these statistics.
-
-    Raises:
-        RunError: no unit answered.
-    """
-    pointed: Summed[Directions] = yield Total(Directions, latents, sizes=sizes(latents))
+    lengths, nobody = sizes(latents), RunError("no unit sent statistics to start from; see the failures above")
+    if not roster.totals_only:
+        asked = sorted(roster.sites, key=lambda site: -roster.rows[site])[:LEADS]
+        requests = dict.fromkeys(asked, FirstLook(latents))
+        answers: Mapping[str, FirstStatistics] = yield Each(FirstStatistics, requests, retries=1, sizes=lengths)
+        if not answers:
+            raise nobody
+        starts = {site: answer.statistics for site, answer in answers.items()}
+        return posterior(starts[best_lead(starts)])
+    pointed: Summed[messages.Directions] = yield Total(messages.Directions, latents, sizes=lengths)
     if pointed.total is None:
-        raise RunError("no unit sent statistics to start from; see the failures above")
+        raise nobody
     direction = np.linalg.eigh(pointed.total.outer)[1][:, -1]
     direction = direction * math.copysign(1.0, direction[np.abs(direction).argmax()])
-    summed: Summed[FirstStatistics] = yield Total(FirstStatistics, FirstLook(latents, direction), sizes=sizes(latents))
+    summed: Summed[FirstStatistics] = yield Total(FirstStatistics, FirstLook(latents, direction), sizes=lengths)
     if summed.total is None:
-        raise RunError("no unit sent statistics to start from; see the failures above")
+        raise nobody
     total, units = summed.total.statistics, len(summed.sites) - summed.silent
     return posterior(replace(total, precision=total.precision / units, shift=total.shift / units))
 
@@ -191,7 +151,7 @@ class SharedLatents(FederatedStrategy[S]):
     watched = "objective"
     options: FedMGPOptions
 
-    def adjusted(self, preparation: Preparation) -> Preparation:
+    def adjusted(self, preparation: Enrolment) -> Enrolment:
         """Targets divided by their root mean square, and not centred: units scale g, and would scale an offset."""
         arrays = preparation.arrays
         if self.config.model.likelihood not in ("gaussian", "student-t"):
@@ -202,36 +162,36 @@ class SharedLatents(FederatedStrategy[S]):
     def constants(self, state: S) -> NamedArrays:
         """Pseudo-inputs as they are, for the pooled baseline; a run whose sites are real has none."""
         wanted = self.preparation.simulated and self.config.baselines.pooled
-        return {PSEUDO_INPUTS: state.latents.inducing} if wanted else {}
+        return {messages.PSEUDO_INPUTS: state.view(EVERYONE).latents.inducing} if wanted else {}
 
     def predictive(self, state: S, roster: Roster) -> Asking[Predicted]:
         """Each unit's view, the saved posterior of g, and facts for the report."""
         yield from ()
-        request = view(state, EVERYONE) if roster.totals_only else {site: view(state, site) for site in roster.everyone}
-        return Predicted(request, self._saved(state), self._facts(state))
+        view = state.view(EVERYONE)
+        request = view if roster.totals_only else {s: replace(view, known=state.known(s)) for s in roster.everyone}
+        return Predicted(request, self._saved(state, view), self._facts(state, view))
 
-    def _saved(self, state: S) -> outcome.Posterior:
+    def _saved(self, state: S, view: View) -> outcome.Posterior:
         """The posterior of g. It predicts no unit: that takes what the unit alone knows."""
-        mean, covariance = state.posterior.of_latents(state.latents)
-        arrays = {f"latents.{name}": array for name, array in encode(state.latents).items()}
-        arrays |= {f"posterior.{name}": array for name, array in encode(state.posterior).items()}
+        mean, covariance = view.posterior.of_latents(view.latents)
+        arrays = {f"latents.{name}": array for name, array in encode(view.latents).items()}
+        arrays |= {f"posterior.{name}": array for name, array in encode(view.posterior).items()}
         arrays |= {"latents.mean": mean, "latents.covariance": covariance}
         arrays = {name: arrays[name] for name in MEANINGS}
         coordinates = {name: "whitened" if name.startswith("posterior.") else "standardised" for name in arrays}
-        known = {site: state.known(site) for site in self.preparation.rows}  # which φ_m a unit predicts with
-        told = {
-            site: {"report": each.report, **vars(each.move), "offset": each.move.offset.tolist()}
-            for site, each in known.items()
-        }
-        model = {"family": "shared-latents", "kernel": "rbf", "jitter": state.latents.jitter, "known": told}
+        told: dict[str, dict[str, object]] = {}  # which φ_m a unit predicts with
+        for site in self.preparation.rows:
+            known = state.known(site)
+            told[site] = {"report": known.report, **vars(known.move), "offset": known.move.offset.tolist()}
+        model = {"family": "shared-latents", "kernel": "rbf", "jitter": view.latents.jitter, "known": told}
         return outcome.Posterior(arrays, MEANINGS, coordinates, EQUATION, model)
 
-    def _facts(self, state: S) -> dict[str, Any]:
+    def _facts(self, state: S, view: View) -> dict[str, Any]:
         """Lengthscales, the units that count, and latent functions of one input."""
-        latents, arrays = state.latents, self.preparation.arrays
+        latents, arrays = view.latents, self.preparation.arrays
         functions: list[dict[str, list[float]]] = []
         if latents.inducing.shape[1] == 1:
-            mean, covariance = state.posterior.of_latents(latents)
+            mean, covariance = view.posterior.of_latents(latents)
             shape = len(latents.scales), len(latents.inducing)
             w = (latents.inducing[:, 0] * arrays["input.scale"][0] + arrays["input.mean"][0]).tolist()
             parts = zip(mean.reshape(shape), np.sqrt(np.diag(covariance)).reshape(shape), strict=True)
@@ -246,13 +206,13 @@ class SharedLatents(FederatedStrategy[S]):
                 "the model collapsed: held-out errors are as large as the signal, or larger than those of units that "
                 "fit a GP alone; try a lower `fedmgp.start-multiple`, more `fedmgp.latents` or `model.num-inducing`"
             )
-        agreed, inducing = self.preparation, state.latents.inducing
+        agreed, inducing = self.preparation, state.view(EVERYONE).latents.inducing
         shown = agreed.simulated and self.config.keep_predictions and self.config.model.likelihood == "gaussian"
         if not shown or roster.totals_only or inducing.shape[1] > 1:
             return {"collapsed": collapsed}
         grid = np.linspace(inducing.min(), inducing.max(), CURVE_POINTS)[:, None]
-        requests = {site: CurveRequest(view(state, site), grid) for site in roster.everyone[:MOST_CURVES]}
-        answers: Mapping[str, Curve] = yield Each(Curve, requests)
+        requests = {site: messages.CurveRequest(state.view(site), grid) for site in roster.everyone[:MOST_CURVES]}
+        answers: Mapping[str, messages.Curve] = yield Each(messages.Curve, requests)
         at = (grid[:, 0] * agreed.arrays["input.scale"][0] + agreed.arrays["input.mean"][0]).tolist()
         curves = {
             agreed.labels[site]: {"grid": at} | {name: array.tolist() for name, array in vars(curve).items()}

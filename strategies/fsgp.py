@@ -1,30 +1,28 @@
-"""FSGP: federated averaging of a sparse GP, with an exact posterior of all rows from sums.
+"""FSGP: federated averaging of a sparse GP, with an exact posterior of all rows from sums. FGPR: of an exact GP.
 
 Guo et al., *Federated sparse Gaussian processes* (2022), Algorithms 1-2. Sampled sites take a few steps on their bound
 per row from w = {β, Z}, and the server averages. After training, sums over sites give the optimal q(u) of all rows at
 w (Eqs. 14-15), whatever the partition. :mod:`strategies.sgpr` trains by sums too.
+
+FGPR is their baseline, after Yue and Kontar, *Federated Gaussian process* (2021). Nothing about a site's rows is shared
+but the hyperparameters fitted to them, and every site predicts from its rows.
 """
 
 from __future__ import annotations
 
-from fedgp_flower.messages import encode
 from fedgp_flower.methods.sgpr.options import AveragedOptions
 from fedgp_flower.shared_messages import Parameters
-from fedgp_flower.typing import NamedArrays
 from strategies.pooled_bound import LOCATIONS, facts, noise_of, pooled, posterior_at, saved
-from strategies.server.fedavg import AveragingPlan, AveragingState, averaging_round, first_state
+from strategies.server.fedavg import AveragingState, AveragingStrategy, first_state
 from strategies.server.questions import Asking, Figures, Predicted, Roster
 from strategies.server.shapes import initial_hyperparameters, initial_locations, shapes_of_inputs
-from strategies.server.strategy import FederatedStrategy
 
 
-class FSGP(FederatedStrategy[AveragingState]):
+class FSGP(AveragingStrategy):
     """Federated averaging of w, then the exact posterior at it."""
 
     method = "fsgp"
     options_class = AveragedOptions
-    state_class = AveragingState
-    watched = "objective"
     options: AveragedOptions
 
     def initialise(self, roster: Roster) -> Asking[AveragingState]:
@@ -35,7 +33,7 @@ class FSGP(FederatedStrategy[AveragingState]):
 
     def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
         """Algorithm 1 of the paper."""
-        state, figures = yield from averaging_round(state, roster, AveragingPlan.of(self.config))
+        state, figures = yield from super().one_round(state, roster)
         return state, figures and {**figures, "noise": noise_of(state.parameters)}
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
@@ -44,10 +42,19 @@ class FSGP(FederatedStrategy[AveragingState]):
         found = posterior_at(state.parameters, totals)
         return Predicted(found, saved(found, self.config.model), facts(state.parameters, totals))
 
-    def public(self, state: AveragingState) -> NamedArrays:
-        """The parameters."""
-        return encode(Parameters(state.parameters))
 
-    def adopt(self, state: AveragingState, arrays: NamedArrays) -> AveragingState:
-        """Other parameters, the same moments."""
-        return AveragingState({name.removeprefix("values."): array for name, array in arrays.items()}, state.moments)
+class FGPR(AveragingStrategy):
+    """Hyperparameters of the kernel and the noise are global; rows, and so predictions, belong to a site."""
+
+    method = "fgpr"
+    options_class = AveragedOptions
+    options: AveragedOptions
+
+    def initialise(self, roster: Roster) -> Asking[AveragingState]:
+        """Hyperparameters start where the configuration says."""
+        return first_state(initial_hyperparameters((yield from shapes_of_inputs(roster))))
+
+    def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
+        """The hyperparameters are all a site needs besides its rows."""
+        yield from ()
+        return Predicted(Parameters(state.parameters))

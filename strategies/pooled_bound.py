@@ -11,9 +11,11 @@ from numpy import ndarray
 
 from fedgp_flower.errors import ConfigError, RunError
 from fedgp_flower.gp.cells import explaining
+from fedgp_flower.gp.kernels import amplitude_names
 from fedgp_flower.gp.linalg import laplace_deviations, symmetric
+from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.optimisers import outlook, pack, unpack
-from fedgp_flower.gp.sparse import SparseGP, inducing_gradient
+from fedgp_flower.gp.sparse import inducing_gradient
 from fedgp_flower.gp.sums import (
     PENALTY,
     SparseSums,
@@ -198,7 +200,7 @@ def gradients_at(
 
 def of_unit_amplitude(values: Mapping[str, ndarray], section: ModelSection) -> NamedArrays:
     """Parameters with amplitudes that add up to 1."""
-    names = SparseGP.from_arrays(section, values).amplitude_names
+    names = amplitude_names(section, values[LOCATIONS].shape[1])
     total = sum(float(np.exp(values[name]).sum()) for name in names)
     return {**values, **{name: np.asarray(values[name] - math.log(total)) for name in names}}
 
@@ -212,7 +214,7 @@ def objective(values: Mapping[str, ndarray], totals: SparseSums) -> float:
 def folded(values: Mapping[str, ndarray], totals: SparseSums, section: ModelSection) -> tuple[NamedArrays, SparseSums]:
     """Parameters with the best amplitude and noise for these totals, and the totals there."""
     best = profiled(totals)
-    names = SparseGP.from_arrays(section, values).amplitude_names
+    names = amplitude_names(section, values[LOCATIONS].shape[1])
     louder = {name: np.asarray(values[name] + math.log(best.amplitude)) for name in names}
     noise = {LOG_NOISE: np.full_like(values[LOG_NOISE], math.log(best.noise))}
     return {**values, **louder, **noise}, scaled(totals, best.amplitude)

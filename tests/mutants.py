@@ -51,8 +51,8 @@ MUTANTS = (
         "spread = (squares + 2 * gap * residual).sum()",
         "preparation data_sites",
     ),
-    ("nll = 0.5 * z**2 + np.log(s)", "nll = z**2 + np.log(s)", "metrics"),
-    ("2 * _density(z) - 1 / math.sqrt(math.pi)", "2 * _density(z) - 1 / math.pi", "metrics"),
+    ("parts = -0.5 * z**2 - np.log(sds)", "parts = -(z**2) - np.log(sds)", "metrics"),
+    ("(2 * sds / math.sqrt(math.pi))", "(2 * sds / math.pi)", "metrics"),
     ("likelihood - 0.5 * tried @ penalty @ tried", "likelihood - tried @ penalty @ tried", "linear"),
     # a shared trend with deviations
     (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedgp_flower.config import flatten, nest, parse
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.run.moved import MOVED_KEYS, MOVED_METHODS
+from fedgp_flower.moved import MOVED_KEYS, MOVED_METHODS
 from fedgp_flower.run.registry import METHODS, default_config, load, option_classes, parse_config
 
 PYPROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ import pytest
 from test_exact_q import SHAPES, federate, grid, signals, start
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.methods.fedmgp.latents import Move, Statistics, posterior
+from fedgp_flower.methods.fedmgp.latents import Move, UnitStatistics, posterior
 from fedgp_flower.methods.fedmgp.trust import START_NOISE, best_lead, consistent, possible, possible_start
 from fedgp_flower.methods.fedmgp.unit import (
     UnitData,
@@ -21,10 +21,10 @@ from fedgp_flower.methods.fedmgp.unit import (
     starting_parameters,
     statistics,
 )
-from strategies.fedmgp_exact import Asked, ExactState, advance, agreeing, merge, trial_moves
+from strategies.fedmgp_exact import ExactState, advance, agreeing, merge, trial_moves
 
 ROWS = 50
-Answers = dict[str, list[Statistics]]
+Answers = dict[str, list[UnitStatistics]]
 
 
 def asked(num_units: int, rounds: int, dims: int = 1) -> tuple[ExactState, tuple[Move, ...], Answers]:
@@ -57,29 +57,29 @@ def test_honest_answers_are_consistent(num_latents: int, dims: int) -> None:
         state = merge(state, replies, moves=moves)
 
 
-def one_move(told: list[Statistics]) -> list[Statistics]:
+def one_move(told: list[UnitStatistics]) -> list[UnitStatistics]:
     return [replace(s, evidence=s.evidence + 2.0) if c == 3 else s for c, s in enumerate(told)]
 
 
-def all_moves(told: list[Statistics]) -> list[Statistics]:
+def all_moves(told: list[UnitStatistics]) -> list[UnitStatistics]:
     return [told[0], *(replace(s, evidence=s.evidence + 2 * ROWS) for s in told[1:])]
 
 
-def strong(told: list[Statistics]) -> list[Statistics]:
+def strong(told: list[UnitStatistics]) -> list[UnitStatistics]:
     return [replace(s, shift=2 * s.shift) if c == 4 else s for c, s in enumerate(told)]
 
 
-def indefinite(told: list[Statistics]) -> list[Statistics]:
+def indefinite(told: list[UnitStatistics]) -> list[UnitStatistics]:
     return [replace(s, precision=-s.precision) if c == 5 else s for c, s in enumerate(told)]
 
 
-def quiet(told: list[Statistics]) -> list[Statistics]:
+def quiet(told: list[UnitStatistics]) -> list[UnitStatistics]:
     """Rows that explain less than nothing: the power that the first answer implies is below the noise's."""
     return [replace(told[0], slack=told[0].slack - 1e5), *told[1:]]
 
 
 @pytest.mark.parametrize("lie", [one_move, all_moves, strong, indefinite, quiet])
-def test_answers_that_no_rows_give_at_a_trial_are_refused(lie: Callable[..., list[Statistics]]) -> None:
+def test_answers_that_no_rows_give_at_a_trial_are_refused(lie: Callable[..., list[UnitStatistics]]) -> None:
     state, moves, replies = asked(3, 6)
     assert all(consistent(told, moves, state.posterior, ROWS) for told in replies.values())
     assert not consistent(lie(replies["1"]), moves, state.posterior, ROWS)
@@ -99,7 +99,7 @@ def test_few_sites_cannot_steer_the_lengthscales() -> None:
     np.testing.assert_array_equal(merge(state, lied, moves=moves, quorum=0.5).latents.scales, honest.latents.scales)
 
 
-def starts(dims: int = 1, num_latents: int = 1) -> dict[str, Statistics]:
+def starts(dims: int = 1, num_latents: int = 1) -> dict[str, UnitStatistics]:
     """First looks of honest units."""
     W = grid(dims)
     latents = start(W, (1.0, 2.0)[:num_latents]).latents
@@ -123,7 +123,7 @@ HUGE = {
     "precision": lambda s: replace(s, precision=1e16 * np.ones_like(s.precision)),
     "shift": lambda s: replace(s, shift=s.shift + 1e200),
     "shift where nothing is known": lambda s: replace(s, precision=0 * s.precision, shift=0 * s.shift + 9.0),
-    "a hundred times": lambda s: Statistics(100 * s.precision, 100 * s.shift, s.evidence, 100 * s.slack),
+    "a hundred times": lambda s: UnitStatistics(100 * s.precision, 100 * s.shift, s.evidence, 100 * s.slack),
     "ten times the shift": lambda s: replace(s, shift=10 * s.shift),
 }
 
@@ -136,7 +136,7 @@ def test_a_first_look_outweighs_no_rows_and_ends_no_run(lie: str) -> None:
     assert best_lead({**told, "0": HUGE[lie](told["0"])}) != "0"
 
 
-def stranger(state: ExactState, moves: tuple[Move, ...]) -> tuple[Statistics, ...]:
+def stranger(state: ExactState, moves: tuple[Move, ...]) -> tuple[UnitStatistics, ...]:
     """What a unit that sees g out of phase answers, with noise that lets it insist."""
     x = signals(1, num_units=1)[0][0]
     data = UnitData.build(x, 2 * np.cos(23 * x[:, 0]), grid(1))
@@ -151,7 +151,7 @@ def test_who_answers_alone_is_compared_with_those_that_are_absent() -> None:
     state, moves = states[-1], trial_moves(states[-1])
     told = stranger(state, moves)
     rows = dict.fromkeys(["0", "1", "2", "3", "4", "s"], 10**6)  # so many that only the comparison can refuse it
-    after, counted = advance(state, Asked({"s": told}), moves, 5, rows)
+    after, counted = advance(state, {"s": told}, moves, 5, rows)
     assert counted == ("0", "1", "2", "3", "4")
     honest = merge(state, {}, moves=moves, quorum=0.5)
     np.testing.assert_allclose(after.posterior.mean, honest.posterior.mean, rtol=1e-9)
@@ -162,22 +162,22 @@ def test_the_first_unit_to_answer_is_kept_in_mind_and_not_believed() -> None:
     state, moves = states[-1], trial_moves(states[-1])
     replies = {s: respond(d, state.latents, state.posterior, moves, None)[1] for s, d in data.items()}
     rows = dict.fromkeys("01", ROWS)
-    first, counted = advance(state, Asked({"0": replies["0"]}), moves, 7, rows)
+    first, counted = advance(state, {"0": replies["0"]}, moves, 7, rows)
     assert counted == ()
     assert first.reports["0"].round == 7
     np.testing.assert_array_equal(first.posterior.mean, state.posterior.mean)
-    second, counted = advance(first, Asked({"1": replies["1"]}), moves, 8, rows)
+    second, counted = advance(first, {"1": replies["1"]}, moves, 8, rows)
     assert counted == ("0", "1")
     assert [second.reports[site].round for site in "01"] == [7, 8]
-    _, counted = advance(state, Asked({"0": replies["0"]}), moves, 7, {"0": ROWS})
+    _, counted = advance(state, {"0": replies["0"]}, moves, 7, {"0": ROWS})
     assert counted == ("0",)
 
 
 LIES = {
     "flipped": lambda s: replace(s, shift=-s.shift),
     "flipped and five times stronger": lambda s: replace(s, precision=5 * s.precision, shift=-5 * s.shift),
-    "negated": lambda s: Statistics(-5 * s.precision, -5 * s.shift, -5 * s.evidence, -5 * s.slack),
-    "a hundred times": lambda s: Statistics(100 * s.precision, 100 * s.shift, 100 * s.evidence, 100 * s.slack),
+    "negated": lambda s: UnitStatistics(-5 * s.precision, -5 * s.shift, -5 * s.evidence, -5 * s.slack),
+    "a hundred times": lambda s: UnitStatistics(100 * s.precision, 100 * s.shift, 100 * s.evidence, 100 * s.slack),
     "not a number": lambda s: replace(s, shift=s.shift * np.nan),
 }
 

@@ -18,7 +18,7 @@ from fedgp_flower.clients.state import load_state
 from fedgp_flower.data.sites import load_site
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.messages import decode
+from fedgp_flower.messages import add, decode
 from fedgp_flower.methods.fedmgp.latents import pooled_bound, posterior
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState, predict, statistics
 from fedgp_flower.run.registry import parse_config
@@ -49,7 +49,8 @@ def keys(**changes: Any) -> dict[str, Any]:
 
 def shared(strategy: Any) -> tuple[Any, Any]:
     """Latent functions and q(u) now."""
-    return strategy.current.latents, strategy.current.posterior
+    view = strategy.current.view("")
+    return view.latents, view.posterior
 
 
 def memory(grid: FaultyGrid, strategy: Any, site: str) -> UnitState | None:
@@ -78,7 +79,7 @@ def consistent(grid: FaultyGrid, strategy: Any, sites: tuple[str, ...] = UNITS) 
         phi, data, _ = known(grid, strategy, site)
         assert phi is not None
         parts.append(statistics(data, latents, phi))
-    total = sum(parts[1:], parts[0])
+    total = add(parts)
     assert strategy.current.bound == pytest.approx(pooled_bound(total), rel=1e-9)
     np.testing.assert_allclose(posterior(total).mean, q.mean, rtol=1e-6, atol=1e-8)
     return pooled_bound(total)

@@ -9,22 +9,22 @@ import pytest
 from scipy.stats import multivariate_normal
 
 from fedgp_flower.methods.fedmgp.joining import AMPLITUDES, DECAY, SPREAD, WIDEST, predict_joining
-from fedgp_flower.methods.fedmgp.latents import Latents, Posterior
+from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior
 from fedgp_flower.methods.fedmgp.unit import UnitParameters, feature, predict, squared_gaps
 
 AT = np.array([[-0.9], [0.05], [0.6]])
 
 
 @pytest.fixture(scope="module")
-def shared() -> tuple[Latents, Posterior]:
+def shared() -> tuple[LatentFunctions, LatentPosterior]:
     """One latent function, its values known where units saw it, and less at the right."""
     inducing = np.linspace(-1, 1, 8)[:, None]
     draw = np.random.default_rng(1).standard_normal(8)
     sd = np.where(inducing[:, 0] > 0.3, 0.5, 0.1)
-    return Latents(inducing, np.array([[0.09]]), np.array([1.3]), 1e-8), Posterior(draw, np.diag(sd**2))
+    return LatentFunctions(inducing, np.array([[0.09]]), np.array([1.3]), 1e-8), LatentPosterior(draw, np.diag(sd**2))
 
 
-def rows(count: int, shared: tuple[Latents, Posterior]) -> tuple[np.ndarray, np.ndarray]:
+def rows(count: int, shared: tuple[LatentFunctions, LatentPosterior]) -> tuple[np.ndarray, np.ndarray]:
     """Rows of a unit with s = .8, R = .05 and σ = .1."""
     rng = np.random.default_rng(count)
     x = rng.uniform(-1, 1, (count, 1))
@@ -32,7 +32,9 @@ def rows(count: int, shared: tuple[Latents, Posterior]) -> tuple[np.ndarray, np.
     return x, f + 0.1 * rng.standard_normal(count)
 
 
-def by_hand(x: np.ndarray, y: np.ndarray, shared: tuple[Latents, Posterior]) -> tuple[np.ndarray, np.ndarray, float]:
+def by_hand(
+    x: np.ndarray, y: np.ndarray, shared: tuple[LatentFunctions, LatentPosterior]
+) -> tuple[np.ndarray, np.ndarray, float]:
     """Mean and variance of f, and the mean of σ², by sums over an even grid of ρ, log σ and s."""
     latents, q = shared
     [factor], [a], scale, n = latents.whitening(), latents.amplitudes, latents.scales[0], len(y)

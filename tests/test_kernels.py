@@ -12,10 +12,10 @@ import torch
 from pydantic import ValidationError
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.gp.batched_kernel import BatchedKernel
-from fedgp_flower.gp.kernels import build_kernel, log_positive
+from fedgp_flower.gp.kernels import BatchedKernel, build_kernel, log_positive
+from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.optimisers import LOGARITHM, maximise
-from fedgp_flower.gp.sparse import SparseGP, pooled_bound
+from fedgp_flower.gp.sparse import pooled_bound
 from fedgp_flower.options import ModelSection, kernel_names, kernel_tree
 
 TOY = """
@@ -73,8 +73,8 @@ def test_such_a_kernel_learns_and_is_batched_over_its_hyperparameters(toy: Path)
     model = SparseGP(ModelSection(kernel="rational_quadratic"), rows())
     x = 2 * rows(40)
     y = torch.sin(x[:, 0])
-    parameters = [p for name, p in model.wire_parameters() if name != "inducing.locations"]
-    assert {name for name, _ in model.wire_parameters()} >= {"kernel.log_alpha", "kernel.log_lengthscale"}
+    parameters = [p for name, p in model.wire_parameters().items() if name != "inducing.locations"]
+    assert set(model.wire_parameters()) >= {"kernel.log_alpha", "kernel.log_lengthscale"}
     trace = maximise(
         lambda: pooled_bound(model, x, y), parameters, max_evaluations=15, bounds=[LOGARITHM] * len(parameters)
     )

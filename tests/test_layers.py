@@ -247,7 +247,6 @@ def test_no_method_reaches_into_another():
 EVERYWHERE = ["fedgp_flower/run", "fedgp_flower/clients", "fedgp_flower/data", "fedgp_flower/gp", "fedgp_flower/cli.py"]
 MAY_NAME = {
     "fedgp_flower/run/registry.py",  # the table of methods
-    "fedgp_flower/run/moved.py",  # names of earlier versions
     "fedgp_flower/gp/optimisers.py",  # an error whose remedy is one method's key
 }
 

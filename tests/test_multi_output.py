@@ -11,30 +11,28 @@ import torch
 
 from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.gp.convolved import smoothed_covariance
+from fedgp_flower.messages import add
 from fedgp_flower.methods.fedmgp.latents import (
     FACTOR,
     MEAN,
     SCALES,
-    Latents,
-    Posterior,
+    LatentFunctions,
+    LatentPosterior,
+    from_natural,
     pooled_bound,
     posterior,
-    product_factors,
+    to_natural,
 )
-from fedgp_flower.methods.fedmgp.local_steps import (
+from fedgp_flower.methods.fedmgp.model import MultiOutputGP, factor_steps, fit_pooled, starting_point
+from fedgp_flower.methods.fedmgp.unit import (
     AMPLITUDES,
     NOISE,
     SMOOTHING,
     LocalSteps,
-    factor_steps,
-    risk_slopes,
-)
-from fedgp_flower.methods.fedmgp.model import MultiOutputGP
-from fedgp_flower.methods.fedmgp.pooled import fit_pooled, starting_point
-from fedgp_flower.methods.fedmgp.unit import (
     UnitData,
     UnitParameters,
     predict,
+    risk_slopes,
     squared_gaps,
     statistics,
 )
@@ -45,7 +43,7 @@ SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 def problem(num_latents: int, dims: int, *, convolved: bool = True, num_units: int = 3):  # type: ignore[no-untyped-def]
     rng = np.random.default_rng(num_latents + 10 * dims)
     inducing = rng.uniform(-1, 1, (7, dims))
-    latents = Latents(inducing, rng.uniform(0.1, 0.4, (num_latents, dims)), rng.uniform(0.5, 2, num_latents))
+    latents = LatentFunctions(inducing, rng.uniform(0.1, 0.4, (num_latents, dims)), rng.uniform(0.5, 2, num_latents))
     units, phi = [], []
     for _ in range(num_units):
         n = int(rng.integers(5, 9))
@@ -55,12 +53,12 @@ def problem(num_latents: int, dims: int, *, convolved: bool = True, num_units: i
     return latents, units, phi
 
 
-def product(latents: Latents, q: Posterior, phi: UnitParameters) -> MultiOutputGP:
+def product(latents: LatentFunctions, q: LatentPosterior, phi: UnitParameters) -> MultiOutputGP:
     """The model at the product over latent functions that is nearest to q."""
     count = len(latents.scales)
     model = MultiOutputGP(latents, phi, count)
-    factors = product_factors(q, count)
-    model.load({SCALES: np.log(latents.scales), MEAN: q.mean.reshape(count, -1), FACTOR: factors})
+    mean, factors = from_natural(*to_natural(q, count))
+    model.load({SCALES: np.log(latents.scales), MEAN: mean, FACTOR: factors})
     return model
 
 
@@ -95,7 +93,7 @@ def log_normal(y, covariance):  # type: ignore[no-untyped-def]
 def test_pooled_bound_is_the_sum_of_weighted_local_risks(num_latents: int, dims: int) -> None:
     """Σ p_m (−R_m) = pooled ELBO; at the optimal q that is the bound from sums (I = 1, where q is not factorised)."""
     latents, units, phi = problem(num_latents, dims)
-    total = sum(told(latents, units, phi)[1:], told(latents, units, phi)[0])
+    total = add(told(latents, units, phi))
     q = posterior(total)
     shares = np.array([0.5, 0.2, 0.3])
     models = [product(latents, q, p) for p in phi]
@@ -123,11 +121,11 @@ def test_bound_is_below_the_evidence_of_the_exact_multi_output_gp(num_latents: i
     y = np.concatenate([u[1] for u in units])
     noise = np.concatenate([np.full(len(u[1]), p.noise) for u, p in zip(units, phi, strict=True)])
     evidence = log_normal(y, dense_outputs(latents, units, phi) + np.diag(noise))
-    assert pooled_bound(sum(parts[1:], parts[0])) < evidence
+    assert pooled_bound(add(parts)) < evidence
     everywhere = np.vstack([u[0] for u in units]) if not convolved else np.linspace(-2.5, 2.5, 80)[:, None]
-    dense = Latents(everywhere, latents.scales, latents.amplitudes, jitter=1e-11)
+    dense = LatentFunctions(everywhere, latents.scales, latents.amplitudes, jitter=1e-11)
     parts = told(dense, units, phi)
-    tight = pooled_bound(sum(parts[1:], parts[0]))
+    tight = pooled_bound(add(parts))
     # LMC: W = X makes f a function of g(W). A convolution also needs g between the rows, so W is a fine grid there.
     assert tight == pytest.approx(evidence, abs=1e-5)
     assert tight <= evidence + 1e-7
@@ -135,9 +133,9 @@ def test_bound_is_below_the_evidence_of_the_exact_multi_output_gp(num_latents: i
 
 def test_prediction_is_the_exact_posterior_when_the_bound_is_tight() -> None:
     latents, units, phi = problem(2, 1, convolved=False)
-    dense = Latents(np.vstack([u[0] for u in units]), latents.scales, latents.amplitudes, jitter=1e-11)
+    dense = LatentFunctions(np.vstack([u[0] for u in units]), latents.scales, latents.amplitudes, jitter=1e-11)
     parts = told(dense, units, phi)
-    q = posterior(sum(parts[1:], parts[0]))
+    q = posterior(add(parts))
     x = np.linspace(-1, 1, 6)[:, None]
     mean, variance = predict(x, dense, q, phi[1])
     joint = dense_outputs(latents, [*units, (x, x[:, 0])], [*phi, phi[1]])
@@ -158,7 +156,7 @@ def test_the_model_of_gpytorch_predicts_what_the_fast_path_does(num_latents: int
     """With a joint q(u), in training and in prediction; and the model gives back the unit's parameters."""
     latents, units, phi = problem(num_latents, dims)
     parts = told(latents, units, phi)
-    q = posterior(sum(parts[1:], parts[0]))
+    q = posterior(add(parts))
     model, x = MultiOutputGP.of(latents, q, phi[0]), torch.from_numpy(units[0][0])
     mean, variance = predict(units[0][0], latents, q, phi[0])
     with torch.no_grad():
@@ -177,7 +175,7 @@ def test_joint_q_becomes_the_best_factorised_one() -> None:
     """Of all products over latent functions, the one that keeps the conditional precisions has the highest bound."""
     latents, units, phi = problem(2, 1)
     parts = told(latents, units, phi)
-    q = posterior(sum(parts[1:], parts[0]))
+    q = posterior(add(parts))
     models = [product(latents, q, p) for p in phi]
 
     def elbo() -> torch.Tensor:
@@ -202,7 +200,9 @@ def test_one_site_one_step_is_a_plain_adam_step() -> None:
     """M = 1, p = 1, E = 1: θ and φ are what Adam makes of the negative bound, written out here."""
     latents, units, phi = problem(2, 1)
     best = posterior(told(latents, units, phi)[0])
-    q = Posterior(best.mean + 0.1, best.covariance + 0.05 * np.eye(14))  # at the best q Adam would scale up rounding
+    q = LatentPosterior(
+        best.mean + 0.1, best.covariance + 0.05 * np.eye(14)
+    )  # at the best q Adam would scale up rounding
     x, y = map(torch.from_numpy, units[0])
     federated, plain = (product(latents, q, phi[0]) for _ in range(2))
     after = factor_steps(federated, x, y, local(1, 0.05))
@@ -226,15 +226,15 @@ def test_slopes_of_the_risk_are_those_of_the_model(num_latents: int, dims: int) 
     latents, units, phi = problem(num_latents, dims)
     latents, rng = replace(latents, amplitudes=np.ones(num_latents)), np.random.default_rng(3)
     factor = 0.3 * rng.normal(size=(latents.size, latents.size))
-    q = Posterior(rng.normal(size=latents.size), factor @ factor.T + 0.1 * np.eye(latents.size))
+    q = LatentPosterior(rng.normal(size=latents.size), factor @ factor.T + 0.1 * np.eye(latents.size))
     model = product(latents, q, phi[0])
     x, y = (torch.from_numpy(part) for part in units[0])
     rows = np.array([0, 2, 3])
     model.local_risk(x[rows], y[rows], num_data=len(y), weight=0.3).backward()
     data = UnitData.build(units[0][0][rows], units[0][1][rows], latents.inducing)
-    moments = q.mean.reshape(num_latents, -1), product_factors(q, num_latents)
+    moments = from_natural(*to_natural(q, num_latents))
     inner = squared_gaps(latents.inducing, latents.inducing)
-    slopes = risk_slopes(data, inner, latents, phi[0], moments, len(y) / 3 / 0.3)
+    slopes, _ = risk_slopes(data, inner, latents, phi[0], moments, len(y) / 3 / 0.3)
     expected = {SCALES: model.kernel.raw_scales, AMPLITUDES: model.kernel.amplitudes}
     expected |= {NOISE: model.likelihood.noise_covar.raw_noise, SMOOTHING: model.kernel.raw_smoothing}
     for name, parameter in expected.items():
@@ -245,7 +245,7 @@ def test_slopes_of_the_risk_are_those_of_the_model(num_latents: int, dims: int) 
 @pytest.mark.parametrize("steps", [local(9, 1e200), local(1, 2000.0)], ids=["not finite", "noise of e^2000"])
 def test_local_steps_that_diverge_are_refused(steps: LocalSteps) -> None:
     latents, units, phi = problem(1, 1)
-    model = product(latents, Posterior(np.zeros(7), np.eye(7)), phi[0])
+    model = product(latents, LatentPosterior(np.zeros(7), np.eye(7)), phi[0])
     with pytest.raises(NumericsError):
         factor_steps(model, *(torch.from_numpy(part) for part in units[0]), steps)
 
@@ -270,7 +270,7 @@ def test_posterior_in_function_space() -> None:
     """g(W) = a L u: the prior of u gives the prior of g."""
     latents, _, _ = problem(2, 1)
     size = latents.size
-    mean, covariance = Posterior(np.ones(size), np.eye(size)).of_latents(latents)
+    mean, covariance = LatentPosterior(np.ones(size), np.eye(size)).of_latents(latents)
     W, S = torch.from_numpy(latents.inducing), torch.from_numpy(latents.scales)
     none = torch.zeros_like(S)
     prior = smoothed_covariance(W, W, S, none, none).numpy() * latents.amplitudes[:, None, None] ** 2
@@ -289,6 +289,6 @@ def test_a_pooled_fit_recovers_a_shared_sine() -> None:
     start = starting_point(missing, np.linspace(-1.1, 1.1, 12)[:, None], [1.0])
     latents, q, phi, bound = fit_pooled(missing, *start, max_evaluations=150)
     parts = told(latents, missing, phi)
-    assert bound == pytest.approx(pooled_bound(sum(parts[1:], parts[0])), rel=1e-8)
+    assert bound == pytest.approx(pooled_bound(add(parts)), rel=1e-8)
     found, _ = predict(x[20:], latents, q, phi[0])
     assert np.mean((found - 1.4 * np.sin(6 * x[20:, 0])) ** 2) < 0.02

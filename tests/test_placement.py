@@ -8,9 +8,9 @@ import torch
 from threadpoolctl import threadpool_info
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.gp.exact import ExactGP
-from fedgp_flower.gp.placement import FLOAT32_JITTER, Placement, limit_threads
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums, rows_gradient
+from fedgp_flower.gp.models import FLOAT32_JITTER, ExactGP, SparseGP
+from fedgp_flower.gp.placement import Placement, limit_threads
+from fedgp_flower.gp.sparse import pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import bound_gradient, collapsed_bound, exact_posterior
 from fedgp_flower.run.registry import parse_config
 

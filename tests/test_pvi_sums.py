@@ -14,8 +14,8 @@ from numpy import ndarray
 
 from fedgp_flower.clients.baselines import PRIORS, log_prior
 from fedgp_flower.errors import ConfigError, RunError
-from fedgp_flower.gp.latent import LatentGP
-from fedgp_flower.gp.sparse import SparseGP, pooled_sums
+from fedgp_flower.gp.models import LatentGP, SparseGP
+from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import profiled
 from fedgp_flower.methods.pvi.options import Plan
 from fedgp_flower.methods.pvi.state import forget, posterior

@@ -11,7 +11,7 @@ from faults import Fault, FaultyGrid, Recorder, arrays, blamed, configured, para
 from flwr.app import Message, RecordDict
 
 from fedgp_flower.records import numpy_arrays
-from strategies.server.wire import LACKS, SharedContext
+from strategies.server.network import LACKS, SharedContext
 
 
 class Watched(FaultyGrid):

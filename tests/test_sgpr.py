@@ -12,9 +12,11 @@ from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, l
 
 from fedgp_flower.errors import ConfigError, DataError
 from fedgp_flower.gp.cells import LEAST_ROWS, cells, drawn, explaining
+from fedgp_flower.gp.kernels import amplitude_names
+from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, StepMemory, direction, maximise, outlook
 from fedgp_flower.gp.placement import Placement
-from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
+from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import LEAST_NOISE, SparseSums, collapsed_bound, prior, profiled, restricted, scaled
 from fedgp_flower.messages import add
 from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode
@@ -40,8 +42,9 @@ def unit_values(kernel: str = "rbf", shift: float = 0.0) -> dict[str, np.ndarray
     draw = np.random.default_rng(1)
     model = SparseGP(ModelSection(kernel=kernel), torch.from_numpy(draw.uniform(-1.5, 1.5, (P, D))))
     values = model.to_arrays()
-    for name in model.amplitude_names:
-        values[name] = values[name] - np.log(len(model.amplitude_names))
+    names = amplitude_names(ModelSection(kernel=kernel), D)
+    for name in names:
+        values[name] = values[name] - np.log(len(names))
     return {n: a + shift + 0.1 * np.arange(a.size).reshape(a.shape) if "scale" in n and "output" not in n else a
             for n, a in values.items()}  # fmt: skip
 
@@ -302,7 +305,7 @@ def test_a_local_mode_is_stationary_with_its_own_curvature():
         priors = [prior(name, D) for name in names]
         return normal.log_prob(y) - 0.5 * sum(((t - m) / s) ** 2 for t, (m, s) in zip(theta, priors, strict=True))
 
-    names = [name for name, _ in SparseGP(ModelSection(), x[:1]).wire_parameters()]
+    names = list(SparseGP(ModelSection(), x[:1]).wire_parameters())
     assert names[1:] == ["kernel.log_outputscale", "kernel.log_lengthscale", "likelihood.log_noise"]
     gradient = torch.autograd.functional.jacobian(log_posterior, mode)
     hessian = -torch.autograd.functional.hessian(log_posterior, mode)
@@ -338,7 +341,7 @@ def test_twenty_exchanges_come_close_to_the_optimum_of_l_bfgs_on_the_rows(monkey
     details, count = few.details(), sum(few.preparation.rows.values())
     model = SparseGP.from_arrays(few.config.model, parameters(few))
     data = rows_of(grid, few, "01234")
-    named = list(model.wire_parameters())
+    named = list(model.wire_parameters().items())
     bounds = [LOGARITHM if ".log_" in name else FREE for name, _ in named]
     best = maximise(lambda: pooled_bound(model, *data), [p for _, p in named], max_evaluations=400, bounds=bounds)
     assert (details["exchanges"], few.round, details["num_inducing"]) == (20, 8, 12)

@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp import sparse as sparse_module
-from fedgp_flower.gp.sparse import (
-    SparseGP,
-    Whitener,
-    inducing_gradient,
-    pooled_bound,
-    pooled_sums,
-    rows_gradient,
-)
+from fedgp_flower.gp.models import SparseGP
+from fedgp_flower.gp.sparse import Whitener, inducing_gradient, pooled_bound, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, bound_gradient, collapsed_bound, exact_posterior
 from fedgp_flower.options import ModelSection
 
@@ -117,22 +111,21 @@ def test_any_partition_gives_the_same_sums(owner):
 def test_what_is_kept_of_projected_rows_changes_nothing(kernel, kept, monkeypatch):
     """Chunks of 20 rows; the memory holds as many as there is room for, and is empty after the gradient."""
     monkeypatch.setattr(sparse_module, "CHUNK", 20)
-    monkeypatch.setattr(sparse_module, "KEPT", kept)
     sparse, inputs, targets = problem(kernel)
     others = inputs.flip(0)
     expected = pooled_sums(sparse, inputs, targets)
     adjoints = bound_gradient(expected, float(sparse.noise.detach().log()))
-    whitener = Whitener(sparse)
+    whitener = Whitener(sparse, kept)
     for rows in (inputs, others, inputs):
         found = pooled_sums(sparse, rows, targets, whitener)
         wanted = pooled_sums(sparse, rows, targets)
         np.testing.assert_array_equal(found.projection, wanted.projection)
-    assert whitener._room == kept - sum(own.size() for own in whitener._kept.values()) >= 0
+    assert whitener.room == kept - sum(2 * rows.cross.numel() for rows in whitener._kept.values()) >= 0
     for rows in (inputs, others):
         found = rows_gradient(sparse, rows, targets, adjoints, whitener)
         for name, share in rows_gradient(sparse, rows, targets, adjoints).items():
             np.testing.assert_array_equal(found[name], share)
-    assert whitener._room == kept
+    assert whitener.room == kept
     assert not whitener._kept
 
 
@@ -140,7 +133,7 @@ def test_what_is_kept_of_projected_rows_changes_nothing(kernel, kept, monkeypatc
 @pytest.mark.parametrize("sites", [1, 3, 7])
 def test_shares_of_the_gradient_add_up_to_autograd_of_the_pooled_bound(kernel, sites):
     sparse, inputs, targets = problem(kernel)
-    names, parameters = zip(*sparse.wire_parameters(), strict=True)
+    names, parameters = zip(*sparse.wire_parameters().items(), strict=True)
     bound = plain_bound(sparse, inputs, targets)
     expected = dict(zip(names, torch.autograd.grad(bound, parameters), strict=True))
     chunks = list(zip(inputs.tensor_split(sites), targets.tensor_split(sites), strict=True))
@@ -159,7 +152,7 @@ def test_shares_of_the_gradient_add_up_to_autograd_of_the_pooled_bound(kernel, s
 def test_chunked_bound_has_the_value_and_gradient_of_the_plain_one(monkeypatch):
     sparse, inputs, targets = problem("rbf + linear")
     plain = plain_bound(sparse, inputs, targets)
-    parameters = [parameter for _, parameter in sparse.wire_parameters()]
+    parameters = list(sparse.wire_parameters().values())
     expected = torch.autograd.grad(plain, parameters)
     monkeypatch.setattr("fedgp_flower.gp.sparse.CHUNK", 7)
     chunked = pooled_bound(sparse, inputs, targets)

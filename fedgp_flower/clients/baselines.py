@@ -12,15 +12,12 @@ from torch import Tensor
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.gp.exact import ExactGP
-from fedgp_flower.gp.kernels import WiredModel
-from fedgp_flower.gp.latent import LatentGP
+from fedgp_flower.gp.models import ExactGP, LatentGP, SparseGP, WhitenedPosterior, WiredModel
 from fedgp_flower.gp.optimisers import FREE, LOGARITHM, maximise
 from fedgp_flower.gp.placement import Placement, to_array
-from fedgp_flower.gp.sparse import SparseGP, pooled_bound, pooled_sums
+from fedgp_flower.gp.sparse import pooled_bound, pooled_sums
 from fedgp_flower.gp.sums import PENALTY, exact_posterior
-from fedgp_flower.gp.whitened import WhitenedPosterior
-from fedgp_flower.scores import Prediction, Scores, TargetUnits, latent_scores
+from fedgp_flower.scores import Prediction, Scores, TargetUnits
 from fedgp_flower.typing import Array
 
 MOST_POINTS = 100
@@ -44,17 +41,15 @@ def log_prior(model: WiredModel) -> Tensor:
 
     They keep a GP of a dozen rows from explaining them without noise.
     """
-    terms = []
-    for name, parameter in model.wire_parameters():
-        if ".log_" in name:
-            is_variance = "outputscale" in name or "variance" in name or "noise" in name
-            terms.append((parameter / 2 if is_variance else parameter).square().sum())
+    variances = ("outputscale", "variance", "noise")
+    logs = [(name, value) for name, value in model.wire_parameters().items() if ".log_" in name]
+    terms = [(value / 2 if any(part in name for part in variances) else value).square().sum() for name, value in logs]
     return -0.5 * torch.stack(terms).sum()
 
 
 def penalty(model: WiredModel) -> Tensor:
     """−.05 Σ (log ℓ − 1)², the penalty of :mod:`fedgp_flower.gp.sums`."""
-    logs = [value for name, value in model.wire_parameters() if name.endswith("log_lengthscale")]
+    logs = [value for name, value in model.wire_parameters().items() if name.endswith("log_lengthscale")]
     return -PENALTY * sum(((value - 1).square().sum() for value in logs), torch.zeros(()))
 
 
@@ -70,7 +65,7 @@ def scored(result: Baseline, target: Array, units: TargetUnits) -> Scores:
     """Scores of the predictions, in original units."""
     if result.latent is not None:
         observed, parameter = result.latent.observed, result.latent.hyper
-        return latent_scores(observed, parameter, result.mean, result.variance, target, units.scale)
+        return observed.scores(result.mean, result.variance, target, parameter, units.scale)
     return units.gaussian_scores(Prediction(result.mean, result.variance), target)
 
 
@@ -111,7 +106,7 @@ def _maximise(
     model: WiredModel, objective: Callable[[], Tensor], rows: SiteData, config: RunConfig, *more: Tensor
 ) -> None:
     """Maximise a function of the model's parameters and of free ones; logarithms stay within their bounds."""
-    named = dict(model.wire_parameters())
+    named = model.wire_parameters()
     bounds = [LOGARITHM if ".log_" in name else FREE for name in named]
     leaves, budget = [*named.values(), *more], config.baselines.max_evaluations
     if np.ptp(rows.y) or more:

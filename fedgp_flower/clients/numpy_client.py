@@ -30,7 +30,8 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, SiteData
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.gp.kernels import WiredModel, build_kernel, wire_name
+from fedgp_flower.gp.kernels import build_kernel, wire_name
+from fedgp_flower.gp.models import WiredModel
 from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.lazy import Lazy
 from fedgp_flower.messages import decode, encode, is_message, join, kind_of, split
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 else:
     baselines, optimisers = Lazy("fedgp_flower.clients.baselines"), Lazy("fedgp_flower.gp.optimisers")
 
+EVALUATE = "evaluate"
+"""The kind of message that :meth:`SiteClient.score` answers."""
 KIND, NAMES = "kind", "names-of-arrays"
 """Config keys of a ``fit`` or ``evaluate`` call, set at the site: the kind of the message, and the names of its arrays,
 a line each. A reply of ``fit`` names its arrays in the same way."""
@@ -76,14 +79,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """What answers a kind of message."""
+    """What answers a kind of message, and the classes of the request and of the answer."""
 
     name: str
     request: Any
-    """Class of the request."""
     answer: Any
-    """Class of the answer."""
-    common: bool
+    common: bool = False
     """Whether it is one of :class:`CommonAnswers`."""
 
 
@@ -91,10 +92,8 @@ class SiteClient(NumPyClient):
     """Handlers of the messages that every method answers; a method adds more, and :meth:`predict`."""
 
     def __init__(self, setting: Setting) -> None:
-        self.config = setting.config
-        self.site = setting.site
-        self.state = setting.state
-        self.setting = setting
+        self.setting, self.config = setting, setting.config
+        self.site, self.state = setting.site, setting.state
         self.placement = Placement.of(setting.config)
         limit_threads(setting.config.threads)
 
@@ -102,37 +101,35 @@ class SiteClient(NumPyClient):
 
     def fit(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[NDArrays, int, dict[str, Any]]:
         """Give named arrays to the handler of the message's kind, and return its answer."""
-        kind = str(config[KIND])
-        answer = self.answer(kind, self.asked(kind, _named(parameters, config), config))
+        answer = self._answered(parameters, config)
         arrays, numbers = split(type(answer), encode(answer))
         return list(arrays.values()), self.num_examples, {NAMES: "\n".join(arrays), **numbers}
 
     def evaluate(self, parameters: NDArrays, config: dict[str, FlowerScalar]) -> tuple[float, int, dict[str, Any]]:
         """Score predictions for the site's held-out rows; returns (mean NLL, rows, sums of scores)."""
-        request = _hints(type(self).predict)["request"]
-        scores = self._admitted(self.score(self._decoded(request, _named(parameters, config), config)))
+        scores: Scores = self._answered(parameters, config)
         count = int(scores.sums["count"])
         return scores.sums["nll"] / count if count else 0.0, count, dict(scores.flat())
 
+    def _answered(self, parameters: NDArrays, config: Mapping[str, FlowerScalar]) -> Any:
+        kind, names = str(config[KIND]), str(config[NAMES])
+        named = dict(zip(names.split("\n") if names else [], parameters, strict=True))
+        return self.answer(kind, self.asked(kind, named, config))
+
     def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
         """The request in a message of a kind."""
-        if kind not in handlers(type(self)):
+        handler = handlers(type(self)).get(kind)
+        if handler is None:
             raise ProtocolError(f"method `{self.config.method}` does not answer `{kind}`")
-        return self._decoded(handlers(type(self))[kind].request, arrays, numbers)
+        if not is_message(handler.request):
+            raise ProtocolError(f"method `{self.config.method}` has no prediction of single rows")
+        return decode(handler.request, join(handler.request, arrays, numbers))
 
     def answer(self, kind: str, request: Any) -> Any:
         """The answer to a request of a kind, as far as the site's policy lets it leave."""
-        found = handlers(type(self))[kind]
-        return self._admitted(getattr(CommonAnswers(self) if found.common else self, found.name)(request))
-
-    def _decoded(self, request: Any, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
-        if not is_message(request):
-            raise ProtocolError(f"method `{self.config.method}` has no prediction of single rows")
-        return decode(request, join(request, arrays, numbers))
-
-    def _admitted(self, answer: Any) -> Any:
-        rules = self.setting.rules
-        return answer if rules is None else rules.answer(answer, self.num_examples)
+        handler, rules = handlers(type(self))[kind], self.setting.rules
+        found = getattr(CommonAnswers(self) if handler.common else self, handler.name)(request)
+        return found if rules is None else rules.answer(found, self.num_examples)
 
     # What a method's handlers work with.
 
@@ -179,8 +176,8 @@ class SiteClient(NumPyClient):
 
     def start(self, num_inputs: int) -> NamedArrays:
         """Initial hyperparameters under their wire names; the same at every site, from the configuration alone."""
-        kernel = build_kernel(self.config.model, num_inputs)
-        arrays: NamedArrays = {f"kernel.{wire_name(n)}": p.detach().numpy() for n, p in kernel.named_parameters()}
+        named = build_kernel(self.config.model, num_inputs).named_parameters()
+        arrays: NamedArrays = {f"kernel.{wire_name(name)}": array.detach().numpy() for name, array in named}
         return arrays | {"likelihood.log_noise": np.log([self.config.model.noise])}
 
     def predict(self, request: Any, inputs: Array) -> Prediction:
@@ -249,7 +246,7 @@ class AveragingClient(SiteClient):
 
     def weighted(self, request: Step) -> WeightedStep:
         """The step times this site's rows."""
-        return WeightedStep.of(self.train(request), self.num_examples)
+        return self.train(request).weighted(self.num_examples)
 
     def stepped(self, model: WiredModel, objective: Callable[[], torch.Tensor], request: Step) -> Stepped:
         """Local steps uphill. None where all targets are one number: noise would vanish, and the mean with it."""
@@ -268,25 +265,16 @@ def handlers(client: type[SiteClient]) -> Mapping[str, Handler]:
 
     Scores and predictions of rows are asked for with the request of :meth:`SiteClient.predict`.
     """
-    found: dict[str, Handler] = {}
+    predicted = typing.get_type_hints(client.predict)["request"]
+    found = {EVALUATE: Handler("score", predicted, Scores)}
     for cls, common in ((CommonAnswers, True), (client, False)):
         for name in dir(cls):
             function = getattr(cls, name)
             if name.startswith("_") or "request" not in getattr(function, "__annotations__", {}):
                 continue
-            hints = _hints(function)
-            asked_as_predict = name in ("predictions", "score_sums")
-            request, answer = (_hints(client.predict) if asked_as_predict else hints)["request"], hints["return"]
+            hints = typing.get_type_hints(function)
+            request, answer = predicted if name in ("predictions", "score_sums") else hints["request"], hints["return"]
             kind = kind_of(answer) if is_message(answer) else ""
             if is_message(request) and name == (kind.partition(".")[2] or kind):
                 found[kind] = Handler(name, request, answer, common)
     return found
-
-
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    return typing.get_type_hints(function)
-
-
-def _named(parameters: NDArrays, config: Mapping[str, FlowerScalar]) -> NamedArrays:
-    names = str(config[NAMES]).split("\n") if config[NAMES] else []
-    return dict(zip(names, parameters, strict=True))

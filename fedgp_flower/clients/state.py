@@ -6,32 +6,44 @@ server compares the count of updates that a site reports with its count and so k
 
 A site also remembers with which rows it entered a run, and refuses to answer with others. It keeps HMAC(salt, table), a
 hash with a salt drawn for the run: neither says anything of the rows to anybody who does not have them.
+
+Flower starts a process for each message of a real site. Rows as messages use them are therefore kept beside the state:
+a later message reads no table and imports no pandas. They are of one run, one configuration, one agreement on columns
+and scales, and files of rows and policy with the same bytes; anything else is removed and made anew.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from fedgp_flower.data.sites import RawSite
+from fedgp_flower.config import RunConfig
+from fedgp_flower.data.sites import RawSite, SiteData
+from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.files import read_json, write_bytes
 from fedgp_flower.lazy import pd
-from fedgp_flower.records import array_record, numpy_arrays, record_of
+from fedgp_flower.privacy.policy import Decision, Rules
+from fedgp_flower.records import array_record, numpy_arrays, record_of, settings_of
 from fedgp_flower.typing import NamedArrays
 
+SHARED, CONSTANTS = "context", "constants"
+"""Records and config key of what all sites share, which travels to a site once."""
 ARRAYS, FACTS, ROWS = "site-state.arrays", "site-state.facts", "site-rows"
 """Records of the Context."""
-STATE_FILE, ROWS_FILE = "site-state.safetensors", "site-rows.json"
+STATE_FILE, ROWS_FILE, PREPARED_FILE = "site-state.safetensors", "site-rows.json", "site-prepared.safetensors"
 
 
 def file_of(context: Context, name: str) -> Path | None:
@@ -44,6 +56,21 @@ def write_private(path: Path, content: bytes) -> None:
     """Replace a file that the site's owner alone may read, as a whole; its folder is made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, content, mode=0o600)
+
+
+def _write_arrays(path: Path, arrays: NamedArrays, facts: dict[str, str]) -> None:
+    write_private(path, save({name: array.copy(order="C") for name, array in arrays.items()}, facts))
+
+
+def _read_arrays(path: Path | None, key: str, value: str) -> tuple[NamedArrays, dict[str, str]] | None:
+    """Arrays and facts of a file whose fact ``key`` has this value; None without such a file."""
+    try:
+        with safe_open(path or "", framework="numpy") as file:
+            facts: dict[str, str] = file.metadata()
+            names = list(file.keys()) if facts[key] == value else None
+            return None if names is None else ({name: file.get_tensor(name) for name in names}, facts)
+    except (OSError, SafetensorError):
+        return None
 
 
 @dataclass(slots=True)
@@ -66,38 +93,71 @@ def load_state(context: Context, run: str) -> SiteState:
     record = record_of(context.state, ARRAYS, ArrayRecord)
     if facts is not None and record is not None and facts["run"] == run:
         return SiteState(run, int(str(facts["updates"])), numpy_arrays(record))
-    try:
-        with safe_open(file_of(context, STATE_FILE) or "", framework="numpy") as file:
-            found = file.metadata()
-            if found["run"] == run:
-                arrays = {name: file.get_tensor(name) for name in list(file.keys())}
-                return SiteState(run, int(found["updates"]), arrays)
-    except (FileNotFoundError, SafetensorError):
-        pass
-    return SiteState(run)
+    arrays, words = _read_arrays(file_of(context, STATE_FILE), "run", run) or ({}, {"updates": "0"})
+    return SiteState(run, int(words["updates"]), arrays)
 
 
 def save_state(context: Context, state: SiteState) -> None:
     """Keep the state in the Context and, where the node has a ``state-dir``, on disk."""
-    if not state.updates:
-        return
     path = file_of(context, STATE_FILE)
     if path is not None:
-        arrays = {name: array.copy(order="C") for name, array in state.arrays.items()}
-        write_private(path, save(arrays, {"run": state.run, "updates": str(state.updates)}))
+        _write_arrays(path, state.arrays, {"run": state.run, "updates": str(state.updates)})
     context.state[ARRAYS] = array_record(state.arrays)
     context.state[FACTS] = ConfigRecord({"run": state.run, "updates": state.updates})
+
+
+# What all sites share.
+
+
+def shared_of(message: Message, context: Context) -> ConfigRecord | None:
+    """What a message is understood by, kept here if the message brings it; None where it was sent and is lost."""
+    digest = settings_of(message).get(SHARED)
+    if digest is None:
+        return ConfigRecord()
+    brought = record_of(message.content, SHARED, ConfigRecord)
+    if brought is not None:
+        context.state[SHARED] = ConfigRecord({**brought, "digest": str(digest)})
+        context.state[CONSTANTS] = record_of(message.content, CONSTANTS, ArrayRecord) or ArrayRecord()
+    kept = record_of(context.state, SHARED, ConfigRecord)
+    return kept if kept is not None and kept["digest"] == digest else None
+
+
+def preparation_of(shared: ConfigRecord) -> Preparation | None:
+    """The columns and scales that the sites agreed on; None before they have."""
+    names = ("input.mean", "input.scale", "target.mean", "target.scale")
+    if "schema" not in shared:
+        return None
+    return _agreed(str(shared["schema"]), tuple((name, tuple(np.ravel(shared[name]).tolist())) for name in names))
+
+
+@lru_cache(maxsize=8)
+def _agreed(schema: str, numbers: tuple[tuple[str, tuple[float, ...]], ...]) -> Preparation:
+    """Sites that share a process agreed on the same."""
+    arrays = {name: np.reshape(values, -1 if name.startswith("input") else ()) for name, values in numbers}
+    return Preparation.from_wire(arrays, schema)
+
+
+# The rows.
 
 
 def require_same_rows(context: Context, run: str, site: RawSite) -> None:
     """Remember the rows of a real site at its first message of a run, and refuse others later."""
     if site.simulated:
         return
-    kept = _kept(context)
-    if kept.get("run") != run:
+    path, kept = file_of(context, ROWS_FILE), record_of(context.state, ROWS, ConfigRecord)
+    known: Mapping[str, object] = kept or {}
+    if kept is None and path is not None:
+        try:
+            known = read_json(path)
+        except RunError:
+            known = {}
+    if known.get("run") != run:
         salt = secrets.token_hex(16)
-        _keep(context, {"run": run, "salt": salt, "rows": _fingerprint(site, salt)})
-    elif not hmac.compare_digest(kept["rows"], _fingerprint(site, kept["salt"])):
+        facts = {"run": run, "salt": salt, "rows": _fingerprint(site, salt)}
+        if path is not None:
+            write_private(path, json.dumps(facts).encode())
+        context.state[ROWS] = ConfigRecord({**facts})
+    elif not hmac.compare_digest(str(known["rows"]), _fingerprint(site, str(known["salt"]))):
         table = Path(str(context.node_config.get("data-path", "the table"))).name
         raise DataError(
             f"{table} is no longer the table with which this site entered the run; put that one back, or start a new"
@@ -113,18 +173,67 @@ def _fingerprint(site: RawSite, salt: str) -> str:
     return digest.hexdigest()
 
 
-def _kept(context: Context) -> dict[str, str]:
-    record = record_of(context.state, ROWS, ConfigRecord)
-    try:
-        path = file_of(context, ROWS_FILE)
-        found = record if record is not None or path is None else read_json(path)
-    except RunError:
-        found = None
-    return {name: str(value) for name, value in (found or {}).items()}
+class PreparedSite(RawSite):
+    """A site with its encoded rows, which reads its tables when something first asks for them."""
+
+    __slots__ = ("_load",)
+
+    def __init__(
+        self, facts: Mapping[str, object], encoded: dict[bytes, SiteData], load: Callable[[], RawSite]
+    ) -> None:
+        for name, value in {**facts, "partitions": 0, "_encoded": encoded, "_load": load}.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """One of the tables, which are not there at first."""
+        if name not in {"train", "test"}:
+            raise AttributeError(name)
+        raw = self._load()
+        object.__setattr__(self, "train", raw.train)
+        object.__setattr__(self, "test", raw.test)
+        return getattr(raw, name)
+
+    @property
+    def num_examples(self) -> int:
+        """Training rows."""
+        return len(next(iter(self._encoded.values())).y)
 
 
-def _keep(context: Context, facts: dict[str, str]) -> None:
-    path = file_of(context, ROWS_FILE)
-    if path is not None:
-        write_private(path, json.dumps(facts).encode())
-    context.state[ROWS] = ConfigRecord(dict(facts))
+def prepared_site(
+    context: Context,
+    run: tuple[str, RunConfig, Preparation | None],
+    rules: Rules,
+    load: Callable[[Rules], RawSite],
+) -> RawSite:
+    """The site as a message of a run may know it: from what is kept, else as ``load`` has it, which is then kept."""
+    preparation, path = run[2], file_of(context, PREPARED_FILE)
+    if preparation is None or path is None or "data-path" not in context.node_config:
+        return load(rules)
+    key = _key(context, run[0], run[1], preparation)
+    kept = _read_arrays(path, "key", key)
+    if kept is not None:
+        facts = json.loads(kept[1]["facts"])
+        rules.decisions += [Decision(**entry) for entry in facts.pop("decisions")]
+        encoded = {preparation.fingerprint(): SiteData(**kept[0], unknown_levels=facts.pop("unknown_levels"))}
+        facts["features"] = tuple(facts["features"])
+        return PreparedSite(facts, encoded, lambda: load(replace(rules, decisions=[])))
+    path.unlink(missing_ok=True)
+    before = len(rules.decisions)
+    site = load(rules)
+    rows = site.encode(preparation)
+    arrays: NamedArrays = {"x": rows.x, "y": rows.y, "x_test": rows.x_test, "y_test": rows.y_test}
+    facts = {"site": site.site, "label": site.label, "target": site.target, "features": site.features}
+    facts |= {"dropped": site.dropped, "unknown_levels": rows.unknown_levels}
+    facts |= {"decisions": [asdict(entry) for entry in rules.decisions[before:]]}
+    _write_arrays(path, arrays, {"key": key, "facts": json.dumps(facts)})
+    return site
+
+
+def _key(context: Context, run: str, config: RunConfig, preparation: Preparation) -> str:
+    """A hash of all that the encoded rows follow from."""
+    digest = hashlib.sha256(json.dumps([run, config.flat(), dict(context.node_config)], sort_keys=True).encode())
+    digest.update(preparation.fingerprint())
+    for name in ("data-path", "test-path", "policy"):
+        path = Path(str(context.node_config.get(name) or "")).expanduser()
+        digest.update(hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b"none")
+    return digest.hexdigest()

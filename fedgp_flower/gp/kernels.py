@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, cast
 
-import gpytorch
 import torch
 from gpytorch import settings
 from gpytorch.constraints import Positive
@@ -36,18 +38,17 @@ from gpytorch.kernels import (
     RBFKernel,
     ScaleKernel,
 )
+from jaxtyping import Float
+from torch import Tensor
 
-from fedgp_flower.errors import ConfigError, ProtocolError
-from fedgp_flower.gp.placement import to_array
+from fedgp_flower.errors import ConfigError
 from fedgp_flower.options import KERNEL_GROUP, ModelSection, kernel_tree
-from fedgp_flower.typing import Array, NamedArrays
 
 
 class Scaled(ScaleKernel):
-    """GPyTorch's kernel times an amplitude, without what it asks PyTorch of batches that there are not.
+    """GPyTorch's kernel times an amplitude, without ``torch.broadcast_shapes`` where there are no batches.
 
-    ``torch.broadcast_shapes`` loads SymPy, half a second of each process that makes a kernel, and Flower answers every
-    message in a new process.
+    That function loads SymPy, half a second of each process, and Flower answers every message in a new process.
     """
 
     @property
@@ -62,12 +63,9 @@ class Scaled(ScaleKernel):
 
 
 class Matern(MaternKernel):
-    """GPyTorch's kernel with second derivatives between few rows as well, while it is traced.
+    """GPyTorch's kernel, while traced with second derivatives, which ``torch.cdist`` of at most 25 rows has none of."""
 
-    ``torch.cdist`` of at most 25 rows has none.
-    """
-
-    def covar_dist(self, x1: torch.Tensor, x2: torch.Tensor, **kind: Any) -> torch.Tensor:
+    def covar_dist(self, x1: Tensor, x2: Tensor, **kind: Any) -> Tensor:
         """Distances of rows; traced, the roots of squared ones."""
         if settings.trace_mode.off() or kind.get("square_dist"):
             return super().covar_dist(x1, x2, **kind)
@@ -83,29 +81,31 @@ def build_kernel(model: ModelSection, num_inputs: int) -> Kernel:
     """The kernel of ``model.kernel`` at the initial values of the configuration, in float64."""
     kernel = _build(kernel_tree(model.kernel), model, num_inputs).double()  # scales, too
     for name, parameter in kernel.named_parameters():
-        if any(kind in name for kind in ("outputscale", "variance")):
+        if is_amplitude(name):
             parameter.data.fill_(math.log(model.outputscale))
         elif any(kind in name for kind in ("lengthscale", "period_length")):
             parameter.data.fill_(math.log(model.lengthscale))
     return kernel
 
 
-def _build(node: ast.expr, model: ModelSection, num_inputs: int) -> Kernel:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        terms = [_build(side, model, num_inputs) for side in (node.left, node.right)]
-        return AdditiveKernel(*_joined(terms, AdditiveKernel))
-    if isinstance(node, ast.Name) and node.id == "linear":
-        return _atom("linear", model, num_inputs)  # its variance is its scale
-    return Scaled(_unscaled(node, model, num_inputs), outputscale_constraint=log_positive())
+def _build(node: ast.expr, model: ModelSection, num_inputs: int, scaled: bool = True) -> Kernel:
+    """Terms of a sum have a scale each, a product has one, and its factors have none."""
+    match node:
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _joined(AdditiveKernel, [_build(side, model, num_inputs) for side in (left, right)])
+        case ast.BinOp(left=left, right=right):
+            kernel = _joined(ProductKernel, [_build(side, model, num_inputs, False) for side in (left, right)])
+        case _:
+            name = cast(ast.Name, node).id
+            kernel = _atom(name, model, num_inputs)
+            if name == "linear":
+                return kernel  # its variance is its scale
+    return Scaled(kernel, outputscale_constraint=log_positive()) if scaled else kernel
 
 
-def _unscaled(node: ast.expr, model: ModelSection, num_inputs: int) -> Kernel:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        factors = [_unscaled(side, model, num_inputs) for side in (node.left, node.right)]
-        return ProductKernel(*_joined(factors, ProductKernel))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _build(node, model, num_inputs)
-    return _atom(cast(ast.Name, node).id, model, num_inputs)
+def _joined(kind: type[AdditiveKernel] | type[ProductKernel], parts: list[Kernel]) -> Kernel:
+    """A sum of sums is one sum, a product of products one product."""
+    return kind(*(kernel for part in parts for kernel in (part.kernels if type(part) is kind else [part])))
 
 
 def _atom(name: str, model: ModelSection, num_inputs: int) -> Kernel:
@@ -126,11 +126,7 @@ def _atom(name: str, model: ModelSection, num_inputs: int) -> Kernel:
 
 
 def _in_logarithms(kernel: Kernel, name: str) -> Kernel:
-    """The same kernel, the raw parameter of everything that is positive being its logarithm.
-
-    Raises:
-        ConfigError: for a parameter that is bounded in another way.
-    """
+    """The same kernel with log θ as raw parameters; a parameter that is bounded in another way is refused."""
     kernel = kernel.double()  # before the logarithm, which float32 would round
     for path, constraint in list(kernel.named_constraints()):
         *owner, raw = path.removesuffix("_constraint").split(".")
@@ -146,84 +142,99 @@ def _in_logarithms(kernel: Kernel, name: str) -> Kernel:
     return kernel
 
 
-def _joined(parts: list[Kernel], kind: type[AdditiveKernel] | type[ProductKernel]) -> Iterator[Kernel]:
-    for part in parts:
-        if isinstance(part, kind):
-            yield from part.kernels
-        else:
-            yield part
-
-
+@cache
 def wire_name(parameter: str) -> str:
     """The name a GPyTorch parameter has in messages: ``base_kernel.raw_lengthscale`` is ``log_lengthscale``."""
     *path, leaf = [part for part in parameter.split(".") if part != "base_kernel"]
     return ".".join([*path, leaf.replace("raw_", "log_", 1)])
 
 
-def load_parameters(parameters: Iterable[tuple[str, torch.nn.Parameter]], arrays: Mapping[str, Array]) -> None:
-    """Set named parameters from arrays; one without axes may also come as an array of one number.
-
-    Raises:
-        ProtocolError: naming the array that is missing or has another shape.
-    """
-    for name, parameter in parameters:
-        if name not in arrays or arrays[name].shape not in (tuple(parameter.shape), tuple(parameter.shape) or (1,)):
-            found = arrays[name].shape if name in arrays else "nothing"
-            raise ProtocolError(f"array `{name}`: expected shape {tuple(parameter.shape)}, found {found}")
-        parameter.data.copy_(torch.as_tensor(arrays[name]).view(parameter.shape))
+@cache
+def amplitude_names(model: ModelSection, num_inputs: int) -> tuple[str, ...]:
+    """Wire names of what scales a kernel as a whole: the amplitudes of the terms of a sum, or the one in front."""
+    raw = [name for name, _ in build_kernel(model, num_inputs).named_parameters()]
+    front = re.compile(r"(kernels\.\d+\.)?raw_(outputscale|variance)")
+    return tuple(f"kernel.{wire_name(name)}" for name in raw if front.fullmatch(name))
 
 
-def amplitudes(kernel: Kernel) -> Iterator[torch.nn.Parameter]:
-    """The parameters that scale a kernel as a whole: those of the terms of a sum, or the one in front."""
-    if isinstance(kernel, AdditiveKernel):
-        for part in kernel.kernels:
-            yield from amplitudes(part)
-    else:
-        yield kernel.raw_outputscale if isinstance(kernel, ScaleKernel) else kernel.raw_variance
+def is_amplitude(name: str) -> bool:
+    """Whether a parameter of this name is a variance."""
+    return "outputscale" in name or "variance" in name
 
 
-class WiredModel(gpytorch.Module):
-    """A kernel and a Gaussian likelihood whose parameters, in log coordinates, travel under their wire names."""
-
-    covar_module: Kernel
-    likelihood: gpytorch.likelihoods.GaussianLikelihood
-
-    @property
-    def kernel(self) -> Kernel:
-        """The kernel, which GPyTorch calls ``covar_module``."""
-        return self.covar_module
-
-    @property
-    def noise(self) -> torch.Tensor:
-        """Noise variance σ² of the standardised target, shape []."""
-        noise: torch.Tensor = self.likelihood.noise.squeeze(-1)
-        return noise
-
-    def wire_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Every parameter with its wire name, in a fixed order."""
-        for name, parameter in self.kernel.named_parameters():
-            yield f"kernel.{wire_name(name)}", parameter
-        yield "likelihood.log_noise", self.likelihood.noise_covar.raw_noise
-
-    @property
-    def amplitude_names(self) -> list[str]:
-        """Wire names of :func:`amplitudes`."""
-        scaling = {id(parameter) for parameter in amplitudes(self.kernel)}
-        return [name for name, parameter in self.wire_parameters() if id(parameter) in scaling]
-
-    def to_arrays(self) -> NamedArrays:
-        """Current parameters under their wire names."""
-        return {name: to_array(parameter).copy() for name, parameter in self.wire_parameters()}
-
-    def load(self, arrays: Mapping[str, Array]) -> None:
-        """Set all parameters from arrays.
-
-        Raises:
-            ProtocolError: naming the array that is missing or has another shape.
-        """
-        load_parameters(self.wire_parameters(), arrays)
-
-
-def prior_variance(kernel: Kernel, point: torch.Tensor) -> torch.Tensor:
+def prior_variance(kernel: Kernel, point: Tensor) -> Tensor:
     """The prior variance k(x, x) averaged over ``point`` [..., M, D], shape [...]: the unit jitter is measured in."""
     return kernel(point, diag=True).mean(-1)
+
+
+# A kernel as a pure function of its hyperparameters, for many samples of them at once.
+
+
+class _Dense(torch.nn.Module):
+    """The kernel as a module whose ``forward`` is complete: nothing is left to evaluate when it returns."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
+        with settings.lazily_evaluate_kernels(False):
+            values = self.kernel(left, right, diag=True) if diagonal else self.kernel(left, right).to_dense()
+        return cast(Tensor, values)
+
+
+class BatchedKernel:
+    """k_β(x, x') for a batch of samples β, the logarithms of the kernel's parameters.
+
+    They are on the scale of a standard deviation, log a for an outputscale a², so that LN(0, 1) priors are N(0, I).
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._module = _Dense(kernel)
+        parameters = dict(self._module.named_parameters())
+        self._powers = {name: 2.0 if is_amplitude(name) else 1.0 for name in parameters}  # the kernel keeps log θ
+        self._shapes = [parameter.shape for parameter in parameters.values()]
+        self.num_hyper = sum(shape.numel() for shape in self._shapes)
+        """P, the number of hyperparameters of the kernel."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each entry of β is the logarithm of; variances enter as standard deviations."""
+        found: list[str] = []
+        for raw, shape in zip(self._powers, self._shapes, strict=True):
+            path = [part for part in raw.split(".") if part not in {"kernel", "kernels", "base_kernel"}]
+            name, size = " ".join(path).replace("raw_", "").replace("outputscale", "amplitude"), shape.numel()
+            found += [name] if size == 1 else [f"{name} {index + 1}" for index in range(size)]
+        return tuple(found)
+
+    def initial(self) -> Float[Tensor, " P"]:
+        """β at the parameters of the kernel."""
+        return torch.cat([p.detach().flatten() / self._powers[n] for n, p in self._module.named_parameters()])
+
+    def matrix(
+        self, hyper: Float[Tensor, "S P"], left: Float[Tensor, "S M D"], right: Float[Tensor, "... N D"]
+    ) -> Float[Tensor, "S M N"]:
+        """Covariances k_β(left, right) of every sample."""
+        return self._call(hyper, left, right.expand(len(hyper), *right.shape[-2:]), False)
+
+    def diagonal(self, hyper: Float[Tensor, "S P"], inputs: Float[Tensor, "... N D"]) -> Float[Tensor, "S N"]:
+        """Prior variances k_β(x, x) of every sample."""
+        batch = inputs.expand(len(hyper), *inputs.shape[-2:])
+        return self._call(hyper, batch, batch, True)
+
+    def raw(self, hyper: Float[Tensor, "S P"]) -> dict[str, Tensor]:
+        """The kernel's raw parameters for every sample, batched in front."""
+        pieces = hyper.split([shape.numel() for shape in self._shapes], 1)
+        named = zip(self._powers.items(), pieces, self._shapes, strict=True)
+        return {name: power * piece.reshape(-1, *shape) for (name, power), piece, shape in named}
+
+    def at(self, hyper: Float[Tensor, " P"]) -> Kernel:
+        """The kernel of one sample, as an ordinary one of GPyTorch."""
+        module = deepcopy(self._module)
+        for name, value in self.raw(hyper[None]).items():
+            module.get_parameter(name).data.copy_(value[0])
+        return module.kernel
+
+    def _call(self, hyper: Tensor, left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
+        values: Tensor = torch.func.functional_call(self._module, self.raw(hyper), (left, right, diagonal))
+        return values

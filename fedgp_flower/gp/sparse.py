@@ -1,4 +1,4 @@
-"""The sparse GP of every sparse method, its sums over rows and their gradients by formula."""
+"""Sums over rows of a sparse GP, and their gradients by formula."""
 
 from __future__ import annotations
 
@@ -8,95 +8,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpytorch.kernels import Kernel, RBFKernel, ScaleKernel
 from torch import Tensor
 
-from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.kernels import WiredModel, build_kernel, prior_variance
-from fedgp_flower.gp.likelihoods import gaussian_likelihood
 from fedgp_flower.gp.linalg import kernel_cholesky, symmetric
-from fedgp_flower.gp.placement import FLOAT32_JITTER, to_array
+from fedgp_flower.gp.models import CHUNK, LOCATIONS, SparseGP
+from fedgp_flower.gp.placement import to_array, to_arrays
 from fedgp_flower.gp.sums import Adjoints, SparseSums, bound_gradient
-from fedgp_flower.gp.whitened import WhitenedGP, WhitenedPosterior, whitened_projection
-from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array, NamedArrays, Rows, Targets
 
-CHUNK = 4096
-"""Rows handled at once: no array grows with N beyond M × CHUNK."""
 KEPT = 2**23
 """Numbers that a :class:`Whitener` keeps of projected rows, for the gradient that is mostly asked for next."""
 BLOCK = 128
 """Rows of W Wᵀ formed at once, as far as the diagonal: above it they are those below."""
-
-
-class SparseGP(WiredModel, WhitenedGP):
-    """Kernel, Gaussian noise and inducing points; parameters in log coordinates, data standardised."""
-
-    def __init__(self, model: ModelSection, inducing_points: Tensor) -> None:
-        WhitenedGP.__init__(self, build_kernel(model, inducing_points.shape[-1]), inducing_points, model.jitter)
-        self.likelihood = gaussian_likelihood(model.noise)
-
-    @staticmethod
-    def from_arrays(model: ModelSection, arrays: Mapping[str, Array]) -> SparseGP:
-        """The model that ``arrays`` describe; the inverse of :meth:`to_arrays`."""
-        sparse = SparseGP(model, torch.as_tensor(arrays["inducing.locations"]))
-        sparse.load(arrays)
-        return sparse
-
-    def wire_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The inducing points before kernel and noise."""
-        yield "inducing.locations", self.inducing_points
-        yield from super().wire_parameters()
-
-    @property
-    def jitter(self) -> float:
-        """Relative jitter of K_zz; float32 needs more than float64."""
-        single = self.inducing_points.dtype == torch.float32
-        return max(self.requested_jitter, FLOAT32_JITTER) if single else self.requested_jitter
-
-    def factor(self) -> Tensor:
-        """L with L Lᵀ = K_zz + jitter, shape [M, M]."""
-        kzz, variance = self.inducing_covariance()
-        return kernel_cholesky(kzz, variance=variance, jitter=self.jitter)
-
-    def inducing_covariance(self) -> tuple[Tensor, Tensor]:
-        """K_zz [M, M], and the variance that jitter is relative to."""
-        if torch.is_grad_enabled() or not is_squared_exponential(self.kernel):
-            return self.kernel(self.inducing_points).to_dense(), prior_variance(self.kernel, self.inducing_points)
-        scale, variance = _of_squared_exponential(self.kernel)  # its formula is known
-        points = self.inducing_points / scale
-        return _covariance(points, points, variance), variance
-
-    def covariances(self, inputs: Rows) -> tuple[Tensor, Tensor]:
-        """K_zx [M, N] and k(x, x) [N]."""
-        return self.kernel(self.inducing_points, inputs).to_dense(), self.kernel(inputs, diag=True)
-
-    def whitened_cross(self, inputs: Rows) -> Tensor:
-        """W = L⁻¹ K_zx with L Lᵀ = K_zz + jitter, shape [M, N]."""
-        return whitened_projection(self.kernel, self.inducing_points, inputs, jitter=self.jitter)
-
-    def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean and variance of a noisy observation, both [N], in standardised units.
-
-        With a = L⁻¹k_zx: mean aᵀm, variance k_xx - aᵀa + aᵀSa + σ².
-
-        Raises:
-            NumericsError: if a variance is not positive, which means that the posterior is broken.
-        """
-        pieces = [self._predict(chunk, posterior) for chunk in inputs.split(CHUNK)]
-        mean, variance = (torch.cat(part) for part in zip(*pieces, strict=True))
-        if not bool((variance > 0).all()):
-            raise NumericsError(
-                f"{int((variance <= 0).sum())} of {len(variance)} predictive variances are not positive."
-            )
-        return mean, variance
-
-    def _predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        cross = self.whitened_cross(inputs)
-        prior = self.kernel(inputs, diag=True)
-        mean, covariance = posterior.mean.to(cross), posterior.covariance.to(cross)
-        explained = cross.square().sum(0) - (covariance @ cross * cross).sum(0)
-        return cross.mT @ mean, prior - explained + self.noise
 
 
 def _chunks(rows: Tensor) -> Sequence[Tensor]:
@@ -130,15 +53,17 @@ class _Closed:
     inverse: Array  # 1/ℓ²  [D] or [1]
 
     @staticmethod
-    def of(model: SparseGP) -> _Closed:
-        """At the parameters of a model."""
-        scale, variance = _of_squared_exponential(model.kernel)
-        points, most = model.inducing_points, variance.log()
-        inverse = scale.square().reciprocal()
+    def of(model: SparseGP) -> _Closed | None:
+        """At the parameters of a model; None where its kernel is another one."""
+        known = model.closed_form()
+        if known is None:
+            return None
+        (scale, variance), points = known, model.inducing_points
+        most, inverse = variance.log(), scale.square().reciprocal()
         slopes = points * inverse
         heights = most - (points * slopes).sum(1, keepdim=True) / 2
         exponents = torch.cat((slopes, (-inverse / 2).expand_as(slopes), heights), 1).mT
-        return _Closed(exponents, variance, float(most), to_array(points), to_array(inverse)[0])
+        return _Closed(exponents, variance, float(most), *to_arrays(points.clone(), inverse[0]))  # the model moves on
 
     def covariance(self, moments: Tensor) -> Tensor:
         """K_zx of rows [x, x², 1], as [N, M]: triangular solves take its transpose as it stands."""
@@ -161,7 +86,7 @@ class _Closed:
         by_input = (totals[:-1] - (self.points * (moved + towards)).sum(0)) * self.inverse
         by_points = towards * self.inverse
         return {
-            "inducing.locations": 2 * by_points if both else by_points,
+            LOCATIONS: 2 * by_points if both else by_points,
             "kernel.log_lengthscale": by_input if len(self.inverse) > 1 else by_input.sum(keepdims=True),
             "kernel.log_outputscale": totals[-1:] + by_variance,
         }
@@ -182,54 +107,43 @@ class _Projected:
     closed: tuple[Tensor, Tensor] | None = None
     """Of the squared exponential [x, x², 1] [N, 2D + 1] and K_zx [M, N]."""
 
-    def size(self) -> int:
-        """Numbers kept, but for the rows."""
-        return 2 * self.cross.numel()
-
 
 class Whitener:
-    """L Lᵀ = K_zz + jitter at parameters that stay, with which rows of any number of sites are projected: W = L⁻¹ K_zx.
+    """L Lᵀ = K_zz + jitter at a model's parameters, with which rows of any number of sites are projected: W = L⁻¹ K_zx.
 
-    What rows became is kept from the sums to the gradient, as far as there is room for.
+    What rows became is kept from the sums to the gradient, as far as there is ``room`` for: two numbers for each of W.
     """
 
-    def __init__(self, model: SparseGP) -> None:
+    def __init__(self, model: SparseGP, room: int = KEPT) -> None:
         with torch.no_grad():
-            self.model, self.parameters = model, list(model.wire_parameters())
             self.factor = model.factor().contiguous()
-            self.closed = _Closed.of(model) if is_squared_exponential(model.kernel) else None
-        self._pulled: tuple[Adjoints, _Pulled] | None = None
+            self.closed = _Closed.of(model)
+        self.room = room
+        self._adjoints: tuple[Adjoints, _Pulled] | None = None
         self._kept: dict[tuple[int, int], _Projected] = {}
-        self._room = KEPT
 
     def pulled(self, adjoints: Adjoints) -> _Pulled:
         """Derivatives through L⁻ᵀ; kept, since in one process the next site mostly comes with the same ones."""
-        known = self._pulled[0] if self._pulled else None
-        if known is not adjoints and not (
-            known
-            and np.array_equal(known.gram, adjoints.gram)
-            and np.array_equal(known.projection, adjoints.projection)
-        ):
-            self._pulled = adjoints, _Pulled.through(self.factor, adjoints)
-        assert self._pulled is not None
-        return self._pulled[1]
+        if self._adjoints is None or not self._adjoints[0].same(adjoints):
+            self._adjoints = adjoints, _Pulled.through(self.factor, adjoints)
+        return self._adjoints[1]
 
-    def projected(self, inputs: Rows, *, last: bool = False) -> Iterator[_Projected]:
+    def projected(self, model: SparseGP, inputs: Rows, *, last: bool = False) -> Iterator[_Projected]:
         """Rows chunk by chunk; the last time that they are asked for nothing of them is kept."""
         for chunk in _chunks(inputs):
             key = chunk.data_ptr(), chunk.shape[0]  # no other rows stand there for as long as these are kept
             found = self._kept.pop(key, None)
-            self._room += found.size() if found else 0
-            found = found or self._project(chunk)
-            if not last and found.size() <= self._room:
+            self.room += 2 * found.cross.numel() if found else 0
+            found = found or self._project(model, chunk)
+            if not last and 2 * found.cross.numel() <= self.room:
                 self._kept[key] = found
-                self._room -= found.size()
+                self.room -= 2 * found.cross.numel()
             yield found
 
-    def _project(self, inputs: Tensor) -> _Projected:
+    def _project(self, model: SparseGP, inputs: Tensor) -> _Projected:
         if self.closed is None:
             with torch.no_grad():
-                covariance, variances = self.model.covariances(inputs)
+                covariance, variances = model.covariances(inputs)
             return _Projected(inputs, self._whitened(covariance), variances.sum())
         moments = _moments(inputs)
         covariance = self.closed.covariance(moments).mT
@@ -242,14 +156,13 @@ class Whitener:
 
 def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whitener | None = None) -> SparseSums:
     """The sums of any number of rows, chunk by chunk, without a graph; with the model's whitener where there is one."""
-    chunks = Whitener(model).projected(inputs, last=True) if whitener is None else whitener.projected(inputs)
+    chunks = (whitener or Whitener(model)).projected(model, inputs, last=whitener is None)
     parts = (_sums(rows, y) for rows, y in zip(chunks, _chunks(targets), strict=True))
     gram, projection, squares, variance = next(parts)
     for more in parts:
         gram.add_(more[0])
         projection, squares, variance = projection + more[1], squares + more[2], variance + more[3]
-    count = targets.new_tensor(float(len(targets)))
-    return SparseSums(*(to_array(part) for part in (gram, projection, squares, variance, count)))
+    return SparseSums(*to_arrays(gram, projection, squares, variance, targets.new_tensor(float(len(targets)))))
 
 
 def _sums(rows: _Projected, targets: Targets) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -290,34 +203,18 @@ def rows_gradient(
         Under each parameter's wire name its share.
     """
     whitener = whitener or Whitener(model)
-    total, pulled = _Gradient(whitener.parameters), whitener.pulled(adjoints)
+    total, pulled = _Gradient(model), whitener.pulled(adjoints)
     by_variance = torch.as_tensor(adjoints.prior_variance).to(inputs)
-    for rows, y in zip(whitener.projected(inputs, last=True), _chunks(targets), strict=True):
+    for rows, y in zip(whitener.projected(model, inputs, last=True), _chunks(targets), strict=True):
         incoming = pulled.of_rows(rows.cross, y)  # [N, M]
         if rows.closed is not None and whitener.closed is not None:
             moments, covariance = rows.closed
-            products = to_array(torch.mm(incoming.mul_(covariance.mT).mT, moments))
-            total.take(whitener.closed.pulled_back(products, to_array(by_variance * rows.variance)))
+            products = torch.mm(incoming.mul_(covariance.mT).mT, moments)
+            total.take(whitener.closed.pulled_back(*to_arrays(products, by_variance * rows.variance)))
             continue
         cross, variances = model.covariances(rows.inputs)
         total.add([cross, variances], [incoming.mT, by_variance.expand_as(variances)])
-    return total.arrays()
-
-
-def is_squared_exponential(kernel: Kernel) -> bool:
-    """Whether a kernel is a² exp(−½ Σ_d (x_d − z_d)²/ℓ_d²), whose derivatives are closed."""
-    return isinstance(kernel, ScaleKernel) and type(kernel.base_kernel) is RBFKernel
-
-
-def _of_squared_exponential(kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """Lengthscales [1, D] or [1, 1], and prior variance []."""
-    return kernel.base_kernel.raw_lengthscale.exp(), kernel.raw_outputscale.exp()
-
-
-def _covariance(points: Tensor, rows: Tensor, variance: Tensor) -> Tensor:
-    """a² exp(−½ |z − x|²) of inputs in units of ℓ."""
-    squares = points.square().sum(1)[:, None] + rows.square().sum(1)
-    return torch.addmm(squares, points, rows.mT, alpha=-2).clamp_(min=0).mul_(-0.5).exp_().mul_(variance)
+    return total.arrays
 
 
 def inducing_gradient(model: SparseGP, sums: SparseSums, adjoints: Adjoints) -> NamedArrays:
@@ -331,8 +228,9 @@ def inducing_gradient(model: SparseGP, sums: SparseSums, adjoints: Adjoints) -> 
         sums: Of all rows.
         adjoints: Derivatives of the bound.
     """
-    total, closed = _Gradient(list(model.wire_parameters())), is_squared_exponential(model.kernel)
-    with torch.set_grad_enabled(not closed):
+    with torch.no_grad():
+        total, closed = _Gradient(model), _Closed.of(model)
+    with torch.set_grad_enabled(closed is None):
         covariance, variance = model.inducing_covariance()
     with torch.no_grad():
         factor = kernel_cholesky(covariance, variance=variance, jitter=model.jitter)
@@ -343,39 +241,31 @@ def inducing_gradient(model: SparseGP, sums: SparseSums, adjoints: Adjoints) -> 
         left = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
         incoming = symmetric(torch.linalg.solve_triangular(factor, left, upper=False, left=False))
         by_variance = model.jitter * incoming.diagonal().sum()
-        if closed:
-            moments = to_array(torch.mm(incoming.mul_(covariance), _moments(model.inducing_points)))
-            total.take(_Closed.of(model).pulled_back(moments, to_array(by_variance * variance), both=True))
-    if not closed:
+        if closed is not None:
+            moments = torch.mm(incoming.mul_(covariance), _moments(model.inducing_points))
+            total.take(closed.pulled_back(*to_arrays(moments, by_variance * variance), both=True))
+    if closed is None:
         total.add([covariance, variance], [incoming, by_variance])
-    return total.arrays()
+    return total.arrays
 
 
 class _Gradient:
-    """A sum of pull-backs, by wire name; the noise and whatever does not move have zeros."""
+    """A sum of pull-backs, by wire name; what does not move, as the noise, has zeros."""
 
-    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        self.total: NamedArrays = {}
-        self.all = dict(named)
-        self.moving = {name: parameter for name, parameter in named if parameter.requires_grad}
+    def __init__(self, model: SparseGP) -> None:
+        self.parameters = model.wire_parameters()
+        self.arrays: NamedArrays = {name: np.zeros(value.shape) for name, value in self.parameters.items()}
 
     def add(self, outputs: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Pull some outputs' adjoints back to the parameters."""
-        grads = torch.autograd.grad(outputs, list(self.moving.values()), incoming, allow_unused=True)
-        named = zip(self.moving, grads, strict=True)
+        grads = torch.autograd.grad(outputs, list(self.parameters.values()), incoming, allow_unused=True)
+        named = zip(self.parameters, grads, strict=True)
         self.take({name: to_array(grad) for name, grad in named if grad is not None})
 
     def take(self, grads: Mapping[str, Array]) -> None:
         """Add derivatives that are known."""
-        for name in grads.keys() & self.moving.keys():
-            self.total[name] = self.total[name] + grads[name] if name in self.total else grads[name]
-
-    def arrays(self) -> NamedArrays:
-        """What was added, as float64 arrays."""
-        return {
-            name: np.reshape(self.total[name], parameter.shape) if name in self.total else np.zeros(parameter.shape)
-            for name, parameter in self.all.items()
-        }
+        for name, grad in grads.items():
+            self.arrays[name] += np.reshape(grad, self.arrays[name].shape)
 
 
 class _ChunkedBound(torch.autograd.Function):
@@ -398,7 +288,7 @@ class _ChunkedBound(torch.autograd.Function):
         with torch.enable_grad():
             shares = rows_gradient(model, ctx.inputs, ctx.targets, bound, ctx.whitener)
             through = inducing_gradient(model, sums, bound)
-        shares["likelihood.log_noise"] = shares["likelihood.log_noise"] + bound.log_noise
+        shares["likelihood.log_noise"] += bound.log_noise
         scale = grad_outputs[0].item()
         whole = (scale * torch.as_tensor(shares[name] + through[name]).to(ctx.inputs) for name in shares)
         return None, None, None, *whole
@@ -406,6 +296,5 @@ class _ChunkedBound(torch.autograd.Function):
 
 def pooled_bound(model: SparseGP, inputs: Rows, targets: Targets) -> Tensor:
     """Titsias' bound of any number of rows, in nats, with its gradient in O(M² + M·CHUNK) memory."""
-    parameters = [parameter for _, parameter in model.wire_parameters()]
-    value: Tensor = _ChunkedBound.apply(model, inputs, targets, *parameters)
+    value: Tensor = _ChunkedBound.apply(model, inputs, targets, *model.wire_parameters().values())
     return value

@@ -22,7 +22,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, symmetric
-from fedgp_flower.gp.whitened import WhitenedPosterior
+from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.messages import leaves, message
 from fedgp_flower.typing import Array, Indices, NamedArrays, Square
 
@@ -79,6 +79,12 @@ class Adjoints:
     gram: Array  # ∂F/∂A  [M, M], symmetric
     projection: Array  # ∂F/∂b  [M]
     prior_variance: Array  # ∂F/∂c  []
+
+    def same(self, other: Adjoints) -> bool:
+        """Whether what rows are multiplied by is the same."""
+        if self is other:
+            return True
+        return np.array_equal(self.gram, other.gram) and np.array_equal(self.projection, other.projection)
 
 
 @dataclass(frozen=True)

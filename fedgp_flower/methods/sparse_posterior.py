@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
 
-from fedgp_flower.gp.latent import sparse_gp
-from fedgp_flower.gp.sparse import SparseGP
-from fedgp_flower.gp.whitened import WhitenedPosterior
+from fedgp_flower.gp.models import SparseGP, WhitenedPosterior, sparse_gp
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Array
 

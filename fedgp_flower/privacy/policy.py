@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Annotated, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 from pydantic import Field
 
@@ -23,7 +22,7 @@ from fedgp_flower.data.cells import kind_of
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.errors import ConfigError, PolicyError
 from fedgp_flower.files import write_bytes
-from fedgp_flower.options import Count, Positive, Section
+from fedgp_flower.options import Count, Positive, Section, Value
 from fedgp_flower.privacy.disclosure import kept_levels, merged_levels, names_rows
 
 A = TypeVar("A")
@@ -50,7 +49,7 @@ class Counted(Protocol):
 class Histograms(Protocol):
     """An answer with histograms."""
 
-    def coarse(self, least: int) -> Any:
+    def coarse(self, least: int) -> Self:
         """The same with histograms whose cells have at least so many rows."""
 
 
@@ -90,7 +89,7 @@ class Decision:
     """What a rule said of a message."""
 
     rule: str
-    limit: Any
+    limit: object
     verdict: Literal["passed", "refused", "warned", "merged"]
     found: str = ""
     """For the site's log alone."""
@@ -100,36 +99,33 @@ class Decision:
 class Rules:
     """The policy of a site, applied to one message."""
 
-    policy: Policy
-    file: str
     kind: str
-    masked: bool
-    decisions: list[Decision]
+    masked: bool = False
+    policy: Policy = field(default_factory=Policy)
+    file: str = DEFAULT
+    decisions: list[Decision] = field(default_factory=list)
     active: bool = True
     """Not in a simulation, unless a file was named: one machine holds all rows there."""
     warning: str = ""
     """What the server may know."""
 
-    @staticmethod
-    def of(node_config: Mapping[str, Any], kind: str, masked: bool, decisions: list[Decision]) -> Rules:
-        """By ``policy`` of the node configuration."""
-        if not node_config.get("policy"):
-            return Rules(Policy(), DEFAULT, kind, masked, decisions)
-        path = Path(str(node_config["policy"])).expanduser()
-        return Rules(read(path), path.name, kind, masked, decisions)
+    def read(self, node_config: Mapping[str, Value]) -> Rules:
+        """The same by ``policy`` of the node configuration."""
+        if node_config.get("policy"):
+            path = Path(str(node_config["policy"])).expanduser()
+            self.policy, self.file = read(path), path.name
+        return self
 
     def _judge(self, rule: str, passes: bool, words: str, found: str = "") -> None:
-        limit = getattr(self.policy, rule.replace("-", "_"))
+        limit: object = getattr(self.policy, rule.replace("-", "_"))
         self.decisions.append(Decision(rule, limit, "passed" if passes else "refused", found))
         if not passes:
             raise PolicyError(f"{words}: `{rule}` = {json.dumps(limit)} in {self.file} of this site")
 
-    def admit(self, config: RunConfig, run: str, number: int, state_dir: Any) -> None:
+    def admit(self, config: RunConfig, run: str, number: int, state_dir: str) -> None:
         """Refuse a message of this kind, round or configuration that the owner does not allow."""
-        limits = self.policy
-        self._judge(
-            "methods", not limits.methods or config.method in limits.methods, f"method `{config.method}` may not run"
-        )
+        limits, method = self.policy, config.method
+        self._judge("methods", not limits.methods or method in limits.methods, f"method `{method}` may not run")
         odd: list[str] = []
         if limits.keys:
             usual = defaults([type(config.options)])
@@ -142,12 +138,12 @@ class Rules:
         if limits.rounds_per_day and number:
             if not state_dir:
                 raise ConfigError(f"`rounds-per-day` in {self.file} needs a `state-dir` in the node configuration")
-            folder = Path(str(state_dir)).expanduser()
-            rounds = rounds_today(folder, run, number)
-            count = rounds["count"]
+            path = Path(state_dir).expanduser() / ROUNDS
+            rounds = _rounds_today(path, run, number)
+            count = int(rounds["count"])
             self._judge("rounds-per-day", count <= limits.rounds_per_day, "no more rounds today", f"{count}")
-            folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(folder / ROUNDS, json.dumps(rounds).encode())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, json.dumps(rounds).encode())
 
     def site(self, raw: RawSite) -> RawSite:
         """The rows as messages may know them."""
@@ -158,8 +154,8 @@ class Rules:
         self._judge("least-rows", rows >= limits.least_rows, "too few training rows", f"{rows} rows")
         hidden = sorted({*raw.features, raw.target} & {*limits.hidden_columns})
         self._judge("hidden-columns", not hidden, f"column {', '.join(hidden)} may not be used")
-        train, test = raw.train.copy(), raw.test if len(raw.test) >= limits.least_cell else raw.test.iloc[:0]
-        test = test.copy()
+        scored = raw.test if len(raw.test) >= limits.least_cell else raw.test.iloc[:0]
+        train, test = raw.train.copy(), scored.copy()
         for name in (name for name in (*raw.features, raw.target) if kind_of(train[name]) == "categorical"):
             counts = train[name].value_counts()
             if name == raw.target:
@@ -196,16 +192,9 @@ class Rules:
 def read(path: Path) -> Policy:
     """A policy from its file."""
     try:
-        return _read(path, path.stat().st_mtime_ns)
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"`policy`: {path} cannot be read ({error.strerror})") from None
-
-
-@lru_cache(maxsize=64)
-def _read(path: Path, changed: int) -> Policy:
-    del changed
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"`policy`: {path} is not TOML: {error}") from None
     policy: Policy = validated(Policy, values, f"{path.name}: ")
@@ -216,10 +205,9 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def rounds_today(folder: Path, run: str, number: int) -> dict[str, Any]:
+def _rounds_today(path: Path, run: str, number: int) -> dict[str, str | int]:
     """The latest round, this one, and how many rounds a site has answered today with it."""
-    latest = {"day": datetime.now(UTC).date().isoformat(), "run": run, "number": number}
-    path = folder / ROUNDS
+    latest: dict[str, str | int] = {"day": datetime.now(UTC).date().isoformat(), "run": run, "number": number}
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     before = known["count"] if known.get("day") == latest["day"] else 0
     return {**latest, "count": before + any(known.get(name) != value for name, value in latest.items())}

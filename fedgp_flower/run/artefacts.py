@@ -31,7 +31,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from fedgp_flower.config import RunConfig, flatten, nest
 from fedgp_flower.errors import DamagedError, RunError
-from fedgp_flower.files import plain, read_arrays, read_json, reading, write_arrays, write_bytes, write_json
+from fedgp_flower.files import plain, read_arrays, read_bytes, read_json, reading, write_arrays, write_bytes, write_json
 from fedgp_flower.lazy import pd
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Posterior, Snapshot, Summary
@@ -321,10 +321,12 @@ def read_posterior(path: Path) -> Posterior:
     for reason, names in odd.items():
         if names:
             raise DamagedError(f"{path / 'posterior.safetensors'}: {reason}: {', '.join(sorted(names))}")
-    coordinates, meanings = (
-        {name: item[part] for name, item in described.items()} for part in ("coordinates", "meaning")
+    return Posterior(
+        arrays={name: arrays[name] for name in described},
+        coordinates={name: item["coordinates"] for name, item in described.items()},
+        meanings={name: item["meaning"] for name, item in described.items()},
+        **content,
     )
-    return Posterior(arrays=arrays, coordinates=coordinates, meanings=meanings, **content)
 
 
 def _hash(path: Path) -> str:
@@ -403,19 +405,16 @@ def _matters(config: RunConfig, key: str, before: Value | None) -> bool:
 
 
 def _read_config(path: Path) -> dict[str, Value]:
+    content = read_bytes(path / "config.toml")
     try:
-        return flatten(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise DamagedError(f"config.toml is missing from {path}") from None
+        return flatten(tomllib.loads(content.decode()))
     except ValueError as error:  # of TOML, or of UTF-8
         raise DamagedError(f"{path / 'config.toml'} is not valid TOML: {error}") from None
 
 
 def _read_table(path: Path) -> pd.DataFrame:
     """A CSV of numbers, but for its sites, one of which may be called "NA" or "007"."""
-    if not path.exists():
-        raise DamagedError(f"{path.name} is missing from {path.parent}")
-    frame = pd.read_csv(path, dtype={"site": str}, keep_default_na=False, na_values=[""])
+    frame = pd.read_csv(io.BytesIO(read_bytes(path)), dtype={"site": str}, keep_default_na=False, na_values=[""])
     kinds = frame.dtypes.items() if len(frame) else ()
     if odd := [str(name) for name, kind in kinds if name != "site" and kind.kind not in "iuf"]:
         raise DamagedError(f"{path}: not a number in {', '.join(f'`{name}`' for name in odd)}")

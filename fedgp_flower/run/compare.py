@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -10,26 +11,32 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedgp_flower.run.artefacts import RunData
-from fedgp_flower.run.figures import axes_of, label_text, series_style
-from fedgp_flower.run.summary import arms, data_name, is_classification, number
+from fedgp_flower.run.artefacts import RunData, RunMetrics
+from fedgp_flower.run.figures import FEDERATED, LOCAL, POOLED, axes_of, label_text
+from fedgp_flower.run.summary import (
+    arms,
+    cell,
+    data_name,
+    figure_columns,
+    is_classification,
+    number,
+    target_of,
+    title_of,
+)
+from fedgp_flower.typing import Facts
 
 SAME = 1e-6
 """Relative difference of two means or standard deviations that is no more than rounding."""
 MOST = 5
 """Differences that are named."""
-
-
-def target_of(run: RunData) -> str:
-    """Name of a run's target; empty where neither posterior nor configuration tells it."""
-    saved = run.posterior.schema["target"]["name"] if run.posterior is not None else ""
-    return str(saved or run.config.get("target") or "")
+COLOURS, MARKS = (FEDERATED, LOCAL, "#6b7a2a", "#8a4f9e", POOLED, "#2a8a86"), ("o-", "s--", "^-.", "D:", "v-", "P--")
+"""Of the runs in a figure: told apart without colours, too."""
 
 
 def unlike(runs: Sequence[RunData]) -> list[str]:
     """Why the figures of runs must not be compared: other kinds of task, other targets."""
     kinds = {"classes" if is_classification(run.metrics) else "numbers" for run in runs}
-    targets = sorted({target for run in runs if (target := target_of(run))})
+    targets = sorted({target_of(run) for run in runs} - {"the target"})
     said = ["some predict classes and some numbers"] if len(kinds) > 1 else []
     return said + ([f"their targets differ: {', '.join(f'`{t}`' for t in targets)}"] if len(targets) > 1 else [])
 
@@ -72,6 +79,30 @@ def _held_out(run: RunData) -> tuple[object, ...]:
     return (arms(run.metrics)[0].rows,)
 
 
+def side_by_side(runs: Sequence[RunData]) -> list[list[str]]:
+    """A row of text for every fact and figure, with a cell for each run."""
+    columns = [_column(run.metrics) for run in runs]
+    named = {name: [cell(name, column.get(name)) for column in columns] for column in columns for name in column}
+    return [[title_of(name), *cells] for name, cells in named.items()]
+
+
+def _column(metrics: RunMetrics) -> Facts:
+    """A run's column of the table."""
+    return {
+        "method": metrics.method,
+        "dataset": data_name(metrics.dataset),
+        "sites": metrics.sites,
+        "rounds": metrics.rounds,
+        "communications": metrics.communications,
+        "seconds": number(metrics.seconds.get("total")),
+        "MB_up": metrics.bytes.get("up", 0) / 1e6,
+        "MB_down": metrics.bytes.get("down", 0) / 1e6,
+        **{name: number(metrics.test.get(name)) for name in figure_columns(metrics)},
+        "rows": arms(metrics)[0].rows,
+        "failures": len(metrics.failures),
+    }
+
+
 def spent(run: RunData) -> pd.DataFrame:
     """Evaluated rounds of a run: NLL against what had been spent since its start, the final figure last."""
     history, metrics = run.history, run.metrics
@@ -93,10 +124,10 @@ def cost_figure(runs: Sequence[RunData]) -> Figure:
     """Held-out NLL against exchanges, megabytes and seconds, a line for each run."""
     figure, axes = axes_of(3, width=11.0, height=3.4)
     titles = {"exchanges": "exchanges", "megabytes": "megabytes sent, both ways", "seconds": "seconds"}
-    for position, run in enumerate(runs):
-        rows, style = spent(run), series_style(position)
+    for run, colour, mark in zip(runs, itertools.cycle(COLOURS), itertools.cycle(MARKS), strict=False):
+        rows = spent(run)
         for ax, name in zip(axes, titles, strict=True):
-            ax.plot(rows[name], rows["nll"], ms=4, lw=1.6, label=label_text(run.path.name), **style)
+            ax.plot(rows[name], rows["nll"], mark, color=colour, ms=4, lw=1.6, label=label_text(run.path.name))
     for ax, label in zip(axes, titles.values(), strict=True):
         ax.set(xlabel=label, xlim=(0, 1.04 * max(ax.get_xlim()[1], 1e-9)))
         ax.margins(y=0.15)

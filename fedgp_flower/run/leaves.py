@@ -42,7 +42,8 @@ WORDS: Mapping[str, str] = {
 def answers(method: str) -> list[tuple[str, Any]]:
     """The kinds that a method's sites answer, and the class of each answer; None where it is no declared message."""
     declared = sorted(handlers(load(METHODS[method].client)).items())
-    return [*((kind, handler.answer) for kind, handler in declared), *((kind, None) for kind in WORDS)]
+    found = [(kind, handler.answer) for kind, handler in declared if kind not in WORDS]
+    return [*found, *((kind, None) for kind in WORDS)]
 
 
 def page() -> list[str]:
@@ -84,7 +85,7 @@ class Trial:
     """What a site has sent in a trial run without network, and how it ended."""
 
     method: str
-    log: audit.Log
+    log: audit.AuditLog
     rounds: int
     """Rounds that were tried."""
     planned: int

@@ -7,11 +7,11 @@ the entry point is the name of the method, its value the ``module:attribute`` of
 from __future__ import annotations
 
 import importlib
-import itertools
+import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any
 
 from fedgp_flower.config import AUTO, RunConfig, defaults, parse, resolved
@@ -50,11 +50,6 @@ class Method:
 
 
 _FROM_ITS_ROWS = "every site predicts from its rows, which stay there"
-_COMPARISON = "the model is made for the comparison alone and not kept"
-_WHAT_UNITS_SHARE = (
-    "what is saved is shared by all units; a prediction also takes what one unit alone knows: name the unit with"
-    " `--site`, or a new one's table with `fedgp join`"
-)
 
 _SFVI = Method(
     summary="Structured federated VI: shared latents, and latents that stay at their site; one gradient a round",
@@ -72,9 +67,10 @@ _FEDMGP = Method(
     options="fedgp_flower.methods.fedmgp.options:FedMGPOptions",
     strategy="strategies.fedmgp:FedMGP",
     client="fedgp_flower.methods.fedmgp.client:FedMGPClient",
-    why_no_posterior=_WHAT_UNITS_SHARE,
+    why_no_posterior="what is saved is shared by all units; a prediction also takes what one unit alone knows: name the"
+    " unit with `--site`, or a new one's table with `fedgp join`",
     panels="fedgp_flower.methods.fedmgp.panels:panels",
-    at_site="fedgp_flower.methods.fedmgp.posterior:site_model",
+    at_site="fedgp_flower.methods.fedmgp.client:site_model",
 )
 _REFERENCE = Method(
     summary="Baseline: every site fits a GP of its rows, nothing is shared",
@@ -156,7 +152,7 @@ BUILT_IN: Mapping[str, Method] = {
         summary="Averaged hyperparameters of exact GPs; every site predicts from its rows",
         paper="Yue and Kontar, Federated Gaussian process (2021); baseline of Guo et al. (2022)",
         options="fedgp_flower.methods.sgpr.options:AveragedOptions",
-        strategy="strategies.fgpr:FGPR",
+        strategy="strategies.fsgp:FGPR",
         client="fedgp_flower.methods.sgpr.client:FGPRClient",
         why_no_posterior=_FROM_ITS_ROWS,
     ),
@@ -200,19 +196,22 @@ BUILT_IN: Mapping[str, Method] = {
         summary="Baseline, simulation only: one sparse GP of the rows of all sites",
         paper="Titsias, Variational learning of inducing variables in sparse GPs (2009)",
         strategy="strategies.references:Pooled",
-        why_no_posterior=_COMPARISON,
+        why_no_posterior="the model is made for the comparison alone and not kept",
     ),
 }
 
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Predict from the rows of all sites": ("sgpr", "svgp", "sgpr-private"),
-    "Keep a factor for each site, which can be forgotten": ("pvi", "pvi-glm", "pvi-bnn"),
-    "A shared trend, and sites that deviate from it": ("hierarchical-gp", "sfvi", "sfvi-avg"),
-    "Units with curves of their shape: multi-output models": ("fedmgp", "fedmgp-exact"),
-    "Average parameters": ("fsgp", "fgpr", "deep-kernel"),
-    "Baselines": ("local-only", "pooled"),
+GROUPS: dict[str, list[str]] = {
+    "Predict from the rows of all sites": ["sgpr", "svgp", "sgpr-private"],
+    "Keep a factor for each site, which can be forgotten": ["pvi", "pvi-glm", "pvi-bnn"],
+    "A shared trend, and sites that deviate from it": ["hierarchical-gp", "sfvi", "sfvi-avg"],
+    "Units with curves of their shape: multi-output models": ["fedmgp", "fedmgp-exact"],
+    "Average parameters": ["fsgp", "fgpr", "deep-kernel"],
+    "Baselines": ["local-only", "pooled"],
 }
 """Methods by what they are for."""
+
+load = pkgutil.resolve_name
+"""The object a ``module:attribute`` reference names."""
 
 
 class Registry(Mapping[str, Method]):
@@ -226,9 +225,17 @@ class Registry(Mapping[str, Method]):
     def _rows(self) -> dict[str, Method]:
         rows = dict(BUILT_IN)
         for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+            package = f" of package {entry.dist.name}" if entry.dist else ""
+            whose = f"method {entry.name!r}{package} (entry point {entry.value})"
             if entry.name in rows:
-                raise ConfigError(f"{_whose(entry)}: another method has that name already; rename or uninstall one")
-            rows[entry.name] = _row(entry)
+                raise ConfigError(f"{whose}: another method has that name already; rename or uninstall one")
+            try:
+                row = entry.load()
+            except Exception as error:
+                raise ConfigError(f"{whose} cannot be loaded: {type(error).__name__}: {error}") from error
+            if not isinstance(row, Method):
+                raise ConfigError(f"{whose}: expected a `{__name__}.Method`, got {type(row).__name__}")
+            rows[entry.name] = row
         return rows
 
     def __getitem__(self, name: str) -> Method:
@@ -244,33 +251,10 @@ class Registry(Mapping[str, Method]):
 METHODS = Registry()
 
 
-def _row(entry: EntryPoint) -> Method:
-    try:
-        row = entry.load()
-    except Exception as error:
-        raise ConfigError(f"{_whose(entry)} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not isinstance(row, Method):
-        raise ConfigError(f"{_whose(entry)}: expected a `fedgp_flower.run.registry.Method`, got {type(row).__name__}")
-    return row
-
-
-def _whose(entry: EntryPoint) -> str:
-    package = f" of package {entry.dist.name}" if entry.dist else ""
-    return f"method {entry.name!r}{package} (entry point {entry.value})"
-
-
 def grouped() -> dict[str, list[str]]:
     """Names of methods by what they are for; those of installed packages come last."""
-    known = set(itertools.chain.from_iterable(GROUPS.values()))
-    groups = {title: [name for name in names if name in METHODS] for title, names in GROUPS.items()}
-    groups["Further methods"] = [name for name in METHODS if name not in known]
-    return {title: names for title, names in groups.items() if names}
-
-
-def load(reference: str) -> Any:
-    """The object a ``module:attribute`` reference names."""
-    module, _, attribute = reference.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    further = [name for name in METHODS if name not in BUILT_IN]
+    return {**GROUPS, **({"Further methods": further} if further else {})}
 
 
 @cache
@@ -280,20 +264,17 @@ def option_classes() -> dict[str, type[MethodOptions]]:
 
 
 def parse_config(flat: FlatConfig) -> RunConfig:
-    """Validate a run configuration against the tables of all methods; see :func:`fedgp_flower.config.parse`."""
-    return parse(flat, _built_in_options(flat) or option_classes())
+    """Validate a run configuration; see :func:`fedgp_flower.config.parse`.
 
-
-def _built_in_options(flat: FlatConfig) -> dict[str, type[MethodOptions]]:
-    """The options of the configured method, where it is built in and no key is another one's: what a site is sent.
-
-    Flower starts a process for each message of a real site, which does without the tables of all other methods.
+    Flower starts a process for each message of a real site. What a site is sent names keys of one built-in method
+    alone, so that its process does without the tables of all other methods.
     """
     name = resolved(str(flat.get("method", AUTO)), flat)
-    if name not in BUILT_IN or flat.get("extra"):
-        return {}
-    options = {name: load(BUILT_IN[name].options)}
-    return options if set(flat) <= set(defaults(options.values())) else {}
+    if name in BUILT_IN and not flat.get("extra"):
+        options = {name: load(BUILT_IN[name].options)}
+        if set(flat) <= set(defaults(options.values())):
+            return parse(flat, options)
+    return parse(flat, option_classes())
 
 
 def default_config() -> dict[str, Value]:

@@ -271,15 +271,15 @@ def sentences(metrics: RunMetrics) -> list[str]:
     return [words if words.endswith(".") else f"{words}." for words in said if words]
 
 
+def target_of(run: RunData) -> str:
+    """Name of a run's target."""
+    saved = run.posterior.schema["target"]["name"] if run.posterior is not None else ""
+    return str(saved or run.config.get("target") or "the target")
+
+
 def data_name(dataset: str) -> str:
     """What a data set is called: of a file its name, without folders and endings."""
     return table_stem(Path(dataset)) if Path(dataset).is_absolute() or dataset.endswith(SUFFIXES) else dataset
-
-
-def comparison_frame(runs: Sequence[RunData]) -> pd.DataFrame:
-    """Finished runs side by side, a row per run in the order given."""
-    rows = [_comparison_row(run.metrics) for run in runs]
-    return pd.DataFrame(rows, index=pd.Index([run.path.name for run in runs], name="run"))
 
 
 def text_rows(frame: pd.DataFrame) -> list[list[str]]:
@@ -325,20 +325,3 @@ def _short(value: float) -> str:
 def percent(share: float) -> str:
     """A share as a percentage with one decimal."""
     return f"{100 * share:.1f} %" if math.isfinite(share) else "–"
-
-
-def _comparison_row(metrics: RunMetrics) -> dict[str, Any]:
-    figures = {name: number(metrics.test.get(name)) for name in figure_columns(metrics)}
-    return {
-        "method": metrics.method,
-        "dataset": data_name(metrics.dataset),
-        "sites": metrics.sites,
-        "rounds": metrics.rounds,
-        "communications": metrics.communications,
-        "seconds": number(metrics.seconds.get("total")),
-        "MB_up": metrics.bytes.get("up", 0) / 1e6,
-        "MB_down": metrics.bytes.get("down", 0) / 1e6,
-        **figures,
-        "rows": arms(metrics)[0].rows,
-        "failures": len(metrics.failures),
-    }

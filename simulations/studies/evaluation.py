@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgp_flower.gp.models import SparseGP
 from fedgp_flower.gp.placement import limit_threads
-from fedgp_flower.gp.sparse import SparseGP, Whitener, inducing_gradient, pooled_sums, rows_gradient
+from fedgp_flower.gp.sparse import Whitener, inducing_gradient, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import bound_gradient
 from fedgp_flower.options import ModelSection
 from simulations.common import Array, Row

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.messages import encode
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.shared_messages import ScoreSums
-from fedgp_flower.typing import NamedArrays
-from strategies.server.course import Course
-from strategies.server.enrolment import Preparation
+from fedgp_flower.typing import Json, NamedArrays
+from strategies.server.checkpoint import Course
+from strategies.server.enrolment import Enrolment
 from strategies.server.network import Network
-from strategies.server.questions import Asking, Figures, Predicted, Roster
+from strategies.server.questions import Asking, Figures, Predicted, Roster, S
 from strategies.server.scoring import Evaluation, Scoring
 from strategies.server.session import Session
 from strategies.server.totals import Masking
-
-S = TypeVar("S")
 
 
 class Algorithm(ABC, Generic[S]):
@@ -48,7 +46,11 @@ class Algorithm(ABC, Generic[S]):
     """The method's table of the configuration; a subclass names its class."""
     planned_rounds: int
     session: Session
+    network: Network
+    """The sites behind the Grid."""
     scoring: Scoring
+    course: Course
+    """The values of the watched figure so far."""
 
     @abstractmethod
     def initialise(self, roster: Roster) -> Asking[S]:
@@ -71,7 +73,7 @@ class Algorithm(ABC, Generic[S]):
         del arrays
         return state
 
-    def adjusted(self, preparation: Preparation) -> Preparation:
+    def adjusted(self, preparation: Enrolment) -> Enrolment:
         """The agreed standardisation, changed where the model needs another one."""
         return preparation
 
@@ -103,7 +105,7 @@ class Algorithm(ABC, Generic[S]):
         """What a reader of the results should know of this method's run."""
         return []
 
-    def final(self, state: S, roster: Roster) -> Asking[dict[str, Any]]:
+    def final(self, state: S, roster: Roster) -> Asking[Json]:
         """Facts for ``metrics.json`` that sites are asked for after training."""
         del state, roster
         yield from ()
@@ -121,24 +123,14 @@ class Algorithm(ABC, Generic[S]):
         return names + (f" and {len(sites) - 5} more" if len(sites) > 5 else "")
 
     @property
-    def preparation(self) -> Preparation:
+    def preparation(self) -> Enrolment:
         """The columns and scales that the sites agreed on."""
         return self.session.preparation
 
     @property
     def round(self) -> int:
         """The number of the round that runs or has just ended; 0 before the first."""
-        return self.session.network.round
-
-    @property
-    def course(self) -> Course:
-        """The values of the watched figure so far."""
-        return self.session.course
-
-    @property
-    def network(self) -> Network:
-        """The sites behind the Grid."""
-        return self.session.network
+        return self.network.round
 
     @property
     def masking(self) -> Masking | None:

@@ -6,8 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
@@ -25,10 +24,9 @@ from fedgp_flower.shared_messages import (
     TargetPowers,
 )
 from fedgp_flower.transforms import Transform
-from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.network import Network, pause_after
-from strategies.server.questions import Asking, Summed, Total
-from strategies.server.wire import Answer
+from fedgp_flower.typing import Array, Facts, Json, NamedArrays
+from strategies.server.network import Answer, Network, pause_after
+from strategies.server.questions import A, Asking, Summed, Total
 
 logger = logging.getLogger("fedgp")
 DATA = "fedgp.data"
@@ -39,16 +37,12 @@ ROWS_PER_INPUT = 3
 BARE = "bare"
 """Number in a description that says nothing of rows."""
 UNMASKABLE = "its numbers are not finite or too large for masks; write such a column in larger units"
-FACTS = ("schema", "labels", "rows", "simulated", "training_target", "columns", "dropped")
 ARRAYS = ("input.mean", "input.scale", "target.mean", "target.scale")
 
 
 @dataclass(frozen=True, slots=True)
-class Preparation:
-    """The agreed schema and standardisation.
-
-    A site is sent it once, see :mod:`strategies.server.wire`.
-    """
+class Enrolment:
+    """What the sites agreed on: schema and standardisation, of which training rows."""
 
     arrays: NamedArrays
     schema: str
@@ -60,22 +54,15 @@ class Preparation:
     """Names of the D encoded inputs."""
     training_target: dict[str, float] = field(default_factory=dict)
     """What a prediction that looks at no input would say; see :class:`fedgp_flower.agreement.Agreement`."""
-    columns: list[dict[str, Any]] = field(default_factory=list)
+    columns: list[Json] = field(default_factory=list)
     """What is known of every feature column, for people."""
     dropped: int = 0
     """Rows that sites left out for a missing cell."""
     sums: dict[str, Array] = field(default_factory=dict)
     """What each site said of its columns, [D + 1, 3]; a checkpoint keeps none: sites say it again."""
-    known: dict[str, Described] = field(default_factory=dict, init=False)
-    """What follows from it at these scales, worked out when it is first asked for."""
 
     def described(self, site: str) -> Described:
         """A site's rows, and what follows of them, standardised, from how the site described them, if it did."""
-        if site not in self.known:
-            self.known[site] = self._described(site)
-        return self.known[site]
-
-    def _described(self, site: str) -> Described:
         if site not in self.sums:
             return Described(self.rows[site])
         mean, scale = (
@@ -88,26 +75,20 @@ class Preparation:
         return Described(rows, squares[:-1], float(squares[-1]), middles, np.sqrt((rows - 1) * spread))
 
     @property
-    def transformed(self) -> bool:
-        """Whether what is standardised is a function of the target."""
-        return "transform" in json.loads(self.schema)["target"]
-
-    @property
-    def standardisation(self) -> tuple[float, float]:
-        """Mean and scale with which what is modelled is standardised."""
-        return float(self.arrays["target.mean"]), float(self.arrays["target.scale"])
-
-    @property
     def modelled_target(self) -> Mapping[str, float]:
         """``training_target`` of what is modelled: of the transformed target where there is one."""
-        if not self.transformed:
+        if not self._transformed:
             return self.training_target
-        return dict(zip(("mean", "sd"), self.standardisation, strict=True))
+        return {"mean": float(self.arrays["target.mean"]), "sd": float(self.arrays["target.scale"])}
 
     @property
     def target_scale(self) -> float:
         """Units of the target per unit of the standardised target; of a transformed one, its standard deviation."""
-        return self.training_target["sd"] if self.transformed else float(self.arrays["target.scale"])
+        return self.training_target["sd"] if self._transformed else float(self.arrays["target.scale"])
+
+    @property
+    def _transformed(self) -> bool:
+        return "transform" in json.loads(self.schema)["target"]
 
     @property
     def num_inputs(self) -> int:
@@ -115,7 +96,7 @@ class Preparation:
         return len(self.arrays["input.mean"])
 
     @property
-    def data(self) -> dict[str, Any]:
+    def data(self) -> Facts:
         """What ``metrics.json`` says of the training rows."""
         counted = {"sites": len(self.rows), "rows": sum(self.rows.values()), "inputs": self.num_inputs}
         called = [
@@ -137,127 +118,111 @@ class Preparation:
             " the mean. Name fewer columns in `features`, above all fewer of text, whose every level is an input."
         ]
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """What a checkpoint keeps besides the arrays."""
-        return {name: getattr(self, name) for name in FACTS} | {"names": list(self.names)}
+        return {name: value for name, value in asdict(self).items() if name not in ("arrays", "sums")}
 
     @staticmethod
-    def from_snapshot(snapshot: Snapshot) -> Preparation:
+    def from_snapshot(snapshot: Snapshot) -> Enrolment:
         """The inverse of :meth:`facts` and of the arrays in a checkpoint."""
-        facts = dict(snapshot.facts["preparation"])
-        names = tuple(facts.pop("names"))
-        return Preparation({name: snapshot.arrays[name] for name in ARRAYS}, names=names, **facts)
+        facts = snapshot.facts["preparation"]
+        arrays = {name: snapshot.arrays[name] for name in ARRAYS}
+        return Enrolment(arrays, **{**facts, "names": tuple(facts["names"])})
 
 
-@dataclass(frozen=True, slots=True)
-class Enrolment:
-    """What the sites said of their rows, and what they agreed on."""
+def agreed(
+    network: Network,
+    config: RunConfig,
+    described: Mapping[str, Answer],
+    summed: SiteDescription | None = None,
+    dropped: int = 0,
+) -> Enrolment:
+    """Schema and standardisation, from what each site says of its columns, or from sums over all sites.
 
-    described: Mapping[str, Answer]
-    """Answers to ``query.describe`` of the sites that take part."""
-    config: RunConfig
-    preparation: Preparation
-    refused: Mapping[str, str]
-    """Sites that the others could not agree with, and why."""
-    constant: tuple[str, ...]
-    """Features with one value over all sites."""
-
-    @staticmethod
-    def of(described: Mapping[str, Answer], config: RunConfig, summed: SiteDescription | None = None) -> Enrolment:
-        """Agree on schema and standardisation, from what each site says of its columns, or from sums over all sites."""
-        told = {site: _description(answer) for site, answer in described.items()}
-        agreement = agree(
-            told if summed is None else {"all sites": summed},
-            standardise=config.standardise,
-            likelihood=config.model.likelihood,
-            max_levels=config.max_levels,
-            missing=config.missing,
+    A site that the others cannot agree with is dismissed. What is known of the data is logged, unless sites said
+    nothing and their totals will.
+    """
+    described = {site: answer for site, answer in described.items() if site in network.nodes}
+    told = {site: _description(answer) for site, answer in described.items()}
+    agreement = agree(
+        told if summed is None else {"all sites": summed},
+        standardise=config.standardise,
+        likelihood=config.model.likelihood,
+        max_levels=config.max_levels,
+        missing=config.missing,
+    )
+    kept = {site: answer for site, answer in described.items() if site not in agreement.refused}
+    simulated = any(answer.number("partitions") > 0 for answer in kept.values())
+    if agreement.constant and summed is None and not simulated:
+        raise DataError(
+            f"constant column {', '.join(f'`{name}`' for name in agreement.constant)}: one value at all sites;"
+            " leave it out of `features`"
         )
-        kept = {site: answer for site, answer in described.items() if site not in agreement.refused}
-        simulated = any(answer.number("partitions") > 0 for answer in kept.values())
-        if agreement.constant and summed is None and not simulated:
-            raise DataError(
-                f"constant column {', '.join(f'`{name}`' for name in agreement.constant)}: one value at all sites;"
-                " leave it out of `features`"
-            )
-        preparation = Preparation(
-            arrays=dict(agreement.arrays),
-            schema=agreement.schema,
-            labels={site: answer.texts["label"] for site, answer in kept.items()},
-            rows={site: told[site].num_examples for site in sorted(kept)},
-            simulated=simulated,
-            names=agreement.names,
-            training_target=agreement.training_target,
-            columns=agreement.columns,
-            dropped=sum(int(answer.number("dropped")) for answer in kept.values()),
-            sums={site: encoded_sums(told[site], agreement.schema) for site in kept} if summed is None else {},
-        )
-        return Enrolment(kept, config, preparation, agreement.refused, agreement.constant)
+    found = Enrolment(
+        arrays=dict(agreement.arrays),
+        schema=agreement.schema,
+        labels={site: answer.texts["label"] for site, answer in kept.items()},
+        rows={site: told[site].num_examples for site in sorted(kept)},
+        simulated=simulated,
+        names=agreement.names,
+        training_target=agreement.training_target,
+        columns=agreement.columns,
+        dropped=dropped + sum(int(answer.number("dropped")) for answer in kept.values()),
+        sums={site: encoded_sums(told[site], agreement.schema) for site in kept} if summed is None else {},
+    )
+    for site, reason in agreement.refused.items():
+        dismiss(network, site, reason)
+    network.require(config.min_sites)
+    if summed is not None or not any(answer.number(BARE) for answer in kept.values()):
+        if agreement.constant:
+            logger.warning("constant at every site, of no use to a model: %s", ", ".join(agreement.constant))
+        for line in overview_lines(found.data):
+            logging.getLogger(DATA).info("%s", line)
+        for warning in found.warnings:
+            logger.warning("%s", warning)
+    return found
 
 
-def meet(network: Network, config: RunConfig) -> Enrolment:
-    """Wait for the sites, hear their descriptions, and agree on schema and standardisation."""
+def meet(network: Network, config: RunConfig) -> dict[str, Answer]:
+    """Wait for the sites and hear their descriptions; none says anything of its rows, or all do."""
     described = _gather(network, config)
     network.require(config.min_sites)
     hidden = [site for site, answer in described.items() if answer.number(BARE)]
-    if hidden and len(hidden) == len(described):  # what is known of the columns, their totals will say
-        return _announced(network, Enrolment.of(described, config), announce=False)
-    for site in hidden:
-        dismiss(network, site, "it describes its columns under masks alone, and other sites have no trust file")
-        del described[site]
-    network.require(config.min_sites)
-    return _announced(network, Enrolment.of(described, config))
+    if len(hidden) < len(described):
+        for site in hidden:
+            dismiss(network, site, "it describes its columns under masks alone, and other sites have no trust file")
+            del described[site]
+        network.require(config.min_sites)
+    return described
 
 
-def from_totals(enrolment: Enrolment, network: Network) -> Asking[Enrolment]:
-    """Means, spreads and levels from two totals, in place of what each site would have said.
+def from_totals(
+    network: Network, config: RunConfig, described: Mapping[str, Answer], met: Enrolment
+) -> Asking[Enrolment]:
+    """Means, spreads and levels from two totals, agreed on as if they came from one site.
 
-    They are agreed on as if they came from one site. A column is measured in its mean size, so that squares of large
-    numbers stay within what masks can carry.
+    A column is measured in its mean size, so that squares of large numbers stay within what masks can carry.
     """
-    met = enrolment.preparation
     first: Summed[ColumnSums] = yield Total(ColumnSums, Nothing())
-    if first.total is None or first.silent:
-        raise RunError(f"the columns of some site are in no total: {UNMASKABLE}. {network.latest_failures()}")
-    sums, rows = first.total, sum(met.rows[site] for site in first.sites)
+    sums = _of_all(first, network)
+    rows = sum(met.rows[site] for site in first.sites)
     filled = np.maximum(rows - sums.missing, 1)
     size = np.where(sums.sizes > 0, sums.sizes / filled, 1.0)
     second: Summed[ColumnSquares] = yield Total(ColumnSquares, Centres(sums.sums / filled, size), first.sites)
-    if second.total is None or second.silent or second.sites != first.sites:
-        raise RunError(f"the columns of some site are in no total: {UNMASKABLE}. {network.latest_failures()}")
-    parts = sums.sums, second.total.residual * size, second.total.squares * size**2
+    squares = _of_all(second, network, first.sites)
+    parts = sums.sums, squares.residual * size, squares.squares * size**2
     arrays = summed_arrays(met.schema, parts, sums.missing, sums.levels, rows)
-    found = Enrolment.of(enrolment.described, enrolment.config, SiteDescription(arrays, met.schema, rows))
-    return _announced(network, replace(found, preparation=replace(found.preparation, dropped=int(sums.dropped))))
+    return agreed(network, config, described, SiteDescription(arrays, met.schema, rows), int(sums.dropped))
 
 
-def agree_again(network: Network, enrolment: Enrolment, contradicted: Mapping[str, str]) -> Enrolment:
-    """Leave out sites whose answers contradict their descriptions, and what they described with them."""
-    for site, reason in contradicted.items():
-        dismiss(network, site, reason)
-    network.require(enrolment.config.min_sites)
-    logger.warning("standardisation is agreed again without %s", ", ".join(contradicted))
-    left = {site: answer for site, answer in enrolment.described.items() if site not in contradicted}
-    return _announced(network, Enrolment.of(left, enrolment.config))
+def _of_all(summed: Summed[A], network: Network, sites: tuple[str, ...] | None = None) -> A:
+    """A total to which every site added something."""
+    if summed.total is None or summed.silent or summed.sites != (sites or summed.sites):
+        raise RunError(f"the columns of some site are in no total: {UNMASKABLE}. {network.latest_failures()}")
+    return summed.total
 
 
-def _announced(network: Network, enrolment: Enrolment, announce: bool = True) -> Enrolment:
-    """Dismiss who was refused and say what is known of the data; the others must be enough."""
-    for site, reason in enrolment.refused.items():
-        dismiss(network, site, reason)
-    network.require(enrolment.config.min_sites)
-    if not announce:
-        return enrolment
-    if enrolment.constant:
-        logger.warning("constant at every site, of no use to a model: %s", ", ".join(enrolment.constant))
-    for line in overview_lines(enrolment.preparation.data):
-        logging.getLogger(DATA).info("%s", line)
-    for warning in enrolment.preparation.warnings:
-        logger.warning("%s", warning)
-    return enrolment
-
-
-def meet_again(network: Network, config: RunConfig, saved: Preparation) -> Preparation:
+def meet_again(network: Network, config: RunConfig, saved: Enrolment) -> None:
     """Hear the sites of a run that is resumed; what they had agreed on stays as it was."""
     described = _gather(network, config)
     network.require(config.min_sites)
@@ -268,7 +233,6 @@ def meet_again(network: Network, config: RunConfig, saved: Preparation) -> Prepa
             f"{len(described)} sites there now are not theirs. Resume with the same number of sites and the same data."
         )
     _welcome(network, saved, described)
-    return saved
 
 
 def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
@@ -296,26 +260,26 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
 def _introduced(network: Network) -> dict[str, Answer]:
     """Descriptions by nodes never heard of."""
     described = network.introduce("query.describe")
-    for site in [site for site, answer in described.items() if not {"schema", "label"} <= set(answer.texts)]:
+    whole = {site: answer for site, answer in described.items() if {"schema", "label"} <= set(answer.texts)}
+    for site in described.keys() - whole.keys():
         dismiss(network, site, "its description lacks a schema or a label: other version of the app")
-        del described[site]
-    return described
+    return whole
 
 
-def greet(network: Network, preparation: Preparation) -> None:
+def greet(network: Network, met: Enrolment) -> None:
     """Hear nodes that are new since the last round: a site that restarted, or one that joins late."""
     if set(network.grid.get_node_ids()) - network.heard:
-        _welcome(network, preparation, _introduced(network))
+        _welcome(network, met, _introduced(network))
 
 
-def reunite(network: Network, preparation: Preparation, sites: Iterable[str]) -> None:
+def reunite(network: Network, met: Enrolment, sites: Iterable[str]) -> None:
     """Wait until sites that missed a round are there again, at most the timeout.
 
     A question to a node that is offline fails at once. A site that restarted may have another node: it is heard here.
     """
     begun, missing = time.monotonic(), set(sites)
     while True:
-        greet(network, preparation)
+        greet(network, met)
         online = set(network.grid.get_node_ids())
         missing -= {site for site in missing if network.nodes.get(site) in online}
         waited = time.monotonic() - begun
@@ -324,21 +288,18 @@ def reunite(network: Network, preparation: Preparation, sites: Iterable[str]) ->
         time.sleep(pause_after(waited))
 
 
-def _welcome(network: Network, preparation: Preparation, described: Mapping[str, Answer]) -> None:
-    agreed = _columns(preparation.schema)
+def _welcome(network: Network, met: Enrolment, described: Mapping[str, Answer]) -> None:
     for site, answer in described.items():
-        if _columns(answer.texts["schema"]) != agreed:
-            dismiss(network, site, "its columns are not those the other sites agreed on")
-            continue
         try:
-            preparation.sums[site] = encoded_sums(_description(answer), preparation.schema)
+            if _columns(answer.texts["schema"]) != _columns(met.schema):
+                raise ProtocolError("its columns are not those the other sites agreed on")
+            met.sums[site] = encoded_sums(_description(answer), met.schema)
         except ProtocolError as error:
             dismiss(network, site, str(error))
             continue
-        logger.info("site %s %s", site, "is back" if site in preparation.rows else "joined")
-        preparation.labels[site] = answer.texts["label"]
-        preparation.rows[site] = answer.num_examples
-        preparation.known.pop(site, None)
+        logger.info("site %s %s", site, "is back" if site in met.rows else "joined")
+        met.labels[site] = answer.texts["label"]
+        met.rows[site] = answer.num_examples
 
 
 def dismiss(network: Network, site: str, reason: str) -> None:
@@ -360,13 +321,13 @@ def _description(answer: Answer) -> SiteDescription:
     return SiteDescription(arrays=answer.arrays, schema=answer.texts["schema"], num_examples=answer.num_examples)
 
 
-def transformed(preparation: Preparation, family: type[Transform], sites: tuple[str, ...]) -> Asking[Preparation]:
+def transformed(met: Enrolment, family: type[Transform], sites: tuple[str, ...]) -> Asking[Enrolment]:
     """What the sites agreed on, with a transformed target; see :mod:`fedgp_flower.transforms`.
 
     The power λ maximises −½ N log σ²(λ) + Σ log g'(y; λ) over a grid, at which the choice does not move with rounding.
     """
     powers = np.array(family.powers)
-    middle = np.array(preparation.training_target["mean"])
+    middle = np.array(met.training_target["mean"])
     centres = np.array([float(family(power).forward(middle)) for power in powers])
     summed: Summed[TargetMoments] = yield Total(TargetMoments, TargetPowers(powers, centres), sites)
     if summed.total is None:
@@ -374,12 +335,12 @@ def transformed(preparation: Preparation, family: type[Transform], sites: tuple[
     best, mean, scale = chosen(summed.total, centres)
     if not scale > 0:
         raise DataError(f"the target is one number everywhere under `transform.target` = '{family.name}'")
-    schema = json.loads(preparation.schema)
+    schema = json.loads(met.schema)
     schema["target"]["transform"] = family(float(powers[best])).as_json()
     scales = {"target.mean": np.array(mean), "target.scale": np.array(scale)}
     unknown = np.full((1, 3), np.nan)  # what a site said of its target was of the one before
-    sums = {site: np.vstack([known[:-1], unknown]) for site, known in preparation.sums.items()}
-    return replace(preparation, schema=json.dumps(schema), arrays={**preparation.arrays, **scales}, sums=sums)
+    sums = {site: np.vstack([known[:-1], unknown]) for site, known in met.sums.items()}
+    return replace(met, schema=json.dumps(schema), arrays={**met.arrays, **scales}, sums=sums)
 
 
 def chosen(sums: TargetMoments, centres: np.ndarray) -> tuple[int, float, float]:

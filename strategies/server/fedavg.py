@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, FedYogi
+from flwr.serverapp.strategy.fedopt import FedOpt
 
-from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
-from fedgp_flower.messages import message, too_far
+from fedgp_flower.messages import encode, message, too_far
+from fedgp_flower.options import AveragingSection
 from fedgp_flower.records import array_record, numpy_arrays
-from fedgp_flower.shared_messages import MOVE, Step, Stepped, WeightedStep
+from fedgp_flower.shared_messages import MOVE, Parameters, Step, Stepped, WeightedStep
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
+from strategies.server.strategy import FederatedStrategy
 
 RULES: Mapping[str, Callable[[float], FedAvg]] = {
     "fedavg": lambda rate: FedAvg(),
@@ -28,7 +29,6 @@ RULES: Mapping[str, Callable[[float], FedAvg]] = {
     "fedmedian": lambda rate: FedMedian(),
     "fedtrimmedavg": lambda rate: FedTrimmedAvg(),
 }
-MOMENTS = ("m_t", "v_t")
 ADAM = 3.2
 """A step of Adam with β = (.9, .999) is never longer than (1 − β₁)/√(1 − β₂) learning rates (Kingma and Ba 2015)."""
 
@@ -46,36 +46,6 @@ def first_state(parameters: NamedArrays) -> AveragingState:
     return AveragingState({name: np.atleast_1d(array) for name, array in parameters.items()}, {})
 
 
-@dataclass(frozen=True, slots=True)
-class AveragingPlan:
-    """How a round of federated averaging goes."""
-
-    fraction: float
-    """Share ρ of the sites in a round."""
-    rule: str
-    """A key of :data:`RULES`."""
-    server_learning_rate: float
-    learning_rate: float
-    """Of the sites' steps in the first round."""
-    decay: float
-    seed: int
-    steps: float = math.inf
-    """Learning rates that an optimiser goes in one round at most; no bound is known of SGD and L-BFGS."""
-
-    @staticmethod
-    def of(config: RunConfig) -> AveragingPlan:
-        """From the configuration."""
-        local, rule = config.optimizer, config.averaging
-        steps = ADAM * local.steps if local.name == "adam" else math.inf
-        rates = rule.server_learning_rate, local.learning_rate, local.decay
-        return AveragingPlan(rule.fraction, rule.server_optimizer, *rates, config.seed, steps)
-
-    def step(self, values: Mapping[str, np.ndarray], server_round: int) -> Step:
-        """What sites are asked in a round."""
-        rate = self.learning_rate * self.decay ** (server_round - 1)
-        return Step(values, rate, min(MOVE, rate * self.steps))
-
-
 def sampled(roster: Roster, fraction: float, seed: int) -> list[str]:
     """max(⌈ρK⌉, 1) sites, drawn from the seed and the round."""
     size = max(math.ceil(fraction * len(roster.sites)), 1)
@@ -83,55 +53,71 @@ def sampled(roster: Roster, fraction: float, seed: int) -> list[str]:
     return [roster.sites[index] for index in sorted(draw.choice(len(roster.sites), size=size, replace=False))]
 
 
-def averaging_round(
-    state: AveragingState, roster: Roster, plan: AveragingPlan
-) -> Asking[tuple[AveragingState, Figures]]:
-    """Sampled sites take local steps; the rule combines what they send (McMahan et al. 2017, Algorithm 1)."""
-    step = plan.step(state.parameters, roster.round)
-    if roster.totals_only:
-        return (yield from _averaged_total(state, roster, plan, step))
-    chosen = sampled(roster, plan.fraction, plan.seed)
-    answers: Mapping[str, Stepped] = yield Each(Stepped, dict.fromkeys(chosen, step))
-    if not answers:
-        return state, {}
-    weights = [roster.rows[site] for site in answers]
-    objective = float(np.average([answer.objective for answer in answers.values()], weights=weights))
-    values = {site: (dict(answer.values), roster.rows[site]) for site, answer in answers.items()}
-    merged = combined(state, values, roster.round, plan)
-    return merged, {"objective": objective}
+class AveragingStrategy(FederatedStrategy[AveragingState]):
+    """Sampled sites take local steps, and the rule combines what they send (McMahan et al. 2017, Algorithm 1)."""
 
+    state_class = AveragingState
+    watched = "objective"
 
-def _averaged_total(
-    state: AveragingState, roster: Roster, plan: AveragingPlan, step: Step
-) -> Asking[tuple[AveragingState, Figures]]:
-    """The same from Σ N_k w_k and Σ N_k: the rule is given their mean as if it came from one site."""
-    summed: Summed[WeightedStep] = yield Total(WeightedStep, step)
-    if summed.total is None:
-        return state, {}
-    mean = summed.total.mean()
-    for name, array in mean.values.items():
-        if reason := too_far(step.values[name], array, step.reach):
-            raise RunError(f"the total under masks is of no honest sites: `{name}` {reason}")
-    return combined(state, {"all": (dict(mean.values), 1)}, roster.round, plan), {"objective": mean.objective}
+    def local_steps(self, server_round: int) -> tuple[float, float]:
+        """The sites' learning rate in a round, and how many rates an optimiser goes at most: SGD, L-BFGS any number."""
+        local = self.config.optimizer
+        rate = local.learning_rate * local.decay ** (server_round - 1)
+        return rate, ADAM * local.steps if local.name == "adam" else math.inf
+
+    def one_round(self, state: AveragingState, roster: Roster) -> Asking[tuple[AveragingState, Figures]]:
+        """Local steps, averaged; under masks from Σ N_k w_k and Σ N_k, whose mean is as if from one site."""
+        rate, most = self.local_steps(roster.round)
+        step, rows = Step(state.parameters, rate, min(MOVE, rate * most)), roster.rows
+        if roster.totals_only:
+            summed: Summed[WeightedStep] = yield Total(WeightedStep, step)
+            answers = {} if summed.total is None else {"all": summed.total.mean()}
+            rows = {"all": 1}
+            for name, array in ((name, array) for mean in answers.values() for name, array in mean.values.items()):
+                if reason := too_far(step.values[name], array, step.reach):
+                    raise RunError(f"the total under masks is of no honest sites: `{name}` {reason}")
+        else:
+            chosen = sampled(roster, self.config.averaging.fraction, self.config.seed)
+            answers = yield Each(Stepped, dict.fromkeys(chosen, step))
+        if not answers:
+            return state, {}
+        weights = {site: rows[site] for site in answers}
+        objective = np.average([answer.objective for answer in answers.values()], weights=[*weights.values()])
+        state = combined(state, answers, weights, roster.round, self.config.averaging)
+        return state, {"objective": float(objective)}
+
+    def public(self, state: AveragingState) -> NamedArrays:
+        """The parameters."""
+        return encode(Parameters(state.parameters))
+
+    def adopt(self, state: AveragingState, arrays: NamedArrays) -> AveragingState:
+        """Other parameters, the same moments."""
+        return AveragingState({name.removeprefix("values."): array for name, array in arrays.items()}, state.moments)
 
 
 def combined(
-    state: AveragingState, values: Mapping[str, tuple[NamedArrays, int]], server_round: int, plan: AveragingPlan
+    state: AveragingState,
+    answers: Mapping[str, Stepped],
+    rows: Mapping[str, int],
+    server_round: int,
+    averaging: AveragingSection,
 ) -> AveragingState:
     """The state after Flower's rule, from parameters and rows N_k; weights N_k / Σ N_k."""
-    rule = RULES[plan.rule](plan.server_learning_rate)
-    if isinstance(rule, FedAdam | FedYogi):
-        rule.current_arrays = dict(state.parameters)
-        for kind in MOMENTS if state.moments else ():
-            moments = {n.removeprefix(f"{kind}."): a for n, a in state.moments.items() if n.startswith(f"{kind}.")}
-            setattr(rule, kind, moments)
-    aggregated, _ = rule.aggregate_train(server_round, [_reply(arrays, rows) for arrays, rows in values.values()])
+    rule = RULES[averaging.server_optimizer](averaging.server_learning_rate)
+    adaptive = rule if isinstance(rule, FedOpt) else FedOpt()
+    adaptive.current_arrays = dict(state.parameters)
+    first, second = (
+        {name.removeprefix(kind): array for name, array in state.moments.items() if name.startswith(kind)}
+        for kind in ("m_t.", "v_t.")
+    )
+    adaptive.m_t, adaptive.v_t = first, second
+    replies = []
+    for site, answer in answers.items():
+        metrics = MetricRecord({"num-examples": rows[site]})
+        content = RecordDict({"arrays": array_record(dict(answer.values)), "metrics": metrics})
+        replies.append(Message(content, dst_node_id=0, message_type="train"))
+    aggregated, _ = rule.aggregate_train(server_round, replies)
     assert aggregated is not None
-    kept = {kind: getattr(rule, kind, None) or {} for kind in MOMENTS}
-    moments = {f"{kind}.{n}": np.asarray(a) for kind, arrays in kept.items() for n, a in arrays.items()}
+    moments = {f"m_t.{name}": np.asarray(array) for name, array in adaptive.m_t.items()}
+    moments |= {f"v_t.{name}": np.asarray(array) for name, array in adaptive.v_t.items()}
     return AveragingState(numpy_arrays(aggregated), moments)
-
-
-def _reply(arrays: NamedArrays, rows: int) -> Message:
-    content = RecordDict({"arrays": array_record(arrays), "metrics": MetricRecord({"num-examples": rows})})
-    return Message(content, dst_node_id=0, message_type="train")

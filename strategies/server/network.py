@@ -2,51 +2,126 @@
 
 Flower's node ids are random; everything here is keyed by the stable site id that a site gives in its first reply. A
 reply with wrong names, shapes, types or non-finite numbers is that site's failure, never a part of the result.
+
+What every message needs and no round changes is a context: the agreed columns and scales, the configuration, constants.
+It travels to a site once, and later messages name it by a digest. A site that has lost its memory says so, and is sent
+it again.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from fedgp_flower.errors import RunError
 from fedgp_flower.messages import ECHOED
-from fedgp_flower.records import record_of, settings_of
-from strategies.server.wire import (
-    SCHEMA_VERSION,
-    Answer,
-    SharedContext,
-    Texts,
-    again,
-    answer,
-    answers,
-    arrays_refusal,
-    claimed_site,
-    content_bytes,
-    lacks,
-    last_line,
-    natural_order,
-    numbers_refusal,
-)
+from fedgp_flower.privacy.questions import context_digest
+from fedgp_flower.records import array_record, numpy_arrays, record_of, settings_of
+from fedgp_flower.shared_messages import HISTOGRAM_SHAPES
+from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
 
+SCHEMA_VERSION = 2
+DIGEST, RECORD, LACKS = "context", "context", "lacks-context"
+"""Config key with the digest, name of the record, config key of a reply by a site that has it not."""
+CONSTANTS = "constants"
+"""Name of the record of arrays; left out where there are none."""
 
-class Judge(Protocol):
-    """What an answer must be, where more than shapes is asked of it."""
+Number: TypeAlias = int | float | Sequence[int] | Sequence[float]
+"""A value of Flower's metrics."""
+Texts: TypeAlias = Mapping[str, bool | int | float | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A valid reply, unpacked."""
+
+    site: str
+    arrays: NamedArrays
+    metrics: Mapping[str, Number]
+    texts: Mapping[str, str]
+
+    @property
+    def num_examples(self) -> int:
+        """Rows behind the reply."""
+        return int(self.number("num-examples"))
+
+    def number(self, name: str) -> float:
+        """The metric ``name``, a single number; 0 if the site did not send it, NaN for a histogram."""
+        value = self.metrics.get(name, 0.0)
+        return math.nan if isinstance(value, Sequence) else float(value)
+
+
+class Expected:
+    """What the content of a reply must be: here arrays of any names and shapes, as long as all numbers are finite."""
 
     def refusal(self, reply: Message) -> str | None:
         """Why a reply cannot be used, or None."""
+        try:
+            arrays = numpy_arrays(record_of(reply.content, "arrays", ArrayRecord) or ArrayRecord())
+        except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
+            return f"arrays cannot be decoded ({type(error).__name__})"
+        for name, array in arrays.items():
+            if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
+                return f"array `{name}`: {int((~np.isfinite(array)).sum())} of {array.size} entries are not finite"
+        return None
 
 
-Expected: TypeAlias = Judge | None
-"""None: arrays of any names and shapes, as long as all numbers are finite."""
+ANYTHING = Expected()
+
+
+@dataclass(slots=True)
+class SharedContext:
+    """The records that travel to each node once, and the nodes that keep them."""
+
+    record: ConfigRecord
+    constants: ArrayRecord
+    whole: str
+    """The hash to which masks are bound; messages name its beginning. Empty before anything is agreed on."""
+    nodes: set[int] = field(default_factory=set)
+
+    @staticmethod
+    def of(
+        arrays: Mapping[str, np.ndarray], texts: Mapping[str, str], constants: Mapping[str, np.ndarray] | None = None
+    ) -> SharedContext:
+        """Of arrays of float64, which travel as lists of numbers, texts, and arrays of any kind."""
+        content: dict[str, list[float] | str] = {name: np.ravel(array).tolist() for name, array in arrays.items()}
+        content |= texts
+        whole = context_digest(content, constants or {})
+        return SharedContext(ConfigRecord(dict(content)), array_record(constants or {}), whole)
+
+    @property
+    def digest(self) -> str:
+        """What messages name it by."""
+        return self.whole[:16]
+
+    def attach(self, message: Message) -> None:
+        """Name the context in a message, and put it in for a node that does not keep it."""
+        if self.whole:
+            settings_of(message)[DIGEST] = self.digest
+            if message.metadata.dst_node_id not in self.nodes:
+                message.content[RECORD] = self.record
+                if self.constants:
+                    message.content[CONSTANTS] = self.constants
+
+    def note(self, reply: Message | None) -> bool:
+        """Remember from a reply whether its node keeps the context; whether the node had kept it and does no more."""
+        if reply is None or reply.has_error():
+            return False
+        node = reply.metadata.src_node_id
+        had, lacks = node in self.nodes, bool(_said(reply).get(LACKS))
+        (self.nodes.discard if lacks else self.nodes.add)(node)
+        return had and lacks
 
 
 @dataclass(slots=True)
@@ -75,24 +150,28 @@ class Network:
     grid: Grid
     run: str
     timeout: float
+    """Seconds after which a missing reply is a failure."""
     max_failures: int = 3
     nodes: dict[str, int] = field(default_factory=dict)
-    """Site id → node id, of the sites that have introduced themselves."""
+    """Site → the node it runs on now."""
     heard: set[int] = field(default_factory=set)
+    """Nodes that have been introduced, well or badly."""
     traffic: Traffic = field(default_factory=Traffic)
     failures: list[Failure] = field(default_factory=list)
     repairs: dict[str, int] = field(default_factory=dict)
+    """How often sites had to repair ill-conditioned matrices, by kind of repair."""
     streak: dict[str, int] = field(default_factory=dict)
-    """Failed exchanges of a site since its last valid reply."""
-    forgiven: dict[str, int] = field(default_factory=dict)
-    """The streak that a site's latest valid reply ended; it goes on if the caller refuses that reply."""
+    """Failures of a site since the last round in which it answered and never failed."""
+    answered: set[str] = field(default_factory=set)
+    """Sites with a valid answer in this round."""
+    failed: set[str] = field(default_factory=set)
+    """Sites that failed in this round."""
     site_seconds: float = 0.0
     """Seconds the sites say they computed, summed."""
     trips: list[float] = field(default_factory=list)
     """Seconds from pushing messages to having their replies, trip by trip."""
     round: int = 0
-    context: SharedContext | None = None
-    """What every message needs; messages to known sites name it instead of carrying it, once a site has it."""
+    context: SharedContext = field(default_factory=lambda: SharedContext(ConfigRecord(), ArrayRecord(), ""))
     accepted: set[str] = field(default_factory=set)
     """Ids of the messages whose replies the latest exchange has judged to be valid."""
     introduction: Texts = field(default_factory=dict)
@@ -109,32 +188,37 @@ class Network:
         return sorted(self.nodes, key=natural_order)
 
     def healthy(self) -> list[str]:
-        """Sites that have not failed ``max_failures`` times in a row."""
+        """Sites that have not failed ``max_failures`` times without a clean round between."""
         return [site for site in self.sites() if self.streak.get(site, 0) < self.max_failures]
+
+    def forgive(self) -> None:
+        """End a round: the failures of a site that answered in it and never failed count no more."""
+        for site in self.answered - self.failed:
+            self.streak.pop(site, None)
+        self.answered, self.failed = set(), set()
 
     def message(self, site: str, kind: str, arrays: ArrayRecord, settings: Texts) -> Message:
         """A message of a kind for one site."""
         message = self._message(self.nodes[site], kind, arrays, settings)
         self.asked[site] = echo_of(message)
-        if self.context is not None:
-            self.context.attach(message)
+        self.context.attach(message)
         return message
 
     def _message(self, node: int, kind: str, arrays: ArrayRecord, settings: Texts) -> Message:
-        config: dict[str, Any] = {
-            **settings,
+        stamps: Texts = {
             "schema-version": SCHEMA_VERSION,
             "run": self.run,
             "round": self.round,
             "communication": self.traffic.communications,
         }
-        content = RecordDict({"arrays": arrays, "config": ConfigRecord(config)})
+        content = RecordDict({"arrays": arrays, "config": ConfigRecord({**settings, **stamps})})
         return Message(content, dst_node_id=node, message_type=kind, group_id=str(self.round))
 
     def exchange(self, messages: Sequence[Message], expected: Expected, *, retries: int = 0) -> list[Message]:
         """Send, wait, and keep what is valid, in site order; everything else becomes a failure of its site.
 
-        A site fails at most once in an exchange, however often it is asked.
+        A site fails at most once in an exchange, however often it is asked, and what a retry mends is not held against
+        it.
 
         Args:
             messages: At most one for a site.
@@ -144,25 +228,34 @@ class Network:
         site_of = {node: site for site, node in self.nodes.items()}
         waiting = {site_of[message.metadata.dst_node_id]: message for message in messages}
         self.traffic.exchanges += bool(waiting)
-        for site in waiting:
-            self.forgiven.pop(site, None)
         kept: dict[str, Message] = {}
         for attempt in range(retries + 1):
-            sent = list(waiting.values())
-            replies = self.round_trip(sent)
-            if self.context is not None:
-                replies = self.context.supplied(sent, replies, self.round_trip)
-            for site, reply in zip(waiting, replies, strict=True):
-                reason = self.refusal(reply, expected, site, echo_of(waiting[site]))
+            for (site, message), reply in zip(waiting.items(), self._supplied(list(waiting.values())), strict=True):
+                reason = self.refusal(reply, expected, site, echo_of(message))
                 if reason is None and reply is not None:
                     kept[site] = reply
                     self._note(site, reply)
                 elif attempt == 0:
-                    self.fail(site, reason or "no reply")
-            waiting = {s: again(m) for s, m in waiting.items() if s not in kept}
-        self.traffic.communications += len(kept)
+                    self._record(site, reason or "no reply")
+            waiting = {site: _again(message) for site, message in waiting.items() if site not in kept}
+        for site in waiting:
+            self._blame(site)
         self.accepted = {reply.metadata.reply_to_message_id for reply in kept.values()}
         return _in_order(kept)
+
+    def _supplied(self, messages: Sequence[Message]) -> list[Message | None]:
+        """Replies, those after a second message among them, to the sites that lack the context."""
+        replies = self.round_trip(messages)
+        lacking = [place for place, reply in enumerate(replies) if reply is not None and _said(reply).get(LACKS)]
+        for reply in replies:
+            self.context.note(reply)
+        second = [_again(messages[place]) for place in lacking]
+        for message in second:
+            self.context.attach(message)
+        for place, reply in zip(lacking, self.round_trip(second), strict=True):
+            self.context.note(reply)
+            replies[place] = reply
+        return replies
 
     def judged(self, replies: Iterable[Message], expected: Expected) -> list[Message]:
         """The valid ones in site order: those of the latest exchange were judged there, all others are judged here."""
@@ -171,110 +264,87 @@ class Network:
         for reply in replies:
             site = sites.get(reply.metadata.src_node_id)
             known = reply.metadata.reply_to_message_id in self.accepted
-            if site is not None and (known or self.accept(site, reply, expected) is not None):
+            if site is not None and (known or self.accept(site, reply, expected)):
                 kept[site] = reply
         return _in_order(kept)
-
-    def site_of(self, message: Message) -> str:
-        """The site that sent a reply."""
-        return str(settings_of(message)["site"])
 
     def ask(self, kind: str, settings: Texts, *, retries: int = 0) -> dict[str, Answer]:
         """Ask every site something without arrays, and return the valid answers by site."""
         messages = [self.message(site, kind, ArrayRecord(), settings) for site in self.sites()]
-        return answers(self.exchange(messages, None, retries=retries))
+        return answers(self.exchange(messages, ANYTHING, retries=retries))
 
     def introduce(self, kind: str) -> dict[str, Answer]:
         """Ask nodes never heard of who they are; a node whose site id is known replaces the node that had it.
 
-        What goes wrong is noted, but not held against a site of the same name that already takes part.
+        What goes wrong is noted, but not held against a site of the same name that already takes part. A reply that
+        gets lost is asked for again.
         """
         online = set(self.grid.get_node_ids())
+        replies: dict[int, Message | None] = dict.fromkeys(sorted(online - self.heard))
+        self.traffic.exchanges += bool(replies)
+        for _ in range(2):
+            replies |= self._introduced([n for n, reply in replies.items() if reply is None or reply.has_error()], kind)
         found: dict[str, Answer] = {}
-        for node, reply in self._first_replies(sorted(online - self.heard), kind).items():
+        for node, reply in replies.items():
             site = claimed_site(reply)
-            reason = self.refusal(reply, None)
+            reason = self.refusal(reply, ANYTHING)
             if reason is None and site is not None and (site in found or self._taken(site, online, kind)):
                 reason = f"two machines say that they are site {site!r}; give each a different `site` in --node-config"
             self.heard.add(node)
             if reason is None and reply is not None and site is not None:
                 self.nodes[site] = node
                 self.streak.pop(site, None)
-                found[site] = answer(reply)
+                found[site] = _answer(reply)
                 self._heed(site, reply)
             else:
                 self._record(site or f"node {len(self.heard)}", reason or "no reply")
         return dict(sorted(found.items(), key=lambda item: natural_order(item[0])))
 
-    def _first_replies(self, nodes: Sequence[int], kind: str) -> dict[int, Message | None]:
-        """Replies of nodes never heard of; one that gets lost is asked for again."""
-        replies: dict[int, Message | None] = dict.fromkeys(nodes)
-        self.traffic.exchanges += bool(replies)
-        for _ in range(2):
-            waiting = [node for node, reply in replies.items() if reply is None or reply.has_error()]
-            messages = [self._message(node, kind, ArrayRecord(), self.introduction) for node in waiting]
-            replies |= dict(zip(waiting, self.round_trip(messages), strict=True))
-        return replies
+    def _introduced(self, nodes: Sequence[int], kind: str) -> dict[int, Message | None]:
+        messages = [self._message(node, kind, ArrayRecord(), self.introduction) for node in nodes]
+        return dict(zip(nodes, self.round_trip(messages), strict=True))
 
     def _taken(self, site: str, online: set[int], kind: str) -> bool:
         """Whether the node that has a site id still answers: Flower lists one that was killed for some time."""
         node = self.nodes.get(site)
-        if node is None or node not in online:
-            return False
-        [reply] = self.round_trip([self._message(node, kind, ArrayRecord(), self.introduction)])
-        return claimed_site(reply) == site
+        return node in online and claimed_site(self._introduced([node], kind)[node]) == site
 
     def round_trip(self, messages: Sequence[Message]) -> list[Message | None]:
         """Push all messages and poll until each has its reply or time is up; None where nothing came."""
         if not messages:
             return []
-        self.traffic.bytes_down += sum(content_bytes(message) for message in messages)
         begun = time.monotonic()
-        ids = list(self.grid.push_messages(messages))
+        ids = self.push(messages)
         replies: dict[str, Message] = {}
-        deadline = begun + self.timeout
-        while len(replies) < len(ids) and time.monotonic() < deadline:
-            waiting = [i for i in ids if i not in replies]
-            arrived = [reply for reply in self.grid.pull_messages(waiting) if _answers(reply, waiting)]
+        while len(replies) < len(ids) and time.monotonic() < begun + self.timeout:
+            arrived = self.pull([message_id for message_id in ids if message_id not in replies])
             replies |= {reply.metadata.reply_to_message_id: reply for reply in arrived}
             if not arrived:
                 time.sleep(pause_after(time.monotonic() - begun))
         self.trips.append(time.monotonic() - begun)
-        self.traffic.bytes_up += sum(content_bytes(reply) for reply in replies.values())
-        return [replies.get(i) for i in ids]
+        return [replies.get(message_id) for message_id in ids]
 
-    def push(self, message: Message) -> str:
-        """Send a message without waiting and return its id, for :meth:`pull`."""
-        self.traffic.bytes_down += content_bytes(message)
-        [message_id] = self.grid.push_messages([message])
-        return message_id
+    def push(self, messages: Sequence[Message]) -> list[str]:
+        """Send messages without waiting and return their ids, for :meth:`pull`."""
+        self.traffic.bytes_down += sum(map(content_bytes, messages))
+        return list(self.grid.push_messages(messages))
 
     def pull(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies to pushed messages that have arrived by now."""
+        """The replies to pushed messages that have arrived by now; one that comes twice, or late, is to none."""
         waiting = list(message_ids)
-        arrived = [reply for reply in self.grid.pull_messages(waiting) if _answers(reply, waiting)]
-        self.traffic.bytes_up += sum(content_bytes(reply) for reply in arrived)
+        arrived = [r for r in self.grid.pull_messages(waiting) if r.metadata.reply_to_message_id in waiting]
+        self.traffic.bytes_up += sum(map(content_bytes, arrived))
         return arrived
 
-    def accept(self, site: str, reply: Message, expected: Expected, asked: Texts | None = None) -> Message | None:
-        """The reply to a message, the site's latest unless told, if it is valid; else None and the site's failure."""
-        self.forgiven.pop(site, None)
+    def accept(self, site: str, reply: Message, expected: Expected, asked: Texts | None = None) -> bool:
+        """Whether the reply to a message, the site's latest unless told, is valid; if not, it is the site's failure."""
         reason = self.refusal(reply, expected, site, asked or self.asked.get(site))
-        if self.context is not None:
-            self.context.note(reply)
-        if reason is not None:
+        self.context.note(reply)
+        if reason is None:
+            self._note(site, reply)
+        else:
             self.fail(site, reason)
-            return None
-        self._note(site, reply)
-        self.traffic.communications += 1
-        return reply
-
-    def forgot(self, reply: Message) -> bool:
-        """Whether a site lost the shared context that it had; the next message to it carries it again."""
-        had = self.context is not None and reply.metadata.src_node_id in self.context.nodes
-        if self.context is not None:
-            self.context.note(reply)
-        return had and lacks(reply)
+        return reason is None
 
     def refusal(
         self, reply: Message | None, expected: Expected, site: str | None = None, asked: Texts | None = None
@@ -283,30 +353,35 @@ class Network:
         if reply is None:
             return f"no reply within {self.timeout:g} s"
         if reply.has_error():
-            return f"the site's process failed: {last_line(reply.error.reason)}"
-        config = record_of(reply.content, "config", ConfigRecord) or ConfigRecord()
-        if "error" in config:
-            return str(config["error"])
+            lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
+            return f"the site's process failed: {(lines or ['no reason given'])[-1][:300]}"
+        said = _said(reply)
+        if "error" in said:
+            return str(said["error"])
         wanted: Texts = {"run": self.run} if asked is None else asked
-        odd = [name for name in wanted if config.get(name) != wanted[name]]  # an old reply, or one of another run
-        reason = _content_refusal(reply, config, site)
-        reason = reason or (
-            f"the reply is to another question: its {' and '.join(odd)} are not those asked for" if odd else None
+        odd = [name for name in wanted if said.get(name) != wanted[name]]  # an old reply, or one of another run
+        return (
+            _misfit(reply, said, site)
+            or (f"the reply is to another question: its {' and '.join(odd)} are not those asked for" if odd else None)
+            or _odd_numbers(reply)
+            or expected.refusal(reply)
         )
-        if reason := reason or numbers_refusal(reply):
-            return reason
-        return arrays_refusal(reply) if expected is None else expected.refusal(reply)
 
     def _record(self, site: str, reason: str) -> None:
         self.failures.append(Failure(self.round, site, reason))
         logger.warning("round %d: site %s failed: %s", self.round, site, reason)
 
-    def fail(self, site: str, reason: str) -> None:
-        """Count a failure of a site and say so; a valid reply that the caller refuses does not end its streak."""
-        self._record(site, reason)
-        self.streak[site] = self.streak.get(site, 0) + self.forgiven.pop(site, 0) + 1
+    def _blame(self, site: str) -> None:
+        """Hold a failure against a site."""
+        self.failed.add(site)
+        self.streak[site] = self.streak.get(site, 0) + 1
         if self.streak[site] == self.max_failures:
             logger.warning("site %s failed %d times in a row and is left out of training", site, self.max_failures)
+
+    def fail(self, site: str, reason: str) -> None:
+        """Count a failure of a site and say so."""
+        self._record(site, reason)
+        self._blame(site)
 
     def require(self, minimum: int) -> None:
         """Raise RunError when fewer than ``minimum`` sites are healthy."""
@@ -319,22 +394,29 @@ class Network:
         return f"Latest failures: {seen or 'none'}"
 
     def _note(self, site: str, reply: Message) -> None:
-        """What a valid reply says besides its answer: seconds and repairs, single numbers and finite; a warning."""
-        self.forgiven[site] = self.streak.pop(site, 0)
+        """Count a valid reply, and the seconds, repairs and warning that it brings."""
+        self.traffic.communications += 1
+        self.answered.add(site)
         self._heed(site, reply)
-        for name, value in reply.content["metrics"].items():
-            if name == "seconds":
-                self.site_seconds += float(value)  # type: ignore[arg-type]
-            elif name.startswith("repairs."):
-                key = name.removeprefix("repairs.")
-                self.repairs[key] = self.repairs.get(key, 0) + int(value)  # type: ignore[arg-type]
+        for name, value in _numbers(reply).items():
+            kind, _, repaired = name.partition(".")
+            if kind == "seconds":
+                self.site_seconds += float(np.sum(value))
+            elif kind == "repairs":
+                self.repairs[repaired] = self.repairs.get(repaired, 0) + int(np.sum(value))
 
     def _heed(self, site: str, reply: Message) -> None:
         """The warning of a valid reply, once for each site."""
-        warning = str(settings_of(reply).get("warning", ""))[:300]
+        warning = str(_said(reply).get("warning", ""))[:300]
         if warning and site not in self.warned.setdefault(warning, set()):
             self.warned[warning].add(site)
             logger.warning("site %s: %s", site, warning)
+
+
+def natural_order(site: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key that puts site 2 before site 10."""
+    parts = (part for part in re.split(r"([0-9]+)", site) if part)
+    return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
 
 
 def pause_after(seconds: float) -> float:
@@ -348,22 +430,70 @@ def echo_of(message: Message) -> Texts:
     return {name: config[name] for name in ECHOED}  # type: ignore[misc]
 
 
+def content_bytes(message: Message) -> int:
+    """Bytes of everything a message carries; nothing for an error."""
+    return 0 if message.has_error() else sum(record.count_bytes() for record in message.content.values())
+
+
+def claimed_site(reply: Message | None) -> str | None:
+    """The site id in a reply, also in one that reports an error."""
+    site = None if reply is None else _said(reply).get("site")
+    return None if site is None else str(site)
+
+
+def answers(replies: Iterable[Message]) -> dict[str, Answer]:
+    """Valid replies unpacked, by site."""
+    return {found.site: found for found in map(_answer, replies)}
+
+
+def _answer(reply: Message) -> Answer:
+    said, arrays = _said(reply), record_of(reply.content, "arrays", ArrayRecord)
+    texts = {name: value for name, value in said.items() if isinstance(value, str)}
+    return Answer(str(said["site"]), numpy_arrays(arrays or ArrayRecord()), _numbers(reply), texts)
+
+
+def _said(reply: Message) -> ConfigRecord:
+    """What a reply says of itself; nothing where it is an error or has no such record."""
+    return (None if reply.has_error() else record_of(reply.content, "config", ConfigRecord)) or ConfigRecord()
+
+
+def _numbers(reply: Message) -> Mapping[str, Number]:
+    return record_of(reply.content, "metrics", MetricRecord) or {}
+
+
 def _in_order(kept: Mapping[str, Message]) -> list[Message]:
     return [kept[site] for site in sorted(kept, key=natural_order)]
 
 
-def _answers(reply: Message, ids: Sequence[str]) -> bool:
-    """Whether a reply is to one of these messages: one that comes twice, or late, is to none that is waited for."""
-    return reply.metadata.reply_to_message_id in ids
+def _again(message: Message) -> Message:
+    """The same message once more, under another id."""
+    meta = message.metadata
+    return Message(
+        message.content, dst_node_id=meta.dst_node_id, message_type=meta.message_type, group_id=meta.group_id
+    )
 
 
-def _content_refusal(reply: Message, config: ConfigRecord, site: str | None) -> str | None:
-    if not config.get("site") or record_of(reply.content, "arrays", ArrayRecord) is None:
+def _misfit(reply: Message, said: ConfigRecord, site: str | None) -> str | None:
+    """What of a reply's form is wrong, whatever was asked."""
+    if not said.get("site") or record_of(reply.content, "arrays", ArrayRecord) is None:
         return "the reply lacks the records `arrays`, `metrics`, `config`"
-    if lacks(reply):
+    if said.get(LACKS):
         return "it lacks what it was sent once, and was sent again"
-    if config.get("schema-version") != SCHEMA_VERSION:
-        return f"message schema {config.get('schema-version')!r}, expected {SCHEMA_VERSION}: other version of the app"
-    if site is not None and config["site"] != site:
+    if said.get("schema-version") != SCHEMA_VERSION:
+        return f"message schema {said.get('schema-version')!r}, expected {SCHEMA_VERSION}: other version of the app"
+    if site is not None and said["site"] != site:
         return f"site {site!r} was asked, and the reply says that it is from another"
     return None
+
+
+def _odd_numbers(reply: Message) -> str | None:
+    """Why the metrics of a reply cannot be used, or None."""
+    metrics = _numbers(reply)
+    rows = metrics.get("num-examples")
+    if not isinstance(rows, int) or rows < 0:
+        return "the reply does not say its `num-examples`, a count of rows"
+    odd = sorted(name for name, value in metrics.items() if not np.isfinite(value).all())
+    if odd:
+        return f"metrics that are not finite: {', '.join(odd)}"
+    lists = sorted(name for name, value in metrics.items() if np.ndim(value) and name not in HISTOGRAM_SHAPES)
+    return f"lists where single numbers belong: {', '.join(lists)}" if lists else None

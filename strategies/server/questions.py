@@ -26,6 +26,7 @@ import numpy as np
 
 from fedgp_flower.messages import add, kind_of
 from fedgp_flower.outcome import Posterior
+from fedgp_flower.typing import Facts, Json
 
 PART = re.compile(r"theta\.|kernels\.|\.log_lengthscale$")
 """What of a parameter's name does not say which part of the model it belongs to."""
@@ -39,7 +40,7 @@ class Each(Generic[A]):
     """Ask every named site a question of its kind; the answer is ``{site: A}``, without the sites that failed."""
 
     answer: type[A]
-    requests: Mapping[str, Any]
+    requests: Mapping[str, object]
     """Site → request message; the sites asked are its keys."""
     retries: int = 0
     """How often a site that fails is asked again at once."""
@@ -52,12 +53,11 @@ class Total(Generic[A]):
     """Ask the same of several sites; the answer is a :class:`Summed`. ``A`` must be a summand."""
 
     answer: type[A]
-    request: Any
+    request: object
     sites: tuple[str, ...] | None = None
     """Who is asked; None: every healthy site."""
     retries: int = 1
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of the answer's dimensions that are not those of the run: ``{"M": 300}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,9 @@ class First(Generic[A]):
     """Ask more sites, and wait for the first of *all* outstanding answers: ``(site, A | None)``."""
 
     answer: type[A]
-    requests: Mapping[str, Any]
+    requests: Mapping[str, object]
     """New questions; earlier ones stay outstanding. At least one question must be."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of the answer's dimensions that are not those of the run: ``{"M": 300}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,9 @@ class Refuse:
     reason: str
 
 
-Question: TypeAlias = Each[Any] | Total[Any] | First[Any] | Refuse
+Several: TypeAlias = Each[Any] | Total[Any]
+"""A question to several sites at once."""
+Question: TypeAlias = Several | First[Any] | Refuse
 Figures: TypeAlias = dict[str, float]
 Asking: TypeAlias = Generator[Question, Any, S]
 """A computation that asks; it returns an ``S``."""
@@ -123,15 +124,24 @@ class Predicted:
     """The message with which every site predicts; ``{site: message}`` where each has a different one."""
     posterior: Posterior | None = None
     """What is saved to predict without any site; None for a personal method."""
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Facts = field(default_factory=dict)
     """Facts for ``metrics.json``."""
 
-    def at(self, site: str) -> Any:
+    def at(self, site: str) -> object:
         """The message with which this site predicts."""
         return self.request[site] if isinstance(self.request, Mapping) else self.request
 
 
-def lengthscale_facts(logs: Mapping[str, Any], spread: Mapping[str, Any] | None, how: str = "") -> dict[str, Any]:
+def requests_of(question: Several | First[Any], everyone: tuple[str, ...]) -> Mapping[str, object]:
+    """Who is asked what."""
+    match question:
+        case Total(_, request, sites):
+            return dict.fromkeys(everyone if sites is None else sites, request)
+        case Each() | First():
+            return question.requests
+
+
+def lengthscale_facts(logs: Mapping[str, np.ndarray], spread: Mapping[str, np.ndarray] | None, how: str = "") -> Json:
     """By part of the model, lengthscales and the standard deviations of their logarithms: the report's relevance.
 
     Args:
@@ -152,7 +162,7 @@ def lengthscale_facts(logs: Mapping[str, Any], spread: Mapping[str, Any] | None,
 
 def answered_by(asking: Asking[S], answer: Callable[[Question], Any]) -> S:
     """Run a computation to its end, with a function that answers what it asks."""
-    reply: Any = None
+    reply = None
     while True:
         try:
             question = asking.send(reply)
@@ -161,24 +171,25 @@ def answered_by(asking: Asking[S], answer: Callable[[Question], Any]) -> S:
         reply = answer(question)
 
 
-def drive(asking: Asking[S], sites: Mapping[str, Any]) -> S:
+def drive(asking: Asking[S], sites: Mapping[str, object]) -> S:
     """Run a computation against sites that are plain objects: for tests, notebooks and proofs.
 
     Such an object has a method for every kind asked (``query.statistics`` → ``statistics``), which takes the request
     and returns the answer.
     """
-    outstanding: list[tuple[str, Any]] = []
+    outstanding: list[tuple[str, object]] = []
 
-    def answer(question: Question) -> Any:
+    def answer(question: Question) -> object:
         if isinstance(question, Refuse):
             raise AssertionError(f"site {question.site} was refused: {question.reason}")
         handler = kind_of(question.answer).rpartition(".")[2]
-        if isinstance(question, Total):
-            chosen = tuple(sites) if question.sites is None else question.sites
-            return Summed(add([getattr(sites[site], handler)(question.request) for site in chosen]), chosen)
-        answers = {site: getattr(sites[site], handler)(request) for site, request in question.requests.items()}
-        if isinstance(question, Each):
-            return answers
+        asked = requests_of(question, tuple(sites))
+        answers = {site: getattr(sites[site], handler)(request) for site, request in asked.items()}
+        match question:
+            case Total():
+                return Summed(add(answers.values()), tuple(answers))
+            case Each():
+                return answers
         outstanding.extend(answers.items())
         return outstanding.pop(0)
 

@@ -14,8 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 from flwr.app import Message
@@ -31,36 +30,26 @@ from fedgp_flower.shared_messages import (
     PooledScoreSums,
     ScoreSums,
 )
-from fedgp_flower.typing import NamedArrays
+from fedgp_flower.typing import Array, Facts, Json, NamedArrays
 from strategies.server import linear
-from strategies.server.network import Expected, Network
-from strategies.server.questions import Each, Predicted, Summed, Total
+from strategies.server.network import ANYTHING, Answer, Expected, Network, answers, natural_order
+from strategies.server.questions import Each, Figures, Predicted, Several, Summed, Total
 from strategies.server.session import Asked, Session
-from strategies.server.wire import Answer, answers, natural_order
 
 logger = logging.getLogger("fedgp")
 
-Figures = dict[str, float]
+Histograms: TypeAlias = Mapping[str, NDArray[Any]]
 ALL = ""
 """In place of a site: all of them, under masks."""
 
 
 class Evaluation(TypedDict):
-    """Figures over all held-out rows, the same in standardised units, and a row per site in natural order."""
+    """Figures over all held-out rows, the same in standardised units, a row per site in natural order, histograms."""
 
     test: Figures
     test_standardised: Figures
-    per_site: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class ScoresAsked:
-    """A question for scores as messages, and what the replies must be."""
-
-    messages: list[Message]
-    expected: Expected
-    asked: Asked | None = None
-    """Under masks, the total that is asked for."""
+    per_site: list[Json]
+    calibration: dict[str, list[Any]]
 
 
 class Scoring:
@@ -70,55 +59,51 @@ class Scoring:
         self.session = session
         self.predicted = Predicted(Nothing())
         """What sites predicted with in the latest evaluation."""
+        self.asked: Asked | None = None
+        """The question of the latest evaluation; None where each site answers it by metrics, in Flower's way."""
         self.evaluation: Evaluation | None = None
-        self.calibrated: Sequence[NamedArrays] = ()
-        """Histograms of the latest evaluation."""
-        self.scored: tuple[str, ...] = ()
-        """Sites that scored a row in the latest evaluation; none under masks."""
-        self.local_only: Mapping[str, Any] | None = None
+        self.local_only: Facts | None = None
 
-    def ask(self, total: type[ScoreSums], predicted: Predicted) -> ScoresAsked:
-        """The question for the scores of one prediction, or of a fit that a site makes by itself."""
-        session = self.session
+    @property
+    def expected(self) -> Expected:
+        """What the replies to the latest evaluation must be."""
+        return ANYTHING if self.asked is None else self.asked.contract
+
+    def ask(self, total: type[ScoreSums], predicted: Predicted) -> list[Message]:
+        """The messages that ask for the scores of a prediction, or of a fit that a site makes by itself."""
+        session, self.predicted, self.asked = self.session, predicted, None
         if total is ScoreSums and session.masking is None:
-            sites = session.network.sites()
-            return ScoresAsked([session.message(site, "evaluate", predicted.at(site)) for site in sites], None)
+            return [session.message(site, "evaluate", predicted.at(site)) for site in session.network.sites()]
         if isinstance(predicted.request, Mapping):
             session.require_clear(type(next(iter(predicted.request.values()))))
-        asked = session.put(self._question(total, predicted.request))
-        return ScoresAsked(asked.messages, asked.contract, asked)
+        self.asked = session.put(self._question(total, predicted.request))
+        return self.asked.messages
 
-    def _question(self, total: type[ScoreSums], request: Any) -> Total[Any] | Each[Any]:
+    def _question(self, total: type[ScoreSums], request: object) -> Several:
         """A total under masks, else each site's scores; the first site fits the rows of all."""
         everyone = self.session.roster().everyone
         if total is PooledScoreSums:
-            return Each(total, dict.fromkeys(self.session.network.healthy()[:1], request), retries=1)
-        if self.session.masking is not None:
+            everyone = tuple(self.session.network.healthy()[:1])
+        elif self.session.masking is not None:
             return Total(total, request, everyone)
         return Each(total, dict.fromkeys(everyone, request), retries=1)
 
-    def take(self, asked: ScoresAsked, replies: Iterable[Message]) -> Evaluation | None:
+    def take(self, replies: Iterable[Message]) -> Evaluation | None:
         """The figures of the replies to an evaluation; None if nobody has scored a row."""
-        scores = self._scores(asked, replies)
-        found = self._figures(scores)
-        self.scored = () if ALL in scores else tuple(scores)
-        if scores:
-            self.calibrated = [one.arrays for one in scores.values()]
-            self.evaluation = found
+        if self.asked is None:
+            found = self._figures(usable_scores(self.session.network, answers(replies)))
+        else:
+            found = self._figures(self._split(self.session.read(self.asked, replies)))
+        self.evaluation = found or self.evaluation
         return found
 
-    def baseline(self, total: type[ScoreSums], request: Any) -> dict[str, Any] | None:
+    def baseline(self, total: type[ScoreSums], request: object) -> Json | None:
         """The scores of a comparison, as :meth:`ask` asks for them; None if no site has any."""
         logger.info("comparison: %s", kind_of(total).removeprefix("query.").replace("_", " "))
         return as_baseline(self._figures(self._split(self.session.ask(self._question(total, request)))))
 
-    def _scores(self, asked: ScoresAsked, replies: Iterable[Message]) -> dict[str, Scores]:
-        """What replies hold: the scores of every site, or their sum under masks."""
-        if asked.asked is None:
-            return usable_scores(self.session.network, answers(replies))
-        return self._split(self.session.read(asked.asked, replies))
-
     def _split(self, found: Summed[ScoreSums] | Mapping[str, ScoreSums]) -> dict[str, Scores]:
+        """The scores of every site, or their sum under masks."""
         if isinstance(found, Summed):
             return {} if found.total is None else {ALL: found.total.scores()}
         flat = {site: Answer(site, {}, scores.scores().flat(), {}) for site, scores in found.items()}
@@ -127,7 +112,7 @@ class Scoring:
 
     def _figures(self, scores: Mapping[str, Scores]) -> Evaluation | None:
         """The figures of sites, or of the total under masks, which has no row for each site; None if there are none."""
-        if not scores or all(one.sums["count"] == 0 for one in scores.values()):
+        if not any(one.sums["count"] for one in scores.values()):
             return None
         sums, arrays = {site: one.sums for site, one in scores.items()}, [one.arrays for one in scores.values()]
         found = combine(sums, self.session.preparation.target_scale, arrays)
@@ -135,7 +120,7 @@ class Scoring:
             found["per_site"] = []
         return found
 
-    def simple_baselines(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    def simple_baselines(self) -> tuple[Json | None, Json | None]:
         """The scores of the mean of the target, and of linear or logistic regression.
 
         None where the method scores another kind of task than they.
@@ -144,31 +129,31 @@ class Scoring:
         likelihood = session.config.model.likelihood
         if self.evaluation is None or ("brier" in self.evaluation["test"]) != (likelihood == "bernoulli"):
             return None, None
-        everyone, inputs = session.roster().everyone, preparation.num_inputs
-        rows = sum(preparation.rows.values())
-        mean = linear.constant(preparation.modelled_target, rows, inputs, likelihood, preparation.standardisation)
-        line = session.run(linear.linear_fit(everyone, likelihood, inputs))
+        inputs, rows = preparation.num_inputs, sum(preparation.rows.values())
+        scale = float(preparation.arrays["target.mean"]), float(preparation.arrays["target.scale"])
+        mean = linear.constant(preparation.modelled_target, rows, inputs, likelihood, scale)
+        line = session.run(linear.linear_fit(session.roster().everyone, likelihood, inputs))
         return self.baseline(LinearScoreSums, mean), None if line is None else self.baseline(LinearScoreSums, line)
 
     def predictions(self, predicts: bool) -> dict[str, NamedArrays]:
         """Held-out rows of simulated sites with their predictions, where the configuration wants to keep them."""
-        session, preparation = self.session, self.session.preparation
-        clear = preparation.simulated and session.masking is None
+        session = self.session
+        clear = session.preparation.simulated and session.masking is None
         if not (predicts and clear and session.config.keep_predictions):
             return {}
-        requests = {site: self.predicted.at(site) for site in self.scored}
+        scored = [] if self.evaluation is None else [row["site"] for row in self.evaluation["per_site"]]
+        requests = {site: self.predicted.at(site) for site in scored}
         found: dict[str, HeldOutRows] = session.ask(Each(HeldOutRows, requests, retries=1))
         return {site: dict(answer.values) for site, answer in found.items() if answer.values}
 
 
 def usable_scores(network: Network, found: Mapping[str, Answer]) -> dict[str, Scores]:
     """Scores of at least one row from each answer; one that cannot be scores is its site's failure."""
-    kinds = Counter(_names_of(answer.metrics) for answer in found.values())
+    kinds = Counter(_names_of(answer.metrics) for answer in found.values()).most_common(1)
     usable: dict[str, Scores] = {}
     for site, answer in found.items():
-        names = kinds.most_common(1)[0][0]
-        reason = scores_refusal(answer, names)
-        if reason:
+        names = kinds[0][0]
+        if reason := scores_refusal(answer, names):
             network.fail(site, reason)
         elif answer.number("count") > 0:
             sent = {name: answer.metrics[name] for name in HISTOGRAM_SHAPES if name in answer.metrics}
@@ -179,7 +164,7 @@ def usable_scores(network: Network, found: Mapping[str, Answer]) -> dict[str, Sc
 
 def scores_refusal(answer: Answer, names: Iterable[str]) -> str | None:
     """Why numbers cannot be the sums ``names`` of scores of some rows, or None."""
-    missing = [name for name in names if not isinstance(answer.metrics.get(name), float)]
+    missing = [name for name in names if name not in answer.metrics or math.isnan(answer.number(name))]
     if missing:
         return f"scores missing: {', '.join(missing)}"
     bounded = [name for name in names if name.startswith("inside-") or name == "correct"]
@@ -189,8 +174,7 @@ def scores_refusal(answer: Answer, names: Iterable[str]) -> str | None:
         return "scores count more rows than there are"
     for name, shape in HISTOGRAM_SHAPES.items():
         size = math.prod(shape)
-        values = answer.metrics.get(name, [0.0] * size)
-        if not isinstance(values, list) or len(values) != size:
+        if name in answer.metrics and np.shape(answer.metrics[name]) != (size,):
             return f"`{name}`: expected {size} numbers"
     return None
 
@@ -199,7 +183,7 @@ def scores_refusal(answer: Answer, names: Iterable[str]) -> str | None:
 
 
 def combine(
-    sums: Mapping[str, Mapping[str, float]], target_scale: float, arrays: Iterable[Mapping[str, NDArray[Any]]] = ()
+    sums: Mapping[str, Mapping[str, float]], target_scale: float, arrays: Iterable[Histograms] = ()
 ) -> Evaluation:
     """Figures of one evaluation; a figure over no rows is NaN.
 
@@ -211,21 +195,22 @@ def combine(
     sites = sorted(sums, key=natural_order)
     names = _names_of(sums[sites[0]])
     total = {name: math.fsum(float(sums[site][name]) for site in sites) for name in names}
-    test = _figures(total) | ranked(combine_histograms(arrays).get("ranks"))
+    histograms = combine_histograms(arrays)
+    test = _figures(total) | ranked(histograms.get("ranks"))
     standardised = dict(test)
     if "rmse" in test:  # probabilities of classes have no units
         standardised |= {name: test[name] / target_scale for name in ("rmse", "mae", "crps")}
         standardised["nll"] -= math.log(target_scale)
     rows = [{"site": site, "num_examples": int(sums[site]["count"]), **_figures(sums[site])} for site in sites]
-    return Evaluation(test=test, test_standardised=standardised, per_site=rows)
+    return Evaluation(test=test, test_standardised=standardised, per_site=rows, calibration=histograms)
 
 
-def as_baseline(evaluation: Evaluation | None) -> dict[str, Any] | None:
+def as_baseline(evaluation: Evaluation | None) -> Json | None:
     """The entry of ``pooled`` or ``local_only`` in ``metrics.json``: the test figures and a row per site."""
     return None if evaluation is None else {**evaluation["test"], "per_site": evaluation["per_site"]}
 
 
-def combine_histograms(arrays: Iterable[Mapping[str, NDArray[Any]]]) -> dict[str, list[Any]]:
+def combine_histograms(arrays: Iterable[Histograms]) -> dict[str, list[Any]]:
     """Histograms of the sites' evaluation replies, added: the entry ``calibration`` of ``metrics.json``."""
     replies = list(arrays)
     found = {name: [reply[name] for reply in replies if name in reply] for name in HISTOGRAM_SHAPES}
@@ -253,7 +238,7 @@ def ranked(counts: Sequence[Sequence[float]] | None) -> Figures:
     }
 
 
-def _slope(zeros: NDArray[np.float64], ones: NDArray[np.float64]) -> tuple[float, float]:
+def _slope(zeros: Array, ones: Array) -> tuple[float, float]:
     """Slope of a logistic regression and its standard error; NaN where it has none, as with separated classes."""
     width = 2 * RANK_REACH / RANK_BINS
     design = np.column_stack([np.ones(RANK_BINS), (np.arange(RANK_BINS) + 0.5) * width - RANK_REACH])
@@ -270,7 +255,7 @@ def _slope(zeros: NDArray[np.float64], ones: NDArray[np.float64]) -> tuple[float
     return math.nan, math.nan
 
 
-def with_skill(figures: Figures, mean: Mapping[str, Any]) -> Figures:
+def with_skill(figures: Figures, mean: Facts) -> Figures:
     """Figures and what they gain over predicting the mean: 1 − S / S_mean for squared error, CRPS and Brier score.
 
     ``r2`` thus compares with the training mean on the same held-out rows, and can be below zero.
@@ -284,7 +269,7 @@ def with_skill(figures: Figures, mean: Mapping[str, Any]) -> Figures:
     return figures | gains
 
 
-def _names_of(sums: Mapping[str, Any]) -> tuple[str, ...]:
+def _names_of(sums: Facts) -> tuple[str, ...]:
     return CLASSIFICATION_SUMS if "brier" in sums else REGRESSION_SUMS
 
 

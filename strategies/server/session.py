@@ -6,47 +6,153 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fedgp_flower.config import RunConfig, defaults
-from fedgp_flower.errors import ConfigError, ProtocolError
-from fedgp_flower.messages import add, encode, is_public, is_summand, kind_of, split, stepped_from
+from fedgp_flower.errors import ConfigError, FedGPError, ProtocolError
+from fedgp_flower.messages import (
+    add,
+    decode,
+    encode,
+    is_public,
+    is_summand,
+    join,
+    kind_of,
+    misfit,
+    refusal_of,
+    split,
+    stepped_from,
+)
 from fedgp_flower.options import MethodOptions
 from fedgp_flower.outcome import Snapshot
-from fedgp_flower.records import APART, array_record, packed_record
+from fedgp_flower.records import APART, array_record, numpy_arrays, packed_record
+from fedgp_flower.shared_messages import Described
 from fedgp_flower.transforms import TRANSFORMS
 from fedgp_flower.typing import NamedArrays
 from strategies.server import enrolment
-from strategies.server.contract import Contract, ContradictionError
-from strategies.server.course import Course
-from strategies.server.enrolment import Enrolment, Preparation
-from strategies.server.network import Network, echo_of, pause_after
-from strategies.server.questions import Asking, Each, First, Question, Refuse, Roster, S, Summed, Total, answered_by
+from strategies.server.enrolment import Enrolment
+from strategies.server.network import (
+    Answer,
+    Expected,
+    Network,
+    SharedContext,
+    Texts,
+    claimed_site,
+    echo_of,
+    pause_after,
+)
+from strategies.server.questions import (
+    Asking,
+    Each,
+    First,
+    Question,
+    Refuse,
+    Roster,
+    S,
+    Several,
+    Summed,
+    Total,
+    answered_by,
+    requests_of,
+)
 from strategies.server.shapes import note_ranges
 from strategies.server.totals import MEMBERS, TRUST, MaskedContract, Masking
-from strategies.server.wire import SharedContext, Texts
 
 logger = logging.getLogger("fedgp")
+
+
+class ContradictionError(FedGPError):
+    """Sites whose first answers cannot come from the rows they described, and what shows it."""
+
+    def __init__(self, sites: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"{site}: {reason}" for site, reason in sites.items()))
+        self.sites = sites
+
+
+@dataclass(frozen=True, slots=True)
+class Contract(Expected):
+    """What an answer must be: as its class declares, of the lengths that are known, from as many rows as the site has.
+
+    A class of answers may have a method ``refusal(described)``, conditions that every honest answer from such rows
+    meets, and a static method ``outliers(answers, rows)``, which of several answers no honest site gives beside the
+    others. Checks that cost O(M³) run on the total. Only if the total fails do they run on each site.
+    """
+
+    answer: type
+    sizes: Mapping[str, int]
+    described: Mapping[str, Described]
+    """How each site described its rows."""
+    requests: Mapping[str, object]
+    """What each site was asked."""
+    enrolling: bool = False
+    """Before the first round a refusal is no failure yet: the sites agree again without the one that lied."""
+    added: bool = False
+    """Whether nothing but the total of the answers counts."""
+    seen: dict[int, tuple[Message, Any]] = field(default_factory=dict)
+    """Replies read so far with their answers, by identity."""
+    contradicted: dict[str, str] = field(default_factory=dict)
+    """Sites whose answers cannot come from the rows they described, and what shows it."""
+
+    def refusal(self, reply: Message) -> str | None:
+        """Why a reply cannot be used, or None."""
+        site, rows = str(claimed_site(reply)), int(reply.content["metrics"]["num-examples"])  # type: ignore[arg-type]
+        described = self.described.get(site, Described(rows))
+        try:
+            answer = self.read(reply)
+        except ProtocolError as error:
+            return str(error)
+        reason: str | None = f"claims {rows} rows, introduced itself with {described.rows}"
+        if rows == described.rows:
+            if site in self.requests and (odd := misfit(self.requests[site], answer)):
+                return odd
+            reason = refusal_of(answer, replace(described, added=self.added))
+        if reason and self.enrolling:
+            self.contradicted[site] = reason
+        return None if self.enrolling else reason
+
+    def refused(self, answers: Mapping[str, Any], total: object = None) -> dict[str, str]:
+        """Sites whose answers no honest site gives beside the others, or, if no rows have the total, no rows have.
+
+        A total that some rows have does no more harm than these rows would; nobody looks for who lied in it.
+        """
+        described = {site: self.described.get(site, Described(0)) for site in answers}
+        rows = {site: known.rows for site, known in described.items()}
+        if total is None:
+            compare = getattr(self.answer, "outliers", None)
+            return {} if compare is None else compare(answers, rows)
+        if not refusal_of(total, Described(sum(rows.values()))):
+            return {}
+        found = {site: refusal_of(answer, described[site]) for site, answer in answers.items()}
+        return {site: reason for site, reason in found.items() if reason}
+
+    def read(self, reply: Message) -> Any:
+        """The answer in a reply; read once."""
+        if id(reply) not in self.seen:
+            try:
+                arrays = numpy_arrays(reply.content["arrays"])  # type: ignore[arg-type]
+                arrays = join(self.answer, arrays, reply.content["metrics"])
+            except Exception as error:  # whatever decoding of foreign bytes raises, it is the sender's fault
+                raise ProtocolError(f"arrays cannot be decoded ({type(error).__name__})") from error
+            self.seen[id(reply)] = reply, decode(self.answer, arrays, self.sizes)
+        return self.seen[id(reply)][1]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A question to several sites as messages, and what their replies must be."""
 
-    question: Each[Any] | Total[Any]
-    contract: Contract | MaskedContract
     messages: list[Message]
+    contract: Contract | MaskedContract
+    question: Several
 
     def sent_back(self) -> NamedArrays | None:
         """The parameters that sites are sent and send back after local steps; None where they answer otherwise."""
-        question = self.question
         if isinstance(self.contract, MaskedContract) or not self.messages:
             return None
-        request = question.request if isinstance(question, Total) else next(iter(question.requests.values()))
-        return stepped_from(question.answer, request)
+        return stepped_from(self.contract.answer, next(iter(self.contract.requests.values())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +162,7 @@ class Outstanding:
     site: str
     node: int
     deadline: float
-    request: Any
+    request: object
     echo: Texts
     """What its reply must repeat."""
 
@@ -70,14 +176,16 @@ class Session:
         options: The class of the method's table.
     """
 
+    preparation: Enrolment
+    """What the sites agreed on."""
+
     def __init__(self, network: Network, config: RunConfig, options: type[MethodOptions]) -> None:
         self.network = network
         self.config = config
         self.options = options
-        self.enrolment: Enrolment
-        self.preparation: Preparation
+        self.met: Mapping[str, Answer] = {}
+        """How the sites described their columns."""
         self.masking: Masking | None = None
-        self.course = Course()
         self.began = network.round > 0
         """Whether a first round has begun, after which nobody agrees again."""
         self.training = False
@@ -88,8 +196,8 @@ class Session:
         """What a user sends with every message of training or evaluation, by ``train`` and ``evaluate``."""
         self.outstanding: dict[str, Outstanding] = {}
         """By message id."""
-        self.packed: tuple[Any, ArrayRecord, Mapping[str, Any]] | None = None
-        """The latest request with its arrays and numbers, which the messages to all sites share."""
+        self.packed: tuple[object, ArrayRecord, Texts] | None = None
+        """The latest request with its arrays and settings, which the messages to all sites share."""
         self._arrived: list[Message] = []
         network.introduction = {"configuration": self.configuration()}
 
@@ -103,38 +211,64 @@ class Session:
 
     def meet(self, snapshot: Snapshot | None) -> None:
         """Wait for the sites and hear how they describe their columns; in a resumed run they agreed long ago."""
+        network = self.network
         if snapshot is not None:
-            saved = Preparation.from_snapshot(snapshot)
-            met = enrolment.meet_again(self.network, self.config, saved)
-            self._mask("privacy" in snapshot.facts, met.simulated)
-            self._agreed(met)
+            preparation = Enrolment.from_snapshot(snapshot)
+            enrolment.meet_again(network, self.config, preparation)
+            self._mask("privacy" in snapshot.facts, preparation.simulated)
+            self._take(preparation)
             return
-        self.enrolment = enrolment.meet(self.network, self.config)
-        described = self.enrolment.described.values()
-        self._mask(all(answer.number(TRUST) for answer in described), self.enrolment.preparation.simulated)
-        if any(answer.number(enrolment.BARE) for answer in described):
-            self._agreed(self.enrolment.preparation)
-            self.enrolment = self.run(enrolment.from_totals(self.enrolment, self.network))
+        self.met = enrolment.meet(network, self.config)
+        self.preparation = enrolment.agreed(network, self.config, self.met)
+        self._mask(all(answer.number(TRUST) for answer in self.met.values()), self.preparation.simulated)
+        if any(answer.number(enrolment.BARE) for answer in self.met.values()):
+            self._take(self.preparation)
+            totals = enrolment.from_totals(network, self.config, self.met, self.preparation)
+            self.preparation = self.run(totals)
 
-    def agree(self, adjusted: Callable[[Preparation], Preparation]) -> None:
-        """Settle columns, scales and the transformation of the target."""
-        preparation = self.enrolment.preparation
-        family = TRANSFORMS.get(self.config.transform.target)
-        if family is not None:
-            self._agreed(preparation)
-            preparation = self.run(enrolment.transformed(preparation, family, self.roster().everyone))
-        self._agreed(adjusted(preparation))
+    def begin(self, adjusted: Callable[[Enrolment], Enrolment], initialise: Callable[[], Asking[S]]) -> S:
+        """Settle columns and scales and run what asks for the first state.
 
-    def agree_without(self, contradicted: Mapping[str, str]) -> None:
-        """Dismiss sites whose first answers contradict their descriptions; the others agree again without them."""
-        self.enrolment = enrolment.agree_again(self.network, self.enrolment, contradicted)
+        Sites whose first answers contradict their descriptions are dismissed, and the others agree again without them.
+        """
+        while True:
+            preparation, family = self.preparation, TRANSFORMS.get(self.config.transform.target)
+            try:
+                if family is not None:
+                    self._take(preparation)
+                    preparation = self.run(enrolment.transformed(preparation, family, self.roster().everyone))
+                self._take(adjusted(preparation))
+                return self.run(initialise())
+            except ContradictionError as contradiction:
+                for site, reason in contradiction.sites.items():
+                    enrolment.dismiss(self.network, site, reason)
+                self.network.require(self.config.min_sites)
+                logger.warning("standardisation is agreed again without %s", ", ".join(contradiction.sites))
+                self.preparation = enrolment.agreed(self.network, self.config, self.met)
 
     def share(self, constants: NamedArrays) -> None:
         """Send these arrays to every site once, beside columns, scales and configuration."""
-        if constants or self.network.context is None:
-            texts = {"schema": self.preparation.schema, "configuration": self.configuration()}
-            texts |= {} if self.masking is None else {MEMBERS: self.masking.text}
-            self.network.context = SharedContext.of(self.preparation.arrays, texts, constants)
+        texts = {"schema": self.preparation.schema, "configuration": self.configuration()}
+        texts |= {} if self.masking is None else {MEMBERS: self.masking.text}
+        self.network.context = SharedContext.of(self.preparation.arrays, texts, constants)
+
+    def _take(self, preparation: Enrolment) -> None:
+        """Take columns and scales; every later message names them."""
+        self.preparation = preparation
+        self.share({})
+
+    def _mask(self, wanted: bool, simulated: bool) -> None:
+        """Exchange keys where totals are masked: as configured, or because every site has a trust file."""
+        if wanted and not self.config.privacy.secure_aggregation:
+            logger.info("every site has a trust file: totals are asked under masks")
+            privacy = self.config.privacy.model_copy(update={"secure_aggregation": True})
+            self.config = self.config.model_copy(update={"privacy": privacy})
+            self.config.options.check(self.config)
+            self.network.introduction = {"configuration": self.configuration()}
+        if self.config.privacy.secure_aggregation:
+            least = self.config.privacy.min_sites
+            self.masking = Masking.enrol(self.network, self.configuration(), least, simulated)
+        logger.info("%s", self.what_the_server_sees())
 
     def roster(self) -> Roster:
         """The sites as they are now."""
@@ -148,6 +282,7 @@ class Session:
     def begin_round(self) -> None:
         """Count a round, greet sites that are new or back, and check that there are enough."""
         self.began = True
+        self.network.forgive()
         self.network.round += 1
         enrolment.greet(self.network, self.preparation)
         self.network.require(self.config.min_sites)
@@ -167,34 +302,15 @@ class Session:
         ]
         return self.preparation.warnings + told + ([] if self.masking is None else self.masking.warnings())
 
-    def _agreed(self, preparation: Preparation) -> None:
-        """Take columns and scales; every later message names them."""
-        self.preparation = preparation
-        self.network.context = None
-        self.share({})
-
-    def _mask(self, wanted: bool, simulated: bool) -> None:
-        """Exchange keys where totals are masked: as configured, or because every site has a trust file."""
-        if wanted and not self.config.privacy.secure_aggregation:
-            logger.info("every site has a trust file: totals are asked under masks")
-            privacy = self.config.privacy.model_copy(update={"secure_aggregation": True})
-            self.config = self.config.model_copy(update={"privacy": privacy})
-            self.config.options.check(self.config)
-            self.network.introduction = {"configuration": self.configuration()}
-        if self.config.privacy.secure_aggregation:
-            least = self.config.privacy.min_sites
-            self.masking = Masking.enrol(self.network, self.configuration(), least, simulated)
-        logger.info("%s", self.what_the_server_sees())
-
     # Questions.
 
     def ask(self, question: Question) -> Any:
         """The answer of the sites to a question of an algorithm."""
-        if isinstance(question, Refuse):
-            self.network.fail(question.site, question.reason)
-            return None
-        if isinstance(question, First):
-            return self._first(question)
+        match question:
+            case Refuse(site, reason):
+                return self.network.fail(site, reason)
+            case First():
+                return self._first(question)
         asked = self.put(question)
         return self.read(asked, self.network.exchange(asked.messages, asked.contract, retries=question.retries))
 
@@ -202,58 +318,84 @@ class Session:
         """Run a computation outside of a round, such as the first state or what a site needs to predict."""
         return answered_by(asking, self.ask)
 
-    def put(self, question: Each[Any] | Total[Any], masked: MaskedContract | None = None) -> Asked:
-        """A question as messages: the first half of :meth:`ask`; ``masked`` is the contract of one that is repeated."""
-        kind, total = kind_of(question.answer), isinstance(question, Total)
-        if isinstance(question, Each):
-            self.require_clear(question.answer)
-            requests = question.requests
-        elif not is_summand(question.answer):
-            raise ProtocolError(f"a total of {question.answer.__name__} was asked for, which is no summand")
-        else:
-            sites = self.roster().sites if question.sites is None else question.sites
-            requests = dict.fromkeys(sites, question.request)
-        if isinstance(question, Total) and self.masking is not None:
-            masked = masked or self.masking.open(question, list(requests), self._sizes(question))
-            asked = masked.question.sites
-            return Asked(question, masked, [self.message(s, kind, question.request, masked.settings) for s in asked])
-        contract = self._contract(question, requests, added=total)
+    def put(self, question: Several) -> Asked:
+        """A question as messages: the first half of :meth:`ask`."""
+        requests, kind = requests_of(question, self.roster().sites), kind_of(question.answer)
+        match question:
+            case Total() if not is_summand(question.answer):
+                raise ProtocolError(f"a total of {question.answer.__name__} was asked for, which is no summand")
+            case Total() if self.masking is not None:
+                sizes = self._sizes(question.sizes)
+                return self._put_masked(self.masking.open(question, list(requests), sizes))
+            case Each():
+                self.require_clear(question.answer)
+        contract = self._contract(question, requests, added=isinstance(question, Total))
         there = self.network.nodes  # a site of a resumed run may not be back
         messages = [self.message(site, kind, request) for site, request in requests.items() if site in there]
-        return Asked(question, contract, messages)
+        return Asked(messages, contract, question)
+
+    def _put_masked(self, contract: MaskedContract) -> Asked:
+        question, asked = contract.total, contract.question
+        messages = [self.message(site, asked.kind, question.request, contract.settings) for site in asked.sites]
+        return Asked(messages, contract, question)
 
     def read(self, asked: Asked, replies: Iterable[Message]) -> Any:
         """The answer that an algorithm is sent, from valid replies: the second half of :meth:`ask`."""
-        question, contract = asked.question, asked.contract
-        reply: Any
+        contract = asked.contract
         if isinstance(contract, MaskedContract):
-            reply = self._masked_total(asked, contract, replies)
+            reply: Any = self._masked_total(contract, replies)
         else:
-            if contract.contradicted:
-                raise ContradictionError(contract.contradicted)
-            reply = answers = {self.network.site_of(reply): contract.read(reply) for reply in replies}
-            self._leave_out(answers, contract.refused(answers))
-            if isinstance(question, Total):
-                total = add(answers.values()) if answers else None
-                if total is not None and self._leave_out(answers, contract.refused(answers, total)):
-                    total = add(answers.values()) if answers else None
-                reply = Summed(total, tuple(answers))
-            if self.training:
-                self.network.took_part |= answers.keys()
+            reply = self._in_the_clear(contract, {str(claimed_site(reply)): contract.read(reply) for reply in replies})
+        if self.training:
+            self.network.took_part.update(reply.sites if isinstance(reply, Summed) else reply)
         if not self.began:
-            note_ranges(question, reply, self.preparation.columns)
+            note_ranges(asked.question.answer, reply, self.preparation.columns)
         return reply
 
-    def message(self, site: str, kind: str, request: Any, masked: Mapping[str, str] | None = None) -> Message:
+    def _in_the_clear(self, contract: Contract, answers: dict[str, Any]) -> Summed[Any] | dict[str, Any]:
+        """Answers, or their total, without those that no honest site gives."""
+        if contract.contradicted:
+            raise ContradictionError(contract.contradicted)
+        self._leave_out(answers, contract.refused(answers))
+        if not contract.added:
+            return answers
+        if answers and (liars := contract.refused(answers, add(answers.values()))):
+            self._leave_out(answers, liars)
+        return Summed(add(answers.values()) if answers else None, tuple(answers))
+
+    def _leave_out(self, answers: dict[str, Any], refused: Mapping[str, str]) -> None:
+        """Drop answers that are refused, which are failures of their sites."""
+        for site, reason in refused.items():
+            self.network.fail(site, reason)
+            del answers[site]
+
+    def _masked_total(self, contract: MaskedContract, replies: Iterable[Message]) -> Summed[Any]:
+        """The total of the sites that answer: those that stay silent are left out, and the others asked again."""
+        assert self.masking is not None
+        while True:
+            answers = {str(claimed_site(reply)): reply for reply in replies}
+            usable = self.masking.usual(contract, answers)
+            for site in answers.keys() - usable.keys():
+                self.network.fail(site, "its arrays are not those that most sites send")
+            silent = [site for site in contract.question.sites if site not in usable]
+            if not silent:
+                rows = sum(self.preparation.rows[site] for site in usable)
+                return self.masking.summed(contract, usable, self._sizes(contract.total.sizes), rows)
+            if not usable:
+                return Summed(None, ())
+            contract = self.masking.without(contract, silent)
+            messages = self._put_masked(contract).messages
+            replies = self.network.exchange(messages, contract, retries=contract.total.retries)
+
+    def message(self, site: str, kind: str, request: object, masked: Texts | None = None) -> Message:
         """A request to one site; the sites that are sent the same share its arrays."""
         if self.packed is None or self.packed[0] is not request:
             arrays, numbers = split(type(request), encode(request))
             record = (array_record if self.apart else packed_record)(arrays)
             self.packed = request, record, {**numbers, **({APART: True} if self.apart else {})}
-        _, record, numbers_and_form = self.packed
+        _, record, settings = self.packed
         given = self.given.get(kind.partition(".")[0], ConfigRecord())
-        settings: Mapping[str, Any] = {**given, **numbers_and_form, **(masked or {})}
-        return self.network.message(site, kind, record, settings)
+        return self.network.message(site, kind, record, {**given, **settings, **(masked or {})})  # type: ignore[dict-item]
 
     def require_clear(self, answer: type) -> None:
         """Refuse to ask single sites for what belongs under masks."""
@@ -264,76 +406,51 @@ class Session:
                 " method of totals"
             )
 
-    def _sizes(self, question: Each[Any] | Total[Any] | First[Any]) -> dict[str, int]:
+    def _sizes(self, known: Mapping[str, int]) -> dict[str, int]:
         """Lengths of the answer's dimensions, as far as they are known."""
         inputs = self.preparation.num_inputs
-        return {"D": inputs, "P": 1 + inputs, **question.sizes}
+        return {"D": inputs, "P": 1 + inputs, **known}
 
     def _contract(
-        self, question: Each[Any] | Total[Any] | First[Any], requests: Mapping[str, Any], added: bool = False
+        self, question: Several | First[Any], requests: Mapping[str, object], *, added: bool = False
     ) -> Contract:
         described = {site: self.preparation.described(site) for site in requests}
-        return Contract(question.answer, self._sizes(question), described, requests, not self.began, added)
-
-    def _leave_out(self, answers: dict[str, Any], refused: Mapping[str, str]) -> bool:
-        """Drop answers that are refused, which are failures of their sites; whether there were any."""
-        for site, reason in refused.items():
-            self.network.fail(site, reason)
-            del answers[site]
-        return bool(refused)
-
-    def _masked_total(self, asked: Asked, contract: MaskedContract, replies: Iterable[Message]) -> Summed[Any]:
-        """The total of the sites that answer: those that stay silent are left out, and the others asked again."""
-        assert self.masking is not None
-        while True:
-            answers = {self.network.site_of(reply): reply for reply in replies}
-            usable = self.masking.usual(contract, answers)
-            for site in answers.keys() - usable.keys():
-                self.network.fail(site, "its arrays are not those that most sites send")
-            silent = [site for site in contract.question.sites if site not in usable]
-            if not silent:
-                if self.training:
-                    self.network.took_part |= usable.keys()
-                rows = sum(self.preparation.rows[site] for site in usable)
-                return self.masking.summed(contract, usable, self._sizes(asked.question), rows)
-            if not usable:
-                return Summed(None, ())
-            contract = self.masking.without(contract, silent)
-            messages = self.put(asked.question, contract).messages
-            replies = self.network.exchange(messages, contract, retries=asked.question.retries)
+        return Contract(question.answer, self._sizes(question.sizes), described, requests, not self.began, added)
 
     # Questions that nobody waits for.
 
     def _first(self, question: First[Any]) -> tuple[str, Any]:
         """Send what is new, and wait for the first answer of all that are outstanding."""
         self.require_clear(question.answer)
+        network, begun = self.network, time.monotonic()
         for site, request in question.requests.items():
             self._push(site, question.answer, request)
-        begun = time.monotonic()
         while True:
-            self._arrived = self._arrived or self.network.pull(self.outstanding)
+            self._arrived = self._arrived or network.pull(self.outstanding)
             if self._arrived:
                 reply = self._arrived.pop(0)
                 asked = self.outstanding.pop(reply.metadata.reply_to_message_id, None)
                 if asked is None:
                     continue  # it came twice
-                if self.network.forgot(reply):
+                if network.context.note(reply):
                     self._push(asked.site, question.answer, asked.request)
                     continue
                 contract = self._contract(question, {asked.site: asked.request})
-                kept = self.network.accept(asked.site, reply, contract, asked.echo)
-                self.network.took_part |= set() if kept is None else {asked.site}
-                return asked.site, None if kept is None else contract.read(kept)
+                if not network.accept(asked.site, reply, contract, asked.echo):
+                    return asked.site, None
+                network.took_part.add(asked.site)
+                return asked.site, contract.read(reply)
             lost = self._lost()
             if lost is not None:
                 return lost, None
             time.sleep(pause_after(time.monotonic() - begun))
 
-    def _push(self, site: str, answer: type, request: Any) -> None:
+    def _push(self, site: str, answer: type, request: object) -> None:
         message = self.message(site, kind_of(answer), request)
         deadline = time.monotonic() + self.network.timeout
         asked = Outstanding(site, self.network.nodes[site], deadline, request, echo_of(message))
-        self.outstanding[self.network.push(message)] = asked
+        [pushed] = self.network.push([message])
+        self.outstanding[pushed] = asked
 
     def _lost(self) -> str | None:
         """A site whose answer will not come: its time is up, or it is back under another node."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import numpy as np
@@ -21,16 +21,16 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ConfigError, ProtocolError, RunError
+from fedgp_flower.options import Value
 from fedgp_flower.outcome import Observer, Snapshot, Summary
 from fedgp_flower.records import array_record, numpy_arrays
-from strategies.server import enrolment
-from strategies.server.algorithm import Algorithm, S
-from strategies.server.checkpoint import Clock, checkpoint, close, dataset_of, details, restore
-from strategies.server.contract import ContradictionError
+from fedgp_flower.typing import Json, NamedArrays
+from strategies.server import checkpoint, enrolment
+from strategies.server.algorithm import Algorithm
 from strategies.server.keywords import configured, documented, signature
 from strategies.server.network import Network
-from strategies.server.questions import Asking, Each, Figures, Question, Refuse, Total
-from strategies.server.scoring import ScoresAsked, Scoring
+from strategies.server.questions import Asking, Each, Figures, Question, S, Total
+from strategies.server.scoring import Scoring
 from strategies.server.session import Asked, Session
 
 logger = logging.getLogger("fedgp")
@@ -47,12 +47,12 @@ class FederatedStrategy(Algorithm[S], Strategy):
     back, so they need a method whose sites send back the run's arrays; others are refused.
     """
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         cls.__signature__ = signature(cls.options_class)  # type: ignore[attr-defined]
         cls.__doc__ = documented(cls.__doc__, cls.options_class)
 
-    def __init__(self, **keywords: Any) -> None:
+    def __init__(self, **keywords: Value | None) -> None:
         self._set(configured(self.method, self.options_class, keywords), Observer(), None)
 
     @classmethod
@@ -66,19 +66,19 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.config, self.options = config, config.options
         self.observer, self.snapshot = observer, snapshot
         self.timeout, self.planned_rounds = config.round_timeout, config.num_server_rounds
-        self.clock = Clock()
+        facts: Json = {} if snapshot is None else snapshot.facts
+        self.clock, self.course = checkpoint.Clock(), checkpoint.Course(**facts.get("course", {}))
         self.current: S
         """The state; only complete rounds change it."""
-        self.begun = 0
+        self.begun = int(facts.get("round", 0))
         """The latest round that Flower has begun."""
-        self.merged = snapshot is not None and bool(snapshot.facts["merged"])
+        self.merged = bool(facts.get("merged"))
         """Whether what a site answered to training has ever changed the state."""
         self.running: Asking[tuple[S, Figures]] | None = None
         self.question: Question | None = None
         self.asked: Asked | None = None
         """The first question of a round, as its messages."""
         self.complete: tuple[S, Figures] | None = None
-        self.scores_asked = ScoresAsked([], None)
         self.evaluated = (-1, 0)
         """The round of the latest evaluation, and how many sites answered it."""
         self.expected: dict[str, float] = {}
@@ -120,7 +120,10 @@ class FederatedStrategy(Algorithm[S], Strategy):
         if initial_arrays is not None and self.snapshot is None:
             self._take(initial_arrays)
         self.clock.switch("training")
-        self._announce()
+        if count := self.exchanges_to_come(self.current):
+            trip = float(np.median(self.network.trips))
+            self.expected = {"expected_exchanges": count, "expected_seconds": count * trip}
+            logger.info("about %d exchanges to come, %.2g minutes at %.2g s a trip", count, count * trip / 60, trip)
         while True:
             metrics = None if evaluate_fn is None else evaluate_fn(self.round, array_record(self.public(self.current)))
             if metrics is not None:
@@ -131,7 +134,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.require_training()
         self.clock.switch("evaluation")
         self._evaluate(result)
-        self.outcome = close(self, self.current, self.clock, self.evaluated[1], self.expected)
+        self.outcome = self._closed()
         logger.info("%s", self.session.what_the_server_sees())
         result.arrays = array_record(self.public(self.current))
         return result
@@ -148,29 +151,25 @@ class FederatedStrategy(Algorithm[S], Strategy):
         """Meet the sites of a Grid, agree on columns and scales, and form the first state; once."""
         if hasattr(self, "session"):
             return
-        facts = {} if self.snapshot is None else self.snapshot.facts
         # Sites keep state under this id: a resumed run goes on under the old one, any other run starts afresh.
-        run = facts.get("run", f"{self.config.digest()}-{secrets.token_hex(4)}")
-        network = Network(grid, run, self.timeout, self.config.max_failures)
-        self.begun = network.round = int(facts.get("round", 0))
-        self.session = Session(network, self.config, self.options_class)
+        fresh = f"{self.config.digest()}-{secrets.token_hex(4)}"
+        run = fresh if self.snapshot is None else self.snapshot.facts.get("run", fresh)
+        self.network = Network(grid, run, self.timeout, self.config.max_failures, round=self.begun)
+        self.session = Session(self.network, self.config, self.options_class)
         self.scoring = Scoring(self.session)
         self.session.meet(self.snapshot)
         self.config = self.session.config
-        if self.snapshot is not None:
-            self.current = restore(self.session, self.snapshot, self.clock, self.state_class)
+        if self.snapshot is None:
+            self.current = self.session.begin(self.adjusted, lambda: self.initialise(self.roster()))
+        else:
+            self.current = checkpoint.restore(self.session, self.snapshot, self.clock, self.state_class)
             logger.info("resumed after round %d", self.round)
-        while not hasattr(self, "current"):
-            try:
-                self.session.agree(self.adjusted)
-                self.current = self.session.run(self.initialise(self.roster()))
-            except ContradictionError as contradiction:
-                self.session.agree_without(contradiction.sites)
-        self.session.share(self.constants(self.current))
+        if constants := self.constants(self.current):
+            self.session.share(constants)
 
     def summary(self) -> None:
         """Log what is about to run, once the sites are known."""
-        logger.info("method %s on %s", self.config.method, dataset_of(self))
+        logger.info("method %s on %s", self.config.method, checkpoint.dataset_of(self.session))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -183,8 +182,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
             session.begin_round()
         self._take(arrays)
         session.given["train"] = config
-        session.packed, session.apart = None, len(arrays) > 0
-        self.complete, self.asked, session.training = None, None, True
+        session.packed, session.apart, session.training = None, len(arrays) > 0, True
+        self.complete, self.asked = None, None
         self.running = self.one_round(self.current, self.roster())
         self._advance(None)
         if isinstance(self.question, Each | Total):
@@ -215,15 +214,12 @@ class FederatedStrategy(Algorithm[S], Strategy):
         self.enrol(grid)
         self._take(arrays)
         self.session.given["evaluate"] = ConfigRecord({**self.session.given.get("evaluate", {}), **config})
-        self.scoring.predicted = self.session.run(self.predictive(self.current, self.roster()))
-        self.scores_asked = self.scoring.ask(self.score_sums, self.scoring.predicted)
-        return self.scores_asked.messages
+        return self.scoring.ask(self.score_sums, self.session.run(self.predictive(self.current, self.roster())))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Figures over all held-out rows, from the sites' sums; None if nobody has any."""
         del server_round
-        judged = self.network.judged(replies, self.scores_asked.expected)
-        found = self.scoring.take(self.scores_asked, judged)
+        found = self.scoring.take(self.network.judged(replies, self.scoring.expected))
         return None if found is None else MetricRecord({f"test_{name}": value for name, value in found["test"].items()})
 
     def require_training(self) -> None:
@@ -234,19 +230,31 @@ class FederatedStrategy(Algorithm[S], Strategy):
                 f" {self.network.latest_failures()}"
             )
 
-    def details(self) -> dict[str, Any]:
-        """Facts of the method as ``metrics.json`` has them."""
-        return details(self, self.current, self.expected)
+    def details(self) -> Json:
+        """Facts of the method as ``metrics.json`` has them, those that sites are asked for among them."""
+        asked = self.session.run(self.final(self.current, self.roster()))
+        line = checkpoint.rise(self.course.values)
+        facts = {**self.scoring.predicted.details, **self.expected, **asked}
+        facts |= {} if line is None else {"rise_per_round": line.slope}
+        return facts if self.masking is None else facts | {"privacy": self.masking.facts()}
 
     # Parts of a run.
 
-    def _announce(self) -> None:
-        """Say how long training will take, by the trips made so far."""
-        count = self.exchanges_to_come(self.current)
-        if count:
-            trip = float(np.median(self.network.trips))
-            self.expected = {"expected_exchanges": count, "expected_seconds": count * trip}
-            logger.info("about %d exchanges to come, %.2g minutes at %.2g s a trip", count, count * trip / 60, trip)
+    def _closed(self) -> Summary:
+        """Ask for the comparisons and rows that the configuration wants, and put the figures of the run together."""
+        session, scoring, preparation = self.session, self.scoring, self.preparation
+        predictions = scoring.predictions(self.predicts)
+        baselines, posterior = checkpoint.compare(session, scoring), scoring.predicted.posterior
+        if self.evaluated[1] == 0:
+            raise RunError("no site could score its held-out rows, so the run has no result; see the failures above")
+        details = self.details()
+        metrics = checkpoint.metrics(session, scoring.evaluation, baselines, self.clock) | {
+            "converged": self.converged(self.current),
+            "warnings": session.warnings() + self.warnings(),
+            "method_details": details,
+        }
+        arrays, names = preparation.arrays, preparation.names
+        return Summary(metrics, posterior, predictions, preparation.schema, arrays, names)
 
     def _train_one_round(self, result: Result) -> None:
         """One round, again while sites that must not miss it have; then its line of the history and a checkpoint."""
@@ -255,11 +263,9 @@ class FederatedStrategy(Algorithm[S], Strategy):
         while True:
             before, failed = self.current, len(network.failures)
             messages = list(self.configure_train(number, ArrayRecord(), config, network.grid))
-            replies: list[Message] = []
-            if self.asked is not None and messages:
-                retries = self.asked.question.retries
-                replies = network.exchange(messages, self.asked.contract, retries=retries)
-            _, metrics = self.aggregate_train(number, replies)
+            asked = self.asked
+            replies = asked and network.exchange(messages, asked.contract, retries=asked.question.retries)
+            _, metrics = self.aggregate_train(number, replies or [])
             again = self._to_be_awaited(failed, missed)
             if not again:
                 break
@@ -272,19 +278,18 @@ class FederatedStrategy(Algorithm[S], Strategy):
         if self.config.evaluate_every and number % self.config.evaluate_every == 0:
             figures |= self._evaluate(result)
         left, most = self.exchanges_to_come(self.current), self.config.num_server_rounds
-        most = most if left is None else min(most, number + left // self.exchanges_a_round)
-        traffic = network.traffic
         row = {
             "round": number,
-            "communications": traffic.communications,
-            "exchanges": traffic.exchanges,
-            **self.clock.since_last_round(network),
+            "communications": network.traffic.communications,
+            "exchanges": network.traffic.exchanges,
+            **self.clock.since_last_round(network.traffic),
             **figures,
             "failures": len(network.failures),
             "repairs": sum(network.repairs.values()),
         }
-        self.observer.on_round(row, most)
-        self.observer.on_checkpoint(checkpoint(self.session, self.current, self.clock, self.merged))
+        self.observer.on_round(row, most if left is None else min(most, number + left // self.exchanges_a_round))
+        snapshot = checkpoint.checkpoint(self.session, self.current, self.clock, self.course, self.merged)
+        self.observer.on_checkpoint(snapshot)
 
     def _to_be_awaited(self, failed: int, missed: Counter[str]) -> list[str]:
         """Sites that still take part and failed in a round that is to have them all, and not too often in it."""
@@ -298,17 +303,13 @@ class FederatedStrategy(Algorithm[S], Strategy):
         return again
 
     def _advance(self, reply: Any) -> None:
-        """Run the algorithm to its next question to a site; failures it declares are counted on the way."""
+        """Run the round to its next question, or to its end."""
         assert self.running is not None
         try:
-            question = self.running.send(reply)
-            while isinstance(question, Refuse):
-                question = self.running.send(self.session.ask(question))
+            self.question = self.running.send(reply)
         except StopIteration as done:
             self.question, self.running, self.complete = None, None, done.value
             self.session.training = False
-        else:
-            self.question = question
 
     def _evaluate(self, result: Result) -> dict[str, float]:
         """Evaluate once per round; later calls in the same round return nothing new."""
@@ -316,7 +317,7 @@ class FederatedStrategy(Algorithm[S], Strategy):
             return {}
         left = self.clock.switch("evaluation")
         messages = list(self.configure_evaluate(self.round, ArrayRecord(), ConfigRecord(), self.network.grid))
-        replies = self.network.exchange(messages, self.scores_asked.expected, retries=1)
+        replies = self.network.exchange(messages, self.scoring.expected, retries=1)
         record = self.aggregate_evaluate(self.round, replies)
         self.evaluated = self.round, len(replies)
         self.clock.switch(left)
@@ -347,6 +348,6 @@ class FederatedStrategy(Algorithm[S], Strategy):
             )
 
 
-def shapes_of(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+def shapes_of(arrays: NamedArrays) -> dict[str, tuple[int, ...]]:
     """The shape of every array."""
     return {name: np.shape(array) for name, array in arrays.items()}

@@ -15,7 +15,6 @@ process, whatever the partition; the evidence of one site's rows does not depend
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -123,35 +122,23 @@ def convolutional(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels[-1] * side**2, options.features), nn.ReLU())
 
 
-class Observed(nn.Module):
-    """How a target is observed."""
-
-    @abstractmethod
-    def values(self, targets: Targets) -> tuple[Float[Tensor, "C N"], Float[Tensor, "C N"]]:
-        """Values of f and the variances of their noise."""
-
-    @abstractmethod
-    def predict(self, mean: Float[Tensor, "C N"], variance: Float[Tensor, "C N"]) -> tuple[Tensor, Tensor]:
-        """Mean and variance of an observation [N], or of indicators of classes [N, C], where f has these."""
-
-
-class Numbers(Observed):
+class Numbers(nn.Module):
     """The standardised target with Gaussian noise, whose variance is learned."""
 
     def __init__(self, noise: float) -> None:
         super().__init__()
         self.log_noise = nn.Parameter(torch.tensor([math.log(noise)]))
 
-    def values(self, targets: Targets) -> tuple[Tensor, Tensor]:
-        """As they are."""
+    def values(self, targets: Targets) -> tuple[Float[Tensor, "1 N"], Float[Tensor, "1 N"]]:
+        """Values of f and the variances of their noise."""
         return targets[None], self.log_noise.exp().expand(1, len(targets))
 
     def predict(self, mean: Float[Tensor, "1 N"], variance: Float[Tensor, "1 N"]) -> tuple[Tensor, Tensor]:
-        """With noise."""
+        """Mean and variance of an observation [N]."""
         return mean[0], variance[0] + self.log_noise.exp()
 
 
-class Classes(Observed):
+class Classes(nn.Module):
     """Classes 0 … C−1 as values of C functions (Milios et al., Dirichlet-based Gaussian processes, 2018).
 
     With α_nc = α + 1[y_n = c], s²_nc = log(1/α_nc + 1) is the variance of the noise of a value log α_nc − s²_nc/2, and
@@ -167,8 +154,8 @@ class Classes(Observed):
         drawn = torch.randn(draws, classes, 1, generator=generator, dtype=torch.float64)
         self.register_buffer("noise", drawn, persistent=False)
 
-    def values(self, targets: Targets) -> tuple[Tensor, Tensor]:
-        """Of all classes.
+    def values(self, targets: Targets) -> tuple[Float[Tensor, "C N"], Float[Tensor, "C N"]]:
+        """Values of f for all classes, and the variances of their noise.
 
         Raises:
             DataError: a target is not the number of a class.
@@ -180,7 +167,7 @@ class Classes(Observed):
         return alpha.log() - variance / 2, variance
 
     def predict(self, mean: Float[Tensor, "C N"], variance: Float[Tensor, "C N"]) -> tuple[Tensor, Tensor]:
-        """The mean over draws."""
+        """Mean and variance of the indicator of the second class [N], or of all classes [N, C]: a mean over draws."""
         every = (mean + variance.sqrt() * self.noise).softmax(1).mean(0).mT
         probability = every[:, 1] if self.binary else every
         return probability, probability * (1 - probability)
@@ -196,7 +183,7 @@ class DeepKernel(nn.Module):
             torch.manual_seed(seed)
             self.network = (dense if options.network == "dense" else convolutional)(inputs, options)
         classes = 2 if binary else options.classes
-        self.observed: Observed = Classes(classes, binary=binary) if classes else Numbers(section.noise)
+        self.observed: Numbers | Classes = Classes(classes, binary=binary) if classes else Numbers(section.noise)
         self.double()
 
     def features(self, inputs: Rows) -> Float[Tensor, "N F"]:

@@ -2,60 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedgp_flower.clients.baselines import fitted
-from fedgp_flower.clients.numpy_client import SiteClient
-from fedgp_flower.data.sites import SiteData, load_all_sites
+from fedgp_flower.clients.numpy_client import Setting, SiteClient
+from fedgp_flower.clients.state import SiteState
+from fedgp_flower.config import RunConfig
+from fedgp_flower.data.sites import RawSite, SiteData, load_all_sites
+from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.messages import decode, encode
+from fedgp_flower.methods.fedmgp import latents as shared
+from fedgp_flower.methods.fedmgp import messages, model, unit
 from fedgp_flower.methods.fedmgp.joining import MOST_ROWS, predict_joining
-from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, Latents, from_parameters, posterior
-from fedgp_flower.methods.fedmgp.local_steps import LocalSteps, factor_steps, natural_steps
-from fedgp_flower.methods.fedmgp.messages import (
-    PSEUDO_INPUTS,
-    Broadcast,
-    Curve,
-    CurveRequest,
-    Directions,
-    FirstLook,
-    FirstStatistics,
-    Known,
-    PseudoGradient,
-    Trials,
-    TrialStatistics,
-    View,
-)
-from fedgp_flower.methods.fedmgp.model import (
-    Kind,
-    MultiOutputGP,
-    fit_personal,
-    likelihood_parameters,
-    moments,
-    regression_targets,
-)
+from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, Move, posterior
+from fedgp_flower.methods.fedmgp.messages import FirstStatistics, Known, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
-from fedgp_flower.methods.fedmgp.pooled import fit_pooled, starting_point
-from fedgp_flower.methods.fedmgp.unit import (
-    UnitData,
-    UnitParameters,
-    UnitState,
-    fit_alone,
-    predict,
-    respond,
-    starting_parameters,
-    statistics,
-)
-from fedgp_flower.scores import Prediction, Scores, latent_scores
-from fedgp_flower.typing import Array
+from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState
+from fedgp_flower.scores import Prediction, Scores
+from fedgp_flower.typing import Array, Indices, NamedArrays
+
+if TYPE_CHECKING:
+    from fedgp_flower.run.artefacts import RunData
 
 MOST_ROWS_SHOWN = 250
 
@@ -63,24 +38,15 @@ MOST_ROWS_SHOWN = 250
 class FedMGPClient(SiteClient):
     """One unit: shared latent functions come from the server; smoothing, amplitudes and noise stay here."""
 
-    @property
-    def options(self) -> FedMGPOptions:
-        """The table ``fedmgp.*``."""
-        return cast(FedMGPOptions, self.config.options)
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.options = cast(FedMGPOptions, setting.config.options)
+        self.likelihood: model.Kind = setting.config.model.likelihood
+        self.gaussian = self.likelihood == "gaussian"
 
-    @property
-    def likelihood(self) -> Kind:
-        """How targets are observed."""
-        return self.config.model.likelihood
-
-    @property
-    def gaussian(self) -> bool:
-        """Whether targets are numbers with Gaussian noise."""
-        return self.likelihood == "gaussian"
-
-    def unit(self, latents: Latents) -> UnitData:
+    def data(self, latents: LatentFunctions) -> UnitData:
         """The rows as seen from the pseudo-inputs, with targets that a regression can start from."""
-        return UnitData.build(self.rows.x, regression_targets(self.likelihood, self.rows.y), latents.inducing)
+        return UnitData.build(self.rows.x, model.regression_targets(self.likelihood, self.rows.y), latents.inducing)
 
     @property
     def memory(self) -> UnitState | None:
@@ -93,56 +59,56 @@ class FedMGPClient(SiteClient):
 
     # Handlers.
 
-    def first(self, request: FirstLook) -> FirstStatistics:
+    def first(self, request: messages.FirstLook) -> FirstStatistics:
         """Statistics at the parameters that every unit starts from."""
-        data, latents = self.unit(request.latents), request.latents
-        found = statistics(data, latents, starting_parameters(data, latents))
-        if request.direction is None:
-            return FirstStatistics(found)
-        sign = math.copysign(1.0, float(posterior(found).mean @ request.direction))
-        return FirstStatistics(replace(found, shift=sign * found.shift))
+        data, sign = self.data(request.latents), 1.0
+        sums = unit.statistics(data, request.latents, unit.starting_parameters(data, request.latents))
+        if request.direction is not None:
+            sign = math.copysign(1.0, float(posterior(sums).mean @ request.direction))
+        return FirstStatistics(replace(sums, shift=sign * sums.shift))
 
-    def directions(self, request: Latents) -> Directions:
+    def directions(self, request: LatentFunctions) -> messages.Directions:
         """Where the unit's first look at g points."""
-        mean = posterior(self.first(FirstLook(request)).statistics).mean
-        return Directions(np.outer(mean, mean))
+        mean = posterior(self.first(messages.FirstLook(request)).statistics).mean
+        return messages.Directions(np.outer(mean, mean))
 
-    def exact(self, request: Trials) -> TrialStatistics:
+    def exact(self, request: messages.TrialMoves) -> messages.TrialStatistics:
         """One exact round: improve φ_m with q fixed, answer with statistics at every trial move."""
         latents, q, known = request.view.latents, request.view.posterior, request.view.known
-        data, memory = self.unit(latents), self.memory
+        data, memory = self.data(latents), self.memory
         phi = None if memory is None else memory.agreed(data, known)
-        state, answers = respond(data, latents, q, request.moves, phi, smooth=request.smooth)
+        state, answers = unit.respond(data, latents, q, request.moves, phi, smooth=request.smooth)
         self.remember(state, known)
-        return TrialStatistics.of(answers)
+        return messages.TrialStatistics.of(answers)
 
-    def train(self, request: Broadcast) -> PseudoGradient:
+    def train(self, request: messages.Broadcast) -> messages.PseudoGradient:
         """Local steps of Algorithm 2 on (θ, φ_m)."""
         theta = request.parameters
-        latents, q = from_parameters(theta, request.inducing, self.config.model.jitter)
-        memory, data = self.memory, self.unit(latents)
-        before = fit_alone(data, latents, q) if memory is None else memory.start(self.setting.round)
-        steps = LocalSteps(
+        latents, q = shared.from_parameters(theta, request.inducing, self.config.model.jitter)
+        memory, data = self.memory, self.data(latents)
+        if memory is None:
+            before = unit.fit_alone(data, latents, q)
+        else:  # a round that is asked for again starts where it started before
+            before = memory.before if memory.round == self.setting.round else memory.proposed
+        steps = unit.LocalSteps(
             self.options.local_steps, request.learning_rate, self.options.natural_step, request.share, self.batches()
         )
-        if PRECISION in theta:
-            after, phi = natural_steps(theta, data, latents, before, steps)
-            mean, variance = predict(self.rows.x, latents, q, phi)
-            misfit = float(np.sum((self.rows.y - mean) ** 2 + variance))
-            fit = -0.5 * (self.num_examples * np.log(2 * np.pi * phi.noise) + misfit / phi.noise)
+        if shared.PRECISION in theta:
+            after, phi = unit.natural_steps(theta, data, latents, before, steps)
+            fit = unit.statistics(data, latents, phi).expected(q)
         else:
-            model = MultiOutputGP(latents, before, len(latents.scales), likelihood=self.likelihood)
-            model.load(theta)
-            after, phi = factor_steps(model, *self.tensors, steps), model.unit_parameters()
+            gp = model.MultiOutputGP(latents, before, len(latents.scales), likelihood=self.likelihood)
+            gp.load(theta)
+            after, phi = model.factor_steps(gp, *self.tensors, steps), gp.unit_parameters()
             with torch.no_grad():
-                fit = float(model.expected_log_likelihood(*self.tensors).sum())
+                fit = float(gp.expected_log_likelihood(*self.tensors).sum())
         if not np.isfinite(fit):
             raise NumericsError("local steps diverged: the fit is not finite. Lower `optimizer.learning-rate`.")
-        self.remember(UnitState(before, phi, np.exp(after[SCALES])), request.known)
+        self.remember(UnitState(before, phi, np.exp(after[shared.SCALES])), request.known)
         update = {name: theta[name] - array for name, array in after.items()}
-        return PseudoGradient(update, float(fit), float(self.num_examples))
+        return messages.PseudoGradient(update, fit, float(self.num_examples))
 
-    def batches(self) -> Callable[[], NDArray[np.int64] | None]:
+    def batches(self) -> Callable[[], Indices | None]:
         """Mini-batches without replacement, the same where a round is repeated."""
         rng = np.random.default_rng([self.config.seed, self.setting.round, *self.site.site.encode()])
         batch, rows = self.config.optimizer.batch_size, self.num_examples
@@ -153,33 +119,31 @@ class FedMGPClient(SiteClient):
     def function(self, request: View, inputs: Array) -> tuple[Array, Array, UnitParameters]:
         """Mean and variance of f at standardised inputs [N, D], and φ_m: behind the report that counts, or fitted."""
         latents, q, memory = request.latents, request.posterior, self.memory
-        data = self.unit(latents)
+        data = self.data(latents)
         phi = None if memory is None else memory.agreed(data, request.known)
         if phi is None:
-            phi = fit_alone(data, latents, q)
+            phi = unit.fit_alone(data, latents, q)
             if self.gaussian and latents.scales.shape == (1, 1) and self.num_examples <= MOST_ROWS:
                 mean, variance, noise = predict_joining((self.rows.x, self.rows.y), inputs, latents, q)
                 return mean, variance, replace(phi, noise=noise)
             if not self.gaussian:
-                phi = fit_personal(MultiOutputGP.of(latents, q, phi, likelihood=self.likelihood), *self.tensors)
-        return *predict(inputs, latents, q, phi), phi
+                phi = model.fit_personal(latents, q, phi, self.likelihood, *self.tensors)
+        return *unit.predict(inputs, latents, q, phi), phi
 
     def predict(self, request: View, inputs: Array) -> Prediction:
         """Personalised prediction of an observation (paper, Eq. 16); for classes, of the label."""
         mean, variance, phi = self.function(request, inputs)
-        observed = (mean, variance + phi.noise) if self.gaussian else moments(self.likelihood, mean, variance, phi)
-        return Prediction(*observed)
+        return Prediction(*model.moments(self.likelihood, mean, variance, phi))
 
     def score(self, request: View) -> Scores:
         """Scores of held-out rows in original units."""
         if self.gaussian:
             return super().score(request)
         mean, variance, phi = self.function(request, self.rows.x_test)
-        point = build_point_likelihood(self.likelihood)
-        parameter = likelihood_parameters(point, phi)
-        return latent_scores(point, parameter, mean, variance, self.rows.y_test, self.preparation.target_scale)
+        point, learned = model.observed(self.likelihood, phi)
+        return point.scores(mean, variance, self.rows.y_test, learned, self.preparation.target_scale)
 
-    def curve(self, request: CurveRequest) -> Curve:
+    def curve(self, request: messages.CurveRequest) -> messages.Curve:
         """Predictions along the one input with and without the other units, and rows; a real unit refuses."""
         self.require_simulated("does not send rows")
         rows, every, agreed = self.rows, max(1, -(-self.num_examples // MOST_ROWS_SHOWN)), self.preparation
@@ -188,19 +152,48 @@ class FedMGPClient(SiteClient):
         mean, sd, y = self.units.original(self.predict(request.view, request.grid), rows.y[::every])
         alone_mean = self.units.original(Prediction(alone.mean, alone.variance), none)[0]
         x = rows.x[::every, 0] * agreed.input_scale[0] + agreed.input_mean[0]
-        return Curve(mean, sd, alone_mean, x, y)
+        return messages.Curve(mean, sd, alone_mean, x, y)
 
     def alone(self, data: SiteData, pooled: bool) -> Scores:
         """Scores of a GP of the unit's rows; in a simulation of the same multi-output model of all units' rows."""
         if not (pooled and self.gaussian):
             return super().alone(data, pooled)
-        units: list[SiteData] = [
-            site.encode(self.preparation) for site in load_all_sites(self.config, self.site.partitions)
-        ]
+        units = [site.encode(self.preparation) for site in load_all_sites(self.config, self.site.partitions)]
         rows, most = [(part.x, part.y) for part in units], self.config.baselines.max_evaluations
-        start = starting_point(rows, self.setting.constants[PSEUDO_INPUTS], self.options.multiples)
-        latents, q, parameters, _ = fit_pooled(rows, *start, max_evaluations=most)
-        parts = [predict(unit.x_test, latents, q, phi) for unit, phi in zip(units, parameters, strict=True)]
+        start = model.starting_point(rows, self.setting.constants[messages.PSEUDO_INPUTS], self.options.multiples)
+        latents, q, parameters, _ = model.fit_pooled(rows, *start, max_evaluations=most)
+        parts = [unit.predict(part.x_test, latents, q, phi) for part, phi in zip(units, parameters, strict=True)]
         variance = np.concatenate([v + phi.noise for (_, v), phi in zip(parts, parameters, strict=True)])
         mean = np.concatenate([m for m, _ in parts])
         return self.units.gaussian_scores(Prediction(mean, variance), data.y_test)
+
+
+def site_model(
+    run: RunData, config: RunConfig, site: RawSite, state: NamedArrays
+) -> Callable[[Array], tuple[Array, Array]] | None:
+    """Mean and sd [N] of a unit's observations at standardised inputs [N, D] (paper, Eq. 16); nothing is sent.
+
+    It uses φ_m behind the unit's last report; a unit that took no part fits φ_m to its rows with g as it is. None where
+    a unit that took part has lost what it kept.
+    """
+    if run.posterior is None:
+        return None
+    arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
+    saved = run.posterior.model
+    told = saved["known"].get(site.site)
+    if told is not None and told["report"] and not state:
+        return None
+    inducing, scales, amplitudes = (arrays[f"latents.{name}"] for name in ("inducing", "scales", "amplitudes"))
+    told = told or {"report": 0, "offset": np.zeros(scales.shape), "stretch": 1.0, "hold": "gain"}
+    known = Known(told["report"], Move(np.array(told["offset"], np.float64), told["stretch"], told["hold"]))
+    q = LatentPosterior(arrays["posterior.mean"], arrays["posterior.covariance"])
+    view = View(LatentFunctions(inducing, scales, amplitudes, saved["jitter"]), q, known)
+    agreed = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
+    kept = SiteState("", arrays=state if told["report"] else {})
+    client = FedMGPClient(Setting(config, site, kept, agreed, run.metrics.rounds))
+
+    def predicted(inputs: Array) -> tuple[Array, Array]:
+        prediction = client.predict(view, inputs)
+        return prediction.mean, np.sqrt(prediction.variance)
+
+    return predicted

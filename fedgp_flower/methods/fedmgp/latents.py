@@ -2,13 +2,11 @@
 
 Latent functions are whitened, g_i = L_i u_i with u_i ~ N(0, I), so the sums of all units add up to a precision
 I + Σ_m G_m that is never smaller than the identity. Each is a message, or a part of one; nothing here sees data.
-
-Reference: Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -31,7 +29,7 @@ PRECISION, SHIFT = "natural.precision", "natural.shift"
 
 
 @message()
-class Latents:
+class LatentFunctions:
     """I independent functions g_i ~ GP(0, a_i² exp(−½ (w − w')ᵀ S_i⁻¹ (w − w'))) seen at J pseudo-inputs W (Eq. 17).
 
     The amplitudes a_i are redundant with those of the units; they let the server rescale every unit at once.
@@ -45,7 +43,7 @@ class Latents:
     @property
     def size(self) -> int:
         """Length I·J of the stacked u."""
-        return int(self.scales.shape[0] * self.inducing.shape[0])
+        return len(self.scales) * len(self.inducing)
 
     def whitening(self) -> Array:
         """Lower factors L_i of the correlation of g_i at W; C_gg = a_i² L_i L_iᵀ.  [I, J, J]."""
@@ -59,18 +57,20 @@ class Latents:
 def spacing(inducing: Array) -> Array:
     """Typical distance of neighbouring pseudo-inputs along each dimension, extent / (J^(1/D) − 1).  [D]."""
     count, dims = inducing.shape
-    distance: Array = np.ptp(inducing, axis=0) / (count ** (1.0 / dims) - 1.0)
-    return distance
+    return np.asarray(np.ptp(inducing, axis=0) / (count ** (1.0 / dims) - 1.0))
 
 
-def grid_side(count: int, dims: int) -> int:
-    """Most points along each of ``dims`` inputs of a regular grid with ``count`` points or fewer."""
-    side = round(count ** (1 / dims))
-    return side if side**dims <= count else side - 1
+def latents_at(inducing: Array, multiples: Sequence[float], jitter: float) -> LatentFunctions:
+    """Lengthscales = spacing of the pseudo-inputs times one multiple per latent function; no data needed.
+
+    A start that is too long is what makes the model collapse to a flat g.
+    """
+    scales = np.outer(np.square(multiples), spacing(inducing) ** 2)
+    return LatentFunctions(inducing, scales, np.ones(len(multiples)), jitter)
 
 
 @message()
-class Posterior:
+class LatentPosterior:
     """q(u) = N(m, V) of the stacked whitened latents, L = I·J numbers."""
 
     mean: Float[ndarray, " L"] = leaves("m")
@@ -78,15 +78,11 @@ class Posterior:
 
     def second_moment(self) -> Array:
         """E uuᵀ = V + m mᵀ."""
-        moment: Array = self.covariance + np.outer(self.mean, self.mean)
-        return moment
+        return np.asarray(self.covariance + np.outer(self.mean, self.mean))
 
-    def of_latents(self, latents: Latents) -> tuple[Array, Array]:
+    def of_latents(self, latents: LatentFunctions) -> tuple[Array, Array]:
         """Mean [I·J] and covariance [I·J, I·J] of the values g(W), unwhitened."""
-        J = latents.inducing.shape[0]
-        scale = np.zeros((latents.size, latents.size))
-        for i, (factor, amplitude) in enumerate(zip(latents.whitening(), latents.amplitudes, strict=True)):
-            scale[i * J : (i + 1) * J, i * J : (i + 1) * J] = amplitude * factor
+        scale = block_diag(*(latents.amplitudes[:, None, None] * latents.whitening()))
         return scale @ self.mean, scale @ self.covariance @ scale.T
 
 
@@ -99,17 +95,12 @@ class Move:
     """
 
     offset: Float[ndarray, "I D"] = leaves("change of log S")
-    stretch: float = leaves("1: the improved parameters; more: beyond them")
-    hold: Hold = leaves("what a unit keeps when S changes")
-
-
-def still(shape: tuple[int, ...]) -> Move:
-    """The move after which parameters are as they were, before a unit has a report."""
-    return Move(np.zeros(shape), 1.0, "gain")
+    stretch: float = leaves("1: the improved parameters; more: beyond them", default=1.0)
+    hold: Hold = leaves("what a unit keeps when S changes", default="gain")
 
 
 @message()
-class Statistics:
+class UnitStatistics:
     """What exact rounds need of a unit's data: log of ∏ p(y_m | u), averaged over f_m given u, is quadratic in u.
 
     evidence + Σ_i slack_i + bᵀu − ½ uᵀGu. The slack is −½ tr(Ω_m)/σ²: what the pseudo-inputs cannot explain.
@@ -120,61 +111,54 @@ class Statistics:
     evidence: float = leaves("−½ N log 2πσ² − ½ yᵀy / σ²")
     slack: Float[ndarray, " I"] = leaves("−½ tr(Ω_m) / σ², by latent function")
 
-    def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(
-            self.precision + other.precision,
-            self.shift + other.shift,
-            self.evidence + other.evidence,
-            self.slack + other.slack,
-        )
+    def expected(self, q: LatentPosterior) -> float:
+        """E_q log p(y_m | f_m)."""
+        fit = self.shift @ q.mean - 0.5 * np.vdot(self.precision, q.second_moment())
+        return float(self.evidence + self.slack.sum() + fit)
 
-    def rescaled(self, factors: Array) -> Statistics:
+    def rescaled(self, factors: Array) -> UnitStatistics:
         """The same unit when every latent function i is multiplied by ``factors[i]``."""
         wide = np.repeat(factors, self.shift.size // factors.size)
-        return Statistics(
-            wide[:, None] * self.precision * wide, wide * self.shift, self.evidence, factors**2 * self.slack
-        )
+        precision = wide[:, None] * self.precision * wide
+        return UnitStatistics(precision, wide * self.shift, self.evidence, factors**2 * self.slack)
 
-    def rotated(self, old: Array, new: Array) -> Statistics:
+    def rotated(self, old: Array, new: Array) -> UnitStatistics:
         """The same knowledge of g in other whitened coordinates: u_old = T u_new with T = L_old⁻¹ L_new for each i."""
-        count, J = old.shape[0], old.shape[1]
-        turn = np.zeros_like(self.precision)
-        for i in range(count):
-            block = slice(i * J, (i + 1) * J)
-            turn[block, block] = solve_triangular(old[i], new[i], lower=True)
-        return Statistics(turn.T @ self.precision @ turn, turn.T @ self.shift, self.evidence, self.slack)
+        turn = block_diag(*(solve_triangular(L, L_new, lower=True) for L, L_new in zip(old, new, strict=True)))
+        return UnitStatistics(turn.T @ self.precision @ turn, turn.T @ self.shift, self.evidence, self.slack)
 
 
-def product_factors(posterior: Posterior, count: int) -> Array:
-    """Cholesky factors [I, J, J] of the product over latent functions that is closest to a joint q in KL(product ‖ q).
+# q(u) as parameters θ of Algorithm 2.
 
-    That product keeps each function's covariance given the others. With function i ordered last, the last block of the
-    Cholesky factor of the joint covariance is the factor of exactly that, so nothing is inverted.
+
+def to_natural(q: LatentPosterior, count: int) -> tuple[Array, Array]:
+    """λ [I, J, J] and h [I, J] of the product over latent functions that is closest to a joint q in KL(product ‖ q).
+
+    That product keeps each function's covariance given the others: λ_i is its block of the joint precision.
     """
-    blocks = np.arange(len(posterior.mean)).reshape(count, -1)
-    orders = [np.concatenate([*np.delete(blocks, i, axis=0), blocks[i]]) for i in range(count)]
-    size = blocks.shape[1]
-    return np.stack([np.linalg.cholesky(posterior.covariance[np.ix_(o, o)])[-size:, -size:] for o in orders])
+    mean, eye = q.mean.reshape(count, -1), np.eye(len(q.mean))
+    joint = cho_solve(cho_factor(q.covariance, lower=True), eye).reshape(*mean.shape, *mean.shape)
+    precision = np.einsum("iaib->iab", joint)
+    return precision, np.einsum("iab,ib->ia", precision, mean)
 
 
-def from_parameters(parameters: Mapping[str, Array], inducing: Array, jitter: float) -> tuple[Latents, Posterior]:
+def from_parameters(
+    parameters: Mapping[str, Array], inducing: Array, jitter: float
+) -> tuple[LatentFunctions, LatentPosterior]:
     """Latent functions and q(u) at θ = {log S, λ, h} or {log S, mean, factor}."""
     scales = np.exp(parameters[SCALES])
-    latents = Latents(inducing, scales, np.ones(len(scales)), jitter)
+    latents = LatentFunctions(inducing, scales, np.ones(len(scales)), jitter)
     if PRECISION in parameters:
         mean, factors = from_natural(parameters[PRECISION], parameters[SHIFT])
     else:
         mean, factors = parameters[MEAN], np.tril(parameters[FACTOR])
-    return latents, Posterior(mean.ravel(), block_diag(*(factor @ factor.T for factor in factors)))
+    return latents, LatentPosterior(mean.ravel(), block_diag(*(factor @ factor.T for factor in factors)))
 
 
 def from_natural(precision: Array, shift: Array) -> tuple[Array, Array]:
     """Means [I, J] and lower factors [I, J, J] of the covariances of N(λ_i⁻¹h_i, λ_i⁻¹), from λ [I, J, J] and h [I, J].
 
     With P the reversal of the order, λ = P M Mᵀ P makes P M⁻ᵀ P the lower factor of λ⁻¹.
-
-    Raises:
-        NumericsError: a precision is not positive definite.
     """
     try:
         turned = np.linalg.cholesky(precision[:, ::-1, ::-1])
@@ -188,40 +172,28 @@ def from_natural(precision: Array, shift: Array) -> tuple[Array, Array]:
     return np.einsum("iab,icb,ic->ia", factors, factors, shift), factors
 
 
-def to_natural(factors: Array, mean: Array) -> tuple[Array, Array]:
-    """λ and h of N(m_i, T_i T_iᵀ)."""
-    eye = np.eye(mean.shape[1])
-    inverse = np.stack([solve_triangular(factor, eye, lower=True) for factor in factors])
-    precision = np.einsum("iba,ibc->iac", inverse, inverse)  # the inverse is the answer here
-    return precision, np.einsum("iab,ib->ia", precision, mean)
-
-
 # The best q(u) from sums over units.
 
-_LOG_SCALE_BOUND = 2.0
-"""Largest change of a logarithm of an amplitude in one step."""
 
-
-def posterior(total: Statistics) -> Posterior:
+def posterior(total: UnitStatistics) -> LatentPosterior:
     """Optimal q(u): V = (I + ΣG)⁻¹, m = V Σb."""
     factor = _factor(total)
-    covariance = cho_solve(factor, np.eye(total.shift.size))
-    return Posterior(cho_solve(factor, total.shift), covariance)
+    return LatentPosterior(cho_solve(factor, total.shift), cho_solve(factor, np.eye(total.shift.size)))
 
 
-def shared_evidence(total: Statistics) -> float:
+def shared_evidence(total: UnitStatistics) -> float:
     """½ bᵀP⁻¹b − ½ log|P| with P = I + G: what these statistics say about u, as log evidence."""
     lower, _ = _factor(total)
     z = solve_triangular(lower, total.shift, lower=True)
     return float(0.5 * z @ z - np.log(np.diag(lower)).sum())
 
 
-def pooled_bound(total: Statistics) -> float:
+def pooled_bound(total: UnitStatistics) -> float:
     """The collapsed evidence lower bound, exact at the optimal q(u)."""
     return total.evidence + float(total.slack.sum()) + shared_evidence(total)
 
 
-def _factor(total: Statistics) -> tuple[Array, bool]:
+def _factor(total: UnitStatistics) -> tuple[Array, bool]:
     try:
         return cho_factor(total.precision + np.eye(total.shift.size), lower=True)
     except (np.linalg.LinAlgError, ValueError) as error:  # ValueError: the sum is not finite
@@ -231,29 +203,21 @@ def _factor(total: Statistics) -> tuple[Array, bool]:
         ) from error
 
 
-def best_scales(total: Statistics, num_latents: int) -> tuple[float, Array]:
+def best_scales(total: UnitStatistics, num_latents: int) -> tuple[float, Array]:
     """The common amplitudes a [I] that maximise the bound of rescaled statistics, and that bound.
 
     Its gradient in log a_i is 2 a_i² slack_i + Σ_{j in i} (m_j² + V_jj) − J. Without this step EM crawls along the
     ridge on which all amplitudes grow and g shrinks.
     """
-    J = total.shift.size // num_latents
 
     def negative(log_a: Array) -> tuple[float, Array]:
         trial = total.rescaled(np.exp(log_a))
         q = posterior(trial)
-        moments = (q.mean**2 + np.diag(q.covariance)).reshape(num_latents, J).sum(axis=1)
-        return -pooled_bound(trial), J - 2 * trial.slack - moments
+        moments = (q.mean**2 + np.diag(q.covariance)).reshape(num_latents, -1)
+        return -pooled_bound(trial), moments.shape[1] - 2 * trial.slack - moments.sum(axis=1)
 
-    start = np.zeros(num_latents)
-    bounds = [(-_LOG_SCALE_BOUND, _LOG_SCALE_BOUND)] * num_latents
-    best = minimize(
-        negative,
-        start,
-        jac=True,
-        method="L-BFGS-B",
-        bounds=bounds,
-        options={"maxiter": 50, "ftol": 1e-12, "gtol": 1e-7},
-    )
+    start, bounds = np.zeros(num_latents), [(-2.0, 2.0)] * num_latents  # how far a logarithm moves in one step
+    limits = {"maxiter": 50, "ftol": 1e-12, "gtol": 1e-7}
+    best = minimize(negative, start, jac=True, method="L-BFGS-B", bounds=bounds, options=limits)
     value = negative(start)[0]
     return (-float(best.fun), np.exp(best.x)) if best.fun < value else (-value, np.ones(num_latents))

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message, too_far
-from fedgp_flower.methods.fedmgp.latents import PRECISION, SHIFT, Latents, Move, Posterior, Statistics
+from fedgp_flower.methods.fedmgp.latents import PRECISION, SHIFT, LatentFunctions, LatentPosterior, Move, UnitStatistics
 from fedgp_flower.methods.fedmgp.trust import possible_start, semidefinite
 from fedgp_flower.shared_messages import MOVE, Described, count_parameters
 from fedgp_flower.typing import AnyShape
@@ -30,16 +30,16 @@ class Known:
 class View:
     """Latent functions and q(u) as one unit sees them: with what it alone knows, all that predicts."""
 
-    latents: Latents
-    posterior: Posterior
+    latents: LatentFunctions
+    posterior: LatentPosterior
     known: Known
 
 
 @message()
 class FirstLook:
-    """First statistics are wanted, with a direction those of −y where the unit's m points away from it."""
+    """Ask for first statistics; with a direction, for those of −y where the unit's m points away from it."""
 
-    latents: Latents
+    latents: LatentFunctions
     direction: Float[ndarray, " L"] | None = None
 
 
@@ -47,7 +47,7 @@ class FirstLook:
 class FirstStatistics:
     """One unit's first look at g: statistics at the parameters that every unit starts from."""
 
-    statistics: Statistics = leaves("of the rows at the starting parameters")
+    statistics: UnitStatistics = leaves("of the rows at the starting parameters")
 
     def num_parameters(self) -> int:
         """L, inducing values of all latent functions."""
@@ -55,9 +55,8 @@ class FirstStatistics:
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from so many rows, or None."""
-        return (
-            None if possible_start(self.statistics, described.rows) else "first statistics that its rows cannot produce"
-        )
+        good = possible_start(self.statistics, described.rows)
+        return None if good else "first statistics that its rows cannot produce"
 
 
 @message("query.directions", summand=True)
@@ -72,7 +71,7 @@ class Directions:
 
 
 @message()
-class Trials:
+class TrialMoves:
     """Improve φ_m with q(u) fixed, and answer with statistics at every trial move."""
 
     view: View
@@ -94,15 +93,15 @@ class TrialStatistics:
         return self.shift.shape[1]
 
     @staticmethod
-    def of(statistics: Sequence[Statistics]) -> TrialStatistics:
+    def of(statistics: Sequence[UnitStatistics]) -> TrialStatistics:
         """From statistics at every move."""
-        parts = ((each.precision, each.shift, each.evidence, each.slack) for each in statistics)
-        return TrialStatistics(*(np.stack(part) for part in zip(*parts, strict=True)))
+        parts = zip(*(vars(each).values() for each in statistics), strict=True)
+        return TrialStatistics(*(np.stack(part) for part in parts))
 
-    def each(self) -> tuple[Statistics, ...]:
-        """Statistics at every move."""
+    def each(self) -> tuple[UnitStatistics, ...]:
+        """UnitStatistics at every move."""
         parts = zip(self.precision, self.shift, self.evidence.tolist(), self.slack, strict=True)
-        return tuple(Statistics(*part) for part in parts)
+        return tuple(UnitStatistics(*part) for part in parts)
 
     def refusal(self, described: Described) -> str | None:
         """Why this cannot come from any rows, or None; the algorithm checks what depends on the question."""

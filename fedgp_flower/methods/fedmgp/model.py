@@ -2,15 +2,13 @@
 
 The units share θ = {S, q(u)}; the unit alone knows φ_m = {R_m, s_m, likelihood}. q is whitened, g_i = L_i u_i, and
 q(u) is a product of B Gaussians of K numbers each: of I latent functions, or one joint Gaussian.
-
-Reference: Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024), Eqs. 11-16, Alg. 2.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,54 +19,44 @@ from gpytorch.variational import CholeskyVariationalDistribution
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from fedgp_flower.errors import ProtocolError
-from fedgp_flower.gp.convolved import ConvolvedKernel
-from fedgp_flower.gp.likelihoods import (
-    GaussianNoise,
-    LearnedLikelihood,
-    PointLikelihood,
-    build_point_likelihood,
-    gaussian_likelihood,
-)
-from fedgp_flower.gp.optimisers import maximise
-from fedgp_flower.gp.whitened import whitened
-from fedgp_flower.methods.fedmgp.latents import Latents, Posterior
-from fedgp_flower.methods.fedmgp.unit import UnitParameters
-from fedgp_flower.typing import Array
+from fedgp_flower.errors import NumericsError, ProtocolError
+from fedgp_flower.gp.convolved import ConvolvedKernel, smoothed_covariance
+from fedgp_flower.gp.likelihoods import LearnedLikelihood, PointLikelihood, build_point_likelihood, gaussian_likelihood
+from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
+from fedgp_flower.gp.models import whitened
+from fedgp_flower.gp.optimisers import FREE, LOGARITHM, ascend, maximise
+from fedgp_flower.methods.fedmgp import unit
+from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, latents_at, posterior
+from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters
+from fedgp_flower.typing import Array, NamedArrays
 
 Kind = Literal["gaussian", "bernoulli", "poisson", "student-t"]
-Learned: TypeAlias = GaussianLikelihood | LearnedLikelihood
-"""Gaussian noise is GPyTorch's."""
-SHARED = ("kernel.raw_scales", "variational.")
-"""How names of parameters that travel begin."""
+SHARED = ("kernel.raw_scales", "variational.")  # how names of parameters that travel begin
 
 
 class MultiOutputGP(GP):
     """A unit's view of the shared latent functions: ``model(x)`` is q(f), ``model.likelihood(model(x))`` predicts.
 
-    Args:
-        latents: The shared latent functions.
-        parameters: What the unit alone knows.
-        groups: Number B of independent Gaussians that make up q(u); q is the prior until it is set.
-        likelihood: How targets are observed.
+    q(u) consists of so many independent Gaussians as there are ``groups``; it is the prior until it is set.
     """
 
     def __init__(
-        self, latents: Latents, parameters: UnitParameters, groups: int, *, likelihood: Kind = "gaussian"
+        self, latents: LatentFunctions, parameters: UnitParameters, groups: int, *, likelihood: Kind = "gaussian"
     ) -> None:
         super().__init__()
         self.register_buffer("inducing", torch.tensor(latents.inducing))  # a copy: a message may be read-only
         amplitudes = torch.from_numpy(parameters.amplitudes * latents.amplitudes)
         self.kernel = ConvolvedKernel(torch.tensor(latents.scales), torch.tensor(parameters.smoothing), amplitudes)
-        self.likelihood, self.jitter = build_likelihood(likelihood, parameters), latents.jitter
-        shape = torch.Size([groups])
-        size = latents.size // groups
-        self.variational = CholeskyVariationalDistribution(size, batch_shape=shape, mean_init_std=0).double()
+        self.likelihood: GaussianLikelihood | LearnedLikelihood = gaussian_likelihood(parameters.noise)
+        if likelihood != "gaussian":
+            self.likelihood = LearnedLikelihood(*observed(likelihood, parameters))
+        self.jitter, shape = latents.jitter, torch.Size([groups])
+        self.variational = CholeskyVariationalDistribution(latents.size // groups, shape, mean_init_std=0).double()
 
     @staticmethod
     @torch.no_grad()
     def of(
-        latents: Latents, q: Posterior, parameters: UnitParameters, *, likelihood: Kind = "gaussian"
+        latents: LatentFunctions, q: LatentPosterior, parameters: UnitParameters, *, likelihood: Kind = "gaussian"
     ) -> MultiOutputGP:
         """The model at a joint q(u)."""
         model = MultiOutputGP(latents, parameters, 1, likelihood=likelihood)
@@ -78,36 +66,27 @@ class MultiOutputGP(GP):
 
     def forward(self, x: Tensor) -> MultivariateNormal:
         """q(f) at rows [N, D]: joint where the model predicts, marginals alone where it is trained (Eq. 12)."""
-        features = self._features(x)
+        latent = self.kernel.latent(self.inducing)
+        cross, ones = self.kernel.cross(x, self.inducing).mT, latent.new_ones(len(latent))
+        rows = whitened(latent, cross, variance=ones, jitter=self.jitter, of="C_gg")  # L⁻¹ C_gf, [I, J, N]
+        features = rows.reshape(*self.variational.variational_mean.shape, len(x))  # [B, K, N]
         mean = torch.einsum("bkn,bk->n", features, self.variational.variational_mean)
-        spread = (self._factor().mT @ features).flatten(0, 1)  # [B·K, N]
+        spread = (self.variational.chol_variational_covar.tril().mT @ features).flatten(0, 1)  # [B·K, N]
         flat = features.flatten(0, 1)
         if self.training:
             variance = self.kernel.prior_variance().sum() - flat.square().sum(0) + spread.square().sum(0)
             return MultivariateNormal(mean, DiagLinearOperator(variance))
         return MultivariateNormal(mean, self.kernel(x).to_dense() - flat.mT @ flat + spread.mT @ spread)
 
-    def _features(self, x: Tensor) -> Tensor:
-        """L⁻¹ C_gf, [B, K, N]."""
-        latent = self.kernel.latent(self.inducing)
-        cross, unit = self.kernel.cross(x, self.inducing).mT, latent.new_ones(len(latent))
-        rows = whitened(latent, cross, variance=unit, jitter=self.jitter, of="C_gg")  # [I, J, N]
-        return rows.reshape(*self.variational.variational_mean.shape, len(x))
-
-    def _factor(self) -> Tensor:
-        return self.variational.chol_variational_covar.tril()
-
     def expected_log_likelihood(self, x: Tensor, y: Tensor) -> Tensor:
         """E_q log p(y_n | f_n) of each row.  [N]."""
-        expected: Tensor = self.likelihood.expected_log_prob(y, self(x))
-        return expected
+        return torch.as_tensor(self.likelihood.expected_log_prob(y, self(x)))
 
     def kl(self) -> Tensor:
         """KL(q(g) ‖ p(g)) = ½ Σ_b [‖T_b‖² + ‖m_b‖² − K − log |T_b T_bᵀ|]."""
-        T, m = self._factor(), self.variational.variational_mean
+        T, m = self.variational.chol_variational_covar.tril(), self.variational.variational_mean
         log_det = T.diagonal(dim1=-2, dim2=-1).square().log().sum()
-        divergence: Tensor = 0.5 * (T.square().sum() + m.square().sum() - m.numel() - log_det)
-        return divergence
+        return torch.as_tensor(0.5 * (T.square().sum() + m.square().sum() - m.numel() - log_det))
 
     def local_risk(self, x: Tensor, y: Tensor, *, num_data: int, weight: float) -> Tensor:
         """R_m = −(1/p_m) (N_m/|B|) Σ_B E_q log p(y_n | f_n) + Σ_i KL(q(g_i) ‖ p(g_i)) (Eq. 14) on a mini-batch B.
@@ -128,11 +107,7 @@ class MultiOutputGP(GP):
 
     @torch.no_grad()
     def load(self, arrays: Mapping[str, Array]) -> None:
-        """Overwrite θ.
-
-        Raises:
-            ProtocolError: names differ.
-        """
+        """Overwrite θ."""
         if set(self.shared) != set(arrays):
             raise ProtocolError(f"parameters {sorted(arrays)} received, expected {sorted(self.shared)}")
         for name, p in self.shared.items():
@@ -143,28 +118,23 @@ class MultiOutputGP(GP):
         smoothing, amplitudes = (p.detach().numpy().copy() for p in (self.kernel.smoothing, self.kernel.amplitudes))
         if isinstance(self.likelihood, GaussianLikelihood):
             return UnitParameters(smoothing, amplitudes, float(self.likelihood.noise.detach()))
-        return UnitParameters(smoothing, amplitudes, 1.0, tuple(self.likelihood.own.tolist()))
+        return UnitParameters(smoothing, amplitudes, 1.0, tuple(self.likelihood.hyper.tolist()))
 
 
-def fit_personal(model: MultiOutputGP, x: Tensor, y: Tensor, *, max_evaluations: int = 200) -> UnitParameters:
+def fit_personal(
+    latents: LatentFunctions, q: LatentPosterior, phi: UnitParameters, kind: Kind, x: Tensor, y: Tensor
+) -> UnitParameters:
     """φ_m that maximises E_q log p(y | f) with θ as it is, for any likelihood."""
-    maximise(lambda: model.expected_log_likelihood(x, y).sum(), model.personal, max_evaluations=max_evaluations)
+    model = MultiOutputGP.of(latents, q, phi, likelihood=kind)
+    maximise(lambda: model.expected_log_likelihood(x, y).sum(), model.personal, max_evaluations=200)
     return model.unit_parameters()
 
 
-def build_likelihood(kind: Kind, parameters: UnitParameters) -> Learned:
-    """The likelihood at a unit's parameters; one that the unit has not trained yet starts from its noise σ²."""
-    if kind == "gaussian":
-        return gaussian_likelihood(parameters.noise)
+def observed(kind: Kind, parameters: UnitParameters) -> tuple[PointLikelihood, Tensor]:
+    """A likelihood and its parameters [R] at a unit; one that is not trained yet starts from the unit's noise σ²."""
     point = build_point_likelihood(kind, noise=parameters.noise)
-    return LearnedLikelihood(point, likelihood_parameters(point, parameters))
-
-
-def likelihood_parameters(point: PointLikelihood, parameters: UnitParameters) -> Tensor:
-    """Parameters [R] of a likelihood; those of Gaussian noise are kept as σ²."""
-    if isinstance(point, GaussianNoise):
-        return torch.tensor([0.5 * math.log(parameters.noise)], dtype=torch.float64)
-    return torch.tensor(parameters.likelihood, dtype=torch.float64) if parameters.likelihood else point.initial
+    trained = torch.tensor(parameters.likelihood, dtype=torch.float64)
+    return point, trained if len(trained) else point.initial
 
 
 def regression_targets(kind: Kind, y: Array) -> Array:
@@ -175,7 +145,86 @@ def regression_targets(kind: Kind, y: Array) -> Array:
 @torch.no_grad()
 def moments(kind: Kind, mean: Array, variance: Array, parameters: UnitParameters) -> tuple[Array, Array]:
     """Mean and variance of an observation where f ~ N(mean, variance), each [N]."""
-    point = build_point_likelihood(kind)
-    function = torch.from_numpy(mean), torch.from_numpy(variance)
-    first, second = point.moments(*function, likelihood_parameters(point, parameters))
+    point, learned = observed(kind, parameters)
+    first, second = point.moments(torch.from_numpy(mean), torch.from_numpy(variance), learned)
     return first.numpy(), second.numpy()
+
+
+def factor_steps(model: MultiOutputGP, x: Tensor, y: Tensor, steps: unit.LocalSteps) -> NamedArrays:
+    """client_update of Algorithm 2, for any likelihood: θ = {log S, m, T} after local steps of Adam.
+
+    φ_m stays in ``model``. A diverged step is never sent.
+    """
+
+    def negative_risk() -> Tensor:
+        drawn = steps.draw()
+        rows = slice(None) if drawn is None else torch.from_numpy(drawn)
+        return -model.local_risk(x[rows], y[rows], num_data=len(y), weight=steps.weight)
+
+    ascend(negative_risk, list(model.parameters()), name="adam", steps=steps.count, learning_rate=steps.rate)
+    noise = torch.tensor([model.unit_parameters().noise])
+    positive = torch.cat([model.kernel.scales.ravel(), model.kernel.smoothing.ravel(), noise])
+    if not bool((torch.isfinite(positive) & (positive > 0)).all()):
+        raise NumericsError(unit.DIVERGED)
+    return {name: p.detach().numpy().copy() for name, p in model.shared.items()}
+
+
+# What a simulation compares with: the same model fitted where the rows of all units are.
+
+
+def starting_point(
+    units: Sequence[tuple[Array, Array]], inducing: Array, multiples: Sequence[float]
+) -> tuple[LatentFunctions, list[UnitParameters]]:
+    """Lengthscales from the spacing of the pseudo-inputs, and φ_m by regression on q(u) of the unit with most rows."""
+    latents, data = latents_at(inducing, multiples, 1e-8), [UnitData.build(x, y, inducing) for x, y in units]
+    phi = [unit.starting_parameters(rows, latents) for rows in data]
+    first = max(range(len(data)), key=lambda m: data[m].y.size)
+    q = posterior(unit.statistics(data[first], latents, phi[first]))
+    others = [unit.maximise(rows, latents, q, start, coarse=True) for rows, start in zip(data, phi, strict=True)]
+    return latents, [*others[:first], phi[first], *others[first + 1 :]]
+
+
+def fit_pooled(
+    units: Sequence[tuple[Array, Array]],
+    latents: LatentFunctions,
+    phi: Sequence[UnitParameters],
+    *,
+    max_evaluations: int = 600,
+) -> tuple[LatentFunctions, LatentPosterior, list[UnitParameters], float]:
+    """The multi-output GP with the highest bound by L-BFGS over log S, log R, s and log σ², and that bound."""
+    rows, W = [(torch.from_numpy(x), torch.from_numpy(y)) for x, y in units], torch.from_numpy(latents.inducing)
+    start = np.log(latents.scales), np.log([p.smoothing for p in phi]), np.log([p.noise for p in phi])
+    gains = np.stack([p.amplitudes * latents.amplitudes for p in phi])
+    learned = [torch.tensor(values, requires_grad=True) for values in (*start, gains)]
+
+    def sums() -> tuple[Tensor, Tensor, Tensor]:
+        """Factor of P = I + Σ AᵀA/σ², Σ Aᵀy/σ², and the rest of the bound, with rows A = [s_i L_i⁻¹c_i]ᵀ."""
+        log_s, log_r, log_noise, amplitudes = learned
+        scales, none = log_s.exp(), torch.zeros_like(log_s)
+        latent = smoothed_covariance(W, W, scales, none, none)
+        L = kernel_cholesky(latent, variance=latent.new_ones(len(latent)), jitter=latents.jitter, of="C_gg")
+        P, b, local = torch.eye(latents.size, dtype=W.dtype), W.new_zeros(latents.size), W.new_zeros(())
+        for (x, y), R, s, log_variance in zip(rows, log_r.exp(), amplitudes, log_noise, strict=True):
+            weight = (-log_variance).exp()
+            cross = s[:, None, None] * smoothed_covariance(W, x, scales, none, R)
+            A = torch.linalg.solve_triangular(L, cross, upper=False).reshape(latents.size, -1)  # [I·J, n]
+            unexplained = len(y) * s.square().sum() - A.square().sum()
+            fit = len(y) * (math.log(2 * math.pi) + log_variance) + weight * (y @ y + unexplained)
+            P, b, local = P + weight * A @ A.mT, b + weight * A @ y, local - 0.5 * fit
+        return cholesky(P, of="precision of q(u)"), b, local
+
+    def bound() -> Tensor:
+        factor, b, local = sums()
+        z = torch.linalg.solve_triangular(factor, b[:, None], upper=False)
+        return torch.as_tensor(local + 0.5 * z.square().sum() - factor.diagonal().log().sum())
+
+    bounds = [LOGARITHM, LOGARITHM, LOGARITHM, FREE]
+    value = maximise(bound, learned, max_evaluations=max_evaluations, bounds=bounds).value
+    with torch.no_grad():
+        factor, b, _ = sums()
+        V = torch.cholesky_inverse(factor)  # the inverse is the answer here
+        q = LatentPosterior((V @ b).numpy(), V.numpy())
+        scales, smoothing, noise = (values.exp().numpy() for values in learned[:3])
+        fitted = LatentFunctions(latents.inducing, scales, np.ones(len(scales)), latents.jitter)
+        parts = zip(smoothing, learned[3].numpy(), noise.tolist(), strict=True)
+        return fitted, q, [UnitParameters(*part) for part in parts], value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,8 +12,6 @@ from fedgp_flower.options import Count, Fraction, MethodOptions, Positive, Posit
 
 START_RATIO = 3.0
 """Lengthscale of every further latent function over the one before, at the start: alike, they would stay so."""
-UNSMOOTHED_ROUNDS = 10
-"""First exact rounds in which units do not smooth yet, for several latent functions or inputs."""
 
 
 class FedMGPOptions(MethodOptions):
@@ -25,9 +23,9 @@ class FedMGPOptions(MethodOptions):
     """Number I of shared latent functions."""
     start_multiple: Positive = 1.0
     """Lengthscale of the first latent function at the start, in spacings of the pseudo-inputs."""
-    aggregation: str = "mean"
-    """``mean``, ``agreement`` (units that share g with most others; for Gaussian noise and one latent function), and in
-    ``fedmgp`` ``norm-clipped``, ``median``, ``trimmed-mean`` and ``krum``."""
+    aggregation: Literal["mean", "agreement", "norm-clipped", "median", "trimmed-mean", "krum"] = "mean"
+    """``agreement`` counts units that share g with most others, for Gaussian noise and one latent function; the others
+    are rules of ``fedmgp``."""
     fraction: Fraction = 1.0
     """Share ρ of the units that take part in a round; at least one does."""
     local_steps: PositiveInt = 20
@@ -47,7 +45,7 @@ class FedMGPOptions(MethodOptions):
         return [self.start_multiple * START_RATIO**i for i in range(self.latents)]
 
     def check(self, core: CoreConfig) -> None:
-        """Refuse what Algorithm 2 cannot do; the Strategy checks the name of the rule."""
+        """Refuse what Algorithm 2 cannot do."""
         self._check_core(core)
         if self.aggregation == "agreement" and (core.model.likelihood != "gaussian" or self.latents > 1):
             raise ConfigError(
@@ -77,10 +75,6 @@ class FedMGPOptions(MethodOptions):
 
 class FedMGPExactOptions(FedMGPOptions):
     """The same table, for exact rounds."""
-
-    def unsmoothed(self, core: CoreConfig, num_inputs: int) -> int:
-        """First rounds in which units do not smooth; at most half of all."""
-        return 0 if self.latents * num_inputs == 1 else min(UNSMOOTHED_ROUNDS, core.num_server_rounds // 2)
 
     def check(self, core: CoreConfig) -> None:
         """Refuse what exact rounds cannot do."""

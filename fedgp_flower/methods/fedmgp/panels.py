@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
-import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedgp_flower.run.artefacts import RunData
@@ -15,30 +15,26 @@ from fedgp_flower.run.report import Panel
 from fedgp_flower.typing import Array
 
 COLUMNS = 3
+Curve: TypeAlias = Mapping[str, Sequence[float]]
 
 
 def panels(run: RunData) -> list[Panel]:
     """Sections for what ``method_details`` hold: units and latent functions."""
-    details = run.metrics.method_details
+    details, names = run.metrics.method_details, ("input", "target")
+    if run.posterior is not None:
+        schema = run.posterior.schema
+        names = label_text(str(schema["features"][0]["name"])), label_text(str(schema["target"]["name"]))
     sections: list[Panel] = []
     if details.get("units"):
         caption = (
             "Solid with band: federated mean and 95 % interval of an observation. Dashed: a GP of its rows "
             "alone. Grey dots: rows the unit trained on; red circles: held-out rows."
         )
-        sections.append(Panel("Units", units(details["units"], _held_out(run), _names(run)), caption))
+        sections.append(Panel("Units", units(details["units"], _held_out(run), names), caption))
     if details.get("latents"):
         caption = "Mean and 95 % interval at the pseudo-inputs, all that the units share."
-        sections.append(Panel("Shared latent functions", latents(details["latents"], _names(run)[0]), caption))
+        sections.append(Panel("Shared latent functions", latents(details["latents"], names[0]), caption))
     return sections
-
-
-def _names(run: RunData) -> tuple[str, str]:
-    """Of the input and of the target, where they are saved."""
-    if run.posterior is None:
-        return "input", "target"
-    schema = run.posterior.schema
-    return label_text(str(schema["features"][0]["name"])), label_text(str(schema["target"]["name"]))
 
 
 def _held_out(run: RunData) -> dict[str, tuple[Array, Array]]:
@@ -47,25 +43,28 @@ def _held_out(run: RunData) -> dict[str, tuple[Array, Array]]:
     if run.predictions is None:
         return {}
     [column] = [name for name in run.predictions.columns if str(name).startswith("input.")]
-    groups: Mapping[Any, pd.DataFrame] = dict(iter(run.predictions.groupby("site")))
-    return {labels[str(site)]: (rows[column].to_numpy(), rows["target"].to_numpy()) for site, rows in groups.items()}
+    groups = run.predictions.groupby("site")
+    return {labels[str(site)]: (rows[column].to_numpy(), rows["target"].to_numpy()) for site, rows in groups}
+
+
+def _band(ax: Axes, at: Sequence[float], curve: Curve) -> None:
+    mean, sd = np.asarray(curve["mean"]), np.asarray(curve["sd"])
+    ax.fill_between(at, mean - Z95 * sd, mean + Z95 * sd, color=BAND, alpha=0.7, lw=0)
 
 
 def units(
-    curves: Mapping[str, Mapping[str, Sequence[float]]],
+    curves: Mapping[str, Curve],
     held_out: Mapping[str, tuple[Array, Array]],
     names: tuple[str, str] = ("input", "target"),
 ) -> Figure:
     """A panel per unit: rows, federated mean and 95 % band, independent GP, held-out rows."""
-    count = len(curves)
-    rows = -(-count // COLUMNS)
+    count, rows = len(curves), -(-len(curves) // COLUMNS)
     figure = Figure(figsize=(8.6, 2.3 * rows), dpi=DPI, layout="constrained")
     axes = figure.subplots(rows, min(COLUMNS, count), squeeze=False).ravel()
     for ax, (label, curve) in zip(axes, curves.items(), strict=False):
-        grid, mean, sd = (np.asarray(curve[name]) for name in ("grid", "mean", "sd"))
-        ax.fill_between(grid, mean - Z95 * sd, mean + Z95 * sd, color=BAND, alpha=0.7, lw=0)
-        ax.plot(grid, curve["alone_mean"], "--", color=LOCAL, lw=1.2)
-        ax.plot(grid, mean, color=FEDERATED, lw=1.6)
+        _band(ax, curve["grid"], curve)
+        ax.plot(curve["grid"], curve["alone_mean"], "--", color=LOCAL, lw=1.2)
+        ax.plot(curve["grid"], curve["mean"], color=FEDERATED, lw=1.6)
         ax.plot(curve["x"], curve["y"], ".", color="#888888", ms=2.5)
         if label in held_out:
             ax.plot(*held_out[label], "o", mfc="none", mec=MISS, ms=3, mew=0.6)
@@ -81,14 +80,13 @@ def units(
     return figure
 
 
-def latents(functions: Sequence[Mapping[str, Sequence[float]]], name: str = "input") -> Figure:
+def latents(functions: Sequence[Curve], name: str = "input") -> Figure:
     """Mean and 95 % band of every latent function at the pseudo-inputs."""
     figure = Figure(figsize=(8.6, 2.4), dpi=DPI, layout="constrained")
     axes = figure.subplots(1, len(functions), squeeze=False)[0]
     for index, (ax, function) in enumerate(zip(axes, functions, strict=True)):
-        w, mean, sd = (np.asarray(function[name]) for name in ("w", "mean", "sd"))
-        ax.fill_between(w, mean - Z95 * sd, mean + Z95 * sd, color=BAND, alpha=0.7, lw=0)
-        ax.plot(w, mean, "o-", color=POOLED, ms=2.5, lw=1.2)
+        _band(ax, function["w"], function)
+        ax.plot(function["w"], function["mean"], "o-", color=POOLED, ms=2.5, lw=1.2)
         ax.set_title(f"g{index + 1}", fontsize=8)
         ax.tick_params(labelsize=7)
     figure.supxlabel(name, fontsize=9)

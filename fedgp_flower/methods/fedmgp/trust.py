@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
 from fedgp_flower.errors import NumericsError, ProtocolError
-from fedgp_flower.methods.fedmgp.latents import Move, Posterior, Statistics, shared_evidence
+from fedgp_flower.messages import add
+from fedgp_flower.methods.fedmgp.latents import LatentPosterior, Move, UnitStatistics, shared_evidence
 from fedgp_flower.typing import Array
 
 START_NOISE = 0.09
@@ -24,59 +26,49 @@ _SLACK = 1e-6
 """Rounding that is let pass, per row."""
 
 
-def best_lead(starts: Mapping[str, Statistics]) -> str:
+def best_lead(starts: Mapping[str, UnitStatistics]) -> str:
     """The site that shares g, up to a sign, with the most others, from everyone's statistics at their starts.
 
     Its score is the median over k of the better log evidence of b_m + b_k and b_m − b_k, so that a minority of bad
     sites cannot become lead by agreeing with one another.
-
-    Raises:
-        ProtocolError: no site sent statistics that data can produce.
     """
-    alone = _finite_evidence({site: start for site, start in starts.items() if semidefinite(start)})
-    if not alone:
+    starts = {site: start for site, start in starts.items() if semidefinite(start)}
+    valid, same = _gains(starts)
+    if not valid:
         raise ProtocolError("no site sent starting statistics that data can produce; one is enough")
-    flipped = {site: replace(starts[site], shift=-starts[site].shift) for site in alone}
-
-    def support(m: str) -> float:
-        pairs = [
-            max(_evidence(starts[m] + starts[k]), _evidence(starts[m] + flipped[k])) - alone[m] - alone[k]
-            for k in alone
-            if k != m
-        ]
-        finite = [gain for gain in pairs if math.isfinite(gain)]
-        return float(np.median(finite)) if finite else 0.0 if not pairs else -math.inf
-
-    return max(alone, key=support)
+    return valid[int(np.argmax(_medians(np.fmax(same, _gains(starts, sign=-1.0)[1]))))]
 
 
-def sharing(usable: Mapping[str, Statistics]) -> tuple[str, ...]:
+def sharing(usable: Mapping[str, UnitStatistics]) -> tuple[str, ...]:
     """Units that share g with most others: the median over k of log p(m, k share g) − log p(they do not) is positive.
 
-    Each term is the :func:`shared_evidence` of the pair less those of each alone. A single unit stays; one that can be
-    compared with nobody does not.
+    A single unit stays; one of several that can be compared with nobody does not.
     """
-    alone = _finite_evidence(usable)
-    valid = list(alone)
-    if len(valid) < 2:
-        return tuple(valid) if len(usable) == 1 else ()
-    gain = np.full((len(valid), len(valid)), np.nan)
-    for i, m in enumerate(valid):
-        for j, k in enumerate(valid[:i]):
-            gain[i, j] = gain[j, i] = _evidence(usable[m] + usable[k]) - alone[m] - alone[k]
-    return tuple(
-        site for site, row in zip(valid, gain, strict=True) if not np.isnan(row).all() and np.nanmedian(row) > 0
-    )
+    valid, gains = _gains(usable)
+    return tuple(s for s, middle in zip(valid, _medians(gains), strict=True) if middle > 0 or len(usable) == 1)
 
 
-def _finite_evidence(statistics: Mapping[str, Statistics]) -> dict[str, float]:
-    """Log evidence of each site alone, by name, without sites whose numbers leave the range of floating point."""
-    evidence = {site: _evidence(statistics[site]) for site in sorted(statistics)}
-    return {site: value for site, value in evidence.items() if math.isfinite(value)}
+def _gains(statistics: Mapping[str, UnitStatistics], sign: float = 1.0) -> tuple[tuple[str, ...], Array]:
+    """Sites of finite evidence by name, and the :func:`shared_evidence` of each pair less those of each alone.
+
+    ``sign`` times b_k takes part in a pair. The diagonal, and what cannot be computed, is NaN.
+    """
+    alone = {site: value for site in sorted(statistics) if math.isfinite(value := _evidence(statistics[site]))}
+    gains = np.full((len(alone), len(alone)), np.nan)
+    for (i, m), (j, k) in combinations(enumerate(alone), 2):
+        other = replace(statistics[k], shift=sign * statistics[k].shift)
+        gains[i, j] = gains[j, i] = _evidence(add([statistics[m], other])) - alone[m] - alone[k]
+    return tuple(alone), gains
+
+
+def _medians(gains: Array) -> list[float]:
+    """By row, without what is NaN or infinite; −∞ for a row of nothing else."""
+    finite = (row[np.isfinite(row)] for row in gains)
+    return [float(np.median(row)) if row.size else -math.inf for row in finite]
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _evidence(statistics: Statistics) -> float:
+def _evidence(statistics: UnitStatistics) -> float:
     """:func:`shared_evidence`, NaN where it cannot be computed."""
     try:
         return shared_evidence(statistics)
@@ -84,30 +76,30 @@ def _evidence(statistics: Statistics) -> float:
         return math.nan
 
 
-def possible_start(statistics: Statistics, count: int) -> bool:
+def possible_start(statistics: UnitStatistics, count: int) -> bool:
     """Whether any ``count`` rows could have produced these statistics at a unit's starting parameters.
 
     There σ² = :data:`START_NOISE` · yᵀy/N and the prior variance of f is yᵀy/N, so that with a = N / START_NOISE both
     yᵀy/σ² and tr G − 2 Σ slack are a; hence bᵀG⁺b ≤ a too. One unit's first look cannot outweigh its rows.
     """
-    if not semidefinite(statistics):
+    if not semidefinite(statistics, count):
         return False
-    most, slack = count / START_NOISE * (1 + _SLACK), statistics.slack
-    within = np.trace(statistics.precision) - 2 * slack.sum() <= most and np.all(slack <= _SLACK * count)
+    most = count / START_NOISE * (1 + _SLACK)
+    within = np.trace(statistics.precision) - 2 * statistics.slack.sum() <= most
     return bool(within and _length(statistics.precision, statistics.shift) <= most)
 
 
-def possible(statistics: Statistics, asked: Posterior, count: int) -> bool:
+def possible(statistics: UnitStatistics, asked: LatentPosterior, count: int) -> bool:
     """Whether any ``count`` rows could have produced this answer to q(u) = N(m, V) at the first trial move.
 
     A unit that took its M-step has E_q‖y − f‖²/σ² = N, and yᵀy/σ² ≥ bᵀG⁺b. Hence G is positive semi-definite and
     (b − Gm)ᵀG⁺(b − Gm) + tr(GV) − 2 Σ slack ≤ N, whatever q was; a scaled or flipped answer breaks it.
     """
-    if not semidefinite(statistics):
+    if not semidefinite(statistics, count):
         return False
     G, b = statistics.precision, statistics.shift
     misfit = _length(G, b - G @ asked.mean) + np.vdot(G, asked.covariance) - 2 * statistics.slack.sum()
-    return bool(misfit <= count * (1 + _SLACK) and np.all(statistics.slack <= _SLACK * count))
+    return bool(misfit <= count * (1 + _SLACK))
 
 
 @np.errstate(over="ignore")
@@ -118,7 +110,7 @@ def _length(G: Array, vector: Array) -> float:
     return float(np.sum((vectors.T @ vector) ** 2 / (np.maximum(eigenvalues, 0.0) + rounding)))
 
 
-def consistent(answers: Sequence[Statistics], moves: Sequence[Move], asked: Posterior, count: int) -> bool:
+def consistent(answers: Sequence[UnitStatistics], moves: Sequence[Move], asked: LatentPosterior, count: int) -> bool:
     """Whether ``count`` rows could have produced the answers at all trial moves; the first must be :func:`possible`.
 
     Evidence e = −N/2 log 2πσ² − a/2 with a = yᵀy/σ² depends on the noise alone, and that on a move's stretch alone: at
@@ -126,28 +118,25 @@ def consistent(answers: Sequence[Statistics], moves: Sequence[Move], asked: Post
     yᵀy is the same throughout and a ≥ κ = bᵀG⁺b, e − e_0 ≤ N/2 log(κ/a_0) − ½ (κ − a_0), with N for a smaller κ.
     """
     first = answers[0]
-    for part in answers:
-        if not semidefinite(part) or not np.all(part.slack <= _SLACK * count):
-            return False
     fitted = 2 * first.shift @ asked.mean - np.vdot(first.precision, asked.second_moment())
     power = count + fitted + 2 * first.slack.sum()
-    if power < count * (1 - _SLACK):
+    if not all(semidefinite(part, count) for part in answers) or power < count * (1 - _SLACK):
         return False
     claimed: dict[float, float] = {}
     for part, move in zip(answers, moves, strict=True):
-        kappa = max(_length(part.precision, part.shift), count)
+        kappa, same = max(_length(part.precision, part.shift), count), claimed.setdefault(move.stretch, part.evidence)
         most = 0.5 * count * math.log(kappa / power) - 0.5 * (kappa - power)
         if part.evidence - first.evidence > most + _SLACK * power:
             return False
-        same = claimed.setdefault(move.stretch, part.evidence)
         if abs(part.evidence - same) > _SLACK * (count + abs(same)):
             return False
     return True
 
 
-def semidefinite(statistics: Statistics) -> bool:
-    """Whether everything is finite and G positive semi-definite to rounding."""
+def semidefinite(statistics: UnitStatistics, count: int | None = None) -> bool:
+    """Whether all is finite, G is positive semi-definite and, of ``count`` rows, no slack positive; to rounding."""
     if not all(np.isfinite(part).all() for part in (statistics.precision, statistics.shift, statistics.slack)):
         return False
     eigenvalues = np.linalg.eigvalsh(statistics.precision)
-    return bool(eigenvalues[0] >= -_RANK * max(eigenvalues[-1], 0.0))
+    within = count is None or bool(np.all(statistics.slack <= _SLACK * count))
+    return within and bool(eigenvalues[0] >= -_RANK * max(eigenvalues[-1], 0.0))

@@ -27,9 +27,8 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.gp.batched_kernel import BatchedKernel
 from fedgp_flower.gp.gaussian import Gaussian, NaturalGaussian
-from fedgp_flower.gp.kernels import build_kernel
+from fedgp_flower.gp.kernels import BatchedKernel, build_kernel
 from fedgp_flower.gp.likelihoods import build_point_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.methods.pvi.messages import Factors, Marginals, NaturalParameters, PseudoPoints

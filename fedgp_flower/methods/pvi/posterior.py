@@ -13,7 +13,7 @@ import torch
 from gpytorch.likelihoods import Likelihood
 
 from fedgp_flower.gp.gaussian import Gaussian, NaturalGaussian
-from fedgp_flower.gp.whitened import WhitenedGP, WhitenedPosterior
+from fedgp_flower.gp.models import WhitenedGP, WhitenedPosterior
 from fedgp_flower.methods.pvi.messages import LATENTS, Marginals
 from fedgp_flower.methods.pvi.model import Draws, Factor, SparseModel, factors_of, predict, prediction_draws
 from fedgp_flower.methods.pvi.options import PVIOptions

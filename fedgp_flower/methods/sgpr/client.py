@@ -11,12 +11,11 @@ from torch import Tensor
 
 from fedgp_flower.clients.numpy_client import AveragingClient, SiteClient
 from fedgp_flower.gp.cells import LEAST_ROWS, cells
-from fedgp_flower.gp.exact import ExactGP
-from fedgp_flower.gp.latent import LatentGP, sparse_gp
 from fedgp_flower.gp.linalg import bounded
+from fedgp_flower.gp.models import LOCATIONS, ExactGP, LatentGP, SparseGP, sparse_gp
 from fedgp_flower.gp.optimisers import LOGARITHM, maximise
 from fedgp_flower.gp.placement import to_array
-from fedgp_flower.gp.sparse import SparseGP, Whitener, pooled_bound, pooled_sums, rows_gradient
+from fedgp_flower.gp.sparse import Whitener, pooled_bound, pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import SparseSums, prior
 from fedgp_flower.methods.sgpr.duals import expectations
 from fedgp_flower.methods.sgpr.messages import (
@@ -33,7 +32,7 @@ from fedgp_flower.methods.sgpr.messages import (
     numbered,
 )
 from fedgp_flower.options import ModelSection
-from fedgp_flower.scores import Prediction, Scores, latent_scores
+from fedgp_flower.scores import Prediction, Scores
 from fedgp_flower.shared_messages import Parameters, Step, Stepped
 from fedgp_flower.typing import Array, Rows, Targets
 
@@ -43,9 +42,9 @@ EVALUATIONS = 60
 DIFFERENCE = 1e-3
 """Step of a central difference, in logarithms."""
 _whiteners: dict[Hashable, Whitener] = {}
-"""The latest parameters of this process, with what every site computes from them alone."""
-LATEST = 4
-"""How many: a message may ask for the sums at several parameters."""
+"""What all sites of this process compute from the latest parameters alone."""
+LATEST = 8
+"""How many: a message asks for the sums at several parameters."""
 
 
 class SparseClient(SiteClient):
@@ -55,17 +54,20 @@ class SparseClient(SiteClient):
     """At the parameters of the message; it is one of GPyTorch and predicts by the q(v) that the message carries."""
 
     def load(self, values: Mapping[str, ndarray]) -> SparseGP:
-        """The model at given parameters."""
-        self.model = self.placement.module(sparse_gp(self.config.model, values))
+        """The model at given parameters; it is built once for all parameters of a message."""
+        if "model" in vars(self) and self.model.inducing_points.shape == values[LOCATIONS].shape:
+            self.model.load(values)
+        else:
+            self.model = self.placement.module(sparse_gp(self.config.model, values))
         return self.model
 
     def whitener(self, values: Mapping[str, ndarray]) -> Whitener:
-        """What projects rows at given parameters; kept because the next message mostly comes with the same ones."""
-        key = (self.config.model, self.placement, *((name, array.tobytes()) for name, array in values.items()))
+        """What projects rows at given parameters, which the model then has; in one process the next site has them."""
+        model, key = self.load(values), (self.config.model, self.placement, *(a.tobytes() for a in values.values()))
         if key not in _whiteners:
             while len(_whiteners) >= LATEST:
                 del _whiteners[next(iter(_whiteners))]
-            _whiteners[key] = Whitener(self.load(values))
+            _whiteners[key] = Whitener(model, room=0)
         return _whiteners[key]
 
     def statistics(self, request: Parameters) -> SparseStatistics:
@@ -75,7 +77,7 @@ class SparseClient(SiteClient):
     def sums(self, values: Mapping[str, ndarray]) -> SparseSums:
         """The sums of this site's rows at given parameters."""
         whitener = self.whitener(values)
-        return pooled_sums(whitener.model, *self.tensors, whitener)
+        return pooled_sums(self.model, *self.tensors, whitener)
 
     def predict(self, request: PooledPosterior, inputs: Array) -> Prediction:
         """Prediction from the exact pooled posterior."""
@@ -104,7 +106,7 @@ class SGPRClient(SparseClient):
         shares = []
         for values, adjoints in request.each():
             whitener = self.whitener(values)
-            shares.append(rows_gradient(whitener.model, *self.tensors, adjoints, whitener))
+            shares.append(rows_gradient(self.model, *self.tensors, adjoints, whitener))
         return TrialGradients(numbered(shares))
 
 
@@ -113,9 +115,9 @@ class SVGPClient(SparseClient):
 
     def latent(self, values: Mapping[str, ndarray]) -> tuple[LatentGP, torch.Tensor]:
         """The model at given parameters and its factor L."""
-        whitener = self.whitener(values)
-        assert isinstance(whitener.model, LatentGP)
-        return whitener.model, whitener.factor
+        factor = self.whitener(values).factor
+        assert isinstance(self.model, LatentGP)
+        return self.model, factor
 
     def expectations(self, request: PooledPosterior) -> Expectations:
         """The expected log likelihood of this site's rows, and its derivatives."""
@@ -126,8 +128,7 @@ class SVGPClient(SparseClient):
         """Scores of the held-out rows by the configured likelihood."""
         (model, _), rows = self.latent(request.values), self.rows
         mean, variance = map(to_array, model.latent(self.placement.tensor(rows.x_test), request.whitened()))
-        scale = self.preparation.target_scale
-        return latent_scores(model.observed, model.hyper, mean, variance, rows.y_test, scale)
+        return model.observed.scores(mean, variance, rows.y_test, model.hyper, self.preparation.target_scale)
 
 
 class FSGPClient(SparseClient, AveragingClient):
@@ -178,9 +179,9 @@ def local_mode(section: ModelSection, inputs: Rows, targets: Targets, rng: np.ra
     """
     chosen = np.sort(rng.permutation(len(inputs))[:ROWS])
     model = ExactGP(section, inputs[chosen].cpu().double(), targets[chosen].cpu().double())
-    named = list(model.wire_parameters())
-    parameters = [parameter for _, parameter in named]
-    centres, spreads = zip(*(prior(name, inputs.shape[1]) for name, _ in named), strict=True)
+    named = model.wire_parameters()
+    parameters = list(named.values())
+    centres, spreads = zip(*(prior(name, inputs.shape[1]) for name in named), strict=True)
     with torch.no_grad():
         for parameter, centre in zip(parameters, centres, strict=True):
             parameter.fill_(centre)

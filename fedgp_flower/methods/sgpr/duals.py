@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fedgp_flower.gp.latent import CONSTANT, HYPER, LatentGP
 from fedgp_flower.gp.linalg import cholesky, symmetric
+from fedgp_flower.gp.models import CHUNK, CONSTANT, HYPER, LatentGP, WhitenedPosterior
 from fedgp_flower.gp.placement import to_array
-from fedgp_flower.gp.sparse import CHUNK
-from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.methods.sgpr.messages import Expectations
 from fedgp_flower.typing import NamedArrays, Rows, Scalar, Square, Targets, Vector
 
@@ -44,6 +42,10 @@ class Duals:
             NumericsError: if I + B is not positive definite.
         """
         return cholesky(torch.eye(len(self.shift)).to(self.precision) + self.precision, of="I + B")
+
+    def least(self) -> float:
+        """The least eigenvalue of I + B."""
+        return 1.0 + float(torch.linalg.eigvalsh(self.precision)[0])
 
     def posterior(self) -> WhitenedPosterior:
         """The posterior q(v) = N(S b, S), S = (I + B)⁻¹."""
@@ -97,8 +99,9 @@ def expectations(
     """
     with torch.no_grad():
         factor = model.factor() if factor is None else factor
-    moving = {name: parameter for name, parameter in model.wire_parameters() if name not in (CONSTANT, HYPER)}
-    gradient = {name: torch.zeros_like(parameter) for name, parameter in model.wire_parameters()}
+    named = model.wire_parameters()
+    moving = {name: parameter for name, parameter in named.items() if name not in (CONSTANT, HYPER)}
+    gradient = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
     size = len(factor)
     fit, slope, curvature = factor.new_zeros(()), factor.new_zeros(size), factor.new_zeros(size, size)
     for x, y in zip(inputs.split(CHUNK), targets.split(CHUNK), strict=True):
@@ -135,7 +138,7 @@ def gradient_at_server(duals: Duals, old: LatentGP, new: LatentGP, found: Expect
     It comes through L, through q(v), which :func:`carried` moves with w, and from the prior.
     L̄ = −tril L⁻ᵀ [μ (W α)ᵀ + (I − S) B̄], and at q the bound has the slopes W α − μ by μ and ½ (B − B̄) by S.
     """
-    named = dict(new.wire_parameters())
+    named = new.wire_parameters()
     with torch.enable_grad():
         factor = new.factor()
         moved = carried(duals, old, new, factor)

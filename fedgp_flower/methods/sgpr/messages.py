@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from fedgp_flower.gp.models import WhitenedPosterior
 from fedgp_flower.gp.sums import Adjoints, SparseSums
-from fedgp_flower.gp.whitened import WhitenedPosterior
 from fedgp_flower.messages import leaves, message, packed, unpacked
 from fedgp_flower.shared_messages import Described, along, count_parameters, dwarfing, odd_variances
 from fedgp_flower.typing import AnyShape

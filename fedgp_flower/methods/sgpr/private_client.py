@@ -18,7 +18,7 @@ from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.privacy.questions import content_digest
 from fedgp_flower.typing import NamedArrays
 
-ANSWERED = frozenset({"private", "score_sums", "predictions"})
+ANSWERED = frozenset({"private", "evaluate", "score_sums", "predictions"})
 """What says nothing of training rows beyond their number, and what is paid for."""
 ASKED = "asked"
 """Array of the site's state: the hash of the question that its latest release answered."""
@@ -57,8 +57,8 @@ class PrivateSGPRClient(SparseClient):
         whitener = self.whitener(request.values)
         inputs, targets = self.tensors
         with torch.no_grad():
-            amplitude = float(prior_variance(whitener.model.kernel, inputs[:1]))
-        sums = pooled_sums(whitener.model, inputs, targets.clamp(-EDGE, EDGE), whitener)
+            amplitude = float(prior_variance(self.model.kernel, inputs[:1]))
+        sums = pooled_sums(self.model, inputs, targets.clamp(-EDGE, EDGE), whitener)
         released = disturbed(sums, amplitude, budget.noise / request.sharing**0.5, self._rng())
         self.state.replace({**encode(released), ASKED: asked})
         return released
