@@ -13,8 +13,7 @@ import numpy as np
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.methods.classes import Confusion
-from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
-from fedgp_flower.methods.deep_kernel.model import DeepKernel, sums_of
+from fedgp_flower.methods.deep_kernel.model import DeepKernel, HeadPosterior, HeadRequest, Heads, sums_of
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.outcome import Observer, Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays

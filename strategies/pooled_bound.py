@@ -99,10 +99,7 @@ def candidates(count: int, roster: Roster, small_sites: str) -> int:
 def told_by_total(points: int, rows: Mapping[str, int], chosen_from: int = 1) -> list[str]:
     """A warning where even the total over sites nearly reveals rows; see ``simulations/results/methods.md``.
 
-    Args:
-        points: Number of points at which sums are formed.
-        rows: Rows of each site.
-        chosen_from: How many of these points there are for each inducing point.
+    Sums are formed at so many ``points``, ``chosen_from`` of them for each inducing point.
     """
     count = sum(rows.values())
     if count >= ROWS_PER_POINT * points:

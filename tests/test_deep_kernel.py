@@ -14,8 +14,7 @@ from torch.distributions import MultivariateNormal
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.messages import add
-from fedgp_flower.methods.deep_kernel.messages import Heads
-from fedgp_flower.methods.deep_kernel.model import Classes, DeepKernel, heads_of, sums_of
+from fedgp_flower.methods.deep_kernel.model import Classes, DeepKernel, Heads, heads_of, sums_of
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run

@@ -30,11 +30,6 @@ class Duals:
     precision: Square  # B  [M, M]
     shift: Vector  # b  [M]
 
-    @staticmethod
-    def nothing(size: int) -> Duals:
-        """Of no rows."""
-        return Duals(torch.zeros(size, size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64))
-
     def factor(self) -> Square:
         """C with C Cᵀ = I + B.
 
