@@ -66,11 +66,7 @@ class DeepKernelGP(AveragingStrategy):
         return first_state(start.to_arrays())
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
-        """The heads of all rows, from one exchange of sums.
-
-        Raises:
-            RunError: nobody answered.
-        """
+        """The heads of all rows, from one exchange of sums."""
         values = dict(state.parameters)
         summed: Summed[Heads] = yield Total(Heads, HeadRequest(values, np.array(SHARES)), roster.everyone)
         if summed.total is None:

@@ -91,14 +91,6 @@ def test_heads_are_those_of_the_pooled_process(problem, which):
         )
 
 
-def test_one_head_for_all_does_not_depend_on_the_partition(problem):
-    model, x, y, _ = problem
-    whole, parts = (summed(model, x, y, list(torch.arange(N).chunk(k))) for k in (1, 4))
-    for name in ("precision", "shift", "constant"):
-        np.testing.assert_allclose(getattr(whole, name)[0], getattr(parts, name)[0], rtol=1e-11, atol=1e-11)
-    assert not np.allclose(whole.precision[1], parts.precision[1])
-
-
 def test_the_evidence_of_one_site_is_the_same_for_all_shares_and_so_is_what_it_trains_on(problem):
     model, x, y, _ = problem
     each = zip(SHARES, sums_of(summed(model, x, y, [torch.arange(N)])), strict=True)

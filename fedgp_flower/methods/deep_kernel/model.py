@@ -158,11 +158,7 @@ def dense(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
 
 
 def convolutional(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
-    """For square images row by row: twice 3 × 3 filters at every second pixel, then a layer, all rectified.
-
-    Raises:
-        DataError: the inputs are no square.
-    """
+    """For square images row by row: twice 3 × 3 filters at every second pixel, then a layer, all rectified."""
     side, channels = math.isqrt(inputs), (8, 16)
     if side**2 != inputs or not inputs:
         raise DataError(f"`deep.network` = 'convolutional' needs square images; a row has {inputs} inputs")
@@ -206,11 +202,7 @@ class Classes(nn.Module):
         self.register_buffer("noise", drawn, persistent=False)
 
     def values(self, targets: Targets) -> tuple[Float[Tensor, "C N"], Float[Tensor, "C N"]]:
-        """Values of f for all classes, and the variances of their noise.
-
-        Raises:
-            DataError: a target is not the number of a class.
-        """
+        """Values of f for all classes, and the variances of their noise."""
         if not torch.isin(targets, torch.arange(self.classes)).all():
             raise DataError(f"targets must be whole numbers below `deep.classes` = {self.classes}")
         alpha = CONCENTRATION + nn.functional.one_hot(targets.long(), self.classes).double().mT
@@ -250,11 +242,7 @@ class DeepKernel(nn.Module):
         return {name: p.detach().numpy().copy() for name, p in self.named_parameters()}
 
     def load(self, values: Mapping[str, np.ndarray]) -> DeepKernel:
-        """This model with other weights.
-
-        Raises:
-            ProtocolError: names or shapes are not those of this model.
-        """
+        """This model with other weights."""
         parameters = dict(self.named_parameters())
         expected, got = ({n: tuple(v.shape) for n, v in these.items()} for these in (parameters, values))
         if expected != got:
