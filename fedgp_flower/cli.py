@@ -290,7 +290,7 @@ def _predict(predictors: dict[str, Predictor], source: Path, output: Path, pictu
     if unknown:
         _console().print(f"{unknown} cell(s) hold a level that no site had; they count as none of the known levels")
     if picture is not None:
-        from fedgp_flower.run.curves import draw_curves
+        from fedgp_flower.run.figures import draw_curves
 
         draw_curves(predictors, source, picture)
         _console().print(f"drawn into {picture}", soft_wrap=True)

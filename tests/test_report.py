@@ -262,12 +262,13 @@ def test_headline_and_comparison_hold_the_figures(line_run, tmp_path):
 
 
 def test_the_curve_draws_mean_and_the_95_percent_band():
-    figure = figures.curve(None, lambda x: (2 * x[:, 0], 0 * x[:, 0] + 0.5), (0.0, 1.0), ("x", "y"))
-    (ax,) = figure.axes
-    np.testing.assert_allclose(ax.lines[0].get_ydata(), 2 * ax.lines[0].get_xdata())
+    x = np.linspace(-1, 1, 9)
+    (ax,) = figures.curve(None, predict, x, ("x", "y")).axes
+    mean, sd = predict(x[:, None])
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), mean)
     band = ax.collections[0].get_paths()[0].vertices
-    half = stats.norm.ppf(0.975) * 0.5
-    np.testing.assert_allclose(np.abs(band[:, 1] - 2 * band[:, 0]), half, rtol=1e-9)
+    half = np.abs(band[:, 1] - np.interp(band[:, 0], x, mean))
+    np.testing.assert_allclose(half, stats.norm.ppf(0.975) * np.interp(band[:, 0], x, sd), rtol=1e-9)
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("x", "y")
 
 
@@ -320,7 +321,7 @@ def test_the_roc_is_that_of_the_counts():
 
 
 def test_convergence_draws_baselines_and_frames_the_late_rounds():
-    history = pd.DataFrame({"round": range(40), "test.nll": [1e6, 1e3, *np.linspace(2, 1, 38)], "seconds": 1.0})
+    history = pd.DataFrame({"round": range(40), "test_nll": [1e6, 1e3, *np.linspace(2, 1, 38)], "seconds": 1.0})
     figure = figures.convergence(history, [Arm("pooled", {"nll": 0.9}, [])], "m")
     (ax,) = figure.axes
     assert [line.get_ydata()[0] for line in ax.lines if line.get_label() == "pooled"] == [0.9]
@@ -332,11 +333,11 @@ def test_convergence_draws_baselines_and_frames_the_late_rounds():
 
 def test_many_sites_become_a_scatter_and_few_a_dot_plot():
     def rows(n, shift):
-        return [{"site": f"s{k}", "nll": k + shift} for k in range(n)]
+        return {f"s{k}": k + shift for k in range(n)}
 
     few = figures.sites(rows(5, 0.0), rows(4, 0.5)).axes[0]
     assert [tick.get_text() for tick in few.get_yticklabels()] == ["s0", "s1", "s2", "s3", "s4"]
     many = figures.sites(rows(50, 0.0), rows(50, 0.5)).axes[0]
     assert many.get_xlabel().startswith("local-only")
     np.testing.assert_allclose(many.lines[1].get_xdata() - many.lines[1].get_ydata(), 0.5)
-    assert figures.sites([], []) is None
+    assert figures.sites({}, {}) is None

@@ -321,10 +321,12 @@ def read_posterior(path: Path) -> Posterior:
     for reason, names in odd.items():
         if names:
             raise DamagedError(f"{path / 'posterior.safetensors'}: {reason}: {', '.join(sorted(names))}")
-    coordinates, meanings = (
-        {name: item[part] for name, item in described.items()} for part in ("coordinates", "meaning")
+    return Posterior(
+        arrays={name: arrays[name] for name in described},
+        coordinates={name: item["coordinates"] for name, item in described.items()},
+        meanings={name: item["meaning"] for name, item in described.items()},
+        **content,
     )
-    return Posterior(arrays=arrays, coordinates=coordinates, meanings=meanings, **content)
 
 
 def _hash(path: Path) -> str:

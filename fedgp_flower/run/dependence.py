@@ -95,7 +95,7 @@ def effects(posterior: Predictor) -> list[Effect]:
     except RunError:  # not a single Gaussian process
         return []
     agreed, found = posterior.preparation, []
-    points = model.variational_strategy.inducing_points.detach().numpy()
+    points = model.inducing_points.detach().numpy()
     ends = np.stack([points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)])
     known = ranges_of(posterior.run)
     for name, inputs, column in _columns(agreed):

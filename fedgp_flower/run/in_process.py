@@ -51,7 +51,8 @@ class InProcessGrid(Grid):
     """Nodes 0..K-1 of a simulation, each with a Context, answered in this process."""
 
     def __init__(self, client_app: ClientApp, run_config: FlatConfig, node_configs: Iterable[Node]) -> None:
-        identify_task()
+        # The identity a Message needs outside a Flower runtime; Flower has no public way to set it in 1.41.
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self.client_app = client_app
         self.contexts = {
             NODE_OFFSET + index: Context(
@@ -118,8 +119,3 @@ class InProcessGrid(Grid):
             return self.client_app(message, self.contexts[message.metadata.dst_node_id])
         except Exception as error:
             return Message(Error(code=2, reason=f"{type(error).__name__}: {error}"), reply_to=message)
-
-
-def identify_task() -> None:
-    """Set the identity a Message needs outside a Flower runtime. Flower has no public way to do this in 1.41."""
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1

@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
+from gpytorch.models import GP
 from pydantic import ValidationError
 from scipy.special import ndtri
 
@@ -33,7 +34,6 @@ from fedgp_flower.data.standardisation import (
 )
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
-from fedgp_flower.gp.models import WhitenedGP
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly, only
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Posterior
@@ -59,7 +59,7 @@ class Exportable(Protocol):
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and sd of a noisy observation, standardised."""
 
-    def export(self) -> Sequence[tuple[WhitenedGP, Likelihood]]:
+    def export(self) -> Sequence[tuple[GP, Likelihood]]:
         """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts.
 
         Raises:
@@ -87,17 +87,15 @@ class Predictor:
 
     def __repr__(self) -> str:
         """One line; what it is made of fills pages."""
-        columns = ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
         where = f" at {self.site.label}" if self.site else ""
-        return f"<Predictor of {self.preparation.target.name}{where} from {columns}; {self.run.path}>"
+        return f"<Predictor of {self.preparation.target.name}{where} from {self._columns()}; {self.run.path}>"
+
+    def _columns(self) -> str:
+        return ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
 
     @staticmethod
     def of_run(run: Path) -> Predictor:
-        """Read the posterior of a run.
-
-        Raises:
-            RunError: if the run saved none, as a personal method does.
-        """
+        """The posterior in a run's folder; see :meth:`of`."""
         return Predictor.of(read_run(run))
 
     @staticmethod
@@ -105,7 +103,7 @@ class Predictor:
         """The posterior of a run that was read.
 
         Raises:
-            RunError: if the run saved none.
+            RunError: if the run saved none, as a personal method does.
         """
         reason = why_no_posterior(run)
         if run.posterior is None or reason:
@@ -193,22 +191,26 @@ class Predictor:
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation, both [N], at encoded inputs [N, D] in original units."""
-        agreed = self.preparation
-        moments = self._modelled(*self.standardised((inputs - agreed.input_mean) / agreed.input_scale))
-        return moments if agreed.transform is None else transformed_moments(*moments, agreed.transform)
+        return self._moments(*self._standardised_at(inputs))
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
         """Quantiles of a noisy observation [levels, N] at encoded inputs [N, D] in original units."""
-        agreed = self.preparation
-        return self._quantiles(self.standardised((inputs - agreed.input_mean) / agreed.input_scale), levels)
+        return self._quantiles(*self._standardised_at(inputs), levels)
+
+    def _standardised_at(self, inputs: Array) -> tuple[Array, Array]:
+        return self.standardised((inputs - self.preparation.input_mean) / self.preparation.input_scale)
 
     def _modelled(self, mean: Array, sd: Array) -> tuple[Array, Array]:
         """Moments of the target, or of what a transformation makes of it, without standardisation."""
         agreed = self.preparation
         return mean * agreed.target_scale + agreed.target_mean, sd * agreed.target_scale
 
-    def _quantiles(self, standardised: tuple[Array, Array], levels: Sequence[float]) -> Array:
-        mean, sd = self._modelled(*standardised)
+    def _moments(self, mean: Array, sd: Array) -> tuple[Array, Array]:
+        moments, transform = self._modelled(mean, sd), self.preparation.transform
+        return moments if transform is None else transformed_moments(*moments, transform)
+
+    def _quantiles(self, mean: Array, sd: Array, levels: Sequence[float]) -> Array:
+        mean, sd = self._modelled(mean, sd)
         if self.saved.likelihood == "poisson":
             return count_quantiles(mean, sd, levels)
         if self.preparation.transform is not None:
@@ -239,12 +241,9 @@ class Predictor:
             classes = mean if mean.ndim == 2 else np.stack([1 - mean, mean], axis=1)
             levels = agreed.target.levels or [str(index) for index in range(classes.shape[1])]
             return pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
-        values = self._quantiles((mean, sd), QUANTILES)
-        mean, sd = self._modelled(mean, sd)
-        if agreed.transform is not None:
-            mean, sd = transformed_moments(mean, sd, agreed.transform)
-        quantiles = {f"q{100 * level:g}": row for level, row in zip(QUANTILES, values, strict=True)}
-        return pd.DataFrame({"mean": mean, "sd": sd, **quantiles})
+        names = ("mean", "sd", *(f"q{100 * level:g}" for level in QUANTILES))
+        values = (*self._moments(mean, sd), *self._quantiles(mean, sd, QUANTILES))
+        return pd.DataFrame(dict(zip(names, values, strict=True)))
 
     def inputs(self, frame: pd.DataFrame) -> Rows:
         """Rows of a table as a model of :meth:`to_gpytorch` takes them: encoded and standardised, float64 [N, D]."""
@@ -255,12 +254,10 @@ class Predictor:
 
         A class or a count has no units: f is then what the likelihood takes, a probit or the logarithm of a rate.
 
-        Args:
-            frame: As for :meth:`predict`.
-            noise: Of noisy observations, where noise is Gaussian.
+        With ``noise`` that of observations, where noise is Gaussian.
 
         Raises:
-            RunError: as for :meth:`to_gpytorch_draws`, or nothing has a normal distribution in these units.
+            RunError: as for :meth:`draws`, or nothing has a normal distribution in these units.
         """
         if self.preparation.transform is not None:
             name = self.preparation.transform.name
@@ -275,14 +272,11 @@ class Predictor:
     def sample(self, frame: pd.DataFrame, count: int = 1, *, noise: bool = True, seed: int = 0) -> Array:
         """Joint draws at the rows of a table in original units, [count, N], over all draws of a mixture.
 
-        Args:
-            frame: As for :meth:`predict`.
-            count: How many.
-            noise: Of observations, of classes 0 and 1; else of f, as in :meth:`distribution`.
-            seed: The same seed gives the same draws.
+        With ``noise`` of observations, of classes 0 and 1; else of f, as in :meth:`distribution`.
+        The same seed gives the same draws.
 
         Raises:
-            RunError: as for :meth:`to_gpytorch_draws`.
+            RunError: as for :meth:`draws`.
         """
         draws, inputs, found = self.draws(), self.inputs(frame), []
         generator = torch.Generator().manual_seed(seed)
@@ -304,7 +298,7 @@ class Predictor:
         ``transforms`` from encoded inputs and back to original units.
 
         Raises:
-            RunError: as for :meth:`to_gpytorch_draws`, or the prediction is a mixture over draws of inducing points and
+            RunError: as for :meth:`draws`, or the prediction is a mixture over draws of inducing points and
                 hyperparameters, which is no single model.
         """
         return Exported(*only(self.draws()), Transforms.of(self.saved.arrays))
@@ -322,15 +316,11 @@ class Predictor:
         return FederatedModel(self.to_gpytorch())
 
     def to_gpytorch_draws(self) -> tuple[Exported, ...]:
-        """The components of the mixture that predicts, all of the same weight; one where nothing is drawn.
-
-        Raises:
-            RunError: what predicts is no Gaussian process with inducing points.
-        """
+        """The components of the mixture that predicts, all of the same weight; one where nothing is drawn."""
         transforms = Transforms.of(self.saved.arrays)
         return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.draws())
 
-    def draws(self) -> Sequence[tuple[WhitenedGP, Likelihood]]:
+    def draws(self) -> Sequence[tuple[GP, Likelihood]]:
         """What :meth:`to_gpytorch_draws` is made of.
 
         Raises:
@@ -345,8 +335,7 @@ class Predictor:
 
     def _encoded(self, frame: pd.DataFrame, *, whole: bool = True) -> Array:
         if not isinstance(frame, pd.DataFrame):
-            columns = ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
-            raise DataError(f"expected a DataFrame with the columns {columns}; got {type(frame).__name__}")
+            raise DataError(f"expected a DataFrame with the columns {self._columns()}; got {type(frame).__name__}")
         encoded = encode_inputs(typed_inputs(frame, self.preparation, "the table"), self.preparation)
         if whole and np.isnan(encoded).any():
             raise DataError("the table has missing cells, and with `missing` = 'drop' nothing stands for them")
@@ -388,11 +377,10 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
     """
     preparation = next(iter(predictors.values())).preparation
     frame = read_inputs(source, preparation)
-    others = no_inputs(source, preparation)
     tables = {site: predictor.predict(frame) for site, predictor in predictors.items()}
     taken = {"site", *next(iter(tables.values()))}
-    named = others.rename(columns={name: f"input.{name}" for name in taken.intersection(others)})
-    beside = {site: pd.concat([named, table], axis=1) for site, table in tables.items()}
+    others = no_inputs(source, preparation).rename(columns=lambda name: f"input.{name}" if name in taken else name)
+    beside = {site: pd.concat([others, table], axis=1) for site, table in tables.items()}
     together = pd.concat(beside, names=["site"]).reset_index(level="site")
     if len(tables) == 1:
         del together["site"]

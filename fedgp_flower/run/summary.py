@@ -14,7 +14,7 @@ from scipy.special import stdtrit
 from scipy.stats import binom
 
 from fedgp_flower.data.tables import SUFFIXES, table_stem
-from fedgp_flower.run.artefacts import RunMetrics
+from fedgp_flower.run.artefacts import RunData, RunMetrics
 from fedgp_flower.run.registry import METHODS
 
 REGRESSION_COLUMNS = ("rmse", "r2", "nll", "crps", "coverage_95")
@@ -269,6 +269,12 @@ def sentences(metrics: RunMetrics) -> list[str]:
     """What the figures say in words, the verdict first."""
     said = (verdict(metrics), *metrics.warnings, calibration_verdict(metrics), convergence_verdict(metrics))
     return [words if words.endswith(".") else f"{words}." for words in said if words]
+
+
+def target_of(run: RunData) -> str:
+    """Name of a run's target."""
+    saved = run.posterior.schema["target"]["name"] if run.posterior is not None else ""
+    return str(saved or run.config.get("target") or "the target")
 
 
 def data_name(dataset: str) -> str:
