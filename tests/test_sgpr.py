@@ -394,14 +394,11 @@ def test_small_sites_are_named_capped_or_sent_under_masks():
     """24 points among 48 candidates: three rows for each are 144, and all have 141."""
     rows = {"big": 80, "mid": 40, "low": 21}
     there = Roster(rows, tuple(rows), (), 0)
-    points = lambda policy, at=there: (count := inducing_points(24, at, policy), candidates(count, at, policy))  # noqa: E731
-    assert (points("warn"), points("cap"), points("masks", replace(there, totals_only=True))) == (
-        (24, 48),
-        (7, 7),
-        (24, 48),
-    )
-    with pytest.raises(ConfigError, match="low, mid have fewer than 3 rows"):
-        points("masks")
+    for policy, at, points in (("warn", there, 24), ("cap", there, 7), ("masks", replace(there, totals_only=True), 24)):
+        assert inducing_points(24, at, policy) == points
+        assert candidates(points, at, policy) == (7 if policy == "cap" else 48)
+    with pytest.raises(ConfigError, match="mid, low have fewer than 3 rows"):
+        inducing_points(24, there, "masks")
     [told] = told_by_total(48, rows, 2)
     assert "141 rows of all sites are fewer than 3 for each of 48 points" in told
     assert "`model.num-inducing` = 23 or less" in told  # 6 × 23 ≤ 141 < 6 × 24
