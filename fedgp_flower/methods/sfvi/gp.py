@@ -60,11 +60,7 @@ class HierarchicalModel(ClosedFormModel, GP):
     """What ``model(x)`` predicts with."""
 
     def __init__(
-        self,
-        section: ModelSection,
-        inputs: Rows,
-        noise_spread: float = NOISE_SPREAD,
-        widths: Sequence[float] | None = None,
+        self, section: ModelSection, inputs: Rows, noise_spread: float = NOISE_SPREAD, widths: Sequence[float] = ()
     ) -> None:
         size = inputs.shape[1] + 1
         super().__init__(torch.zeros(len(inputs) + size, dtype=torch.float64))
@@ -78,10 +74,11 @@ class HierarchicalModel(ClosedFormModel, GP):
         self.log_site_slope = nn.Parameter(inputs.new_full((size,), math.log(SITE_SLOPE)))
         if self.gaussian:
             self.log_noise = nn.Parameter(torch.tensor(math.log(section.noise), dtype=torch.float64))
-        self.shaped, given = widths is not None, widths or ()
-        self.varied = [which for which, width in enumerate(given) if width > 0]
-        if self.varied:
-            self.log_width = nn.Parameter(inputs.new_tensor([given[which] for which in self.varied]).log())
+        self.shaped = len(widths) > 0
+        given = {which: width for which, width in enumerate(widths) if width > 0}
+        self.varied = list(given)
+        if given:
+            self.log_width = nn.Parameter(inputs.new_tensor(list(given.values())).log())
 
     @classmethod
     def configured(
