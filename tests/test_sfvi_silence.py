@@ -44,7 +44,7 @@ class Listening(FaultyGrid):
 
 
 def words(array: np.ndarray) -> set[bytes]:
-    """The bytes of every number but the whole ones: counts of rows, which a site sends, may equal an input such as 10."""
+    """The bytes of every number but whole ones: a count of rows, which a site sends, may equal an input such as 10."""
     flat = np.asarray(array, dtype=np.float64).ravel()
     return {value.tobytes() for value in flat if math.isfinite(value) and value != np.rint(value)}
 
