@@ -45,7 +45,7 @@ from fedgp_flower.privacy.questions import (
     length,
     read_members,
 )
-from fedgp_flower.records import array_record, numpy_array, record_of, settings_of
+from fedgp_flower.records import array_record, record_of, settings_of
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
@@ -228,7 +228,7 @@ class Journal:
         """The words that were sent in answer to the question with this hash, if they are still here."""
         if self.folder is None:
             kept = record_of(self.state, KEPT_REPLY, ArrayRecord) or ArrayRecord()
-            return numpy_array(kept[digest]) if digest in kept else None
+            return kept[digest].numpy() if digest in kept else None
         try:
             return read_arrays(self.folder / f"{KEPT_REPLY}.safetensors").get(digest)
         except RunError:
