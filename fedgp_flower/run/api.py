@@ -77,11 +77,7 @@ class Run:
 
 
 def load_run(path: str | Path) -> Run:
-    """Read a finished run from its folder.
-
-    Raises:
-        RunError: naming the folder or file that is missing or unreadable.
-    """
+    """Read a finished run from its folder."""
     return Run(read_run(Path(path)))
 
 
@@ -126,11 +122,7 @@ def run(
 
 
 def together(tables: Mapping[str, pd.DataFrame], flat: FlatConfig, site: str = "site") -> dict[str, Value]:
-    """The keys that make one data set of tables, each of them a site; ``site`` is the column that says which.
-
-    Raises:
-        DataError: naming every problem of every table.
-    """
+    """The keys that make one data set of tables, each of them a site; ``site`` is the column that says which."""
     if taken := [name for name, table in tables.items() if site in table]:
         raise ConfigError(f"the tables of {', '.join(taken)} have a column {site!r}: name another with `site`")
     joined = pd.concat([table.assign(**{site: str(name)}) for name, table in tables.items()], ignore_index=True)

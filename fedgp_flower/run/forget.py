@@ -41,10 +41,6 @@ def prepare(run: Path, site: str, *, rounds: int, name: str) -> Continuation:
         site: Id or label of the site to forget.
         rounds: Rounds of training after that, to let what the other sites said settle.
         name: Name of the new folder, beside the old one.
-
-    Raises:
-        RunError: the run is of another method or of real sites, or too few sites would remain.
-        NumericsError: it has no such site, or what remains would be no density.
     """
     data = read_run(run)
     if not row_of(data).forget:

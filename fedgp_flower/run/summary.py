@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from scipy.special import stdtrit
 from scipy.stats import binom
 
@@ -105,12 +104,17 @@ def arms(metrics: RunMetrics) -> list[Arm]:
     ]
 
 
-def headline(metrics: RunMetrics) -> pd.DataFrame:
-    """A row per arm; columns the test figures in original units that some arm has, and ``rows``."""
+def headline(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows of the table: a row per arm; the test figures in original units that some arm has, and rows."""
     every = arms(metrics)
     columns = [name for name in figure_columns(metrics) if any(name in arm.figures for arm in every)]
-    table = {arm.name: [*(number(arm.figures.get(name)) for name in columns), arm.rows] for arm in every}
-    return pd.DataFrame.from_dict(table, orient="index", columns=[*columns, "rows"])
+    rows = [[arm.name, *(cell(c, arm.figures.get(c)) for c in columns), cell("rows", arm.rows)] for arm in every]
+    return ["", *map(title_of, (*columns, "rows"))], rows
+
+
+def beside(metrics: RunMetrics) -> list[list[str]]:
+    """A row of text for every baseline: its name and the difference of the NLL; see :func:`against`."""
+    return [[name, *more] for name, more in zip(rivals(metrics), against(metrics), strict=True)]
 
 
 def expected_coverage(rows: int, level: float) -> tuple[float, float]:
@@ -257,12 +261,6 @@ def target_of(run: RunData) -> str:
 def data_name(dataset: str) -> str:
     """What a data set is called: of a file its name, without folders and endings."""
     return table_stem(Path(dataset)) if Path(dataset).is_absolute() or dataset.endswith(SUFFIXES) else dataset
-
-
-def text_rows(frame: pd.DataFrame) -> list[list[str]]:
-    """A frame of figures as rows of text, the name of each first."""
-    columns = [str(column) for column in frame.columns]
-    return [[str(name), *map(cell, columns, row)] for name, *row in frame.astype(object).itertuples(name=None)]
 
 
 def title_of(column: str) -> str:
