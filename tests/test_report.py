@@ -10,13 +10,12 @@ from matplotlib.figure import Figure
 from scipy import stats
 from synthetic_runs import make_run, predict
 
-from fedgp_flower.errors import RunError
 from fedgp_flower.files import read_json, write_json
 from fedgp_flower.run import figures
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.compare import side_by_side
 from fedgp_flower.run.dependence import Effect
-from fedgp_flower.run.report import Panel, write_page, write_report
+from fedgp_flower.run.report import Panel, write_page
 from fedgp_flower.run.summary import (
     Arm,
     Difference,
@@ -113,7 +112,6 @@ def test_pictures_follow_the_number_of_inputs(tmp_path, line_run, line_page):
     two = make_run(tmp_path / "2", inputs=2, sites=2, rows=20)
     write_page(read_run(two), predict)
     assert {"map", "parity"} <= plots(two)
-    write_page(read_run(two))
     many = make_run(tmp_path / "8", inputs=8, sites=45, rows=12)
     page = write_page(read_run(many)).read_text()
     assert {"parity"} == plots(many) - {"calibration", "convergence", "sites", "cost"}
@@ -151,11 +149,6 @@ def test_a_run_without_figures_or_rounds_still_has_a_page(tmp_path):
     assert "is not finite, so the run cannot be judged" in page
 
 
-def test_an_unfinished_run_has_no_report(line_run, tmp_path):
-    with pytest.raises(RunError, match="not the folder of a run"):
-        write_report(tmp_path / "nothing")
-
-
 def test_paired_difference_by_hand(line_run):
     metrics = judged(line_run, [1.0, 1.0, 1.0], [1.2, 1.1, 1.0], [20, 10, 10])
     found = paired_difference(metrics, "nll", metrics.local_only)
@@ -172,31 +165,26 @@ def test_with_sites_of_equal_size_the_interval_is_that_of_a_paired_t_test(line_r
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
 
 
+NLL = [1.0, 1.1, 1.2]
+
+
 @pytest.mark.parametrize(
-    ("own", "local", "words"),
+    ("mine", "local", "words"),
     [
-        (
-            [1.0, 1.1, 1.2],
-            [1.5, 1.61, 1.7],
-            "Better than each site alone: fsgp on 30 held-out rows of 3 sites, by NLL and",
-        ),
-        ([1.5, 1.61, 1.7], [1.0, 1.1, 1.2], "Worse than each site alone: fsgp"),
-        ([1.0, 1.2, 1.1], [1.1, 1.1, 1.1], "About as good as each site alone: fsgp"),
-        (
-            [1.0, 1.2],
-            [1.1, 1.4],
-            "With a lower NLL than each site alone: fsgp on 20 held-out rows of 2 sites, by NLL; 2",
-        ),
+        (NLL, [1.5, 1.61, 1.7], "Better than each site alone: fsgp on 30 held-out rows of 3 sites, by NLL and"),
+        ([1.5, 1.61, 1.7], NLL, "Worse than each site alone: fsgp"),
+        ([1.0, 1.2, 1.1], [1.1] * 3, "About as good as each site alone: fsgp"),
+        (NLL[::2], [1.1, 1.4], "With a lower NLL than each site alone: fsgp on 20 held-out rows of 2 sites, by NLL; 2"),
         (
             [1.2],
             [1.1],
-            "With a higher NLL than each site alone: fsgp on 10 held-out rows of 1 site, by NLL; 1 site gives",
+            "With a higher NLL than each site alone: fsgp on 10 held-out rows of 1 site, by NLL; 1 ",
         ),
         ([1.2], None, "fsgp has a held-out NLL of 1.200 nats per row; no baseline was computed."),
     ],
 )
-def test_the_verdict_follows_the_numbers(line_run, own, local, words):
-    metrics = judged(line_run, own, local, [10] * len(own))
+def test_the_verdict_follows_the_numbers(line_run, mine, local, words):
+    metrics = judged(line_run, mine, local, [10] * len(mine))
     assert verdict(metrics).startswith(words)
     assert len(against(metrics)) == (local is not None)
 
