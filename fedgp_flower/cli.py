@@ -176,7 +176,7 @@ def simulate(
 
     The exit status is the result of the run.
     """
-    from fedgp_flower.deploy import launch
+    from fedgp_flower.deploy import submission
     from fedgp_flower.deploy.processes import interruptible
 
     completed, sites = _completed(words, config, {}, sites)
@@ -184,7 +184,7 @@ def simulate(
         _show_plan(completed, sites)
         return
     with interruptible():
-        launch.simulate(completed, sites, gpus_per_site)
+        submission.simulate(completed, sites, gpus_per_site)
 
 
 @deploy.command("app")

@@ -168,15 +168,11 @@ def bernoulli_scores(probability: ArrayLike, label: ArrayLike) -> Scores:
         raise NumericsError("a predicted probability is not in [0, 1]; look for non-finite latent values")
     if not np.all((y == 0) | (y == 1)):
         raise NumericsError("a label is neither 0 nor 1; labels are indices into the two agreed levels")
-    sums = {
-        "count": float(y.size),
-        "correct": float(np.sum((p >= 0.5) == (y == 1))),
-        "nll": float(-np.sum(special.xlogy(y, p) + special.xlog1py(1 - y, -p))),
-        "brier": float(np.sum((p - y) ** 2)),
-    }
+    nll = -special.xlogy(y, p) - special.xlog1py(1 - y, -p)
+    found = _classified((p >= 0.5) == (y == 1), nll, (p - y) ** 2, p, y)
     log_odds = np.clip(special.logit(p), -RANK_REACH, RANK_REACH)
     ranks = [np.histogram(log_odds[y == c], RANK_BINS, (-RANK_REACH, RANK_REACH))[0].astype(float) for c in (0, 1)]
-    return Scores(sums, {"evaluation.reliability": _reliability(p, y), "evaluation.ranks": np.stack(ranks, axis=1)})
+    return Scores(found.sums, found.arrays | {"evaluation.ranks": np.stack(ranks, axis=1)})
 
 
 def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
@@ -191,21 +187,18 @@ def class_scores(probabilities: ArrayLike, label: ArrayLike) -> Scores:
         raise NumericsError("a row of predicted probabilities does not sum to one; look for non-finite latent values")
     if not np.isin(y, np.arange(p.shape[1])).all():
         raise NumericsError(f"a label is not one of the {p.shape[1]} classes 0 to {p.shape[1] - 1}")
-    observed = y[:, None] == np.arange(p.shape[1])
-    sums = {
-        "count": float(y.size),
-        "correct": float(np.sum(p.argmax(axis=1) == y)),
-        "nll": float(-np.sum(special.xlogy(observed, p))),
-        "brier": float(np.sum((p - observed) ** 2)),
-    }
-    hit = (p.argmax(axis=1) == y).astype(float)
-    return Scores(sums, {"evaluation.reliability": _reliability(p.max(axis=1), hit)})
+    observed, hit = y[:, None] == np.arange(p.shape[1]), p.argmax(axis=1) == y
+    nll, brier = -special.xlogy(observed, p).sum(axis=1), ((p - observed) ** 2).sum(axis=1)
+    return _classified(hit, nll, brier, p.max(axis=1), hit)
 
 
-def _reliability(probability: Array, outcome: Array) -> Array:
-    """Rows, probabilities and outcomes, summed by bins of the probability, [B, 3]."""
+def _classified(correct: Array, nll: Array, brier: Array, probability: Array, outcome: Array) -> Scores:
+    """Sums of scores, and rows, probabilities and outcomes by bins of the probability [B, 3]."""
+    columns = (np.ones_like(probability), correct, nll, brier)
+    sums = {name: float(np.sum(column)) for name, column in zip(CLASSIFICATION_SUMS, columns, strict=True)}
     weights = (np.ones_like(probability), probability, outcome)
-    return np.stack([np.histogram(probability, RELIABILITY_BINS, (0, 1), weights=w)[0] for w in weights], axis=1)
+    bins = [np.histogram(probability, RELIABILITY_BINS, (0, 1), weights=weight)[0] for weight in weights]
+    return Scores(sums, {"evaluation.reliability": np.stack(bins, axis=1)})
 
 
 # Numbers in their units, and transformed ones.
@@ -329,19 +322,17 @@ def count_quantiles(mean: Array, sd: Array, levels: Sequence[float]) -> Array:
     spread = np.maximum(sd**2 - mean, 0.0) / mean**2  # e^v − 1 is below zero by rounding alone
     variance = np.log1p(spread)
     log_rates, share = _rates(np.log(mean) - variance / 2, variance, RATE_NODES)
-    found = np.empty((len(levels), len(mean)))
-    for row, level in zip(found, levels, strict=True):
+    found = []
+    for level in levels:
         low, high = np.full(len(mean), -1.0), np.maximum(np.ceil(mean), 1.0)
         while (short := _count_distribution(high, log_rates, share) < level).any():
             low[short], high[short] = high[short], 2 * high[short]
         while (high - low > 1).any():
             middle = np.floor((low + high) / 2)
-            enough = _count_distribution(np.maximum(middle, 0.0), log_rates, share) >= level
-            settled = high - low <= 1
-            high = np.where(enough & ~settled, middle, high)
-            low = np.where(enough | settled, low, middle)
-        row[:] = high
-    return found
+            enough = (middle >= 0) & (_count_distribution(np.maximum(middle, 0.0), log_rates, share) >= level)
+            high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+        found.append(high)
+    return np.stack(found)
 
 
 def central(mean: Array, sd: Array, counts: bool) -> tuple[Array, Array]:

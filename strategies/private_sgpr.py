@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -21,12 +20,12 @@ from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.messages import PrivateRequest, PrivateSums
 from fedgp_flower.methods.sgpr.options import PrivateSGPROptions
 from fedgp_flower.methods.sgpr.private import EDGE, Budget, cleaned
-from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
 from strategies.pooled_bound import LOCATIONS, LOG_NOISE, empty_model, noise_of, posterior_at, saved
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.strategy import FederatedStrategy
+from strategies.sgpr import wider
 
 AMPLITUDE = "kernel.log_outputscale"
 
@@ -57,26 +56,6 @@ class PrivateState:
         """The highest bound."""
         return max(self.tried, key=lambda tried: tried.height)
 
-    @property
-    def values(self) -> Mapping[str, AnyShape]:
-        """Parameters of the best, or to start from."""
-        return self.best.values if self.tried else self.start
-
-
-def first_values(model: ModelSection, num_inputs: int, seed: int) -> NamedArrays:
-    """Z drawn in the box of the public ranges, hyperparameters as configured at unit amplitude."""
-    points = np.random.default_rng([seed, *b"inducing"]).uniform(-EDGE, EDGE, (model.num_inducing, num_inputs))
-    start = empty_model(model, num_inputs)
-    return {**start, AMPLITUDE: np.zeros_like(start[AMPLITUDE]), LOCATIONS: points}
-
-
-def wider(values: Mapping[str, np.ndarray], number: int, trials: int) -> NamedArrays:
-    """Parameters of a trial: lengthscales by factors of two around the given one."""
-    by = (number - (trials - 1) / 2) * math.log(2)
-    return {
-        name: np.asarray(array + by) if name.endswith("log_lengthscale") else array for name, array in values.items()
-    }
-
 
 def evaluated(values: Mapping[str, np.ndarray], told: PrivateSums, rows: int, noise: float) -> Tried:
     """What noisy sums of so many rows are worth; ``noise`` is that of the total, in its units."""
@@ -101,13 +80,16 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
         return Budget.of(self.config)
 
     def initialise(self, roster: Roster) -> Asking[PrivateState]:
-        """Z in the box of the public ranges; no site is asked."""
+        """Z drawn in the box of the public ranges, the rest as configured at unit amplitude; no site is asked."""
         yield from ()
-        return PrivateState(first_values(self.config.model, self.preparation.num_inputs, self.config.seed))
+        model, inputs = self.config.model, self.preparation.num_inputs
+        draw = np.random.default_rng([self.config.seed, *b"inducing"])
+        start = empty_model(model, inputs) | {LOCATIONS: draw.uniform(-EDGE, EDGE, (model.num_inducing, inputs))}
+        return PrivateState(start | {AMPLITUDE: np.zeros_like(start[AMPLITUDE])})
 
     def one_round(self, state: PrivateState, roster: Roster) -> Asking[tuple[PrivateState, Figures]]:
-        """Noisy sums at the next lengthscale."""
-        values = wider(state.start, len(state.tried), self.options.trials)
+        """Noisy sums at the next lengthscale, by factors of two around the given one."""
+        values = wider(state.start, (len(state.tried) - (self.options.trials - 1) / 2) * math.log(2))
         sizes, sharing = {"M": len(values[LOCATIONS])}, len(roster.sites) if roster.totals_only else 1
         summed: Summed[PrivateSums] = yield Total(
             PrivateSums, PrivateRequest(values, sharing), roster.sites, retries=0, sizes=sizes
@@ -128,33 +110,25 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
         """The exact posterior of the cleaned sums; no site is asked."""
         del roster
         yield from ()
-        found = posterior_at(state.best.values, state.best.totals)
-        return Predicted(found, saved(found, self.config.model), self._details(state))
-
-    def _details(self, state: PrivateState) -> dict[str, Any]:
-        """What was spent, and what noise left."""
-        budget, done = self.budget, len(state.tried)
-        return {
-            "differential_privacy": {
-                "epsilon": budget.spent(done),
-                "delta": budget.delta,
-                "releases": done,
-                "neighbours": "one training row replaced by any other",
-                "noise": "of every site's sums" if self.masking is None else "of the total alone",
-                "noise_sd": budget.noise,
-            },
-            "directions_left_out": state.best.left_out,
-            "num_inducing": len(state.start[LOCATIONS]),
+        found, budget, done = posterior_at(state.best.values, state.best.totals), self.budget, len(state.tried)
+        spent = {
+            "epsilon": budget.spent(done),
+            "delta": budget.delta,
+            "releases": done,
+            "neighbours": "one training row replaced by any other",
+            "noise": "of every site's sums" if self.masking is None else "of the total alone",
+            "noise_sd": budget.noise,
         }
+        left = {"directions_left_out": state.best.left_out, "num_inducing": len(state.start[LOCATIONS])}
+        return Predicted(found, saved(found, self.config.model), {"differential_privacy": spent, **left})
 
     def public(self, state: PrivateState) -> NamedArrays:
-        """The parameters."""
-        return encode(Parameters(state.values))
+        """The parameters of the best, or to start from."""
+        return encode(Parameters(state.best.values if state.tried else state.start))
 
     def warnings(self) -> list[str]:
         """What is promised, for the report."""
         budget = self.budget
-        told = f"ε = {budget.spent(len(self.current.tried)):.3g} at δ = {budget.delta:g}"
         noise = (
             "the noise is split among sites, so that this is promised of totals, and where no sites collude"
             if self.masking is not None
@@ -162,6 +136,7 @@ class PrivateSGPR(FederatedStrategy[PrivateState]):
         )
         return [
             *super().warnings(),
-            f"Differential privacy for a training row, replaced by any other: {told}; {noise}. Numbers of rows, ranges"
-            " and scores of held-out rows are not covered.",
+            "Differential privacy for a training row, replaced by any other:"
+            f" ε = {budget.spent(len(self.current.tried)):.3g} at δ = {budget.delta:g}; {noise}."
+            " Numbers of rows, ranges and scores of held-out rows are not covered.",
         ]

@@ -31,32 +31,8 @@ from fedgp_flower.methods.sgpr.options import SGPROptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
-from strategies.pooled_bound import (
-    CANDIDATES,
-    CURVATURE,
-    LOCATIONS,
-    LOG_NOISE,
-    SMOOTHED,
-    candidates,
-    empty_model,
-    facts,
-    folded,
-    gradients_at,
-    inducing_points,
-    known_lengthscales,
-    lengthscales,
-    noise_of,
-    objective,
-    of_unit_amplitude,
-    pooled,
-    posterior_at,
-    progress,
-    saved,
-    sums_at,
-    thinned,
-    told_by_sites,
-    told_by_total,
-)
+from strategies import pooled_bound
+from strategies.pooled_bound import LOCATIONS, LOG_NOISE, folded, lengthscales, objective, sums_at
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import points_like_inputs, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -104,14 +80,14 @@ class Chain(StepMemory):
     """Parameters, the kernel at unit amplitude."""
     lengths: Float[ndarray, " D"]
     """Lengthscales at the start, the units of Z in coordinates."""
-    totals: SparseSums | None
+    totals: SparseSums | None = None
     """At ``values``; None before they are asked for."""
-    height: float
-    """J, in nats; 0 before the totals are known."""
-    gradient: Float[ndarray, " G"]
+    height: float = 0.0
+    """J, in nats."""
+    gradient: Float[ndarray, " G"] = field(default_factory=lambda: np.empty(0))
     """Of J by the coordinates at ``place``; G = S, or 0 before it is asked for."""
-    place: Float[ndarray, " G"]
-    shrunk: float
+    place: Float[ndarray, " G"] = field(default_factory=lambda: np.empty(0))
+    shrunk: float = 1.0
     """Factor of the next line search's steps."""
 
     @property
@@ -175,20 +151,8 @@ def units(values: Mapping[str, ndarray], lengths: Array) -> Array:
 
 def chain_at(values: Mapping[str, ndarray], totals: SparseSums | None = None) -> Chain:
     """A chain that starts at parameters of unit amplitude."""
-    size = pack(moving(values)).size
-    height = 0.0 if totals is None else objective(values, totals)
-    return Chain(
-        steps=np.empty((0, size)),
-        changes=np.empty((0, size)),
-        scales=np.zeros(2),
-        values=values,
-        lengths=lengthscales(values),
-        totals=totals,
-        height=height,
-        gradient=np.empty(0),
-        place=np.empty(0),
-        shrunk=1.0,
-    )
+    none, height = np.empty((0, pack(moving(values)).size)), 0.0 if totals is None else objective(values, totals)
+    return Chain(none, none, np.zeros(2), values, lengthscales(values), totals, height)
 
 
 # The start.
@@ -199,7 +163,7 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     section, num_inputs, seed = problem.model, problem.num_inputs, problem.seed
     shapes = yield from shapes_of_inputs(roster)
     anchors = points_like_inputs(shapes, SLOTS, np.random.default_rng([seed, *b"anchors"]))
-    model = empty_model(section, num_inputs)
+    model = pooled_bound.empty_model(section, num_inputs)
     sizes = {"C": SLOTS, "H": sum(array.size for array in model.values())}
     summed: Summed[Sketch] = yield Total(Sketch, Anchors(anchors), sizes=sizes)
     if summed.total is None:
@@ -207,16 +171,16 @@ def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     rng = np.random.default_rng([seed, *b"inducing"])
     draws = drawn(summed.total.rows, summed.total.first, summed.total.second, rng)
     distinct = len(np.unique(draws, axis=0))
-    count = min(inducing_points(section.num_inducing, roster, problem.small_sites), distinct)
-    most = min(candidates(count, roster, problem.small_sites), distinct)
+    count = min(pooled_bound.inducing_points(section.num_inducing, roster, problem.small_sites), distinct)
+    most = min(pooled_bound.candidates(count, roster, problem.small_sites), distinct)
     expected = {name: np.full_like(array, prior(name, num_inputs)[0]) for name, array in model.items()}
     chains = []
     for first in (agreed(summed.total, model), expected):
         lengths = lengthscales({**first, LOCATIONS: draws})
         centres = centres_of(draws / lengths, most, np.random.default_rng([seed, *b"centres"]))
-        chains.append(chain_at(of_unit_amplitude({**first, LOCATIONS: centres * lengths}, section)))
+        chains.append(chain_at(pooled_bound.of_unit_amplitude({**first, LOCATIONS: centres * lengths}, section)))
     logger.info("%d inducing points; at most %d exchanges for training", count, problem.exchanges)
-    for words in told_by_total(most, roster.rows, CANDIDATES):
+    for words in pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES):
         logger.warning(words)
     return SGPRState(tuple(chains), (), BEFORE, count)
 
@@ -244,8 +208,8 @@ def one_round(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
     if state.best.totals is None or not state.evaluated:
         return state, {}
     values, totals = folded(state.best.values, state.best.totals, problem.model)
-    bound = facts(values, totals)["bound"]
-    return state, {"bound": bound, "objective": bound / state.rows, "noise": noise_of(values)}
+    bound = pooled_bound.facts(values, totals)["bound"]
+    return state, {"bound": bound, "objective": bound / state.rows, "noise": pooled_bound.noise_of(values)}
 
 
 def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Asking[SGPRState]:
@@ -256,7 +220,7 @@ def evaluate(problem: Problem, state: SGPRState, sites: tuple[str, ...]) -> Aski
     if not totals:
         return replace(state, exchanges=exchanges)
     found = highest(tried, totals, len(WIDER))
-    chains = [chain_at(*thinned(values, sums, state.points, problem.model)) for values, sums, _ in found]
+    chains = [chain_at(*pooled_bound.thinned(values, sums, state.points, problem.model)) for values, sums, _ in found]
     return SGPRState(tuple(chains), answered, exchanges, state.points)
 
 
@@ -266,7 +230,7 @@ def differentiate(problem: Problem, state: SGPRState) -> Asking[SGPRState]:
     if not moved:
         return state
     points = [folded(values, totals, problem.model) for values, totals in moved]
-    gradients = yield from gradients_at(points, state.sites, problem.model)
+    gradients = yield from pooled_bound.gradients_at(points, state.sites, problem.model)
     if gradients is None:
         return without_totals(state)
     each = iter(gradients)
@@ -301,7 +265,7 @@ def search(state: SGPRState) -> Asking[SGPRState]:
     climbed = max(new.height - old.height for new, old in zip(chains, state.chains, strict=True)) / state.rows
     flat = climbed < TOLERANCE * max(1.0, abs(after.best.height) / state.rows)
     shortening = any(SHORTEST < chain.shrunk < 1 for chain in chains)
-    gains = np.append(state.gains, (after.best.height - state.best.height) / state.rows)[-SMOOTHED:]
+    gains = np.append(state.gains, (after.best.height - state.best.height) / state.rows)[-pooled_bound.SMOOTHED :]
     return replace(after, gains=gains, converged=flat and not shortening)
 
 
@@ -346,10 +310,10 @@ def posterior(problem: Problem, state: SGPRState, roster: Roster) -> Asking[tupl
     """The exact posterior of all rows at the better chain's point, and the totals it comes from."""
     values, totals = state.best.values, state.best.totals
     if totals is None or set(state.sites) != set(roster.everyone):
-        totals = yield from pooled(values, roster.everyone)
-        values, totals = thinned(values, totals, state.points, problem.model)
+        totals = yield from pooled_bound.pooled(values, roster.everyone)
+        values, totals = pooled_bound.thinned(values, totals, state.points, problem.model)
     values, totals = folded(values, totals, problem.model)
-    return posterior_at(values, totals), totals
+    return pooled_bound.posterior_at(values, totals), totals
 
 
 class SGPR(FederatedStrategy[SGPRState]):
@@ -391,9 +355,11 @@ class SGPR(FederatedStrategy[SGPRState]):
     def predictive(self, state: SGPRState, roster: Roster) -> Asking[Predicted]:
         """The exact posterior of all rows at the better chain's point."""
         found, totals = yield from posterior(self.problem, state, roster)
-        details = facts(found.values, totals) | progress(state.exchanges, state.gains, A_ROUND, state.rows)
+        details = pooled_bound.facts(found.values, totals) | pooled_bound.progress(
+            state.exchanges, state.gains, A_ROUND, state.rows
+        )
         details |= {"num_inducing": len(state.best.values[LOCATIONS])}
-        return Predicted(found, saved(found, self.config.model), details)
+        return Predicted(found, pooled_bound.saved(found, self.config.model), details)
 
     def public(self, state: SGPRState) -> NamedArrays:
         """The parameters of the better chain."""
@@ -405,22 +371,22 @@ class SGPR(FederatedStrategy[SGPRState]):
         if np.array_equal(pack(arrays), pack(self.public(state))):
             return state
         given = {name.removeprefix("values."): array for name, array in arrays.items()}
-        return SGPRState((chain_at(of_unit_amplitude(given, self.config.model)),), (), state.exchanges)
+        return SGPRState((chain_at(pooled_bound.of_unit_amplitude(given, self.config.model)),), (), state.exchanges)
 
     def final(self, state: SGPRState, roster: Roster) -> Asking[dict[str, object]]:
         """Lengthscales, and how well all rows know them."""
         del state
         values = self.scoring.predicted.request.values
-        spread = yield from known_lengthscales(values, roster.sites, self.config.model)
-        return {"relevance": lengthscale_facts(values, spread, CURVATURE)}
+        spread = yield from pooled_bound.known_lengthscales(values, roster.sites, self.config.model)
+        return {"relevance": lengthscale_facts(values, spread, pooled_bound.CURVATURE)}
 
     def warnings(self) -> list[str]:
         """Also which sites' sums, or whether the total, nearly reveal rows, and what limited the inducing points."""
         count, roster, policy = len(self.current.best.values[LOCATIONS]), self.roster(), self.options.small_sites
-        most = candidates(count, roster, policy)
-        found = super().warnings() + told_by_total(most, roster.rows, CANDIDATES)
+        most = pooled_bound.candidates(count, roster, policy)
+        found = super().warnings() + pooled_bound.told_by_total(most, roster.rows, pooled_bound.CANDIDATES)
         if not roster.totals_only:
-            found += told_by_sites(most, count, roster.rows, policy, self.called)
+            found += pooled_bound.told_by_sites(most, count, roster.rows, policy, self.called)
         wanted, least = self.config.model.num_inducing, min(roster.rows, key=lambda site: roster.rows[site])
         if count < min(wanted, sum(roster.rows.values())):
             found.append(

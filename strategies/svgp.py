@@ -20,13 +20,12 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.special import ndtri
 
-from fedgp_flower.config import RunConfig
 from fedgp_flower.gp.models import CONSTANT, FLOAT32_JITTER, LatentGP
 from fedgp_flower.gp.optimisers import pack, two_loops, unpack
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.duals import Duals, carried, gradient_at_server
 from fedgp_flower.methods.sgpr.messages import Expectations, PooledPosterior
-from fedgp_flower.methods.sgpr.options import SGPROptions, SVGPOptions
+from fedgp_flower.methods.sgpr.options import SVGPOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
@@ -73,14 +72,6 @@ class LatentProblem:
     """Most exchanges with every site, those before training among them."""
     target: Mapping[str, float] = field(default_factory=dict)
     """Statistics of the training target: ``share`` of the second class, ``mean`` of counts."""
-
-    @staticmethod
-    def of(config: RunConfig, target: Mapping[str, float], options: SGPROptions) -> LatentProblem:
-        """From the configuration, with the jitter that sites use: they whiten as the server does."""
-        model = config.model
-        if config.precision == "float32":
-            model = model.model_copy(update={"jitter": max(model.jitter, FLOAT32_JITTER)})
-        return LatentProblem(model, config.seed, options.exchanges or USUAL, target)
 
 
 @message()
@@ -157,47 +148,37 @@ def one_round(problem: LatentProblem, state: SVGPState, roster: Roster) -> Askin
     if summed.sites == state.sites and not objective >= state.objectives[-1]:
         return taken_back(state), {"objective": float(state.objectives[-1]), "bound": state.bound}
     if summed.sites != state.sites:
-        state = replace(state, points=state.points[:0], gradients=state.gradients[:0], objectives=state.objectives[:0])
+        state = remembering(state, 0)
     local = gradient_at_server(duals, old, new, found)
     gradient = pack({name: (share + local[name]) / rows for name, share in found.values.items()})
-    state = SVGPState(
-        point,
-        moved.precision.numpy(),
-        moved.shift.numpy(),
-        found,
-        np.vstack([state.points, pack(point)])[-MEMORY - 1 :],
-        np.vstack([state.gradients, gradient])[-MEMORY - 1 :],
-        np.append(state.objectives, objective)[-MEMORY - 1 :],
-        bound,
-        state.evaluations + 1,
-        max(state.halvings - 1, 0),
-        summed.sites,
-        state.exchanges,
-    )
+    points, gradients = np.vstack([state.points, pack(point)]), np.vstack([state.gradients, gradient])
+    objectives, known = np.append(state.objectives, objective), (moved.precision.numpy(), moved.shift.numpy())
+    memory = points[-MEMORY - 1 :], gradients[-MEMORY - 1 :], objectives[-MEMORY - 1 :]
+    count, halvings = state.evaluations + 1, max(state.halvings - 1, 0)
+    state = SVGPState(point, *known, found, *memory, bound, count, halvings, summed.sites, state.exchanges)
     return state, {"objective": objective, "bound": bound}
 
 
 def taken_back(state: SVGPState) -> SVGPState:
     """The same evaluation with half the steps; now and then without the memory."""
-    halvings, last = state.halvings + 1, slice(None)
-    if halvings % HALVINGS == 0:
-        last = slice(-1, None)
-    kept = {name: getattr(state, name)[last] for name in ("points", "gradients", "objectives")}
-    return replace(state, halvings=halvings, **kept)
+    halved = replace(state, halvings=state.halvings + 1)
+    return halved if halved.halvings % HALVINGS else remembering(halved, 1)
+
+
+def remembering(state: SVGPState, count: int) -> SVGPState:
+    """With the latest evaluations alone."""
+    rest = slice(len(state.objectives) - count, None)
+    return replace(state, points=state.points[rest], gradients=state.gradients[rest], objectives=state.objectives[rest])
 
 
 def improved(state: SVGPState) -> Duals:
     """(B, b) after the natural-gradient step, shorter where I + B would lose its definiteness."""
     if state.found is None:
         return state.duals
-    rho, floor = 0.5**state.halvings, LEAST * min(_least(state.duals), 1.0)
-    while _least(after := state.duals.stepped(state.found, rho)) < floor:
+    rho, floor = 0.5**state.halvings, LEAST * min(state.duals.least(), 1.0)
+    while (after := state.duals.stepped(state.found, rho)).least() < floor:
         rho /= 2
     return after
-
-
-def _least(duals: Duals) -> float:
-    return 1.0 + float(torch.linalg.eigvalsh(duals.precision)[0])
 
 
 def trial(state: SVGPState, model: ModelSection) -> NamedArrays:
@@ -248,15 +229,11 @@ def posterior(state: SVGPState) -> PooledPosterior:
 def saved(found: PooledPosterior, model: ModelSection) -> Posterior:
     """Parameters in natural units, q of whitened inducing values."""
     plain = pooled_bound.saved(found, model)
+    arrays = {**plain.arrays, CONSTANT: found.values[CONSTANT]}
     meanings = {CONSTANT: "c, mean of f", "likelihood.parameters": "of p(y | f): student-t: scale, ν − 2"}
-    return replace(
-        plain,
-        arrays={**plain.arrays, CONSTANT: found.values[CONSTANT]},
-        meanings={**plain.meanings, **meanings},
-        coordinates={**plain.coordinates, CONSTANT: "latent"},
-        equation=EQUATION,
-        model={**plain.model, "likelihood": model.likelihood},
-    )
+    coordinates = {**plain.coordinates, CONSTANT: "latent"}
+    described = {**plain.model, "likelihood": model.likelihood}
+    return Posterior(arrays, {**plain.meanings, **meanings}, coordinates, EQUATION, described)
 
 
 class SVGP(FederatedStrategy[SVGPState]):
@@ -269,8 +246,11 @@ class SVGP(FederatedStrategy[SVGPState]):
 
     @property
     def problem(self) -> LatentProblem:
-        """What stays the same during a run."""
-        return LatentProblem.of(self.config, self.preparation.training_target, self.options)
+        """What stays the same during a run, with the jitter that sites use: they whiten as the server does."""
+        model, exchanges = self.config.model, self.options.exchanges or USUAL
+        if self.config.precision == "float32":
+            model = model.model_copy(update={"jitter": max(model.jitter, FLOAT32_JITTER)})
+        return LatentProblem(model, self.config.seed, exchanges, self.preparation.training_target)
 
     def initialise(self, roster: Roster) -> Asking[SVGPState]:
         """Before the first evaluation."""

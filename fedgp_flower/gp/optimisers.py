@@ -104,7 +104,7 @@ def ascend(
     """Take some steps uphill; returns the objective before the last step, of L-BFGS the last one.
 
     Raises:
-        NumericsError: if a parameter is not finite afterwards, so that a diverged step is never sent.
+        NumericsError: if a parameter is not finite afterwards: a diverged step is never sent.
     """
     if name == "lbfgs":
         return maximise(objective, parameters, max_evaluations=steps).value
@@ -186,7 +186,7 @@ def maximise(
     line search steps back; such points are counted.
 
     Args:
-        objective: The same function at every call: samples must be fixed. Recomputes at the parameters' current data.
+        objective: The same function at every call, of the parameters' current data: samples must be fixed.
         parameters: Leaves with ``requires_grad``.
         max_evaluations: Budget of value-and-gradient evaluations.
         bounds: Of the entries of each parameter, as :data:`LOGARITHM` or :data:`FREE`; default all free.
@@ -198,49 +198,31 @@ def maximise(
     """
     from scipy.optimize import minimize  # noqa: PLC0415  a site that only answers with sums does without it
 
-    negative = _Negative(objective, parameters)
+    values: list[float] = []
+    rejected = 0
+
+    def negative(flat: Array) -> tuple[float, Array]:
+        nonlocal rejected
+        _scatter(flat, parameters)
+        try:
+            value = objective()
+            if not bool(torch.isfinite(value)):
+                raise NumericsError("the objective is not finite")
+            slopes = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+        except NumericsError:
+            if not values:
+                raise
+            rejected += 1
+            return 10.0 * abs(values[0]) + 1e6, np.zeros_like(flat)
+        values.append(value.item())
+        return -value.item(), -_gather(slopes)
+
     limits = [bound for p, bound in zip(parameters, bounds, strict=True) for _ in range(p.numel())] if bounds else None
-    options = {
-        "maxcor": PAIRS,
-        "maxfun": max_evaluations,
-        "maxiter": max_evaluations,
-        "ftol": tolerance,
-        "gtol": gradient_tolerance,
-    }
+    options: dict[str, float] = {"maxcor": PAIRS, "maxfun": max_evaluations, "maxiter": max_evaluations}
+    options |= {"ftol": tolerance, "gtol": gradient_tolerance}
     end = minimize(negative, _gather(parameters), jac=True, method="L-BFGS-B", bounds=limits, options=options)
     _scatter(np.asarray(end.x), parameters)
-    values = (*negative.values, -float(end.fun))
-    return Trace(values, "converged" if end.success else "budget", int(end.nfev), negative.rejected)
-
-
-class _Negative:
-    """Value and gradient of −objective at a flat vector, with a record of all evaluations."""
-
-    def __init__(self, objective: Callable[[], Tensor], parameters: Sequence[Tensor]) -> None:
-        self.objective = objective
-        self.parameters = parameters
-        self.values: list[float] = []
-        self.rejected = 0
-
-    def __call__(self, flat: Array) -> tuple[float, Array]:
-        _scatter(flat, self.parameters)
-        try:
-            value, slopes = self._evaluate()
-        except NumericsError:
-            if not self.values:
-                raise
-            self.rejected += 1
-            return 10.0 * abs(self.values[0]) + 1e6, np.zeros_like(flat)
-        self.values.append(value)
-        return -value, -_gather(slopes)
-
-    def _evaluate(self) -> tuple[float, list[Tensor]]:
-        value = self.objective()
-        if not bool(torch.isfinite(value)):
-            raise NumericsError("the objective is not finite")
-        slopes = torch.autograd.grad(value, self.parameters, allow_unused=True)
-        pairs = zip(self.parameters, slopes, strict=True)
-        return value.item(), [torch.zeros_like(p) if g is None else g for p, g in pairs]
+    return Trace((*values, -float(end.fun)), "converged" if end.success else "budget", int(end.nfev), rejected)
 
 
 def _gather(tensors: Sequence[Tensor]) -> Array:
@@ -255,8 +237,8 @@ def _scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
 
 # ---- L-BFGS whose line search is a few candidates at once -----------------------------------------------------------
 #
-# For objectives that cost a trip a time, however many points. The first Hessian is a multiple of the identity for each
-# of two blocks of coordinates (hyperparameters, inducing points), whose scales have nothing to do with each other.
+# An evaluation costs one trip, however many points it has. The first Hessian is a multiple of the identity for each of
+# two blocks of coordinates, hyperparameters and inducing points, whose scales are unrelated.
 
 
 @dataclass(frozen=True)

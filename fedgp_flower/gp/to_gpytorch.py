@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
+from gpytorch.models import GP
 from jaxtyping import Float
 from linear_operator import to_linear_operator
 from torch import Tensor
 
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.models import WhitenedGP
 from fedgp_flower.typing import Array, NamedArrays
 
 
@@ -51,11 +51,11 @@ class Transforms:
 class Exported:
     """``model, likelihood = exported``; both take inputs in standardised coordinates."""
 
-    model: WhitenedGP
+    model: GP
     likelihood: Likelihood
     transforms: Transforms
 
-    def __iter__(self) -> Iterator[WhitenedGP | Likelihood]:
+    def __iter__(self) -> Iterator[GP | Likelihood]:
         yield from (self.model, self.likelihood)
 
 
@@ -71,7 +71,7 @@ def evenly(parts: Sequence[MultivariateNormal]) -> MultivariateNormal:
     return MultivariateNormal(means.mean(0), to_linear_operator(covariance))  # may be singular: not yet factorised
 
 
-def only(draws: Sequence[tuple[WhitenedGP, Likelihood]]) -> tuple[WhitenedGP, Likelihood]:
+def only(draws: Sequence[tuple[GP, Likelihood]]) -> tuple[GP, Likelihood]:
     """The one model and likelihood.
 
     Raises:

@@ -67,7 +67,7 @@ def record(path: Path, message: Message, reply: Message, decisions: Sequence[Dec
         raise RunError(f"the audit log of this site cannot be written ({why})") from error
 
 
-def _shape_and_norm(array: np.ndarray) -> dict[str, Any]:
+def _shape_and_norm(array: np.ndarray) -> dict[str, object]:
     """Shape and Euclidean norm; masked words have none, nor have arrays that are not finite."""
     norm = float(np.linalg.norm(array.ravel())) if array.dtype.kind in "fi" else float("nan")
     return {"shape": list(array.shape), "norm": norm if np.isfinite(norm) else None}

@@ -89,7 +89,7 @@ def effects(posterior: Predictor) -> list[Effect]:
     except RunError:  # not a single Gaussian process
         return []
     agreed, found = posterior.preparation, []
-    points = model.variational_strategy.inducing_points.detach().numpy()
+    points = model.inducing_points.detach().numpy()
     ends = np.stack([points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)])
     # Standardised values between which about 95 % of the rows lie, where that is known.
     known = {column["name"]: column.get("range") for column in posterior.run.metrics.data.get("columns", ())}

@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
+from gpytorch.models import GP
 from pydantic import ValidationError
 from scipy.special import ndtri
 
@@ -33,7 +34,6 @@ from fedgp_flower.data.standardisation import (
 )
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
-from fedgp_flower.gp.models import WhitenedGP
 from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly, only
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Posterior
@@ -59,7 +59,7 @@ class Exportable(Protocol):
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and sd of a noisy observation, standardised."""
 
-    def export(self) -> Sequence[tuple[WhitenedGP, Likelihood]]:
+    def export(self) -> Sequence[tuple[GP, Likelihood]]:
         """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts."""
 
 
@@ -290,7 +290,7 @@ class Predictor:
         transforms = Transforms.of(self.saved.arrays)
         return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.draws())
 
-    def draws(self) -> Sequence[tuple[WhitenedGP, Likelihood]]:
+    def draws(self) -> Sequence[tuple[GP, Likelihood]]:
         """What :meth:`to_gpytorch_draws` is made of."""
         if not isinstance(self.standardised, Exportable):
             raise RunError(

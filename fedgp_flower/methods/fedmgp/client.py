@@ -19,17 +19,10 @@ from fedgp_flower.data.sites import RawSite, SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.messages import decode, encode
+from fedgp_flower.methods.fedmgp import latents as shared
 from fedgp_flower.methods.fedmgp import messages, model, unit
 from fedgp_flower.methods.fedmgp.joining import MOST_ROWS, predict_joining
-from fedgp_flower.methods.fedmgp.latents import (
-    PRECISION,
-    SCALES,
-    LatentFunctions,
-    LatentPosterior,
-    Move,
-    from_parameters,
-    posterior,
-)
+from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, Move, posterior
 from fedgp_flower.methods.fedmgp.messages import FirstStatistics, Known, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState
@@ -91,7 +84,7 @@ class FedMGPClient(SiteClient):
     def train(self, request: messages.Broadcast) -> messages.PseudoGradient:
         """Local steps of Algorithm 2 on (θ, φ_m)."""
         theta = request.parameters
-        latents, q = from_parameters(theta, request.inducing, self.config.model.jitter)
+        latents, q = shared.from_parameters(theta, request.inducing, self.config.model.jitter)
         memory, data = self.memory, self.data(latents)
         if memory is None:
             before = unit.fit_alone(data, latents, q)
@@ -100,7 +93,7 @@ class FedMGPClient(SiteClient):
         steps = unit.LocalSteps(
             self.options.local_steps, request.learning_rate, self.options.natural_step, request.share, self.batches()
         )
-        if PRECISION in theta:
+        if shared.PRECISION in theta:
             after, phi = unit.natural_steps(theta, data, latents, before, steps)
             fit = unit.statistics(data, latents, phi).expected(q)
         else:
@@ -111,7 +104,7 @@ class FedMGPClient(SiteClient):
                 fit = float(gp.expected_log_likelihood(*self.tensors).sum())
         if not np.isfinite(fit):
             raise NumericsError("local steps diverged: the fit is not finite. Lower `optimizer.learning-rate`.")
-        self.remember(UnitState(before, phi, np.exp(after[SCALES])), request.known)
+        self.remember(UnitState(before, phi, np.exp(after[shared.SCALES])), request.known)
         update = {name: theta[name] - array for name, array in after.items()}
         return messages.PseudoGradient(update, fit, float(self.num_examples))
 

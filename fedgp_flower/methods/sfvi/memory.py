@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import message
-from fedgp_flower.methods.family import LocalPosterior, named, with_named
-from fedgp_flower.methods.sfvi.learner import LOCAL, LocalState
+from fedgp_flower.methods.family import LOCAL, LocalPosterior, named, on_the_wire, with_named
+from fedgp_flower.methods.sfvi.learner import LocalState
 from fedgp_flower.methods.sfvi.structured import SiteRows
-from fedgp_flower.typing import AnyShape, NamedArrays
+from fedgp_flower.typing import AnyShape
 
 
 @message()
@@ -38,17 +38,21 @@ class RoundMemory:
     def of(server_round: int, site: SiteRows, end: LocalState, *, averaged: bool) -> RoundMemory:
         """The memory of a round from where its steps ended."""
         q_global, q_local, moments = end
-        parts = (_arrays(named(q_local)), moments.step, _arrays(moments.first), _arrays(moments.second))
-        return RoundMemory(server_round, averaged, subject(site), q_global.mean.detach().numpy(), *parts)
+        local = {name.removeprefix(LOCAL): array for name, array in on_the_wire(named(q_local)).items()}
+        adam = moments.step, on_the_wire(moments.first), on_the_wire(moments.second)
+        return RoundMemory(server_round, averaged, subject(site), q_global.mean.detach().numpy(), local, *adam)
 
     @property
     def moments(self) -> AdamState[Tensor]:
         """As the optimiser wants them."""
-        return AdamState(self.steps, _tensors(self.first), _tensors(self.second))
+        first, second = (
+            {name: torch.tensor(array) for name, array in part.items()} for part in (self.first, self.second)
+        )
+        return AdamState(self.steps, first, second)
 
     def fits(self, site: SiteRows, start: LocalPosterior) -> bool:
         """Whether it is about latents like these of the same units: a site may come back with other rows."""
-        shapes = {name: array.shape for name, array in self.local.items()}
+        shapes = {LOCAL + name: array.shape for name, array in self.local.items()}
         return self.about == subject(site) and shapes == {n: tuple(v.shape) for n, v in named(start).items()}
 
     def read_around(self, start: LocalPosterior, centre: Tensor, server_round: int) -> LocalPosterior:
@@ -57,7 +61,7 @@ class RoundMemory:
         A site that sends gradients every round owes no shift: the step of μ̄_k was taken together with that of μ_G.
         ``start`` is a q of the same family and shapes, ``centre`` μ_G as it is now.
         """
-        q_local = with_named(start, _tensors(self.local))
+        q_local = with_named(start, {LOCAL + name: torch.tensor(array) for name, array in self.local.items()})
         if self.averaged or server_round > self.round + 1:
             return q_local.shifted(torch.tensor(self.centre), centre)
         return q_local
@@ -78,14 +82,6 @@ class SiteMemory:
         repeated = self.latest is not None and self.latest.round >= server_round
         return self.before if repeated else self.latest
 
-    def posterior(
-        self, site: SiteRows, start: LocalPosterior, centre: Tensor, server_round: int
-    ) -> LocalPosterior | None:
-        """q(Z_Lk | Z_G) to predict with; None at a site that has not trained, or has other rows now."""
-        if self.latest is None or not self.latest.fits(site, start):
-            return None
-        return self.latest.read_around(start, centre, server_round)
-
 
 def subject(site: SiteRows) -> str:
     """A digest of the units whose latents q is about, and of the inputs they refer to."""
@@ -99,14 +95,8 @@ def scaled(moments: AdamState[Tensor], factor: float) -> AdamState[Tensor]:
     A site keeps those of its latents for its term of the bound. Local steps on a bound that stands in for all sites
     follow N / N_k times that, and would leave moments under which later gradients move nothing.
     """
-    first = {name: value * factor if name.startswith(LOCAL) else value for name, value in moments.first.items()}
-    second = {n: value * factor**2 if n.startswith(LOCAL) else value for n, value in moments.second.items()}
+    first, second = (
+        {name: value * factor**power if name.startswith(LOCAL) else value for name, value in part.items()}
+        for power, part in ((1, moments.first), (2, moments.second))
+    )
     return replace(moments, first=first, second=second)
-
-
-def _tensors(arrays: Mapping[str, ndarray]) -> dict[str, Tensor]:
-    return {name: torch.tensor(array) for name, array in arrays.items()}
-
-
-def _arrays(tensors: Mapping[str, Tensor]) -> NamedArrays:
-    return {name: tensor.detach().numpy() for name, tensor in tensors.items()}

@@ -54,8 +54,19 @@ _CLASSES = ModelRow(
     likelihoods=("gaussian", "bernoulli"),
     classes=True,
 )
-_NETWORK = replace(_CLASSES, reads=("classes", "hidden"), mean_field=True)
-_AMORTISED = replace(_NETWORK, reads=("classes", "hidden", "latents"))
+_NETWORK = replace(
+    _CLASSES,
+    model=f"{_HERE}.classes:PersonalNetwork",
+    summary="a Bayesian neural network with other weights at every site, Section 4.1",
+    reads=("classes", "hidden"),
+    mean_field=True,
+)
+_AMORTISED = replace(
+    _NETWORK,
+    model=f"{_HERE}.amortised:AmortisedModel",
+    summary="an autoencoder, one encoder for all sites",
+    reads=("classes", "hidden", "latents"),
+)
 BUILT_IN: dict[str, ModelRow] = {
     "gp": ModelRow(
         f"{_HERE}.gp:HierarchicalModel",
@@ -72,24 +83,10 @@ BUILT_IN: dict[str, ModelRow] = {
         likelihoods=_FAMILY,
     ),
     "multinomial": _CLASSES,
-    "hierarchical-bnn": replace(
-        _NETWORK,
-        model=f"{_HERE}.classes:HierarchicalNetwork",
-        summary="a Bayesian neural network with other weights at every site, Section 4.1",
-    ),
-    "fedpop": replace(
-        _NETWORK,
-        model=f"{_HERE}.classes:FedPop",
-        summary="a Bayesian neural network with another last layer at every site, Section 4.1",
-    ),
-    "vae": replace(
-        _AMORTISED,
-        model=f"{_HERE}.amortised:Autoencoder",
-        summary="an autoencoder, one encoder for all sites",
-    ),
-    "prodlda": replace(
-        _AMORTISED, model=f"{_HERE}.amortised:TopicModel", summary="topics of counts of words, likewise"
-    ),
+    "hierarchical-bnn": _NETWORK,
+    "fedpop": replace(_NETWORK, summary="a Bayesian neural network with another last layer at every site, Section 4.1"),
+    "vae": _AMORTISED,
+    "prodlda": replace(_AMORTISED, summary="topics of counts of words, likewise"),
 }
 
 

@@ -43,6 +43,10 @@ class Duals:
         """
         return cholesky(torch.eye(len(self.shift)).to(self.precision) + self.precision, of="I + B")
 
+    def least(self) -> float:
+        """The least eigenvalue of I + B."""
+        return 1.0 + float(torch.linalg.eigvalsh(self.precision)[0])
+
     def posterior(self) -> WhitenedPosterior:
         """The posterior q(v) = N(S b, S), S = (I + B)⁻¹."""
         factor = self.factor()

@@ -18,7 +18,7 @@ from fedgp_flower.methods.sgpr.private import EDGE, Budget, disturbed
 from fedgp_flower.privacy.questions import content_digest
 from fedgp_flower.typing import NamedArrays
 
-ANSWERED = frozenset({"private", "score_sums", "predictions"})
+ANSWERED = frozenset({"private", "evaluate", "score_sums", "predictions"})
 """What says nothing of training rows beyond their number, and what is paid for."""
 ASKED = "asked"
 """Array of the site's state: the hash of the question that its latest release answered."""
