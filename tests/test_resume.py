@@ -116,14 +116,6 @@ def test_bytes_and_seconds_of_a_resumed_history_are_those_of_each_round(
     assert sum(float(row["seconds"]) for row in own) <= found["seconds"]["total"] * (1 + 1e-9)
 
 
-def test_a_site_still_broken_at_the_resume_fails_in_the_round_of_the_resume() -> None:
-    nodes = [{"partition-id": index, "num-partitions": 2} for index in (0, 1, 2)]  # the last is not one of two
-    recorder = Recorder()
-    run(FaultyGrid(configured(), nodes), recorder)
-    resumed = run(FaultyGrid(configured(num_server_rounds=5), nodes), Recorder(), recorder.snapshots[2])
-    assert [(f.round, f.site) for f in resumed.network.failures] == [(0, "2"), (3, "2")]
-
-
 def test_a_site_that_does_not_return_ends_the_segment() -> None:
     missing = "0"
     recorder = Recorder()

@@ -27,7 +27,7 @@ def test_a_flat_bound_ends_the_run_in_proportion():
     strategy.planned_rounds = 100
 
     def at(number, course):
-        strategy.session, strategy.course = SimpleNamespace(network=SimpleNamespace(round=number)), course
+        strategy.network, strategy.course = SimpleNamespace(round=number), course
         return strategy
 
     early, flat = at(20, Course()), Course([0.0] * 20, 20)

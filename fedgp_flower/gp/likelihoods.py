@@ -1,8 +1,8 @@
-"""What a posterior asks of a likelihood: E_q log p(y | f), the predictive density, and the moments of y.
+"""Likelihoods: E_q log p(y | f), the predictive density, and the moments of y.
 
-The models are those of GPyTorch (Gaussian, probit Bernoulli, Student-t) and counts with rate eᶠ; parameters are given
-from outside, as logarithms, so that one call serves many samples of them. Closed forms stand where there are any, the
-rest is Gauss–Hermite quadrature with nodes in float64, which GPyTorch rounds to float32. For labels log Φ is torch's
+The models are those of GPyTorch (Gaussian, probit Bernoulli, Student-t) and counts with rate eᶠ. Callers pass the
+parameters, as logarithms, so that one call serves many samples of them. Without a closed form a likelihood uses
+Gauss–Hermite quadrature with nodes in float64, which GPyTorch rounds to float32. For labels log Φ is torch's
 ``log_ndtr``: GPyTorch's ``log_normal_cdf`` is wrong by up to 2e-3 just below −1.
 """
 
@@ -23,7 +23,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Bernoulli, Poisson, StudentT
 
-from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.kernels import log_positive
 from fedgp_flower.lazy import special
 from fedgp_flower.scores import Scores, bernoulli_scores, count_scores, gaussian_scores
@@ -120,14 +119,17 @@ class PointLikelihood(ABC):
         return Scores(found.sums | {"nll": len(target) * math.log(scale) - float(density.sum())}, found.arrays)
 
     def expected_with(self, targets: Tensor, mean: Tensor, variance: Tensor, noise: Noise) -> Tensor:
-        """:meth:`expected` where the noise is uncertain; without Gaussian noise there is none."""
-        del noise
-        return self.expected(targets, mean, variance, NONE)
+        """:meth:`expected` for jointly Gaussian (f, ζ): without Gaussian noise there is no ζ.
+
+        Weighting by e^{−2ζ} moves the mean of f by −2 cov(f, ζ) and leaves its variance:
+        E[e^{−2ζ}(y − f)²] = exp(−2 E ζ + 2 var ζ) [(y − m + 2 cov)² + v].
+        """
+        weighed = torch.atleast_1d(0.5 * noise.log_variance + noise.mean - noise.variance)
+        return self.expected(targets, mean - 2 * noise.covariance, variance, weighed) - noise.variance
 
     def moments_with(self, mean: Tensor, variance: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-        """:meth:`moments` where the noise is uncertain."""
-        del noise
-        return self.moments(mean, variance, NONE)
+        """:meth:`moments` where E e^{2ζ} = exp(2 E ζ + 2 var ζ)."""
+        return self.moments(mean, variance, torch.atleast_1d(0.5 * noise.log_variance + noise.mean + noise.variance))
 
     def _at_nodes(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         shape = (-1,) + (1,) * max(mean.ndim, variance.ndim)
@@ -138,7 +140,6 @@ class GaussianNoise(PointLikelihood):
     """p(y | f) = N(y; f, σ²) with σ = exp(β_last): everything in closed form."""
 
     def __init__(self, noise: float = 0.1) -> None:
-        """``noise``: initial variance σ², in squared units of y."""
         super().__init__()
         self.initial = torch.tensor([0.5 * math.log(noise)], dtype=torch.float64)
 
@@ -167,20 +168,6 @@ class GaussianNoise(PointLikelihood):
     def moments(self, mean: Tensor, variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
         """Mean m and variance v + σ²."""
         return mean, variance + (2.0 * hyper[..., -1:]).exp()
-
-    def expected_with(self, targets: Tensor, mean: Tensor, variance: Tensor, noise: Noise) -> Tensor:
-        """E log N(y | f, σ² e^{2ζ}) for jointly Gaussian (f, ζ).
-
-        Weighting by e^{−2ζ} moves the mean of f by −2 cov(f, ζ) and leaves its variance:
-        E[e^{−2ζ}(y − f)²] = exp(−2 E ζ + 2 var ζ) [(y − m + 2 cov)² + v].
-        """
-        precision = (-noise.log_variance - 2 * noise.mean + 2 * noise.variance).exp()
-        squares = (targets - mean + 2 * noise.covariance).square() + variance
-        return -0.5 * (math.log(2 * math.pi) + noise.log_variance + 2 * noise.mean + precision * squares)
-
-    def moments_with(self, mean: Tensor, variance: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-        """Moments m and v + σ² E e^{2ζ}, with E e^{2ζ} = exp(2 E ζ + 2 var ζ)."""
-        return mean, variance + (noise.log_variance + 2 * noise.mean + 2 * noise.variance).exp()
 
 
 class Probit(PointLikelihood):
@@ -251,7 +238,6 @@ class HeavyTailed(PointLikelihood):
     """Student-t noise: the parameters are log of its scale and log(ν − 2), so that the variance exists."""
 
     def __init__(self, noise: float = 0.1, nodes: int = 20) -> None:
-        """``noise``: initial squared scale; ν starts at 4."""
         super().__init__(nodes)
         self.initial = torch.tensor([0.5 * math.log(noise), math.log(2.0)], dtype=torch.float64)
 
@@ -273,24 +259,12 @@ class HeavyTailed(PointLikelihood):
 
 
 def build_point_likelihood(name: str, *, noise: float = 0.1, nodes: int = 20) -> PointLikelihood:
-    """The likelihood ``model.likelihood`` names.
-
-    Args:
-        name: ``gaussian``, ``bernoulli``, ``poisson`` or ``student-t``.
-        noise: Initial noise variance σ² (``gaussian``) or squared scale (``student-t``).
-        nodes: Of the quadrature.
-
-    Raises:
-        ConfigError: for another name.
-    """
+    """The likelihood that ``model.likelihood`` names; ``noise`` is the initial σ² or squared scale."""
     if name == "gaussian":
         return GaussianNoise(noise)
     if name == "student-t":
         return HeavyTailed(noise, nodes)
-    kinds = {"bernoulli": Probit, "poisson": Counts}
-    if name not in kinds:
-        raise ConfigError(f"`model.likelihood` = {name!r} is unknown; allowed: gaussian, student-t, {', '.join(kinds)}")
-    return kinds[name](nodes)
+    return (Probit if name == "bernoulli" else Counts)(nodes)
 
 
 def gaussian_likelihood(noise: float) -> GaussianLikelihood:
@@ -311,17 +285,17 @@ class LogPoisson(_OneDimensionalLikelihood):
 class LearnedLikelihood(gpytorch.Module):
     """A likelihood whose parameters are learned; called as those of GPyTorch are."""
 
-    def __init__(self, point: PointLikelihood, own: Tensor) -> None:
+    def __init__(self, point: PointLikelihood, hyper: Tensor) -> None:
         super().__init__()
         self.point = point
-        if own.numel():
-            self.register_parameter("own", torch.nn.Parameter(own.clone()))
+        if hyper.numel():
+            self.register_parameter("hyper", torch.nn.Parameter(hyper.clone()))
         else:
-            self.register_buffer("own", own)
+            self.register_buffer("hyper", hyper)
 
     def expected_log_prob(self, observations: Tensor, function_dist: MultivariateNormal) -> Tensor:
         """E log p(y_n | f_n) of each row, [N]."""
-        return self.point.expected(observations, function_dist.mean, function_dist.variance, self.own)
+        return self.point.expected(observations, function_dist.mean, function_dist.variance, self.hyper)
 
 
 def _float64(likelihood: _OneDimensionalLikelihood, point: PointLikelihood) -> Likelihood:
@@ -339,10 +313,7 @@ STEP, WIDTH, GROWTH, RIGHT, LEFT = 0.25, 1.5, 0.18, 4.0, 60.0
 
 @cache
 def probit_mixture() -> tuple[Array, Array, Array]:
-    """Centres c, widths w and weights p [27], by least squares on 1 + (log Φ)″ = 1 − h (h + x), h = φ/Φ.
-
-    Its left tail is 1/x²: centres lie on a sinh, and the fit is relative there.
-    """
+    """Centres c, widths w and weights p [27], by relative least squares on 1 + (log Φ)″ = 1 − h (h + x), h = φ/Φ."""
     size = STEP / GROWTH
     count = math.ceil(math.asinh((LEFT + RIGHT) / size) / GROWTH) + 1
     index = np.arange(count)

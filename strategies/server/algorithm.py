@@ -46,6 +46,8 @@ class Algorithm(ABC, Generic[S]):
     """The method's table of the configuration; a subclass names its class."""
     planned_rounds: int
     session: Session
+    network: Network
+    """The sites behind the Grid."""
     scoring: Scoring
     course: Course
     """The values of the watched figure so far."""
@@ -128,12 +130,7 @@ class Algorithm(ABC, Generic[S]):
     @property
     def round(self) -> int:
         """The number of the round that runs or has just ended; 0 before the first."""
-        return self.session.network.round
-
-    @property
-    def network(self) -> Network:
-        """The sites behind the Grid."""
-        return self.session.network
+        return self.network.round
 
     @property
     def masking(self) -> Masking | None:

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
@@ -37,7 +37,6 @@ ROWS_PER_INPUT = 3
 BARE = "bare"
 """Number in a description that says nothing of rows."""
 UNMASKABLE = "its numbers are not finite or too large for masks; write such a column in larger units"
-FACTS = ("schema", "labels", "rows", "simulated", "training_target", "columns", "dropped")
 ARRAYS = ("input.mean", "input.scale", "target.mean", "target.scale")
 
 
@@ -121,14 +120,14 @@ class Enrolment:
 
     def facts(self) -> Json:
         """What a checkpoint keeps besides the arrays."""
-        return {name: getattr(self, name) for name in FACTS} | {"names": list(self.names)}
+        return {name: value for name, value in asdict(self).items() if name not in ("arrays", "sums")}
 
     @staticmethod
     def from_snapshot(snapshot: Snapshot) -> Enrolment:
         """The inverse of :meth:`facts` and of the arrays in a checkpoint."""
-        facts = dict(snapshot.facts["preparation"])
-        names = tuple(facts.pop("names"))
-        return Enrolment({name: snapshot.arrays[name] for name in ARRAYS}, names=names, **facts)
+        facts = snapshot.facts["preparation"]
+        arrays = {name: snapshot.arrays[name] for name in ARRAYS}
+        return Enrolment(arrays, **{**facts, "names": tuple(facts["names"])})
 
 
 def agreed(
@@ -223,17 +222,6 @@ def _of_all(summed: Summed[A], network: Network, sites: tuple[str, ...] | None =
     return summed.total
 
 
-def agree_again(
-    network: Network, config: RunConfig, described: Mapping[str, Answer], contradicted: Mapping[str, str]
-) -> Enrolment:
-    """Leave out sites whose answers contradict their descriptions, and what they described with them."""
-    for site, reason in contradicted.items():
-        dismiss(network, site, reason)
-    network.require(config.min_sites)
-    logger.warning("standardisation is agreed again without %s", ", ".join(contradicted))
-    return agreed(network, config, described)
-
-
 def meet_again(network: Network, config: RunConfig, saved: Enrolment) -> None:
     """Hear the sites of a run that is resumed; what they had agreed on stays as it was."""
     described = _gather(network, config)
@@ -272,10 +260,10 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
 def _introduced(network: Network) -> dict[str, Answer]:
     """Descriptions by nodes never heard of."""
     described = network.introduce("query.describe")
-    for site in [site for site, answer in described.items() if not {"schema", "label"} <= set(answer.texts)]:
+    whole = {site: answer for site, answer in described.items() if {"schema", "label"} <= set(answer.texts)}
+    for site in described.keys() - whole.keys():
         dismiss(network, site, "its description lacks a schema or a label: other version of the app")
-        del described[site]
-    return described
+    return whole
 
 
 def greet(network: Network, met: Enrolment) -> None:
@@ -302,10 +290,9 @@ def reunite(network: Network, met: Enrolment, sites: Iterable[str]) -> None:
 
 def _welcome(network: Network, met: Enrolment, described: Mapping[str, Answer]) -> None:
     for site, answer in described.items():
-        if _columns(answer.texts["schema"]) != _columns(met.schema):
-            dismiss(network, site, "its columns are not those the other sites agreed on")
-            continue
         try:
+            if _columns(answer.texts["schema"]) != _columns(met.schema):
+                raise ProtocolError("its columns are not those the other sites agreed on")
             met.sums[site] = encoded_sums(_description(answer), met.schema)
         except ProtocolError as error:
             dismiss(network, site, str(error))

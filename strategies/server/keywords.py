@@ -16,7 +16,6 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from fedgp_flower.config import CoreConfig, RunConfig, parse
 from fedgp_flower.options import MethodOptions, Section, Value
@@ -40,32 +39,25 @@ class Keyword:
     """A keyword argument: its key in the configuration, its default, and what it is."""
 
     key: str
-    default: Any
+    default: object
     meaning: str
 
 
 @cache
 def keys(options: type[MethodOptions]) -> dict[str, Keyword]:
     """The keywords for a method's table and the shared sections."""
+    tables: list[tuple[str, type[Section]]] = [("", CoreConfig)]
+    tables += [(section.table, section) for section in (options, options.shared) if section and section.table]
+    shared = {n: info.default for n, info in CoreConfig.model_fields.items() if isinstance(info.default, Section)}
+    tables += [(name, type(section)) for name, section in shared.items() if name not in NOT_FOR_A_STRATEGY]
     found: dict[str, Keyword] = {}
-    sections = [section for section in (options, options.shared) if section is not None and section.table]
-    tables: list[tuple[str, type[Section]]] = [(section.table, section) for section in sections]
-    for name, info in CoreConfig.model_fields.items():
-        if isinstance(info.default, Section):
-            tables.append((name, type(info.default)))
-        elif name not in NOT_FOR_A_STRATEGY:
-            found[name] = _keyword("", name, CoreConfig)
     for table, section in tables:
         for name, info in section.model_fields.items():
-            if not info.exclude and not (table in NOT_FOR_A_STRATEGY and table != options.table):
-                spelling = f"{table}_{name}" if name in found else name
-                found[spelling] = _keyword(f"{table}.", name, section)
+            if not info.exclude and (table or name not in NOT_FOR_A_STRATEGY | shared.keys()):
+                key = f"{table}.{name}".removeprefix(".").replace("_", "-")
+                default, meaning = IN_A_PROGRAM.get(key, info.default), meanings(section).get(name, "")
+                found[f"{table}_{name}" if name in found else name] = Keyword(key, default, meaning)
     return found
-
-
-def _keyword(prefix: str, name: str, section: type[Section]) -> Keyword:
-    key = prefix + name.replace("_", "-")
-    return Keyword(key, IN_A_PROGRAM.get(key, section.model_fields[name].default), meanings(section).get(name, ""))
 
 
 @cache
@@ -81,7 +73,7 @@ def meanings(section: type[Section]) -> dict[str, str]:
     return found
 
 
-def configured(method: str, options: type[MethodOptions], given: Mapping[str, Any]) -> RunConfig:
+def configured(method: str, options: type[MethodOptions], given: Mapping[str, Value | None]) -> RunConfig:
     """The configuration that the keyword arguments ``given`` stand for."""
     known = keys(options)
     flat: dict[str, Value] = {"method": method, **IN_A_PROGRAM}

@@ -104,11 +104,10 @@ class Contract(Expected):
             answer = self.read(reply)
         except ProtocolError as error:
             return str(error)
-        if rows != described.rows:
-            reason: str | None = f"claims {rows} rows, introduced itself with {described.rows}"
-        elif site in self.requests and (odd := misfit(self.requests[site], answer)):
-            return odd
-        else:
+        reason: str | None = f"claims {rows} rows, introduced itself with {described.rows}"
+        if rows == described.rows:
+            if site in self.requests and (odd := misfit(self.requests[site], answer)):
+                return odd
             reason = refusal_of(answer, replace(described, added=self.added))
         if reason and self.enrolling:
             self.contradicted[site] = reason
@@ -241,7 +240,11 @@ class Session:
                 self._take(adjusted(preparation))
                 return self.run(initialise())
             except ContradictionError as contradiction:
-                self.preparation = enrolment.agree_again(self.network, self.config, self.met, contradiction.sites)
+                for site, reason in contradiction.sites.items():
+                    enrolment.dismiss(self.network, site, reason)
+                self.network.require(self.config.min_sites)
+                logger.warning("standardisation is agreed again without %s", ", ".join(contradiction.sites))
+                self.preparation = enrolment.agreed(self.network, self.config, self.met)
 
     def share(self, constants: NamedArrays) -> None:
         """Send these arrays to every site once, beside columns, scales and configuration."""
@@ -346,7 +349,7 @@ class Session:
         if self.training:
             self.network.took_part.update(reply.sites if isinstance(reply, Summed) else reply)
         if not self.began:
-            note_ranges(asked.question, reply, self.preparation.columns)
+            note_ranges(asked.question.answer, reply, self.preparation.columns)
         return reply
 
     def _in_the_clear(self, contract: Contract, answers: dict[str, Any]) -> Summed[Any] | dict[str, Any]:

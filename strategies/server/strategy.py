@@ -154,8 +154,8 @@ class FederatedStrategy(Algorithm[S], Strategy):
         # Sites keep state under this id: a resumed run goes on under the old one, any other run starts afresh.
         fresh = f"{self.config.digest()}-{secrets.token_hex(4)}"
         run = fresh if self.snapshot is None else self.snapshot.facts.get("run", fresh)
-        network = Network(grid, run, self.timeout, self.config.max_failures, round=self.begun)
-        self.session = Session(network, self.config, self.options_class)
+        self.network = Network(grid, run, self.timeout, self.config.max_failures, round=self.begun)
+        self.session = Session(self.network, self.config, self.options_class)
         self.scoring = Scoring(self.session)
         self.session.meet(self.snapshot)
         self.config = self.session.config
@@ -263,11 +263,9 @@ class FederatedStrategy(Algorithm[S], Strategy):
         while True:
             before, failed = self.current, len(network.failures)
             messages = list(self.configure_train(number, ArrayRecord(), config, network.grid))
-            replies: list[Message] = []
-            if self.asked is not None and messages:
-                retries = self.asked.question.retries
-                replies = network.exchange(messages, self.asked.contract, retries=retries)
-            _, metrics = self.aggregate_train(number, replies)
+            asked = self.asked
+            replies = asked and network.exchange(messages, asked.contract, retries=asked.question.retries)
+            _, metrics = self.aggregate_train(number, replies or [])
             again = self._to_be_awaited(failed, missed)
             if not again:
                 break
