@@ -263,9 +263,7 @@ class PVI(FederatedStrategy[PVIState]):
         """The rounds that agree on Z and β before the first visit, where sites do not refine them."""
         if self.options is not self.table or not self.table.agrees:  # models of weights have other options
             return None
-        preparation = self.preparation
-        exchanges = self.table.exchanges
-        return AgreedParameters.of(self.config, preparation.num_inputs, preparation.training_target, exchanges)
+        return AgreedParameters.of(self.config, self.preparation.training_target, self.table.exchanges)
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
         """The first Z from federated statistics, the same for all sites; nothing is known of the function yet."""

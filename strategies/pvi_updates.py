@@ -30,7 +30,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape
 from strategies import sgpr, svgp
-from strategies.pooled_bound import CANDIDATES, LOCATIONS, ROWS_PER_POINT, noise_of, saved, told_by_total
+from strategies.pooled_bound import CANDIDATES, LOCATIONS, ROWS_PER_POINT, Problem, noise_of, saved, told_by_total
 from strategies.server.questions import Asking, Figures, Roster
 
 FIRST_SCALE = 0.1
@@ -243,43 +243,42 @@ def product(state: PVIState) -> PooledPosterior:
 class AgreedParameters:
     """Rounds that agree on Z and β: of :mod:`strategies.sgpr` with Gaussian noise, else of :mod:`strategies.svgp`."""
 
-    exact: sgpr.Problem | None
-    latent: svgp.LatentProblem
+    problem: Problem
+    exact: bool
+    """Whether noise is Gaussian."""
 
     @staticmethod
-    def of(config: RunConfig, num_inputs: int, target: Mapping[str, float], exchanges: int) -> AgreedParameters:
+    def of(config: RunConfig, target: Mapping[str, float], exchanges: int) -> AgreedParameters:
         """At most so many exchanges, each site's first visit among them; 0 is as many as those methods have."""
-        exact = None
-        if config.model.likelihood == "gaussian":
-            exact = sgpr.Problem(config.model, num_inputs, config.seed, max((exchanges or sgpr.USUAL) - 1, 1))
-        latent = svgp.LatentProblem(config.model, config.seed, max((exchanges or svgp.USUAL) - 1, 1), target)
-        return AgreedParameters(exact, latent)
+        exact = config.model.likelihood == "gaussian"
+        most = exchanges or (sgpr.USUAL if exact else svgp.USUAL)
+        return AgreedParameters(Problem(config.model, config.seed, max(most - 1, 1), target), exact)
 
     def start(self, roster: Roster) -> Asking[PVIState]:
         """Z from sketches of all rows, or where inputs lie."""
         if self.exact:
-            return PVIState(sgpr=(yield from sgpr.start(self.exact, roster)))
-        return PVIState(svgp=(yield from svgp.start(self.latent, roster)))
+            return PVIState(sgpr=(yield from sgpr.start(self.problem, roster)))
+        return PVIState(svgp=(yield from svgp.start(self.problem, roster)))
 
     def one_round(self, state: PVIState, roster: Roster) -> Asking[tuple[PVIState, Figures]]:
         """A round that improves Z and β."""
-        if self.exact and state.sgpr:
-            point, figures = yield from sgpr.one_round(self.exact, state.sgpr, roster)
+        if state.sgpr:
+            point, figures = yield from sgpr.one_round(self.problem, state.sgpr, roster)
             return replace(state, sgpr=point), figures
         assert state.svgp is not None
-        estimate, figures = yield from svgp.one_round(self.latent, state.svgp, roster)
+        estimate, figures = yield from svgp.one_round(self.problem, state.svgp, roster)
         return replace(state, svgp=estimate), figures
 
     def finished(self, state: PVIState) -> bool:
         """Whether exchanges are used up, or gain nothing."""
-        if self.exact and state.sgpr:
-            return sgpr.finished(self.exact, state.sgpr)
-        return state.svgp is not None and svgp.finished(self.latent, state.svgp)
+        if state.sgpr:
+            return sgpr.finished(self.problem, state.sgpr)
+        return state.svgp is not None and svgp.finished(self.problem, state.svgp)
 
     def pooled(self, state: PVIState, roster: Roster) -> Asking[PooledPosterior]:
         """The posterior of all rows, from totals."""
-        if self.exact and state.sgpr:
-            return (yield from sgpr.posterior(self.exact, state.sgpr, roster))[0]
+        if state.sgpr:
+            return (yield from sgpr.posterior(self.problem, state.sgpr, roster))[0]
         assert state.svgp is not None
         return svgp.posterior(state.svgp)
 
@@ -300,7 +299,7 @@ class AgreedParameters:
 
     def saved(self, q: PooledPosterior) -> Posterior:
         """Parameters in natural units, q of whitened inducing values."""
-        return saved(q, self.exact.model) if self.exact else svgp.saved(q, self.latent.model)
+        return saved(q, self.problem.model) if self.exact else svgp.saved(q, self.problem.model)
 
     def warnings(self, count: int, rows: Mapping[str, int], called: Callable[[Sequence[str]], str]) -> list[str]:
         """Sites whose factors, or sums whose totals, nearly reveal rows; ``called`` names sites."""
