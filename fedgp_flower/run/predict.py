@@ -34,7 +34,7 @@ from fedgp_flower.data.standardisation import (
 )
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
-from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly, only
+from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
@@ -60,11 +60,7 @@ class Exportable(Protocol):
         """Mean and sd of a noisy observation, standardised."""
 
     def export(self) -> Sequence[tuple[GP, Likelihood]]:
-        """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts.
-
-        Raises:
-            RunError: as configured, the posterior is no Gaussian process.
-        """
+        """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts."""
 
 
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
@@ -100,11 +96,7 @@ class Predictor:
 
     @staticmethod
     def of(run: RunData) -> Predictor:
-        """The posterior of a run that was read.
-
-        Raises:
-            RunError: if the run saved none, as a personal method does.
-        """
+        """The posterior of a run that was read."""
         reason = why_no_posterior(run)
         if run.posterior is None or reason:
             raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
@@ -124,16 +116,8 @@ class Predictor:
     ) -> Predictor:
         """Predict at a site that took part, as it predicted its held-out rows; nothing is sent.
 
-        Args:
-            run: Folder of a finished run of a method whose sites keep something.
-            site: Id or label of the site.
-            data: The site's table, read as in training; a simulated site needs none.
-            state_dir: What its node configuration names; a simulated site has its folder in the run's.
-            policy: What its node configuration names: rare levels are merged as in training.
-
-        Raises:
-            RunError: the run is of another method, or the site's state is missing or about other rows.
-            DataError: the site's rows cannot be used.
+        ``site`` is its id or label. A simulated site needs no more; of a real one name the table, read as in training,
+        and the ``state-dir`` and the ``policy`` of its node.
         """
         read = read_run(run)
         node = _node(read, site, data) | ({} if policy is None else {"policy": str(policy)})
@@ -154,17 +138,7 @@ class Predictor:
 
     @staticmethod
     def joined(run: Path, name: str, data: Path) -> Predictor:
-        """Predict at a site that took no part: it fits what it alone knows to all rows of its table; nothing is sent.
-
-        Args:
-            run: Folder of a finished run; what its sites share stays as it is.
-            name: Name of the new site.
-            data: Its table, read as in training, but none of its rows is held out.
-
-        Raises:
-            RunError: a site of this name took part, or the method cannot do it.
-            DataError: the rows cannot be used.
-        """
+        """Predict at a site that took no part: it fits what it alone knows to all its rows and sends nothing."""
         read = read_run(run)
         if any(name in pair for pair in read.metrics.labels.items()):
             raise RunError(
@@ -178,11 +152,7 @@ class Predictor:
 
     @staticmethod
     def of_all(run: Path) -> dict[str, Predictor]:
-        """What predicts without the name of a site: the posterior, else every simulated site by its label.
-
-        Raises:
-            RunError: the run saved no posterior, and no simulated site has what it takes.
-        """
+        """What predicts without the name of a site: the posterior, else every simulated site by its label."""
         read = read_run(run)
         simulated = all(site.isdecimal() for site in read.metrics.labels)
         if not why_no_posterior(read) or not row_of(read).at_site or not simulated:
@@ -222,9 +192,7 @@ class Predictor:
 
         For a target of classes: the probability of each. With ``missing`` = drop, NaN for a row with a missing cell.
 
-        Args:
-            frame: Columns as the sites had them; others are not looked at.
-            site: Id or label of a simulated site, to predict as :meth:`at_site` does; a real one needs that method.
+        With the id or label of a simulated site it predicts as :meth:`at_site` does; a real one needs that method.
         """
         if site is not None:
             return Predictor.at_site(self.run.path, site).predict(frame)
@@ -255,9 +223,6 @@ class Predictor:
         A class or a count has no units: f is then what the likelihood takes, a probit or the logarithm of a rate.
 
         With ``noise`` that of observations, where noise is Gaussian.
-
-        Raises:
-            RunError: as for :meth:`draws`, or nothing has a normal distribution in these units.
         """
         if self.preparation.transform is not None:
             name = self.preparation.transform.name
@@ -274,9 +239,6 @@ class Predictor:
 
         With ``noise`` of observations, of classes 0 and 1; else of f, as in :meth:`distribution`.
         The same seed gives the same draws.
-
-        Raises:
-            RunError: as for :meth:`draws`.
         """
         draws, inputs, found = self.draws(), self.inputs(frame), []
         generator = torch.Generator().manual_seed(seed)
@@ -296,19 +258,14 @@ class Predictor:
 
         Both are in evaluation mode and in standardised coordinates: :meth:`inputs` leads there from a table,
         ``transforms`` from encoded inputs and back to original units.
-
-        Raises:
-            RunError: as for :meth:`draws`, or the prediction is a mixture over draws of inducing points and
-                hyperparameters, which is no single model.
         """
-        return Exported(*only(self.draws()), Transforms.of(self.saved.arrays))
+        [first, *others] = self.to_gpytorch_draws()
+        if others:
+            raise RunError(f"no single model of GPyTorch predicts as {1 + len(others)} draws do: `to_gpytorch_draws()`")
+        return first
 
     def to_botorch(self) -> FederatedModel:
-        """A model of BoTorch; see :class:`fedgp_flower.run.to_botorch.FederatedModel`. Needs the extra ``botorch``.
-
-        Raises:
-            RunError: as for :meth:`to_gpytorch`, or BoTorch is not installed.
-        """
+        """A model of BoTorch; see :class:`fedgp_flower.run.to_botorch.FederatedModel`. Needs the extra ``botorch``."""
         try:
             from fedgp_flower.run.to_botorch import FederatedModel  # noqa: PLC0415  optional
         except ModuleNotFoundError as error:
@@ -321,11 +278,7 @@ class Predictor:
         return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.draws())
 
     def draws(self) -> Sequence[tuple[GP, Likelihood]]:
-        """What :meth:`to_gpytorch_draws` is made of.
-
-        Raises:
-            RunError: what predicts is no Gaussian process with inducing points.
-        """
+        """What :meth:`to_gpytorch_draws` is made of."""
         if not isinstance(self.standardised, Exportable):
             raise RunError(
                 f"{self.run.path} is a run of {self.saved.method!r}; what predicts here is no sparse Gaussian"
@@ -343,11 +296,7 @@ class Predictor:
 
 
 def row_of(run: RunData) -> Method:
-    """The registry row of a run's method.
-
-    Raises:
-        RunError: if no package that is installed brings the method.
-    """
+    """The registry row of a run's method."""
     name = run.metrics.method
     if name not in METHODS:
         raise RunError(f"{run.path} is a run of {name!r}, which is not installed; install the package that brings it")
@@ -370,10 +319,6 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
 
     Columns that are no inputs, such as ids, come first, as they are written. Several sites, by name, follow each other
     in the CSV, whose first column is then the site. Of columns with one name the table's is called ``input.NAME``.
-
-    Raises:
-        RunError: if the CSV cannot be written.
-        DataError: naming the file, column and row that cannot be used.
     """
     preparation = next(iter(predictors.values())).preparation
     frame = read_inputs(source, preparation)
@@ -392,11 +337,7 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
 
 
 def _at_node(read: RunData, config: RunConfig, rows: RawSite, arrays: NamedArrays) -> Predictor | None:
-    """What predicts with a site's rows and what it keeps; None where that does not fit.
-
-    Raises:
-        RunError: sites of the method keep nothing to predict with.
-    """
+    """What predicts with a site's rows and what it keeps; None where that does not fit."""
     reference = row_of(read).at_site
     if read.posterior is None or not reference:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import math
 import re
 import warnings
@@ -26,8 +27,8 @@ from fedgp_flower.run.predict import Predictor, row_of, why_no_posterior
 from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
-    against,
     arms,
+    beside,
     cell,
     data_name,
     expected_coverage,
@@ -36,11 +37,9 @@ from fedgp_flower.run.summary import (
     is_classification,
     number,
     percent,
-    rivals,
     sentences,
     show,
     target_of,
-    text_rows,
     title_of,
 )
 from fedgp_flower.scores import RANK_BINS, RANK_REACH
@@ -82,11 +81,7 @@ def html_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write ``report.html`` and ``plots/*.png`` of a finished run with all its method adds; returns the page's path.
-
-    Raises:
-        RunError: when a file of the run is missing or unreadable.
-    """
+    """Write ``report.html`` and ``plots/*.png`` of a finished run with all its method adds; returns the page's path."""
     run = read_run(run_folder)
     predictor = None if why_no_posterior(run) else Predictor.of(run)
     panels = row_of(run).panels
@@ -97,20 +92,18 @@ def write_report(run_folder: Path) -> Path:
 def write_page(run: RunData, predictor: Predictor | None = None, panels: Sequence[Panel] = ()) -> Path:
     """Write the page and its pictures.
 
-    Args:
-        run: What was read of the run's folder, which the page goes into.
-        predictor: Draws the curve over one input, or the map over two. Without it the held-out rows alone are shown.
-        panels: sections of the method.
+    The predictor draws the curve over one input, or the map over two; without it the held-out rows alone are shown.
     """
     plots = run.path / "plots"
     plots.mkdir(exist_ok=True)
     metrics, target, units = run.metrics, target_of(run), f"units of {target_of(run)}"
+    failing = len({str(row["site"]) for row in metrics.failures})
     lines = [arm for arm in arms(metrics)[1:] if arm.name in figures.STYLES]
     with warnings.catch_warnings():
         # Labels come from data; a script without a glyph in the font shows as a box and must not end the run.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        history, sites = figures.convergence(run.history, lines, units), [_nll(metrics, metrics.per_site)]
-        sites += [_nll(metrics, (metrics.local_only or {}).get("per_site", ()))]
+        history = figures.convergence(run.history, lines, units)
+        sites = (_nll(metrics, rows) for rows in (metrics.per_site, (metrics.local_only or {}).get("per_site", ())))
         pictures = {
             "calibration": _calibration(metrics),
             "convergence": _picture("convergence", history, "Figures after each round."),
@@ -127,13 +120,12 @@ def write_page(run: RunData, predictor: Predictor | None = None, panels: Sequenc
         title=f"{data_name(metrics.dataset)}: {target} by {metrics.method}",
         facts=_facts(run),
         verdicts=[_said(sentence) for sentence in sentences(metrics)],
-        failed=_failed(metrics),
+        failed=f"{_many(len(metrics.failures), 'failure')} at {_many(failing, 'site')}; see the list below.",
         headline=_headline(metrics, units),
         predictions=predictions,
         site_table=_site_table(metrics),
-        data={"lines": overview_lines(metrics.data), "titles": OVERVIEW_TITLES, "rows": overview_rows(metrics.data)}
-        if metrics.data
-        else None,
+        data=metrics.data
+        and {"lines": overview_lines(metrics.data), "titles": OVERVIEW_TITLES, "rows": overview_rows(metrics.data)},
         totals=_totals(metrics),
         extra=extra,
         style=Markup(STYLE),  # noqa: S704
@@ -180,11 +172,11 @@ def _relevance(run: RunData) -> list[Panel]:
 
 def _with_contents(page: str) -> str:
     """The page with a link to every chapter in the place of ``<nav></nav>``."""
-    before, *chapters = page.split("<h2>")
-    titles = [chapter.partition("</h2>")[0] for chapter in chapters]
+    titles = re.findall(r"<h2>(.*?)</h2>", page)
     links = " · ".join(f'<a href="#chapter-{number}">{title}</a>' for number, title in enumerate(titles))
-    body = "".join(f'<h2 id="chapter-{number}">{chapter}' for number, chapter in enumerate(chapters))
-    return before.replace("<nav></nav>", f"<nav>{links}</nav>") + body
+    numbers = itertools.count()
+    body = re.sub("<h2>", lambda found: f'<h2 id="chapter-{next(numbers)}">', page)
+    return body.replace("<nav></nav>", f"<nav>{links}</nav>")
 
 
 def _said(sentence: str) -> Markup:
@@ -206,31 +198,25 @@ def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _failed(metrics: RunMetrics) -> str:
-    sites = {str(row["site"]) for row in metrics.failures}
-    return f"{_many(len(metrics.failures), 'failure')} at {_many(len(sites), 'site')}; see the list below."
-
-
 def _headline(metrics: RunMetrics, units: str) -> Json:
-    frame = headline(metrics)
     n = arms(metrics)[0].rows
     if is_classification(metrics):
-        note = "NLL in nats per row; NLL and Brier score: smaller is better. AUC and the slope of the calibration are"
-        note += (
+        note = (
+            "NLL in nats per row; NLL and Brier score: smaller is better. AUC and the slope of the calibration are"
             f" those of log odds in steps of {2 * RANK_REACH / RANK_BINS:g}, summed over sites; a slope below 1: too"
+            " extreme. Skill: share of the Brier score of the class shares that is gone."
         )
-        note += " extreme. Skill: share of the Brier score of the class shares that is gone."
     else:
-        note = f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better. "
-        note += "R²: share of the squared error of the training mean that is gone. "
-        if n:
-            low, high = expected_coverage(n, 0.95)
-            note += f"With {n:,} independent rows, calibrated 95 % intervals hold {percent(low)} to {percent(high)}."
+        low, high = map(percent, expected_coverage(n, 0.95) if n else (0.0, 1.0))
+        note = (
+            f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better."
+            " R²: share of the squared error of the training mean that is gone."
+            f"{f' With {n:,} independent rows, calibrated 95 % intervals hold {low} to {high}.' if n else ''}"
+        )
     if len({arm.rows for arm in arms(metrics)}) > 1:
         note += " The arms were scored on different numbers of rows, so compare them with care."
-    beside = [[name, *more] for name, more in zip(rivals(metrics), against(metrics), strict=True)]
-    titles = [title_of(str(name)) for name in frame.columns]
-    return {"titles": titles, "rows": text_rows(frame), "note": note, "beside": beside}
+    titles, rows = headline(metrics)
+    return {"titles": titles, "rows": rows, "note": note, "beside": beside(metrics)}
 
 
 def _predictions(run: RunData, predictor: Predictor | None, target: str) -> Iterator[Panel]:
