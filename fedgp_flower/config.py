@@ -338,11 +338,7 @@ def resolved(method: str, flat: FlatConfig) -> str:
 
 
 def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunConfig:
-    """Validate flat keys; ``options`` maps every method to the class of its table.
-
-    Raises:
-        ConfigError: naming every wrong key, its value and what is allowed.
-    """
+    """Validate flat keys; ``options`` maps every method to the class of its table."""
     known = defaults(options.values())
     given = _with_extra(flat, known)
     if unknown := [_unknown(key, known) for key in given if key not in known]:
@@ -369,11 +365,7 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
 
 
 def assignments(words: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
-    """``KEY=VALUE`` words with the types their keys have: the text itself for a string, else a TOML scalar.
-
-    Raises:
-        ConfigError: for a word without ``=``.
-    """
+    """``KEY=VALUE`` words with the types their keys have: the text itself for a string, else a TOML scalar."""
     if odd := [word for word in words if "=" not in word]:
         raise ConfigError(f"`{odd[0]}` is not of the form KEY=VALUE")
     pairs = (word.split("=", 1) for word in words)
@@ -389,11 +381,7 @@ def _scalar(text: str) -> Value:
 
 
 def _with_extra(flat: FlatConfig, known: Mapping[str, Value]) -> FlatConfig:
-    """The keys, with those that ``extra`` carries among them.
-
-    Raises:
-        ConfigError: for words that are no assignments, or a key that is given by itself too.
-    """
+    """The keys, with those that ``extra`` carries among them."""
     if not flat.get("extra"):
         return flat
     try:
@@ -422,11 +410,7 @@ def _unknown(key: str, known: Mapping[str, Value]) -> str:
 
 
 def validated(section: type[S], values: Facts, prefix: str) -> S:
-    """A section of nested values.
-
-    Raises:
-        ConfigError: naming every wrong key, after ``prefix``, its value and what is allowed.
-    """
+    """A section of nested values."""
     try:
         return section.model_validate(values)
     except ValidationError as error:

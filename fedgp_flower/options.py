@@ -60,11 +60,7 @@ def kernel_names() -> tuple[str, ...]:
 
 
 def kernel_tree(expression: str) -> ast.expr:
-    """The syntax tree of a kernel expression: a sum or product of :func:`kernel_names`.
-
-    Raises:
-        ValueError: if it is anything else.
-    """
+    """The syntax tree of a kernel expression: a sum or product of :func:`kernel_names`."""
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
     except SyntaxError:

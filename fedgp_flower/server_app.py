@@ -42,10 +42,6 @@ def execute(
         flat: The run configuration.
         progress: Called with every row of the history.
         opened: Called with the folder before any site is asked.
-
-    Raises:
-        ConfigError: before anything is trained, naming every wrong key.
-        RunError: when the run cannot start or go on.
     """
     config = parse_config(flat)
     folder = RunFolder.open(config)

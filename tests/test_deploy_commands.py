@@ -74,16 +74,15 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
             cli.app(again, standalone_mode=False)
 
 
-def test_service_files_are_valid_in_a_folder_with_a_space(tmp_path: Path) -> None:
+def test_a_service_file_is_valid_in_a_folder_with_a_space(tmp_path: Path) -> None:
     """By systemd's check, where it is installed."""
     folder = tmp_path / "my 100% lab"
     folder.mkdir()
     machines.write_unit(folder, "superlink", "deploy", "serve", "--folder", str(folder))
-    unit = folder / "fedgp-superlink.service"
-    [line] = re.findall(r"ExecStart=(.*)", unit.read_text())
+    [line] = re.findall(r"ExecStart=(.*)", (folder / "fedgp-superlink.service").read_text())
     assert shlex.split(line)[-1].replace("%%", "%") == str(folder)
     if shutil.which("systemd-analyze"):
-        words = ["systemd-analyze", "verify", str(unit)]
+        words = ["systemd-analyze", "verify", str(folder / "fedgp-superlink.service")]
         found = subprocess.run(words, capture_output=True, text=True, check=False)
         assert (found.returncode, found.stdout + found.stderr) == (0, "")
 

@@ -11,7 +11,8 @@ import torch
 
 from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.gp.convolved import smoothed_covariance
-from fedgp_flower.messages import add, decode, encode
+from fedgp_flower.gp.sums import INPUT_EDGES, input_shape
+from fedgp_flower.messages import add, is_summand
 from fedgp_flower.methods.fedmgp.latents import (
     LatentFunctions,
     LatentPosterior,
@@ -23,7 +24,7 @@ from fedgp_flower.methods.fedmgp.latents import (
     posterior,
     spacing,
 )
-from fedgp_flower.methods.fedmgp.messages import TrialStatistics
+from fedgp_flower.methods.fedmgp.messages import Directions, FirstLook, FirstStatistics, TrialMoves, TrialStatistics
 from fedgp_flower.methods.fedmgp.model import MultiOutputGP, fit_pooled
 from fedgp_flower.methods.fedmgp.unit import (
     UnitData,
@@ -36,8 +37,14 @@ from fedgp_flower.methods.fedmgp.unit import (
     starting_parameters,
     statistics,
 )
+from fedgp_flower.run.registry import parse_config
+from fedgp_flower.shared_messages import Shape
+from strategies import fedmgp_exact
 from strategies.fedmgp_exact import ExactState, merge, trial_moves
+from strategies.fedmgp_shared import EVERYONE, first_inducing
+from strategies.server.questions import Roster, Total, drive
 
+ROWS = dict.fromkeys("012", 50)
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
@@ -300,11 +307,82 @@ def test_trial_moves_take_turns_and_steps_adapt() -> None:
     assert sorted(touched) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_statistics_survive_the_wire() -> None:
-    latents, _, data, phi, _ = random_unit(2, 1)
-    sent = [statistics(data, latents, phi), statistics(data, latents, replace(phi, noise=0.2))]
-    for a, b in zip(sent, decode(TrialStatistics, encode(TrialStatistics.of(sent))).each(), strict=True):
-        np.testing.assert_array_equal(np.tril(a.precision), np.tril(b.precision))
-        np.testing.assert_array_equal(b.precision, b.precision.T)
-        for name in ("shift", "slack", "evidence"):
-            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+def placed(x: np.ndarray) -> np.ndarray:
+    """Pseudo-inputs, nine at most, for the rows of one site."""
+    config = parse_config({"method": "fedmgp", "model.num-inducing": 9})
+    running = first_inducing(config, Roster({"a": len(x)}, ("a",), (), 0))
+    next(running)
+    arrays = input_shape(x)
+    with pytest.raises(StopIteration) as end:
+        running.send({"a": Shape(arrays["input.histogram"], arrays["input.products"], np.zeros(()), {})})
+    return end.value.value
+
+
+def test_pseudo_inputs_cover_the_inputs_and_a_little_more() -> None:
+    x = np.linspace(-1.73, 1.73, 50)[:, None]
+    W = placed(x)
+    assert W.shape == (9, 1)
+    np.testing.assert_allclose(np.diff(W[:, 0]), np.diff(W[:, 0])[0])
+    width = INPUT_EDGES[1] - INPUT_EDGES[0]
+    assert -1.73 - 1.5 * width < W[0, 0] < -1.73
+    assert 1.73 < W[-1, 0] < 1.73 + 1.5 * width
+    square = np.column_stack([x[:, 0], x[::-1, 0] / 2])
+    two = placed(square)
+    assert two.shape == (9, 2)
+    assert np.ptp(two[:, 0]) > 1.7 * np.ptp(two[:, 1])
+    many = np.repeat(x, 4, axis=1)
+    assert placed(many).shape == (9, 4)
+
+
+class Unit:
+    """A unit that knows no Flower."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.x, self.y, self.memory, self.round = x, y, None, 0
+
+    def data(self, latents: LatentFunctions) -> UnitData:
+        return UnitData.build(self.x, self.y, latents.inducing)
+
+    def first(self, request: FirstLook) -> FirstStatistics:
+        data, latents = self.data(request.latents), request.latents
+        found = statistics(data, latents, starting_parameters(data, latents))
+        away = request.direction is not None and posterior(found).mean @ request.direction < 0
+        return FirstStatistics(replace(found, shift=-found.shift) if away else found)
+
+    def directions(self, request: LatentFunctions) -> Directions:
+        mean = posterior(self.first(FirstLook(request)).statistics).mean
+        return Directions(np.outer(mean, mean))
+
+    def exact(self, request: TrialMoves) -> TrialStatistics:
+        self.round += 1
+        sent = request.view
+        data = self.data(sent.latents)
+        phi = None if self.memory is None else self.memory.agreed(data, sent.known)
+        state, answers = respond(data, sent.latents, sent.posterior, request.moves, phi)
+        self.memory = replace(state, round=self.round, based_on=sent.known.report)
+        return TrialStatistics.of(answers)
+
+
+def exact_rounds(*, totals: bool) -> tuple[list[ExactState], dict]:
+    """States after each exact round, and the units."""
+    sites = {str(index): Unit(*rows) for index, rows in enumerate(signals(1, num_units=3))}
+    config = parse_config({"method": "fedmgp-exact"})
+    states = [drive(fedmgp_exact.first_state(grid(1), Roster(ROWS, tuple(sites), (), 0), config), sites)]
+    for number in range(1, 6):
+        here = Roster(ROWS, tuple(sites), (), number, totals)
+        states.append(drive(fedmgp_exact.one_round(states[-1], here, config, ROWS), sites)[0])
+    return states, sites
+
+
+def test_rounds_of_the_sum_alone_are_rounds_of_the_individuals() -> None:
+    """With all units present; the server then asks nothing but totals, and keeps nothing of one unit."""
+    (summed, _), (individual, _) = exact_rounds(totals=True), exact_rounds(totals=False)
+    for one, other in zip(summed, individual, strict=True):
+        np.testing.assert_allclose(one.posterior.mean, other.posterior.mean, rtol=1e-7, atol=1e-9)
+    assert list(summed[-1].reports) == [EVERYONE]
+    assert summed[-1].counted == ("0", "1", "2")
+    config = parse_config({"method": "fedmgp-exact"})
+    question = next(fedmgp_exact.one_round(summed[-1], Roster(ROWS, tuple("012"), (), 6, True), config, ROWS))
+    assert isinstance(question, Total)
+    assert is_summand(question.answer)
+    assert question.request.view.known.report == 5

@@ -8,22 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults import FaultyGrid, run
-from test_exact_q import random_unit
+from test_exact_q import grid, random_unit
 from test_fedmgp import keys, nodes
 
 from fedgp_flower.errors import NumericsError
+from fedgp_flower.messages import add
 from fedgp_flower.methods.fedmgp.latents import (
     PRECISION,
     SCALES,
     SHIFT,
     LatentPosterior,
     from_natural,
+    latents_at,
     posterior,
     to_natural,
 )
+from fedgp_flower.methods.fedmgp.messages import PseudoGradient
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.unit import LocalSteps, natural_steps, statistics
+from fedgp_flower.run.registry import parse_config
+from strategies import fedmgp
 from strategies.fedmgp_rules import Frame, merge_natural, statistics_of, within_averages
+from strategies.server.questions import Roster, Summed
 
 MOVED = 1 - 0.8**4
 
@@ -158,3 +164,39 @@ def test_coordinates_of_q_change_no_mean() -> None:
     again = frame.back(frame.seen(other))
     np.testing.assert_allclose(again[SHIFT], other[SHIFT], atol=1e-10)
     np.testing.assert_allclose(again[PRECISION], other[PRECISION], atol=1e-10)
+
+
+@pytest.mark.parametrize("value", [1e308, -800.0, 800.0])
+def test_a_step_out_of_the_numbers_is_refused(value: float) -> None:
+    state = fedmgp.begin(latents_at(grid(1), [1.0], 1e-8), LatentPosterior(np.zeros(16), np.eye(16)), gaussian=False)
+    zeros = {name: np.zeros_like(array) for name, array in state.parameters.items()}
+    with pytest.raises(NumericsError, match="far too much"):
+        fedmgp.step(state, {"a": {**zeros, SCALES: np.full((1, 1), value)}}, rule("mean"))
+
+
+def test_the_local_rate_falls_over_the_rounds_and_a_total_counts_as_its_mean() -> None:
+    """A round of the sum of two units, as under masks, is the round of the two."""
+    config = parse_config({"method": "fedmgp", "optimizer.learning-rate": 0.02, "optimizer.decay": 0.5})
+    latents = latents_at(grid(1), [1.0], 1e-8)
+    state = fedmgp.begin(latents, LatentPosterior(np.zeros(16), np.eye(16)), gaussian=True)
+    rates = []
+    for t in (1, 2, 3):
+        question = next(fedmgp.one_round(state, Roster({"a": 9, "b": 9}, ("a", "b"), (), t), config, 2, 3))
+        rates += [request.learning_rate for request in question.requests.values()]
+        assert {request.share for request in question.requests.values()} == {0.5}
+    np.testing.assert_allclose(rates, np.repeat([0.02 * 0.5**t * fedmgp.FINAL_RATE ** (t / 2) for t in range(3)], 2))
+    ends, J = [], 16
+    for G in (np.eye(J), 3 * np.eye(J)):
+        update = {SCALES: np.full((1, 1), G[0, 0]), PRECISION: -0.4 * G[None], SHIFT: np.full((1, J), G[0, 0])}
+        ends.append(PseudoGradient(update, -G[0, 0], 9.0))
+    states = []
+    for totals, answer in ((False, dict(zip("ab", ends, strict=True))), (True, Summed(add(ends), ("a", "b")))):
+        running = fedmgp.one_round(state, Roster({"a": 9, "b": 9}, ("a", "b"), (), 1, totals), config, 2, 3)
+        next(running)
+        with pytest.raises(StopIteration) as end:
+            running.send(answer)
+        states.append(end.value.value)
+    assert states[0][1] == states[1][1] == {"objective": -4 / 18}
+    for name, array in states[0][0].parameters.items():
+        assert not np.array_equal(array, state.parameters[name])
+        np.testing.assert_allclose(array, states[1][0].parameters[name], rtol=1e-12)

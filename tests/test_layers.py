@@ -77,24 +77,6 @@ def test_a_site_loads_the_options_of_its_method_alone():
     assert options == {"fedgp_flower.methods.sgpr.options"}
 
 
-def test_sums_gradients_and_predictions_load_no_sympy():
-    """PyTorch would import it to broadcast the shapes of batches that a kernel does not have."""
-    code = """
-import torch
-from fedgp_flower.gp import sparse
-from fedgp_flower.gp.sums import bound_gradient, exact_posterior
-from fedgp_flower.options import ModelSection
-x = torch.rand(9, 2, dtype=torch.float64)
-model = sparse.SparseGP(ModelSection(), x[:3])
-sums = sparse.pooled_sums(model, x, x[:, 0])
-bound = bound_gradient(sums, 0.0)
-sparse.rows_gradient(model, x, x[:, 0], bound)
-with torch.no_grad():
-    model.predict(x, exact_posterior(sums, 1.0))
-"""
-    assert "sympy" not in loaded(code)
-
-
 def test_help_loads_neither_torch_nor_flower():
     start = "import sys; sys.argv = ['fedgp', '--help']\nfrom fedgp_flower.cli import main\n"
     code = f"{start}try: main()\nexcept SystemExit: pass"

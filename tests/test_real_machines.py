@@ -48,8 +48,14 @@ class Federation:
 
     def asked(self, machine: str, line: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
-        words, folder = self.words(machine, line), self.root / machine
-        return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
+        return subprocess.run(
+            self.words(machine, line),
+            cwd=self.root / machine,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
 
     def typed(self, machine: str, line: str) -> str:
         """What a command prints, which must succeed."""
@@ -118,32 +124,22 @@ def awaited(what: Callable[[], object], seconds: float = 600.0) -> float:
     return time.monotonic() - begun
 
 
-def machine_name() -> str:
-    """A name of this machine besides localhost that leads to it."""
-    name = socket.gethostname()
-    try:
-        with socket.create_server(("0.0.0.0", 0)) as server:
-            socket.create_connection((name, server.getsockname()[1]), timeout=2).close()
-    except OSError:
-        return ""
-    return "" if name == "localhost" else name
-
-
-def loopback(root: Path) -> Iterator[Federation]:
-    """Everything on this machine, under a name that is not localhost."""
-    if not machine_name():
-        pytest.skip("this machine has no name that leads to it")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    yield Federation(root, machine_name(), port)
-
-
 @pytest.fixture
 def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
+    """Everything on this machine, under a name that is not localhost."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    for found in loopback(tmp_path):
-        yield found
-        found.end()
+    name = socket.gethostname()
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        try:
+            socket.create_connection((name, port), timeout=2).close()
+        except OSError:
+            name = "localhost"
+    if name == "localhost":
+        pytest.skip("this machine has no name that leads to it")
+    found = Federation(tmp_path, name, port)
+    yield found
+    found.end()
 
 
 def test_the_page_to_the_letter(federation: Federation) -> None:

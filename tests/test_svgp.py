@@ -62,7 +62,7 @@ def factor(model: SparseGP) -> torch.Tensor:
 
 
 def settled(model: LatentGP, data: tuple[torch.Tensor, torch.Tensor], steps: int, rho: float) -> Duals:
-    duals = Duals.nothing(INDUCING)
+    duals = Duals(torch.zeros(INDUCING, INDUCING).double(), torch.zeros(INDUCING).double())
     for _ in range(steps):
         duals = duals.stepped(expectations(model, *data, duals.posterior()), rho)
     return duals

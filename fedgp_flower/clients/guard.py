@@ -98,12 +98,7 @@ class Guard:
             )
 
     def admit(self, config: RunConfig, answer: object) -> None:
-        """Refuse what the owner's policy does not allow, and answers in the clear where masks are wanted.
-
-        Args:
-            config: The configuration of the run.
-            answer: Class of what the method answers to this kind of message; None where it is no handler's.
-        """
+        """Refuse what the owner's policy does not allow, and an ``answer`` of this class where masks are wanted."""
         node = self.context.node_config
         self.rules.read(node)
         self.rules.admit(config, self.run, self.round, str(node.get("state-dir") or ""))
@@ -125,12 +120,9 @@ class Guard:
         return Outgoing({}, numbers, {"key": member.key, "signature": member.signature})
 
     def summand(self, request: object, shared: str, handler: Callable[[], object]) -> Outgoing:
-        """The answer under masks, or masked zeros where the site cannot answer and knows of what shape.
+        """The handler's answer under masks, or masked zeros where it fails and the shape is known.
 
-        Args:
-            request: What is asked.
-            shared: The hash of the context that the request is understood by.
-            handler: Answers it.
+        ``shared`` is the hash of the context that the request is understood by.
         """
         question, party = self._question(content_digest(shared, encode(request))), Party.of(self.context.node_config)
         journal, member = Journal(self.context, self.run), party.identity.member(self.run, party.site)

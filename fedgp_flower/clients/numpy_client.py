@@ -79,13 +79,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """What answers a kind of message."""
+    """What answers a kind of message, and the classes of the request and of the answer."""
 
     name: str
     request: Any
-    """Class of the request."""
     answer: Any
-    """Class of the answer."""
     common: bool = False
     """Whether it is one of :class:`CommonAnswers`."""
 

@@ -66,8 +66,7 @@ def register(
 ) -> None:
     """Admit sites by the public half of their keys."""
     coordinator = machines.Coordinator.read(folder)
-    with coordinator.processes() as started:
-        flower = coordinator.flower(started)
+    with coordinator.flower() as flower:
         for path in keys:
             key, name = str(path.resolve()), path.stem
             answer = flower.json("supernode", "register", key, flower.connection, "--name", name)
@@ -82,8 +81,7 @@ def revoke(name: Annotated[str, typer.Argument(help="id of the site")], folder: 
     sites = coordinator.sites
     if name not in sites:
         raise ConfigError(f"{name!r} is not registered; registered are {', '.join(sites) or 'none'}")
-    with coordinator.processes() as started:
-        flower = coordinator.flower(started)
+    with coordinator.flower() as flower:
         flower.json("supernode", "unregister", str(sites.pop(name)), flower.connection)
     coordinator.keep(sites)
     print(f"{name} is no longer admitted")
@@ -116,8 +114,8 @@ def run_method(
         "baselines.pooled": False,
     }
     completed = user_config.complete_config(usual | given, Path.cwd(), "sites")
-    with processes.interruptible(), coordinator.processes() as started:
-        coordinator.flower(started).run(completed)
+    with processes.interruptible(), coordinator.flower() as flower:
+        flower.run(completed)
 
 
 @deploy.command()
@@ -127,8 +125,7 @@ def status(
 ) -> None:
     """Sites and when they were last there; the latest run, its round and its failures."""
     coordinator = machines.Coordinator.read(folder)
-    with coordinator.processes() as started:
-        flower = coordinator.flower(started)
+    with coordinator.flower() as flower:
         while True:
             nodes = {int(node["node-id"]): node for node in flower.json("supernode", "ls", flower.connection)["nodes"]}
             for name, node in coordinator.sites.items():

@@ -1,8 +1,4 @@
-"""A whole federation on this machine: a SuperLink with TLS, and SuperNodes that authenticate, each with one CSV file.
-
-The folders are those that ``fedgp deploy init`` and ``fedgp site join`` make. Everything that is started is ended;
-``--keep`` leaves it up until Ctrl-C.
-"""
+"""A federation on this machine: a SuperLink with TLS, and SuperNodes that authenticate, each with one CSV file."""
 
 from __future__ import annotations
 
@@ -53,11 +49,8 @@ def join_sites(coordinator: Coordinator, folder: Path, files: Sequence[Path]) ->
 def federation(folder: Path, files: Sequence[Path], *, app: str = "", masked: bool = False) -> Iterator[Flower]:
     """A SuperLink and a SuperNode for each file, all online, with the operator's command line.
 
-    Args:
-        folder: Where the folders of the machines are made.
-        files: A table for each site.
-        app: Fingerprint of the app that sites run, or ``any``; otherwise that of this project.
-        masked: Whether sites trust each other's keys, and so answer under masks alone.
+    Sites run the ``app`` of this fingerprint, or ``any``; otherwise that of this project. ``masked`` ones trust each
+    other's keys, and so answer under masks alone.
     """
     superlink, *ports = free_ports(1 + len(files))
     coordinator = Coordinator.create(folder / "coordinator", HOST, superlink)
@@ -66,15 +59,14 @@ def federation(folder: Path, files: Sequence[Path], *, app: str = "", masked: bo
         keys = {site.name: Identity.read(site.folder / "site-key").public for site in sites}
         for site in sites:
             Trust(keys).write(site.folder / "trust.toml")
-    with coordinator.processes() as processes:
+    with coordinator.flower() as flower:
         say(f"SuperLink on {HOST}:{superlink}, TLS, node authentication")
-        processes.start("superlink", *coordinator.command(bind=HOST))
-        flower = coordinator.flower(processes)
+        flower.processes.start("superlink", *coordinator.command(bind=HOST))
         flower.wait_until_ready(f"https://{HOST}:{superlink}", trust=coordinator.folder / "ca.crt")
         for site, port in zip(sites, ports, strict=True):
             say(f"SuperNode {site.name}: registered key, {site.facts['data']}")
             flower.json("supernode", "register", str(site.public), CONNECTION, "--name", site.name)
-            processes.start(site.name, *site.command(port))
+            flower.processes.start(site.name, *site.command(port))
         wait_online(flower, len(sites))
         yield flower
         say("ending the SuperLink and the SuperNodes")

@@ -13,7 +13,8 @@ import shlex
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -113,13 +114,12 @@ class Coordinator:
         """Make a new key and certificate of the SuperLink by the same authority. Sites need not change anything."""
         Authority.read(self.folder).certify(self.folder / "server", self.host, SERVER_DAYS)
 
-    def flower(self, processes: Processes) -> Flower:
+    @contextmanager
+    def flower(self) -> Iterator[Flower]:
         """Flower's command line, connected to this SuperLink."""
-        return Flower(processes, self.folder / "flower", CONNECTION)
-
-    def processes(self) -> Processes:
-        """Short-lived commands of this coordinator."""
-        return Processes(environment(self.folder / "flower"), self.folder / "logs")
+        home = self.folder / "flower"
+        with Processes(environment(home), self.folder / "logs") as processes:
+            yield Flower(processes, home, CONNECTION)
 
     @property
     def sites(self) -> dict[str, int]:

@@ -58,13 +58,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Processes:
-    """A context that ends every process started in it, and every process those started.
-
-    Args:
-        environment: Added to every child's.
-        logs: Folder of the logs of background processes.
-        grace: Seconds that a process has to end before it is forced.
-    """
+    """A context that ends every process started in it, and those they started: after ``grace`` seconds by force."""
 
     def __init__(self, environment: Mapping[str, str], logs: Path, grace: float = 10.0) -> None:
         self.token = uuid.uuid4().hex

@@ -122,6 +122,7 @@ class Trust:
     @staticmethod
     def read(path: Path) -> Trust:
         """From a trust file: TOML, ``[sites]`` with a site's id and its public key on each line."""
+        trust = Trust({})
         try:
             sites = dict(tomllib.loads(path.expanduser().read_text(encoding="utf-8"))["sites"])
         except OSError as error:
@@ -130,7 +131,6 @@ class Trust:
             raise ConfigError(
                 f'`trust`: {path} is no trust file, expected [sites] and lines SITE = "public key"; see `fedgp site`'
             ) from None
-        trust = Trust({})
         for site, public in sites.items():
             trust = trust.with_site(site, str(public))
         return trust
@@ -143,11 +143,9 @@ class Trust:
                 f"the public key of {site!r} should be {2 * SEED_BYTES} hexadecimal digits; see its owner"
             )
         if keys.get(site, public) != public:
-            raise ConfigError(
-                f"site {site!r} has another key already ({fingerprint(keys[site])}); take out its line first"
-            )
-        other = [name for name, key in keys.items() if key == public and name != site]
-        if other:
+            known = fingerprint(keys[site])
+            raise ConfigError(f"site {site!r} has another key already ({known}); take out its line first")
+        if other := [name for name, key in keys.items() if key == public and name != site]:
             raise ConfigError(f"that is the key of site {other[0]!r}")
         return Trust({**keys, site: public})
 

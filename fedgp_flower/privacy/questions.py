@@ -30,12 +30,7 @@ MAX_CHANGES = 2
 
 
 def context_digest(record: Mapping[str, Any], constants: Mapping[str, NDArray[Any]]) -> str:
-    """The hash of what every message needs and is sent once: agreed columns and scales, settings, keys, constants.
-
-    Args:
-        record: Texts and lists of numbers; ``digest`` is the name the server gives it.
-        constants: Arrays.
-    """
+    """The hash of what every message needs and is sent once: agreed columns and scales, settings, keys, constants."""
     content = {name: value for name, value in record.items() if name != "digest"}
     whole = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name, array in sorted(constants.items()):
@@ -163,12 +158,7 @@ def admitted(
 ) -> History:
     """What the site remembers once it has answered; the question is one that it may answer.
 
-    Args:
-        question: As this site computes it from the message.
-        member: This site's line of the roster.
-        trust: Whose signatures count.
-        history: What it has answered in this run.
-        limits: Fewest sites of a total, and most changes of the roster.
+    ``limits`` are the fewest sites of a total, and the most changes of the roster.
     """
     least, most = max(limits[0], LEAST_SITES), limits[1]
     sites, keys = question.sites, [entry.key for entry in question.members]

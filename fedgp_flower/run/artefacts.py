@@ -138,11 +138,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, config: RunConfig) -> RunFolder:
-        """Make the folder of a new run, or with ``resume`` enter the one named ``name``, and write ``config.toml``.
-
-        Raises:
-            RunError: when the folder exists without ``resume``, or ``resume`` finds no run or one configured otherwise.
-        """
+        """Make the folder of a new run, or with ``resume`` enter the one named ``name``, and write ``config.toml``."""
         path = Path(config.output_dir) / config.run_name()
         try:
             if config.resume:
@@ -236,11 +232,7 @@ class RunFolder:
                 old.unlink()
 
     def restore(self) -> Snapshot | None:
-        """The last complete round, with the history cut back to it; None where no round was completed.
-
-        Raises:
-            RunError: when the checkpoint is damaged or belongs to another configuration.
-        """
+        """The last complete round, with the history cut back to it; None where no round was completed."""
         folder = self.path / "checkpoint"
         if not (folder / "checkpoint.json").exists():
             return None
@@ -280,11 +272,7 @@ class RunFolder:
 
 
 def read_run(path: Path) -> RunData:
-    """Read a finished run.
-
-    Raises:
-        RunError: naming the folder or file that is missing or unreadable.
-    """
+    """Read a finished run."""
     if not path.is_dir():
         raise RunError(f"{path} is not the folder of a run")
     if not (path / "metrics.json").exists():
@@ -304,11 +292,7 @@ def read_run(path: Path) -> RunData:
 
 
 def read_posterior(path: Path) -> Posterior:
-    """Read the posterior of a run, to predict from.
-
-    Raises:
-        RunError: when a file is missing or the two disagree.
-    """
+    """Read the posterior of a run, to predict from."""
     content, arrays = read_json(path / "posterior.json"), read_arrays(path / "posterior.safetensors")
     described = content.pop("arrays", {})
     shapes = {name: tuple(item.get("shape", ())) for name, item in described.items()}
@@ -338,11 +322,7 @@ def _hash_of(facts: Facts) -> str:
 
 
 def _require_sealed(path: Path) -> None:
-    """Refuse files that were changed after the run wrote them; a run of before there were hashes has none.
-
-    Raises:
-        DamagedError: naming the files.
-    """
+    """Refuse files that were changed after the run wrote them; a run of before there were hashes has none."""
     if not (path / SEALS).exists():
         return
     hashes = read_json(path / SEALS)
@@ -353,11 +333,7 @@ def _require_sealed(path: Path) -> None:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Keep others from writing into the folder of a run; the lock goes with the process, however that ends.
-
-    Raises:
-        RunError: another process writes into the folder; naming it.
-    """
+    """Keep others from writing into the folder of a run; the lock goes with the process, however that ends."""
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

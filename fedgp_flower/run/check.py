@@ -41,11 +41,7 @@ def check_tables(tables: Mapping[str, pd.DataFrame], config: CoreConfig) -> Chec
 
 
 def plan(config: CoreConfig, sites: int) -> Checked:
-    """What a simulated run would train on; 0 sites takes every natural group.
-
-    Raises:
-        DataError: the data set cannot be used.
-    """
+    """What a simulated run would train on; 0 sites takes every natural group."""
     nodes = simulated_nodes(sites or natural_sites(config))
     return _agreed({str(node["partition-id"]): partial(load_site, config, node) for node in nodes}, config)
 

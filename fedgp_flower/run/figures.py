@@ -95,9 +95,6 @@ def draw_curves(predictors: Mapping[str, Predictor], source: Path, picture: Path
     """Draw a panel for each site along the one input of a table's rows: mean, 95 % band and the rows of the site.
 
     Grey are training rows, red held-out ones.
-
-    Raises:
-        RunError: inputs or target are something else, or the picture cannot be written.
     """
     agreed = next(iter(predictors.values())).preparation
     if len(agreed.names) != 1 or agreed.target.levels:

@@ -60,11 +60,7 @@ class Exportable(Protocol):
         """Mean and sd of a noisy observation, standardised."""
 
     def export(self) -> Sequence[tuple[GP, Likelihood]]:
-        """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts.
-
-        Raises:
-            RunError: as configured, the posterior is no Gaussian process.
-        """
+        """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts."""
 
 
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
@@ -100,11 +96,7 @@ class Predictor:
 
     @staticmethod
     def of(run: RunData) -> Predictor:
-        """The posterior of a run that was read.
-
-        Raises:
-            RunError: if the run saved none, as a personal method does.
-        """
+        """The posterior of a run that was read."""
         reason = why_no_posterior(run)
         if run.posterior is None or reason:
             raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
@@ -160,10 +152,6 @@ class Predictor:
             run: Folder of a finished run; what its sites share stays as it is.
             name: Name of the new site.
             data: Its table, read as in training, but none of its rows is held out.
-
-        Raises:
-            RunError: a site of this name took part, or the method cannot do it.
-            DataError: the rows cannot be used.
         """
         read = read_run(run)
         if any(name in pair for pair in read.metrics.labels.items()):
@@ -178,11 +166,7 @@ class Predictor:
 
     @staticmethod
     def of_all(run: Path) -> dict[str, Predictor]:
-        """What predicts without the name of a site: the posterior, else every simulated site by its label.
-
-        Raises:
-            RunError: the run saved no posterior, and no simulated site has what it takes.
-        """
+        """What predicts without the name of a site: the posterior, else every simulated site by its label."""
         read = read_run(run)
         simulated = all(site.isdecimal() for site in read.metrics.labels)
         if not why_no_posterior(read) or not row_of(read).at_site or not simulated:
@@ -255,9 +239,6 @@ class Predictor:
         A class or a count has no units: f is then what the likelihood takes, a probit or the logarithm of a rate.
 
         With ``noise`` that of observations, where noise is Gaussian.
-
-        Raises:
-            RunError: as for :meth:`draws`, or nothing has a normal distribution in these units.
         """
         if self.preparation.transform is not None:
             name = self.preparation.transform.name
@@ -274,9 +255,6 @@ class Predictor:
 
         With ``noise`` of observations, of classes 0 and 1; else of f, as in :meth:`distribution`.
         The same seed gives the same draws.
-
-        Raises:
-            RunError: as for :meth:`draws`.
         """
         draws, inputs, found = self.draws(), self.inputs(frame), []
         generator = torch.Generator().manual_seed(seed)
@@ -296,19 +274,11 @@ class Predictor:
 
         Both are in evaluation mode and in standardised coordinates: :meth:`inputs` leads there from a table,
         ``transforms`` from encoded inputs and back to original units.
-
-        Raises:
-            RunError: as for :meth:`draws`, or the prediction is a mixture over draws of inducing points and
-                hyperparameters, which is no single model.
         """
         return Exported(*only(self.draws()), Transforms.of(self.saved.arrays))
 
     def to_botorch(self) -> FederatedModel:
-        """A model of BoTorch; see :class:`fedgp_flower.run.to_botorch.FederatedModel`. Needs the extra ``botorch``.
-
-        Raises:
-            RunError: as for :meth:`to_gpytorch`, or BoTorch is not installed.
-        """
+        """A model of BoTorch; see :class:`fedgp_flower.run.to_botorch.FederatedModel`. Needs the extra ``botorch``."""
         try:
             from fedgp_flower.run.to_botorch import FederatedModel  # noqa: PLC0415  optional
         except ModuleNotFoundError as error:
@@ -321,11 +291,7 @@ class Predictor:
         return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.draws())
 
     def draws(self) -> Sequence[tuple[GP, Likelihood]]:
-        """What :meth:`to_gpytorch_draws` is made of.
-
-        Raises:
-            RunError: what predicts is no Gaussian process with inducing points.
-        """
+        """What :meth:`to_gpytorch_draws` is made of."""
         if not isinstance(self.standardised, Exportable):
             raise RunError(
                 f"{self.run.path} is a run of {self.saved.method!r}; what predicts here is no sparse Gaussian"
@@ -343,11 +309,7 @@ class Predictor:
 
 
 def row_of(run: RunData) -> Method:
-    """The registry row of a run's method.
-
-    Raises:
-        RunError: if no package that is installed brings the method.
-    """
+    """The registry row of a run's method."""
     name = run.metrics.method
     if name not in METHODS:
         raise RunError(f"{run.path} is a run of {name!r}, which is not installed; install the package that brings it")
@@ -370,10 +332,6 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
 
     Columns that are no inputs, such as ids, come first, as they are written. Several sites, by name, follow each other
     in the CSV, whose first column is then the site. Of columns with one name the table's is called ``input.NAME``.
-
-    Raises:
-        RunError: if the CSV cannot be written.
-        DataError: naming the file, column and row that cannot be used.
     """
     preparation = next(iter(predictors.values())).preparation
     frame = read_inputs(source, preparation)
@@ -392,11 +350,7 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
 
 
 def _at_node(read: RunData, config: RunConfig, rows: RawSite, arrays: NamedArrays) -> Predictor | None:
-    """What predicts with a site's rows and what it keeps; None where that does not fit.
-
-    Raises:
-        RunError: sites of the method keep nothing to predict with.
-    """
+    """What predicts with a site's rows and what it keeps; None where that does not fit."""
     reference = row_of(read).at_site
     if read.posterior is None or not reference:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)

@@ -26,8 +26,8 @@ from fedgp_flower.run.predict import Predictor, row_of, why_no_posterior
 from fedgp_flower.run.registry import load
 from fedgp_flower.run.report_template import STYLE, TEMPLATE
 from fedgp_flower.run.summary import (
-    against,
     arms,
+    beside,
     cell,
     data_name,
     expected_coverage,
@@ -36,11 +36,9 @@ from fedgp_flower.run.summary import (
     is_classification,
     number,
     percent,
-    rivals,
     sentences,
     show,
     target_of,
-    text_rows,
     title_of,
 )
 from fedgp_flower.scores import RANK_BINS, RANK_REACH
@@ -82,11 +80,7 @@ def html_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write ``report.html`` and ``plots/*.png`` of a finished run with all its method adds; returns the page's path.
-
-    Raises:
-        RunError: when a file of the run is missing or unreadable.
-    """
+    """Write ``report.html`` and ``plots/*.png`` of a finished run with all its method adds; returns the page's path."""
     run = read_run(run_folder)
     predictor = None if why_no_posterior(run) else Predictor.of(run)
     panels = row_of(run).panels
@@ -212,25 +206,24 @@ def _failed(metrics: RunMetrics) -> str:
 
 
 def _headline(metrics: RunMetrics, units: str) -> Json:
-    frame = headline(metrics)
     n = arms(metrics)[0].rows
     if is_classification(metrics):
-        note = "NLL in nats per row; NLL and Brier score: smaller is better. AUC and the slope of the calibration are"
-        note += (
+        note = (
+            "NLL in nats per row; NLL and Brier score: smaller is better. AUC and the slope of the calibration are"
             f" those of log odds in steps of {2 * RANK_REACH / RANK_BINS:g}, summed over sites; a slope below 1: too"
+            " extreme. Skill: share of the Brier score of the class shares that is gone."
         )
-        note += " extreme. Skill: share of the Brier score of the class shares that is gone."
     else:
-        note = f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better. "
-        note += "R²: share of the squared error of the training mean that is gone. "
-        if n:
-            low, high = expected_coverage(n, 0.95)
-            note += f"With {n:,} independent rows, calibrated 95 % intervals hold {percent(low)} to {percent(high)}."
+        low, high = map(percent, expected_coverage(n, 0.95) if n else (0.0, 1.0))
+        note = (
+            f"RMSE and CRPS in {units}, NLL in nats per row for a noisy observation; smaller is better."
+            " R²: share of the squared error of the training mean that is gone."
+            f"{f' With {n:,} independent rows, calibrated 95 % intervals hold {low} to {high}.' if n else ''}"
+        )
     if len({arm.rows for arm in arms(metrics)}) > 1:
         note += " The arms were scored on different numbers of rows, so compare them with care."
-    beside = [[name, *more] for name, more in zip(rivals(metrics), against(metrics), strict=True)]
-    titles = [title_of(str(name)) for name in frame.columns]
-    return {"titles": titles, "rows": text_rows(frame), "note": note, "beside": beside}
+    titles, rows = headline(metrics)
+    return {"titles": titles, "rows": rows, "note": note, "beside": beside(metrics)}
 
 
 def _predictions(run: RunData, predictor: Predictor | None, target: str) -> Iterator[Panel]:

@@ -57,7 +57,7 @@ TEMPLATE = """<!DOCTYPE html>
 {%- if metrics.failures %}
 <p class="warning">{{ failed }}</p>
 {%- endif %}
-<div class="wide"><table><thead><tr><th></th>
+<div class="wide"><table><thead><tr>
 {%- for name in headline.titles %}<th>{{ name }}</th>{% endfor %}</tr></thead>
 <tbody>{% for row in headline.rows %}<tr{% if loop.first %} class="this"{% endif %}><td>{{ row[0] }}</td>
 {%- for value in row[1:] %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table></div>

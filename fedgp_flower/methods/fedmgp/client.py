@@ -46,7 +46,10 @@ class FedMGPClient(SiteClient):
 
     def data(self, latents: LatentFunctions) -> UnitData:
         """The rows as seen from the pseudo-inputs, with targets that a regression can start from."""
-        return UnitData.build(self.rows.x, model.regression_targets(self.likelihood, self.rows.y), latents.inducing)
+        y = self.rows.y
+        if self.likelihood in ("poisson", "bernoulli"):
+            y = np.log(y + 0.5) if self.likelihood == "poisson" else 2 * y - 1
+        return UnitData.build(self.rows.x, y, latents.inducing)
 
     @property
     def memory(self) -> UnitState | None:
@@ -133,7 +136,9 @@ class FedMGPClient(SiteClient):
     def predict(self, request: View, inputs: Array) -> Prediction:
         """Personalised prediction of an observation (paper, Eq. 16); for classes, of the label."""
         mean, variance, phi = self.function(request, inputs)
-        return Prediction(*model.moments(self.likelihood, mean, variance, phi))
+        point, learned = model.observed(self.likelihood, phi)
+        first, second = point.moments(torch.from_numpy(mean), torch.from_numpy(variance), learned)
+        return Prediction(first.numpy(), second.numpy())
 
     def score(self, request: View) -> Scores:
         """Scores of held-out rows in original units."""

@@ -19,7 +19,7 @@ from gpytorch.variational import CholeskyVariationalDistribution
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from fedgp_flower.errors import NumericsError, ProtocolError
+from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.convolved import ConvolvedKernel, smoothed_covariance
 from fedgp_flower.gp.likelihoods import LearnedLikelihood, PointLikelihood, build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
@@ -108,8 +108,6 @@ class MultiOutputGP(GP):
     @torch.no_grad()
     def load(self, arrays: Mapping[str, Array]) -> None:
         """Overwrite θ."""
-        if set(self.shared) != set(arrays):
-            raise ProtocolError(f"parameters {sorted(arrays)} received, expected {sorted(self.shared)}")
         for name, p in self.shared.items():
             p.copy_(torch.as_tensor(arrays[name]))
 
@@ -135,19 +133,6 @@ def observed(kind: Kind, parameters: UnitParameters) -> tuple[PointLikelihood, T
     point = build_point_likelihood(kind, noise=parameters.noise)
     trained = torch.tensor(parameters.likelihood, dtype=torch.float64)
     return point, trained if len(trained) else point.initial
-
-
-def regression_targets(kind: Kind, y: Array) -> Array:
-    """Where a regression starts the model: numbers as they are, a class as ±1, a count as log(y + ½)."""
-    return np.log(y + 0.5) if kind == "poisson" else 2 * y - 1 if kind == "bernoulli" else y
-
-
-@torch.no_grad()
-def moments(kind: Kind, mean: Array, variance: Array, parameters: UnitParameters) -> tuple[Array, Array]:
-    """Mean and variance of an observation where f ~ N(mean, variance), each [N]."""
-    point, learned = observed(kind, parameters)
-    first, second = point.moments(torch.from_numpy(mean), torch.from_numpy(variance), learned)
-    return first.numpy(), second.numpy()
 
 
 def factor_steps(model: MultiOutputGP, x: Tensor, y: Tensor, steps: unit.LocalSteps) -> NamedArrays:
