@@ -95,11 +95,6 @@ def explaining(covariance: Array, products: Array, count: int) -> Indices:
         K̃ ← K̃ − K̃_jj u uᵀ,   G̃ ← G̃ − u G̃_j: − G̃_:j uᵀ + G̃_jj u uᵀ.
 
     See Farahat et al., Greedy column subset selection for large-scale data sets (2015).
-
-    Args:
-        covariance: K [C, C].
-        products: G, of all rows [C, C].
-        count: P, how many to take.
     """
     left, explained = covariance.copy(), products.copy()
     least = LEFT * left.diagonal()

@@ -22,7 +22,6 @@ from fedgp_flower.gp.placement import to_array
 from fedgp_flower.typing import Array, Indices, NamedArrays
 
 Bound: TypeAlias = tuple[float | None, float | None]
-Reason: TypeAlias = Literal["converged", "budget"]
 V = TypeVar("V", Tensor, Array)
 M = TypeVar("M", bound="StepMemory")
 
@@ -81,11 +80,8 @@ class Trace:
     """What an optimiser did."""
 
     values: tuple[float, ...]
-    """Objective at every evaluation; after L-BFGS the last one is that of the point returned."""
-    reason: Reason
-    evaluations: int = 0
-    rejected: int = 0
-    """Trial points at which a matrix lost positive definiteness; the line search stepped back from them."""
+    """Objective at every admissible point; after L-BFGS the last one is that of the point returned."""
+    evaluations: int
 
     @property
     def value(self) -> float:
@@ -101,11 +97,7 @@ def ascend(
     steps: int,
     learning_rate: float,
 ) -> float:
-    """Take some steps uphill; returns the objective before the last step, of L-BFGS the last one.
-
-    Raises:
-        NumericsError: if a parameter is not finite afterwards: a diverged step is never sent.
-    """
+    """Take some steps uphill; returns the objective before the last step, of L-BFGS the last one."""
     if name == "lbfgs":
         return maximise(objective, parameters, max_evaluations=steps).value
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
@@ -144,16 +136,11 @@ class AdamSettings:
 
 
 def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings: AdamSettings, num_rows: int) -> Trace:
-    """Maximise in place a noisy objective that draws new samples at every call; a sum over ``num_rows`` rows.
-
-    Raises:
-        NumericsError: the objective is not finite.
-    """
+    """Maximise in place a noisy objective that draws new samples at every call; a sum over ``num_rows`` rows."""
     optimiser = torch.optim.Adam(parameters, lr=settings.learning_rate, maximize=True)
     values: list[float] = []
     remaining = settings.steps
     cooling = round(settings.final_fraction * settings.steps)
-    reason: Reason = "budget"
     while remaining:
         optimiser.zero_grad()
         value = objective()
@@ -167,8 +154,8 @@ def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings
         values.append(value.item())
         remaining -= 1
         if remaining > cooling and settings.flat(values, num_rows):
-            remaining, reason = cooling, "converged"
-    return Trace(tuple(values), reason, len(values))
+            remaining = cooling
+    return Trace(tuple(values), len(values))
 
 
 def maximise(
@@ -182,27 +169,15 @@ def maximise(
 ) -> Trace:
     """L-BFGS-B on torch parameters, in place: they hold the best point afterwards.
 
-    A trial point at which a matrix is not positive definite, or the value not finite, counts as very bad, so that the
-    line search steps back; such points are counted.
-
-    Args:
-        objective: The same function at every call, of the parameters' current data: samples must be fixed.
-        parameters: Leaves with ``requires_grad``.
-        max_evaluations: Budget of value-and-gradient evaluations.
-        bounds: Of the entries of each parameter, as :data:`LOGARITHM` or :data:`FREE`; default all free.
-        tolerance: Relative change of the value at which it stops.
-        gradient_tolerance: Largest entry of the projected gradient at which it stops.
-
-    Raises:
-        NumericsError: the starting point is not admissible.
+    The objective reads the parameters' current data; its samples must be fixed. A trial point at which a matrix is not
+    positive definite, or the value not finite, counts as very bad, so that the line search steps back; at the start it
+    is an error. It stops at a relative change of the value, or an entry of the projected gradient, below tolerance.
     """
     from scipy.optimize import minimize  # noqa: PLC0415  a site that only answers with sums does without it
 
     values: list[float] = []
-    rejected = 0
 
     def negative(flat: Array) -> tuple[float, Array]:
-        nonlocal rejected
         _scatter(flat, parameters)
         try:
             value = objective()
@@ -212,7 +187,6 @@ def maximise(
         except NumericsError:
             if not values:
                 raise
-            rejected += 1
             return 10.0 * abs(values[0]) + 1e6, np.zeros_like(flat)
         values.append(value.item())
         return -value.item(), -_gather(slopes)
@@ -222,7 +196,7 @@ def maximise(
     options |= {"ftol": tolerance, "gtol": gradient_tolerance}
     end = minimize(negative, _gather(parameters), jac=True, method="L-BFGS-B", bounds=limits, options=options)
     _scatter(np.asarray(end.x), parameters)
-    return Trace((*values, -float(end.fun)), "converged" if end.success else "budget", int(end.nfev), rejected)
+    return Trace((*values, -float(end.fun)), int(end.nfev))
 
 
 def _gather(tensors: Sequence[Tensor]) -> Array:
@@ -280,14 +254,9 @@ def outlook(gains: Array, rounds: int) -> float | None:
 
 
 def direction(gradient: Array, memory: M, blocks: Indices, first: Array, cap: Array) -> tuple[Array, M]:
-    """Where to go uphill, and the memory with the scales that were used.
+    """Where to go uphill [S] from the gradient of J, and the memory with the scales that were used.
 
-    Args:
-        gradient: Of J [S].
-        memory: Of the steps before.
-        blocks: Block of each coordinate, 0 or 1 [S].
-        first: Largest entry of a first step in each coordinate's units [S].
-        cap: Largest entry of any later one [S].
+    ``blocks`` are 0 or 1 for each coordinate, ``first`` and ``cap`` its largest entry in a first and in a later step.
     """
     scales, pairs = _scales(gradient, memory, blocks, first), list(zip(memory.steps, memory.changes, strict=True))
     moved = two_loops(gradient, pairs, scales[blocks])
@@ -296,10 +265,7 @@ def direction(gradient: Array, memory: M, blocks: Indices, first: Array, cap: Ar
 
 
 def two_loops(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Array) -> Array:
-    """The inverse Hessian that the pairs (s, y) imply, times the gradient (Nocedal and Wright, Algorithm 7.4).
-
-    ``scale`` is the diagonal of the first inverse Hessian.
-    """
+    """H times the gradient (Nocedal and Wright, Algorithm 7.4), the diagonal of the first inverse Hessian ``scale``."""
     moved, weights = gradient.copy(), []
     for step, change in reversed(pairs):
         weights.append(step @ moved / (step @ change))
