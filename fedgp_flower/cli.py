@@ -176,7 +176,7 @@ def simulate(
 
     The exit status is the result of the run.
     """
-    from fedgp_flower.deploy import launch
+    from fedgp_flower.deploy import submission
     from fedgp_flower.deploy.processes import interruptible
 
     completed, sites = _completed(words, config, {}, sites)
@@ -184,7 +184,7 @@ def simulate(
         _show_plan(completed, sites)
         return
     with interruptible():
-        launch.simulate(completed, sites, gpus_per_site)
+        submission.simulate(completed, sites, gpus_per_site)
 
 
 @deploy.command("app")
@@ -290,7 +290,7 @@ def _predict(predictors: dict[str, Predictor], source: Path, output: Path, pictu
     if unknown:
         _console().print(f"{unknown} cell(s) hold a level that no site had; they count as none of the known levels")
     if picture is not None:
-        from fedgp_flower.run.curves import draw_curves
+        from fedgp_flower.run.figures import draw_curves
 
         draw_curves(predictors, source, picture)
         _console().print(f"drawn into {picture}", soft_wrap=True)

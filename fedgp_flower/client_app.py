@@ -8,18 +8,11 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from fedgp_flower.clients.app import LoadSite, SiteApp
+from fedgp_flower.clients.app import SiteApp
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import Data, RawSite, site_of
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.run.registry import client_class, parse_config
-
-
-def site_app(
-    load: LoadSite | None = None, mods: list[Mod] | None = None, train_mods: list[Mod] | None = None
-) -> SiteApp:
-    """The app of every method in the registry; see :class:`~fedgp_flower.clients.app.SiteApp`."""
-    return SiteApp(parse_config, client_class, load, mods, train_mods)
 
 
 def make_client_app(
@@ -50,7 +43,7 @@ def make_client_app(
             kept[key] = config, site_of(config, context.node_config, load_data(context))
         return kept[key][1]
 
-    return site_app(load, mods, train_mods)
+    return SiteApp(parse_config, client_class, load, mods, train_mods)
 
 
-app = site_app()
+app = SiteApp(parse_config, client_class)

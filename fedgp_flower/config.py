@@ -207,12 +207,13 @@ class CoreConfig(Section):
             )
         if self.resume and not self.name:
             raise ValueError("`resume` needs `name`, the name of the run to go on with")
-        if self.transform.target != "none" and not self.standardise:
-            raise ValueError(f"`transform.target` = '{self.transform.target}' needs `standardise` = true")
-        if self.transform.target != "none" and self.model.likelihood != "gaussian":
+        transform, likelihood = self.transform.target, self.model.likelihood
+        if transform != "none" and not self.standardise:
+            raise ValueError(f"`transform.target` = '{transform}' needs `standardise` = true")
+        if transform != "none" and likelihood != "gaussian":
             raise ValueError(
-                f"`transform.target` = '{self.transform.target}' makes a Gaussian model of a number; with"
-                f" `model.likelihood` = '{self.model.likelihood}' it must be 'none'"
+                f"`transform.target` = '{transform}' makes a Gaussian model of a number; with"
+                f" `model.likelihood` = '{likelihood}' it must be 'none'"
             )
         return self
 
@@ -242,17 +243,13 @@ class CoreConfig(Section):
     def require_whole_batches(self) -> None:
         """Raise ConfigError where a batch size is set."""
         if self.optimizer.batch_size:
-            raise ConfigError(
-                f"`optimizer.batch-size`: `method` = {self.method!r} takes all rows of a site; set it to 0"
-            )
+            raise ConfigError(f"`optimizer.batch-size`: `method` = {self.method!r} takes all rows; set it to 0")
 
     def require_gaussian(self) -> None:
         """Raise ConfigError for another likelihood than the Gaussian one."""
+        likelihood = f"`model.likelihood` = {self.model.likelihood!r}"
         if self.model.likelihood != "gaussian":
-            raise ConfigError(
-                f"`model.likelihood` = {self.model.likelihood!r}: `method` = {self.method!r} needs 'gaussian'; take"
-                " 'svgp'"
-            )
+            raise ConfigError(f"{likelihood}: `method` = {self.method!r} needs 'gaussian'; take 'svgp'")
 
     def require_accounted(self, options: MethodOptions) -> None:
         """Raise ConfigError where anything is told that is not paid for from the budget of privacy."""
@@ -338,11 +335,7 @@ def resolved(method: str, flat: FlatConfig) -> str:
 
 
 def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunConfig:
-    """Validate flat keys; ``options`` maps every method to the class of its table.
-
-    Raises:
-        ConfigError: naming every wrong key, its value and what is allowed.
-    """
+    """Validate flat keys; ``options`` maps every method to the class of its table."""
     known = defaults(options.values())
     given = _with_extra(flat, known)
     if unknown := [_unknown(key, known) for key in given if key not in known]:
@@ -369,11 +362,7 @@ def parse(flat: FlatConfig, options: Mapping[str, type[MethodOptions]]) -> RunCo
 
 
 def assignments(words: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
-    """``KEY=VALUE`` words with the types their keys have: the text itself for a string, else a TOML scalar.
-
-    Raises:
-        ConfigError: for a word without ``=``.
-    """
+    """``KEY=VALUE`` words with the types their keys have: the text itself for a string, else a TOML scalar."""
     if odd := [word for word in words if "=" not in word]:
         raise ConfigError(f"`{odd[0]}` is not of the form KEY=VALUE")
     pairs = (word.split("=", 1) for word in words)
@@ -389,11 +378,7 @@ def _scalar(text: str) -> Value:
 
 
 def _with_extra(flat: FlatConfig, known: Mapping[str, Value]) -> FlatConfig:
-    """The keys, with those that ``extra`` carries among them.
-
-    Raises:
-        ConfigError: for words that are no assignments, or a key that is given by itself too.
-    """
+    """The keys, with those that ``extra`` carries among them."""
     if not flat.get("extra"):
         return flat
     try:
@@ -422,11 +407,7 @@ def _unknown(key: str, known: Mapping[str, Value]) -> str:
 
 
 def validated(section: type[S], values: Facts, prefix: str) -> S:
-    """A section of nested values.
-
-    Raises:
-        ConfigError: naming every wrong key, after ``prefix``, its value and what is allowed.
-    """
+    """A section of nested values."""
     try:
         return section.model_validate(values)
     except ValidationError as error:

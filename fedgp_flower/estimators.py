@@ -20,7 +20,7 @@ from sklearn.utils import check_consistent_length, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from fedgp_flower.client_app import site_app
+from fedgp_flower.clients.app import SiteApp
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite, site_of
 from fedgp_flower.errors import FedGPError, RunError
@@ -29,7 +29,7 @@ from fedgp_flower.outcome import Observer
 from fedgp_flower.run.artefacts import RunData, RunMetrics, saved_posterior
 from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.predict import Predictor
-from fedgp_flower.run.registry import parse_config, strategy_class
+from fedgp_flower.run.registry import client_class, parse_config, strategy_class
 
 TARGET = "y"
 NOWHERE = Path("(fitted in memory)")
@@ -49,7 +49,7 @@ def fit_in_memory(flat: FlatConfig, tables: Mapping[str, pd.DataFrame], target: 
         del config
         return raw[str(context.node_config["site"])]
 
-    grid = InProcessGrid(site_app(load), flat, [{"site": site} for site in tables])
+    grid = InProcessGrid(SiteApp(parse_config, client_class, load), flat, [{"site": site} for site in tables])
     strategy = strategy_class(config).from_config(config, Observer())
     strategy.start(grid, ArrayRecord(), num_rounds=config.num_server_rounds, timeout=config.round_timeout)
     summary = strategy.outcome

@@ -21,11 +21,7 @@ from fedgp_flower.typing import Facts, Json, NamedArrays
 
 
 def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write to a temporary neighbour, flush it to disk, rename it over ``path``, flush the folder.
-
-    Raises:
-        RunError: the disk is full, or the folder not ours to write into.
-    """
+    """Write to a temporary neighbour, flush it to disk, rename it over ``path``, flush the folder."""
     name = ""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
@@ -35,7 +31,11 @@ def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
             os.fsync(file.fileno())
         Path(name).chmod(mode)
         os.replace(name, path)
-        _flush_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except BaseException as error:
         if name:
             Path(name).unlink(missing_ok=True)
@@ -55,11 +55,7 @@ def write_arrays(path: Path, arrays: Facts) -> None:
 
 
 def read_json(path: Path) -> Json:
-    """Read a JSON object.
-
-    Raises:
-        RunError: when the file is missing or is not JSON.
-    """
+    """Read a JSON object."""
     try:
         return TypeAdapter(Json).validate_json(read_bytes(path))
     except ValidationError as error:
@@ -67,11 +63,7 @@ def read_json(path: Path) -> Json:
 
 
 def read_arrays(path: Path) -> NamedArrays:
-    """Read named arrays from safetensors.
-
-    Raises:
-        RunError: when the file is missing or damaged.
-    """
+    """Read named arrays from safetensors."""
     content = read_bytes(path)
     try:
         arrays: NamedArrays = load(content)
@@ -82,11 +74,7 @@ def read_arrays(path: Path) -> NamedArrays:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What cannot be read as a run wrote it is damage with a name and a place, whatever Python calls it.
-
-    Raises:
-        DamagedError: instead of any error that is not this project's.
-    """
+    """What cannot be read as a run wrote it is damage with a name and a place, whatever Python calls it."""
     try:
         yield
     except FedGPError:
@@ -103,22 +91,10 @@ def plain(value: object) -> Any:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file of a run.
-
-    Raises:
-        RunError: when it is missing or cannot be read.
-    """
+    """Read a file of a run."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
         raise DamagedError(f"{path.name} is missing from {path.parent}") from None
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,10 +17,9 @@ travel under ``field`` or ``outer.field``, the numbers of a request or an answer
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
 import numpy as np
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from fedgp_flower.errors import ProtocolError
-from fedgp_flower.typing import NamedArrays
+from fedgp_flower.typing import Facts, NamedArrays
 
 M = TypeVar("M")
 
@@ -71,8 +70,7 @@ def message(kind: str = "", *, summand: bool = False, public: bool = False) -> C
     """Declare a message.
 
     Args:
-        kind: For what a site answers: the Flower message type it answers, such as ``train`` or ``query.statistics``.
-            Requests, parts of messages and states have none.
+        kind: The Flower message type that it answers, such as ``query.statistics``; a request, part or state has none.
         summand: The server needs only the sum over sites: every field is an array of fixed shape or a number.
         public: Each site may send it in the clear where all else is masked.
     """
@@ -87,7 +85,7 @@ def message(kind: str = "", *, summand: bool = False, public: bool = False) -> C
     return declare
 
 
-def is_message(cls: Any) -> bool:
+def is_message(cls: object) -> bool:
     """Whether a class was declared by :func:`message`."""
     return isinstance(cls, type) and _KIND in cls.__dict__
 
@@ -102,12 +100,12 @@ def is_summand(cls: type) -> bool:
     return bool(getattr(cls, _SUMMAND))
 
 
-def is_public(cls: Any) -> bool:
+def is_public(cls: object) -> bool:
     """Whether each site may send an answer of this class in the clear where all else is masked."""
     return bool(getattr(cls, _PUBLIC, False))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class _Field:
     """A field, its annotation taken apart."""
 
@@ -117,42 +115,35 @@ class _Field:
     inner: Any
     optional: bool
     has_default: bool
-    letters: tuple[str, ...]
-    """Of the shape of an array."""
-    dtypes: frozenset[str]
-    """Names of the types that an array may have, of floating-point ones float64 alone."""
     meaning: str = ""
     symmetric: bool = False
     as_sent: bool = False
     within: float | str = np.inf
 
+    @cached_property
+    def letters(self) -> tuple[str, ...]:
+        """Of the shape of an array."""
+        return tuple(self.inner.dim_str.split())
 
-@cache
-def _fields(cls: Any) -> tuple[_Field, ...]:
+    @cached_property
+    def dtypes(self) -> list[str]:
+        """Names of the types that an array may have, of floating-point ones float64 alone."""
+        return [name for name in self.inner.dtypes if name == "float64" or "float" not in name]
+
+
+def _taken_apart(cls: type) -> tuple[_Field, ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    return tuple(_field(spec, hints[spec.name]) for spec in dataclasses.fields(cls))
+    found = []
+    for spec in dataclasses.fields(cls):
+        hint, optional = hints[spec.name], type(None) in typing.get_args(hints[spec.name])
+        if optional:
+            [hint] = [argument for argument in typing.get_args(hint) if argument is not type(None)]
+        has_default = (spec.default, spec.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
+        found.append(_Field(spec.name, *_form(hint), optional, has_default, **spec.metadata))
+    return tuple(found)
 
 
-def _field(spec: dataclasses.Field[Any], hint: Any) -> _Field:
-    arguments = typing.get_args(hint)
-    optional = isinstance(hint, types.UnionType) and type(None) in arguments
-    if optional:
-        [hint] = [argument for argument in arguments if argument is not type(None)]
-    form, inner = _form(hint)
-    has_default = spec.default is not dataclasses.MISSING or spec.default_factory is not dataclasses.MISSING
-    shaped = form in ("array", "arrays")
-    return _Field(
-        name=spec.name,
-        form=form,
-        inner=inner,
-        optional=optional,
-        has_default=has_default,
-        letters=tuple(inner.dim_str.split()) if shaped else (),
-        dtypes=frozenset(name for name in inner.dtypes if name == "float64" or "float" not in name)
-        if shaped
-        else frozenset(),
-        **spec.metadata,
-    )
+_fields: Callable[[type], tuple[_Field, ...]] = cache(_taken_apart)
 
 
 def _form(hint: Any) -> tuple[str, Any]:
@@ -170,19 +161,10 @@ def _form(hint: Any) -> tuple[str, Any]:
     return "json", TypeAdapter(hint)
 
 
-def encode(value: Any) -> NamedArrays:
-    """A message as named arrays.
-
-    >>> @message()
-    ... class Pair:
-    ...     rows: int
-    ...     label: str
-    >>> sorted(encode(Pair(3, "north")))
-    ['label', 'rows']
-    """
+def encode(value: object) -> NamedArrays:
+    """A message as named arrays."""
     arrays: NamedArrays = {}
-    cls: Any = type(value)
-    for spec in _fields(cls):
+    for spec in _fields(type(value)):
         content = getattr(value, spec.name)
         if content is not None or not spec.optional:
             arrays |= _encoded(spec, content)
@@ -209,27 +191,35 @@ def _encoded(spec: _Field, content: Any) -> NamedArrays:
     return arrays
 
 
-def decode(cls: type[M], arrays: Mapping[str, NDArray[Any]], sizes: Mapping[str, int] | None = None) -> M:
+def _under(prefix: str, arrays: NamedArrays) -> NamedArrays:
+    return {f"{prefix}.{name}": array for name, array in arrays.items()}
+
+
+def _text(content: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(content, dtype=np.uint8)
+
+
+def decode(cls: type[M], arrays: NamedArrays, sizes: Mapping[str, int] | None = None) -> M:
     """The inverse of :func:`encode`, for arrays that may come from anywhere.
 
     ``sizes`` are lengths that letters of shapes must have, as ``{"M": 50}``; others are bound by first use.
     """
-    reader = _Reader(cls.__name__, dict(sizes or {}))
-    spec = reader.read(cls, arrays, "")
+    reader = _Reader(cls.__name__, dict(sizes or {}), arrays)
+    found = reader.read(cls, "")
     unknown = sorted(set(arrays) - reader.seen)
     if unknown:
         raise ProtocolError(f"{cls.__name__}: unknown arrays {', '.join(unknown[:5])}")
-    return typing.cast(M, spec)
+    return found
 
 
-def split(cls: Any, arrays: Mapping[str, NDArray[Any]]) -> tuple[NamedArrays, dict[str, float | int]]:
+def split(cls: type, arrays: NamedArrays) -> tuple[NamedArrays, dict[str, float | int]]:
     """What travels as arrays, and the numbers that travel as Flower's metrics, which know no bool, or configuration."""
     numbers = {spec.name: spec.inner for spec in _fields(cls) if spec.form == "number" and spec.name in arrays}
     rest = {name: array for name, array in arrays.items() if name not in numbers}
     return rest, {name: (int if number is bool else number)(arrays[name]) for name, number in numbers.items()}
 
 
-def join(cls: Any, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, Any]) -> NamedArrays:
+def join(cls: type, arrays: NamedArrays, numbers: Facts) -> NamedArrays:
     """The inverse of :func:`split`; numbers that the message does not declare are left out."""
     declared = {spec.name: spec.inner for spec in _fields(cls) if spec.form == "number" and spec.name in numbers}
     found = {name: np.asarray(numbers[name]) for name in declared}
@@ -237,68 +227,73 @@ def join(cls: Any, arrays: Mapping[str, NDArray[Any]], numbers: Mapping[str, Any
     return {**arrays, **found, **truths}
 
 
+@dataclasses.dataclass
 class _Reader:
     """Decoding of one message: which names were read, and which letter of a shape stands for which length."""
 
-    def __init__(self, title: str, sizes: dict[str, int]) -> None:
-        self.title, self.sizes, self.seen = title, sizes, set[str]()
+    title: str
+    sizes: dict[str, int]
+    arrays: NamedArrays
+    seen: set[str] = dataclasses.field(default_factory=set)
 
-    def read(self, cls: type, arrays: Mapping[str, NDArray[Any]], prefix: str) -> Any:
+    def read(self, cls: type[M], prefix: str) -> M:
         values = {}
         for spec in _fields(cls):
             name = f"{prefix}{spec.name}"
-            there = name in arrays or any(key.startswith(f"{name}.") for key in arrays)
+            there = name in self.arrays or any(key.startswith(f"{name}.") for key in self.arrays)
             if there or (spec.form == "arrays" and not spec.optional):
-                values[spec.name] = self._value(spec, name, arrays)
+                values[spec.name] = self._value(spec, name)
             elif spec.optional:
                 values[spec.name] = None
             elif not spec.has_default:
                 raise self._error(name, "is missing")
         return cls(**values)
 
-    def _value(self, spec: _Field, name: str, arrays: Mapping[str, NDArray[Any]]) -> Any:
+    def _value(self, spec: _Field, name: str) -> object:
         if spec.form == "message":
-            return self.read(spec.inner, arrays, f"{name}.")
+            return self.read(spec.inner, f"{name}.")
         if spec.form == "arrays":
-            keys = [key for key in arrays if key.startswith(f"{name}.")]
-            return {key.removeprefix(f"{name}."): self._array(spec, key, arrays[key]) for key in keys}
-        if name not in arrays:
+            keys = [key for key in self.arrays if key.startswith(f"{name}.")]
+            return {key.removeprefix(f"{name}."): self._array(spec, key) for key in keys}
+        if name not in self.arrays:
             raise self._error(name, "is missing")
-        self.seen.add(name)
-        value = np.asarray(arrays[name])
         match spec.form:
             case "array":
-                found: Any = self._array(spec, name, value)
+                found: object = self._array(spec, name)
             case "number":
-                found = self._number(spec.inner, name, value)
+                found = self._number(spec.inner, name)
             case "json":
-                found = self._text(spec.inner, name, value)
+                found = self._text(spec.inner, name)
             case "mapping":
-                keys = self._text(_KEYS, name, value)
-                found = {key: self.read(spec.inner, arrays, f"{name}.{place}.") for place, key in enumerate(keys)}
+                keys = self._text(_KEYS, name)
+                found = {key: self.read(spec.inner, f"{name}.{place}.") for place, key in enumerate(keys)}
             case _:
-                count = self._number(int, name, value)
-                if not 0 <= count <= len(arrays):
+                count = int(self._number(int, name))
+                if not 0 <= count <= len(self.arrays):
                     raise self._error(name, "is not a count of parts")
-                found = tuple(self.read(spec.inner, arrays, f"{name}.{place}.") for place in range(count))
+                found = tuple(self.read(spec.inner, f"{name}.{place}.") for place in range(count))
         return found
 
-    def _text(self, adapter: TypeAdapter[Any], name: str, value: NDArray[Any]) -> Any:
+    def _text(self, adapter: TypeAdapter[M], name: str) -> M:
+        self.seen.add(name)
         try:
-            return adapter.validate_json(np.asarray(value, dtype=np.uint8).tobytes())
+            return adapter.validate_json(np.asarray(self.arrays[name], dtype=np.uint8).tobytes())
         except (ValidationError, ValueError, TypeError) as error:
             raise self._error(name, "is not the JSON that was expected") from error
 
-    def _number(self, kind: Any, name: str, value: NDArray[Any]) -> Any:
+    def _number(self, kind: type[float], name: str) -> float:
+        self.seen.add(name)
+        value = np.asarray(self.arrays[name])
         if value.shape != () or value.dtype.kind not in _NUMBERS[kind]:
             raise self._error(name, f"expected a single {kind.__name__}")
         if not np.isfinite(value):
             raise self._error(name, "is not finite")
         return kind(value)
 
-    def _array(self, spec: _Field, name: str, array: NDArray[Any]) -> NDArray[Any]:
+    def _array(self, spec: _Field, name: str) -> NDArray[Any]:
         self.seen.add(name)
-        shape, size = array.shape, 0
+        array, size = np.asarray(self.arrays[name]), 0
+        shape = array.shape
         if spec.symmetric:
             length = shape[-1] if array.ndim == len(spec.letters) - 1 else -1
             size = int((np.sqrt(8 * max(length, 0) + 1) - 1) / 2)
@@ -306,8 +301,7 @@ class _Reader:
                 raise self._error(name, f"shape {shape} is no packed symmetric matrix")
             shape = (*shape[:-1], size, size)
         if _name(array.dtype) not in spec.dtypes:
-            wanted = [dtype for dtype in spec.inner.dtypes if dtype in spec.dtypes]
-            raise self._error(name, f"type {array.dtype}, expected {' or '.join(wanted)}")
+            raise self._error(name, f"type {array.dtype}, expected {' or '.join(spec.dtypes)}")
         if spec.letters != ("*_",):
             self._match(name, shape, spec.letters)
         if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
@@ -333,20 +327,20 @@ def add(parts: Iterable[M]) -> M:
     summands = list(parts)
     if not summands:
         raise ProtocolError("a total over no site")
-    first = summands[0]
-    totals: dict[str, Any] = {}
-    cls: Any = type(first)
-    for spec in _fields(cls):
+    totals: Facts = {}
+    for spec in _fields(type(summands[0])):
         values = [getattr(summand, spec.name) for summand in summands]
-        if spec.form == "message":
-            totals[spec.name] = add(values)
-        elif spec.form == "number":
-            totals[spec.name] = spec.inner(sum(values))
-        elif spec.form == "arrays":
-            totals[spec.name] = {key: _sum([value[key] for value in values]) for key in values[0]}
-        else:
-            totals[spec.name] = _sum(values)
-    return type(first)(**totals)
+        match spec.form:
+            case "message":
+                total = add(values)
+            case "number":
+                total = spec.inner(sum(values))
+            case "arrays":
+                total = {key: _sum([value[key] for value in values]) for key in values[0]}
+            case _:
+                total = _sum(values)
+        totals = {**totals, spec.name: total}
+    return type(summands[0])(**totals)
 
 
 def _sum(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -356,64 +350,49 @@ def _sum(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return total
 
 
-def layout(cls: type, sizes: Mapping[str, int], request: Any) -> Layout | None:
-    """The arrays of an answer before there is one; None where a length or a name is not known.
-
-    Arrays of the request that are sent back have the shapes they came with.
-    """
+def layout(cls: type, sizes: Mapping[str, int], request: object) -> Layout | None:
+    """The arrays of an answer before there is one, those sent back as they came; None where a length is not known."""
     cells: Layout = []
     for spec in _fields(cls):
-        inner: Layout | None = None
         if spec.form == "array" and not spec.optional:
-            inner = _cell(spec, sizes)
+            shape = [int(letter) if letter.isdigit() else sizes.get(letter, -1) for letter in spec.letters]
+            if -1 in shape:
+                return None
+            shape = [*shape[:-2], shape[-1] * (shape[-1] + 1) // 2] if spec.symmetric else shape
+            cells.append([spec.name, shape, "float64" if "float64" in spec.dtypes else "int64"])
         elif spec.form == "number" and spec.inner is not bool:
-            inner = [[spec.name, [], "float64" if spec.inner is float else "int64"]]
-        elif spec.form == "message":
-            nested = layout(spec.inner, sizes, request)
-            inner = nested and [[f"{spec.name}.{name}", shape, dtype] for name, shape, dtype in nested]
+            cells.append([spec.name, [], "float64" if spec.inner is float else "int64"])
+        elif spec.form == "message" and (nested := layout(spec.inner, sizes, request)) is not None:
+            cells += [[f"{spec.name}.{name}", shape, dtype] for name, shape, dtype in nested]
         elif spec.form == "arrays" and spec.as_sent:
             sent = getattr(request, spec.name)
-            inner = [[f"{spec.name}.{key}", list(np.shape(array)), "float64"] for key, array in sent.items()]
-        if inner is None:
+            cells += [[f"{spec.name}.{key}", list(np.shape(array)), "float64"] for key, array in sent.items()]
+        else:
             return None
-        cells += inner
     return cells
 
 
-def _cell(spec: _Field, sizes: Mapping[str, int]) -> Layout | None:
-    shape = [int(letter) if letter.isdigit() else sizes.get(letter, -1) for letter in spec.letters]
-    if -1 in shape:
-        return None
-    shape = [*shape[:-2], shape[-1] * (shape[-1] + 1) // 2] if spec.symmetric else shape
-    return [[spec.name, shape, "float64" if "float64" in spec.dtypes else "int64"]]
-
-
-def misfit(request: Any, answer: Any) -> str | None:
+def misfit(request: object, answer: object) -> str | None:
     """In what the arrays that an answer sends back differ from those of the request: names, shapes, or too far."""
-    cls: Any = type(answer)
-    for name, within in [(spec.name, spec.within) for spec in _fields(cls) if spec.as_sent]:
-        sent, back = (
-            {key: np.shape(array) for key, array in getattr(spec, name).items()} for spec in (request, answer)
-        )
-        odd = sorted(key for key in {**sent, **back} if sent.get(key) != back.get(key))
-        if odd:
-            shapes = [str(spec.get(odd[0], "nothing")) for spec in (sent, back)]
-            return f"`{name}.{odd[0]}`: expected {shapes[0]}, the shape that was sent, found {shapes[1]}"
-        reach = getattr(request, within) if isinstance(within, str) else within
-        for key, array in getattr(answer, name).items():
-            reason = None if np.isinf(reach) else too_far(getattr(request, name)[key], array, reach)
-            if reason:
-                return f"`{name}.{key}`: {reason}"
+    for spec in (spec for spec in _fields(type(answer)) if spec.as_sent):
+        sent, back = getattr(request, spec.name), getattr(answer, spec.name)
+        for key in sorted({**sent, **back}):
+            shapes = [str(np.shape(arrays[key])) if key in arrays else "nothing" for arrays in (sent, back)]
+            if shapes[0] != shapes[1]:
+                return f"`{spec.name}.{key}`: expected {shapes[0]}, the shape that was sent, found {shapes[1]}"
+        reach = getattr(request, spec.within) if isinstance(spec.within, str) else spec.within
+        for key, array in back.items():
+            if np.isfinite(reach) and (reason := too_far(sent[key], array, reach)):
+                return f"`{spec.name}.{key}`: {reason}"
     return None
 
 
-def stepped_from(answer: type, request: Any) -> NamedArrays | None:
+def stepped_from(answer: type, request: object) -> NamedArrays | None:
     """The arrays of a request that its answer sends back after local steps; None where an answer holds others."""
-    fields = [field for field in _fields(answer) if field.form != "number"]
-    if not fields or not all(field.as_sent and field.within != np.inf for field in fields):
+    fields = [spec for spec in _fields(answer) if spec.form != "number"]
+    if not fields or not all(spec.as_sent and spec.within != np.inf for spec in fields):
         return None
-    sent = {field.name: getattr(request, field.name) for field in fields}
-    return {f"{name}.{key}": array for name, arrays in sent.items() for key, array in arrays.items()}
+    return {name: array for spec in fields for name, array in _under(spec.name, getattr(request, spec.name)).items()}
 
 
 def too_far(sent: NDArray[Any], back: NDArray[Any], within: float) -> str | None:
@@ -424,9 +403,9 @@ def too_far(sent: NDArray[Any], back: NDArray[Any], within: float) -> str | None
     return None if moved <= reach else f"moved by {moved:.3g}, and local steps move nothing by more than {reach:.3g}"
 
 
-def refusal_of(answer: Any, described: Any) -> str | None:
+def refusal_of(answer: object, described: object) -> str | None:
     """Why an answer cannot come from rows described so, or None; an answer without this method can be anything."""
-    judge: Callable[[Any], str | None] | None = getattr(answer, "refusal", None)
+    judge = getattr(answer, "refusal", None)
     return None if judge is None else judge(described)
 
 
@@ -437,16 +416,9 @@ def table(cls: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
         if spec.form in ("message", "messages", "mapping"):
             yield from table(spec.inner, f"{name}." if spec.form == "message" else f"{name}.*.")
         else:
-            shape = (
-                f"[{', '.join(spec.letters)}]"
-                if spec.form in ("array", "arrays")
-                else spec.form.replace("json", "text")
-            )
+            shaped = spec.form in ("array", "arrays")
+            shape = f"[{', '.join(spec.letters)}]" if shaped else spec.form.replace("json", "text")
             yield f"{name}.*" if spec.form == "arrays" else name, shape, spec.meaning
-
-
-def _under(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> NamedArrays:
-    return {f"{prefix}.{name}": array for name, array in arrays.items()}
 
 
 def packed(matrix: NDArray[Any]) -> NDArray[Any]:
@@ -471,7 +443,3 @@ def _places(size: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
 @cache
 def _name(dtype: np.dtype[Any]) -> str:
     return str(dtype)
-
-
-def _text(content: bytes) -> NDArray[Any]:
-    return np.frombuffer(content, dtype=np.uint8)

@@ -6,7 +6,11 @@ A method brings its table (``sgpr.exchanges``) as a subclass of :class:`MethodOp
 from __future__ import annotations
 
 import ast
+import inspect
+import itertools
+import textwrap
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
@@ -41,6 +45,19 @@ class Section(BaseModel):
     )
 
 
+@cache
+def meanings(section: type[Section]) -> dict[str, str]:
+    """The docstring below each field: read from the source, which takes a site longer than its answer."""
+    found: dict[str, str] = {}
+    for parent in reversed([parent for parent in section.__mro__ if issubclass(parent, Section)]):
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(parent))).body
+        for field, below in itertools.pairwise(getattr(tree, "body", ())):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found[name] = " ".join(text.replace("``", "`").split())
+    return found
+
+
 class Basic:
     """Marks a field that many runs set: help and documentation show these keys first."""
 
@@ -60,11 +77,7 @@ def kernel_names() -> tuple[str, ...]:
 
 
 def kernel_tree(expression: str) -> ast.expr:
-    """The syntax tree of a kernel expression: a sum or product of :func:`kernel_names`.
-
-    Raises:
-        ValueError: if it is anything else.
-    """
+    """The syntax tree of a kernel expression: a sum or product of :func:`kernel_names`."""
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
     except SyntaxError:

@@ -1,8 +1,4 @@
-"""Flower's records as numpy arrays and back, at little more than the cost of the bytes.
-
-Flower writes and reads each array through numpy's general functions for ``.npy`` files, which read a header as Python
-source. The arrays of a run have few headers, so here each is written and read once. The bytes are the same, and what is
-out of the ordinary goes Flower's way.
+"""Flower's records as numpy arrays and back.
 
 For every array Flower moves two objects, each by separate calls, and 128 bytes of header. Small neighbours among the
 arrays of a message therefore travel as one (:func:`packed_record`): their numbers alone, under a key that lists names
@@ -12,8 +8,6 @@ and shapes. Flower's wrappers and mods clip arrays by shape; where they are at w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
-from io import BytesIO
 from itertools import groupby
 from math import prod
 from os.path import commonprefix
@@ -21,19 +15,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from fedgp_flower.typing import NamedArrays
 
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 
-FIRST = npy.magic(1, 0)
-"""With what the files of version 1.0 begin; two bytes with the length of the header follow."""
-START = len(FIRST) + 2
-LONGEST = 512
-"""Longer headers, which plain arrays do not have, are not kept."""
-STYPE = Array(np.zeros(0)).stype
 PACKED = "fedgp.packed"
 """Flower's ``stype`` of an array that holds several of float64."""
 SMALL = 2**14
@@ -44,7 +31,7 @@ APART = "apart"
 
 def array_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """Named numpy arrays as a Flower record."""
-    return ArrayRecord({name: flower_array(array) for name, array in arrays.items()})
+    return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
 
 
 def packed_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
@@ -58,8 +45,7 @@ def packed_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
             data = numbers.astype("<f8", copy=False).tobytes()
             record[_layout(part)] = Array(dtype="float64", shape=numbers.shape, stype=PACKED, data=data)
         else:
-            for name, array in part.items():
-                record[name] = flower_array(array)
+            record.update(array_record(part))
     return record
 
 
@@ -67,7 +53,7 @@ def numpy_arrays(record: ArrayRecord) -> NamedArrays:
     """A Flower record, packed or not, as named numpy arrays, which may be written to."""
     found: NamedArrays = {}
     for name, array in record.items():
-        part = _unpacked(name, array) if array.stype == PACKED else {name: numpy_array(array)}
+        part = _unpacked(name, array) if array.stype == PACKED else {name: array.numpy()}
         if not found.keys().isdisjoint(part):
             raise ValueError("two arrays have one name")
         found |= part
@@ -99,45 +85,6 @@ def _unpacked(layout: str, array: Array) -> NamedArrays:
     if at != len(numbers):
         raise ValueError(f"{len(numbers)} numbers for arrays of {at}")
     return found
-
-
-def flower_array(array: NDArray[Any]) -> Array:
-    """A numpy array as Flower sends it."""
-    array = np.asarray(array, order="C")
-    if array.dtype.kind not in "biufc":
-        return Array(array)
-    dtype, head = _written(array.dtype, array.shape)
-    return Array(dtype=dtype, shape=array.shape, stype=STYPE, data=head + array.data)  # copied once
-
-
-def numpy_array(array: Array) -> NDArray[Any]:
-    """An array that Flower brought."""
-    data = array.data
-    end = START + int.from_bytes(data[START - 2 : START], "little")
-    if array.stype != STYPE or not data.startswith(FIRST) or end > LONGEST:
-        return array.numpy()
-    dtype, shape, plain = _read(data[:end])
-    if not plain or len(data) != end + prod(shape) * dtype.itemsize:
-        return array.numpy()
-    return np.frombuffer(data, dtype, offset=end).reshape(shape).copy()
-
-
-@lru_cache(maxsize=1024)
-def _written(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[str, bytes]:
-    """The name of a type, and the header of arrays of it."""
-    buffer = BytesIO()
-    described = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    npy.write_array_header_1_0(buffer, described)
-    return str(dtype), buffer.getvalue()
-
-
-@lru_cache(maxsize=1024)
-def _read(head: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """Type and shape that a header names, and whether the bytes are those of numbers in C's order."""
-    buffer = BytesIO(head)
-    npy.read_magic(buffer)
-    shape, fortran, dtype = npy.read_array_header_1_0(buffer)
-    return dtype, shape, dtype.kind in "biufc" and not fortran
 
 
 def record_of(records: RecordDict, name: str, kind: type[R]) -> R | None:

@@ -121,8 +121,8 @@ class Shape:
             return f"`histogram` is not one of the {described.rows} rows it introduced itself with"
         different = described.unlike("products", np.diag(self.products), described.input_squares)
         different = different or described.unlike("square", self.square, described.target_square)
-        if different or (different := self._elsewhere(described)):
-            return different
+        if different or self._elsewhere(described):
+            return different or f"`histogram` has rows where none of the {described.rows} rows it described can lie"
         if (self.histogram < 0).any():
             return f"`histogram` has negative counts of {described.rows} rows"
         eigenvalues = np.linalg.eigvalsh(self.products / 2 + self.products.T / 2)
@@ -131,17 +131,15 @@ class Shape:
             return "`products` is not XᵀX of any rows"
         return None
 
-    def _elsewhere(self, described: Described) -> str | None:
-        """That rows lie where none of those described can; sums of squares are the same at x and −x."""
+    def _elsewhere(self, described: Described) -> bool:
+        """Whether rows lie where none of those described can; sums of squares are the same at x and −x."""
         if described.middles is None or described.reaches is None:
-            return None
+            return False
         edges = np.concatenate([[-np.inf], INPUT_EDGES[1:-1], [np.inf]])
         slack = 1e-3 * (1 + np.abs(described.middles))
         low, high = (described.middles + sign * (described.reaches + slack) for sign in (-1, 1))
         beyond = (edges[1:] < low[:, None]) | (edges[:-1] > high[:, None])  # no bin is where nothing is known: NaN
-        if self.histogram.shape == beyond.shape and (beyond & (self.histogram > 0)).any():
-            return f"`histogram` has rows where none of the {described.rows} rows it described can lie"
-        return None
+        return self.histogram.shape == beyond.shape and bool((beyond & (self.histogram > 0)).any())
 
 
 @message()
@@ -247,6 +245,11 @@ class Stepped:
         """The parameters that were sent, after the steps, in the order and shapes in which they came."""
         return Stepped({name: arrays[name].reshape(sent.shape) for name, sent in request.values.items()}, objective)
 
+    def weighted(self, rows: int) -> WeightedStep:
+        """The summand of a site with so many rows."""
+        values = {name: np.asarray(rows * array) for name, array in self.values.items()}
+        return WeightedStep(values, np.array(rows * self.objective), np.array(float(rows)))
+
 
 @message("train.weighted", summand=True)
 class WeightedStep:
@@ -260,18 +263,10 @@ class WeightedStep:
         """M and hyperparameters."""
         return count_parameters(self.values)
 
-    @staticmethod
-    def of(step: Stepped, rows: int) -> WeightedStep:
-        """A site's step, weighted by its rows."""
-        values = {name: np.asarray(rows * array) for name, array in step.values.items()}
-        return WeightedStep(values, np.array(rows * step.objective), np.array(float(rows)))
-
     def mean(self) -> Stepped:
         """The weighted mean of a total."""
-        rows = float(self.rows)
-        return Stepped(
-            {name: np.asarray(array / rows) for name, array in self.values.items()}, float(self.objective / rows)
-        )
+        values = {name: np.asarray(array / float(self.rows)) for name, array in self.values.items()}
+        return Stepped(values, float(self.objective / self.rows))
 
 
 @message("query.score_sums", summand=True)
@@ -286,8 +281,8 @@ class ScoreSums:
 
     def coarse(self, least: int) -> ScoreSums:
         """The same without cells of fewer rows."""
-        arrays = {f"evaluation.{name}": getattr(self, name) for name in ("pit", "reliability", "ranks")}
-        merged = Scores({}, arrays).coarse(least).arrays
+        arrays = {"pit": self.pit, "reliability": self.reliability, "ranks": self.ranks}
+        merged = Scores({}, {f"evaluation.{name}": array for name, array in arrays.items()}).coarse(least).arrays
         return replace(self, **{name.removeprefix("evaluation."): array for name, array in merged.items()})
 
     @classmethod

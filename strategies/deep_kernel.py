@@ -13,8 +13,7 @@ import numpy as np
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.methods.classes import Confusion
-from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
-from fedgp_flower.methods.deep_kernel.model import DeepKernel, sums_of
+from fedgp_flower.methods.deep_kernel.model import DeepKernel, HeadPosterior, HeadRequest, Heads, sums_of
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.outcome import Observer, Posterior, Snapshot
 from fedgp_flower.typing import NamedArrays
@@ -67,11 +66,7 @@ class DeepKernelGP(AveragingStrategy):
         return first_state(start.to_arrays())
 
     def predictive(self, state: AveragingState, roster: Roster) -> Asking[Predicted]:
-        """The heads of all rows, from one exchange of sums.
-
-        Raises:
-            RunError: nobody answered.
-        """
+        """The heads of all rows, from one exchange of sums."""
         values = dict(state.parameters)
         summed: Summed[Heads] = yield Total(Heads, HeadRequest(values, np.array(SHARES)), roster.everyone)
         if summed.total is None:

@@ -4,8 +4,8 @@
 these by a rule of :mod:`strategies.fedmgp_rules` and steps: θ ← θ − Δ. φ_m stays at its unit.
 
 Where the noise is Gaussian q(u) is a precision λ and a shift h, whose average over units is a step on the pooled
-bound (:mod:`fedgp_flower.methods.fedmgp.local_steps`). Averages of means and Cholesky factors, which the paper takes
-and which other likelihoods need, drift away from its optimum.
+bound (:mod:`fedgp_flower.methods.fedmgp.unit`). Averages of means and Cholesky factors, which the paper takes and which
+other likelihoods need, drift away from its optimum.
 """
 
 from __future__ import annotations
@@ -23,25 +23,13 @@ from numpy import ndarray
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
 from fedgp_flower.messages import encode, message
-from fedgp_flower.methods.fedmgp.latents import (
-    FACTOR,
-    MEAN,
-    PRECISION,
-    SCALES,
-    SHIFT,
-    LatentFunctions,
-    LatentPosterior,
-    Move,
-    from_natural,
-    from_parameters,
-    latents_at,
-    to_natural,
-)
+from fedgp_flower.methods.fedmgp import latents as shared
+from fedgp_flower.methods.fedmgp.latents import PRECISION, SCALES, LatentFunctions, LatentPosterior, Move
 from fedgp_flower.methods.fedmgp.messages import Broadcast, Known, PseudoGradient, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, NamedArrays
-from strategies.fedmgp_rules import least_sites, merge_natural, merged
+from strategies.fedmgp_rules import RULES, least_sites, merge_natural, merged
 from strategies.fedmgp_shared import EVERYONE, SharedLatents, first_inducing, first_posterior
 from strategies.server.fedavg import sampled
 from strategies.server.questions import Asking, Each, Figures, Roster, Summed, Total
@@ -72,16 +60,17 @@ class PseudoState:
 
     def view(self, site: str) -> View:
         """Latent functions and q(u) at θ."""
-        return View(*from_parameters(self.parameters, self.inducing, self.jitter), self.known(site))
+        return View(*shared.from_parameters(self.parameters, self.inducing, self.jitter), self.known(site))
 
 
 def begin(latents: LatentFunctions, q: LatentPosterior, *, gaussian: bool) -> PseudoState:
     """θ at shared latent functions with unit amplitudes; a joint q(u) becomes the nearest product over functions."""
-    precision, shift = to_natural(q, len(latents.scales))
-    parameters = {SCALES: np.log(latents.scales), PRECISION: precision, SHIFT: shift}
-    if not gaussian:
-        mean, factors = from_natural(precision, shift)
-        parameters = {SCALES: np.log(latents.scales), MEAN: mean, FACTOR: factors}
+    parameters = {SCALES: np.log(latents.scales)}
+    natural = shared.to_natural(q, len(latents.scales))
+    if gaussian:
+        parameters |= zip((PRECISION, shared.SHIFT), natural, strict=True)
+    else:
+        parameters |= zip((shared.MEAN, shared.FACTOR), shared.from_natural(*natural), strict=True)
     return PseudoState(parameters, latents.inducing, latents.jitter, {})
 
 
@@ -90,15 +79,8 @@ def one_round(
 ) -> Asking[tuple[PseudoState, Figures]]:
     """A round of Algorithm 2, with max(⌈ρM⌉, 1) units; under masks with the mean of Δ_m, as if it came from one unit.
 
-    Args:
-        state: θ.
-        roster: the sites.
-        config: the run.
-        units: number M of units that were ever known.
-        rounds: over which the learning rate falls from ``optimizer.learning-rate`` to ``FINAL_RATE`` of it.
-
-    Raises:
-        RunError: fewer units can be asked than the rule needs.
+    ``units`` is the number M of units that were ever known. Over so many ``rounds`` the learning rate falls from
+    ``optimizer.learning-rate`` to ``FINAL_RATE`` of it.
     """
     options = cast(FedMGPOptions, config.options)
     chosen, least = sampled(roster, options.fraction, config.seed), least_sites(options)
@@ -135,19 +117,14 @@ def one_round(
 
 
 def step(state: PseudoState, updates: Mapping[str, NamedArrays], options: FedMGPOptions) -> PseudoState:
-    """θ ← θ − Δ with the merged pseudo-gradient.
-
-    Raises:
-        ConfigError: the rule cannot work with these updates.
-        NumericsError: the step would leave the numbers that a model can have.
-    """
+    """θ ← θ − Δ with the merged pseudo-gradient; refused where it leaves the numbers that a model can have."""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         if PRECISION in state.parameters:
             delta, counted = merge_natural(options, state.parameters, updates)
         else:
-            delta, counted = merged(options, list(updates.values())), tuple(updates)
+            delta, counted = merged(RULES[options.aggregation], options, list(updates.values())), tuple(updates)
         theta = {name: p - delta[name] for name, p in state.parameters.items()}
-        latents, q = from_parameters(theta, state.inducing, state.jitter)
+        latents, q = shared.from_parameters(theta, state.inducing, state.jitter)
         usable = [*theta.values(), latents.scales, q.covariance]
         if not (all(np.isfinite(array).all() for array in usable) and np.all(latents.scales > 0)):
             raise NumericsError(
@@ -185,12 +162,12 @@ class FedMGP(SharedLatents[PseudoState]):
     def initialise(self, roster: Roster) -> Asking[PseudoState]:
         """Pseudo-inputs from where inputs lie, lengthscales from their spacing, q(u) from one unit."""
         inducing = yield from first_inducing(self.config, roster)
-        latents = latents_at(inducing, self.options.multiples, self.config.model.jitter)
+        latents = shared.latents_at(inducing, self.options.multiples, self.config.model.jitter)
         q = yield from first_posterior(latents, roster)
         return begin(latents, q, gaussian=self.config.model.likelihood == "gaussian")
 
     def one_round(self, state: PseudoState, roster: Roster) -> Asking[tuple[PseudoState, Figures]]:
-        """Algorithm 2."""
+        """A round of Algorithm 2."""
         return (yield from one_round(state, roster, self.config, len(self.preparation.rows), self.rounds))
 
     def public(self, state: PseudoState) -> NamedArrays:

@@ -1,9 +1,9 @@
 """FedMGP with exact q(g): sums in, the best pooled bound out, no learning rate; for a Gaussian likelihood.
 
-Beyond the paper (Chung and Al Kontar, Technometrics 66, 2024), on its model. A round down: pseudo-inputs, lengthscales,
-q(u), trial moves. A round up: every unit improves φ_m with q fixed, and answers with statistics at every trial move.
-The server takes the move with the best pooled bound; the first move keeps the lengthscales, so with all units present
-the bound never falls (EM with an exact E-step, and an M-step expanded by the common amplitudes).
+Beyond the paper (Chung and Al Kontar, Technometrics 66, 2024), on its model. In a round every unit improves φ_m with q
+fixed, and answers with statistics at every trial move of the lengthscales. The server takes the move with the best
+pooled bound; the first move keeps the lengthscales, so with all units present the bound never falls (EM with an exact
+E-step, and an M-step expanded by the common amplitudes).
 
 The bound needs only the sum over units, and rounds under masks ask a ``Total``. Other rounds ask ``Each``: an absent
 unit still counts by its last statistics, carried to the lengthscales of now, answers are judged by what was asked, and
@@ -13,7 +13,6 @@ unit still counts by its last statistics, carried to the lengthscales of now, an
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any, TypeAlias, cast
@@ -25,16 +24,8 @@ from numpy import ndarray
 from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.messages import add, decode, encode, message
-from fedgp_flower.methods.fedmgp.latents import (
-    Hold,
-    LatentFunctions,
-    LatentPosterior,
-    Move,
-    UnitStatistics,
-    best_scales,
-    latents_at,
-    posterior,
-)
+from fedgp_flower.methods.fedmgp import latents as shared
+from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, Move, UnitStatistics, posterior
 from fedgp_flower.methods.fedmgp.messages import Known, TrialMoves, TrialStatistics, View
 from fedgp_flower.methods.fedmgp.options import FedMGPExactOptions
 from fedgp_flower.methods.fedmgp.trust import consistent, possible, sharing
@@ -49,6 +40,7 @@ QUORUM = 0.5
 """Under ``agreement`` a trial move must help more than this share of the units."""
 UNSMOOTHED_ROUNDS = 10
 """First rounds in which units do not smooth yet, for several latent functions or inputs; at most half of all."""
+HOLDS: tuple[shared.Hold, shared.Hold] = ("gain", "width")
 _STEP_START, _STEP_MIN, _STEP_MAX, _STEP_GROW = 0.3, 0.02, 0.7, 1.5
 _STRETCH_MIN, _STRETCH_MAX = 1.5, 16.0
 
@@ -77,16 +69,14 @@ class Report:
 
 @message()
 class ExactState:
-    """LatentFunctions, q(u), the search steps, and the last report of every unit."""
+    """Latents, q(u), the search steps, and the last report of every unit."""
 
     latents: LatentFunctions
     posterior: LatentPosterior
     bound: float | None
     """Pooled, of the units that count; None before the first round."""
-    gain_steps: Float[ndarray, "I D"]
-    """Trial change of log S with the units' gains kept."""
-    width_steps: Float[ndarray, "I D"]
-    """The same with the widths of their outputs kept."""
+    steps: Float[ndarray, "2 I D"]
+    """Trial changes of log S, with the units' gains kept and with the widths of their outputs kept."""
     stretch: float = 2.0
     unsmoothed: int = 0
     """Rounds to come in which units do not smooth."""
@@ -95,15 +85,10 @@ class ExactState:
     reports: Mapping[str, Report] = field(default_factory=dict)
     counted: tuple[str, ...] = ()
 
-    @property
-    def steps(self) -> tuple[tuple[Hold, Array], tuple[Hold, Array]]:
-        """What units keep while a lengthscale moves, and the trial changes of log S."""
-        return ("gain", self.gain_steps), ("width", self.width_steps)
-
     def known(self, site: str) -> Known:
         """The unit's last report; the units of a sum are all sent the same."""
         report = self.reports.get(EVERYONE) or self.reports.get(site)
-        return Known(0, Move(np.zeros_like(self.gain_steps))) if report is None else Known(report.round, report.move)
+        return Known(0, Move(np.zeros_like(self.steps[0]))) if report is None else Known(report.round, report.move)
 
     def view(self, site: str) -> View:
         """What a unit is sent."""
@@ -112,11 +97,11 @@ class ExactState:
 
 def first_state(inducing: Array, roster: Roster, config: RunConfig) -> Asking[ExactState]:
     """Lengthscales from the spacing of the pseudo-inputs, q(u) of one unit."""
-    latents = latents_at(inducing, cast(FedMGPExactOptions, config.options).multiples, config.model.jitter)
+    latents = shared.latents_at(inducing, cast(FedMGPExactOptions, config.options).multiples, config.model.jitter)
     q = yield from first_posterior(latents, roster)
-    steps = np.full(latents.scales.shape, _STEP_START)
-    unsmoothed = min(UNSMOOTHED_ROUNDS, config.num_server_rounds // 2) if steps.size > 1 else 0
-    return ExactState(latents, q, None, steps, steps, unsmoothed=unsmoothed)
+    steps = np.full((2, *latents.scales.shape), _STEP_START)
+    unsmoothed = min(UNSMOOTHED_ROUNDS, config.num_server_rounds // 2) if latents.scales.size > 1 else 0
+    return ExactState(latents, q, None, steps, unsmoothed=unsmoothed)
 
 
 def one_round(
@@ -124,7 +109,8 @@ def one_round(
 ) -> Asking[tuple[ExactState, Figures]]:
     """An exact round with max(⌈ρM⌉, 1) units: M-steps, statistics at trial moves, the move with the best pooled bound.
 
-    ``rows`` are the training rows of every unit that was ever known.
+    ``rows`` are the training rows of every unit that was ever known. A site whose statistics no rows can produce is
+    refused, and loses its earlier report too.
     """
     options = cast(FedMGPExactOptions, config.options)
     chosen, moves = sampled(roster, options.fraction, config.seed), trial_moves(state)
@@ -158,8 +144,7 @@ def advance(
 ) -> tuple[ExactState, tuple[str, ...]]:
     """The next state, and the sites that count; with ``rows`` only those that share g with most others do.
 
-    Under ``agreement`` everyone with a report is judged in every round, and a round with nobody to trust changes
-    nothing but reports.
+    A round with nobody to trust changes nothing but reports.
     """
     keep = None if rows is None else agreeing(state, replies, rows)
     try:
@@ -168,7 +153,7 @@ def advance(
             new = merge(state, replies, moves=moves, keep=keep, quorum=quorum, server_round=server_round)
         else:
             logger.warning("no units agree on g yet; the round changes nothing but what is known of each")
-            new = replace(state, reports=_reported(state, replies, moves, state.latents, 0, server_round))
+            new = replace(state, reports=_reported(state, replies, state.latents, moves, 0, server_round))
     except (NumericsError, ProtocolError) as error:
         logger.warning("the round changes nothing: %s", error)
         return state, ()
@@ -192,10 +177,10 @@ def trial_moves(state: ExactState) -> tuple[Move, ...]:
     Lengthscales take turns. Keeping gains leaves the shape of every unit relative to g; keeping widths follows the
     ridge on which all units smooth less and g is smoother, along which the outputs' covariances do not change.
     """
-    still = np.zeros_like(state.gain_steps)
+    still = np.zeros_like(state.steps[0])
     turn = np.unravel_index(state.round % still.size, still.shape)
     moves = [Move(still), Move(still, state.stretch)]
-    for kept, steps in state.steps[: 1 if state.unsmoothed else 2]:
+    for kept, steps in list(zip(HOLDS, state.steps, strict=True))[: 1 if state.unsmoothed else 2]:
         for sign in (-1.0, 1.0):
             offset = still.copy()
             offset[turn] = sign * steps[turn]
@@ -214,90 +199,56 @@ def merge(
 ) -> ExactState:
     """Take the trial move with the best pooled bound over all units, absent ones with their last, rotated statistics.
 
-    Args:
-        state: what the moves were made from.
-        replies: statistics at every move, by site.
-        moves: the trial moves that were sent; the first must keep the lengthscales.
-        keep: sites to count, present or absent; None counts all. Others keep their last report outside the sums.
-        quorum: take a move only if it raises the terms of the bound of more than this share of the sites that are
-            counted and present, so that fewer cannot steer the lengthscales by what they claim at a trial.
-        server_round: of the reports.
-
-    Raises:
-        ProtocolError: nothing to count.
+    The first move must keep the lengthscales. With ``keep`` only these sites count. With a ``quorum`` a move must raise
+    the terms of the bound of more than this share of the sites that count and are present, so that fewer cannot steer
+    the lengthscales by what they claim at a trial. A step that won grows; both shrink where staying won.
     """
+    present = sorted(s for s in replies if keep is None or s in keep)
+    absent = sorted(s for s in state.reports if s not in replies and (keep is None or s in keep))
+    if not present and not absent:
+        raise ProtocolError("no unit's statistics can be counted; expected at least one trusted site")
     trials = [replace(state.latents, scales=state.latents.scales * np.exp(m.offset)) for m in moves]
-    totals = _totals(state, replies, trials, keep)
-    results = [best_scales(total, state.latents.amplitudes.size) for total in totals]
-    allowed = [True] * len(moves)
+    totals = [
+        add([*(replies[s][c] for s in present), *(carried(state.reports[s], trial) for s in absent)])
+        for c, trial in enumerate(trials)
+    ]
+    found, scales = zip(*(shared.best_scales(total, len(state.latents.scales)) for total in totals), strict=True)
+    best = [posterior(total.rescaled(factors)) for total, factors in zip(totals, scales, strict=True)]
+    bounds = np.array(found)
     if quorum:
-        present = [replies[site] for site in sorted(replies) if keep is None or site in keep]
-        gaining = _gaining(present, totals, [factors for _, factors in results]) > quorum
-        allowed = [True, *gaining[1:].tolist()]
-    c = int(np.argmax([bound if may else -math.inf for (bound, _), may in zip(results, allowed, strict=True)]))
-    (bound, factors), (gain, width) = results[c], _next_steps(state, moves, c)
+        terms = [[replies[s][c].rescaled(scales[c]).expected(q) for c, q in enumerate(best)] for s in present]
+        gains = np.array(terms).reshape(-1, len(moves))
+        helpful = np.sum(gains > gains[:, :1], axis=0) > quorum * len(present)
+        bounds[1:][~helpful[1:]] = -np.inf
+    c = int(np.argmax(bounds))
+    steps = np.maximum(state.steps * 0.5, _STEP_MIN)
+    if np.any(moves[c].offset):
+        steps, kept = state.steps.copy(), HOLDS.index(moves[c].hold)
+        steps[kept] = np.minimum(steps[kept] * _STEP_GROW, _STEP_MAX)
+    moving = np.any([m.offset != 0 for m in moves], axis=0)
     return replace(
         state,
-        latents=replace(trials[c], amplitudes=state.latents.amplitudes * factors),
-        posterior=posterior(totals[c].rescaled(factors)),
-        bound=bound,
-        gain_steps=gain,
-        width_steps=width,
+        latents=replace(trials[c], amplitudes=state.latents.amplitudes * scales[c]),
+        posterior=best[c],
+        bound=found[c],
+        steps=np.where(moving, steps, state.steps),
         stretch=min(state.stretch * 2, _STRETCH_MAX) if moves[c].stretch > 1 else max(state.stretch / 2, _STRETCH_MIN),
         unsmoothed=max(state.unsmoothed - 1, 0),
         round=state.round + 1,
-        reports=_reported(state, replies, moves, trials[c], c, server_round),
+        reports=_reported(state, replies, trials[c], moves, c, server_round),
     )
 
 
 def _reported(
-    state: ExactState, replies: Replies, moves: Sequence[Move], trial: LatentFunctions, chosen: int, server_round: int
+    state: ExactState, replies: Replies, trial: LatentFunctions, moves: Sequence[Move], c: int, server_round: int
 ) -> Mapping[str, Report]:
-    new = {site: Report(answers[chosen], trial, moves[chosen], server_round) for site, answers in replies.items()}
-    return {**state.reports, **new}
-
-
-def _totals(
-    state: ExactState, replies: Replies, trials: Sequence[LatentFunctions], keep: Collection[str] | None
-) -> list[UnitStatistics]:
-    """Sums over counted sites at every trial, in the order of site names, so that replies may come in any order."""
-    absent = sorted(s for s in state.reports if s not in replies and (keep is None or s in keep))
-    present = sorted(s for s in replies if keep is None or s in keep)
-    if not present and not absent:
-        raise ProtocolError("no unit's statistics can be counted; expected at least one trusted site")
-    return [
-        add([*(replies[s][c] for s in present), *(carried(state.reports[s], trial) for s in absent)])
-        for c, trial in enumerate(trials)
-    ]
-
-
-def _gaining(
-    replies: Sequence[Sequence[UnitStatistics]], totals: Sequence[UnitStatistics], factors: Sequence[Array]
-) -> Array:
-    """Share of sites whose E_q log p(y_m | f_m), q the best at each trial, is above that of staying.  [C]."""
-    terms = np.empty((len(replies), len(totals)))
-    for c, (total, scale) in enumerate(zip(totals, factors, strict=True)):
-        q = posterior(total.rescaled(scale))
-        terms[:, c] = [answers[c].rescaled(scale).expected(q) for answers in replies]
-    return np.asarray(np.sum(terms > terms[:, :1], axis=0) / max(len(replies), 1))
+    return {**state.reports, **{s: Report(told[c], trial, moves[c], server_round) for s, told in replies.items()}}
 
 
 def carried(report: Report, trial: LatentFunctions) -> UnitStatistics:
     """An absent unit's statistics in the coordinates of a trial: its view of the values g(W) is kept."""
     turned = report.statistics.rotated(report.latents.whitening(), trial.whitening())
     return turned.rescaled(trial.amplitudes / report.latents.amplitudes)
-
-
-def _next_steps(state: ExactState, moves: Sequence[Move], chosen: int) -> tuple[Array, Array]:
-    """A step that won grows, both steps shrink where staying won; only the lengthscale whose turn it was is touched."""
-    moving, won = np.any([m.offset != 0 for m in moves], axis=0), moves[chosen]
-    stayed = not np.any(won.offset)
-    new = []
-    for kept, steps in state.steps:
-        grown = np.minimum(steps * _STEP_GROW, _STEP_MAX) if won.hold == kept and not stayed else steps
-        changed = np.maximum(steps * 0.5, _STEP_MIN) if stayed else grown
-        new.append(np.where(moving, changed, steps))
-    return new[0], new[1]
 
 
 class FedMGPExact(SharedLatents[ExactState]):

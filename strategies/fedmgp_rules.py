@@ -59,11 +59,7 @@ def trimmed_mean(updates: Array, options: FedMGPOptions) -> Array:
 
 
 def krum(updates: Array, options: FedMGPOptions) -> Array:
-    """The mean of the ``select`` updates nearest to their K − f − 2 closest others (Blanchard et al. 2017).
-
-    Raises:
-        ConfigError: there are fewer than 2f + 3 updates.
-    """
+    """The mean of the ``select`` updates nearest to their K − f − 2 closest others (Blanchard et al. 2017)."""
     if len(updates) < least_sites(options):
         raise ConfigError(
             f"Krum withstands f = {options.malicious} bad units among {least_sites(options)} or more (2f + 3); "
@@ -88,12 +84,12 @@ def least_sites(options: FedMGPOptions) -> int:
     return 2 * options.malicious + 3 if options.aggregation == "krum" else 1
 
 
-def merged(options: FedMGPOptions, updates: Sequence[Mapping[str, Array]]) -> NamedArrays:
-    """Named updates of several units, merged by the rule of the options."""
+def merged(rule: Rule, options: FedMGPOptions, updates: Sequence[Mapping[str, Array]]) -> NamedArrays:
+    """Named updates of several units, merged by a rule."""
     names = sorted(updates[0])
     rows = np.stack([np.concatenate([np.ravel(update[name]) for name in names]) for update in updates])
     ends = np.cumsum([np.size(updates[0][name]) for name in names])[:-1]
-    parts = zip(names, np.split(RULES[options.aggregation](rows, options), ends), strict=True)
+    parts = zip(names, np.split(rule(rows, options), ends), strict=True)
     return {name: part.reshape(np.shape(updates[0][name])) for name, part in parts}
 
 
@@ -105,31 +101,49 @@ def merge_natural(
 ) -> tuple[NamedArrays, tuple[str, ...]]:
     """Merge Δ of θ = {log S, λ, h}; also the units that the rule counted.
 
-    Raises:
-        NumericsError: no rows can have produced any of the updates, or no units agree.
+    Rows produce a positive semi-definite G_m for each latent function. A flipped or hundredfold Δ_m does not, wherever
+    a unit knows less of some direction than the others.
     """
     moved = 1 - (1 - options.natural_step) ** options.local_steps  # how far E local steps of size ρ went
-    told = {site: update for site, update in updates.items() if possible(theta, update, moved)}
+    said = {site: statistics_of(theta, update, moved, 1 / len(updates)) for site, update in updates.items()}
+    told = {
+        site: update
+        for site, update in updates.items()
+        if np.isfinite(update[SCALES]).all() and all(map(semidefinite, said[site]))
+    }
     if not told:
         raise NumericsError("no unit sent what rows can produce")
     if options.aggregation == "agreement":
-        return agreed(options, theta, told, moved, 1 / len(updates))
+        kept = sharing({site: said[site][0] for site in told})
+        if not kept:
+            raise NumericsError("no units agree on g yet")
+        silent = {  # what a unit without rows sends: λ → I, h → 0
+            SCALES: np.mean([told[site][SCALES] for site in kept], axis=0),
+            PRECISION: moved * (theta[PRECISION] - np.eye(theta[PRECISION].shape[1])),
+            SHIFT: moved * theta[SHIFT],
+        }
+        return merged(mean, options, [told[site] if site in kept else silent for site in told]), kept
     if options.aggregation == "mean":
-        return merged(options, list(told.values())), tuple(told)
-    frame = Frame.of(theta)
+        return merged(mean, options, list(told.values())), tuple(told)
+    frame = Frame(
+        np.asarray(np.linalg.cholesky(theta[PRECISION]), np.float64), from_natural(theta[PRECISION], theta[SHIFT])[0]
+    )
     told = telling(frame, told, moved)
     fewer = max(0, options.malicious - (len(updates) - len(told)))  # bad units to withstand among those left
-    seen = merged(options.model_copy(update={"malicious": fewer}), [frame.seen(update) for update in told.values()])
+    left = options.model_copy(update={"malicious": fewer})
+    seen = merged(RULES[options.aggregation], left, [frame.seen(update) for update in told.values()])
     return frame.back({**seen, PRECISION: within_averages(seen[PRECISION], 1 - moved)}), tuple(told)
 
 
-def possible(theta: Mapping[str, Array], update: Mapping[str, Array], moved: float) -> bool:
-    """Whether rows could have produced Δ_m: its G_m must be positive semi-definite for each latent function.
+def statistics_of(
+    theta: Mapping[str, Array], update: Mapping[str, Array], moved: float, share: float
+) -> list[UnitStatistics]:
+    """G_m and b_m of each latent function, means over the local steps, from Δ_m.
 
-    A flipped or hundredfold Δ_m is not, wherever a unit knows less of some direction than the others.
+    With c = 1 − (1 − ρ)^E the steps led to λ_m = (1 − c) λ + c (I + G_m/p_m) and h_m = (1 − c) h + c b_m/p_m.
     """
-    said = statistics_of(theta, update, moved, 1.0)
-    return bool(np.isfinite(update[SCALES]).all()) and all(map(semidefinite, said))
+    parts = zip(*(theta[name] - update[name] / moved for name in (PRECISION, SHIFT)), strict=True)
+    return [UnitStatistics(share * (G - np.eye(len(b))), share * b, 0.0, np.zeros(1)) for G, b in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +157,6 @@ class Frame:
 
     factor: Array  # [I, J, J]
     mean: Array  # [I, J]
-
-    @staticmethod
-    def of(theta: Mapping[str, Array]) -> Frame:
-        """Of q(u) at θ."""
-        factor = np.asarray(np.linalg.cholesky(theta[PRECISION]), np.float64)
-        return Frame(factor, from_natural(theta[PRECISION], theta[SHIFT])[0])
 
     def seen(self, update: Mapping[str, Array]) -> NamedArrays:
         """Δ_m in these coordinates."""
@@ -167,17 +175,15 @@ class Frame:
 def telling(frame: Frame, updates: Mapping[str, NamedArrays], moved: float) -> dict[str, NamedArrays]:
     """Updates whose rows say something of u: tr C⁻¹G_mC⁻ᵀ of each latent is a share of the units' median at least.
 
-    A unit of pure noise says next to nothing. A median that counts it moves towards knowing nothing, and Krum prefers
-    what several such units agree on; the mean alone can take it for what it is, a unit without rows.
+    A median that counts a unit of pure noise moves towards knowing nothing, and Krum prefers what several such units
+    agree on; the mean alone can take it for what it is, a unit without rows.
     """
     size = frame.factor.shape[1]
     nothing = np.square(np.linalg.solve(frame.factor, np.eye(size))).sum((1, 2))  # tr C⁻¹C⁻ᵀ
-    known = {
-        site: size - np.trace(frame.seen(update)[PRECISION], axis1=1, axis2=2) / moved - nothing
-        for site, update in updates.items()
-    }
-    least = LEAST_TOLD * np.median(list(known.values()), axis=0)
-    told = {site: updates[site] for site, trace in known.items() if (trace >= least).all()}
+    traces = [np.trace(frame.seen(update)[PRECISION], axis1=1, axis2=2) for update in updates.values()]
+    known = size - np.array(traces) / moved - nothing
+    enough = (known >= LEAST_TOLD * np.median(known, axis=0)).all(axis=1)
+    told = {site: update for (site, update), good in zip(updates.items(), enough, strict=True) if good}
     return told if len(told) >= LEAST_VOTES else dict(updates)
 
 
@@ -186,37 +192,6 @@ def within_averages(update: Array, least: float) -> Array:
 
     There every unit sends (1 − c) I and what its rows say, so that no average is below it. Medians of entries can be.
     """
-    values, vectors = np.linalg.eigh(np.eye(update.shape[1]) - 0.5 * (update + update.transpose(0, 2, 1)))
-    raised = (vectors * np.maximum(values, least)[:, None]) @ vectors.transpose(0, 2, 1)
-    return np.asarray(np.eye(update.shape[1]) - raised, np.float64)
-
-
-def agreed(
-    options: FedMGPOptions, theta: Mapping[str, Array], updates: Mapping[str, NamedArrays], moved: float, share: float
-) -> tuple[NamedArrays, tuple[str, ...]]:
-    """The mean, in which a unit that does not share g with most others counts as without rows: λ → I, h → 0.
-
-    Raises:
-        NumericsError: no units agree.
-    """
-    kept = sharing({site: statistics_of(theta, update, moved, share)[0] for site, update in updates.items()})
-    if not kept:
-        raise NumericsError("no units agree on g yet")
-    nothing = {
-        SCALES: np.mean([updates[site][SCALES] for site in kept], axis=0),
-        PRECISION: moved * (theta[PRECISION] - np.eye(theta[PRECISION].shape[1])),
-        SHIFT: moved * theta[SHIFT],
-    }
-    rows = [update if site in kept else nothing for site, update in updates.items()]
-    return merged(options.model_copy(update={"aggregation": "mean"}), rows), kept
-
-
-def statistics_of(
-    theta: Mapping[str, Array], update: Mapping[str, Array], moved: float, share: float
-) -> list[UnitStatistics]:
-    """G_m and b_m of each latent function, means over the local steps, from Δ_m.
-
-    With c = 1 − (1 − ρ)^E the steps led to λ_m = (1 − c) λ + c (I + G_m/p_m) and h_m = (1 − c) h + c b_m/p_m.
-    """
-    parts = zip(*(theta[name] - update[name] / moved for name in (PRECISION, SHIFT)), strict=True)
-    return [UnitStatistics(share * (G - np.eye(len(b))), share * b, 0.0, np.zeros(1)) for G, b in parts]
+    eye = np.eye(update.shape[1])
+    values, vectors = np.linalg.eigh(eye - 0.5 * (update + update.transpose(0, 2, 1)))
+    return np.asarray(eye - (vectors * np.maximum(values, least)[:, None]) @ vectors.transpose(0, 2, 1))

@@ -1,7 +1,6 @@
-"""What the Strategies of FedMGP share: where a run starts, what a unit is sent, and what a run leaves.
+"""What the Strategies of FedMGP share: where a run starts, and what it leaves.
 
-Chung and Al Kontar, *Federated multi-output Gaussian processes*, Technometrics 66 (2024). Units are smoothed, scaled
-views of shared latent functions g; what a unit alone knows, φ_m = {R_m, s_m, σ_m}, never leaves it.
+Units are smoothed, scaled views of shared latent functions g; what a unit alone knows, φ_m, never leaves it.
 """
 
 from __future__ import annotations
@@ -19,17 +18,9 @@ from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import encode
+from fedgp_flower.methods.fedmgp import messages
 from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, posterior
-from fedgp_flower.methods.fedmgp.messages import (
-    PSEUDO_INPUTS,
-    Curve,
-    CurveRequest,
-    Directions,
-    FirstLook,
-    FirstStatistics,
-    Known,
-    View,
-)
+from fedgp_flower.methods.fedmgp.messages import FirstLook, FirstStatistics, Known, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.trust import best_lead
 from fedgp_flower.typing import Array, NamedArrays
@@ -108,13 +99,9 @@ def first_inducing(config: RunConfig, roster: Roster) -> Asking[Array]:
 def first_posterior(latents: LatentFunctions, roster: Roster) -> Asking[LatentPosterior]:
     """q(u) of the unit that shares g with most others; these then find their signs by regression on it.
 
-    Units are compared in pairs, which needs their individual statistics. Of totals alone, the first one tells the
-    direction d that most units share: a unit knows g up to a sign, which Σ m mᵀ does not see, and d is its first
-    eigenvector. Each unit then answers for y or −y, as its m points along d or away from it, and q(u) is that of the
-    mean of these statistics.
-
-    Raises:
-        RunError: no unit sent statistics that rows can produce.
+    That takes statistics of single units. Of totals alone, the first eigenvector of Σ m mᵀ is the direction d that most
+    units share: a unit knows g up to a sign, which this sum does not see. Each unit then answers for y or −y, as its m
+    points along d or away from it, and q(u) is that of the mean of these statistics.
     """
     lengths, nobody = sizes(latents), RunError("no unit sent statistics to start from; see the failures above")
     if not roster.totals_only:
@@ -125,7 +112,7 @@ def first_posterior(latents: LatentFunctions, roster: Roster) -> Asking[LatentPo
             raise nobody
         starts = {site: answer.statistics for site, answer in answers.items()}
         return posterior(starts[best_lead(starts)])
-    pointed: Summed[Directions] = yield Total(Directions, latents, sizes=lengths)
+    pointed: Summed[messages.Directions] = yield Total(messages.Directions, latents, sizes=lengths)
     if pointed.total is None:
         raise nobody
     direction = np.linalg.eigh(pointed.total.outer)[1][:, -1]
@@ -175,7 +162,7 @@ class SharedLatents(FederatedStrategy[S]):
     def constants(self, state: S) -> NamedArrays:
         """Pseudo-inputs as they are, for the pooled baseline; a run whose sites are real has none."""
         wanted = self.preparation.simulated and self.config.baselines.pooled
-        return {PSEUDO_INPUTS: state.view(EVERYONE).latents.inducing} if wanted else {}
+        return {messages.PSEUDO_INPUTS: state.view(EVERYONE).latents.inducing} if wanted else {}
 
     def predictive(self, state: S, roster: Roster) -> Asking[Predicted]:
         """Each unit's view, the saved posterior of g, and facts for the report."""
@@ -192,11 +179,10 @@ class SharedLatents(FederatedStrategy[S]):
         arrays |= {"latents.mean": mean, "latents.covariance": covariance}
         arrays = {name: arrays[name] for name in MEANINGS}
         coordinates = {name: "whitened" if name.startswith("posterior.") else "standardised" for name in arrays}
-        known = {site: state.known(site) for site in self.preparation.rows}  # which φ_m a unit predicts with
-        told = {
-            site: {"report": each.report, **vars(each.move), "offset": each.move.offset.tolist()}
-            for site, each in known.items()
-        }
+        told: dict[str, dict[str, object]] = {}  # which φ_m a unit predicts with
+        for site in self.preparation.rows:
+            known = state.known(site)
+            told[site] = {"report": known.report, **vars(known.move), "offset": known.move.offset.tolist()}
         model = {"family": "shared-latents", "kernel": "rbf", "jitter": view.latents.jitter, "known": told}
         return outcome.Posterior(arrays, MEANINGS, coordinates, EQUATION, model)
 
@@ -225,8 +211,8 @@ class SharedLatents(FederatedStrategy[S]):
         if not shown or roster.totals_only or inducing.shape[1] > 1:
             return {"collapsed": collapsed}
         grid = np.linspace(inducing.min(), inducing.max(), CURVE_POINTS)[:, None]
-        requests = {site: CurveRequest(state.view(site), grid) for site in roster.everyone[:MOST_CURVES]}
-        answers: Mapping[str, Curve] = yield Each(Curve, requests)
+        requests = {site: messages.CurveRequest(state.view(site), grid) for site in roster.everyone[:MOST_CURVES]}
+        answers: Mapping[str, messages.Curve] = yield Each(messages.Curve, requests)
         at = (grid[:, 0] * agreed.arrays["input.scale"][0] + agreed.arrays["input.mean"][0]).tolist()
         curves = {
             agreed.labels[site]: {"grid": at} | {name: array.tolist() for name, array in vars(curve).items()}

@@ -1,18 +1,14 @@
 """A shared trend and a deviation of each site or unit, in closed form: Newton steps on θ, one exchange a step.
 
 At fixed θ the structured posterior of Hassan, Salomone and Mengersen (2023) is known. A site integrates its deviation
-out and sends sums. From their total the server has the bound F, its exact gradient and its Hessian
-(:mod:`fedgp_flower.methods.hierarchical_gp.newton`); it needs no site's summand. Sites have ``smooth`` deviations
-(:mod:`~fedgp_flower.methods.hierarchical_gp.smooth`), units along one input have ``rough`` ones
-(:mod:`~fedgp_flower.methods.hierarchical_gp.rough`).
+out and sends sums; from their total the server has the bound F, its exact gradient and its Hessian
+(:mod:`fedgp_flower.methods.hierarchical_gp.newton`). Deviations are ``smooth`` at sites and ``rough`` at units along
+one input: see the modules of these names.
 
 Every logarithm of θ has a weak normal prior, whose mode is where a run starts and whose standard deviations are the
 units of a step. The size of smooth deviations, the amplitude of k_L and the sds τ of intercepts and slopes, has an
-exponential prior besides, which penalises leaving the model without deviations (Simpson et al., *Penalising model
-component complexity*, 2017): it exceeds its first value with probability .05.
-
-After the last step each unit with a rough deviation says how well the other units and its first rows predict the rest
-of it, and a summed histogram widens the bands beyond a unit's last row.
+exponential prior besides (Simpson et al., *Penalising model component complexity*, 2017): it exceeds its first value
+with probability .05. After the last step, units with rough deviations calibrate their bands.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.errors import RunError
@@ -43,25 +39,18 @@ from fedgp_flower.methods.hierarchical_gp.messages import (
     ExpansionShare,
     HierarchicalView,
 )
-from fedgp_flower.methods.hierarchical_gp.newton import (
-    Expansion,
-    Sums,
-    expansion,
-    newton_step,
-    posterior,
-    transported,
-)
+from fedgp_flower.methods.hierarchical_gp.newton import Expansion, expansion, newton_step, posterior, transported
 from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
-from fedgp_flower.methods.hierarchical_gp.smooth import NOISE, WIDTHS, ShapedGP
+from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, shaped_gp
+from fedgp_flower.methods.sfvi.gp import NOISE, HierarchicalModel
 from fedgp_flower.methods.sfvi.options import SHARED
-from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters, Shape
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.enrolment import Enrolment
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
-from strategies.sfvi_avg import MEANINGS as LATENT_MEANINGS
+from strategies.sfvi_avg import saved
 
 TOLERANCE = {"smooth": 0.1, "rough": 0.05}
 """A step that promises a smaller rise of the bound of all rows, in nats, is not taken."""
@@ -131,11 +120,8 @@ class NewtonState:
     @property
     def theta(self) -> NamedArrays:
         """The best θ that steps move."""
-        return {
-            name: array
-            for name, array in self.parameters.items()
-            if name.startswith("theta.") and name not in self.widths
-        }
+        theta = {name: array for name, array in self.parameters.items() if name.startswith("theta.")}
+        return {name: array for name, array in theta.items() if name not in self.widths}
 
 
 FactorAt: TypeAlias = Callable[[Mapping[str, ndarray]], torch.Tensor]
@@ -144,46 +130,39 @@ FactorAt: TypeAlias = Callable[[Mapping[str, ndarray]], torch.Tensor]
 
 def one_round(state: NewtonState, roster: Roster, factor_at: FactorAt) -> Asking[tuple[NewtonState, Figures]]:
     """One exchange, one step. Totals of other sites than before belong to another F: then the trial point is taken."""
-    del roster
-    request = ExpansionRequest({**unpack(state.trial, state.theta), **state.widths, **state.asked})
-    summed: Summed[ExpansionShare] = yield Total(ExpansionShare, request)
+    theta = unpack(state.trial, state.theta)
+    request = ExpansionRequest({**theta, **state.widths, **state.asked})
+    summed: Summed[ExpansionShare] = yield Total(ExpansionShare, request)  # 1. P, p, c and their derivatives by θ
     if summed.total is None:
         return state, {}
-    found, count = with_prior(state, summed.total), float(summed.total.count)
+    found, count = with_prior(state, summed.total), float(summed.total.count)  # 2. F + log p(θ) to second order
     if state.value is None or (summed.sites, count) != (state.sites, state.count):
         radius, taken = FIRST_RADIUS, True
-    else:
-        radius = next_radius(state, found.value)
+    else:  # 3. is the trial point better, and how far does the next step go?
+        radius = next_radius(state, found.value, state.value)
         taken = found.value > state.value - SLACK
     if taken:
-        theta = unpack(state.trial, state.theta)
         state = replace(
             state,
             **{name: getattr(summed.total, name) for name in ("precision", "shift", "squares", "known")},
             gradient=found.gradient.numpy(),
             hessian=found.hessian.numpy(),
-            parameters={**theta, **state.widths, **on_the_wire({}, named(found.q_global))},
+            parameters={**theta, **state.widths, **on_the_wire(named(found.q_global))},
             sites=summed.sites,
             count=count,
             value=found.value,
             bound=found.value - log_prior(state)[0],
         )
-    state = replace(stepped(state, radius, factor_at), factors=None)
+    state = replace(stepped(state, radius, factor_at), factors=None)  # 4. the next trial point
     assert state.bound is not None
-    return state, {"objective": state.bound / state.count, "promised_rise": state.rise}
+    return widened(state), {"objective": state.bound / state.count, "promised_rise": state.rise}
 
 
-def shaped_round(state: NewtonState, roster: Roster, model: ShapedGP) -> Asking[tuple[NewtonState, Figures]]:
-    """The same, and a step on the widths of the priors of shapes once it is due."""
-    state, figures = yield from one_round(state, roster, partial(smooth_factor, model))
-    return widened(state, np.array(model.varied) != NOISE) if figures else state, figures
-
-
-def widened(state: NewtonState, learned: Bool[ndarray, " W"]) -> NewtonState:
+def widened(state: NewtonState) -> NewtonState:
     """MacKay's step on widths, w² ← (Σₖ(w zₖ)² + n₀ w₀²) / (Σₖ(1 − var zₖ) + n₀), once steps on θ promise little.
 
-    It rests where EM does, at w² = mean E(w zₖ)². F is another one then, so that the next point is taken. That of noise
-    stays: one site with next to no noise would widen it for all.
+    It rests where EM does, at w² = mean E(w zₖ)². F is another one then, so that the next point is taken. That of
+    noise, the first one, stays: one site with next to no noise would widen it for all.
     """
     if state.rise > SETTLING or not state.widths:
         return state
@@ -191,7 +170,8 @@ def widened(state: NewtonState, learned: Bool[ndarray, " W"]) -> NewtonState:
     assert state.known is not None
     [(name, now)], start = state.widths.items(), state.first_widths
     squares = state.squares + USUAL_SITES * np.exp(2 * (start - now))
-    moved = np.where(learned, now + 0.5 * np.log(squares / (state.known + USUAL_SITES)), now)
+    moved = now + 0.5 * np.log(squares / (state.known + USUAL_SITES))
+    moved[NOISE] = now[NOISE]
     if np.abs(moved - now).max() < WIDER:
         return state
     return replace(state, widths={name: moved}, value=None, promised=math.inf)
@@ -215,24 +195,14 @@ def log_prior(state: NewtonState) -> tuple[float, torch.Tensor, torch.Tensor]:
 
 def with_prior(state: NewtonState, total: ExpansionShare) -> Expansion:
     """F + log p(θ) to second order around the trial point, by θ in prior standard deviations."""
-    precision, shift, constant, flat, curvature = (
-        torch.from_numpy(np.asarray(array))
-        for array in (total.precision, total.shift, total.constant, total.slopes, total.curvature)
-    )
-    found = expansion(Sums(precision, shift, constant), flat, curvature)
-    scale, (value, slope, bend) = torch.from_numpy(state.scale), log_prior(state)
-    return replace(
-        found,
-        value=found.value + value,
-        gradient=scale * found.gradient + slope,
-        hessian=scale[:, None] * found.hessian * scale + torch.diag(bend),
-    )
+    found, scale, (value, slope, bend) = expansion(total), torch.from_numpy(state.scale), log_prior(state)
+    hessian = scale[:, None] * found.hessian * scale + torch.diag(bend)
+    return Expansion(found.value + value, scale * found.gradient + slope, hessian, found.q_global)
 
 
-def next_radius(state: NewtonState, value: float) -> float:
+def next_radius(state: NewtonState, value: float, before: float) -> float:
     """By the share of the promised rise that came."""
-    assert state.value is not None
-    share = (value - state.value) / state.promised
+    share = (value - before) / state.promised
     if share > GOOD:
         return min(2 * state.radius, LARGEST_RADIUS)
     length = float(np.abs((state.trial - pack(state.theta)) / state.scale).max())
@@ -241,83 +211,52 @@ def next_radius(state: NewtonState, value: float) -> float:
 
 def stepped(state: NewtonState, radius: float, factor_at: FactorAt) -> NewtonState:
     """The next trial point, from the best one, and a guess of q(Z_G) there."""
-    assert state.gradient is not None
-    assert state.hessian is not None
-    assert state.precision is not None
-    assert state.shift is not None
-    gradient, hessian = torch.from_numpy(state.gradient), torch.from_numpy(state.hessian)
+    gradient, hessian, precision, shift = (
+        torch.tensor(part) for part in (state.gradient, state.hessian, state.precision, state.shift)
+    )
     step, promised = newton_step(gradient, hessian, radius)
     _, rise = newton_step(gradient, hessian, math.inf)
     trial = pack(state.theta) + state.scale * step.numpy()
-    turned = transported(
-        torch.from_numpy(state.precision),
-        torch.from_numpy(state.shift),
-        factor_at({**state.theta, **state.widths}),
-        factor_at({**unpack(trial, state.theta), **state.widths}),
-    )
-    asked = on_the_wire({}, named(posterior(*turned)[0]))
+    before, after = (factor_at({**theta, **state.widths}) for theta in (state.theta, unpack(trial, state.theta)))
+    asked = on_the_wire(named(posterior(*transported(precision, shift, before, after))[0]))
     return replace(state, trial=trial, asked=asked, radius=radius, promised=promised, rise=rise)
-
-
-def deviations(state: NewtonState) -> Array:
-    """Standard deviations of θ at the best one, by Laplace's approximation [T]."""
-    assert state.hessian is not None
-    return np.asarray(state.scale * laplace_deviations(-state.hessian - np.eye(len(state.scale)), prior=1.0))
 
 
 # What the two kinds of deviations do not share.
 
 
 @torch.no_grad()
-def smooth_factor(model: ShapedGP, theta: Mapping[str, ndarray]) -> torch.Tensor:
+def smooth_factor(model: HierarchicalModel, values: Mapping[str, ndarray]) -> torch.Tensor:
     """L with L Lᵀ = K_zz of the trend at a θ."""
-    model.load_theta({name.removeprefix("theta."): torch.from_numpy(array) for name, array in theta.items()})
+    model.load_theta(values)
     kzz = model.trend(model.inputs).to_dense()
     return kernel_cholesky(kzz, variance=prior_variance(model.trend, model.inputs), jitter=model.jitter)
 
 
-def rough_factor(inducing: Array, jitter: float, theta: Mapping[str, ndarray]) -> torch.Tensor:
-    """L with L Lᵀ = k(W, W) of the shared curve at a θ, for pseudo-inputs [J, 1]."""
-    placed = torch.from_numpy((inducing[:, 0] - inducing.min()) / np.ptp(inducing))
-    return rough.inducing_factor(
-        {name.removeprefix("theta."): torch.from_numpy(array) for name, array in theta.items()}, placed, jitter
-    )
+def first_state(
+    theta: NamedArrays, points: Array, size: int, prior: Callable[[str], tuple[float, float]]
+) -> NewtonState:
+    """Of θ at the mode of its prior, with q(Z_G) = p(Z_G); ``prior`` is :func:`prior_of` of a name."""
+    widths = {name: theta.pop(name) for name in (WIDTHS,) if name in theta}
+    scales, powers = ({n: np.full(array.shape, prior(n)[k]) for n, array in theta.items()} for k in (0, 1))
+    mode, eta = pack(theta), on_the_wire(named(initial_global(size, scale=1.0, triangular=True)))
+    fixed = {**theta, **widths, **eta}, {SHARED: points}, mode, pack(scales), pack(powers)
+    return NewtonState(*fixed, mode, eta, widths, next(iter(widths.values()), None))
 
 
-def smooth_start(parameters: Mapping[str, ndarray], points: Array, size: int) -> NewtonState:
-    """θ as configured, but lengthscales √D times as long, because so are distances; q(Z_G) = p(Z_G)."""
-    theta = {name: array for name, array in parameters.items() if name.startswith("theta.")}
-    widths = {name: theta.pop(name) for name in [f"theta.{WIDTHS}"] if name in theta}
+def smooth_start(theta: NamedArrays, points: Array, size: int) -> NewtonState:
+    """θ as configured, but lengthscales √D times as long, because so are distances."""
     wider = 0.5 * math.log(points.shape[1])
     theta = {name: array + wider * name.endswith("lengthscale") for name, array in theta.items()}
-    scales, powers = ({n: np.full(array.shape, prior_of(n)[k]) for n, array in theta.items()} for k in (0, 1))
-    mode = pack(theta)
-    eta = on_the_wire({}, named(initial_global(size, scale=1.0, triangular=True)))
-    state = NewtonState({**theta, **widths, **eta}, {SHARED: points}, mode, pack(scales), pack(powers), mode, eta)
-    return replace(state, widths=widths, first_widths=next(iter(widths.values()), None))
-
-
-def rough_start(inducing: Array) -> NewtonState:
-    """The mode of the prior of θ, with pseudo-inputs [J, 1]; q(u) = p(u)."""
-    theta = {f"theta.{name}": array.numpy() for name, array in rough.first_theta().items()}
-    eta = on_the_wire({}, named(initial_global(len(inducing), scale=1.0, triangular=True)))
-    mode = pack(theta)
-    sds, none = np.full_like(mode, rough.PRIOR_SD), np.zeros_like(mode)
-    return NewtonState({**theta, **eta}, {SHARED: inducing}, mode, sds, none, mode, eta)
+    return first_state(theta, points, size, prior_of)
 
 
 def pseudo_inputs(shapes: Mapping[str, Shape], count: int) -> Array:
-    """An even grid [J, 1] from the first to the last bin of the one input that holds a row, and beyond by the margin.
-
-    Raises:
-        RunError: there are several inputs, or fewer than three points.
-    """
+    """An even grid [J, 1] over the bins of the one input that hold rows, and beyond by the margin."""
     histogram = np.sum([shape.histogram for shape in shapes.values()], axis=0)
     if len(histogram) > 1:
-        raise RunError(
-            f"`hierarchical.deviation` = 'rough' needs one input, here are {len(histogram)}: pick one with `features`, "
-            "or take 'smooth'"
-        )
+        here = f"needs one input, here are {len(histogram)}: pick one with `features`, or take 'smooth'"
+        raise RunError(f"`hierarchical.deviation` = 'rough' {here}")
     if count < LEAST_POINTS:
         raise RunError(f"`model.num-inducing` = {count}: 'rough' deviations need {LEAST_POINTS} points or more")
     filled = np.flatnonzero(histogram[0])
@@ -357,7 +296,6 @@ NEEDS_A_UNIT = (
     "what is saved is shared by all units; a prediction also takes the rows of a unit: name the unit with `--site`, or "
     "a new one's table with `fedgp join`"
 )
-MEANINGS = {**LATENT_MEANINGS, "factors": "widths of bands beyond the last row, by cut, over normal ones"}
 
 
 class HierarchicalGP(FederatedStrategy[NewtonState]):
@@ -381,18 +319,22 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         section = self.config.model
         shapes = yield from shapes_of_inputs(roster)
         if self.options.rough:
-            return rough_start(pseudo_inputs(shapes, section.num_inducing))
+            points = pseudo_inputs(shapes, section.num_inducing)
+            theta = {f"theta.{name}": array.numpy() for name, array in rough.first_theta().items()}
+            return first_state(theta, points, len(points), lambda name: (rough.PRIOR_SD, 0.0))
         points = initial_locations(shapes, section, self.config.seed)
-        model = ShapedGP(section, torch.from_numpy(points))
-        return smooth_start(on_the_wire(model.theta(), {}), points, model.global_size)
+        model = shaped_gp(section, points)
+        return smooth_start(on_the_wire(model.theta()), points, model.global_size)
 
     def one_round(self, state: NewtonState, roster: Roster) -> Asking[tuple[NewtonState, Figures]]:
         """One exchange; units are calibrated after the last one."""
         section, points = self.config.model, state.shared[SHARED]
         if not self.options.rough:
-            model = ShapedGP(section, torch.from_numpy(points))
-            return (yield from shaped_round(state, roster, model))
-        state, figures = yield from one_round(state, roster, partial(rough_factor, points, section.jitter))
+            return (yield from one_round(state, roster, partial(smooth_factor, shaped_gp(section, points))))
+        inducing = rough.placed(points, points)
+        state, figures = yield from one_round(
+            state, roster, lambda values: rough.inducing_factor(rough.theta_of(values), inducing, section.jitter)
+        )
         if roster.round >= self.config.num_server_rounds or self.settled(state, roster):
             state = yield from calibrated(state)
         return state, figures
@@ -408,12 +350,6 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
     def converged(self, state: NewtonState) -> bool:
         """Whether another step would promise less than the tolerance."""
         return state.value is not None and state.rise < TOLERANCE[self.options.deviation]
-
-    def predictive(self, state: NewtonState, roster: Roster) -> Asking[Predicted]:
-        """θ, q(Z_G) and the factors; a site adds its deviation."""
-        yield from ()
-        view = HierarchicalView(state.parameters, state.factors)
-        return Predicted(view, self._saved(state), self._facts(state))
 
     def constants(self, state: NewtonState) -> NamedArrays:
         """The shared inducing inputs."""
@@ -433,18 +369,18 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         widths = {name: given[name] for name in state.widths}
         return replace(state, trial=pack(state.theta), asked=eta, widths=widths)
 
-    def _saved(self, state: NewtonState) -> Posterior:
-        """What predicts for a new site, or with the rows of a unit."""
-        arrays = {**state.parameters, **state.shared}
-        arrays |= {} if state.factors is None else {"factors": state.factors}
-        coordinates = {name: "standardised" if name == SHARED else "unconstrained" for name in arrays}
+    def predictive(self, state: NewtonState, roster: Roster) -> Asking[Predicted]:
+        """θ, q(Z_G) and the factors; a site adds its deviation."""
+        yield from ()
+        view, arrays = HierarchicalView(state.parameters, state.factors), {**state.parameters, **state.shared}
         section = self.config.model.model_dump(by_alias=True)
         model = {"family": "hierarchical", "model": section, "deviation": self.options.deviation}
-        if self.options.rough:
-            model["why_no_posterior"] = NEEDS_A_UNIT
-        equation = ROUGH_EQUATION if self.options.rough else SMOOTH_EQUATION
-        meanings = {name: MEANINGS.get(name, "hyperparameter") for name in arrays}
-        return Posterior(arrays, meanings, coordinates, equation, model)
+        if not self.options.rough:
+            return Predicted(view, saved(arrays, SMOOTH_EQUATION, model), self._facts(state))
+        arrays |= {} if state.factors is None else {"factors": state.factors}
+        meaning = "widths of bands beyond the last row, by cut, over normal ones"
+        kept = saved(arrays, ROUGH_EQUATION, {**model, "why_no_posterior": NEEDS_A_UNIT}, factors=meaning)
+        return Predicted(view, kept, self._facts(state))
 
     def _facts(self, state: NewtonState) -> dict[str, Any]:
         """The bound in nats, what the next step would promise, and the hyperparameters."""
@@ -453,12 +389,13 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
             return facts
         facts |= {"bound": state.bound, "promised_rise": state.rise}
         if not self.options.rough:
-            facts["relevance"] = lengthscale_facts(state.theta, unpack(deviations(state), state.theta), HOW)
+            curvature = -np.asarray(state.hessian) - np.eye(len(state.scale))
+            sds = state.scale * laplace_deviations(curvature, prior=1.0)
+            facts["relevance"] = lengthscale_facts(state.theta, unpack(sds, state.theta), HOW)
             return facts | {"widths": {name: np.exp(log).tolist() for name, log in state.widths.items()}}
-        theta = {name.removeprefix("theta."): array for name, array in state.theta.items()}
-        weights = np.exp(theta.pop("roughness"))
-        facts["hyperparameters"] = {name: float(np.exp(log[0])) for name, log in theta.items()}
-        facts["roughness"] = (weights / weights.sum()).tolist()
+        theta = rough.theta_of(state.theta)
+        facts["roughness"] = theta.pop("roughness").softmax(0).tolist()
+        facts["hyperparameters"] = {name: float(log.exp()) for name, log in theta.items()}
         if state.factors is not None:
             facts["widened"] = {f"{cut:.1f}": by for cut, by in zip(rough.CUTS, state.factors.tolist(), strict=True)}
         return facts

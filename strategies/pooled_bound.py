@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -67,15 +68,25 @@ EQUATION = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What stays the same during a run that maximises a bound."""
+
+    model: ModelSection
+    seed: int = 0
+    exchanges: int = 20
+    """Most exchanges with every site, those before training among them."""
+    target: Mapping[str, float] = field(default_factory=dict)
+    """Statistics of the training target: ``share`` of the second class, ``mean`` of counts."""
+    small_sites: str = "warn"
+    """The policy for sites with few rows: ``warn``, ``cap`` or ``masks``."""
+
+
 # How many inducing points sites bear, and what their sums reveal.
 
 
 def inducing_points(wanted: int, roster: Roster, small_sites: str) -> int:
-    """P: at most the number of rows, and by the policy ``sgpr.small-sites`` at most what the smallest site bears.
-
-    Raises:
-        ConfigError: small sites may take part under masks alone.
-    """
+    """P: at most the number of rows, and by the policy ``sgpr.small-sites`` at most what the smallest site bears."""
     most = min(wanted, sum(roster.rows.values()))
     small = [site for site, rows in roster.rows.items() if rows < ROWS_PER_POINT * most]
     if roster.totals_only or not small or small_sites == "warn":
@@ -99,10 +110,7 @@ def candidates(count: int, roster: Roster, small_sites: str) -> int:
 def told_by_total(points: int, rows: Mapping[str, int], chosen_from: int = 1) -> list[str]:
     """A warning where even the total over sites nearly reveals rows; see ``simulations/results/methods.md``.
 
-    Args:
-        points: Number of points at which sums are formed.
-        rows: Rows of each site.
-        chosen_from: How many of these points there are for each inducing point.
+    Sums are formed at so many ``points``, ``chosen_from`` of them for each inducing point.
     """
     count = sum(rows.values())
     if count >= ROWS_PER_POINT * points:
@@ -154,11 +162,7 @@ def lengthscales(values: Mapping[str, ndarray]) -> Array:
 
 
 def pooled(parameters: Mapping[str, ndarray], sites: tuple[str, ...] | None = None) -> Asking[SparseStatistics]:
-    """The sums of all rows of all sites that answer.
-
-    Raises:
-        RunError: nobody answered.
-    """
+    """The sums of all rows of all sites that answer."""
     sizes = {"M": len(parameters[LOCATIONS])}
     summed: Summed[SparseStatistics] = yield Total(SparseStatistics, Parameters(parameters), sites, sizes=sizes)
     if summed.total is None:

@@ -52,12 +52,7 @@ class Pooled(LocalOnly):
     score_sums = PooledScoreSums
 
     def initialise(self, roster: Roster) -> Asking[NoState]:
-        """Nothing.
-
-        Raises:
-            ConfigError: under masks nobody may see rows.
-            RunError: where sites are real machines, whose rows nobody may pool.
-        """
+        """Nothing."""
         if self.masking is not None:
             raise ConfigError(
                 "`method` = 'pooled' sees the rows of all sites; set `privacy.secure-aggregation` to false"

@@ -39,8 +39,8 @@ def one_round(state: SFVIState, roster: Roster, plan: SFVIPlan) -> Asking[tuple[
     moves, adam = state.adam.update(plus(gradient, summed.total.values, scale=scale), plan.rate)  # 4. a step of Adam
     parameters = {name: np.asarray(array + moves[name]) for name, array in state.parameters.items()}
     bound = value + scale * summed.total.objective
-    state = state.joined(summed.sites, summed.total.fresh).with_moments(adam)
-    state = replace(state, parameters=parameters, bound=bound)
+    state = replace(state.joined(summed.sites, summed.total.fresh), parameters=parameters, bound=bound)
+    state = replace(state, steps=adam.step, first=adam.first, second=adam.second)
     return state, {"objective": bound / rows}
 
 

@@ -29,14 +29,13 @@ from fedgp_flower.methods.sfvi.messages import LocalEnd, LocalEndSum, LocalSteps
 from fedgp_flower.methods.sfvi.options import CONSTANT_SHARE, SHARED, SFVIAvgOptions, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import configured
 from fedgp_flower.outcome import Posterior
-from fedgp_flower.shared_messages import Parameters
+from fedgp_flower.shared_messages import MOVE, Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.questions import (
     Asking,
     Each,
     Figures,
     Predicted,
-    Refuse,
     Roster,
     Summed,
     Total,
@@ -87,13 +86,6 @@ class SFVIState:
         """The moments as the optimiser wants them."""
         return AdamState(self.steps, self.first, self.second)
 
-    def with_moments(self, adam: AdamState[Array]) -> SFVIState:
-        """The same with other moments."""
-        first, second = (
-            {name: np.asarray(value) for name, value in moment.items()} for moment in (adam.first, adam.second)
-        )
-        return replace(self, steps=adam.step, first=first, second=second)
-
     def joined(self, sites: Iterable[str], fresh: int) -> SFVIState:
         """After a round of these sites, so many of which had no memory of earlier rounds, newcomers among them."""
         together = {*self.trained, *sites}
@@ -116,51 +108,37 @@ class SFVIPlan:
 def one_round(state: SFVIState, roster: Roster, plan: SFVIPlan) -> Asking[tuple[SFVIState, Figures]]:
     """Algorithm 2 of the paper. The server asks :class:`Each` site: a barycentre is not made of a sum.
 
-    That of diagonal Gaussians is, so that where there are totals only, it asks for one.
+    That of diagonal Gaussians is, so that where there are totals only, it asks for Σ w, Σ w θ, Σ w μ and Σ w σ; how far
+    sites are from one another is not known then.
     """
-    rows = sum(roster.rows.values())
-    request = LocalStepsRequest(state.parameters, plan.rate, float(rows))  # 1. sites take m steps from {θ, η_G}
+    rows, reach = sum(roster.rows.values()), min(MOVE, move_limit(plan.rate, plan.options.local_steps))
+    request = LocalStepsRequest(state.parameters, plan.rate, float(rows), reach)  # 1. sites take m steps from {θ, η_G}
     if roster.totals_only:
-        return (yield from _averaged_total(state, request, roster))
+        summed: Summed[LocalEndSum] = yield Total(LocalEndSum, request, retries=0)
+        if summed.total is None or summed.silent:
+            return state, {}
+        state = replace(state.joined(summed.sites, summed.total.fresh), parameters=summed.total.mean())
+        return state, {"site_estimate": float(summed.total.objective / summed.total.weight) / rows}
     answers: dict[str, LocalEnd] = yield Each(LocalEnd, dict.fromkeys(roster.sites, request))
-    limit = move_limit(plan.rate, plan.options.local_steps)
-    for site, reason in too_far(answers, state.parameters, limit).items():
-        yield Refuse(site, reason)
-        del answers[site]
     if not answers:
         return state, {}
     state = state.joined(answers, sum(end.fresh for end in answers.values()))
     weights = np.array([float(roster.rows[site]) for site in answers])
-    try:
-        mean = average([end.values for end in answers.values()], weights)  # 2. mean of θ, barycentre of q(Z_G)
+    try:  # 2. mean of θ, barycentre of q(Z_G)
+        parameters, spread = average([end.values for end in answers.values()], weights)
     except NumericsError as error:
         logger.warning("round %d: parameters stay as they were: %s", roster.round, error)
         return state, {}
     estimate = float(np.average([end.objective for end in answers.values()], weights=weights))
-    figures = {"site_estimate": estimate / rows, "spread": float(np.mean(mean.spread))}
-    return replace(state, parameters=mean.parameters, spread=dict(zip(answers, mean.spread, strict=True))), figures
+    state = replace(state, parameters=parameters, spread=dict(zip(answers, spread, strict=True)))
+    return state, {"site_estimate": estimate / rows, "spread": float(np.mean(spread))}
 
 
-def _averaged_total(state: SFVIState, request: LocalStepsRequest, roster: Roster) -> Asking[tuple[SFVIState, Figures]]:
-    """The same from Σ w, Σ w θ, Σ w μ and Σ w σ; how far sites are from one another is not known then."""
-    summed: Summed[LocalEndSum] = yield Total(LocalEndSum, request, retries=0)
-    if summed.total is None or summed.silent:
-        return state, {}
-    end = summed.total.mean()
-    state = state.joined(summed.sites, summed.total.fresh)
-    return replace(state, parameters=end.values), {"site_estimate": end.objective / sum(roster.rows.values())}
-
-
-@dataclass(frozen=True, slots=True)
-class Average:
-    """The parameters after a round, and W₂ from each site's q(Z_G) to their barycentre."""
-
-    parameters: NamedArrays
-    spread: Sequence[float]
-
-
-def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array, *, tolerance: float = 1e-10) -> Average:
+def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array) -> tuple[NamedArrays, list[float]]:
     """θ ← Σ wₖ θₖ and q(Z_G) ← Wasserstein barycentre of the sites' q(Z_G), weights divided by their sum.
+
+    Returns:
+        Both, and W₂ from each site's q(Z_G) to the barycentre.
 
     Raises:
         NumericsError: there is no barycentre, or the iteration does not converge.
@@ -168,7 +146,7 @@ def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array, *, tolera
     shares = weights / weights.sum()
     means = np.stack([site["q.mean"] for site in sites])
     factors = np.stack([factor(site) for site in sites])
-    centre = barycentre(means, factors, weights, tolerance=tolerance)
+    centre = barycentre(means, factors, weights)
     merged: NamedArrays = {
         name: np.asarray(np.tensordot(shares, np.stack([site[name] for site in sites]), 1))
         for name in sites[0]
@@ -180,15 +158,13 @@ def average(sites: Sequence[Mapping[str, np.ndarray]], weights: Array, *, tolera
         lower = centre.factor / scale[:, None]
         merged["q.lower"] = lower[np.tril_indices(len(lower), -1)]
     spread = [wasserstein_distance(centre.mean, centre.factor, m, f) for m, f in zip(means, factors, strict=True)]
-    return Average(merged, spread)
+    return merged, spread
 
 
 def factor(parameters: Mapping[str, np.ndarray]) -> Array:
     """diag(σ) L [M, M], a factor of the covariance of q(Z_G); σ [M] itself when q is diagonal."""
-    scale = np.exp(parameters["q.log_scale"])
-    if "q.lower" not in parameters:
-        return scale
-    return GlobalPosterior.of(parameters).factor().numpy()
+    q_global = GlobalPosterior.of(parameters)
+    return (q_global.log_scale.exp() if q_global.lower is None else q_global.factor()).numpy()
 
 
 def move_limit(rate: float, steps: int) -> float:
@@ -199,18 +175,6 @@ def move_limit(rate: float, steps: int) -> float:
     """
     one, two = DECAYS
     return rate * steps * (1 - one) / math.sqrt((1 - two) * (1 - one**2 / two))
-
-
-def too_far(answers: Mapping[str, LocalEnd], sent: Mapping[str, np.ndarray], limit: float) -> dict[str, str]:
-    """Sites whose parameters are farther from those sent than local steps can have gone."""
-    refused = {}
-    for site, end in answers.items():
-        for name, array in end.values.items():
-            farthest = float(np.abs(array - sent[name]).max(initial=0.0))
-            if farthest > limit * (1 + 1e-9):
-                refused[site] = f"`{name}` moved by {farthest:.3g}; its steps reach no farther than {limit:.3g}"
-                break
-    return refused
 
 
 EQUATION = (
@@ -249,12 +213,18 @@ class StructuredVI(FederatedStrategy[SFVIState]):
         full = options.structure == "full"
         q_global = initial_global(model.global_size, scale=options.initial_scale, triangular=full)
         prior = Prior(model.fixed_log_scale.numpy(), model.block.numpy())
-        return SFVIState(on_the_wire(model.theta(), named(q_global)), prior, shared)
+        return SFVIState(on_the_wire(model.theta() | named(q_global)), prior, shared)
 
     def predictive(self, state: SFVIState, roster: Roster) -> Asking[Predicted]:
         """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
         yield from ()
-        return Predicted(Parameters(state.parameters), self._saved(state), self._facts(state))
+        section = self.config.model.model_dump(by_alias=True)
+        model = {"family": "structured", "model": section, "structure": self.options.model_dump(by_alias=True)}
+        posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
+        facts = {"bound": state.bound, "fresh_starts": state.fresh or None, "spread": dict(state.spread) or None}
+        known = {name: fact for name, fact in facts.items() if fact is not None}
+        shared = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
+        return Predicted(Parameters(state.parameters), posterior, shared | known)
 
     def constants(self, state: SFVIState) -> NamedArrays:
         """The shared inducing inputs."""
@@ -298,24 +268,12 @@ class StructuredVI(FederatedStrategy[SFVIState]):
         summed = yield Total(Confusion, predicted.request)
         return {} if summed.total is None else {"confusion": summed.total.counts.tolist()}
 
-    def _saved(self, state: SFVIState) -> Posterior:
-        """What predicts for a new site: θ, q(Z_G) and the shared inputs."""
-        arrays = {**state.parameters, **state.shared}
-        coordinates = {name: "standardised" if name == SHARED else "unconstrained" for name in arrays}
-        section = self.config.model.model_dump(by_alias=True)
-        model = {"family": "structured", "model": section, "structure": self.options.model_dump(by_alias=True)}
-        meanings = {name: MEANINGS.get(name, "hyperparameter") for name in arrays}
-        return Posterior(arrays, meanings, coordinates, EQUATION, model)
 
-    def _facts(self, state: SFVIState) -> dict[str, Any]:
-        """The bound at the end, and how far apart the sites were at the latest average."""
-        facts: dict[str, Any] = {"shared_latents": len(state.prior.fixed)}
-        facts["relevance"] = lengthscale_facts(state.parameters, None)
-        if state.bound is not None:
-            facts["bound"] = state.bound
-        if state.fresh:
-            facts["fresh_starts"] = state.fresh
-        return facts | ({"spread": dict(state.spread)} if state.spread else {})
+def saved(arrays: NamedArrays, equation: str, model: Mapping[str, Any], **meanings: str) -> Posterior:
+    """What predicts, from parameters and shared inputs."""
+    coordinates = {name: "standardised" if name == SHARED else "unconstrained" for name in arrays}
+    known = {name: {**MEANINGS, **meanings}.get(name, "hyperparameter") for name in arrays}
+    return Posterior(arrays, known, coordinates, equation, model)
 
 
 class SFVIAvg(StructuredVI):

@@ -28,7 +28,7 @@ settings.load_profile("gate" if os.environ.get("CI") else "here")
 _hook = install_import_hook(CHECKED, "beartype.beartype")
 
 
-SLOWEST = ("test_deployment", "test_methods_simulation", "test_simulation", "test_site")
+SLOWEST = ("test_deployment", "test_simulation", "test_site")
 """Files of few tests that take long: begun first, or one worker would be left alone with them."""
 
 

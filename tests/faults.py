@@ -60,7 +60,6 @@ class Fault:
     times: int = 10**9
 
     def strikes(self, site: str, phase: str, server_round: int) -> bool:
-        """Whether it hits this message."""
         here = site == self.site and (not self.phases or phase in self.phases)
         return here and (self.rounds is None or server_round in self.rounds) and self.times > 0
 
@@ -88,11 +87,9 @@ class FaultyGrid(InProcessGrid):
         """Listed as online, but nobody is there."""
 
     def get_node_ids(self) -> Iterable[int]:
-        """Those that have a Context, and those that had one a moment ago."""
         return [*self.contexts, *self.ghosts]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The oldest reply that is not lost."""
         for message_id in message_ids:
             message = self._pending.pop(message_id, None)
             reply = None if message is None else self.arrival(message)
@@ -101,13 +98,11 @@ class FaultyGrid(InProcessGrid):
         return []
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Replies that are not lost, in Flower's own loop."""
         del timeout
         replies = [self.arrival(self._pending.pop(message_id)) for message_id in self.push_messages(messages)]
         return [reply for reply in replies if reply is not None]
 
     def arrival(self, message: Message) -> Message | None:
-        """What arrives of the reply to a message."""
         meta, config = message.metadata, message.content.config_records["config"]
         reply: Message | None = None
         site = "nobody"
@@ -123,11 +118,9 @@ class FaultyGrid(InProcessGrid):
         return reply
 
     def node_of(self, site: str) -> int:
-        """The node id of a site."""
         return next(node for node, context in self.contexts.items() if site_id(context.node_config) == site)
 
     def restart(self, site: str, *, ghost: bool = False) -> None:
-        """The site comes back under a new node id and with no memory; a ghost of the old node may stay listed."""
         old = self.node_of(site)
         context = self.contexts.pop(old)
         if ghost:
@@ -135,25 +128,25 @@ class FaultyGrid(InProcessGrid):
         self.join(context.node_config)
 
     def join(self, node_config: Mapping[str, Any]) -> None:
-        """A new node."""
         node = 5000 + max([*self.contexts, *self.ghosts])
         self.contexts |= {node: InProcessGrid(self.client_app, self.flat, [node_config]).contexts.popitem()[1]}
 
 
+class Killed(BaseException):
+    """Nothing in the program may catch it."""
+
+
 def lost(reply: Message) -> None:
-    """Nothing arrives."""
     del reply
 
 
 def crashed(reply: Message) -> Message:
-    """What Flower sends when the process of a site dies of an exception."""
     broken = Message(RecordDict(), dst_node_id=reply.metadata.src_node_id, message_type=reply.metadata.message_type)
     broken.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
     return Message(Error(code=2, reason="Traceback\n  File x.py\nMemoryError: no room"), reply_to=broken)
 
 
 def arrays(change: Callable[[dict[str, np.ndarray]], Mapping[str, np.ndarray]]) -> Change:
-    """Other arrays than the site meant to send."""
 
     def apply(reply: Message) -> Message:
         if "arrays" in reply.content.array_records:
@@ -166,12 +159,10 @@ def arrays(change: Callable[[dict[str, np.ndarray]], Mapping[str, np.ndarray]]) 
 
 
 def each(change: Callable[[np.ndarray], np.ndarray]) -> Change:
-    """Every array changed."""
     return arrays(lambda own: {name: change(array) for name, array in own.items()})
 
 
 def texts(**values: Any) -> Change:
-    """Other words in the configuration record; underscores stand for dashes."""
 
     def apply(reply: Message) -> Message:
         for name, value in values.items():
@@ -182,7 +173,6 @@ def texts(**values: Any) -> Change:
 
 
 def numbers(**values: Any) -> Change:
-    """Other metrics; underscores stand for dashes, None deletes."""
 
     def apply(reply: Message) -> Message:
         record = reply.content.metric_records["metrics"]
@@ -202,17 +192,14 @@ class Clock:
         self.now = 0.0
 
     def monotonic(self) -> float:
-        """Seconds slept so far."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Nobody waits."""
         self.now += seconds
 
 
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
-    """A timeout costs no time."""
     clock = Clock()
     with mock.patch("strategies.server.network.time", clock), mock.patch("strategies.server.enrolment.time", clock):
         yield
@@ -228,23 +215,19 @@ class Recorder:
     at: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     def on_round(self, row: Mapping[str, float], total: int) -> None:
-        """Keep the row."""
         self.totals.append(total)
         self.rows.append(dict(row))
 
     def on_checkpoint(self, snapshot: Snapshot) -> None:
-        """Keep the checkpoint, then do what is due."""
         self.snapshots.append(snapshot)
         self.at.pop(self.rows[-1]["round"], lambda: None)()
 
 
 def configured(**changes: Any) -> dict[str, Any]:
-    """The tiny configuration with changes; ``__`` stands for a dot, ``_`` for a dash."""
     return TINY | {name.replace("__", ".").replace("_", "-"): value for name, value in changes.items()}
 
 
 def run(grid: FaultyGrid, recorder: Recorder | None = None, snapshot: Snapshot | None = None) -> Any:
-    """Run the grid's configuration and return the Strategy."""
     config = parse_config(grid.flat)
     strategy: FederatedStrategy[Any] = strategy_class(config).from_config(config, recorder or Recorder(), snapshot)
     with no_waiting():
@@ -253,7 +236,6 @@ def run(grid: FaultyGrid, recorder: Recorder | None = None, snapshot: Snapshot |
 
 
 def blamed(strategy: FederatedStrategy[Any]) -> dict[str, list[str]]:
-    """Reasons by site."""
     found: dict[str, list[str]] = {}
     for failure in strategy.network.failures:
         found.setdefault(failure.site, []).append(failure.reason)
@@ -261,12 +243,10 @@ def blamed(strategy: FederatedStrategy[Any]) -> dict[str, list[str]]:
 
 
 def parameters(strategy: Any) -> NamedArrays:
-    """The parameters that a run of SGPR, FSGP or FGPR has reached."""
     return {name.removeprefix("values."): array for name, array in strategy.public(strategy.current).items()}
 
 
 def rows_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The standardised training rows of some sites."""
     prepared = strategy.preparation
     preparation = Preparation.from_wire(prepared.arrays, prepared.schema)
     nodes = [grid.contexts[grid.node_of(site)].node_config for site in sites]
@@ -276,19 +256,16 @@ def rows_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> tuple[torc
 
 
 def sums_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> SparseSums:
-    """The sums of some sites at the final parameters, from their rows."""
     return pooled_sums(
         SparseGP.from_arrays(strategy.config.model, parameters(strategy)), *rows_of(grid, strategy, sites)
     )
 
 
 def posterior_of(grid: FaultyGrid, strategy: Any, sites: Iterable[str]) -> WhitenedPosterior:
-    """q(v) of some sites' rows at the final parameters, from their rows."""
     return exact_posterior(sums_of(grid, strategy, sites), noise_of(parameters(strategy)))
 
 
 def waves(rows: int, seed: int) -> pd.DataFrame:
-    """Rows of a smooth function of two inputs, already nearly standardised."""
     draw = np.random.default_rng(seed)
     x = draw.uniform(-1.7, 1.7, (rows, 2))
     y = np.sin(1.5 * x[:, 0]) + 0.5 * x[:, 1] + 0.2 * draw.standard_normal(rows)
@@ -296,7 +273,6 @@ def waves(rows: int, seed: int) -> pd.DataFrame:
 
 
 def csv_nodes(folder: Path, frames: Mapping[str, pd.DataFrame], policy: str = "least-cell = 0") -> list[dict[str, str]]:
-    """A CSV file per site, and the node configurations that name them; unless told, histograms leave as they are."""
     for site, frame in frames.items():
         frame.to_csv(folder / f"{site}.csv", index=False)
     (folder / "sites.toml").write_text(policy)

@@ -62,7 +62,6 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def keys_of(method: str, **changes: Any) -> dict[str, Any]:
-    """The tiny configuration of a method."""
     return configured(**{"num_server_rounds": 3} | METHODS[method] | changes)
 
 
@@ -70,17 +69,14 @@ Spoil = Callable[[Message, float], Message | None]
 
 
 def scaled(reply: Message, size: float) -> Message | None:
-    """All arrays of real numbers times a factor."""
     return arrays(lambda own: {n: a * size if a.dtype.kind == "f" else a for n, a in own.items()})(reply)
 
 
 def shifted(reply: Message, size: float) -> Message | None:
-    """A number added to all arrays of real numbers."""
     return arrays(lambda own: {n: a + size if a.dtype.kind == "f" else a for n, a in own.items()})(reply)
 
 
 def one_entry(reply: Message, size: float) -> Message | None:
-    """One entry of each array is a number that has nothing to do with it."""
 
     def change(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         for array in own.values():
@@ -92,7 +88,6 @@ def one_entry(reply: Message, size: float) -> Message | None:
 
 
 def misshapen(reply: Message, size: float) -> Message | None:
-    """Every array with an axis more."""
     del size
     return arrays(lambda own: {n: a[None] for n, a in own.items()})(reply)
 
@@ -126,7 +121,6 @@ class Schedule:
     done: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Draw from the seed."""
         self.draw = np.random.default_rng(self.seed)
 
 
@@ -140,7 +134,6 @@ class ScheduledGrid(FaultyGrid):
         self.old: dict[tuple[str, str], Message] = {}
 
     def arrival(self, message: Message) -> Message | None:
-        """What arrives of the reply to a message."""
         reply = super().arrival(message)
         schedule, kind = self.schedule, message.metadata.message_type
         site = self.visits[-1].site
@@ -165,7 +158,6 @@ class ScheduledGrid(FaultyGrid):
         return SPOILS[what](reply, size) if what in SPOILS else reply
 
     def pull_messages(self, message_ids: Any) -> list[Message]:
-        """Replies in another order than they were asked for, and sometimes one that nobody waits for any more."""
         ids = list(message_ids)
         self.schedule.draw.shuffle(ids)
         late = [self.late.pop()] if self.late and self.schedule.draw.random() < 0.5 else []
@@ -181,7 +173,6 @@ def _copied(reply: Message) -> Message:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Lies overflow; what they overflow into is what is looked at."""
     with np.errstate(all="ignore"), mock.patch("strategies.server.session.time", _Instant()):
         yield
 
@@ -192,11 +183,9 @@ class _Instant:
     now = 0.0
 
     def monotonic(self) -> float:
-        """Seconds."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Nobody waits."""
         self.now += 10 * seconds
 
 
@@ -210,7 +199,6 @@ class Ending:
 
 
 def ended(method: str, schedule: Schedule, sites: int = 4, **changes: Any) -> Ending:
-    """Run a method under a schedule; anything but a result or words raises."""
     from faults import run
 
     try:

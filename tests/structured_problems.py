@@ -17,7 +17,6 @@ from fedgp_flower.methods.family import (
     on_the_wire,
     with_named,
 )
-from fedgp_flower.methods.hierarchical_gp.smooth import ShapedGP
 from fedgp_flower.methods.sfvi.gp import HierarchicalModel
 from fedgp_flower.methods.sfvi.learner import Learner, step_local
 from fedgp_flower.methods.sfvi.messages import GradientShare
@@ -57,28 +56,28 @@ class DrawnGP(HierarchicalModel, SampledModel):
         """Σ_n E[log p(y_n | f_n, ζ)] + log N(Z_L | 0, I), over what the inducing values leave open of f_n.  [*S, 1]."""
         own = z_local[..., 0, :]
         mean, left_over, noise = self._given(site, z_global, z_local)
-        rows = self.likelihood.expected_with(site.targets, mean, left_over, noise)
+        rows = self.observed.expected_with(site.targets, mean, left_over, noise)
         prior = -0.5 * own.square().sum(-1) - 0.5 * own.shape[-1] * math.log(2 * math.pi)
         return (rows.sum(-1) + prior)[..., None]
 
     def observation(self, site, z_global, z_local):
         """Moments of a noisy observation."""
-        return self.likelihood.moments_with(*self._given(site, z_global, z_local))
+        return self.observed.moments_with(*self._given(site, z_global, z_local))
 
-    def link(self, site, z_global, z_local):
+    def function(self, site, z_global, z_local):
         """Mean of f."""
         return self._given(site, z_global, z_local)[0]
 
     def _given(self, site, z_global, z_local):
         """Mean and variance of f, and the noise; what is open of f is what the inducing values leave open."""
-        basis, own = self._basis(site), z_local[..., 0, :]
+        (shared, local, left_over), own = self._basis(site), z_local[..., 0, :]
         offset, zero = (own[..., -1:] if self.offsets else own.new_zeros(1)), own.new_zeros(())
-        return z_global @ basis.shared + own @ basis.local, basis.left_over, self._noise(offset, zero, zero)
+        return z_global @ shared + own @ local, left_over, self._noise(offset, zero, zero)
 
 
 def shaped_gp(*, inputs, widths=(0.5, 0.4, 0.3), jitter=1e-8):
     """The same where sites differ in shape."""
-    return two_kernels(ShapedGP(section(jitter), inputs, widths))
+    return two_kernels(HierarchicalModel(section(jitter), inputs, widths=widths))
 
 
 def sparse_gp(*, inputs, likelihood="gaussian", noise_spread=0.0, jitter=1e-8):
@@ -156,10 +155,10 @@ def linear_gaussian_posterior(designs, targets, noise):
     return as_global(mean[:size], shared), local, evidence
 
 
-def start_posteriors(model, sites, generator, *, coupled=True, triangular=True):
+def start_posteriors(model, sites, generator, *, triangular=True, whole=True):
     """Randomly moved q(Z_G) and q(Z_Lk | Z_G)."""
     q_global = randomised(initial_global(model.global_size, scale=0.5, triangular=triangular), generator)
-    local = [model.initial_local(site, scale=0.7, coupled=coupled, triangular=triangular) for site in sites]
+    local = [model.initial_local(site, scale=0.7, whole=whole) for site in sites]
     return q_global, [randomised(q, generator) for q in local]
 
 
@@ -171,13 +170,19 @@ class PlainSite:
         self.q_local, self.moments, self.rate, self.step = q_local, AdamState(), rate, 0
 
     def gradient(self, request):
-        """The share of a round; what stays at the site is in ``share.local``."""
+        """The share of a round; what stays at the site is in ``local``."""
         noise = None if request.noise is None else torch.tensor(request.noise)
-        self.share = self.learner.gradient(GlobalPosterior.of(request.values), self.q_local, noise, self.step)
-        self.q_local, self.moments = step_local(self.q_local, self.share, self.moments, self.rate)
+        value, slopes = self.learner.gradient(GlobalPosterior.of(request.values), self.q_local, noise, self.step)
+        self.q_local, self.moments = step_local(self.q_local, slopes, self.moments, self.rate)
         self.step += 1
-        values = on_the_wire(self.share.theta, self.share.eta)
-        return GradientShare(values, self.share.value, 0)
+        sent, self.local = dealt(slopes)
+        return GradientShare(sent, value, 0)
+
+
+def dealt(slopes):
+    """The part of a gradient that is sent, and the part that stays at a site."""
+    local = {name: slope for name, slope in slopes.items() if name.startswith("local.")}
+    return on_the_wire({name: slope for name, slope in slopes.items() if name not in local}), local
 
 
 def roster_of(sites, server_round=1):
@@ -188,7 +193,7 @@ def roster_of(sites, server_round=1):
 
 def state_of(model, q_global):
     """The server's state before the first round."""
-    return SFVIState(on_the_wire(model.theta(), named(q_global)), prior_of(model), {})
+    return SFVIState(on_the_wire(model.theta() | named(q_global)), prior_of(model), {})
 
 
 def plan_of(**options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from scipy.stats import norm
 
 from fedgp_flower.config import parse
 from fedgp_flower.options import MethodOptions
@@ -16,9 +17,18 @@ def truth(x):
     return 40 + 10 * np.sin(2 * x).sum(axis=1) / np.sqrt(x.shape[1])
 
 
-def predict(x):
-    """Mean and sd of a noisy observation, wider away from the origin."""
-    return truth(x) + 0.5, 3 + 0.5 * np.abs(x).max(axis=1)
+class Truth:
+    """Predicts nearly the truth: mean and sd of a noisy observation, wider away from the origin."""
+
+    def __call__(self, x):
+        return truth(x) + 0.5, 3 + 0.5 * np.abs(x).max(axis=1)
+
+    def quantiles(self, x, levels):
+        mean, sd = self(x)
+        return mean + sd * norm.ppf(levels)[:, None]
+
+
+predict = Truth()
 
 
 def regression_site(rng, rows, inputs, worse=0.0):
@@ -57,7 +67,7 @@ def make_run(
         row = {"round": number, "communications": number + 1, "seconds": 0.4 + 0.02 * number}
         row |= {"bytes_up": 9000 * sites, "bytes_down": 12000 * sites, "objective": -2 - 3 * np.exp(-number / 5)}
         if number % 2 == 0:
-            row |= {name: own["test"][name] + (2.5 * np.exp(-number / 3)) for name in ("nll", headline)}
+            row |= {f"test_{name}": own["test"][name] + (2.5 * np.exp(-number / 3)) for name in ("nll", headline)}
         run.append_history(row)
     levels = {"kind": "categorical", "levels": ["benign", "malignant"]} if classes else {"kind": "numeric"}
     run.write_posterior(
@@ -82,12 +92,11 @@ def make_run(
             **{"method": "fsgp", "dataset": "synthetic", "sites": sites, "rounds": 20, "communications": 21},
             seconds={"total": 14.2, "setup": 1.1, "training": 12.0, "evaluation": 1.1},
             bytes={"up": 9000 * sites * 21, "down": 12000 * sites * 21},
-            **{**own, "per_site": shown},
+            **{**own, "per_site": shown, "calibration": combine_histograms(v[0].arrays for v in made.values())},
             local_only=as_baseline(local) if baselines else None,
             pooled=as_baseline(own) if baselines else None,
             failures=failures,
             repairs={"extra jitter in Kzz": 3} if failures else {},
-            calibration=combine_histograms(v[0].arrays for v in made.values()),
         )
     )
     return run.path

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
-from strategies.fedmgp_rules import RULES, krum, median, merged, norm_clipped, trimmed_mean
+from strategies.fedmgp_rules import RULES, krum, mean, median, merged, norm_clipped, trimmed_mean
 
 ROWS = np.array([[1.0, 2.0], [3.0, -4.0], [100.0, 6.0]])
 USUAL = FedMGPOptions()
 
 
 def test_the_mean_keeps_names_and_shapes() -> None:
-    found = merged(USUAL, [{"b": row[1:], "a": row[:1].reshape(1, 1)} for row in ROWS])
+    found = merged(mean, USUAL, [{"b": row[1:], "a": row[:1].reshape(1, 1)} for row in ROWS])
     np.testing.assert_allclose(found["a"], [[104 / 3]])
     np.testing.assert_allclose(found["b"], [4 / 3])
 

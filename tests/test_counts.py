@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-import pandas as pd
 import pytest
-from faults import FaultyGrid, configured
 from scipy import integrate, stats
 
-from fedgp_flower import server_app
 from fedgp_flower.errors import NumericsError
-from fedgp_flower.run.predict import QUANTILES, Predictor
+from fedgp_flower.run.predict import QUANTILES
 from fedgp_flower.scores import count_quantiles, count_scores
 
 CASES = ((0.3, 0.5, 0), (1.2, 0.2, 7), (-2.0, 0.9, 1), (3.0, 0.0, 20), (4.0, 0.3, 31))
@@ -69,36 +64,3 @@ def test_quantiles_of_counts() -> None:
 def test_what_are_no_counts(variance: float, target: float) -> None:
     with pytest.raises(NumericsError):
         count_scores(np.zeros(1), np.array([variance]), np.array([target]))
-
-
-def test_counts_at_three_sites(tmp_path: Path) -> None:
-    """A rate that an input raises: the model predicts it better than one that does not know the input."""
-    draw = np.random.default_rng(0)
-    x = draw.uniform(-1.5, 1.5, 150)
-    y = draw.poisson(np.exp(0.7 + 0.9 * x))
-    pd.DataFrame({"x": x, "y": y}).to_csv(tmp_path / "counts.csv", index=False)
-    flat = configured(
-        method="sfvi",
-        dataset=str(tmp_path / "counts.csv"),
-        target="y",
-        num_server_rounds=15,
-        round_timeout=60.0,
-        model__likelihood="poisson",
-        sfvi__learning_rate=0.2,
-        baselines__local_only=True,
-        baselines__max_evaluations=30,
-        output_dir=str(tmp_path),
-        name="run",
-    )
-    grid = FaultyGrid(flat, 3)
-    folder = server_app.execute(grid, flat, lambda row, total: None)
-    metrics = pd.read_json(folder / "metrics.json", typ="series")
-    table = Predictor.of_run(folder).predict(pd.DataFrame({"x": [-1.0, 1.0]}))
-    assert (table["q2.5"] >= 0).all()
-    assert (table.filter(like="q") % 1 == 0).all(axis=None)
-    constant = -stats.poisson.logpmf(y, y.mean()).mean()
-    assert metrics["failures"] == []
-    assert metrics["test"]["nll"] < constant - 0.2
-    assert metrics["test"]["coverage_95"] > 0.8
-    assert metrics["local_only"]["nll"] < constant
-    assert sum(metrics["calibration"]["pit"]) == pytest.approx(sum(row["num_examples"] for row in metrics["per_site"]))

@@ -14,8 +14,7 @@ from torch.distributions import MultivariateNormal
 
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.messages import add
-from fedgp_flower.methods.deep_kernel.messages import Heads
-from fedgp_flower.methods.deep_kernel.model import Classes, DeepKernel, heads_of, sums_of
+from fedgp_flower.methods.deep_kernel.model import Classes, DeepKernel, Heads, heads_of, sums_of
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run
@@ -90,14 +89,6 @@ def test_heads_are_those_of_the_pooled_process(problem, which):
         torch.testing.assert_close(
             torch.einsum("nf,cfg,ng->cn", features, wide, features), spread, rtol=1e-8, atol=1e-8
         )
-
-
-def test_one_head_for_all_does_not_depend_on_the_partition(problem):
-    model, x, y, _ = problem
-    whole, parts = (summed(model, x, y, list(torch.arange(N).chunk(k))) for k in (1, 4))
-    for name in ("precision", "shift", "constant"):
-        np.testing.assert_allclose(getattr(whole, name)[0], getattr(parts, name)[0], rtol=1e-11, atol=1e-11)
-    assert not np.allclose(whole.precision[1], parts.precision[1])
 
 
 def test_the_evidence_of_one_site_is_the_same_for_all_shares_and_so_is_what_it_trains_on(problem):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from cryptography import x509
 from faults import waves
 
@@ -51,14 +50,14 @@ def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> tuple[
 
 def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path: Path, capsys: Any) -> None:
     coordinator, site = both
-    words, variables, folder = coordinator.command()
+    words, folder, variables = coordinator.command()
     assert words[2:8] == ["fedgp_flower.deploy.wrapped", "superlink", "--host", "0.0.0.0", "--port", "8000"]
     assert "--enable-supernode-auth" in words
     certificate = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["localhost", HOST]
     assert variables["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
-    words, variables, folder = site.command()
+    words, folder, variables = site.command()
     assert words[words.index("--superlink") + 1] == f"{HOST}:8000"
     assert variables["FEDGP_APP"] == APP
     assert variables["PATH"].startswith(str(folder / "bin"))
@@ -67,16 +66,6 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
         assert secret.stat().st_mode & 0o777 == 0o600
     for machine, name in ((coordinator.folder, "superlink"), (folder, "site-north")):
         assert "Restart=always" in (machine / f"fedgp-{name}.service").read_text()
-        (service,) = yaml.safe_load((machine / "compose.yaml").read_text())["services"].items()
-        assert service[0] == name
-        assert service[1]["command"] == (
-            ["deploy", "serve", "--folder", str(machine)] if name == "superlink" else ["site", "serve", str(machine)]
-        )
-        assert service[1]["volumes"] == [f"{machine}:{machine}"]
-        assert ("healthcheck" in service[1], "ports" in service[1]) == (name == "superlink",) * 2
-        project = Path(service[1]["build"])
-        copied = re.findall(r"/fedgp/([\w.]+)", (machine / "Dockerfile").read_text())
-        assert all((project / file).is_file() for file in ("pyproject.toml", *copied))
     said = capsys.readouterr().out
     assert f"ok      table: {tmp_path / 'north.csv'}: 40 rows, 2 inputs" in said
     assert f"PROBLEM SuperLink: {HOST}:8000 cannot be reached" in said
@@ -85,17 +74,15 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
             cli.app(again, standalone_mode=False)
 
 
-def test_service_files_are_valid_in_a_folder_with_a_space(tmp_path: Path) -> None:
+def test_a_service_file_is_valid_in_a_folder_with_a_space(tmp_path: Path) -> None:
     """By systemd's check, where it is installed."""
     folder = tmp_path / "my 100% lab"
     folder.mkdir()
-    machines.write_units(folder, "superlink", ["deploy", "serve", "--folder", str(folder)], 8000)
-    unit = folder / "fedgp-superlink.service"
-    [line] = re.findall(r"ExecStart=(.*)", unit.read_text())
+    machines.write_unit(folder, "superlink", "deploy", "serve", "--folder", str(folder))
+    [line] = re.findall(r"ExecStart=(.*)", (folder / "fedgp-superlink.service").read_text())
     assert shlex.split(line)[-1].replace("%%", "%") == str(folder)
-    assert yaml.safe_load((folder / "compose.yaml").read_text())["services"]["superlink"]["command"][-1] == str(folder)
     if shutil.which("systemd-analyze"):
-        words = ["systemd-analyze", "verify", str(unit)]
+        words = ["systemd-analyze", "verify", str(folder / "fedgp-superlink.service")]
         found = subprocess.run(words, capture_output=True, text=True, check=False)
         assert (found.returncode, found.stdout + found.stderr) == (0, "")
 

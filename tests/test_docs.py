@@ -16,13 +16,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import typer
-from annotated_types import Ge, Gt, Le, Lt
 
 from fedgp_flower.cli import app
 from fedgp_flower.config import RunConfig
+from fedgp_flower.options import meanings
 from fedgp_flower.privacy.policy import Policy
 from fedgp_flower.run import figures
-from fedgp_flower.run.keys import docstrings, reference
+from fedgp_flower.run.keys import reference
 from fedgp_flower.run.leaves import page as leaving
 from fedgp_flower.run.registry import METHODS, default_config, option_classes, parse_config
 from fedgp_flower.run.user_config import parse_assignments, read_config
@@ -31,11 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
 LEAVES = ROOT / "docs" / "leaves.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ROW = re.compile(r"^\| `(?P<key>[^`]+)` \| (?P<default>.+?) \| (?P<allowed>.+?) \| (?P<meaning>.*) \|$", re.MULTILINE)
 RULE = re.compile(r"^\| `(?P<key>[a-z-]+)` \| `(?P<default>[^`]+)` \| (?P<meaning>.*) \|$", re.MULTILINE)
-SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
-
-
 HEAD = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
 
 
@@ -142,11 +138,6 @@ def test_documented_flwr_runs_name_keys_that_exist():
         assert set(keys) <= default_config().keys()
 
 
-def test_every_documented_command_is_of_a_program_these_tests_know():
-    known = {"fedgp", "python", "make", "flwr", "flower-superlink", "flower-supernode", "export", "ssh-keygen"}
-    assert {Path(words[0]).name for words in COMMANDS} - known == set()
-
-
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
@@ -181,7 +172,7 @@ def test_the_documents_say_of_every_message_what_leaves_a_site():
 def test_every_rule_of_a_policy_is_documented_with_its_default():
     text = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
     told = {row["key"]: (row["default"], row["meaning"]) for row in RULE.finditer(text)}
-    words = docstrings(Policy)
+    words = meanings(Policy)
     expected = {own.alias: (own.default, words[name]) for name, own in Policy.model_fields.items()}
     assert told == {key: (json.dumps(default), said) for key, (default, said) in expected.items()}
 

@@ -65,15 +65,6 @@ def test_classification_figures_have_no_units():
     assert result["per_site"][0]["accuracy"] == 0.5
 
 
-def test_a_site_without_rows_has_no_figures_and_moves_nothing():
-    scores = split(11, 1)
-    alone = combine({"0": scores["0"].sums}, 1.0)
-    both = combine({"0": scores["0"].sums, "1": gaussian_scores([], [], []).sums}, 1.0)
-    assert both["test"] == alone["test"]
-    assert both["per_site"][1]["num_examples"] == 0
-    assert math.isnan(both["per_site"][1]["rmse"])
-
-
 def test_histograms_add_over_sites():
     scores = split(53, 4)
     m, s, y = predictions(53)

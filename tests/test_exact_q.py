@@ -11,7 +11,8 @@ import torch
 
 from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.gp.convolved import smoothed_covariance
-from fedgp_flower.messages import add, decode, encode
+from fedgp_flower.gp.sums import INPUT_EDGES, input_shape
+from fedgp_flower.messages import add
 from fedgp_flower.methods.fedmgp.latents import (
     LatentFunctions,
     LatentPosterior,
@@ -23,7 +24,6 @@ from fedgp_flower.methods.fedmgp.latents import (
     posterior,
     spacing,
 )
-from fedgp_flower.methods.fedmgp.messages import TrialStatistics
 from fedgp_flower.methods.fedmgp.model import MultiOutputGP, fit_pooled
 from fedgp_flower.methods.fedmgp.unit import (
     UnitData,
@@ -36,7 +36,11 @@ from fedgp_flower.methods.fedmgp.unit import (
     starting_parameters,
     statistics,
 )
+from fedgp_flower.run.registry import parse_config
+from fedgp_flower.shared_messages import Shape
 from strategies.fedmgp_exact import ExactState, merge, trial_moves
+from strategies.fedmgp_shared import first_inducing
+from strategies.server.questions import Roster
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
@@ -60,8 +64,8 @@ def signals(dims: int, seed: int = 0, num_units: int = 3, rows: int = 50) -> lis
 def start(inducing, multiples=(1.0,)):  # type: ignore[no-untyped-def]
     """Before the first round: lengthscales from the spacing of the pseudo-inputs, q(u) the prior."""
     latents = latents_at(inducing, list(multiples), 1e-8)
-    steps = np.full(latents.scales.shape, 0.3)
-    return ExactState(latents, LatentPosterior(np.zeros(latents.size), np.eye(latents.size)), None, steps, steps)
+    steps = np.full((2, *latents.scales.shape), 0.3)
+    return ExactState(latents, LatentPosterior(np.zeros(latents.size), np.eye(latents.size)), None, steps)
 
 
 def federate(units, inducing, rounds, *, multiples=(1.0,), unsmoothed=0, reach=None):  # type: ignore[no-untyped-def]
@@ -285,26 +289,37 @@ def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
     np.testing.assert_allclose(only.bound, max(best_scales(r, 1)[0] for r in replies["1"]))
 
 
-def test_trial_moves_take_turns_and_steps_adapt() -> None:
+def test_trial_moves_take_turns() -> None:
     state = start(grid(2), (1.0, 3.0))
     np.testing.assert_allclose(state.latents.scales, np.outer([1.0, 9.0], spacing(grid(2)) ** 2))
-    touched = []
-    for r in range(4):
-        moves = trial_moves(replace(state, round=r))
-        assert moves[0].stretch == 1
-        assert not np.any(moves[0].offset)
-        assert len(moves) == 6
-        moving = np.argwhere(np.any([m.offset != 0 for m in moves], axis=0))
-        assert len(moving) == 1
-        touched.append(tuple(moving[0]))
-    assert sorted(touched) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    rounds = [trial_moves(replace(state, round=r)) for r in range(4)]
+    assert all(len(moves) == 6 and moves[0].stretch == 1 and not moves[0].offset.any() for moves in rounds)
+    touched = [np.argwhere(np.any([move.offset != 0 for move in moves], axis=0)).tolist() for moves in rounds]
+    assert sorted(touched) == [[[0, 0]], [[0, 1]], [[1, 0]], [[1, 1]]]
 
 
-def test_statistics_survive_the_wire() -> None:
-    latents, _, data, phi, _ = random_unit(2, 1)
-    sent = [statistics(data, latents, phi), statistics(data, latents, replace(phi, noise=0.2))]
-    for a, b in zip(sent, decode(TrialStatistics, encode(TrialStatistics.of(sent))).each(), strict=True):
-        np.testing.assert_array_equal(np.tril(a.precision), np.tril(b.precision))
-        np.testing.assert_array_equal(b.precision, b.precision.T)
-        for name in ("shift", "slack", "evidence"):
-            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+def placed(x: np.ndarray) -> np.ndarray:
+    """Pseudo-inputs, nine at most, for the rows of one site."""
+    config = parse_config({"method": "fedmgp", "model.num-inducing": 9})
+    running = first_inducing(config, Roster({"a": len(x)}, ("a",), (), 0))
+    next(running)
+    arrays = input_shape(x)
+    with pytest.raises(StopIteration) as end:
+        running.send({"a": Shape(arrays["input.histogram"], arrays["input.products"], np.zeros(()), {})})
+    return end.value.value
+
+
+def test_pseudo_inputs_cover_the_inputs_and_a_little_more() -> None:
+    x = np.linspace(-1.73, 1.73, 50)[:, None]
+    W = placed(x)
+    assert W.shape == (9, 1)
+    np.testing.assert_allclose(np.diff(W[:, 0]), np.diff(W[:, 0])[0])
+    width = INPUT_EDGES[1] - INPUT_EDGES[0]
+    assert -1.73 - 1.5 * width < W[0, 0] < -1.73
+    assert 1.73 < W[-1, 0] < 1.73 + 1.5 * width
+    square = np.column_stack([x[:, 0], x[::-1, 0] / 2])
+    two = placed(square)
+    assert two.shape == (9, 2)
+    assert np.ptp(two[:, 0]) > 1.7 * np.ptp(two[:, 1])
+    many = np.repeat(x, 4, axis=1)
+    assert placed(many).shape == (9, 4)

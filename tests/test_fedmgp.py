@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -22,7 +24,9 @@ from fedgp_flower.messages import add, decode
 from fedgp_flower.methods.fedmgp.latents import pooled_bound, posterior
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState, predict, statistics
 from fedgp_flower.run.registry import parse_config
-from strategies.fedmgp_shared import SharedLatents
+from strategies.fedmgp_shared import EVERYONE, SharedLatents
+from strategies.server.questions import Roster
+from strategies.server.strategy import FederatedStrategy
 
 UNITS = ("a", "b", "c", "d")
 
@@ -121,13 +125,19 @@ def test_a_unit_predicts_with_what_it_alone_knows(tmp_path: Path) -> None:
     assert float(prepared["target.scale"]) == pytest.approx(math.sqrt(np.mean(y**2)), rel=0.15)
 
 
-@pytest.mark.parametrize(("change", "times"), [(lost, 1), (crashed, 2)], ids=["lost", "crashed twice"])
+@pytest.mark.parametrize(
+    ("change", "times"), [(lost, 1), (crashed, 2), (None, 0)], ids=["lost", "crashed twice", "its memory lost"]
+)
 def test_a_unit_whose_replies_get_lost_goes_back_to_its_last_report(tmp_path: Path, change: Any, times: int) -> None:
-    fault = Fault("b", change, ("train.exact",), range(3, 3 + times), times=times)
-    recorder, grid = Recorder(), FaultyGrid(keys(num_server_rounds=6), nodes(tmp_path), fault)
+    """One that lost its memory starts afresh and replaces its report."""
+    faults = [Fault("b", change, ("train.exact",), range(3, 3 + times), times=times)] if times else []
+    recorder, grid = Recorder(), FaultyGrid(keys(num_server_rounds=6), nodes(tmp_path), *faults)
+    if not times:
+        recorder.at[3] = lambda: grid.restart("b")
     strategy = run(grid, recorder)
-    assert len(blamed(strategy)["b"]) == times
+    assert len(blamed(strategy).get("b", [])) == times
     consistent(grid, strategy)
+    assert sorted(strategy.current.reports) == list(UNITS)
     assert recorder.rows[-1]["bound"] > recorder.rows[1]["bound"]
 
 
@@ -143,15 +153,6 @@ def test_a_reply_lost_in_the_last_round_leaves_the_report_before(tmp_path: Path)
     assert phi is not None
     assert np.array_equal(phi.smoothing, kept.before.smoothing)
     assert phi.noise == kept.before.noise != kept.proposed.noise
-
-
-def test_a_unit_that_lost_its_memory_starts_afresh_and_replaces_its_report(tmp_path: Path) -> None:
-    recorder, grid = Recorder(), FaultyGrid(keys(num_server_rounds=6), nodes(tmp_path))
-    recorder.at[3] = lambda: grid.restart("c")
-    strategy = run(grid, recorder)
-    consistent(grid, strategy)
-    assert sorted(strategy.current.reports) == list(UNITS)
-    assert recorder.rows[-1]["bound"] > recorder.rows[0]["bound"]
 
 
 @pytest.mark.parametrize("method", ["fedmgp-exact", "fedmgp"])
@@ -226,14 +227,21 @@ def test_a_unit_that_joins_late_takes_part_and_one_that_comes_after_fits_alone(t
     assert known(grid, strategy, "d")[0] is None
 
 
-def test_a_collapse_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Units of pure noise: nothing of their signal comes from g."""
-    draw = np.random.default_rng(3)
-    frames = {unit: wave(1).assign(y=draw.standard_normal(40)) for unit in UNITS}
-    strategy = run(FaultyGrid(keys(fedmgp__start_multiple=12.0, num_server_rounds=3), csv_nodes(tmp_path, frames)))
-    with caplog.at_level("WARNING", logger="fedgp"):
-        assert strategy.details()["collapsed"]
-    assert "collapsed" in caplog.text
+@pytest.mark.parametrize("method", ["fedmgp-exact", "fedmgp"])
+def test_rounds_of_the_sum_alone_are_rounds_of_the_individuals(tmp_path: Path, method: str) -> None:
+    """With all units present, as under masks; the server then keeps nothing of one unit."""
+    flat, whole, objectives = keys(method=method, fedmgp__local_steps=3), FederatedStrategy.roster, []
+    for totals in (False, True):
+
+        def roster(strategy: Any, totals: bool = totals) -> Roster:
+            return replace(whole(strategy), totals_only=totals and strategy.round > 0)
+
+        with mock.patch.object(FederatedStrategy, "roster", roster):
+            recorder = Recorder()
+            strategy = run(FaultyGrid(flat, nodes(tmp_path)), recorder)
+        objectives.append([row["objective"] for row in recorder.rows])
+    np.testing.assert_allclose(*objectives, rtol=1e-7)
+    assert list(strategy.current.reports) == [EVERYONE]
 
 
 def test_one_unit_cannot_end_a_run_with_its_first_look(tmp_path: Path) -> None:

@@ -9,17 +9,15 @@ from unittest import mock
 import numpy as np
 import pandas as pd
 import pytest
-from faults import FaultyGrid, Recorder, csv_nodes, run
+from faults import FaultyGrid, csv_nodes, run
 from flwr.serverapp.strategy import Result
 from scipy import stats
-from test_fedmgp import UNITS, consistent, keys, known, memory, nodes, shared, wave
+from test_fedmgp import UNITS, keys, known, memory, shared, wave
 
 from fedgp_flower import server_app
 from fedgp_flower.methods.fedmgp import panels as unit_figures
-from fedgp_flower.methods.fedmgp.model import moments
-from fedgp_flower.methods.fedmgp.unit import UnitParameters, predict
+from fedgp_flower.methods.fedmgp.unit import predict
 from fedgp_flower.run.artefacts import read_run
-from strategies.fedmgp import FINAL_RATE
 
 Z = np.linspace(-8, 8, 4001)[:, None]
 WEIGHT = np.exp(-0.5 * Z**2) / np.exp(-0.5 * Z**2).sum()
@@ -111,62 +109,6 @@ def test_classes_are_predicted_also_by_a_unit_that_joins_late(tmp_path: Path) ->
     strategy._evaluate(Result())
     [late] = [row for row in strategy.evaluation["per_site"] if row["site"] == "d"]
     assert late["accuracy"] > 0.8
-
-
-def test_moments_of_observations_by_hand() -> None:
-    """Gaussian noise adds; a log-normal mixture of Poisson; a Student-t has ν/(ν − 2) of its squared scale."""
-    mean, variance = np.array([0.3, -1.0]), np.array([0.2, 0.05])
-    none = np.zeros((1, 1))
-    first, second = moments("gaussian", mean, variance, UnitParameters(none, none[0], 0.07))
-    np.testing.assert_allclose(first, mean)
-    np.testing.assert_allclose(second, variance + 0.07)
-    first, second = moments("poisson", mean, variance, UnitParameters(none, none[0], 1.0))
-    rate = np.exp(mean + variance / 2)
-    np.testing.assert_allclose(first, rate)
-    np.testing.assert_allclose(second, rate + rate**2 * np.expm1(variance), rtol=1e-8)
-    heavy_tails = UnitParameters(none, none[0], 1.0, (np.log(0.4), np.log(3.0)))
-    first, second = moments("student-t", mean, variance, heavy_tails)
-    np.testing.assert_allclose(first, mean)
-    np.testing.assert_allclose(second, variance + 0.16 * 5 / 3)
-
-
-class Watcher(FaultyGrid):
-    """Keeps learning rates that units were sent, and their p_m."""
-
-    def arrival(self, message: Any) -> Any:
-        """The reply; the rate of its request is noted."""
-        if message.metadata.message_type == "train":
-            sent = message.content.config_records["config"]
-            self.shares = {*getattr(self, "shares", set()), float(sent["share"])}
-            self.rates = [*getattr(self, "rates", []), float(sent["learning_rate"])]
-        return super().arrival(message)
-
-
-def test_the_local_rate_falls_to_its_last_share_over_the_rounds(tmp_path: Path) -> None:
-    flat = pseudo(optimizer__decay=0.5, fedmgp__local_steps=1, num_server_rounds=3)
-    grid = Watcher(flat, nodes(tmp_path, ("a", "b")))
-    run(grid)
-    expected = [0.02 * 0.5**t * FINAL_RATE ** (t / 2) for t in range(3)]
-    np.testing.assert_allclose(grid.rates, np.repeat(expected, 2))
-    assert grid.shares == {0.5}
-
-
-def test_two_inputs_have_their_lengthscales(tmp_path: Path) -> None:
-    """Bound and q(g) are those of the rows; the input that hardly matters has the longer lengthscale."""
-    frames = {}
-    for index, unit in enumerate(UNITS):
-        draw = np.random.default_rng(index)
-        x = draw.uniform(-1.7, 1.7, (50, 2))
-        y = (1 + 0.5 * index) * np.sin(2 * x[:, 0]) * np.exp(-0.05 * x[:, 1] ** 2) + 0.1 * draw.standard_normal(50)
-        frames[unit] = pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y})
-    flat = keys(model__num_inducing=36, num_server_rounds=8)
-    recorder, grid = Recorder(), FaultyGrid(flat, csv_nodes(tmp_path, frames))
-    strategy = run(grid, recorder)
-    consistent(grid, strategy)
-    assert min(np.diff([row["bound"] for row in recorder.rows])) >= -1e-7
-    [[fast, slow]] = shared(strategy)[0].scales
-    assert slow > 1.2 * fast
-    assert strategy.evaluation["test"]["rmse"] < 0.25
 
 
 def test_report_of_simulated_units_with_the_pooled_model_beside(tmp_path: Path) -> None:

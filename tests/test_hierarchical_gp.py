@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,12 @@ from structured_problems import gp_sites, shaped_gp
 from test_closed_form import dense_bound
 
 from fedgp_flower.messages import add
-from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.methods.hierarchical_gp.client import share_of
+from fedgp_flower.methods.family import GlobalPosterior, on_the_wire
 from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
-from fedgp_flower.methods.hierarchical_gp.smooth import SmoothDeviation
+from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, SmoothDeviation
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
-from strategies.hierarchical_gp import USUAL_SITES, shaped_round, smooth_start, widened
+from strategies.hierarchical_gp import USUAL_SITES, one_round, smooth_factor, smooth_start, widened
 from strategies.server.questions import Roster, drive
 
 POINTS = torch.linspace(-2, 2, 5, dtype=torch.float64)[:, None]
@@ -49,12 +49,6 @@ def calm(three: list[dict[str, Any]]) -> tuple[Any, Recorder]:
     return run(FaultyGrid(tiny(), three), recorder), recorder
 
 
-def load(model: Any, values: Any) -> None:
-    """θ of a message into a model."""
-    theta = {name: torch.tensor(own) for name, own in values.items() if name.startswith("theta.")}
-    model.load_theta({name.removeprefix("theta."): own for name, own in theta.items()})
-
-
 class Units:
     """A site with several units, each with a deviation and a noise of its own; it sends their sum."""
 
@@ -63,9 +57,9 @@ class Units:
 
     def expansion(self, request: Any) -> ExpansionShare:
         """As the client does it."""
-        load(self.model, request.values)
+        self.model.load_theta(request.values)
         q_global = GlobalPosterior.of(request.values)
-        return add([share_of(unit.derivatives(q_global), len(unit.targets)) for unit in self.units])
+        return add([unit.derivatives(q_global) for unit in self.units])
 
 
 def trajectory(sizes: tuple[int, ...], rounds: int, **keys: Any) -> tuple[Any, list[Any], list[SmoothDeviation]]:
@@ -75,11 +69,10 @@ def trajectory(sizes: tuple[int, ...], rounds: int, **keys: Any) -> tuple[Any, l
     units = [SmoothDeviation(model, own.features, own.targets) for own in rows]
     starts = np.cumsum([0, *sizes])
     sites = {str(k): Units(model, units[a:b]) for k, (a, b) in enumerate(pairwise(starts))}
-    theta = {f"theta.{name}": own.detach().numpy().copy() for name, own in model.theta().items()}
-    states: list[Any] = [smooth_start(theta, POINTS.numpy(), 7)]
+    states: list[Any] = [smooth_start(on_the_wire(model.theta()), POINTS.numpy(), 7)]
     roster, start = Roster(dict.fromkeys(sites, 1), tuple(sites), (), 1), deepcopy(model)
     for _ in range(rounds):
-        states.append(drive(shaped_round(states[-1], roster, start), sites)[0])
+        states.append(drive(one_round(states[-1], roster, partial(smooth_factor, start)), sites)[0])
     return model, states, units
 
 
@@ -95,13 +88,16 @@ def test_the_bound_of_a_run_is_that_of_a_dense_gp_at_its_optimum() -> None:
     """Without noise offsets nothing lags behind; L-BFGS of the dense bound from there finds no more."""
     model, states, units = trajectory((2, 2), 12, widths=(0.0, 0.0, 0.0))
     state = states[-1]
-    load(model, state.parameters)
+    model.load_theta(state.parameters)
     value = dense_bound(model, units, torch.zeros(4, 0))
     assert state.bound == pytest.approx(float(value.detach()), abs=1e-8)
     leaves = [own for _, own in sorted(model.theta().items())]
     slopes = torch.cat([own.flatten() for own in torch.autograd.grad(value, leaves)]).numpy()
     away = np.concatenate([own.detach().numpy().ravel() for own in leaves]) - state.mode
-    size = {"deviation.log_outputscale": 0.5, "log_site_slope": 1.0}  # of e^(θ/2) and e^θ: P(sd > its first) = .05
+    size = {
+        "theta.deviation.log_outputscale": 0.5,
+        "theta.log_site_slope": 1.0,
+    }  # of e^(κθ): P(sd > its first) = .05
     power = np.concatenate([np.full(own.numel(), size.get(n, 0.0)) for n, own in sorted(model.theta().items())])
     prior = away / state.scale**2 + np.log(20) * power * np.exp(power * away)
     assert slopes == pytest.approx(prior, abs=1e-5)  # of F and of the log prior, which are equal at the optimum
@@ -115,15 +111,13 @@ def test_widths_rest_where_those_of_em_do() -> None:
     first = now + np.array([0.2, -0.1, 0.0])
     variances = 4 + USUAL_SITES - squares - USUAL_SITES * np.exp(2 * (first - now))  # summed over K = 4 sites
     state = replace(states[-1], rise=0.0, first_widths=first, squares=squares, known=4 - variances)
-    every = np.array([True, True, True])
-    assert widened(state, every) is state
-    wider = widened(replace(state, squares=2 * squares), every)
+    assert widened(state) is state
+    wider = widened(replace(state, squares=2 * squares))
     assert wider.value is None
-    assert (wider.widths[name] > now).all()
+    assert (wider.widths[name][1:] > now[1:]).all()
+    assert wider.widths[name][0] == now[0]  # that of noise stays
     late = replace(state, squares=2 * squares, rise=2.0)
-    assert widened(late, every) is late
-    held = widened(replace(state, squares=2 * squares), np.array([False, True, True]))
-    assert held.widths[name][0] == now[0]
+    assert widened(late) is late
 
 
 def test_a_run_converges_and_says_so(calm: tuple[Any, Recorder]) -> None:
@@ -186,7 +180,7 @@ def dense_prediction(unit: SmoothDeviation, others: list[SmoothDeviation], new: 
     units = [*others, unit]
     every = torch.cat([*(own.features for own in units), new])
     size = len(every) - len(new)
-    shared, left_over = unit._shared(every)
+    shared, left_over = model.shared(every)
     covariance, alike = shared.mT @ shared, torch.ones(3).double()
     start = 0
     for own in units:
@@ -204,7 +198,7 @@ def dense_prediction(unit: SmoothDeviation, others: list[SmoothDeviation], new: 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "low rank"])
 def test_a_site_predicts_as_a_dense_pooled_gp(dense: bool) -> None:
     model, states, units = trajectory((2, 2), 4, widths=(0.0, 0.0, 0.0), jitter=1e-12)
-    load(model, states[-1].parameters)
+    model.load_theta(states[-1].parameters)
     new = torch.linspace(-2.5, 2.5, 6, dtype=torch.float64)[:, None]
     for unit in units:
         unit.dense = dense
@@ -218,7 +212,7 @@ def test_a_site_predicts_as_a_dense_pooled_gp(dense: bool) -> None:
 def test_a_prediction_is_the_mixture_over_shapes() -> None:
     """By hand: predictions at each node with its shape in the model itself."""
     model, states, units = trajectory((4,), 2)
-    load(model, states[-1].parameters)
+    model.load_theta(states[-1].parameters)
     q_global, new = GlobalPosterior.of(states[-1].parameters), torch.tensor([[0.3], [2.4]], dtype=torch.float64)
     found = units[0].predict(new, q_global)
     offsets, shares = units[0].mixture(q_global)
@@ -226,10 +220,10 @@ def test_a_prediction_is_the_mixture_over_shapes() -> None:
     plain = shaped_gp(inputs=POINTS, widths=(0.0, 0.0, 0.0))
     for offset in offsets:
         root, size, stretch = model.log_width.detach().exp() * offset
-        theta = {name: own.detach().clone() for name, own in model.theta().items() if name != "log_width"}
-        theta["log_noise"] += 2 * root
-        theta["deviation.log_outputscale"] += 2 * size
-        theta["deviation.log_lengthscale"] += stretch
+        theta = {name: own.detach().clone() for name, own in model.theta().items() if name != WIDTHS}
+        theta["theta.log_noise"] += 2 * root
+        theta["theta.deviation.log_outputscale"] += 2 * size
+        theta["theta.deviation.log_lengthscale"] += stretch
         plain.load_theta(theta)
         own = SmoothDeviation(plain, units[0].features, units[0].targets).predict(new, q_global)
         means.append(own.mean)

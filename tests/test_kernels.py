@@ -1,8 +1,7 @@
-"""Kernels from an expression, and kernels that a package of one's own brings."""
+"""Kernels from an expression, and kernels that a package of one's theirs brings."""
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from pydantic import ValidationError
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.kernels import BatchedKernel, build_kernel, log_positive
 from fedgp_flower.gp.models import SparseGP
-from fedgp_flower.gp.optimisers import LOGARITHM, maximise
-from fedgp_flower.gp.sparse import pooled_bound
-from fedgp_flower.options import ModelSection, kernel_names, kernel_tree
+from fedgp_flower.options import ModelSection, kernel_names
 
 TOY = """
 import gpytorch
@@ -52,38 +49,30 @@ def test_a_kernel_of_another_package_is_part_of_expressions(toy: Path):
     del toy
     assert {"rational_quadratic", "rbf"} <= set(kernel_names())
     kernel = build_kernel(ModelSection(kernel="rational_quadratic + linear", lengthscale=1.5, outputscale=2.0), 2)
-    own = gpytorch.kernels.RQKernel(ard_num_dims=2).double()
-    own.lengthscale = 1.5
+    theirs = gpytorch.kernels.RQKernel(ard_num_dims=2).double()
+    theirs.lengthscale = 1.5
     x = rows()
-    expected = 2.0 * own(x).to_dense() + 2.0 * x @ x.mT
+    expected = 2.0 * theirs(x).to_dense() + 2.0 * x @ x.mT
     torch.testing.assert_close(kernel(x).to_dense(), expected, rtol=1e-12, atol=1e-12)
-    alpha = dict(kernel.named_parameters())["kernels.0.base_kernel.raw_alpha"]
-    assert own.alpha.item() == pytest.approx(math.exp(alpha.item()))
 
 
-def test_a_name_with_a_dash_is_neither_listed_nor_taken(toy: Path):
+def test_a_name_that_is_no_kernel_is_refused(toy: Path):
+    """A dash would be a minus."""
     del toy
     assert "with-dash" not in kernel_names()
     with pytest.raises(ValidationError, match=r"expected a sum or product of .*rational_quadratic; example"):
         ModelSection(kernel="with-dash")
 
 
-def test_such_a_kernel_learns_and_is_batched_over_its_hyperparameters(toy: Path):
+def test_such_a_kernel_is_batched_over_its_hyperparameters(toy: Path):
     del toy
-    model = SparseGP(ModelSection(kernel="rational_quadratic"), rows())
-    x = 2 * rows(40)
-    y = torch.sin(x[:, 0])
-    parameters = [p for name, p in model.wire_parameters().items() if name != "inducing.locations"]
+    model, x = SparseGP(ModelSection(kernel="rational_quadratic"), rows()), rows(5)
     assert set(model.wire_parameters()) >= {"kernel.log_alpha", "kernel.log_lengthscale"}
-    trace = maximise(
-        lambda: pooled_bound(model, x, y), parameters, max_evaluations=15, bounds=[LOGARITHM] * len(parameters)
-    )
-    assert trace.value > trace.values[0] + 1
     batched = BatchedKernel(model.kernel)
     hyper = batched.initial() + torch.tensor([[0.0], [0.3]], dtype=torch.float64)
-    matrices = batched.matrix(hyper, x[:5].expand(2, 5, 2), x[:5])
+    matrices = batched.matrix(hyper, x.expand(2, 5, 2), x)
     for s in range(2):
-        torch.testing.assert_close(matrices[s], batched.at(hyper[s])(x[:5]).to_dense(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(matrices[s], batched.at(hyper[s])(x).to_dense(), rtol=1e-12, atol=1e-12)
 
 
 def test_a_parameter_that_is_bounded_otherwise_is_refused(toy: Path):
@@ -92,20 +81,11 @@ def test_a_parameter_that_is_bounded_otherwise_is_refused(toy: Path):
         build_kernel(ModelSection(kernel="bounded"), 2)
 
 
-def test_an_unknown_kernel_is_refused_with_the_names_there_are():
-    with pytest.raises(ValueError, match=r"rbf.*linear"):
-        kernel_tree("cauchy + rbf")
-    assert "rational_quadratic" not in kernel_names()
-
-
 def test_a_season_that_drifts():
     """Matérn times periodic: one scale, a lengthscale for each factor and input, and a period for each input."""
     kernel = build_kernel(ModelSection(kernel="matern52 * periodic", lengthscale=0.8, outputscale=1.7), 2)
-    own = gpytorch.kernels.MaternKernel(2.5, lengthscale_constraint=log_positive()).double()
+    theirs = gpytorch.kernels.MaternKernel(2.5, lengthscale_constraint=log_positive()).double()
     season = gpytorch.kernels.PeriodicKernel(ard_num_dims=2).double()
-    own.lengthscale = season.lengthscale = season.period_length = 0.8
+    theirs.lengthscale = season.lengthscale = season.period_length = 0.8
     x = rows()
-    torch.testing.assert_close(kernel(x).to_dense(), 1.7 * own(x).to_dense() * season(x).to_dense())
-    names = {name.rpartition(".")[2] for name, _ in kernel.named_parameters()}
-    assert names == {"raw_outputscale", "raw_lengthscale", "raw_period_length"}
-    assert all(math.isfinite(p.sum().item()) for p in kernel.parameters())
+    torch.testing.assert_close(kernel(x).to_dense(), 1.7 * theirs(x).to_dense() * season(x).to_dense())

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import Fault, FaultyGrid, Recorder, crashed, lost, run
+from faults import Fault, FaultyGrid, Killed, Recorder, crashed, lost, run
 from flwr.app import Message, RecordDict
 from schedules import METHODS, keys_of
 
@@ -25,10 +25,6 @@ ASYNCHRONOUS = ("pvi asynchronous", "pvi sums, asynchronous")
 """Their order of merges is that of arrival, which a kill changes."""
 
 
-class Killed(BaseException):
-    """Nothing in the program may catch it."""
-
-
 class DyingGrid(FaultyGrid):
     """A Grid that dies at its message number ``at``."""
 
@@ -38,7 +34,6 @@ class DyingGrid(FaultyGrid):
         self.at, self.answered = at, answered
 
     def arrival(self, message: Message) -> Message | None:
-        """The reply, unless this is the message."""
         if len(self.visits) == self.at and not self.answered:
             raise Killed
         reply = super().arrival(message)
@@ -51,7 +46,6 @@ class LosingGrid(DyingGrid):
     """A Grid whose site dies at message ``at``, before or after it has answered, and comes back with its disk alone."""
 
     def arrival(self, message: Message) -> Message | None:
-        """The reply, unless this is the message."""
         try:
             return super().arrival(message)
         except Killed:
@@ -65,7 +59,6 @@ def keys(method: str, rounds: int = 2) -> dict[str, Any]:
 
 
 def sites(method: str) -> int:
-    """Three are the fewest that add totals under masks."""
     return 3 if "masked" in method else 2
 
 
@@ -75,7 +68,6 @@ def calm(method: str, folder: Path) -> tuple[Any, int]:
 
 
 def resumed(method: str, folder: Path, at: int, *, answered: bool) -> Any:
-    """The run that goes on after the kill, with sites that have nothing but their disks."""
     recorder = Recorder()
     with pytest.raises(Killed):
         run(DyingGrid(keys(method), sites(method), folder, at, answered=answered), recorder)
@@ -84,7 +76,6 @@ def resumed(method: str, folder: Path, at: int, *, answered: bool) -> Any:
 
 
 def repeated(method: str, folder: Path, at: int, *, answered: bool) -> Any:
-    """The run whose site came back, and whose round is asked again."""
     return run(LosingGrid(keys(method) | REPEAT, sites(method), folder, at, answered=answered))
 
 
@@ -99,7 +90,6 @@ def require_same(found: Any, expected: Any) -> None:
 
 
 def boundaries(method: str, messages: int, chosen: int) -> list[tuple[int, bool]]:
-    """Some of the messages of a run, before and after their answer, the same in every process."""
     draw = np.random.default_rng([*method.encode()])
     sides = [(at, answered) for at in range(messages) for answered in (False, True)]
     return [sides[i] for i in sorted(draw.choice(len(sides), size=min(chosen, len(sides)), replace=False))]
@@ -130,7 +120,6 @@ def test_every_kill(method: str, after: Callable[..., Any], tmp_path: Path) -> N
     [("fedmgp", "train"), ("pvi", "train")],
 )
 def test_a_round_that_a_site_missed_is_repeated_where_it_is_to_be(method: str, phase: str) -> None:
-    """The site's first attempt is lost, and those of the others do not count either."""
     flat = keys(method) | REPEAT
     rough = run(FaultyGrid(flat, 2, Fault("1", lost, (phase,), range(2, 3), times=1)))
     assert len(rough.network.failures) == 1
@@ -160,7 +149,6 @@ class OutageGrid(FaultyGrid):
 
 @pytest.mark.parametrize("method", ["sgpr", "fedmgp"])
 def test_a_round_is_repeated_when_the_site_is_there_again(method: str) -> None:
-    """Questions to a site that is away fail at once: three of them would leave it out for good."""
     grid = OutageGrid(keys(method) | REPEAT, seconds=4.0)
     rough = run(grid)
     assert [failure.site for failure in rough.network.failures] == ["1"]

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from cryptography.hazmat.primitives import serialization
 
 from fedgp_flower.cli import main
 from fedgp_flower.deploy import machines
-from fedgp_flower.deploy.credentials import create_node_key
 from fedgp_flower.deploy.demo import join_sites
-from fedgp_flower.deploy.launch import conclude
 from fedgp_flower.deploy.machines import Coordinator
 from fedgp_flower.deploy.processes import Processes, free_ports
-from fedgp_flower.deploy.submission import PROFILES, Flower, environment, install_profiles
+from fedgp_flower.deploy.submission import PROFILES, Flower, installed_home
 from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.run.user_config import complete_config, parse_assignments, run_folder
 
 
 def test_assignments_take_the_type_of_their_key() -> None:
-    words = ["name=007", "model.kernel=matern52 + linear", "seed=3", "optimizer.learning-rate=0.5", "resume=true"]
-    assert parse_assignments(words) == {
-        "name": "007",
-        "model.kernel": "matern52 + linear",
-        "seed": 3,
-        "optimizer.learning-rate": 0.5,
-        "resume": True,
+    found = {"name": "007", "model.kernel": "matern52 + linear", "seed": 3, "optimizer.learning-rate": 0.5}
+    assert parse_assignments([*(f"{key}={value}" for key, value in found.items()), "resume=true"]) == found | {
+        "resume": True
     }
 
 
@@ -49,46 +44,31 @@ def test_the_profiles_in_code_are_those_that_people_read() -> None:
     assert tomllib.loads((Path(__file__).parents[1] / "pyproject.flwr.toml").read_text()) == PROFILES
 
 
-def test_profiles_are_installed_and_connections_added_by_hand_stay(tmp_path: Path) -> None:
-    install_profiles(tmp_path)
+def test_profiles_are_installed_and_connections_added_by_hand_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    assert installed_home() == tmp_path
     target = tmp_path / "config.toml"
     by_hand = '[superlink.hospital]\naddress = "example.org:8000"\n'
     target.write_text(target.read_text() + by_hand)
-    install_profiles(tmp_path)
+    installed_home()
     superlinks = tomllib.loads(target.read_text())["superlink"]
     assert superlinks["hospital"] == {"address": "example.org:8000"}
     assert superlinks[superlinks["default"]] == {"address": ":local-in-memory:"}
 
 
-def test_flower_reports_a_superlink_that_does_not_answer(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    (tmp_path / "config.toml").write_text(f'[superlink.gone]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
-    with Processes(environment(tmp_path), tmp_path) as processes:
-        flower = Flower(processes, tmp_path, "gone")
-        with pytest.raises(RunError, match="did not answer"):
-            flower.wait_until_ready(f"http://127.0.0.1:{port}", seconds=0.5)
-        with pytest.raises(RunError, match=r"`flwr ls gone` failed: .+"):
-            flower.json("ls", "gone")
-
-
-def test_an_unknown_connection_is_reported_in_the_words_of_flower(
+def test_flower_reports_a_superlink_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    with pytest.raises(SystemExit, match="1"):
+    with Processes({}, tmp_path) as processes, pytest.raises(RunError, match="did not answer"):
+        Flower(processes, tmp_path, "gone").wait_until_ready(f"http://127.0.0.1:{free_ports(1)[0]}", seconds=0.5)
+    with pytest.raises(SystemExit) as end:
         main(["deploy", "run", "--connection", "nowhere"])
+    assert end.value.code == 1
     assert "`flwr run" in capsys.readouterr().err
     assert (tmp_path / "config.toml").is_file()
-
-
-def test_a_node_key_is_private_and_matches_its_public_half(tmp_path: Path) -> None:
-    public = create_node_key(tmp_path / "site" / "node-key")
-    assert (tmp_path / "site" / "node-key").stat().st_mode & 0o777 == 0o600
-    key = serialization.load_ssh_private_key((tmp_path / "site" / "node-key").read_bytes(), None)
-    line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    assert public.read_bytes() == line
-    with pytest.raises(FileExistsError):
-        create_node_key(tmp_path / "site" / "node-key")
 
 
 @pytest.fixture
@@ -119,12 +99,12 @@ def test_a_signal_to_the_launcher_ends_the_run_that_it_submitted(tmp_path: Path)
     class Interrupted(Flower):
         ended: ClassVar[list[str]] = []
 
-        def follow(self, run: str) -> None:
-            raise SystemExit(143)
+        def submit(self, *_: object) -> str:
+            return "7"
 
         def stop(self, run: str) -> None:
             self.ended.append(run)
 
-    with Processes({}, tmp_path / "logs") as processes, pytest.raises(SystemExit):
-        conclude(Interrupted(processes, tmp_path, "deployment"), "7", tmp_path / "run")
+    with pytest.raises(SystemExit):
+        Interrupted(SimpleNamespace(call=lambda *_, **__: sys.exit(143)), tmp_path, "nowhere").run({})  # type: ignore[arg-type]
     assert Interrupted.ended == ["7"]

@@ -14,7 +14,6 @@ from scipy.special import expit, log_expit
 
 from fedgp_flower.gp.likelihoods import (
     GaussianNoise,
-    LearnedLikelihood,
     Logit,
     Noise,
     build_point_likelihood,
@@ -81,37 +80,13 @@ def test_moments_follow_from_those_given_f(name):
     torch.testing.assert_close(found[1], second - first.square(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["gaussian", "bernoulli", "poisson"])
-def test_an_offset_that_is_known_changes_nothing(name):
-    point, y, mean, variance, _ = setting(name)
-    zero = torch.zeros(()).double()
-    noise, plain = Noise(2 * point.initial[0] if name == "gaussian" else zero, zero, zero, zero), point.initial
-    torch.testing.assert_close(
-        point.expected_with(y, mean, variance, noise), point.expected(y, mean, variance, plain), rtol=1e-12, atol=0
-    )
-    for with_offset, without in zip(
-        point.moments_with(mean, variance, noise), point.moments(mean, variance, plain), strict=True
-    ):
-        torch.testing.assert_close(with_offset, without, rtol=1e-12, atol=0)
-
-
-def test_a_learned_likelihood_has_a_gradient_by_its_parameters():
-    point, y, mean, variance, hyper = setting("student-t")
-    learned = LearnedLikelihood(point, hyper[0])
-    q = MultivariateNormal(mean[0], DiagLinearOperator(variance[0]))
-    torch.testing.assert_close(learned.expected_log_prob(y, q), point.expected(y, mean[0], variance[0], hyper[0]))
-    learned.expected_log_prob(y, q).sum().backward()
-    assert bool((learned.own.grad != 0).all())
-    assert not list(LearnedLikelihood(build_point_likelihood("bernoulli"), torch.zeros(0)).parameters())
-
-
 def test_the_log_density_of_a_count_far_from_every_node_is_finite() -> None:
     """At y = 1000 and f = 3 ± 0.2 every node's density is zero in float64; without width it is that of the mean."""
     likelihood, none = build_point_likelihood("poisson"), torch.zeros(1, 0).double()
-    far, mean, variance = (
-        torch.tensor([1000.0]).double(),
-        torch.tensor([[3.0]]).double(),
-        torch.tensor([[0.05]]).double(),
+    mean, variance, far = (
+        torch.full((1, 1), 3.0).double(),
+        torch.full((1, 1), 0.05).double(),
+        torch.full((1,), 1e3).double(),
     )
     found, narrow = (likelihood.log_predictive(far, mean, v, none).item() for v in (variance, 1e-12 * variance))
     at_the_mean = 1000 * 3.0 - math.exp(3.0) - math.lgamma(1001.0)

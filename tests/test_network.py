@@ -9,7 +9,7 @@ import pytest
 from faults import Fault, FaultyGrid, configured, crashed, each, lost, no_waiting, numbers, texts
 from flwr.app import Array, ConfigRecord, Message, MetricRecord
 
-from strategies.server.network import Answer, Network, pause_after
+from strategies.server.network import Answer, Network
 from strategies.server.scoring import scores_refusal, usable_scores
 
 DESCRIBE = "query.describe"
@@ -199,13 +199,3 @@ def test_scores_of_another_task_are_their_sites_failure() -> None:
     answers = {str(k): Answer(str(k), {}, own, {}) for k, own in enumerate((SCORES, other, none))}
     assert list(usable_scores(net, answers)) == ["0"]
     assert [failure.site for failure in net.failures] == ["1"]
-
-
-@pytest.mark.parametrize("came", [0.05, 0.1, 1.0, 5.0, 19.0, 300.0])
-def test_a_reply_is_seen_a_twentieth_late_at_most(came):
-    now, looks = 0.0, 0
-    while now < came:
-        now += pause_after(now)
-        looks += 1
-    assert now - came <= max(0.01, min(came / 20, 0.5)) + 1e-9
-    assert looks <= 90 + 2.5 * came

@@ -8,7 +8,7 @@ import torch
 from threadpoolctl import threadpool_info
 
 from fedgp_flower.errors import ConfigError
-from fedgp_flower.gp.models import FLOAT32_JITTER, ExactGP, SparseGP
+from fedgp_flower.gp.models import FLOAT32_JITTER, SparseGP
 from fedgp_flower.gp.placement import Placement, limit_threads
 from fedgp_flower.gp.sparse import pooled_sums, rows_gradient
 from fedgp_flower.gp.sums import bound_gradient, collapsed_bound, exact_posterior
@@ -51,15 +51,6 @@ def test_float32_agrees_with_float64_to_its_own_precision():
         np.testing.assert_allclose(gradient32[name], array, rtol=0.05, atol=0.02 * abs(bound))
 
 
-def test_an_exact_gp_moves_too():
-    config = parse_config({"precision": "float32"})
-    place, (x, y) = Placement.of(config), rows(20)
-    double = ExactGP(config.model, torch.from_numpy(x), torch.from_numpy(y)).log_evidence()
-    value = place.module(ExactGP(config.model, torch.from_numpy(x), torch.from_numpy(y))).log_evidence()
-    assert value.dtype == torch.float32
-    assert float(value.detach()) == pytest.approx(float(double.detach()), rel=1e-3)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_cuda_where_there_is_none_is_refused_and_auto_falls_back():
     assert Placement.of(parse_config({"device": "auto"})).device.type == "cpu"
@@ -73,7 +64,7 @@ def test_threads_are_those_of_numpy_too():
         for count in (2, 1):
             limit_threads(count)
             assert torch.get_num_threads() == count
-            blas = [own["num_threads"] for own in threadpool_info() if own["user_api"] == "blas"]
+            blas = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
             assert set(blas) == {count}
     finally:
         limit_threads(before)

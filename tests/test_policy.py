@@ -30,12 +30,10 @@ from fedgp_flower.run.registry import BUILT_IN, parse_config
 from fedgp_flower.scores import Scores
 from fedgp_flower.shared_messages import ScoreSums, Shape
 
-SHARED_PATH = {"sfvi-avg"}
-"""Methods whose sites are asked as those of another one are: tried by the long tests."""
-
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(m, marks=[pytest.mark.long] if m in SHARED_PATH else []) for m in METHODS]
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.long if name == "sfvi-avg" else ()) for name in METHODS],
 )
 def violations(request, tmp_path_factory) -> Any:
     return request.param, *violated(request.param, tmp_path_factory.mktemp("sites"))
@@ -56,19 +54,19 @@ def test_every_sum_but_scores_says_how_many_parameters_it_holds():
 
 
 def test_too_many_parameters_are_a_warning_unless_the_policy_is_strict(tmp_path):
-    nodes = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("ab")}, "")
-    keys = {"method": "fsgp", "num_server_rounds": 1}
-    few = run(FaultyGrid(configured(sites=2, model__num_inducing=3, **keys), nodes))
-    assert few.outcome.metrics["warnings"] == []
-    many = run(FaultyGrid(configured(sites=2, model__num_inducing=9, **keys), nodes))
-    [first] = [said for said in many.outcome.metrics["warnings"] if said.startswith("`query.statistics`")]
+    nodes = csv_nodes(tmp_path, {site: waves(30, seed) for seed, site in enumerate("abc")}, "")
+    keys = {"method": "fsgp", "num_server_rounds": 1, "sites": 3}
+
+    def warned(points: int, **more: Any) -> list[str]:
+        flat = configured(model__num_inducing=points, **keys, **more)
+        sites = [{**node, "partition-id": place} for place, node in enumerate(nodes)] if more else nodes
+        return run(FaultyGrid(flat, sites)).outcome.metrics["warnings"]
+
+    assert warned(3) == []
+    [first] = [said for said in warned(9) if said.startswith("`query.statistics`")]
     assert "holds 9 parameters, too many for the rows of the site" in first
-    assert first.endswith("(sites a, b)")
-    masked = {"privacy__secure_aggregation": True, "model__num_inducing": 9, **keys}
-    hidden = run(
-        FaultyGrid(configured(**masked), [{**nodes[i % 2], "site": f"s{i}", "partition-id": i} for i in range(3)])
-    )
-    assert hidden.outcome.metrics["warnings"] == []
+    assert first.endswith("(sites a, b, c)")
+    assert warned(9, privacy__secure_aggregation=True) == []
 
 
 SECRETS = ("person-no-", "2021-03-", "11 March 2021", "kuru-kuru")
@@ -85,10 +83,9 @@ def hospital(seed: int, **columns: Any) -> pd.DataFrame:
 def left_behind(folder: Path, grid: Any) -> str:
     """All files of a run folder and all that the sites sent, as text."""
     files = [path.read_bytes() for path in folder.rglob("*") if path.is_file() and "sites" not in path.parts]
-    for _, _, reply in grid.replies:
-        for record in reply.content.values():
-            files += [value.data if hasattr(value, "data") else repr(value).encode() for value in record.values()]
-            files.append(" ".join(record).encode())
+    for record in (record for _, _, reply in grid.replies for record in reply.content.values()):
+        files += [value.data if hasattr(value, "data") else repr(value).encode() for value in record.values()]
+        files.append(" ".join(record).encode())
     return b"\n".join(files).decode("utf-8", "replace")
 
 
@@ -194,13 +191,18 @@ def test_rounds_of_a_day_are_counted_over_runs(tmp_path, monkeypatch):
         rules(limited).admit(config, "r2", 3, "")
 
 
-def test_cells_are_joined_and_the_total_stays():
-    np.testing.assert_array_equal(merged_cells(np.array([1, 0, 5, 2, 2, 0, 1]), 3), [0, 0, 6, 5, 0, 0, 0])
-    np.testing.assert_array_equal(merged_cells(np.array([0, 4, 0, 3]), 3), [0, 4, 0, 3])
-    np.testing.assert_array_equal(merged_cells(np.array([1, 0, 1]), 3), [2, 0, 0])
-    np.testing.assert_array_equal(merged_cells(np.zeros(3), 3), np.zeros(3))
-    triples = np.array([[1.0, 0.1, 0.0], [4.0, 2.0, 1.0]])
-    np.testing.assert_allclose(merged_cells(triples, 3), [[0, 0, 0], [5.0, 2.1, 1.0]])
+@pytest.mark.parametrize(
+    ("cells", "joined"),
+    [
+        ([1, 0, 5, 2, 2, 0, 1], [0, 0, 6, 5, 0, 0, 0]),
+        ([0, 4, 0, 3], [0, 4, 0, 3]),
+        ([1, 0, 1], [2, 0, 0]),
+        ([0, 0, 0], [0, 0, 0]),
+        ([[1.0, 0.1, 0.0], [4.0, 2.0, 1.0]], [[0, 0, 0], [5.0, 2.1, 1.0]]),
+    ],
+)
+def test_cells_are_joined_and_the_total_stays(cells, joined):
+    np.testing.assert_allclose(merged_cells(np.array(cells), 3), joined)
 
 
 def test_histograms_of_every_answer_are_coarse():
@@ -232,7 +234,7 @@ def test_a_question_under_another_name_does_not_slip_past_the_policy(kind, refus
     [node] = csv_nodes(tmp_path, {"a": waves(60, 0)}, "")
     (tmp_path / "a.toml").write_text('kinds = ["query.describe"]')
     node |= {"policy": str(tmp_path / "a.toml"), "audit": str(tmp_path / "audit.jsonl")}
-    settings = {"run": "r", "round": 1, "communication": 0, "phase": "query.moments", "kind": "query.moments"}
+    settings = {"run": "r", "round": 1, "phase": "query.moments", "kind": "query.moments"}
     content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(settings)})
     grid = InProcessGrid(client_app.app, configured(sites=1), [node])
     reply = grid.answer(Message(content, dst_node_id=NODE_OFFSET, message_type=kind))
@@ -260,20 +262,21 @@ def test_a_simulation_has_no_policy_unless_one_is_named():
         rules(Policy()).site(site_of(frame, partitions=3))
 
 
-def test_a_policy_that_is_none_is_refused(tmp_path):
-    path = tmp_path / "site.toml"
-    for text, words in {
-        "least-row = 3": "least-row",
-        "least-rows = -1": "least-rows",
-        "methods = 'fsgp'": "methods",
-        "=": "is not TOML",
-    }.items():
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=words):
-            policies.read(path)
-        path.unlink()
-    with pytest.raises(ConfigError, match="cannot be read"):
-        policies.read(path)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("least-row = 3", "least-row"),
+        ("least-rows = -1", "least-rows"),
+        ("methods = 'fsgp'", "methods"),
+        ("=", "is not TOML"),
+        ("", "cannot be read"),
+    ],
+)
+def test_a_policy_that_is_none_is_refused(tmp_path, text, words):
+    if text:
+        (tmp_path / "site.toml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        policies.read(tmp_path / "site.toml")
 
 
 def test_keys_that_a_site_does_not_read_are_free(tmp_path):

@@ -10,28 +10,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from fedgp_flower.deploy.processes import (
-    TOKEN,
-    ProcessEntry,
-    Processes,
-    belonging,
-    snapshot,
-)
+from fedgp_flower.deploy.processes import TOKEN, Processes, family
 from fedgp_flower.errors import RunError
 
 SLEEP = "import time; time.sleep(300)"
-# A child in another session, which ignores SIGTERM and whose parent ends at once.
+# A child in another session, which ignores SIGTERM and whose parent ends at once; another without its environment.
 ORPHAN = f"""
 import subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"],
-                 start_new_session=True)
+sleeper = [sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"]
+subprocess.Popen(sleeper, start_new_session=True)
 """
-
-
-def entry(parent: int, started: float = 0.0, marked: bool = False) -> ProcessEntry:
-    return ProcessEntry(parent, started, marked)
+NAMELESS = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", "{SLEEP}"], start_new_session=True, env={{}})
+"""
 
 
 @pytest.fixture
@@ -43,52 +38,30 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def wait_for(token: str, count: int) -> None:
+def wait_for(token: str, count: int) -> set[psutil.Process]:
     deadline = time.monotonic() + 20
-    while sum(e.marked for e in snapshot(token).values()) != count:
+    while len(found := family(token)) != count:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_belonging_follows_children_and_remembers_who_lost_their_environment() -> None:
-    table = {
-        1: entry(0),
-        10: entry(1, marked=True),
-        11: entry(10),
-        12: entry(11),
-        20: entry(1, 5.0),
-        21: entry(20),
-        30: entry(1, 9.0),
-    }
-    seen = {20: entry(10, 5.0), 30: entry(10, 8.0)}  # 30 is another process by now
-    assert belonging(table, {}).keys() == {10, 11, 12}
-    assert belonging(table, seen).keys() == {10, 11, 12, 20, 21}
+    return found
 
 
 def test_ends_orphans_that_ignore_sigterm_and_nobody_else(tmp_path: Path, stranger: subprocess.Popen[bytes]) -> None:
     with Processes({}, tmp_path, grace=1.0) as processes:
-        processes.start("sleeper", [sys.executable, "-c", SLEEP], tmp_path)
+        processes.start("sleeper", [sys.executable, "-c", NAMELESS], tmp_path)
         assert processes.call([sys.executable, "-c", ORPHAN], tmp_path, capture=False).returncode == 0
-        wait_for(processes.token, 2)
-    assert not any(e.marked for e in snapshot(processes.token).values())
+        found = wait_for(processes.token, 3)
+    assert family("none", found) == set()
     assert stranger.poll() is None
 
 
-def test_environment_reaches_background_processes(tmp_path: Path) -> None:
-    show = [sys.executable, "-c", "import os; print(os.environ['COLOUR'], os.environ['SHAPE'])"]
-    with Processes({"COLOUR": "red", "SHAPE": "round"}, tmp_path) as processes:
-        assert processes.call(show, tmp_path).stdout == "red round\n"
-        processes.start("show", show, tmp_path, {"SHAPE": "square"})
-        while "square" not in processes.tail("show"):
-            time.sleep(0.05)
-    assert (tmp_path / "show.log").read_text() == "red square\n"
-
-
 def test_a_background_process_that_ended_is_reported_with_its_log(tmp_path: Path) -> None:
-    with Processes({}, tmp_path) as processes:
-        processes.start("server", [sys.executable, "-c", "import sys; print('no such port'); sys.exit(3)"], tmp_path)
+    show = "import os, sys; print('no such', os.environ['COLOUR'], os.environ['SHAPE']); sys.exit(3)"
+    with Processes({"COLOUR": "red", "SHAPE": "round"}, tmp_path) as processes:
+        assert processes.call([sys.executable, "-c", show], tmp_path).stdout == "no such red round\n"
+        processes.start("server", [sys.executable, "-c", show], tmp_path, {"SHAPE": "square"})
         wait_for(processes.token, 0)
-        with pytest.raises(RunError, match=r"server ended with status 3.*\nno such port"):
+        with pytest.raises(RunError, match=r"server ended with status 3.*\nno such red square"):
             processes.require_alive()
 
 
@@ -110,4 +83,4 @@ with interruptible(), Processes({{}}, Path({str(tmp_path)!r})) as processes:
         wait_for(token, 2)
         launcher.send_signal(number)
         assert launcher.wait(timeout=30) == 128 + number
-    assert not any(e.marked for e in snapshot(token).values())
+    assert family(token) == set()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import Fault, FaultyGrid, Recorder, configured, no_waiting, run
+from faults import Fault, FaultyGrid, Killed, Recorder, configured, no_waiting, run
 
 from fedgp_flower import server_app
 from fedgp_flower.errors import RunError
@@ -22,10 +22,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "fedadam": {"method": "fsgp", "averaging__fraction": 0.5, "averaging__server_optimizer": "fedadam"},
 }
 ROUNDS = 6
-
-
-class Killed(BaseException):
-    """Nothing in the program may catch it."""
 
 
 def killed() -> None:
@@ -114,14 +110,6 @@ def test_bytes_and_seconds_of_a_resumed_history_are_those_of_each_round(
         assert int(row["bytes_up"]) == pytest.approx(int(other["bytes_up"]) + greeting * (number == 4), abs=spare)
     assert sum(int(row["bytes_up"]) for row in own) <= found["bytes"]["up"]
     assert sum(float(row["seconds"]) for row in own) <= found["seconds"]["total"] * (1 + 1e-9)
-
-
-def test_a_site_still_broken_at_the_resume_fails_in_the_round_of_the_resume() -> None:
-    nodes = [{"partition-id": index, "num-partitions": 2} for index in (0, 1, 2)]  # the last is not one of two
-    recorder = Recorder()
-    run(FaultyGrid(configured(), nodes), recorder)
-    resumed = run(FaultyGrid(configured(num_server_rounds=5), nodes), Recorder(), recorder.snapshots[2])
-    assert [(f.round, f.site) for f in resumed.network.failures] == [(0, "2"), (3, "2")]
 
 
 def test_a_site_that_does_not_return_ends_the_segment() -> None:

@@ -23,6 +23,7 @@ from faults import (
     waves,
 )
 from flwr.app import Message
+from schedules import METHODS as FORMS
 from scipy.stats import chi2
 
 from fedgp_flower.errors import ConfigError, NumericsError, RunError
@@ -34,28 +35,18 @@ from fedgp_flower.run.registry import parse_config
 from strategies.server.strategy import FederatedStrategy
 
 MASKED = {"privacy__secure_aggregation": True}
-METHODS: dict[str, dict[str, Any]] = {
-    "exact": {"evaluate_every": 2},
-    "average": {"method": "fsgp", "evaluate_every": 2},
+METHODS: dict[str, dict[str, Any]] = {name: FORMS[name] | {"evaluate_every": 2} for name in ("sgpr", "fsgp")}
+METHODS |= {name: FORMS[name] for name in ("fgpr", "sfvi", "hierarchical-gp", "fedmgp exact", "sfvi-avg")}
+METHODS |= {
+    "deep-kernel": {"method": "deep-kernel", "deep__local_steps": 2},
+    "fedmgp": {"method": "fedmgp", "fedmgp__local_steps": 2, "optimizer__batch_size": 8},
     "adam of averages": {"method": "fsgp", "averaging__server_optimizer": "fedadam"},
     "student-t": {"method": "svgp", "model__likelihood": "student-t", "evaluate_every": 2},
-    "fgpr": {"method": "fgpr"},
-    "sfvi": {"method": "sfvi"},
-    "hierarchical-gp": {"method": "hierarchical-gp", "test_fraction": 0.8},
-    "sfvi of classes": {
-        "method": "sfvi",
-        "dataset": "breast-cancer",
-        "model__likelihood": "bernoulli",
-        "features": "mean radius,mean texture",
-    },
     "local-only": {"method": "local-only"},
-    "fedmgp": {"method": "fedmgp-exact"},
-    "fedmgp by pseudo-gradients": {"method": "fedmgp", "fedmgp__local_steps": 2, "optimizer__batch_size": 8},
-    "sfvi-avg": {"method": "sfvi-avg"},
-    "deep-kernel": {"method": "deep-kernel", "deep__local_steps": 2},
+    "sfvi of classes": FORMS["svgp"] | {"method": "sfvi"},
     "sfvi after averages": {"method": "sfvi", "sfvi__warm_start_rounds": 2},
 }
-GATE = {"exact", "average", "fedmgp", "fedmgp by pseudo-gradients", "hierarchical-gp"}
+GATE = {"sgpr", "fsgp", "fedmgp", "fedmgp exact", "hierarchical-gp"}
 OF_TOTALS = {"fedmgp", "fedmgp-exact", "sfvi-avg", "sfvi", "hierarchical-gp"}
 """Methods that ask for totals only where there is nothing else."""
 
@@ -213,14 +204,6 @@ def test_a_third_of_the_sites_silent_in_a_round():
     )
     for name, array in parameters(others).items():
         assert parameters(strategy)[name] == pytest.approx(array, rel=1e-8, abs=1e-10)
-
-
-def test_too_few_sites_are_no_total():
-    with pytest.raises(RunError, match=r"2 site\(s\) can take part .* `privacy.min-sites` = 3"):
-        run(FaultyGrid(configured(**MASKED), 2))
-    faults = [Fault(site, lost, ("query.trials",)) for site in "01"]
-    with pytest.raises(RunError, match=r"2 site\(s\) can take part .* 0: silent in round 1"):
-        run(FaultyGrid(configured(**MASKED), 4, *faults))
 
 
 def misbehaving(monkeypatch, site, change):

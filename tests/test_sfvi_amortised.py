@@ -15,8 +15,8 @@ from structured_problems import PlainSite, gradient_of, plan_of, roster_of, star
 from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 
 from fedgp_flower.errors import DataError
-from fedgp_flower.methods.family import unit_noise
-from fedgp_flower.methods.sfvi.amortised import CONCENTRATION, AmortisedModel, Autoencoder, TopicModel
+from fedgp_flower.methods.family import named, unit_noise
+from fedgp_flower.methods.sfvi.amortised import CONCENTRATION, AmortisedModel
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.api import load_run
@@ -27,14 +27,14 @@ from strategies.sfvi import global_noise, one_round
 
 WORDS = "ball,goal,disk,file,say"
 V, W, H, C, N = 6, 2, 4, 3, 9
-MODELS = {"vae": Autoencoder, "prodlda": TopicModel}
-OPTIONS = SFVIOptions.model_validate({"hidden": H, "latents": W, "classes": C})
+MODELS = ("vae", "prodlda")
 
 
 def model_and_rows(name: str) -> tuple[AmortisedModel, torch.Tensor, torch.Tensor]:
     """A model with random weights, features and classes."""
     generator = torch.Generator().manual_seed(5)
-    model = MODELS[name].configured(OPTIONS, ModelSection(), V)
+    options = SFVIOptions.model_validate({"model": name, "hidden": H, "latents": W, "classes": C})
+    model = AmortisedModel.configured(options, ModelSection(), V)
     counts = torch.randint(4, (N, V), generator=generator).double()
     features = counts.clamp(max=1) if name == "vae" else counts
     return model, features, torch.randint(C, (N,), generator=generator).double()
@@ -50,11 +50,11 @@ def asked(name: str, parts: int) -> tuple[dict[str, np.ndarray], float, dict[str
     model, x, y = model_and_rows(name)
     plan = plan_of(model=name, samples=2)
     rows = sites_of(model, x, y, parts)
-    q_global, local = start_posteriors(model, rows, torch.Generator().manual_seed(1), coupled=False, triangular=False)
+    q_global, local = start_posteriors(model, rows, torch.Generator().manual_seed(1), whole=False, triangular=False)
     plain = {str(k): PlainSite(model, site, q) for k, (site, q) in enumerate(zip(rows, local, strict=True))}
     state, _ = drive(one_round(state_of(model, q_global), roster_of(plain), plan), plain)
-    assert all(not site.share.local for site in plain.values())  # nothing is learned at a site alone
-    eta = {"mean": q_global.mean, "log_scale": q_global.log_scale}
+    assert all(not site.local for site in plain.values())  # nothing is learned at a site alone
+    eta = named(q_global)
     assert state.bound is not None
     return gradient_of(state), state.bound, eta, torch.tensor(global_noise(plan.seed, 1, 2, model.global_size))
 
@@ -69,8 +69,8 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(name: str) -> N
     draws = unit_noise(11, 0, 50 + torch.arange(N), (1, 2), W)[0]
     bound = torch.zeros((), dtype=torch.float64)
     for s in range(2):
-        z_global = eta["mean"] + eta["log_scale"].exp() * noise[s]
-        held = Normal(eta["mean"].detach(), eta["log_scale"].detach().exp())
+        z_global = eta["q.mean"] + eta["q.log_scale"].exp() * noise[s]
+        held = Normal(eta["q.mean"].detach(), eta["q.log_scale"].detach().exp())
         layer = z_global.reshape(V + C, -1)
         mean, log_scale = model.encoder(
             3 * x.log1p() / x.log1p().norm(dim=1, keepdim=True) if name == "prodlda" else x
@@ -91,7 +91,7 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(name: str) -> N
         bound = bound + (fit + (Normal(0.0, 1.0).log_prob(z_global) - held.log_prob(z_global)).sum()) / 2
     expected = torch.autograd.grad(bound, [*eta.values(), *theta.values()])
     assert value == pytest.approx(float(bound.detach()), rel=1e-12)
-    for key, other in zip([*(f"q.{k}" for k in eta), *(f"theta.{k}" for k in theta)], expected, strict=True):
+    for key, other in zip([*eta, *theta], expected, strict=True):
         torch.testing.assert_close(torch.as_tensor(found[key]), other, rtol=1e-9, atol=1e-9)
 
 
@@ -105,7 +105,6 @@ def test_a_round_does_not_depend_on_the_partition(name: str) -> None:
 
 def test_words_of_topics_are_those_with_the_largest_weights() -> None:
     model, _, _ = model_and_rows("prodlda")
-    assert isinstance(model, TopicModel)
     layer = torch.zeros(V + C, W + 1).double()
     layer[:V, 0], layer[:V, 1], layer[:, 2] = torch.arange(V), -torch.arange(V), 99.0
     assert model.topics(layer.flatten(), list("abcdef")) == [list("fedcba"), list("abcdef")]

@@ -18,7 +18,7 @@ from fedgp_flower.errors import RunError
 from fedgp_flower.messages import encode
 from fedgp_flower.methods.sfvi import panels
 from fedgp_flower.methods.sfvi.client import SFVIClient
-from fedgp_flower.methods.sfvi.learner import Learner, SiteGradient
+from fedgp_flower.methods.sfvi.learner import Learner, Slopes
 from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.predict import Predictor
 from fedgp_flower.run.registry import parse_config
@@ -77,10 +77,10 @@ def test_a_step_that_is_not_finite_is_one_failure_and_not_remembered(
 class Broken(Learner):
     """Its own latents are no numbers after a step; what it would send looks sound."""
 
-    def gradient(self, *told: Any) -> SiteGradient:
+    def gradient(self, *told: Any) -> tuple[float, Slopes]:
         """One entry is broken."""
-        found = super().gradient(*told)
-        return SiteGradient(found.value, found.theta, found.eta, {n: v * torch.nan for n, v in found.local.items()})
+        value, slopes = super().gradient(*told)
+        return value, {n: v * (torch.nan if n.startswith("local.") else 1) for n, v in slopes.items()}
 
     def local_steps(self, *told: Any, **named: Any) -> Any:
         """One entry is broken."""
@@ -123,16 +123,6 @@ def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path: Path
         Predictor.at_site(folder, "a", data=tmp_path / "a.csv", state_dir=tmp_path / "state" / "b")
     with pytest.raises(RunError, match="`--site-data`"):
         Predictor.at_site(folder, "a")
-
-
-def test_the_baseline_takes_the_steps_and_rates_of_the_run() -> None:
-    own = parse_config(tiny(num_server_rounds=4, sfvi__warm_start_rounds=1, sfvi__local_steps=3)).options
-    rates = own.rates(4)
-    assert len(rates) == 3 + 3
-    assert rates[:5] == pytest.approx([0.03] * 5)
-    assert rates[-1] == pytest.approx(0.03 * 0.01**0.5)
-    average = parse_config(tiny(method="sfvi-avg", sfvi__local_steps=3)).options
-    assert average.rates(2) == pytest.approx([0.03] * 6)
 
 
 def test_deviations_along_one_input(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.distributions import Categorical, Normal
 
 from fedgp_flower.methods.classes import Confusion
 from fedgp_flower.methods.family import named, unit_noise
-from fedgp_flower.methods.sfvi.classes import FedPop, HierarchicalNetwork, half_normal
+from fedgp_flower.methods.sfvi.classes import PersonalNetwork, half_normal
 from fedgp_flower.run.api import load_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import Predictor
@@ -25,7 +25,7 @@ from strategies.server.questions import drive
 from strategies.sfvi import global_noise, one_round
 
 D, H, C = 3, 4, 3
-MODELS = {"hierarchical-bnn": HierarchicalNetwork, "fedpop": FedPop}
+MODELS = ("hierarchical-bnn", "fedpop")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_the_scale_is_half_normal():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(generator, name, sites):
     """With one site it is plain VI. Densities inside q are held: sticking the landing."""
-    model, plan = MODELS[name](D, H, C), plan_of(model=name, samples=2)
+    model, plan = PersonalNetwork(D, H, C, scattered=name != "fedpop"), plan_of(model=name, samples=2)
     rows = [
         model.prepare(
             torch.randn(6, D, generator=generator, dtype=torch.float64),
@@ -64,19 +64,19 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(generator, name
         )
         for k in range(sites)
     ]
-    q_global, local = start_posteriors(model, rows, generator, coupled=False, triangular=False)
+    q_global, local = start_posteriors(model, rows, generator, whole=False, triangular=False)
     noise = torch.tensor(global_noise(plan.seed, 1, 2, model.global_size))
     leaves = [{n: v.clone().requires_grad_() for n, v in named(q).items()} for q in (q_global, *local)]
     bound = torch.zeros((), dtype=torch.float64)
     for s in range(2):
         eta, *own = leaves
-        z = eta["mean"] + eta["log_scale"].exp() * noise[s]
-        held = Normal(eta["mean"].detach(), eta["log_scale"].detach().exp())
+        z = eta["q.mean"] + eta["q.log_scale"].exp() * noise[s]
+        held = Normal(eta["q.mean"].detach(), eta["q.log_scale"].detach().exp())
         bound = bound + (Normal(0.0, 1.0).log_prob(z) - held.log_prob(z)).sum() / 2
         for site, q in zip(rows, own, strict=True):
             draws = unit_noise(11, 0, site.keys, (1, 2), model.local_width(site))[0, s, 0]
-            z_local = q["mean"][0] + q["log_scale"][0].exp() * draws
-            held = Normal(q["mean"][0].detach(), q["log_scale"][0].detach().exp())
+            mean, scale = q["local.mean"][0], q["local.log_scale"][0].exp()
+            z_local, held = mean + scale * draws, Normal(mean.detach(), scale.detach())
             first, second = weights(name, z, z_local)
             likelihood = Categorical(logits=torch.relu(site.features @ first.T) @ second.T).log_prob(site.targets)
             prior = Normal(0.0, 1.0).log_prob(z_local) - held.log_prob(z_local)
@@ -85,8 +85,8 @@ def test_a_round_is_the_gradient_of_the_joint_bound_in_one_place(generator, name
     plain = {str(k): PlainSite(model, site, q) for k, (site, q) in enumerate(zip(rows, local, strict=True))}
     state, _ = drive(one_round(state_of(model, q_global), roster_of(plain), plan), plain)
     assert state.bound == pytest.approx(float(bound.detach()), rel=1e-12)
-    found = [gradient_of(state)[f"q.{name}"] for name in leaves[0]]
-    found += [site.share.local[name] for site in plain.values() for name in leaves[1]]
+    found = [gradient_of(state)[name] for name in leaves[0]]
+    found += [site.local[name] for site in plain.values() for name in leaves[1]]
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.as_tensor(mine), other, rtol=1e-10, atol=1e-10)
 

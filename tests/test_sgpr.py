@@ -23,9 +23,19 @@ from fedgp_flower.methods.sgpr.client import SGPRClient, local_mode
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config
 from strategies import sgpr
-from strategies.pooled_bound import LOCATIONS, known_lengthscales, objective, pooled
+from strategies.pooled_bound import (
+    LOCATIONS,
+    Problem,
+    candidates,
+    inducing_points,
+    known_lengthscales,
+    objective,
+    pooled,
+    told_by_sites,
+    told_by_total,
+)
 from strategies.server.questions import Roster, Summed, drive
-from strategies.sgpr import Problem, SGPRState, chain_at, differentiate, evaluate, one_round
+from strategies.sgpr import SGPRState, chain_at, differentiate, evaluate, one_round
 
 D, P = 2, 7
 
@@ -93,7 +103,7 @@ class Site(SGPRClient):
 
 
 def problem(kernel: str = "rbf") -> Problem:
-    return Problem(ModelSection(kernel=kernel), D)
+    return Problem(ModelSection(kernel=kernel))
 
 
 def federation(parts: list[int], kernel: str = "rbf") -> dict[str, Site]:
@@ -325,7 +335,7 @@ def test_a_site_whose_target_is_constant_is_a_full_member(tmp_path):
     frames = {name: waves(40, seed) for seed, name in enumerate("abc")}
     sea = waves(40, 9)
     frames["sea"] = sea.assign(x1=sea["x1"] + 6, y=-1.0)
-    keys = KEYS | {"num_server_rounds": 8, "test_fraction": 0.25}
+    keys = KEYS | {"num_server_rounds": 4, "test_fraction": 0.25}
     end = run(FaultyGrid(configured(**keys), csv_nodes(tmp_path, frames)))
     assert (blamed(end), set(end.preparation.rows)) == ({}, set(frames))
     by_site = {row["site"]: row for row in end.outcome.metrics["per_site"]}
@@ -381,27 +391,26 @@ def test_a_lost_site_is_left_out_and_the_others_go_on(tmp_path):
     assert back.current.sites == ("a", "b", "c")
 
 
-def test_small_sites_are_named_capped_or_sent_under_masks(tmp_path, caplog):
-    """Sites of 40 and 21 rows, 24 points among 48 candidates: three rows for each are 144, and all have 141."""
-    frames = {"big": waves(100, 0), "mid": waves(50, 1), "low": waves(26, 2)}
-    keys = KEYS | {"model__num_inducing": 24, "num_server_rounds": 1}
-    grid = lambda **more: FaultyGrid(configured(**keys, **more), csv_nodes(tmp_path, frames))  # noqa: E731
-    named = run(grid())
-    assert (named.details()["num_inducing"], named.preparation.rows["low"]) == (24, 21)
-    assert [text.split(" have ")[0] for text in named.warnings() if "have fewer" in text] == ["site(s) big, low, mid"]
-    told = "141 rows of all sites are fewer than 3 for each of 48 points"
-    before, after = caplog.text, "\n".join(named.warnings())
-    assert told in before
-    assert told in after
-    assert "`model.num-inducing` = 23 or less" in before  # 6 × 23 ≤ 141 < 6 × 24
-    capped = run(grid(sgpr__small_sites="cap"))
-    assert capped.details()["num_inducing"] == 7
-    assert not any("rows of all sites" in text for text in capped.warnings())
-    assert any("7 inducing points instead of 24" in text and "site low has 21" in text for text in capped.warnings())
-    with pytest.raises(ConfigError, match="low, mid have fewer than 3 rows"):
-        run(grid(sgpr__small_sites="masks"))
-    masked = configured(**keys, sgpr__small_sites="masks", privacy__secure_aggregation=True)
-    hidden = run(FaultyGrid(masked, 12))
-    assert 3 * hidden.details()["num_inducing"] == 72 > min(hidden.preparation.rows.values())
-    assert not any("inducing points" in text for text in hidden.warnings())
-    assert not any("rows of all sites" in text for text in hidden.warnings())  # of more rows
+def test_small_sites_are_named_capped_or_sent_under_masks():
+    """24 points among 48 candidates: three rows for each are 144, and all have 141."""
+    rows = {"big": 80, "mid": 40, "low": 21}
+    there = Roster(rows, tuple(rows), (), 0)
+    for policy, at, points in (("warn", there, 24), ("cap", there, 7), ("masks", replace(there, totals_only=True), 24)):
+        assert inducing_points(24, at, policy) == points
+        assert candidates(points, at, policy) == (7 if policy == "cap" else 48)
+    with pytest.raises(ConfigError, match="mid, low have fewer than 3 rows"):
+        inducing_points(24, there, "masks")
+    [told] = told_by_total(48, rows, 2)
+    assert "141 rows of all sites are fewer than 3 for each of 48 points" in told
+    assert "`model.num-inducing` = 23 or less" in told  # 6 × 23 ≤ 141 < 6 × 24
+    assert told_by_total(47, rows, 2) == []
+    [told] = told_by_sites(27, 24, rows, "warn", ", ".join)
+    assert told.startswith("site(s) big, mid, low have fewer than 3 rows for each of 27 points")
+
+
+def test_a_run_says_what_limited_its_points(tmp_path):
+    keys = configured(**KEYS | {"model__num_inducing": 24, "num_server_rounds": 1}, sgpr__small_sites="cap")
+    end = run(FaultyGrid(keys, csv_nodes(tmp_path, {"mid": waves(50, 1), "low": waves(26, 2)})))
+    assert end.details()["num_inducing"] == 7
+    assert any("7 inducing points instead of 24" in text and "site low has 21" in text for text in end.warnings())
+    assert not any("rows of all sites" in text for text in end.warnings())

@@ -9,6 +9,7 @@ from scipy import stats
 from structured_problems import (
     PlainSite,
     children,
+    dealt,
     gp_sites,
     gradient_of,
     linear_gaussian_posterior,
@@ -30,7 +31,8 @@ from fedgp_flower.methods.family import (
     with_named,
 )
 from fedgp_flower.methods.sfvi.classes import Multinomial
-from fedgp_flower.methods.sfvi.learner import gradients, sampled_site_term
+from fedgp_flower.methods.sfvi.learner import gradients
+from fedgp_flower.methods.sfvi.structured import SampledModel
 from strategies.server.questions import drive
 from strategies.sfvi import global_noise, one_round, plus, server_term
 from strategies.sfvi_avg import average, factor
@@ -71,10 +73,11 @@ def test_a_round_takes_the_pooled_gradient_for_any_partition(generator, draws):
     noise_local = unit_noise(11, 0, pooled.keys, (draws, 3), 1)
 
     def bound(eta, own):
-        local = sampled_site_term(model, pooled, eta, own, noise=(noise, noise_local))
+        local = model.site_term(pooled, eta, own, (noise, noise_local))
         return sampled_global_term(model.prior_log_scale(), eta, noise) + local
 
-    expected = gradients(model, q_global, q_local, bound)
+    value, slopes = gradients(model, q_global, q_local, bound)
+    sent, kept = dealt(slopes)
     for parts in partitions(21):
         sites = {}
         for part, own in zip(parts, split(q_local, parts), strict=True):
@@ -83,12 +86,12 @@ def test_a_round_takes_the_pooled_gradient_for_any_partition(generator, draws):
             rows = model.prepare(features[chosen], targets[chosen], groups[chosen])
             sites[str(len(sites))] = PlainSite(model, rows, split(own, [order])[0], draws=draws)
         state, figures = drive(one_round(state_of(model, q_global), roster_of(sites), plan), sites)
-        assert_close(gradient_of(state), on_the_wire(expected.theta, expected.eta))
-        assert state.bound == pytest.approx(expected.value, rel=1e-13)
+        assert_close(gradient_of(state), sent)
+        assert state.bound == pytest.approx(value, rel=1e-13)
         assert figures == {"objective": state.bound / len(targets)}
-        by_key = {int(k): s.share.local["mean"][i] for s in sites.values() for i, k in enumerate(s.learner.site.keys)}
+        by_key = {int(k): s.local["local.mean"][i] for s in sites.values() for i, k in enumerate(s.learner.site.keys)}
         found = torch.stack([by_key[int(key)] for key in pooled.keys])
-        torch.testing.assert_close(found, expected.local["mean"], rtol=0, atol=1e-12)
+        torch.testing.assert_close(found, kept["local.mean"], rtol=0, atol=1e-12)
 
 
 def learned_scales(model):
@@ -105,21 +108,15 @@ def test_the_server_s_term_needs_the_prior_s_arrays_alone(generator, triangular)
     site = model.prepare(torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
     q_global, (q_local,) = start_posteriors(model, [site], generator, triangular=triangular)
     noise = torch.randn(5, model.global_size, generator=generator, dtype=torch.float64)
-    parameters = on_the_wire(model.theta(), named(q_global))
+    parameters = on_the_wire(model.theta() | named(q_global))
     for term, draws in (
         (lambda eta, own: sampled_global_term(model.prior_log_scale(), eta, noise), noise.numpy()),
         (lambda eta, own: expected_global_term(model.prior_log_scale(), eta), None),
     ):
         value, found = server_term(parameters, prior_of(model), draws)
-        expected = gradients(model, q_global, q_local, term)
-        assert value == pytest.approx(expected.value, rel=1e-12)
-        assert_close(found, on_the_wire(expected.theta, expected.eta))
-
-
-def total_of(replies):
-    """Σ of the sites' gradients by η_G."""
-    shares = [on_the_wire({}, reply.eta) for reply in replies]
-    return {name: sum(share[name] for share in shares) for name in shares[0]}
+        expected, slopes = gradients(model, q_global, q_local, term)
+        assert value == pytest.approx(expected, rel=1e-12)
+        assert_close(found, dealt(slopes)[0])
 
 
 def conjugate_problem(generator):
@@ -128,9 +125,9 @@ def conjugate_problem(generator):
     sites = gp_sites(model, generator, num_inducing=2)
     with torch.no_grad():
         bases = [model._basis(site) for site in sites]
-    designs = [(basis.shared.numpy(), basis.local.numpy()) for basis in bases]
+    designs = [(shared.numpy(), local.numpy()) for shared, local, _ in bases]
     q_global, q_local, evidence = linear_gaussian_posterior(designs, [site.targets.numpy() for site in sites], 0.2)
-    left_open = sum(float(basis.left_over.sum()) for basis in bases) / (2 * 0.2)
+    left_open = sum(float(left.sum()) for _, _, left in bases) / (2 * 0.2)
     return model, sites, q_global, q_local, evidence - left_open
 
 
@@ -138,20 +135,20 @@ def test_sticking_the_landing_has_no_gradient_and_no_noise_at_the_exact_posterio
     """Every draw gives ∇η = 0 there: p/q is constant."""
     model, sites, q_global, q_local, exact_bound = conjugate_problem(generator)
     noise = torch.randn(2, model.global_size, generator=generator, dtype=torch.float64)
-    parameters = on_the_wire(model.theta(), named(q_global))
-    value, server = server_term(parameters, prior_of(model), noise.numpy())
-    replies = []
+    parameters = on_the_wire(model.theta() | named(q_global))
+    value, summed = server_term(parameters, prior_of(model), noise.numpy())
     for site, own in zip(sites, q_local, strict=True):
         noise_local = unit_noise(1, 0, site.keys, (1, 2), model.local_width(site))
 
         def term(eta, mine, site=site, noise_local=noise_local):
-            return sampled_site_term(model, site, eta, mine, noise=(noise, noise_local))
+            return SampledModel.site_term(model, site, eta, mine, (noise, noise_local))
 
-        replies.append(gradients(model, q_global, own, term))
-    summed = plus(server, total_of(replies))
+        share, slopes = gradients(model, q_global, own, term)
+        sent, kept = dealt(slopes)
+        value, summed = value + share, plus(summed, sent)
+        assert max(float(slope.abs().max()) for slope in kept.values()) < 1e-10
     assert max(np.abs(gradient).max() for name, gradient in summed.items() if name.startswith("q.")) < 1e-10
-    assert max(float(g.abs().max()) for reply in replies for g in reply.local.values()) < 1e-10
-    assert value + sum(reply.value for reply in replies) == pytest.approx(exact_bound, abs=1e-9)
+    assert value == pytest.approx(exact_bound, abs=1e-9)
 
 
 def test_a_round_at_the_exact_posterior_has_the_evidence_and_no_gradient(generator):
@@ -161,7 +158,7 @@ def test_a_round_at_the_exact_posterior_has_the_evidence_and_no_gradient(generat
     state, _ = drive(one_round(state_of(model, q_global), roster_of(sites), plan_of()), sites)
     assert state.bound == pytest.approx(exact_bound, abs=1e-9)
     assert max(np.abs(v).max() for n, v in gradient_of(state).items() if n.startswith("q.")) < 1e-9
-    assert max(float(v.abs().max()) for site in sites.values() for v in site.share.local.values()) < 1e-9
+    assert max(float(v.abs().max()) for site in sites.values() for v in site.local.values()) < 1e-9
 
 
 def test_noise_belongs_to_the_unit_and_is_standard_normal():
@@ -183,24 +180,24 @@ def test_averaging_equal_sites_changes_nothing_and_different_ones_meet_at_the_ba
     site = model.prepare(*children(generator))
     first, _ = start_posteriors(model, [site], generator)
     second, _ = start_posteriors(model, [site], generator)
-    theta = [{"noise": torch.tensor(value, dtype=torch.float64)} for value in (1.0, 3.0)]
-    one, two = (on_the_wire(t, named(q)) for t, q in zip(theta, (first, second), strict=True))
-    same = average([one, one], np.array([1.0, 2.0]))
-    assert_close(same.parameters, one, tolerance=1e-12)
-    assert max(same.spread) < 1e-12
-    both = average([one, two], np.array([1.0, 3.0]))
-    assert both.parameters["theta.noise"] == pytest.approx(2.5)
-    np.testing.assert_allclose(both.parameters["q.mean"], (first.mean + 3 * second.mean) / 4, rtol=1e-13)
+    theta = [{"theta.noise": torch.tensor(value, dtype=torch.float64)} for value in (1.0, 3.0)]
+    one, two = (on_the_wire(t | named(q)) for t, q in zip(theta, (first, second), strict=True))
+    same, spread = average([one, one], np.array([1.0, 2.0]))
+    assert_close(same, one, tolerance=1e-12)
+    assert max(spread) < 1e-12
+    both, spread = average([one, two], np.array([1.0, 3.0]))
+    assert both["theta.noise"] == pytest.approx(2.5)
+    np.testing.assert_allclose(both["q.mean"], (first.mean + 3 * second.mean) / 4, rtol=1e-13)
     s1, s2 = ((q.factor() @ q.factor().mT).numpy() for q in (first, second))
-    root = factor(both.parameters)
+    root = factor(both)
     halves = []
     for s in (s1, s2):
         values, vectors = np.linalg.eigh(root.T @ s @ root)
         halves.append(vectors * np.sqrt(values) @ vectors.T)
     np.testing.assert_allclose(root.T @ root, 0.25 * halves[0] + 0.75 * halves[1], atol=1e-12)
-    assert both.spread[0] > both.spread[1] > 0
+    assert spread[0] > spread[1] > 0
     diagonal = [{k: v for k, v in message.items() if k != "q.lower"} for message in (one, two)]
-    scales = np.exp(average(diagonal, np.ones(2)).parameters["q.log_scale"])
+    scales = np.exp(average(diagonal, np.ones(2))[0]["q.log_scale"])
     np.testing.assert_allclose(scales, (first.log_scale.exp() + second.log_scale.exp()) / 2, rtol=1e-13)
 
 

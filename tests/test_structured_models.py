@@ -32,7 +32,7 @@ from fedgp_flower.methods.family import (
 from fedgp_flower.methods.sfvi.classes import Multinomial
 from fedgp_flower.methods.sfvi.gp import farthest_points
 from fedgp_flower.methods.sfvi.learner import Learner
-from fedgp_flower.methods.sfvi.structured import predict_by_draws
+from fedgp_flower.methods.sfvi.structured import SampledModel
 
 FIVE_ERRORS = 5.0
 
@@ -52,7 +52,7 @@ def test_family_density_is_that_of_the_transformed_draws(generator):
     torch.testing.assert_close(q.transform(z), q.mean + z @ q.factor().mT)
     for given in (q, replace(q, lower=None)):  # weights on ε for weights on Z_G
         torch.testing.assert_close(given.mixed(z) @ z.mT, z @ (given.transform(z) - q.mean).mT)
-    local = randomised(initial_local(2, 3, 4, scale=0.5, coupled=True, triangular=True), generator)
+    local = randomised(initial_local(2, 3, 4, scale=0.5, whole=True), generator)
     own = torch.randn(6, 2, 3, generator=generator, dtype=torch.float64)
     for unit in range(2):
         centre = local.mean[unit] + (z - q.mean) @ local.coupling[unit].mT
@@ -64,25 +64,6 @@ def test_family_density_is_that_of_the_transformed_draws(generator):
     torch.testing.assert_close(local.entropy(), sum(normal.entropy() for normal in entropies))
 
 
-def test_logistic_mixed_density_by_unit(generator):
-    model = mixed_model()
-    features, targets, groups = children(generator, units=3, visits=2)
-    site = model.prepare(features, targets, groups)
-    z = torch.tensor([0.3, -0.5, 0.8, 0.6], dtype=torch.float64)
-    latent = torch.tensor([0.4, -1.2, 0.1], dtype=torch.float64)
-    found = model.log_local(site, z, latent[:, None]).numpy()
-    scale = math.exp(-0.6)
-    for unit in range(3):
-        intercept = float(latent[unit]) * scale
-        rows = slice(2 * unit, 2 * unit + 2)
-        probability = special.expit(0.3 + features[rows].numpy() @ [-0.5, 0.8] + intercept)
-        expected = stats.bernoulli.logpmf(targets[rows].numpy(), probability).sum()
-        expected += stats.norm.logpdf(float(latent[unit]), scale=1.0)
-        assert found[unit] == pytest.approx(expected, rel=1e-12)
-    prior = stats.norm.logpdf(z.numpy(), scale=2.0).sum()
-    assert float(normal_log_density(z, model.prior_log_scale(), None)) == pytest.approx(prior, rel=1e-12)
-
-
 def test_new_child_is_predicted_by_integrating_its_intercept(generator):
     model = mixed_model()
     features, targets, groups = children(generator, units=1, visits=3)
@@ -90,7 +71,7 @@ def test_new_child_is_predicted_by_integrating_its_intercept(generator):
     point = GlobalPosterior(torch.tensor([0.3, -0.5, 0.8, -0.4]).double(), torch.full((4,), -40.0).double(), None)
     noise = torch.tensor(special.ndtri((np.arange(20000) + 0.5) / 20000))[:, None, None]
     nothing = torch.zeros(20000, 4, dtype=torch.float64)
-    found = predict_by_draws(model, site, point, None, noise_global=nothing, noise_local=noise)
+    found = model.mixture(site, point, None, (nothing, noise))
     for row in range(3):
         fixed = 0.3 + float(features[row] @ point.mean[1:3])
 
@@ -134,7 +115,7 @@ def test_expected_local_part_is_the_mean_of_the_sampled_one(generator, likelihoo
     inputs = torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None]
     model = sparse_gp(inputs=inputs, likelihood=likelihood, noise_spread=spread)
     site = gp_sites(model, generator, sizes=(5,), num_inducing=2, binary=likelihood == "bernoulli")[0]
-    q_global, (q_local,) = start_posteriors(model, [site], generator, coupled=coupled)
+    q_global, (q_local,) = start_posteriors(model, [site], generator, whole=coupled)
     with torch.no_grad():
         noise = torch.randn(20000, model.global_size, generator=generator, dtype=torch.float64)
         z_global = q_global.transform(noise)
@@ -179,7 +160,7 @@ def test_gp_with_every_row_inducing_predicts_like_the_exact_hierarchical_gp(gene
     sites = gp_sites(model, generator, num_inducing=20)
     with torch.no_grad():
         bases = [model._basis(site) for site in sites]
-    designs = [(basis.shared.numpy(), basis.local.numpy()) for basis in bases]
+    designs = [(shared.numpy(), local.numpy()) for shared, local, _ in bases]
     q_global, q_local, _ = linear_gaussian_posterior(designs, [site.targets.numpy() for site in sites], 0.2)
     tests = torch.tensor([[-2.7], [0.05], [1.3]], dtype=torch.float64)
     answers = exact_hierarchical_gp(model, sites, tests, 0.2)
@@ -203,7 +184,7 @@ def test_gp_prediction_agrees_with_draws(generator, known):
     closed = model.predict(site, q_global, q)
     noise = torch.randn(40000, model.global_size, generator=generator, dtype=torch.float64)
     own = unit_noise(3, 0, site.keys, (40000,), model.local_width(site))
-    drawn = predict_by_draws(model, site, q_global, q, noise_global=noise, noise_local=own)
+    drawn = SampledModel.mixture(model, site, q_global, q, (noise, own))
     torch.testing.assert_close(drawn.mean, closed.mean, rtol=0, atol=0.04)  # five errors of a mean over 40 000
     torch.testing.assert_close(drawn.variance, closed.variance, rtol=0.05, atol=0)
     _, variance = model.latent(site, q_global, q)
@@ -230,9 +211,9 @@ def test_theta_from_another_model_is_refused():
     model = sparse_gp(inputs=torch.zeros(2, 1, dtype=torch.float64))
     values = {name: value.detach() + 0.5 for name, value in model.theta().items()}
     model.load_theta(values)
-    torch.testing.assert_close(model.log_noise.detach(), values["log_noise"])
+    torch.testing.assert_close(model.log_noise.detach(), values["theta.log_noise"])
     with pytest.raises(ProtocolError, match="model parameters"):
-        model.load_theta({name: value for name, value in values.items() if name != "log_noise"})
+        model.load_theta({name: value for name, value in values.items() if name != "theta.log_noise"})
 
 
 def test_local_steps_are_those_of_torchs_adam(generator):
@@ -243,7 +224,7 @@ def test_local_steps_are_those_of_torchs_adam(generator):
         model = sparse_gp(inputs=torch.linspace(-2, 2, 4, dtype=torch.float64)[:, None], noise_spread=0.5)
         site = gp_sites(model, torch.Generator().manual_seed(1), sizes=(6,))[0]
         q_global, [q_local] = start_posteriors(model, [site], torch.Generator().manual_seed(2), triangular=False)
-        return Learner(model, site, 0, 0, 1, 1), (q_global, q_local, AdamState())
+        return Learner(model, site, 0, 0, 0, 1), (q_global, q_local, AdamState())
 
     learner, start = parts()
     middle, _ = learner.local_steps(start, ratio, first_step=0, rates=rates[:3])

@@ -9,11 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faults import Fault, FaultyGrid, Recorder, blamed, configured, csv_nodes, lost, run
+from faults import Fault, FaultyGrid, Recorder, blamed, configured, lost, run
 from gpytorch.mlls import VariationalELBO
 
 import fedgp_flower as fg
-from fedgp_flower.errors import ConfigError, DataError
+from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.models import CONSTANT, LatentGP, SparseGP, WhitenedPosterior
 from fedgp_flower.gp.sparse import pooled_sums
 from fedgp_flower.gp.sums import collapsed_bound, exact_posterior
@@ -22,8 +22,9 @@ from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.shared_messages import Described
+from strategies.pooled_bound import Problem
 from strategies.server.questions import Roster, drive
-from strategies.svgp import SVGP, LatentProblem, at, improved, one_round, taken_back, trial
+from strategies.svgp import SVGP, at, improved, one_round, taken_back, trial
 
 KINDS = ("bernoulli", "poisson", "student-t")
 INDUCING = 7
@@ -62,7 +63,7 @@ def factor(model: SparseGP) -> torch.Tensor:
 
 
 def settled(model: LatentGP, data: tuple[torch.Tensor, torch.Tensor], steps: int, rho: float) -> Duals:
-    duals = Duals.nothing(INDUCING)
+    duals = Duals(torch.zeros(INDUCING, INDUCING).double(), torch.zeros(INDUCING).double())
     for _ in range(steps):
         duals = duals.stepped(expectations(model, *data, duals.posterior()), rho)
     return duals
@@ -105,15 +106,6 @@ def test_the_gradient_is_that_of_the_bound_along_the_way_q_moves(likelihood: str
         up, down = (evaluated(point | {name: array + sign * size * direction})[0] for sign in (1, -1))
         slope = ((found.values[name] + local[name]) * direction).sum()
         assert slope == pytest.approx((up - down) / (2 * size), rel=2e-6, abs=1e-6), name
-
-
-def test_information_stays_as_it_is_where_the_parameters_do() -> None:
-    data, model = rows_of("bernoulli"), latent("bernoulli")
-    duals = settled(model, data, 3, 1.0)
-    with torch.no_grad():
-        same = carried(duals, model, model, factor(model))
-    torch.testing.assert_close(same.precision, duals.precision, rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(same.shift, duals.shift, rtol=1e-9, atol=1e-10)
 
 
 def test_information_of_rows_at_the_old_inducing_points_moves_exactly() -> None:
@@ -165,7 +157,7 @@ def roster(sites: dict[str, Site]) -> Roster:
 def rounds(sites: dict[str, Site], likelihood: str, number: int) -> Any:
     state = at(latent(likelihood).to_arrays())
     for _ in range(number):
-        state, _ = drive(one_round(LatentProblem(section(likelihood)), state, roster(sites)), sites)
+        state, _ = drive(one_round(Problem(exchanges=60, model=section(likelihood)), state, roster(sites)), sites)
     return state
 
 
@@ -187,28 +179,18 @@ def test_the_bound_rises_until_its_slope_is_small(likelihood: str) -> None:
     sites = dealt(likelihood, 60)
     state, bounds = at(latent(likelihood).to_arrays()), []
     for _ in range(40):
-        state, figures = drive(one_round(LatentProblem(section(likelihood)), state, roster(sites)), sites)
+        state, figures = drive(one_round(Problem(exchanges=60, model=section(likelihood)), state, roster(sites)), sites)
         bounds.append(figures["objective"])
     assert (np.diff(bounds) >= 0).all()
     assert bounds[-1] > bounds[2] + 0.01
     assert np.abs(state.gradients[-1]).max() < 0.03
 
 
-@pytest.mark.parametrize("likelihood", KINDS[2:])
-def test_steps_settle_where_the_bound_has_no_slope_by_q(likelihood: str) -> None:
-    """∂F/∂μ = W α − μ and ∂F/∂S = ½ (B − B̄) vanish."""
-    data, model = rows_of(likelihood), latent(likelihood)
-    duals = settled(model, data, 60, 0.6)
-    found = expectations(model, *data, duals.posterior())
-    assert found.slope == pytest.approx(duals.posterior().mean.numpy(), abs=1e-7)
-    assert found.curvature == pytest.approx(duals.precision.numpy(), rel=1e-6, abs=1e-6)
-
-
 def test_a_trial_that_loses_is_taken_back_with_half_the_steps() -> None:
     likelihood = "poisson"
     sites, state = dealt(likelihood, 30, 30), rounds(dealt(likelihood, 30, 30), likelihood, 5)
     proud = replace(state, objectives=np.append(state.objectives[:-1], 1e9))
-    back, figures = drive(one_round(LatentProblem(section(likelihood)), proud, roster(sites)), sites)
+    back, figures = drive(one_round(Problem(exchanges=60, model=section(likelihood)), proud, roster(sites)), sites)
     assert figures["objective"] == 1e9
     assert back.halvings == 1
     model = section(likelihood)
@@ -264,30 +246,6 @@ def test_a_site_that_stays_silent_is_waited_for_and_then_left_out() -> None:
     assert len(blamed(strategy)["1"]) >= 3
     assert ["objective" in row for row in recorder.rows] == [True, True, False, False, False, True, True, True]
     assert strategy.current.sites == ("0", "2")
-
-
-def one_class(rows: int, seed: int, label: str | None) -> pd.DataFrame:
-    draw = np.random.default_rng(seed)
-    x = draw.standard_normal(rows)
-    return pd.DataFrame({"x": x, "y": label or np.where(x + 0.5 * draw.standard_normal(rows) > 0, "b", "a")})
-
-
-def test_a_site_with_a_single_class_is_a_full_member(tmp_path: Any) -> None:
-    frames = {"north": one_class(40, 0, None), "south": one_class(30, 1, None), "west": one_class(20, 2, "b")}
-    flat = configured(
-        method="svgp", model__likelihood="bernoulli", target="y", num_server_rounds=4, baselines__local_only=True
-    )
-    strategy = run(FaultyGrid(flat | {"model.num-inducing": 25}, csv_nodes(tmp_path, frames)))
-    assert any("72 rows of all sites are fewer than 3 for each of 25" in text for text in strategy.warnings())
-    strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, frames)))
-    assert blamed(strategy) == {}
-    assert strategy.current.sites == ("north", "south", "west")
-    whole = run(FaultyGrid(flat | {"min-sites": 1}, csv_nodes(tmp_path / "..", {"all": pd.concat(frames.values())})))
-    assert strategy.outcome.metrics["local_only"]["nll"] > 0
-    assert sum(strategy.preparation.rows.values()) == pytest.approx(sum(whole.preparation.rows.values()), abs=2)
-    nodes = csv_nodes(tmp_path, {site: one_class(20, seed, "b") for seed, site in enumerate("abc")})
-    with pytest.raises(DataError, match="same class at every site"):
-        run(FaultyGrid(flat, nodes))
 
 
 def table_of(likelihood: str) -> pd.DataFrame:

@@ -97,17 +97,12 @@ def test_the_app_meets_the_conventions_of_the_hub(installed, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_from_the_wheel_leaves_a_report(installed, tmp_path):
+def test_runs_in_one_process_on_ray_and_on_supernodes_work_from_the_wheel(installed, tmp_path):
     run = ["-m", "fedgp_flower.cli", "run", "--sites", 3, "dataset=diabetes", "name=first", *FEW]
-    said = python(tmp_path, *run, "--dry-run", home=installed)
-    assert "354 training rows at 3 sites" in said
+    assert "354 training rows at 3 sites" in python(tmp_path, *run, "--dry-run", home=installed)
     assert not (tmp_path / "results").exists()
     python(tmp_path, *run, home=installed)
     assert (tmp_path / "results" / "first" / "report.html").is_file()
-
-
-@pytest.mark.long
-def test_simulation_and_deployment_work_from_the_wheel(installed, tmp_path):
     for name, command in {"s": ["simulate", "--sites", 2], "d": ["deploy", "demo", "--num-sites", 2]}.items():
         python(tmp_path, "-m", "fedgp_flower.cli", *command, "dataset=diabetes", f"name={name}", *FEW, home=installed)
         assert (tmp_path / "results" / name / "metrics.json").is_file()

@@ -31,13 +31,11 @@ ROWS = 120
 
 
 def wards(rows: int, seed: int) -> pd.DataFrame:
-    """Rows with a column of ten levels, all of them usual."""
     found = waves(rows, seed)
     return found[["x1", "x2"]].assign(ward=[f"w{i % 10}" for i in range(rows)], y=found["y"])
 
 
 def named(words: Callable[[int], str], rows: int = ROWS) -> Callable[[int], pd.DataFrame]:
-    """Rows with another ``ward``."""
     return lambda seed: wards(rows, seed).assign(ward=[words(i) for i in range(rows)])
 
 
@@ -103,7 +101,6 @@ class Transcript(FaultyGrid):
         return reply
 
     def left(self, site: str) -> dict[str, int]:
-        """Bytes of arrays and numbers that left a site, by the kind of message."""
         found: dict[str, int] = {}
         for name, kind, reply in self.replies:
             sent = [reply.content[key].count_bytes() for key in ("arrays", "metrics") if key in reply.content]
@@ -113,7 +110,6 @@ class Transcript(FaultyGrid):
 
 
 def violated(method: str, folder: Path) -> tuple[Transcript, Any]:
-    """A run of a method with all of them; the sites that are in order have no policy but the default."""
     frames = {site: wards(ROWS, seed) for seed, site in enumerate("abc")}
     frames |= {site: entry.frame(seed) for seed, (site, entry) in enumerate(VIOLATIONS.items(), len(frames))}
     nodes = csv_nodes(folder, frames, "")
@@ -145,7 +141,6 @@ def refusal(method: str, site: str, grid: Transcript, strategy: Any) -> str:
 
 
 def require_others(method: str, grid: Transcript, strategy: Any) -> None:
-    """Raise AssertionError unless the run went on with the sites that are in order, and with nobody else blamed."""
     assert set(blamed(strategy)) <= set(VIOLATIONS)
     assert all({*grid.left(site)} >= {"query.describe", TRAINING[method]} for site in "abc")
     assert strategy.outcome.metrics["rounds"] == strategy.round

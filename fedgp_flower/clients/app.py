@@ -55,15 +55,7 @@ def _parsed(parse: Callable[[dict[str, Value]], RunConfig], text: str) -> RunCon
 
 
 class SiteApp(ClientApp):
-    """Answers every message of every method.
-
-    Args:
-        parse: From keys of a run to its configuration.
-        client_of: From a configuration to the class of its method's client.
-        load: The rows of a node, by the configuration of a run and the node's Context.
-        mods: Flower's mods, applied to every message.
-        train_mods: Mods of training messages alone, such as ``fixedclipping_mod``.
-    """
+    """Answers every message of every method; ``mods`` are Flower's, ``train_mods`` those of training alone."""
 
     def __init__(
         self,
@@ -74,11 +66,8 @@ class SiteApp(ClientApp):
         train_mods: list[Mod] | None = None,
     ) -> None:
         super().__init__(mods=mods)
-        self.parse = parse
-        self.client_of = client_of
-        self.load = load
-        self.train_mods = train_mods or []
-        self.known: set[str] = set()
+        self.parse, self.client_of, self.load = parse, client_of, load
+        self.train_mods, self.known = train_mods or [], set[str]()
 
     def __call__(self, message: Message, context: Context) -> Message:
         """The reply to a message; a type seen for the first time is registered with Flower first."""
@@ -125,7 +114,6 @@ class SiteApp(ClientApp):
         shared = shared_of(message, context)
         if shared is None:
             return Outgoing({}, {"num-examples": 0}, {LACKS: True})
-        guard.require_shared()
         text = guard.given.get(CONFIGURATION) or shared.get(CONFIGURATION)
         config = _parsed(self.parse, str(text) if text else json.dumps(context.run_config, sort_keys=True))
         method = self.client_of(config)

@@ -41,11 +41,9 @@ def log_prior(model: WiredModel) -> Tensor:
 
     They keep a GP of a dozen rows from explaining them without noise.
     """
-    terms = []
-    for name, parameter in model.wire_parameters().items():
-        if ".log_" in name:
-            is_variance = "outputscale" in name or "variance" in name or "noise" in name
-            terms.append((parameter / 2 if is_variance else parameter).square().sum())
+    variances = ("outputscale", "variance", "noise")
+    logs = [(name, value) for name, value in model.wire_parameters().items() if ".log_" in name]
+    terms = [(value / 2 if any(part in name for part in variances) else value).square().sum() for name, value in logs]
     return -0.5 * torch.stack(terms).sum()
 
 

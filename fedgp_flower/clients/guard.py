@@ -38,7 +38,6 @@ from fedgp_flower.privacy.questions import (
     MAX_CHANGES,
     History,
     MaskedQuestion,
-    SitePolicy,
     admitted,
     content_digest,
     flat,
@@ -46,7 +45,7 @@ from fedgp_flower.privacy.questions import (
     length,
     read_members,
 )
-from fedgp_flower.records import array_record, numpy_array, record_of, settings_of
+from fedgp_flower.records import array_record, record_of, settings_of
 from fedgp_flower.typing import NamedArrays
 
 logger = logging.getLogger("fedgp")
@@ -85,11 +84,12 @@ class Guard:
 
     # Before the rows.
 
-    def require_shared(self) -> None:
-        """Refuse a question under masks that is understood by anything but the context, which its masks are bound to.
+    def admit(self, config: RunConfig, answer: object) -> None:
+        """Refuse what the owner's policy does not allow, and an ``answer`` of this class where masks are wanted.
 
-        A site that were told of other settings, or of no scales, would add another summand or none, under masks that
-        cancel: from that total and the one before follows what it adds.
+        A question under masks is understood by the context alone, which its masks are bound to. A site that were told
+        of other settings, or of no scales, would add another summand or none, under masks that cancel: from that total
+        and the one before follows what it adds.
         """
         if self.masked and (SHARED not in self.given or CONFIGURATION in self.given):
             found = "brings a configuration" if CONFIGURATION in self.given else "names no context"
@@ -97,17 +97,8 @@ class Guard:
                 "a question under masks is understood by the context that all sites share, and by nothing beside it;"
                 f" this one {found}"
             )
-
-    def admit(self, config: RunConfig, answer: object) -> None:
-        """Refuse what the owner's policy does not allow, and answers in the clear where masks are wanted.
-
-        Args:
-            config: The configuration of the run.
-            answer: Class of what the method answers to this kind of message; None where it is no handler's.
-        """
         node = self.context.node_config
-        self.rules.read(node)
-        self.rules.admit(config, self.run, self.round, str(node.get("state-dir") or ""))
+        self.rules.read(node).admit(config, self.run, self.round, str(node.get("state-dir") or ""))
         wanted = config.privacy.secure_aggregation or node.get("trust")
         if wanted and not self.masked and self.kind not in {DESCRIBE, KEYS} and not is_public(answer):
             raise ProtocolError(
@@ -126,18 +117,15 @@ class Guard:
         return Outgoing({}, numbers, {"key": member.key, "signature": member.signature})
 
     def summand(self, request: object, shared: str, handler: Callable[[], object]) -> Outgoing:
-        """The answer under masks, or masked zeros where the site cannot answer and knows of what shape.
+        """The handler's answer under masks, or masked zeros where it fails and the shape is known.
 
-        Args:
-            request: What is asked.
-            shared: The hash of the context that the request is understood by.
-            handler: Answers it.
+        ``shared`` is the hash of the context that the request is understood by.
         """
         question, party = self._question(content_digest(shared, encode(request))), Party.of(self.context.node_config)
         journal, member = Journal(self.context, self.run), party.identity.member(self.run, party.site)
         texts: dict[str, str | bool] = {ANSWERS: question.digest}
         with journal.alone():
-            history = admitted(question, member, party.trust, party.policy, journal.history)
+            history = admitted(question, member, party.trust, journal.history, party.limits)
             words = journal.reply(question.digest)
             if words is None or question.layout is None:
                 plain, layout = _summand(question, handler)
@@ -176,23 +164,24 @@ class Party:
     site: str
     identity: Identity
     trust: Trust
-    policy: SitePolicy
+    limits: tuple[int, int]
+    """Fewest sites of a total, and most changes of the roster."""
 
     @staticmethod
     def of(node_config: Mapping[str, Any]) -> Party:
         """By ``site-key``, ``trust``, ``min-sites`` and ``max-roster-changes`` of the node configuration."""
         site = site_id(node_config)
-        least = int(node_config.get("min-sites", LEAST_SITES))
-        policy = SitePolicy(max(least, LEAST_SITES), int(node_config.get("max-roster-changes", MAX_CHANGES)))
+        least, most = node_config.get("min-sites", LEAST_SITES), node_config.get("max-roster-changes", MAX_CHANGES)
+        limits = int(least), int(most)
         files = [str(node_config.get(key, "")) for key in ("site-key", "trust")]
         if all(files):
-            return Party(site, Identity.read(Path(files[0])), Trust.read(Path(files[1])), policy)
+            return Party(site, Identity.read(Path(files[0])), Trust.read(Path(files[1])), limits)
         if any(files) or "partition-id" not in node_config:
             raise ConfigError(
                 "totals under masks need `site-key` and `trust` in the node configuration of a real site; make them"
                 " with `fedgp site key` and `fedgp site trust`"
             )
-        return Party(site, Identity.simulated(site), Trust(None), policy)
+        return Party(site, Identity.simulated(site), Trust(None), limits)
 
 
 class Journal:
@@ -228,7 +217,7 @@ class Journal:
         """The words that were sent in answer to the question with this hash, if they are still here."""
         if self.folder is None:
             kept = record_of(self.state, KEPT_REPLY, ArrayRecord) or ArrayRecord()
-            return numpy_array(kept[digest]) if digest in kept else None
+            return kept[digest].numpy() if digest in kept else None
         try:
             return read_arrays(self.folder / f"{KEPT_REPLY}.safetensors").get(digest)
         except RunError:

@@ -79,13 +79,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """What answers a kind of message."""
+    """What answers a kind of message, and the classes of the request and of the answer."""
 
     name: str
     request: Any
-    """Class of the request."""
     answer: Any
-    """Class of the answer."""
     common: bool = False
     """Whether it is one of :class:`CommonAnswers`."""
 
@@ -94,10 +92,8 @@ class SiteClient(NumPyClient):
     """Handlers of the messages that every method answers; a method adds more, and :meth:`predict`."""
 
     def __init__(self, setting: Setting) -> None:
-        self.config = setting.config
-        self.site = setting.site
-        self.state = setting.state
-        self.setting = setting
+        self.setting, self.config = setting, setting.config
+        self.site, self.state = setting.site, setting.state
         self.placement = Placement.of(setting.config)
         limit_threads(setting.config.threads)
 
@@ -180,8 +176,8 @@ class SiteClient(NumPyClient):
 
     def start(self, num_inputs: int) -> NamedArrays:
         """Initial hyperparameters under their wire names; the same at every site, from the configuration alone."""
-        kernel = build_kernel(self.config.model, num_inputs)
-        arrays: NamedArrays = {f"kernel.{wire_name(n)}": p.detach().numpy() for n, p in kernel.named_parameters()}
+        named = build_kernel(self.config.model, num_inputs).named_parameters()
+        arrays: NamedArrays = {f"kernel.{wire_name(name)}": array.detach().numpy() for name, array in named}
         return arrays | {"likelihood.log_noise": np.log([self.config.model.noise])}
 
     def predict(self, request: Any, inputs: Array) -> Prediction:
@@ -250,7 +246,7 @@ class AveragingClient(SiteClient):
 
     def weighted(self, request: Step) -> WeightedStep:
         """The step times this site's rows."""
-        return WeightedStep.of(self.train(request), self.num_examples)
+        return self.train(request).weighted(self.num_examples)
 
     def stepped(self, model: WiredModel, objective: Callable[[], torch.Tensor], request: Step) -> Stepped:
         """Local steps uphill. None where all targets are one number: noise would vanish, and the mean with it."""

@@ -67,7 +67,8 @@ def _read_arrays(path: Path | None, key: str, value: str) -> tuple[NamedArrays, 
     try:
         with safe_open(path or "", framework="numpy") as file:
             facts: dict[str, str] = file.metadata()
-            return None if facts[key] != value else ({name: file.get_tensor(name) for name in file.keys()}, facts)  # noqa: SIM118
+            names = list(file.keys()) if facts[key] == value else None
+            return None if names is None else ({name: file.get_tensor(name) for name in names}, facts)
     except (OSError, SafetensorError):
         return None
 

@@ -1,8 +1,8 @@
 """``fedgp deploy …`` of a coordinator and ``fedgp site …`` of a site; ``docs/deploy.md`` tells the order."""
-# ruff: noqa: PLC0415
 
 from __future__ import annotations
 
+import csv
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedgp_flower.errors import ConfigError, RunError
+from fedgp_flower.lazy import Lazy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fedgp_flower.deploy.doctor import Finding
-    from fedgp_flower.deploy.machines import Coordinator
+    from fedgp_flower.deploy import doctor as checks
+    from fedgp_flower.deploy import machines, processes, submission
     from fedgp_flower.options import Value
+    from fedgp_flower.run import user_config
+else:  # `fedgp --help` imports none of them
+    checks, machines = Lazy("fedgp_flower.deploy.doctor"), Lazy("fedgp_flower.deploy.machines")
+    processes, submission = Lazy("fedgp_flower.deploy.processes"), Lazy("fedgp_flower.deploy.submission")
+    user_config = Lazy("fedgp_flower.run.user_config")
 
 deploy = typer.Typer(no_args_is_help=True, help="A federation on real machines: the coordinator's commands.")
 
 Folder = Annotated[Path, typer.Option("--folder", help="folder of the coordinator")]
 SitePath = Annotated[Path, typer.Argument(help="folder of the site")]
 HERE = Path("coordinator")
-
-
-def _coordinator(folder: Path) -> Coordinator:
-    from fedgp_flower.deploy.machines import Coordinator
-
-    return Coordinator.read(folder)
 
 
 @deploy.command()
@@ -40,15 +40,11 @@ def init(
     invite: Annotated[list[str] | None, typer.Option(help="site to invite at once; may be given again")] = None,
 ) -> None:
     """Make the certificate authority, certificate, service units and invitations of a coordinator."""
-    from fedgp_flower.deploy.machines import Coordinator
-
-    coordinator = Coordinator.create(folder, host, port, control)
+    coordinator = machines.Coordinator.create(folder, host, port, control)
     for name in invite or []:
         print(f"invitation of {name}: {coordinator.invite(name)}")
     print(f"open port {port} for the sites; operators use port {control} of this machine alone")
-    print(
-        f"{coordinator.folder}-authority holds the secret of this federation: move it offline until `rotate` needs it"
-    )
+    print(f"{coordinator.folder}-authority holds the secret of this federation: keep it offline until `rotate`")
     print(f"start the SuperLink:  fedgp deploy serve --folder {folder}")
     print(f"or as a service:      sudo systemctl enable --now {coordinator.folder}/fedgp-superlink.service")
 
@@ -56,16 +52,14 @@ def init(
 @deploy.command()
 def serve(folder: Folder = HERE) -> None:
     """Run the SuperLink in the foreground, until a signal."""
-    from fedgp_flower.deploy.machines import become
-
-    become(_coordinator(folder).command())
+    machines.become(machines.Coordinator.read(folder).command())
 
 
 @deploy.command(name="invite")
 def invite_sites(names: Annotated[list[str], typer.Argument(help="ids of sites")], folder: Folder = HERE) -> None:
     """Write the file that a site joins with."""
     for name in names:
-        print(_coordinator(folder).invite(name))
+        print(machines.Coordinator.read(folder).invite(name))
 
 
 @deploy.command()
@@ -73,27 +67,24 @@ def register(
     keys: Annotated[list[Path], typer.Argument(help="public keys that sites sent, NAME.pub")], folder: Folder = HERE
 ) -> None:
     """Admit sites by the public half of their keys; compare each fingerprint with the one that the site reads out."""
-    from fedgp_flower.deploy.credentials import key_fingerprint
-
-    coordinator = _coordinator(folder)
-    with coordinator.processes() as processes:
-        flower = coordinator.flower(processes)
+    coordinator = machines.Coordinator.read(folder)
+    with coordinator.flower() as flower:
         for path in keys:
             key, name = str(path.resolve()), path.stem
             answer = flower.json("supernode", "register", key, flower.connection, "--name", name)
             coordinator.keep({**coordinator.sites, name: int(answer["node-id"])})
-            print(f"{name} is registered as node {answer['node-id']}; fingerprint of its key: {key_fingerprint(path)}")
+            fingerprint = machines.short_hash(path.read_bytes().strip())
+            print(f"{name} is registered as node {answer['node-id']}; fingerprint of its key: {fingerprint}")
 
 
 @deploy.command()
 def revoke(name: Annotated[str, typer.Argument(help="id of the site")], folder: Folder = HERE) -> None:
     """Stop admitting a site."""
-    coordinator = _coordinator(folder)
+    coordinator = machines.Coordinator.read(folder)
     sites = coordinator.sites
     if name not in sites:
         raise ConfigError(f"{name!r} is not registered; registered are {', '.join(sites) or 'none'}")
-    with coordinator.processes() as processes:
-        flower = coordinator.flower(processes)
+    with coordinator.flower() as flower:
         flower.json("supernode", "unregister", str(sites.pop(name)), flower.connection)
     coordinator.keep(sites)
     print(f"{name} is no longer admitted")
@@ -102,7 +93,7 @@ def revoke(name: Annotated[str, typer.Argument(help="id of the site")], folder: 
 @deploy.command()
 def rotate(folder: Folder = HERE) -> None:
     """Make a new key and certificate of the SuperLink; sites keep what they have."""
-    _coordinator(folder).rotate()
+    machines.Coordinator.read(folder).rotate()
     print("start the SuperLink again to use the new certificate")
 
 
@@ -114,26 +105,20 @@ def run_method(
     connection: Annotated[str, typer.Option(help="a connection of .flwr/config.toml, instead of a folder")] = "",
 ) -> None:
     """Run a method on the registered sites; the exit status is the result of the run."""
-    from fedgp_flower.deploy.launch import conclude, submit_elsewhere
-    from fedgp_flower.deploy.processes import interruptible
-    from fedgp_flower.deploy.submission import project_folder
-    from fedgp_flower.run.user_config import complete_config, parse_assignments, read_config, run_folder
-
-    given = (read_config(config) if config else {}) | parse_assignments(assignments or [])
+    given = (user_config.read_config(config) if config else {}) | user_config.parse_assignments(assignments or [])
     if connection:
-        with interruptible():
-            submit_elsewhere(complete_config(given, Path.cwd()), connection)
+        with processes.interruptible():
+            submission.submit_elsewhere(user_config.complete_config(given, Path.cwd()), connection)
         return
-    coordinator = _coordinator(folder)
+    coordinator = machines.Coordinator.read(folder)
     usual: dict[str, Value] = {
         "sites": len(coordinator.sites),
         "output-dir": str(coordinator.folder / "results"),
         "baselines.pooled": False,
     }
-    completed = complete_config(usual | given, Path.cwd(), "sites")
-    with interruptible(), coordinator.processes() as processes:
-        flower = coordinator.flower(processes)
-        conclude(flower, flower.submit(project_folder(coordinator.folder), completed), run_folder(completed))
+    completed = user_config.complete_config(usual | given, Path.cwd(), "sites")
+    with processes.interruptible(), coordinator.flower() as flower:
+        flower.run(completed)
 
 
 @deploy.command()
@@ -142,9 +127,8 @@ def status(
     watch: Annotated[float, typer.Option(min=0.0, help="seconds between looks; 0 looks once")] = 0.0,
 ) -> None:
     """Sites and when they were last there; the latest run, its round and its failures."""
-    coordinator = _coordinator(folder)
-    with coordinator.processes() as processes:
-        flower = coordinator.flower(processes)
+    coordinator = machines.Coordinator.read(folder)
+    with coordinator.flower() as flower:
         while True:
             nodes = {int(node["node-id"]): node for node in flower.json("supernode", "ls", flower.connection)["nodes"]}
             for name, node in coordinator.sites.items():
@@ -153,31 +137,22 @@ def status(
                 print(f"{name:20} {found['status']:12} since {seen}")
             for run in flower.json("ls", flower.connection)["runs"][:1]:
                 print(f"run {run['run-id']}: {run['status']}")
-            _print_round(coordinator.folder)
+            histories = (coordinator.folder / "results").glob("*/history.csv")
+            for history in sorted(histories, key=lambda path: path.stat().st_mtime)[-1:]:
+                for row in list(csv.DictReader(history.read_text(encoding="utf-8").splitlines()))[-1:]:
+                    print(f"{history.parent.name}: round {row['round']}, {row['failures']} failures")
             if not watch:
                 return
             time.sleep(watch)
 
 
-def _print_round(folder: Path) -> None:
-    """The latest round of the latest run, from its history."""
-    import csv
-
-    histories = sorted((folder / "results").glob("*/history.csv"), key=lambda path: path.stat().st_mtime)
-    for history in histories[-1:]:
-        for row in list(csv.DictReader(history.read_text(encoding="utf-8").splitlines()))[-1:]:
-            print(f"{history.parent.name}: round {row['round']}, {row['failures']} failures")
-
-
 @deploy.command(name="doctor")
 def examine(folder: Folder = HERE) -> None:
     """Check the coordinator; exit status 2 if something is wrong."""
-    from fedgp_flower.deploy.doctor import of_coordinator
-
-    _show(of_coordinator(_coordinator(folder)))
+    _show(checks.of_coordinator(machines.Coordinator.read(folder)))
 
 
-def _show(findings: Sequence[Finding]) -> None:
+def _show(findings: Sequence[checks.Finding]) -> None:
     print(*findings, sep="\n")
     if not all(finding.good for finding in findings):
         raise typer.Exit(2)
@@ -191,20 +166,16 @@ def join(
     folder: Annotated[Path | None, typer.Option(help="folder to make; otherwise the id of the site")] = None,
 ) -> None:
     """Make the keys, folder and service unit of this site, and check them."""
-    from fedgp_flower.deploy.credentials import key_fingerprint
-    from fedgp_flower.deploy.doctor import of_site
-    from fedgp_flower.deploy.machines import SiteFolder
-
     given = {"data": data, "test-path": test, "policy": policy}
     if missing := [str(path) for path in given.values() if path is not None and not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(missing)}")
-    site = SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path is not None})
-    print(f"this site trusts the SuperLink {site.facts['superlink']} with the certificate of the authority")
-    print(f"  {key_fingerprint(site.folder / 'ca.crt')}  and runs the one app")
-    print(f"  {site.facts['app']}: compare both with what the coordinator reads out")
-    findings = of_site(site)
+    site = machines.SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path})
+    authority = machines.short_hash((site.folder / "ca.crt").read_bytes())
+    print(f"this site trusts the SuperLink {site.facts['superlink']} with a certificate of the authority {authority},")
+    print(f"and runs the one app {site.facts['app']}: compare both with what the coordinator reads out")
+    findings = checks.of_site(site)
     print(*findings, sep="\n")
-    print(f"send {site.public} to the coordinator; its fingerprint, to compare: {key_fingerprint(site.public)}")
+    print(f"send {site.public} to the coordinator; its fingerprint, to compare: {site.fingerprint}")
     print(f"then start the SuperNode:  fedgp site serve {site.folder}")
     print(f"or as a service:           sudo systemctl enable --now {site.folder}/fedgp-site-{site.name}.service")
     if not all(finding.good for finding in findings):
@@ -213,11 +184,9 @@ def join(
 
 def serve_site(folder: SitePath) -> None:
     """Run the SuperNode in the foreground, until a signal."""
-    from fedgp_flower.deploy.machines import SiteFolder, become
-
-    site = SiteFolder.read(folder)
+    site = machines.SiteFolder.read(folder)
     print(f"this site runs only the app {site.facts['app']}", flush=True)
-    become(site.command())
+    machines.become(site.command())
 
 
 def approve(
@@ -225,21 +194,16 @@ def approve(
     app: Annotated[str, typer.Option(help="fingerprint; otherwise that of the project installed here")] = "",
 ) -> None:
     """Allow another version of the app to run here. Read that version first."""
-    from fedgp_flower.deploy.machines import SiteFolder, app_fingerprint
-
-    site = SiteFolder.read(folder).approve(app or app_fingerprint())
+    site = machines.SiteFolder.read(folder).approve(app or machines.app_fingerprint())
     print(f"{site.name} now runs only {site.facts['app']}; start its SuperNode again")
 
 
 def doctor(folder: SitePath) -> None:
     """Check a site, or the coordinator's folder; exit status 2 if something is wrong."""
-    from fedgp_flower.deploy.doctor import of_site
-    from fedgp_flower.deploy.machines import SiteFolder
-
     if (folder / "coordinator.toml").exists():
         examine(folder)
     elif (folder / "site.toml").exists():
-        _show(of_site(SiteFolder.read(folder)))
+        _show(checks.of_site(machines.SiteFolder.read(folder)))
     else:
         raise RunError(f"{folder} is not the folder of a site or of a coordinator")
 

@@ -6,7 +6,6 @@ An organisation's authority can sign instead. Each site makes its node key itsel
 from __future__ import annotations
 
 import datetime
-import hashlib
 import ipaddress
 import os
 from dataclasses import dataclass
@@ -54,12 +53,12 @@ class Authority:
     def certify(self, folder: Path, host: str, days: int) -> None:
         """Write ``server.key`` and ``server.pem`` for ``localhost`` and a host, and ``ca.crt``, over older ones."""
         key = ec.generate_private_key(_CURVE)
-        names: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         try:
             name: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
         except ValueError:
             name = x509.DNSName(host)
-        names += [name] * (name not in names)
+        local = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        names = list(dict.fromkeys([*local, name]))
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         server = (
             _builder(_name(host), self.certificate.subject, key, days, authority=False)
@@ -85,12 +84,6 @@ def create_node_key(path: Path) -> Path:
     return public
 
 
-def key_fingerprint(public: Path) -> str:
-    """A node's public key in short, to be read out over the telephone."""
-    short = hashlib.sha256(public.read_bytes().strip()).hexdigest()[:16]
-    return "-".join(short[start : start + 4] for start in range(0, 16, 4))
-
-
 def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
@@ -100,15 +93,10 @@ def _builder(
 ) -> x509.CertificateBuilder:
     """What the certificates of an authority and of a server have in common."""
     now = datetime.datetime.now(datetime.UTC)
-    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
-    usage = x509.KeyUsage(
-        digital_signature=not authority,
-        key_cert_sign=authority,
-        crl_sign=authority,
-        encipher_only=False,
-        decipher_only=False,
-        **dict.fromkeys(unused, False),
-    )
+    names = ["digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"]
+    names += ["key_cert_sign", "crl_sign", "encipher_only", "decipher_only"]
+    used = {"key_cert_sign", "crl_sign"} if authority else {"digital_signature"}
+    usage = x509.KeyUsage(**{name: name in used for name in names})
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

@@ -1,8 +1,4 @@
-"""A whole federation on this machine: a SuperLink with TLS, and SuperNodes that authenticate, each with one CSV file.
-
-The folders are those that ``fedgp deploy init`` and ``fedgp site join`` make. Everything that is started is ended;
-``--keep`` leaves it up until Ctrl-C.
-"""
+"""A federation on this machine: a SuperLink with TLS, and SuperNodes that authenticate, each with one CSV file."""
 
 from __future__ import annotations
 
@@ -14,15 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedgp_flower.data.sites import write_partition
-from fedgp_flower.deploy.launch import HOST, conclude
 from fedgp_flower.deploy.machines import CONNECTION, Coordinator, SiteFolder
 from fedgp_flower.deploy.processes import free_ports
-from fedgp_flower.deploy.submission import Flower, project_folder
+from fedgp_flower.deploy.submission import HOST, Flower
 from fedgp_flower.errors import DataError, RunError
 from fedgp_flower.options import FlatConfig, Value
 from fedgp_flower.privacy.keys import Identity, Trust
 from fedgp_flower.run.registry import parse_config
-from fedgp_flower.run.user_config import complete_config, run_folder
+from fedgp_flower.run.user_config import complete_config
 
 ONLINE_SECONDS = 90.0
 
@@ -50,41 +45,28 @@ def join_sites(coordinator: Coordinator, folder: Path, files: Sequence[Path]) ->
     return sites
 
 
-def exchange_keys(sites: Sequence[SiteFolder]) -> None:
-    """Give every site the public keys of all, as their owners would do outside the server."""
-    trust = Trust({})
-    for site in sites:
-        trust = trust.with_site(site.name, Identity.read(site.folder / "site-key").public)
-    for site in sites:
-        trust.write(site.folder / "trust.toml")
-
-
 @contextmanager
 def federation(folder: Path, files: Sequence[Path], *, app: str = "", masked: bool = False) -> Iterator[Flower]:
     """A SuperLink and a SuperNode for each file, all online, with the operator's command line.
 
-    Args:
-        folder: Where the folders of the machines are made.
-        files: A table for each site.
-        app: Fingerprint of the app that sites run, or ``any``; otherwise that of this project.
-        masked: Whether sites trust each other's keys, and so answer under masks alone.
+    Sites run the ``app`` of this fingerprint, or ``any``; otherwise that of this project. ``masked`` ones trust each
+    other's keys, and so answer under masks alone.
     """
     superlink, control, *ports = free_ports(2 + len(files))
     coordinator = Coordinator.create(folder / "coordinator", HOST, superlink, control)
     sites = [site.approve(app) if app else site for site in join_sites(coordinator, folder, files)]
-    if masked:
-        exchange_keys(sites)
-    with coordinator.processes() as processes:
+    if masked:  # as their owners would do outside the server
+        keys = {site.name: Identity.read(site.folder / "site-key").public for site in sites}
+        for site in sites:
+            Trust(keys).write(site.folder / "trust.toml")
+    with coordinator.flower() as flower:
         say(f"SuperLink on {HOST}:{superlink}, TLS, node authentication")
-        words, variables, place = coordinator.command(bind=HOST)
-        processes.start("superlink", words, place, variables)
-        flower = coordinator.flower(processes)
+        flower.processes.start("superlink", *coordinator.command(bind=HOST))
         flower.wait_until_ready(f"https://{HOST}:{superlink}", trust=coordinator.folder / "ca.crt")
         for site, port in zip(sites, ports, strict=True):
             say(f"SuperNode {site.name}: registered key, {site.facts['data']}")
             flower.json("supernode", "register", str(site.public), CONNECTION, "--name", site.name)
-            words, variables, place = site.command(port)
-            processes.start(site.name, words, place, variables)
+            flower.processes.start(site.name, *site.command(port))
         wait_online(flower, len(sites))
         yield flower
         say("ending the SuperLink and the SuperNodes")
@@ -103,14 +85,6 @@ def wait_online(flower: Flower, count: int) -> None:
     raise RunError(f"{online} of {count} SuperNodes online after {ONLINE_SECONDS:.0f} s; see {flower.processes.logs}")
 
 
-def hold(flower: Flower) -> None:
-    """Leave the federation up until a signal comes."""
-    say("the federation stays up until Ctrl-C; from another shell:")
-    again = f"-m fedgp_flower.cli deploy run --connection {flower.connection} num-server-rounds=5"
-    print(f"  FLWR_HOME={flower.home} {sys.executable} {again}", flush=True)
-    signal.pause()
-
-
 def say(line: str) -> None:
     """Print a line of progress at once."""
     print(f"[deploy] {line}", flush=True)
@@ -124,6 +98,9 @@ def run_demo(keys: FlatConfig, files: Sequence[Path], count: int, parent: Path, 
     files = files or write_partition(parse_config(config), count, folder / "data")
     with federation(folder, files, masked=parse_config(config).privacy.secure_aggregation) as flower:
         say(f"{len(files)} SuperNodes online; sending the app (each exchange with real nodes takes seconds)")
-        conclude(flower, flower.submit(project_folder(flower.home), config), run_folder(config))
+        flower.run(config)
         if keep:
-            hold(flower)
+            say("the federation stays up until Ctrl-C; from another shell:")
+            again = f"-m fedgp_flower.cli deploy run --connection {flower.connection} num-server-rounds=5"
+            print(f"  FLWR_HOME={flower.home} {sys.executable} {again}", flush=True)
+            signal.pause()

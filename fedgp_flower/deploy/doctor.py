@@ -15,7 +15,10 @@ from cryptography import x509
 
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder, app_fingerprint
 from fedgp_flower.errors import FedGPError, RunError
+from fedgp_flower.run.check import check
+from fedgp_flower.run.registry import parse_config
 
+PACKAGES = ("fedgp-flower", "flwr", "torch")
 LEAST_SPACE = 1 << 30
 """Bytes of disk that a run needs."""
 SOON = datetime.timedelta(days=30)
@@ -35,25 +38,29 @@ class Finding:
 
 def of_site(site: SiteFolder) -> list[Finding]:
     """Check a site: its table, keys, disk, connection to the SuperLink, and app."""
+    secrets = [site.folder / site.name, site.folder / "site-key"]
     return [
-        _checked("versions", _versions),
         _checked("table", lambda: _table(Path(str(site.facts["data"])))),
-        _checked("keys", lambda: _secret([site.folder / site.name, site.folder / "site-key"])),
-        _checked("disk", lambda: _space(site.folder)),
-        _checked("SuperLink", lambda: _reachable(str(site.facts["superlink"]), site.folder / "ca.crt")),
+        *_machine(site.folder, str(site.facts["superlink"]), secrets),
         _checked("app", lambda: _app(str(site.facts["app"]))),
     ]
 
 
 def of_coordinator(coordinator: Coordinator) -> list[Finding]:
     """Check a coordinator: its certificate, keys, disk, and whether its SuperLink answers."""
-    folder, address = coordinator.folder, f"{coordinator.host}:{coordinator.port}"
+    folder, server = coordinator.folder, coordinator.folder / "server"
     return [
-        _checked("versions", _versions),
-        _checked("certificate", lambda: _valid(folder / "server" / "server.pem")),
-        _checked("keys", lambda: _secret([folder / "server" / "server.key"])),
+        _checked("certificate", lambda: _valid(server / "server.pem")),
+        *_machine(folder, f"{coordinator.host}:{coordinator.port}", [server / "server.key"]),
+    ]
+
+
+def _machine(folder: Path, superlink: str, secrets: Sequence[Path]) -> list[Finding]:
+    return [
+        Finding("versions", ", ".join(f"{name} {version(name)}" for name in PACKAGES), True),
+        _checked("keys", lambda: _secret(secrets)),
         _checked("disk", lambda: _space(folder)),
-        _checked("SuperLink", lambda: _reachable(address, folder / "ca.crt")),
+        _checked("SuperLink", lambda: _reachable(superlink, folder / "ca.crt")),
     ]
 
 
@@ -64,14 +71,7 @@ def _checked(what: str, check: Callable[[], str]) -> Finding:
         return Finding(what, str(error), False)
 
 
-def _versions() -> str:
-    return ", ".join(f"{name} {version(name)}" for name in ("fedgp-flower", "flwr", "torch"))
-
-
 def _table(path: Path) -> str:
-    from fedgp_flower.run.check import check  # noqa: PLC0415
-    from fedgp_flower.run.registry import parse_config  # noqa: PLC0415
-
     found = check([path], parse_config({"test-fraction": 0.0}))
     if found.problems:
         raise RunError("; ".join(found.problems))

@@ -4,7 +4,7 @@
 ``coordinator-authority/`` the key that signs its certificate, which can lie offline until it is needed again;
 ``north/`` the node key, the invitation's certificate, the fingerprint of the approved app and the site's state.
 
-An invitation is a stranger's file: its values are of a few known shapes, and none is formatted into a command.
+An invitation is a stranger's file: its values are of a few known shapes, and none becomes part of a command.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import shutil
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import tomli_w
 
@@ -34,8 +35,10 @@ from fedgp_flower.deploy.wrapped import CONTROL, PIN
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.files import write_bytes
 from fedgp_flower.options import Value
-from fedgp_flower.privacy.keys import Identity
+from fedgp_flower.privacy.keys import Identity, short_hash
 
+Command: TypeAlias = tuple[list[str], Path, dict[str, str]]
+"""Words, the folder to start in, and variables."""
 CONNECTION = "deployment"
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
 """Of the authority, and of a server's certificate; ``fedgp deploy rotate`` makes a new one."""
@@ -83,19 +86,6 @@ ENTRYPOINT ["fedgp"]
 """
 """Built in the root of the project."""
 
-COMPOSE = """services:
-  {name}:
-    build: {project}
-    command: {command}
-    restart: always
-    volumes: ["{folder}:{folder}"]
-{more}"""
-HEALTHY = """    ports: ["{port}:{port}"]
-    healthcheck:
-      test: ["CMD", "fedgp", "deploy", "doctor", "--folder", "{folder}"]
-      interval: 60s
-"""
-
 
 @cache
 def app_fingerprint() -> str:
@@ -117,12 +107,10 @@ class Coordinator:
 
     @staticmethod
     def create(folder: Path, host: str, port: int, control: int) -> Coordinator:
-        """Make the folder, authority, certificate, connection and units."""
+        """Make the folder, authority, certificate, connection and unit."""
         folder = folder.resolve()
-        _new(folder)
+        _new(folder, "server", "flower", "logs", "invitations")
         _new(_authority(folder))
-        for name in ("server", "flower", "logs", "invitations"):
-            (folder / name).mkdir()
         authority = Authority.new(AUTHORITY_DAYS)
         authority.write(_authority(folder))
         shutil.copy(_authority(folder) / "ca.crt", folder)
@@ -130,7 +118,7 @@ class Coordinator:
         _write(folder / "coordinator.toml", {"host": host, "port": port, "control": control})
         profile = {"address": f"127.0.0.1:{control}", "root-certificates": str(folder / "ca.crt")}
         _write(folder / "flower" / "config.toml", {"superlink": {"default": CONNECTION, CONNECTION: profile}})
-        write_units(folder, "superlink", ["deploy", "serve", "--folder", str(folder)], port)
+        write_units(folder, "superlink", ["deploy", "serve", "--folder", str(folder)])
         return Coordinator(folder, host, port, control)
 
     @staticmethod
@@ -139,13 +127,13 @@ class Coordinator:
         content = _read(folder / "coordinator.toml", "fedgp deploy init")
         return Coordinator(folder.resolve(), str(content["host"]), int(content["port"]), int(content["control"]))
 
-    def command(self, bind: str = BIND) -> tuple[list[str], dict[str, str], Path]:
-        """The SuperLink that sites reach at an address: its words, its environment, and where it starts."""
+    def command(self, bind: str = BIND) -> Command:
+        """The SuperLink that sites reach at an address: its words, where it starts, and its environment."""
         server = self.folder / "server"
         words = [*WRAPPED, "superlink", "--host", bind, "--port", str(self.port), "--database", "superlink.db"]
         words += ["--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key"]
         variables = environment(self.folder / "flower") | {CONTROL: str(self.control)}
-        return [*words, "--enable-supernode-auth"], variables, server
+        return [*words, "--enable-supernode-auth"], server, variables
 
     def invite(self, site: str) -> Path:
         """Write the file that a site joins with. Nothing in it is secret; it must arrive unchanged."""
@@ -159,19 +147,18 @@ class Coordinator:
         """Make a new key and certificate of the SuperLink by the same authority. Sites need not change anything."""
         Authority.read(_authority(self.folder)).certify(self.folder / "server", self.host, SERVER_DAYS)
 
-    def flower(self, processes: Processes) -> Flower:
+    @contextmanager
+    def flower(self) -> Iterator[Flower]:
         """Flower's command line, connected to this SuperLink."""
-        return Flower(processes, self.folder / "flower", CONNECTION)
-
-    def processes(self) -> Processes:
-        """Short-lived commands of this coordinator."""
-        return Processes(environment(self.folder / "flower"), self.folder / "logs")
+        home = self.folder / "flower"
+        with Processes(environment(home), self.folder / "logs") as processes:
+            yield Flower(processes, home, CONNECTION)
 
     @property
     def sites(self) -> dict[str, int]:
         """Registered sites and their node ids."""
         path = self.folder / "sites.toml"
-        return {name: int(node) for name, node in _read(path, "").items()} if path.exists() else {}
+        return {name: int(node) for name, node in _read(path, "fedgp deploy register").items()} if path.exists() else {}
 
     def keep(self, sites: Mapping[str, int]) -> None:
         """Save the registered sites."""
@@ -183,7 +170,7 @@ class SiteFolder:
     """The folder of a SuperNode."""
 
     folder: Path
-    facts: Mapping[str, Any]
+    facts: Mapping[str, object]
     """``site``, ``superlink``, ``app``, ``data`` and further keys of the node configuration."""
 
     @staticmethod
@@ -195,18 +182,16 @@ class SiteFolder:
         for path in (place, *given.values()):
             if re.search(r"[\"'\\\n\r]", str(path)):
                 raise ConfigError(f"{path}: a SuperNode takes no path with a quotation mark or a backslash; rename it")
-        _new(place)
-        (place / "state").mkdir()
+        _new(place, "state", "bin")
         (place / "ca.crt").write_text(content.pop("root-certificate"), encoding="ascii")
         create_node_key(place / site)
         Identity.new().write(place / "site-key")
         script = place / "bin" / "flower-superexec"
-        script.parent.mkdir()
         script.write_text(f'#!/bin/sh\nexec {shlex.join([*WRAPPED, "superexec"])} "$@"\n')
         script.chmod(0o700)
         facts = {**content, **{key: str(path.resolve()) for key, path in given.items()}}
         _write(place / "site.toml", facts)
-        write_units(place, f"site-{site}", ["site", "serve", str(place)], None, list(given.values()))
+        write_units(place, f"site-{site}", ["site", "serve", str(place)], list(given.values()))
         return SiteFolder(place, facts)
 
     @staticmethod
@@ -223,6 +208,11 @@ class SiteFolder:
     def public(self) -> Path:
         """The public half of the node key: what the coordinator registers."""
         return self.folder / f"{self.name}.pub"
+
+    @property
+    def fingerprint(self) -> str:
+        """That key in short."""
+        return short_hash(self.public.read_bytes().strip())
 
     @property
     def node_config(self) -> dict[str, Value]:
@@ -244,37 +234,38 @@ class SiteFolder:
         _write(self.folder / "site.toml", facts)
         return SiteFolder(self.folder, facts)
 
-    def command(self, port: int = 0) -> tuple[list[str], dict[str, str], Path]:
-        """The SuperNode: its words, its environment, and where it starts; 0 takes a free port for its ClientApps."""
+    def command(self, port: int = 0) -> Command:
+        """The SuperNode: its words, where it starts, and its environment; 0 takes a free port for its ClientApps."""
         node_config = " ".join(f'{key}="{value}"' for key, value in self.node_config.items())
         words = [*WRAPPED, "supernode", "--superlink", str(self.facts["superlink"]), "--root-certificates", "ca.crt"]
         words += ["--auth-supernode-private-key", self.name, "--node-config", node_config]
         words += ["--port", str(port or free_ports(1)[0])]
         variables = environment(self.folder / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
         variables |= {"PATH": f"{self.folder / 'bin'}{os.pathsep}{variables['PATH']}", PIN: str(self.facts["app"])}
-        return words, variables, self.folder
+        return words, self.folder, variables
 
 
-def write_units(folder: Path, name: str, words: Sequence[str], port: int | None, files: Sequence[Path] = ()) -> None:
+def write_units(folder: Path, name: str, words: Sequence[str], files: Sequence[Path] = ()) -> None:
     """Write a systemd unit, a compose file and a Dockerfile that start ``fedgp`` with these words whenever it ends.
 
-    Containers see the folder of the machine under the same path. ``port`` is None where nobody dials in; ``files`` are
-    what the service may read.
+    A container has the network of its machine, and its folder and ``files`` under the same paths.
     """
     project = Path(__file__).resolve().parents[2]
     command = shlex.join([sys.executable, "-m", "fedgp_flower.cli", *words]).replace("%", "%%")
-    readable = [_unit_path(path.resolve()) for path in (project, Path(sys.prefix), *files)]
-    unit = {"name": name, "user": getpass.getuser(), "command": command, "folder": _unit_path(folder)}
-    (folder / f"fedgp-{name}.service").write_text(UNIT.format(**unit, readable=" ".join(readable)))
-    more = "" if port is None else HEALTHY.format(port=port, folder=folder)
-    text = COMPOSE.format(name=name, project=project, command=json.dumps(words), folder=folder, more=more)
-    (folder / "compose.yaml").write_text(text)
+    readable = " ".join(_unit_path(path.resolve()) for path in (project, Path(sys.prefix), *files))
+    unit = UNIT.format(
+        name=name, user=getpass.getuser(), command=command, folder=_unit_path(folder), readable=readable
+    )
+    (folder / f"fedgp-{name}.service").write_text(unit)
+    volumes = [f"{folder}:{folder}", *(f"{path.resolve()}:{path.resolve()}:ro" for path in files)]
+    service = {"build": str(project), "command": list(words), "restart": "always", "network_mode": "host"}
+    (folder / "compose.yaml").write_text(json.dumps({"services": {name: {**service, "volumes": volumes}}}, indent=2))
     (folder / "Dockerfile").write_text(DOCKERFILE)
 
 
-def become(command: tuple[list[str], dict[str, str], Path]) -> None:
+def become(command: Command) -> None:
     """Replace this process by a command, so that a service manager watches that command."""
-    words, variables, folder = command
+    words, folder, variables = command
     os.chdir(folder)
     os.execve(words[0], words, {**os.environ, **variables})  # noqa: S606 - a fixed command, no shell
 
@@ -289,7 +280,7 @@ def _authority(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-authority")
 
 
-def _of_known_shapes(content: Mapping[str, Any], where: str) -> dict[str, str]:
+def _of_known_shapes(content: Mapping[str, object], where: str) -> dict[str, str]:
     """The values of an invitation."""
     if content.keys() != SHAPES.keys():
         odd = ", ".join(sorted(content.keys() ^ SHAPES.keys()))
@@ -301,16 +292,18 @@ def _of_known_shapes(content: Mapping[str, Any], where: str) -> dict[str, str]:
     return {name: str(content[name]) for name in SHAPES}
 
 
-def _new(folder: Path) -> None:
+def _new(folder: Path, *parts: str) -> None:
     try:
         folder.mkdir(parents=True, mode=0o700)
     except FileExistsError:
         raise ConfigError(f"{folder} exists; choose another folder") from None
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
+    for part in parts:
+        (folder / part).mkdir()
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, object]) -> None:
     write_bytes(path, tomli_w.dumps(content).encode())
 
 
@@ -318,7 +311,6 @@ def _read(path: Path, maker: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        hint = f"; `{maker}` makes it" if maker else ""
-        raise ConfigError(f"{path} cannot be read ({error.strerror}){hint}") from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); `{maker}` makes it") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None

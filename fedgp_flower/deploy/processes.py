@@ -12,9 +12,8 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -26,45 +25,27 @@ TOKEN = "FEDGP_LAUNCH"  # noqa: S105 - the name of a variable, not a secret
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessEntry:
-    """A living process; its start time distinguishes it from a later one with the same id."""
+def family(token: str, seen: Collection[psutil.Process] = ()) -> set[psutil.Process]:
+    """The processes of a launch: those that carry its token, those ``seen`` before that still live, and their children.
 
-    parent: int
-    started: float
-    marked: bool
-    """Whether its environment holds the token."""
-
-
-Table = Mapping[int, ProcessEntry]
-
-
-def snapshot(token: str) -> dict[int, ProcessEntry]:
-    """Every living process, and whether it carries ``token``."""
-    table = {}
+    A process may overwrite its environment when it renames itself, as the workers of Ray do; such a one is recognised
+    by its parent, and remembered when the parent is gone.
+    """
+    found, parents = set[psutil.Process](), dict[psutil.Process, int]()
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess), process.oneshot():
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            marked = False  # also where it is another user's, hence not started here
-            with suppress(psutil.AccessDenied, OSError):
-                marked = process.environ().get(TOKEN) == token
-            table[process.pid] = ProcessEntry(process.ppid(), process.create_time(), marked)
-    return table
-
-
-def belonging(table: Table, seen: Table) -> dict[int, ProcessEntry]:
-    """The processes of a launch: the marked ones, their descendants, and those ``seen`` before that still live.
-
-    A process may overwrite its environment when it renames itself, as the workers of Ray do; such a one is
-    recognised by its parent, and remembered when the parent is gone.
-    """
-    found = {p: e for p, e in table.items() if e.marked or (p in seen and seen[p].started == e.started)}
-    while True:
-        children = {p: e for p, e in table.items() if e.parent in found and p not in found}
-        if not children:
-            return found
-        found |= children
+            parents[process] = process.ppid()
+            with suppress(psutil.AccessDenied, OSError):  # another user's, hence not started here
+                if process in seen or process.environ().get(TOKEN) == token:
+                    found.add(process)
+    new = found
+    while new:
+        ids = {process.pid for process in new}
+        new = {process for process, parent in parents.items() if parent in ids} - found
+        found = found | new
+    return found
 
 
 def free_ports(count: int) -> list[int]:
@@ -77,10 +58,9 @@ def free_ports(count: int) -> list[int]:
 
 
 class Processes:
-    """A context that ends every process started in it, and every process those started."""
+    """A context that ends every process started in it, and those they started: after ``grace`` seconds by force."""
 
     def __init__(self, environment: Mapping[str, str], logs: Path, grace: float = 10.0) -> None:
-        """``environment`` is added to every child's; a process has ``grace`` seconds to end before it is forced."""
         self.token = uuid.uuid4().hex
         self.environment = {**os.environ, **environment, TOKEN: self.token}
         self.logs = logs
@@ -135,27 +115,23 @@ class Processes:
 
     def end(self) -> None:
         """Ask every process of this launch to end, then force those that have not."""
-        seen: dict[int, ProcessEntry] = {}
+        living: set[psutil.Process] = set()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            deadline = time.monotonic() + self._grace
-            asked: set[int] = set()
-            while (living := self._living(seen)) and time.monotonic() < deadline:
-                seen |= living
-                for pid in living.keys() - asked:
-                    with suppress(ProcessLookupError):  # it ended between looking and asking
-                        os.kill(pid, number)
-                asked |= living.keys()
-                time.sleep(0.1)
-            if not living:
+            deadline, asked = time.monotonic() + self._grace, set[psutil.Process]()
+            while time.monotonic() < deadline:
                 for process in self._background.values():
-                    process.wait()  # it may have ended since it was last asked
-                return
-        raise RunError(f"could not end processes {sorted(seen.keys() & snapshot(self.token).keys())}; end them by hand")
-
-    def _living(self, seen: Table) -> dict[int, ProcessEntry]:
-        for process in self._background.values():
-            process.poll()  # lets the system forget a child that has ended
-        return belonging(snapshot(self.token), seen)
+                    process.poll()  # lets the system forget a child that has ended
+                living = family(self.token, living)
+                if not living:
+                    for process in self._background.values():
+                        process.wait()
+                    return
+                for one in living - asked:
+                    with suppress(psutil.NoSuchProcess):  # it ended between looking and asking
+                        one.send_signal(number)
+                asked |= living
+                time.sleep(0.1)
+        raise RunError(f"could not end processes {sorted(one.pid for one in living)}; end them by hand")
 
 
 @contextmanager

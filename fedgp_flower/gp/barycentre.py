@@ -34,27 +34,22 @@ class Barycentre:
 def barycentre(
     means: Array, factors: Array, weights: Array, *, tolerance: float = 1e-10, max_iterations: int = 100
 ) -> Barycentre:
-    """The Gaussian that minimises Σₖ wₖ W₂²(·, N(mₖ, Sₖ)).
+    """The Gaussian that minimises Σₖ wₖ W₂²(·, N(mₖ, Sₖ)), weights [K] divided by their sum.
 
-    Its mean is Σ wₖ mₖ and its covariance S = F Fᵀ solves S = Σ wₖ (S^½ Sₖ S^½)^½. Diagonal factors have the closed
-    form σ = Σ wₖ σₖ. Otherwise, as the optimal map from N(0, F Fᵀ) to N(0, Sₖ) takes F to Lₖ polar(LₖᵀF), the fixed
-    point
+    Its mean is Σ wₖ mₖ and its covariance S = F Fᵀ solves S = Σ wₖ (S^½ Sₖ S^½)^½. Scales [K, M] have the closed form
+    σ = Σ wₖ σₖ. For factors [K, M, M] the fixed point of Álvarez-Esteban et al. (2016),
 
         F' = Σ wₖ Lₖ polar(LₖᵀF) = F,   polar(U p Vᵀ) = U Vᵀ,
 
-    of Álvarez-Esteban et al. (2016) is sought from F = chol(Σ wₖ Sₖ) by the steps of :func:`_newton`, and by F ← F'
-    where one of them leads farther away. Means are [K, M], factors [K, M, M] or scales [K, M], weights [K] nonnegative
-    and divided by their sum. The iteration ends at ‖F⁻¹(F' − F)‖ ≤ ``tolerance``, which sees every direction alike.
-
-    Raises:
-        NumericsError: if shapes disagree, a value is not finite, a weight is negative, a factor is singular, or the
-            iteration does not converge.
+    is sought from F = chol(Σ wₖ Sₖ) by the steps of :func:`_newton`, and by F ← F' where such a step leads farther
+    away. The iteration ends at ‖F⁻¹(F' − F)‖ ≤ ``tolerance``, which sees every direction alike.
     """
     weights = _normalised(means, factors, weights)
     mean = weights @ means
     if factors.ndim == 2:
         return Barycentre(mean, weights @ factors, 1, 0.0)
-    now = _at(_start(factors, weights), factors, weights)
+    stacked = (np.sqrt(weights)[:, None, None] * factors.mT).reshape(-1, means.shape[1])
+    now = _at(_lower(stacked.T), factors, weights)  # a factor of Σ wₖ Sₖ
     for iteration in range(1, max_iterations + 1):
         if now.residual <= tolerance:
             return Barycentre(mean, _lower(now.factor), iteration, now.residual)
@@ -62,10 +57,8 @@ def barycentre(
         if tried is None or not tried.residual < now.residual:
             tried = _at(now.mapped, factors, weights)
         now = tried
-    raise NumericsError(
-        f"barycentre of {len(means)} Gaussians did not converge: whitened gap {now.residual:.1e} after "
-        f"{max_iterations} steps, wanted {tolerance:.1e}. Raise the tolerance, or use diagonal factors."
-    )
+    gap = f"whitened gap {now.residual:.1e} after {max_iterations} steps, wanted {tolerance:.1e}"
+    raise NumericsError(f"barycentre of {len(means)} Gaussians did not converge: {gap}. Use diagonal factors.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,26 +114,12 @@ def _newton(now: _Point, weights: Array) -> Array:
 
 
 def wasserstein_distance(mean: Array, factor: Array, other_mean: Array, other_factor: Array) -> float:
-    """W₂ between two Gaussians given by factors of the same kind.
-
-    W₂² = ‖m − m'‖² + ‖F − L' polar(L'ᵀF)‖²: the second term is the least Frobenius distance between factors of the
-    two covariances, a sum of squares and so free of the cancellation in tr S + tr S' − 2 tr (S^½ S' S^½)^½.
-    """
-    nearest = other_factor if factor.ndim == 1 else other_factor @ _polar(other_factor.T @ factor)
+    """W₂ between two Gaussians given by factors of the same kind: W₂² = ‖m − m'‖² + ‖F − L' polar(L'ᵀF)‖²."""
+    nearest = other_factor
+    if factor.ndim == 2:
+        left, _, right = np.linalg.svd(other_factor.T @ factor)
+        nearest = other_factor @ left @ right
     return float(np.hypot(np.linalg.norm(mean - other_mean), np.linalg.norm(factor - nearest)))
-
-
-def _polar(matrices: Array) -> Array:
-    """The orthogonal polar factor U Vᵀ of square matrices [..., M, M]: the orthogonal Q that maximises tr(QᵀA)."""
-    left, _, right = np.linalg.svd(matrices)
-    return np.asarray(left @ right, dtype=np.float64)
-
-
-def _start(factors: Array, weights: Array) -> Array:
-    """A factor of Σ wₖ Sₖ by QR of the stacked √wₖ Lₖᵀ, which never forms the covariances."""
-    size = factors.shape[-1]
-    stacked = (np.sqrt(weights)[:, None, None] * factors.mT).reshape(-1, size)
-    return _lower(stacked.T)
 
 
 def _lower(factor: Array) -> Array:
@@ -154,10 +133,8 @@ def _lower(factor: Array) -> Array:
 def _normalised(means: Array, factors: Array, weights: Array) -> Array:
     expected = (means.shape, (*means.shape, means.shape[-1]))
     if means.ndim != 2 or factors.shape not in expected or weights.shape != means.shape[:1]:
-        raise NumericsError(
-            f"barycentre wants means [K, M], factors [K, M] or [K, M, M] and weights [K]; found {means.shape}, "
-            f"{factors.shape} and {weights.shape}."
-        )
+        shapes = f"found {means.shape}, {factors.shape} and {weights.shape}."
+        raise NumericsError(f"barycentre wants means [K, M], factors [K, M] or [K, M, M] and weights [K]; {shapes}")
     if not all(np.isfinite(values).all() for values in (means, factors, weights)):
         raise NumericsError(f"barycentre of {len(means)} Gaussians: a value is not finite. Leave out that site.")
     if (weights < 0).any() or weights.sum() <= 0:

@@ -1,9 +1,8 @@
 """Where inputs lie, as sums of small groups of rows: a summand from which inducing points are drawn.
 
 A site halves its rows along the direction in which they spread most, and the halves again, down to cells of at least
-:data:`LEAST_ROWS`; it adds each cell's count, Σx and Σx² to the slot of the nearest of some anchors. Cells of several
-sites that meet in a slot are one larger cell, so the summands can be added, under masks too. The draws follow the
-mixture of all cells.
+:data:`LEAST_ROWS`. It adds each cell's count, Σx and Σx² to the slot of the nearest anchor. Cells of several sites that
+meet in a slot are one larger cell. The draws follow the mixture of all cells.
 """
 
 from __future__ import annotations
@@ -96,11 +95,6 @@ def explaining(covariance: Array, products: Array, count: int) -> Indices:
         K̃ ← K̃ − K̃_jj u uᵀ,   G̃ ← G̃ − u G̃_j: − G̃_:j uᵀ + G̃_jj u uᵀ.
 
     See Farahat et al., Greedy column subset selection for large-scale data sets (2015).
-
-    Args:
-        covariance: K [C, C].
-        products: G, of all rows [C, C].
-        count: P, how many to take.
     """
     left, explained = covariance.copy(), products.copy()
     least = LEFT * left.diagonal()

@@ -2,7 +2,7 @@
 
 A factor t(x) = exp(η₁ᵀx + xᵀη₂x) need not be a density: it may be flat (η = 0) or have negative precision, as the
 approximate likelihoods of expectation propagation and partitioned variational inference do. Only what needs a density
-(moments, KL) asks for η₂ ≺ 0, and then an improper one is an error, never repaired.
+(moments, KL) requires η₂ ≺ 0; an improper factor is then an error, never repaired.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgp_flower.errors import NumericsError
@@ -66,53 +65,40 @@ class Gaussian(ABC):
 
     def to_arrays(self) -> NamedArrays:
         """Natural parameters as float64 arrays ``eta1`` and ``eta2``, ready for a message or a file."""
-        return {"eta1": _numpy(self.eta1), "eta2": _numpy(self.eta2)}
+        return {"eta1": self.eta1.detach().double().numpy(), "eta2": self.eta2.detach().double().numpy()}
 
     @classmethod
-    def from_arrays(cls: type[G], arrays: Mapping[str, NDArray[np.generic]]) -> G:
+    def from_arrays(cls: type[G], arrays: Mapping[str, np.ndarray]) -> G:
         """The inverse of :meth:`to_arrays`."""
         return cls(*(torch.as_tensor(np.array(arrays[name], dtype=np.float64)) for name in ("eta1", "eta2")))
 
-    def kl(self: G, other: G) -> Tensor:
-        """KL(self ‖ other) in nats, a scalar.
-
-        KL = ½ [tr(Λ'S) − M + (m−m')ᵀΛ'(m−m') + log|Λ| − log|Λ'|], primes marking ``other``.
-
-        Raises:
-            NumericsError: one of the two is improper.
-        """
-        difference = self.mean() - other.mean()
-        quadratic = difference @ _apply(other.precision, difference)
-        log_determinants = self.log_determinant() - other.log_determinant()
-        return 0.5 * (self._trace(other) - self.size + quadratic + log_determinants)
-
-    @abstractmethod
     def is_proper(self) -> bool:
         """Whether the precision is finite and positive definite."""
+        finite = torch.isfinite(self.eta1).all() and torch.isfinite(self.eta2).all()
+        return bool(finite) and self._definite()
 
-    @abstractmethod
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean m = Sη₁ and covariance S = Λ⁻¹ (its diagonal, for a diagonal Gaussian).
+        """Mean m = Sη₁ and covariance S = Λ⁻¹, or its diagonal; an error where the factor is not a density."""
+        return self.described()[:2]
 
-        Raises:
-            NumericsError: the factor is not a density.
-        """
+    def mean(self) -> Float[Tensor, " M"]:
+        """Mean m = Sη₁."""
+        return self.described()[0]
+
+    def log_determinant(self) -> Tensor:
+        """log|Λ|, a scalar."""
+        return self.described()[2]
 
     @abstractmethod
     def described(self) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, covariance and log|Λ|, by one factorisation; raises as :meth:`moments`."""
 
     @abstractmethod
-    def mean(self) -> Float[Tensor, " M"]:
-        """Mean m = Sη₁."""
+    def kl(self: G, other: G) -> Tensor:
+        """KL(self ‖ other) in nats, a scalar; raises as :meth:`moments`."""
 
     @abstractmethod
-    def log_determinant(self) -> Tensor:
-        """log|Λ|, a scalar."""
-
-    @abstractmethod
-    def _trace(self, other: Gaussian) -> Tensor:
-        """tr(Λ'S) with Λ' the precision of ``other``."""
+    def _definite(self) -> bool: ...
 
 
 class NaturalGaussian(Gaussian):
@@ -126,35 +112,21 @@ class NaturalGaussian(Gaussian):
         L = cholesky(covariance, of="covariance of a Gaussian", hint="A covariance must be symmetric positive definite")
         return cls(torch.cholesky_solve(mean[:, None], L)[:, 0], -0.5 * torch.cholesky_inverse(L))
 
-    def is_proper(self) -> bool:
-        """Whether the precision is finite and positive definite."""
-        if not (torch.isfinite(self.eta1).all() and torch.isfinite(self.eta2).all()):
-            return False
-        return bool(torch.linalg.cholesky_ex(self.precision).info == 0)
-
-    def moments(self) -> tuple[Float[Tensor, " M"], Float[Tensor, "M M"]]:
-        """Mean m = Sη₁ [M] and covariance S = (−2η₂)⁻¹ [M, M]."""
-        return self.described()[:2]
-
     def described(self) -> tuple[Tensor, Tensor, Tensor]:
         """Mean [M], covariance [M, M] and log|Λ|."""
-        L = self._factor()
+        L = cholesky(self.precision, of="precision of a Gaussian", hint=_HINT)
         mean = torch.cholesky_solve(self.eta1[:, None], L)[:, 0]
         return mean, torch.cholesky_inverse(L), 2.0 * L.diagonal().log().sum()
 
-    def mean(self) -> Float[Tensor, " M"]:
-        """Mean m = Sη₁."""
-        return torch.cholesky_solve(self.eta1[:, None], self._factor())[:, 0]
+    def kl(self: NaturalGaussian, other: NaturalGaussian) -> Tensor:
+        """KL = ½ [tr(Λ'S) − M + (m−m')ᵀΛ'(m−m') + log|Λ| − log|Λ'|], primes marking ``other``."""
+        (mean, covariance, log_determinant), (centre, _, theirs) = self.described(), other.described()
+        apart = mean - centre
+        trace, quadratic = (other.precision * covariance).sum(), apart @ other.precision @ apart
+        return 0.5 * (trace - self.size + quadratic + log_determinant - theirs)
 
-    def log_determinant(self) -> Tensor:
-        """log|Λ|."""
-        return 2.0 * self._factor().diagonal().log().sum()
-
-    def _trace(self, other: Gaussian) -> Tensor:
-        return torch.cholesky_solve(other.precision, self._factor()).diagonal().sum()
-
-    def _factor(self) -> Tensor:
-        return cholesky(self.precision, of="precision of a Gaussian", hint=_HINT)
+    def _definite(self) -> bool:
+        return bool(torch.linalg.cholesky_ex(self.precision).info == 0)
 
 
 class DiagonalGaussian(Gaussian):
@@ -174,37 +146,19 @@ class DiagonalGaussian(Gaussian):
         """The density N(0, I)."""
         return cls(torch.zeros(size, dtype=torch.float64), torch.full((size,), -0.5, dtype=torch.float64))
 
-    def is_proper(self) -> bool:
-        """Whether every precision is finite and positive."""
-        finite = torch.isfinite(self.eta1).all() and torch.isfinite(self.eta2).all()
-        return bool(finite and (self.eta2 < 0).all())
-
-    def moments(self) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-        """Mean [M] and variances [M]."""
-        variance = 1.0 / self._checked()
-        return variance * self.eta1, variance
-
     def described(self) -> tuple[Tensor, Tensor, Tensor]:
         """Mean [M], variances [M] and log|Λ|."""
-        mean, variance = self.moments()
-        return mean, variance, -variance.log().sum()
-
-    def mean(self) -> Float[Tensor, " M"]:
-        """Mean m = Sη₁."""
-        return self.eta1 / self._checked()
-
-    def log_determinant(self) -> Tensor:
-        """log|Λ|."""
-        return self._checked().log().sum()
-
-    def _trace(self, other: Gaussian) -> Tensor:
-        return (other.precision / self._checked()).sum()
+        variance = 1.0 / self._checked()
+        return variance * self.eta1, variance, -variance.log().sum()
 
     def kl(self: DiagonalGaussian, other: DiagonalGaussian) -> Tensor:
         """KL = ½ Σ [r − 1 − log r + Λ'(m−m')²] with r = Λ'/Λ, entry by entry."""
         precision, their = self._checked(), other._checked()
         ratio, difference = their / precision, self.eta1 / precision - other.eta1 / their
         return 0.5 * (ratio - 1.0 - ratio.log() + their * difference.square()).sum()
+
+    def _definite(self) -> bool:
+        return bool((self.eta2 < 0).all())
 
     def _checked(self) -> Tensor:
         precision = self.precision
@@ -214,12 +168,3 @@ class DiagonalGaussian(Gaussian):
                 f"{int((~(precision > 0)).sum())} are not, the smallest is {precision.min():.2e}. {_HINT}."
             )
         return precision
-
-
-def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
-    """A full matrix, or a diagonal given as a vector, times a vector."""
-    return matrix @ vector if matrix.ndim == 2 else matrix * vector
-
-
-def _numpy(values: Tensor) -> NDArray[np.float64]:
-    return np.asarray(values.detach().cpu().numpy(), dtype=np.float64)

@@ -11,7 +11,7 @@ Another package brings a kernel under a name, by an entry point of the group ``f
     def rational_quadratic(num_inputs: int, ard: bool) -> gpytorch.kernels.Kernel:
         return gpytorch.kernels.RQKernel(ard_num_dims=num_inputs if ard else None)
 
-It is used like the others, as in ``rational_quadratic + linear``; every site of a run needs the package.
+Every site of a run needs the package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cache
 from importlib.metadata import entry_points
@@ -46,10 +46,9 @@ from fedgp_flower.options import KERNEL_GROUP, ModelSection, kernel_tree
 
 
 class Scaled(ScaleKernel):
-    """GPyTorch's kernel times an amplitude, without what it asks PyTorch of batches that there are not.
+    """GPyTorch's kernel times an amplitude, without ``torch.broadcast_shapes`` where there are no batches.
 
-    ``torch.broadcast_shapes`` loads SymPy, half a second of each process that makes a kernel, and Flower answers every
-    message in a new process.
+    That function loads SymPy, half a second of each process, and Flower answers every message in a new process.
     """
 
     @property
@@ -64,10 +63,7 @@ class Scaled(ScaleKernel):
 
 
 class Matern(MaternKernel):
-    """GPyTorch's kernel with second derivatives between few rows as well, while it is traced.
-
-    ``torch.cdist`` of at most 25 rows has none.
-    """
+    """GPyTorch's kernel, while traced with second derivatives, which ``torch.cdist`` of at most 25 rows has none of."""
 
     def covar_dist(self, x1: Tensor, x2: Tensor, **kind: Any) -> Tensor:
         """Distances of rows; traced, the roots of squared ones."""
@@ -92,22 +88,24 @@ def build_kernel(model: ModelSection, num_inputs: int) -> Kernel:
     return kernel
 
 
-def _build(node: ast.expr, model: ModelSection, num_inputs: int) -> Kernel:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        terms = [_build(side, model, num_inputs) for side in (node.left, node.right)]
-        return AdditiveKernel(*_joined(terms, AdditiveKernel))
-    if isinstance(node, ast.Name) and node.id == "linear":
-        return _atom("linear", model, num_inputs)  # its variance is its scale
-    return Scaled(_unscaled(node, model, num_inputs), outputscale_constraint=log_positive())
+def _build(node: ast.expr, model: ModelSection, num_inputs: int, scaled: bool = True) -> Kernel:
+    """Terms of a sum have a scale each, a product has one, and its factors have none."""
+    match node:
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _joined(AdditiveKernel, [_build(side, model, num_inputs) for side in (left, right)])
+        case ast.BinOp(left=left, right=right):
+            kernel = _joined(ProductKernel, [_build(side, model, num_inputs, False) for side in (left, right)])
+        case _:
+            name = cast(ast.Name, node).id
+            kernel = _atom(name, model, num_inputs)
+            if name == "linear":
+                return kernel  # its variance is its scale
+    return Scaled(kernel, outputscale_constraint=log_positive()) if scaled else kernel
 
 
-def _unscaled(node: ast.expr, model: ModelSection, num_inputs: int) -> Kernel:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        factors = [_unscaled(side, model, num_inputs) for side in (node.left, node.right)]
-        return ProductKernel(*_joined(factors, ProductKernel))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _build(node, model, num_inputs)
-    return _atom(cast(ast.Name, node).id, model, num_inputs)
+def _joined(kind: type[AdditiveKernel] | type[ProductKernel], parts: list[Kernel]) -> Kernel:
+    """A sum of sums is one sum, a product of products one product."""
+    return kind(*(kernel for part in parts for kernel in (part.kernels if type(part) is kind else [part])))
 
 
 def _atom(name: str, model: ModelSection, num_inputs: int) -> Kernel:
@@ -128,11 +126,7 @@ def _atom(name: str, model: ModelSection, num_inputs: int) -> Kernel:
 
 
 def _in_logarithms(kernel: Kernel, name: str) -> Kernel:
-    """The same kernel, the raw parameter of everything that is positive being its logarithm.
-
-    Raises:
-        ConfigError: for a parameter that is bounded in another way.
-    """
+    """The same kernel with log θ as raw parameters; a parameter that is bounded in another way is refused."""
     kernel = kernel.double()  # before the logarithm, which float32 would round
     for path, constraint in list(kernel.named_constraints()):
         *owner, raw = path.removesuffix("_constraint").split(".")
@@ -146,14 +140,6 @@ def _in_logarithms(kernel: Kernel, name: str) -> Kernel:
         parameter.data.copy_(constraint.transform(parameter.data).log())
         module.register_constraint(raw, log_positive())
     return kernel
-
-
-def _joined(parts: list[Kernel], kind: type[AdditiveKernel] | type[ProductKernel]) -> Iterator[Kernel]:
-    for part in parts:
-        if isinstance(part, kind):
-            yield from part.kernels
-        else:
-            yield part
 
 
 @cache

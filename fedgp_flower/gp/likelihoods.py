@@ -1,8 +1,8 @@
-"""What a posterior asks of a likelihood: E_q log p(y | f), the predictive density, and the moments of y.
+"""Likelihoods: E_q log p(y | f), the predictive density, and the moments of y.
 
-The models are those of GPyTorch (Gaussian, probit Bernoulli, Student-t) and counts with rate eᶠ; parameters are given
-from outside, as logarithms, so that one call serves many samples of them. Closed forms stand where there are any, the
-rest is Gauss–Hermite quadrature with nodes in float64, which GPyTorch rounds to float32. For labels log Φ is torch's
+The models are those of GPyTorch (Gaussian, probit Bernoulli, Student-t) and counts with rate eᶠ. Callers pass the
+parameters, as logarithms, so that one call serves many samples of them. Without a closed form a likelihood uses
+Gauss–Hermite quadrature with nodes in float64, which GPyTorch rounds to float32. For labels log Φ is torch's
 ``log_ndtr``: GPyTorch's ``log_normal_cdf`` is wrong by up to 2e-3 just below −1.
 """
 
@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeAlias
 
 import gpytorch
 import numpy as np
@@ -23,7 +24,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Bernoulli, Poisson, StudentT
 
-from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.kernels import log_positive
 from fedgp_flower.lazy import special
 from fedgp_flower.scores import Scores, bernoulli_scores, count_scores, gaussian_scores
@@ -33,6 +33,8 @@ WEAK = 0.01
 """Precision of a label as a value of f: small enough for an update to move it anywhere."""
 NONE = torch.zeros(0, dtype=torch.float64)
 """Parameters of a likelihood without any."""
+
+Slopes: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,7 @@ class Noise:
 
 
 class PointLikelihood(ABC):
-    """A likelihood that factorises over rows. Samples S, rows N, parameters R; any leading shape broadcasts alike.
-
-    Args:
-        nodes: Of the quadrature.
-    """
+    """A likelihood that factorises over rows. Samples S, rows N, parameters R; any leading shape broadcasts alike."""
 
     initial: Float[Tensor, " R"] = NONE
     """Parameters at the start, in logarithms."""
@@ -68,10 +66,7 @@ class PointLikelihood(ABC):
         """The same model as a likelihood of GPyTorch."""
 
     def as_function(self, targets: Float[Tensor, " N"]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        """Values of f that targets, or averages of them, suggest, and the precision of each: where factors start.
-
-        Labels and real values with outliers are no values of f; taken as such, but weak, they only break the symmetry.
-        """
+        """Values of f that targets suggest, and the precision of each: where factors start; here weak."""
         return targets, torch.full_like(targets, WEAK)
 
     def expected(
@@ -81,9 +76,7 @@ class PointLikelihood(ABC):
         function, weights = self._at_nodes(mean, variance)
         return (weights * self.log_density(targets, function, hyper)).sum(0)
 
-    def slopes(
-        self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Float[Tensor, " R"]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def slopes(self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
         """Σ E log p(y | f) with f ~ N(m, s), α = ∂/∂m and β = −2 ∂/∂s [N], and the derivative by the parameters [R].
 
         They are those of the number that :meth:`expected` computes, also where that is quadrature.
@@ -97,10 +90,7 @@ class PointLikelihood(ABC):
     def log_predictive(
         self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]
     ) -> Tensor:
-        """Log predictive density log ∫ p(y | f) N(f; mean, variance) df.
-
-        Summed in logarithms: far from every node the density is small, but not zero.
-        """
+        """Log ∫ p(y | f) N(f; mean, variance) df, in logarithms: far from every node it is small, but not zero."""
         function, weights = self._at_nodes(mean, variance)
         return torch.logsumexp(self.log_density(targets, function, hyper) + weights.log(), 0)
 
@@ -120,14 +110,17 @@ class PointLikelihood(ABC):
         return Scores(found.sums | {"nll": len(target) * math.log(scale) - float(density.sum())}, found.arrays)
 
     def expected_with(self, targets: Tensor, mean: Tensor, variance: Tensor, noise: Noise) -> Tensor:
-        """:meth:`expected` where the noise is uncertain; without Gaussian noise there is none."""
-        del noise
-        return self.expected(targets, mean, variance, NONE)
+        """:meth:`expected` for jointly Gaussian (f, ζ): without Gaussian noise there is no ζ.
+
+        Weighting by e^{−2ζ} moves the mean of f by −2 cov(f, ζ) and leaves its variance:
+        E[e^{−2ζ}(y − f)²] = exp(−2 E ζ + 2 var ζ) [(y − m + 2 cov)² + v].
+        """
+        weighed = torch.atleast_1d(0.5 * noise.log_variance + noise.mean - noise.variance)
+        return self.expected(targets, mean - 2 * noise.covariance, variance, weighed) - noise.variance
 
     def moments_with(self, mean: Tensor, variance: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-        """:meth:`moments` where the noise is uncertain."""
-        del noise
-        return self.moments(mean, variance, NONE)
+        """:meth:`moments` where E e^{2ζ} = exp(2 E ζ + 2 var ζ)."""
+        return self.moments(mean, variance, torch.atleast_1d(0.5 * noise.log_variance + noise.mean + noise.variance))
 
     def _at_nodes(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         shape = (-1,) + (1,) * max(mean.ndim, variance.ndim)
@@ -138,7 +131,6 @@ class GaussianNoise(PointLikelihood):
     """p(y | f) = N(y; f, σ²) with σ = exp(β_last): everything in closed form."""
 
     def __init__(self, noise: float = 0.1) -> None:
-        """``noise``: initial variance σ², in squared units of y."""
         super().__init__()
         self.initial = torch.tensor([0.5 * math.log(noise)], dtype=torch.float64)
 
@@ -168,20 +160,6 @@ class GaussianNoise(PointLikelihood):
         """Mean m and variance v + σ²."""
         return mean, variance + (2.0 * hyper[..., -1:]).exp()
 
-    def expected_with(self, targets: Tensor, mean: Tensor, variance: Tensor, noise: Noise) -> Tensor:
-        """E log N(y | f, σ² e^{2ζ}) for jointly Gaussian (f, ζ).
-
-        Weighting by e^{−2ζ} moves the mean of f by −2 cov(f, ζ) and leaves its variance:
-        E[e^{−2ζ}(y − f)²] = exp(−2 E ζ + 2 var ζ) [(y − m + 2 cov)² + v].
-        """
-        precision = (-noise.log_variance - 2 * noise.mean + 2 * noise.variance).exp()
-        squares = (targets - mean + 2 * noise.covariance).square() + variance
-        return -0.5 * (math.log(2 * math.pi) + noise.log_variance + 2 * noise.mean + precision * squares)
-
-    def moments_with(self, mean: Tensor, variance: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-        """Moments m and v + σ² E e^{2ζ}, with E e^{2ζ} = exp(2 E ζ + 2 var ζ)."""
-        return mean, variance + (noise.log_variance + 2 * noise.mean + 2 * noise.variance).exp()
-
 
 class Probit(PointLikelihood):
     """Labels y ∈ {0, 1} with p(y = 1 | f) = Φ(f); the predictive probability Φ(m / √(1 + v)) is closed form."""
@@ -195,9 +173,7 @@ class Probit(PointLikelihood):
         """GPyTorch's Bernoulli likelihood."""
         return _float64(BernoulliLikelihood(), self)
 
-    def slopes(
-        self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def slopes(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
         """In closed form, also where f is wide."""
         sign = 2.0 * targets.double() - 1.0
         value, alpha, beta = expected_log_probit(sign * mean.double(), variance.double())
@@ -251,7 +227,6 @@ class HeavyTailed(PointLikelihood):
     """Student-t noise: the parameters are log of its scale and log(ν − 2), so that the variance exists."""
 
     def __init__(self, noise: float = 0.1, nodes: int = 20) -> None:
-        """``noise``: initial squared scale; ν starts at 4."""
         super().__init__(nodes)
         self.initial = torch.tensor([0.5 * math.log(noise), math.log(2.0)], dtype=torch.float64)
 
@@ -273,24 +248,12 @@ class HeavyTailed(PointLikelihood):
 
 
 def build_point_likelihood(name: str, *, noise: float = 0.1, nodes: int = 20) -> PointLikelihood:
-    """The likelihood ``model.likelihood`` names.
-
-    Args:
-        name: ``gaussian``, ``bernoulli``, ``poisson`` or ``student-t``.
-        noise: Initial noise variance σ² (``gaussian``) or squared scale (``student-t``).
-        nodes: Of the quadrature.
-
-    Raises:
-        ConfigError: for another name.
-    """
+    """The likelihood that ``model.likelihood`` names; ``noise`` is the initial σ² or squared scale."""
     if name == "gaussian":
         return GaussianNoise(noise)
     if name == "student-t":
         return HeavyTailed(noise, nodes)
-    kinds = {"bernoulli": Probit, "poisson": Counts}
-    if name not in kinds:
-        raise ConfigError(f"`model.likelihood` = {name!r} is unknown; allowed: gaussian, student-t, {', '.join(kinds)}")
-    return kinds[name](nodes)
+    return (Probit if name == "bernoulli" else Counts)(nodes)
 
 
 def gaussian_likelihood(noise: float) -> GaussianLikelihood:
@@ -311,17 +274,17 @@ class LogPoisson(_OneDimensionalLikelihood):
 class LearnedLikelihood(gpytorch.Module):
     """A likelihood whose parameters are learned; called as those of GPyTorch are."""
 
-    def __init__(self, point: PointLikelihood, own: Tensor) -> None:
+    def __init__(self, point: PointLikelihood, hyper: Tensor) -> None:
         super().__init__()
         self.point = point
-        if own.numel():
-            self.register_parameter("own", torch.nn.Parameter(own.clone()))
+        if hyper.numel():
+            self.register_parameter("hyper", torch.nn.Parameter(hyper.clone()))
         else:
-            self.register_buffer("own", own)
+            self.register_buffer("hyper", hyper)
 
     def expected_log_prob(self, observations: Tensor, function_dist: MultivariateNormal) -> Tensor:
         """E log p(y_n | f_n) of each row, [N]."""
-        return self.point.expected(observations, function_dist.mean, function_dist.variance, self.own)
+        return self.point.expected(observations, function_dist.mean, function_dist.variance, self.hyper)
 
 
 def _float64(likelihood: _OneDimensionalLikelihood, point: PointLikelihood) -> Likelihood:
@@ -339,10 +302,7 @@ STEP, WIDTH, GROWTH, RIGHT, LEFT = 0.25, 1.5, 0.18, 4.0, 60.0
 
 @cache
 def probit_mixture() -> tuple[Array, Array, Array]:
-    """Centres c, widths w and weights p [27], by least squares on 1 + (log Φ)″ = 1 − h (h + x), h = φ/Φ.
-
-    Its left tail is 1/x²: centres lie on a sinh, and the fit is relative there.
-    """
+    """Centres c, widths w and weights p [27], by relative least squares on 1 + (log Φ)″ = 1 − h (h + x), h = φ/Φ."""
     size = STEP / GROWTH
     count = math.ceil(math.asinh((LEFT + RIGHT) / size) / GROWTH) + 1
     index = np.arange(count)
@@ -401,20 +361,14 @@ def expected_softplus(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, T
 
         E log(1 + eᶠ) = Σ pᵢ [m Φ(z) + tᵢ φ(z)],   E σ(f) = Σ pᵢ Φ(z),   E σ′(f) = Σ pᵢ φ(z)/tᵢ.
     """
-    m, v, (squares, weight, normal) = mean.reshape(-1), variance.reshape(-1), _rule()
+    m, v, (width, weight) = mean.reshape(-1), variance.reshape(-1), logistic_mixture()
+    squares, normal = width.square()[:, None], torch.stack([weight, weight * width.square()]) / math.sqrt(2 * math.pi)
     scale = (v + squares).rsqrt()  # 1 / tᵢ
     z = scale * m
     below = weight @ torch.special.ndtr(z)
     slope, rest = normal @ ((-0.5 * z.square()).exp() * scale)  # of φ(z) / tᵢ, and tᵢ² = v + wᵢ²
     value = m * below + v * slope + rest
     return value.view_as(mean), below.view_as(mean), slope.view_as(mean)
-
-
-@cache
-def _rule() -> tuple[Tensor, Tensor, Tensor]:
-    """wᵢ² [NODES, 1], pᵢ [NODES], and the rows pᵢ / √(2π) and pᵢ wᵢ² / √(2π)."""
-    width, weight = logistic_mixture()
-    return width.square()[:, None], weight, torch.stack([weight, weight * width.square()]) / math.sqrt(2 * math.pi)
 
 
 class Logit(PointLikelihood):
@@ -428,9 +382,7 @@ class Logit(PointLikelihood):
         """−E log(1 + e^{−(2y − 1) f})."""
         return -expected_softplus((1.0 - 2.0 * targets) * mean, variance)[0]
 
-    def slopes(
-        self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def slopes(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
         """In closed form: α = y − E σ(f), β = E σ′(f)."""
         sign = 1.0 - 2.0 * targets
         value, share, density = expected_softplus(sign * mean, variance)

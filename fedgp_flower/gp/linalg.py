@@ -1,9 +1,8 @@
 """Cholesky factors with the one jitter policy of the project, and what had to be repaired.
 
-A kernel matrix gets ``jitter`` times its prior variance on the diagonal, always, so that a model is the same function
-of its parameters everywhere. If that is not enough, linear_operator's ``psd_safe_cholesky`` adds more, and every such
-repair is counted in the enclosing :func:`counting_repairs` and ends up in the history of the run. Any other matrix that
-is not positive definite is an error.
+A kernel matrix always gets ``jitter`` times its prior variance on the diagonal. If that is not enough,
+``psd_safe_cholesky`` adds more; the enclosing :func:`counting_repairs` counts it for the history of the run. Any other
+matrix that is not positive definite is an error.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ def counting_repairs() -> Iterator[Counter[str]]:
 
 
 def cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
-    """Lower Cholesky factor of a matrix [..., M, M] that must be positive definite.
-
-    Raises:
-        NumericsError: if it is not positive definite or not finite; says ``of`` what, and a ``hint``.
+    """Lower Cholesky factor of a matrix [..., M, M]; one that is not positive definite is an error with a ``hint``.
 
     >>> cholesky(torch.tensor([[4.0, 2.0], [2.0, 5.0]]), of="an example")
     tensor([[2., 0.],
@@ -64,18 +60,13 @@ def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str 
     """L with L Lᵀ = K + jitter · variance · I, where more jitter is added, and counted, only if that fails.
 
     K is [..., M, M], its prior variance [...], and a repair is counted under the name ``of``.
-
-    Raises:
-        NumericsError: if no reasonable jitter makes it positive definite.
     """
-    size = matrix.shape[-1]
-    eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     stabilised = matrix + (jitter * variance)[..., None, None] * eye
     factor, info = torch.linalg.cholesky_ex(stabilised)
     if bool((info == 0).all()):
         return factor
-    counter = _repairs.get()
-    if counter is not None:
+    if (counter := _repairs.get()) is not None:
         counter[of] += 1
     try:
         with warnings.catch_warnings():
@@ -102,7 +93,7 @@ def symmetric(matrix: Tensor) -> Tensor:
 def laplace_deviations(curvature: Array, *, prior: float) -> Array:
     """√ diag (H + ρI)⁻¹ [P]: standard deviations around a maximum, with a prior of precision ρ for each parameter.
 
-    Along a direction in which H [P, P] is negative, where no maximum was reached, only the prior counts.
+    Along a direction in which H [P, P] is negative only the prior counts.
 
     >>> laplace_deviations(np.diag([3.0, -5.0]), prior=1.0)
     array([0.5, 1. ])

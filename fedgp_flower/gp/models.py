@@ -69,13 +69,7 @@ def whitened(
 
 
 class WhitenedGP(ApproximateGP):
-    """A zero-mean GP with inducing points; ``model(x)`` is f under the q(v) it holds, at first N(0, I).
-
-    Args:
-        kernel: At the model's hyperparameters.
-        inducing_points: Z [M, D].
-        jitter: Relative jitter of K_zz; float32 needs more than float64.
-    """
+    """A zero-mean GP with inducing points; ``model(x)`` is f under the q(v) it holds, at first N(0, I)."""
 
     def __init__(self, kernel: Kernel, inducing_points: Rows, jitter: float) -> None:
         super(ApproximateGP, self).__init__()  # the strategy is built where it is asked for: it takes time
@@ -86,7 +80,7 @@ class WhitenedGP(ApproximateGP):
 
     @property
     def jitter(self) -> float:
-        """Relative jitter of K_zz."""
+        """Relative jitter of K_zz; float32 needs more than float64."""
         single = self.inducing_points.dtype == torch.float32
         return max(self.requested_jitter, FLOAT32_JITTER) if single else self.requested_jitter
 
@@ -179,11 +173,7 @@ class WiredModel(gpytorch.Module):
         return {n: p.detach().cpu().double().numpy().copy() for n, p in self.wire_parameters().items()}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
-        """Set all parameters from arrays; one without axes may also come as an array of one number.
-
-        Raises:
-            ProtocolError: naming the array that is missing or has another shape.
-        """
+        """Set all parameters; one without axes may also come as an array of one number."""
         for name, parameter in self.wire_parameters().items():
             shape = tuple(parameter.shape)
             if name not in arrays or arrays[name].shape not in (shape, shape or (1,)):
@@ -238,17 +228,11 @@ class SparseGP(WiredModel, WhitenedGP):
         return self.kernel(self.inducing_points, inputs).to_dense(), self.kernel(inputs, diag=True)
 
     def whitened_cross(self, inputs: Rows) -> Tensor:
-        """W = L⁻¹ K_zx with L Lᵀ = K_zz + jitter, shape [M, N]."""
+        """The weights W = L⁻¹ K_zx [M, N]."""
         return self.project(self.inducing_points, inputs)
 
     def predict(self, inputs: Rows, posterior: WhitenedPosterior) -> tuple[Tensor, Tensor]:
-        """Mean and variance of a noisy observation, both [N], in standardised units.
-
-        With a = L⁻¹k_zx: mean aᵀm, variance k_xx - aᵀa + aᵀSa + σ².
-
-        Raises:
-            NumericsError: if a variance is not positive, which means that the posterior is broken.
-        """
+        """Mean aᵀm and variance k_xx - aᵀa + aᵀSa + σ² of a noisy observation, both [N], a = L⁻¹k_zx."""
         pieces = [self._predict(chunk, posterior) for chunk in inputs.split(CHUNK)]
         mean, variance = (torch.cat(part) for part in zip(*pieces, strict=True))
         if not bool((variance > 0).all()):
@@ -378,9 +362,5 @@ class ExactGP(WiredModel, gpytorch.models.ExactGP):
             warnings.simplefilter("ignore", NumericalWarning)  # of a jitter of 0, before the error
             try:
                 yield
-            except (NotPSDError, NanError):
-                inputs = self.train_inputs[0]
-                noise = self.likelihood.noise * torch.eye(len(inputs)).to(inputs)
-                matrix = self.covar_module(inputs).to_dense() + noise
-                cholesky(matrix.detach(), of="K_xx + σ²I", hint="Raise `model.noise`.")
-                raise
+            except (NotPSDError, NanError) as error:
+                raise NumericsError("K_xx + σ²I is not positive definite. Raise `model.noise`.") from error

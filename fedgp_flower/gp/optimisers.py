@@ -22,7 +22,6 @@ from fedgp_flower.gp.placement import to_array
 from fedgp_flower.typing import Array, Indices, NamedArrays
 
 Bound: TypeAlias = tuple[float | None, float | None]
-Reason: TypeAlias = Literal["converged", "budget"]
 V = TypeVar("V", Tensor, Array)
 M = TypeVar("M", bound="StepMemory")
 
@@ -81,11 +80,8 @@ class Trace:
     """What an optimiser did."""
 
     values: tuple[float, ...]
-    """Objective at every evaluation; after L-BFGS the last one is that of the point returned."""
-    reason: Reason
-    evaluations: int = 0
-    rejected: int = 0
-    """Trial points at which a matrix lost positive definiteness; the line search stepped back from them."""
+    """Objective at every admissible point; after L-BFGS the last one is that of the point returned."""
+    evaluations: int
 
     @property
     def value(self) -> float:
@@ -101,11 +97,7 @@ def ascend(
     steps: int,
     learning_rate: float,
 ) -> float:
-    """Take some steps uphill; returns the objective before the last step, of L-BFGS the last one.
-
-    Raises:
-        NumericsError: if a parameter is not finite afterwards, so that a diverged step is never sent.
-    """
+    """Take some steps uphill; returns the objective before the last step, of L-BFGS the last one."""
     if name == "lbfgs":
         return maximise(objective, parameters, max_evaluations=steps).value
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
@@ -144,16 +136,11 @@ class AdamSettings:
 
 
 def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings: AdamSettings, num_rows: int) -> Trace:
-    """Maximise in place a noisy objective that draws new samples at every call; a sum over ``num_rows`` rows.
-
-    Raises:
-        NumericsError: the objective is not finite.
-    """
+    """Maximise in place a noisy objective that draws new samples at every call; a sum over ``num_rows`` rows."""
     optimiser = torch.optim.Adam(parameters, lr=settings.learning_rate, maximize=True)
     values: list[float] = []
     remaining = settings.steps
     cooling = round(settings.final_fraction * settings.steps)
-    reason: Reason = "budget"
     while remaining:
         optimiser.zero_grad()
         value = objective()
@@ -167,8 +154,8 @@ def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings
         values.append(value.item())
         remaining -= 1
         if remaining > cooling and settings.flat(values, num_rows):
-            remaining, reason = cooling, "converged"
-    return Trace(tuple(values), reason, len(values))
+            remaining = cooling
+    return Trace(tuple(values), len(values))
 
 
 def maximise(
@@ -182,65 +169,34 @@ def maximise(
 ) -> Trace:
     """L-BFGS-B on torch parameters, in place: they hold the best point afterwards.
 
-    A trial point at which a matrix is not positive definite, or the value not finite, counts as very bad, so that the
-    line search steps back; such points are counted.
-
-    Args:
-        objective: The same function at every call: samples must be fixed. Recomputes at the parameters' current data.
-        parameters: Leaves with ``requires_grad``.
-        max_evaluations: Budget of value-and-gradient evaluations.
-        bounds: Of the entries of each parameter, as :data:`LOGARITHM` or :data:`FREE`; default all free.
-        tolerance: Relative change of the value at which it stops.
-        gradient_tolerance: Largest entry of the projected gradient at which it stops.
-
-    Raises:
-        NumericsError: the starting point is not admissible.
+    The objective reads the parameters' current data; its samples must be fixed. A trial point at which a matrix is not
+    positive definite, or the value not finite, counts as very bad, so that the line search steps back; at the start it
+    is an error. It stops at a relative change of the value, or an entry of the projected gradient, below tolerance.
     """
     from scipy.optimize import minimize  # noqa: PLC0415  a site that only answers with sums does without it
 
-    negative = _Negative(objective, parameters)
+    values: list[float] = []
+
+    def negative(flat: Array) -> tuple[float, Array]:
+        _scatter(flat, parameters)
+        try:
+            value = objective()
+            if not bool(torch.isfinite(value)):
+                raise NumericsError("the objective is not finite")
+            slopes = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+        except NumericsError:
+            if not values:
+                raise
+            return 10.0 * abs(values[0]) + 1e6, np.zeros_like(flat)
+        values.append(value.item())
+        return -value.item(), -_gather(slopes)
+
     limits = [bound for p, bound in zip(parameters, bounds, strict=True) for _ in range(p.numel())] if bounds else None
-    options = {
-        "maxcor": PAIRS,
-        "maxfun": max_evaluations,
-        "maxiter": max_evaluations,
-        "ftol": tolerance,
-        "gtol": gradient_tolerance,
-    }
+    options: dict[str, float] = {"maxcor": PAIRS, "maxfun": max_evaluations, "maxiter": max_evaluations}
+    options |= {"ftol": tolerance, "gtol": gradient_tolerance}
     end = minimize(negative, _gather(parameters), jac=True, method="L-BFGS-B", bounds=limits, options=options)
     _scatter(np.asarray(end.x), parameters)
-    values = (*negative.values, -float(end.fun))
-    return Trace(values, "converged" if end.success else "budget", int(end.nfev), negative.rejected)
-
-
-class _Negative:
-    """Value and gradient of −objective at a flat vector, with a record of all evaluations."""
-
-    def __init__(self, objective: Callable[[], Tensor], parameters: Sequence[Tensor]) -> None:
-        self.objective = objective
-        self.parameters = parameters
-        self.values: list[float] = []
-        self.rejected = 0
-
-    def __call__(self, flat: Array) -> tuple[float, Array]:
-        _scatter(flat, self.parameters)
-        try:
-            value, slopes = self._evaluate()
-        except NumericsError:
-            if not self.values:
-                raise
-            self.rejected += 1
-            return 10.0 * abs(self.values[0]) + 1e6, np.zeros_like(flat)
-        self.values.append(value)
-        return -value, -_gather(slopes)
-
-    def _evaluate(self) -> tuple[float, list[Tensor]]:
-        value = self.objective()
-        if not bool(torch.isfinite(value)):
-            raise NumericsError("the objective is not finite")
-        slopes = torch.autograd.grad(value, self.parameters, allow_unused=True)
-        pairs = zip(self.parameters, slopes, strict=True)
-        return value.item(), [torch.zeros_like(p) if g is None else g for p, g in pairs]
+    return Trace((*values, -float(end.fun)), int(end.nfev))
 
 
 def _gather(tensors: Sequence[Tensor]) -> Array:
@@ -255,8 +211,8 @@ def _scatter(flat: Array, parameters: Sequence[Tensor]) -> None:
 
 # ---- L-BFGS whose line search is a few candidates at once -----------------------------------------------------------
 #
-# For objectives that cost a trip a time, however many points. The first Hessian is a multiple of the identity for each
-# of two blocks of coordinates (hyperparameters, inducing points), whose scales have nothing to do with each other.
+# An evaluation costs one trip, however many points it has. The first Hessian is a multiple of the identity for each of
+# two blocks of coordinates, hyperparameters and inducing points, whose scales are unrelated.
 
 
 @dataclass(frozen=True)
@@ -298,14 +254,9 @@ def outlook(gains: Array, rounds: int) -> float | None:
 
 
 def direction(gradient: Array, memory: M, blocks: Indices, first: Array, cap: Array) -> tuple[Array, M]:
-    """Where to go uphill, and the memory with the scales that were used.
+    """Where to go uphill [S] from the gradient of J, and the memory with the scales that were used.
 
-    Args:
-        gradient: Of J [S].
-        memory: Of the steps before.
-        blocks: Block of each coordinate, 0 or 1 [S].
-        first: Largest entry of a first step in each coordinate's units [S].
-        cap: Largest entry of any later one [S].
+    ``blocks`` are 0 or 1 for each coordinate, ``first`` and ``cap`` its largest entry in a first and in a later step.
     """
     scales, pairs = _scales(gradient, memory, blocks, first), list(zip(memory.steps, memory.changes, strict=True))
     moved = two_loops(gradient, pairs, scales[blocks])
@@ -314,10 +265,7 @@ def direction(gradient: Array, memory: M, blocks: Indices, first: Array, cap: Ar
 
 
 def two_loops(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Array) -> Array:
-    """The inverse Hessian that the pairs (s, y) imply, times the gradient (Nocedal and Wright, Algorithm 7.4).
-
-    ``scale`` is the diagonal of the first inverse Hessian.
-    """
+    """H times the gradient (Nocedal and Wright, Algorithm 7.4), the diagonal of the first inverse Hessian ``scale``."""
     moved, weights = gradient.copy(), []
     for step, change in reversed(pairs):
         weights.append(step @ moved / (step @ change))

@@ -29,11 +29,7 @@ class Placement:
 
     @staticmethod
     def of(config: CoreConfig) -> Placement:
-        """The placement a configuration asks for at this site.
-
-        Raises:
-            ConfigError: if it asks for CUDA where there is none.
-        """
+        """The placement a configuration asks for; CUDA is refused where there is none."""
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("`device` = 'cuda', but this site has no CUDA device; allowed here: 'auto', 'cpu'")
         device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
@@ -54,16 +50,12 @@ def to_array(tensor: Tensor) -> Array:
 
 
 def to_arrays(*tensors: Tensor) -> list[Array]:
-    """Several of them."""
-    return [tensor.detach().cpu().double().numpy() for tensor in tensors]
-
-
-def limit_threads(count: int) -> None:
-    """Threads of linear algebra in this process, PyTorch's and NumPy's."""
-    torch.set_num_threads(count)
-    _limit_blas(count)
+    """Tensors as float64 arrays on the CPU."""
+    return [to_array(tensor) for tensor in tensors]
 
 
 @lru_cache(maxsize=1)
-def _limit_blas(count: int) -> None:
+def limit_threads(count: int) -> None:
+    """Threads of linear algebra in this process, PyTorch's and NumPy's."""
+    torch.set_num_threads(count)
     threadpool_limits(count, user_api="blas")

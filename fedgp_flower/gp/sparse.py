@@ -22,10 +22,6 @@ BLOCK = 128
 """Rows of W Wᵀ formed at once, as far as the diagonal: above it they are those below."""
 
 
-def _chunks(rows: Tensor) -> Sequence[Tensor]:
-    return (rows,) if rows.shape[0] <= CHUNK else rows.split(CHUNK)
-
-
 def _gram(cross: Tensor) -> Tensor:
     """W Wᵀ [M, M] of W [M, N]."""
     size = cross.shape[0]
@@ -74,11 +70,7 @@ class _Closed:
 
         With r = H 1, q = Hᵀ 1 and G = H X − r ⊙ Z: ∂F/∂log a² = Σ H + ``by_variance``, ∂F/∂Z = G/ℓ², twice that where
         X is Z, and ∂F/∂log ℓ_d = [Σ_n q x² − Σ_m z ⊙ (H X + G)]/ℓ².
-
-        Args:
-            products: H [X, X², 1]  [M, 2D + 1].
-            by_variance: What comes through Σ k(x, x).
-            both: Whether X is Z.
+        ``products`` are H [X, X², 1]  [M, 2D + 1]; with ``both`` X is Z; ``by_variance`` comes through Σ k(x, x).
         """
         count = self.points.shape[1]
         moved, totals = products[:, :count], products[:, count:].sum(0)
@@ -130,7 +122,7 @@ class Whitener:
 
     def projected(self, model: SparseGP, inputs: Rows, *, last: bool = False) -> Iterator[_Projected]:
         """Rows chunk by chunk; the last time that they are asked for nothing of them is kept."""
-        for chunk in _chunks(inputs):
+        for chunk in inputs.split(CHUNK):
             key = chunk.data_ptr(), chunk.shape[0]  # no other rows stand there for as long as these are kept
             found = self._kept.pop(key, None)
             self.room += 2 * found.cross.numel() if found else 0
@@ -157,17 +149,11 @@ class Whitener:
 def pooled_sums(model: SparseGP, inputs: Rows, targets: Targets, whitener: Whitener | None = None) -> SparseSums:
     """The sums of any number of rows, chunk by chunk, without a graph; with the model's whitener where there is one."""
     chunks = (whitener or Whitener(model)).projected(model, inputs, last=whitener is None)
-    parts = (_sums(rows, y) for rows, y in zip(chunks, _chunks(targets), strict=True))
-    gram, projection, squares, variance = next(parts)
-    for more in parts:
-        gram.add_(more[0])
-        projection, squares, variance = projection + more[1], squares + more[2], variance + more[3]
-    return SparseSums(*to_arrays(gram, projection, squares, variance, targets.new_tensor(float(len(targets)))))
-
-
-def _sums(rows: _Projected, targets: Targets) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A [M, M], b [M], s and c of a chunk."""
-    return _gram(rows.cross), torch.mv(rows.cross, targets), torch.dot(targets, targets), rows.variance
+    total: list[Tensor] = []
+    for rows, y in zip(chunks, targets.split(CHUNK), strict=True):
+        part = [_gram(rows.cross), torch.mv(rows.cross, y), torch.dot(y, y), rows.variance]  # A, b, s, c
+        total = [before + more for before, more in zip(total, part, strict=True)] if total else part
+    return SparseSums(*to_arrays(*total, targets.new_tensor(float(len(targets)))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,17 +181,14 @@ class _Pulled:
 def rows_gradient(
     model: SparseGP, inputs: Rows, targets: Targets, adjoints: Adjoints, whitener: Whitener | None = None
 ) -> NamedArrays:
-    """The part of dF/dw that needs rows: ⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw, K̄_zx = L⁻ᵀ (2 ∂F/∂A W + ∂F/∂b yᵀ).
+    """The part of dF/dw that needs rows, by wire name: ⟨K̄_zx, dK_zx/dw⟩ + ∂F/∂c dc/dw.
 
-    Nothing is differentiated through the Cholesky factor, which no row touches: see :func:`inducing_gradient`.
-
-    Returns:
-        Under each parameter's wire name its share.
+    K̄_zx = L⁻ᵀ (2 ∂F/∂A W + ∂F/∂b yᵀ). No row touches the Cholesky factor: see :func:`inducing_gradient`.
     """
     whitener = whitener or Whitener(model)
     total, pulled = _Gradient(model), whitener.pulled(adjoints)
     by_variance = torch.as_tensor(adjoints.prior_variance).to(inputs)
-    for rows, y in zip(whitener.projected(model, inputs, last=True), _chunks(targets), strict=True):
+    for rows, y in zip(whitener.projected(model, inputs, last=True), targets.split(CHUNK), strict=True):
         incoming = pulled.of_rows(rows.cross, y)  # [N, M]
         if rows.closed is not None and whitener.closed is not None:
             moments, covariance = rows.closed
@@ -222,11 +205,6 @@ def inducing_gradient(model: SparseGP, sums: SparseSums, adjoints: Adjoints) -> 
 
     With P = K̄_zx Wᵀ = L⁻ᵀ (2 ∂F/∂A A + ∂F/∂b bᵀ) summed over all rows, L̄ = −tril P and
     K̄_zz = sym(L⁻ᵀ Φ(Lᵀ L̄) L⁻¹), where Φ takes the lower triangle and half the diagonal (Murray 2016).
-
-    Args:
-        model: At the parameters the adjoints were formed for.
-        sums: Of all rows.
-        adjoints: Derivatives of the bound.
     """
     with torch.no_grad():
         total, closed = _Gradient(model), _Closed.of(model)

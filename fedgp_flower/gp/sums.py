@@ -13,7 +13,7 @@ References:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -61,9 +61,6 @@ def collapsed_bound(sums: SparseSums, noise: float) -> float:
 
     F = -N/2 log 2πσ² - ½ log|B| - s/2σ² + bᵀB⁻¹b/2σ⁴ - (c - tr A)/2σ²,  B = I + A/σ²  (Guo et al. Eq. 9 times N).
 
-    Raises:
-        NumericsError: if B is not positive definite, which means that ``sums.gram`` is not a Gram matrix.
-
     >>> one = np.ones(())
     >>> sums = SparseSums(np.ones((1, 1)), np.ones(1), one, one, one)  # one row x = z, y = 1, k(x, x) = 1
     >>> collapsed_bound(sums, 1.0)  # log N(1 | 0, 2)
@@ -82,9 +79,8 @@ class Adjoints:
 
     def same(self, other: Adjoints) -> bool:
         """Whether what rows are multiplied by is the same."""
-        if self is other:
-            return True
-        return np.array_equal(self.gram, other.gram) and np.array_equal(self.projection, other.projection)
+        pairs = ((self.gram, other.gram), (self.projection, other.projection))
+        return self is other or all(np.array_equal(*pair) for pair in pairs)
 
 
 @dataclass(frozen=True)
@@ -96,11 +92,10 @@ class BoundGradient(Adjoints):
 
 
 def bound_gradient(sums: SparseSums, log_noise: float) -> BoundGradient:
-    """Value and derivatives of :func:`collapsed_bound`, as numbers a server sends on.
+    """Value and derivatives of :func:`collapsed_bound`.
 
     With n = σ², d = B⁻¹b/n and c = Σ k(x, x): ∂F/∂A = (I − B⁻¹ − d dᵀ)/2n, ∂F/∂b = d/n, ∂F/∂c = −1/2n and
     ∂F/∂log n = −½ [N − M + tr B⁻¹ − (s − bᵀd + c − tr A)/n + dᵀd].
-
     Sites finish the chain rule, dF/dw = Σ_k [⟨∂F/∂A, dA_k/dw⟩ + ⟨∂F/∂b, db_k/dw⟩ + ∂F/∂c dc_k/dw].
     """
     noise = math.exp(log_noise)
@@ -129,8 +124,6 @@ def exact_posterior(sums: SparseSums, noise: float) -> WhitenedPosterior:
 
 def input_shape(inputs: Array) -> NamedArrays:
     """Where standardised inputs [N, D] lie, additively: counts per column in fixed bins [D, B], and XᵀX [D, D].
-
-    What lies outside the bins counts in the outermost ones.
 
     >>> int(input_shape(np.array([[0.0], [0.1]]))["input.histogram"].max())
     2
@@ -203,20 +196,12 @@ def profiled(sums: SparseSums) -> Profile:
 
 def scaled(sums: SparseSums, amplitude: float) -> SparseSums:
     """The sums of the kernel a·k from those of k: A and c by a, b by √a."""
-    return SparseSums(
-        sums.gram * amplitude,
-        sums.projection * math.sqrt(amplitude),
-        sums.target_squares,
-        np.asarray(sums.prior_variance * amplitude),
-        sums.count,
-    )
+    gram, projection = sums.gram * amplitude, sums.projection * math.sqrt(amplitude)
+    return replace(sums, gram=gram, projection=projection, prior_variance=np.asarray(sums.prior_variance * amplitude))
 
 
 def prior(name: str, num_inputs: int) -> tuple[float, float]:
-    """Mean and standard deviation of the logarithm of a hyperparameter, by its wire name.
-
-    log ℓ ~ N(½ log D + .3, 1), log a ~ N(1, 1.5²), log σ² ~ N(−4, 2²), of a standardised target; others N(0, 1).
-    """
+    """Of the logarithm: log ℓ ~ N(½ log D + .3, 1), log a ~ N(1, 1.5²), log σ² ~ N(−4, 2²), others N(0, 1)."""
     if "lengthscale" in name:
         return 0.5 * math.log(num_inputs) + 0.3, 1.0
     if "noise" in name:
@@ -227,15 +212,9 @@ def prior(name: str, num_inputs: int) -> tuple[float, float]:
 def restricted(sums: SparseSums, factor: Tensor, kept: Indices, new_factor: Tensor) -> SparseSums:
     """The sums of some of the inducing points from those of all: A₁ = T A Tᵀ and b₁ = T b with T = L₁⁻¹ L₁:.
 
-    L₁: are the rows of L that stay, so that L₁: L₁:ᵀ = L₁ L₁ᵀ: the rows of T are orthonormal, and rounding stays small
-    however near K is to being singular.
-
-    Args:
-        sums: At all candidates.
-        factor: L, of all candidates [C, C].
-        kept: Which ones stay [P].
-        new_factor: L₁, of those alone [P, P].
+    L₁: are the rows of L [C, C] that stay, L₁ [P, P] the factor of those points alone. As L₁: L₁:ᵀ = L₁ L₁ᵀ, the rows
+    of T are orthonormal, and rounding stays small however near K is to being singular.
     """
     turned = torch.linalg.solve_triangular(new_factor, factor[torch.from_numpy(kept)], upper=False)
     gram, projection = turned @ torch.as_tensor(sums.gram) @ turned.mT, turned @ torch.as_tensor(sums.projection)
-    return SparseSums(symmetric(gram).numpy(), projection.numpy(), sums.target_squares, sums.prior_variance, sums.count)
+    return replace(sums, gram=symmetric(gram).numpy(), projection=projection.numpy())

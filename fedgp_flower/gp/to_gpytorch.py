@@ -1,7 +1,4 @@
-"""Posteriors as models of GPyTorch: the transforms to original units, and the moments of several draws.
-
-Models are in evaluation mode and in standardised coordinates, so that ``likelihood(model(x))`` is the prediction.
-"""
+"""Posteriors as models of GPyTorch: the transforms to original units, and the moments of several draws."""
 
 from __future__ import annotations
 
@@ -12,12 +9,11 @@ import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
+from gpytorch.models import GP
 from jaxtyping import Float
 from linear_operator import to_linear_operator
 from torch import Tensor
 
-from fedgp_flower.errors import RunError
-from fedgp_flower.gp.models import WhitenedGP
 from fedgp_flower.typing import Array, NamedArrays
 
 
@@ -51,11 +47,11 @@ class Transforms:
 class Exported:
     """``model, likelihood = exported``; both take inputs in standardised coordinates."""
 
-    model: WhitenedGP
+    model: GP
     likelihood: Likelihood
     transforms: Transforms
 
-    def __iter__(self) -> Iterator[WhitenedGP | Likelihood]:
+    def __iter__(self) -> Iterator[GP | Likelihood]:
         yield from (self.model, self.likelihood)
 
 
@@ -69,14 +65,3 @@ def evenly(parts: Sequence[MultivariateNormal]) -> MultivariateNormal:
     apart = means - means.mean(0)
     covariance = (within + apart.mT @ apart) / len(parts)
     return MultivariateNormal(means.mean(0), to_linear_operator(covariance))  # may be singular: not yet factorised
-
-
-def only(draws: Sequence[tuple[WhitenedGP, Likelihood]]) -> tuple[WhitenedGP, Likelihood]:
-    """The one model and likelihood.
-
-    Raises:
-        RunError: there are several draws.
-    """
-    if len(draws) > 1:
-        raise RunError(f"no single model of GPyTorch predicts what {len(draws)} draws predict: `to_gpytorch_draws()`")
-    return draws[0]

@@ -24,6 +24,9 @@ from torch import Tensor
 from fedgp_flower.gp.linalg import cholesky
 from fedgp_flower.typing import NamedArrays, Scalar
 
+LOCAL = "local."
+"""Prefix of η_Lk among the names of parameters that a site moves."""
+
 
 @dataclass(frozen=True, slots=True)
 class GlobalPosterior:
@@ -33,6 +36,8 @@ class GlobalPosterior:
     log_scale: Float[Tensor, " M"]
     lower: Float[Tensor, " T"] | None
     coupling: ClassVar[None] = None
+    fixed: ClassVar[bool] = False
+    prefix: ClassVar[str] = "q."
 
     @staticmethod
     def of(values: Mapping[str, np.ndarray | Tensor]) -> GlobalPosterior:
@@ -81,6 +86,7 @@ class LocalPosterior:
     lower: Float[Tensor, "U T"] | None
     fixed: bool = False
     """Whether nothing of it is learned."""
+    prefix: ClassVar[str] = LOCAL
 
     def transform(
         self, z_global: Float[Tensor, "*S M"], global_mean: Float[Tensor, " M"], noise: Float[Tensor, "*R U W"]
@@ -151,35 +157,32 @@ def initial_global(size: int, *, scale: float, triangular: bool) -> GlobalPoster
     return GlobalPosterior(zero, zero + math.log(scale), lower)
 
 
-def initial_local(
-    units: int, width: int, global_size: int, *, scale: float, coupled: bool, triangular: bool
-) -> LocalPosterior:
-    """N(0, scale² I) for every unit, uncoupled from Z_G at first."""
+def initial_local(units: int, width: int, global_size: int, *, scale: float, whole: bool) -> LocalPosterior:
+    """N(0, scale² I) for every unit; unless it is ``whole`` it stays diagonal and uncoupled from Z_G."""
     zero = torch.zeros(units, width, dtype=torch.float64)
-    coupling = torch.zeros(units, width, global_size, dtype=torch.float64) if coupled else None
-    lower = torch.zeros(units, width * (width - 1) // 2, dtype=torch.float64) if triangular else None
+    coupling = torch.zeros(units, width, global_size, dtype=torch.float64) if whole else None
+    lower = torch.zeros(units, width * (width - 1) // 2, dtype=torch.float64) if whole else None
     return LocalPosterior(zero, zero + math.log(scale), coupling, lower)
 
 
 def named(posterior: GlobalPosterior | LocalPosterior) -> dict[str, Tensor]:
-    """The learned parameters that are present, by the name of their field."""
-    if isinstance(posterior, LocalPosterior) and posterior.fixed:
-        return {}
-    values = {name: getattr(posterior, name) for name in ("mean", "log_scale", "coupling", "lower")}
-    return {name: value for name, value in values.items() if value is not None}
+    """The learned parameters that are present: ``q.mean`` or ``local.mean`` and so on."""
+    parts = {"mean": posterior.mean, "log_scale": posterior.log_scale}
+    optional = {"coupling": posterior.coupling, "lower": posterior.lower}
+    parts |= {name: part for name, part in optional.items() if part is not None}
+    return {} if posterior.fixed else {posterior.prefix + name: part for name, part in parts.items()}
 
 
-def on_the_wire(theta: Mapping[str, Tensor], eta: Mapping[str, Tensor]) -> NamedArrays:
-    """θ and η_G, or their gradients, under the names they have in messages: ``theta.…`` and ``q.…``."""
-    values = {f"theta.{name}": value for name, value in theta.items()}
-    values |= {f"q.{name}": value for name, value in eta.items()}
-    return {name: value.detach().numpy().copy() for name, value in values.items()}
+def on_the_wire(tensors: Mapping[str, Tensor]) -> NamedArrays:
+    """Parameters, or gradients by them, as arrays."""
+    return {name: value.detach().numpy().copy() for name, value in tensors.items()}
 
 
 def with_named(posterior: Family, values: Mapping[str, Tensor]) -> Family:
-    """The posterior with the named parameters replaced."""
-    changed: Family = replace(cast(Any, posterior), **values)
-    return changed
+    """The posterior with those of its parameters that are among ``values``."""
+    prefix = posterior.prefix
+    new = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+    return cast(Family, replace(cast(Any, posterior), **new))
 
 
 def held(posterior: Family) -> Family:
@@ -218,14 +221,8 @@ def _absorb(state: NDArray[np.uint64], word: NDArray[np.uint64]) -> NDArray[np.u
 def unit_lower(packed: Float[Tensor, "*B T"], size: int) -> Float[Tensor, "*B M M"]:
     """Unit lower triangular L from its strictly lower entries, row by row."""
     rows, columns = torch.tril_indices(size, size, offset=-1, device=packed.device)
-    eye = torch.eye(size, dtype=packed.dtype, device=packed.device).expand(*packed.shape[:-1], size, size)
-    return eye.index_put(_batched(packed, rows, columns), packed)
-
-
-def _batched(packed: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-    if packed.ndim == 1:
-        return rows, columns
-    return torch.arange(len(packed), device=packed.device)[:, None], rows[None], columns[None]
+    eye = torch.eye(size, dtype=packed.dtype, device=packed.device).flatten().expand(*packed.shape[:-1], size * size)
+    return eye.index_add(-1, rows * size + columns, packed).unflatten(-1, (size, size))
 
 
 def _factor(log_scale: Tensor, lower: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -26,9 +26,10 @@ from fedgp_flower.privacy.policy import Decision
 from fedgp_flower.records import numpy_arrays
 
 BEGINNING = "0" * 64
+Facts: TypeAlias = Mapping[str, Any]
 
 
-def log_of(node_config: Mapping[str, Any]) -> Path | None:
+def log_of(node_config: Facts) -> Path | None:
     """The log of a node: ``audit``, else ``audit.jsonl`` in the ``state-dir`` of a real site."""
     if node_config.get("audit"):
         return Path(str(node_config["audit"])).expanduser()
@@ -41,9 +42,13 @@ def record(path: Path, message: Message, reply: Message, decisions: Sequence[Dec
     """Write down a reply before it leaves."""
     content, asked = reply.content, message.content.config_records["config"]
     said = content.config_records.get("config", ConfigRecord())
-    numbers = content.metric_records.get("metrics", MetricRecord())
     arrays = numpy_arrays(content.array_records.get("arrays", ArrayRecord()))
-    arrays |= {name: np.asarray(value) for name, value in numbers.items() if isinstance(value, list)}
+    numbers: dict[str, float] = {}
+    for name, value in content.metric_records.get("metrics", MetricRecord()).items():
+        if isinstance(value, list):
+            arrays[name] = np.asarray(value)
+        else:
+            numbers[name] = value
     line = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "run": asked["run"],
@@ -51,7 +56,7 @@ def record(path: Path, message: Message, reply: Message, decisions: Sequence[Dec
         "kind": message.metadata.message_type,
         "masked": masked,
         "arrays": {name: _shape_and_norm(entry) for name, entry in arrays.items()},
-        "numbers": {name: value for name, value in numbers.items() if not isinstance(value, list)},
+        "numbers": numbers,
         "texts": {name: len(value) for name, value in said.items() if isinstance(value, str) and name != "error"},
         "bytes": sum(entry.count_bytes() for entry in content.values()),
         "refused": said.get("error", ""),
@@ -62,18 +67,20 @@ def record(path: Path, message: Message, reply: Message, decisions: Sequence[Dec
         with path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             _append(file, path, line)
-    except (OSError, ValueError, KeyError, FedGPError) as error:
-        why = getattr(error, "strerror", None) or (error if isinstance(error, FedGPError) else type(error).__name__)
+    except OSError as error:
+        raise RunError(f"the audit log of this site cannot be written ({error.strerror})") from error
+    except (ValueError, KeyError, FedGPError) as error:
+        why = error if isinstance(error, FedGPError) else type(error).__name__
         raise RunError(f"the audit log of this site cannot be written ({why})") from error
 
 
-def _shape_and_norm(array: np.ndarray) -> dict[str, Any]:
+def _shape_and_norm(array: np.ndarray) -> dict[str, object]:
     """Shape and Euclidean norm; masked words have none, nor have arrays that are not finite."""
     norm = float(np.linalg.norm(array.ravel())) if array.dtype.kind in "fi" else float("nan")
     return {"shape": list(array.shape), "norm": norm if np.isfinite(norm) else None}
 
 
-def _append(file: FileIO, path: Path, line: Mapping[str, Any]) -> None:
+def _append(file: FileIO, path: Path, line: Facts) -> None:
     """Add a line as a whole or not at all; what a full disk or a kill left of one said nothing, since no reply left."""
     last = _last_line(file)
     before: dict[str, Any] = json.loads(last) if last else {"line": 0, "hash": BEGINNING}
@@ -86,7 +93,7 @@ def _append(file: FileIO, path: Path, line: Mapping[str, Any]) -> None:
         while rest:
             rest = rest[file.write(rest) :]
         os.fsync(file.fileno())
-        write_bytes(_head(path), f"{number} {digest}\n".encode())
+        write_bytes(path.with_name(f"{path.name}.head"), f"{number} {digest}\n".encode())
     except BaseException:
         file.truncate(end)
         raise
@@ -105,12 +112,7 @@ def _last_line(file: FileIO) -> bytes:
         size *= 2
 
 
-def _head(path: Path) -> Path:
-    """The file beside a log that says how long it is."""
-    return path.with_name(f"{path.name}.head")
-
-
-def cells(line: Mapping[str, Any]) -> list[str]:
+def cells(line: Facts) -> list[str]:
     """A line as a row of a table."""
     arrays = ", ".join(f"{name} {entry['shape']}" for name, entry in line["arrays"].items())
     odd = [f"{entry['rule']} {entry['verdict']}" for entry in line["rules"] if entry["verdict"] != "passed"]
@@ -123,7 +125,7 @@ def cells(line: Mapping[str, Any]) -> list[str]:
 class AuditLog:
     """A log as it was read, and what is wrong with it."""
 
-    lines: tuple[Mapping[str, Any], ...]
+    lines: tuple[Facts, ...]
     problems: tuple[str, ...]
     head: str
     """The last hash."""
@@ -140,11 +142,12 @@ def read(path: Path, seen: str = "") -> AuditLog:
         texts = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({type(error).__name__})") from None
-    lines: list[Mapping[str, Any]] = []
+    lines: list[Facts] = []
     problems = list(_verified(texts, lines))
     hashes = [str(line.get("hash")) for line in lines]
-    if _head(path).exists():
-        count, digest = _head(path).read_text(encoding="ascii").split()
+    head = path.with_name(f"{path.name}.head")
+    if head.exists():
+        count, digest = head.read_text(encoding="ascii").split()
         if int(count) > len(texts) or digest not in hashes:
             problems.append(f"line {len(texts) + 1}: the log had {count} lines, the end is gone or was written anew")
     if seen and not any(entry.startswith(seen) for entry in hashes):
@@ -152,7 +155,7 @@ def read(path: Path, seen: str = "") -> AuditLog:
     return AuditLog(tuple(lines), tuple(problems), hashes[-1] if hashes else BEGINNING)
 
 
-def _verified(texts: Sequence[str], lines: list[Mapping[str, Any]]) -> Iterator[str]:
+def _verified(texts: Sequence[str], lines: list[Facts]) -> Iterator[str]:
     """Problems by line; lines that can be read are added to ``lines``."""
     before, number = BEGINNING, 0
     for place, text in enumerate(texts, start=1):

@@ -47,22 +47,22 @@ def names_rows(counts: pd.Series, least: int) -> bool:
 def merged_cells(table: NDArray[np.generic], least: int) -> NDArray[np.generic]:
     """A histogram in which no cell has fewer than ``least`` rows, as far as there are so many; the total stays.
 
+    Bins are joined from the left until they have so many; the largest of them gets the sum.
+
     Args:
         table: Rows of each bin [B], or these in the first column and other sums of the bin's rows behind, [B, C].
-        least: k. Bins are joined from the left until they have so many; the largest of them gets the sum.
+        least: k.
     """
-    cells = np.array(table)
-    counts = cells if cells.ndim == 1 else cells[:, 0]
-    groups: list[list[int]] = [[]]
-    for place in np.flatnonzero(counts):
-        if groups[-1] and counts[groups[-1]].sum() >= least:
+    counts, groups = table if table.ndim == 1 else table[:, 0], list[list[int]]()
+    for place in np.flatnonzero(counts).tolist():
+        if not groups or counts[groups[-1]].sum() >= least:
             groups.append([])
-        groups[-1].append(int(place))
+        groups[-1].append(place)
     if len(groups) > 1 and counts[groups[-1]].sum() < least:
         groups[-2:] = [groups[-2] + groups[-1]]
-    merged = np.zeros_like(cells)
-    for group in filter(None, groups):
-        merged[group[int(np.argmax(counts[group]))]] = cells[group].sum(axis=0)
+    merged = np.zeros_like(table)
+    for group in groups:
+        merged[group[int(np.argmax(counts[group]))]] = table[group].sum(axis=0)
     return merged
 
 

@@ -66,15 +66,12 @@ class Identity:
         """From the file that ``fedgp site key`` wrote."""
         try:
             seed = bytes.fromhex(path.expanduser().read_text(encoding="ascii").strip())
-        except OSError as error:
-            raise ConfigError(
-                f"`site-key`: {path} cannot be read ({error.strerror}); make one: fedgp site key"
-            ) from None
-        except ValueError:
-            seed = b""
-        if len(seed) != SEED_BYTES:
-            raise ConfigError(f"`site-key`: {path} holds no key of {SEED_BYTES} bytes; make one: fedgp site key")
-        return Identity(seed)
+            if len(seed) == SEED_BYTES:
+                return Identity(seed)
+            why = f"holds no key of {SEED_BYTES} bytes"
+        except (OSError, ValueError) as error:
+            why = f"cannot be read ({error.strerror if isinstance(error, OSError) else 'not hexadecimal'})"
+        raise ConfigError(f"`site-key`: {path} {why}; make one: fedgp site key")
 
     def write(self, path: Path) -> None:
         """Into a new file that its owner alone may read."""
@@ -101,14 +98,19 @@ class Identity:
         return Member(site, key, signature.hex())
 
 
+def short_hash(content: bytes) -> str:
+    """A hash to be read out over the telephone."""
+    short = hashlib.sha256(content).hexdigest()[:16]
+    return "-".join(short[start : start + 4] for start in range(0, 16, 4))
+
+
 def fingerprint(public: str) -> str:
-    """A public key in short, to be read out over the telephone.
+    """A public key in short.
 
     >>> fingerprint("00" * 32)
     '6668-7aad-f862-bd77'
     """
-    short = hashlib.sha256(bytes.fromhex(public)).hexdigest()[:16]
-    return "-".join(short[start : start + 4] for start in range(0, 16, 4))
+    return short_hash(bytes.fromhex(public))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class Trust:
     @staticmethod
     def read(path: Path) -> Trust:
         """From a trust file: TOML, ``[sites]`` with a site's id and its public key on each line."""
+        trust = Trust({})
         try:
             sites = dict(tomllib.loads(path.expanduser().read_text(encoding="utf-8"))["sites"])
         except OSError as error:
@@ -128,7 +131,6 @@ class Trust:
             raise ConfigError(
                 f'`trust`: {path} is no trust file, expected [sites] and lines SITE = "public key"; see `fedgp site`'
             ) from None
-        trust = Trust({})
         for site, public in sites.items():
             trust = trust.with_site(site, str(public))
         return trust
@@ -141,11 +143,9 @@ class Trust:
                 f"the public key of {site!r} should be {2 * SEED_BYTES} hexadecimal digits; see its owner"
             )
         if keys.get(site, public) != public:
-            raise ConfigError(
-                f"site {site!r} has another key already ({fingerprint(keys[site])}); take out its line first"
-            )
-        other = [name for name, key in keys.items() if key == public and name != site]
-        if other:
+            known = fingerprint(keys[site])
+            raise ConfigError(f"site {site!r} has another key already ({known}); take out its line first")
+        if other := [name for name, key in keys.items() if key == public and name != site]:
             raise ConfigError(f"that is the key of site {other[0]!r}")
         return Trust({**keys, site: public})
 

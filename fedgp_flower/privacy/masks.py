@@ -39,7 +39,7 @@ Words = NDArray[np.uint64]
 FRACTION_BITS = 80
 LARGEST_TOTAL = 2.0**46
 """A summand of K sites is at most this over K."""
-WORD_BYTES = 16
+ALL = slice(None)
 
 
 def encode(values: Array, sites: int) -> Words:
@@ -83,15 +83,7 @@ def add(total: Words, words: Words) -> None:
     total[:, 1] += carry
 
 
-def subtract(total: Words, words: Words) -> None:
-    """Total ← total − words, mod 2^128."""
-    borrow = total[:, 0] < words[:, 0]
-    total[:, 0] -= words[:, 0]
-    total[:, 1] -= words[:, 1]
-    total[:, 1] -= borrow
-
-
-def _negate(words: Words, where: NDArray[np.bool_]) -> None:
+def _negate(words: Words, where: NDArray[np.bool_] | slice = ALL) -> None:
     words[where] = ~words[where]
     words[where, 0] += np.uint64(1)
     words[where, 1] += words[where, 0] == 0
@@ -137,7 +129,10 @@ def masked(words: Words, secrets: Mapping[str, bytes], site: str, question: byte
     """The words of ``site`` under the masks it shares with each of the others."""
     sent = words.copy()
     for other, secret in secrets.items():
-        (add if site < other else subtract)(sent, keystream(secret, question, len(words)))
+        mask = keystream(secret, question, len(words))
+        if site > other:
+            _negate(mask)
+        add(sent, mask)
     return sent
 
 

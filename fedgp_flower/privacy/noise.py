@@ -61,12 +61,7 @@ def composed(mus: Iterable[float]) -> float:
 def discrete_normal(deviation: float, count: int, rng: np.random.Generator) -> Int64[ndarray, " count"]:
     """Independent draws with P(k) ∝ exp(−k² / 2σ²), by algorithm 3 of Canonne et al.: kept discrete Laplace proposals.
 
-    Probabilities are floats, draws are integers.
-
-    Args:
-        deviation: σ, positive.
-        count: Number of draws.
-        rng: Noise that protects needs one that nobody can foresee.
+    Probabilities are floats, draws are integers. Noise that protects needs an ``rng`` that nobody can foresee.
 
     >>> discrete_normal(2.0, 5, np.random.default_rng(0)).dtype
     dtype('int64')

@@ -30,12 +30,7 @@ MAX_CHANGES = 2
 
 
 def context_digest(record: Mapping[str, Any], constants: Mapping[str, NDArray[Any]]) -> str:
-    """The hash of what every message needs and is sent once: agreed columns and scales, settings, keys, constants.
-
-    Args:
-        record: Texts and lists of numbers; ``digest`` is the name the server gives it.
-        constants: Arrays.
-    """
+    """The hash of what every message needs and is sent once: agreed columns and scales, settings, keys, constants."""
     content = {name: value for name, value in record.items() if name != "digest"}
     whole = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name, array in sorted(constants.items()):
@@ -75,23 +70,19 @@ class MaskedQuestion:
     @property
     def subject(self) -> str:
         """The hash of the question without its roster."""
-        return _hash([self.run, self.round, self.number, self.kind, self.content, self.layout])
+        return _hash(self.run, self.round, self.number, self.kind, self.content, self.layout)
 
     @property
     def digest(self) -> str:
         """H."""
-        return _hash([self.subject, [[entry.site, entry.key, entry.signature] for entry in self.members]])
+        return _hash(self.subject, [[entry.site, entry.key, entry.signature] for entry in self.members])
 
     def secrets(self, identity: Identity, site: str) -> dict[str, bytes]:
         """What a site shares with each of the others."""
-        private = identity.run_key(self.run)
-        [entry] = [member for member in self.members if member.site == site]
-        found = {}
-        for member in self.members:
-            if member.site != site:
-                both = sorted([[entry.site, entry.key], [member.site, member.key]])
-                info = json.dumps(["fedgp pair 1", self.run, both]).encode()
-                found[member.site] = masks.pair_secret(private, bytes.fromhex(member.key), info)
+        private, keys, found = identity.run_key(self.run), {entry.site: entry.key for entry in self.members}, {}
+        for other in keys.keys() - {site}:
+            info = json.dumps(["fedgp pair 1", self.run, sorted([[site, keys[site]], [other, keys[other]]])]).encode()
+            found[other] = masks.pair_secret(private, bytes.fromhex(keys[other]), info)
         return found
 
     def masked(self, words: masks.Words, identity: Identity, site: str) -> masks.Words:
@@ -99,7 +90,7 @@ class MaskedQuestion:
         return masks.masked(words, self.secrets(identity, site), site, bytes.fromhex(self.digest))
 
 
-def _hash(content: Sequence[Any]) -> str:
+def _hash(*content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -148,14 +139,6 @@ def layout_of(arrays: NamedArrays) -> Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class SitePolicy:
-    """Limits that the owner of a site sets."""
-
-    least_sites: int = LEAST_SITES
-    max_changes: int = MAX_CHANGES
-
-
-@dataclass(frozen=True, slots=True)
 class History:
     """What a site remembers of the questions of a run."""
 
@@ -170,39 +153,32 @@ class History:
     """How often the roster was another one than before."""
 
 
-def admitted(question: MaskedQuestion, member: Member, trust: Trust, policy: SitePolicy, history: History) -> History:
+def admitted(
+    question: MaskedQuestion, member: Member, trust: Trust, history: History, limits: tuple[int, int]
+) -> History:
     """What the site remembers once it has answered; the question is one that it may answer.
 
-    Args:
-        question: As this site computes it from the message.
-        member: This site's line of the roster.
-        trust: Whose signatures count.
-        policy: The limits of the site.
-        history: What it has answered in this run.
+    ``limits`` are the fewest sites of a total, and the most changes of the roster.
     """
-    _check_roster(question, member, trust, policy)
-    _check_order(question, history)
-    roster = tuple((entry.site, entry.key) for entry in question.members)
-    changes = history.changes + (bool(history.roster) and roster != history.roster)
-    if changes > policy.max_changes:
-        raise ProtocolError(
-            f"the roster would change for the {changes}. time in this run; this site accepts {policy.max_changes}"
-            " (`max-roster-changes`), because the difference of two totals is the summand of whoever left"
-        )
-    return History(question.run, question.round, question.number, question.subject, question.digest, roster, changes)
-
-
-def _check_roster(question: MaskedQuestion, member: Member, trust: Trust, policy: SitePolicy) -> None:
+    least, most = max(limits[0], LEAST_SITES), limits[1]
     sites, keys = question.sites, [entry.key for entry in question.members]
     if list(sites) != sorted(sites) or len(set(sites)) < len(sites) or len(set(keys)) < len(keys):
         raise ProtocolError("the roster names a site or a key twice, or is not sorted")
-    if len(sites) < max(policy.least_sites, LEAST_SITES):
-        least = max(policy.least_sites, LEAST_SITES)
+    if len(sites) < least:
         raise ProtocolError(f"a total of {len(sites)} sites was asked for; this site takes part from {least} on")
     if member not in question.members:
         raise ProtocolError("this site's key is not in the roster")
     for other in question.members:
         trust.require(question.run, other)
+    _check_order(question, history)
+    roster = tuple((entry.site, entry.key) for entry in question.members)
+    changes = history.changes + (bool(history.roster) and roster != history.roster)
+    if changes > most:
+        raise ProtocolError(
+            f"the roster would change for the {changes}. time in this run; this site accepts {most}"
+            " (`max-roster-changes`), because the difference of two totals is the summand of whoever left"
+        )
+    return History(question.run, question.round, question.number, question.subject, question.digest, roster, changes)
 
 
 def _check_order(question: MaskedQuestion, history: History) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pandas as pd
 
@@ -77,11 +77,7 @@ class Run:
 
 
 def load_run(path: str | Path) -> Run:
-    """Read a finished run from its folder.
-
-    Raises:
-        RunError: naming the folder or file that is missing or unreadable.
-    """
+    """Read a finished run from its folder."""
     return Run(read_run(Path(path)))
 
 
@@ -114,7 +110,7 @@ def run(
         DataError: naming what cannot be used, where tables are a site each by its site.
         RunError: when the run cannot be completed.
     """
-    given: dict[str, Any] = {"method": method, "num-server-rounds": num_rounds, "target": target or None}
+    given = {"method": method, "num-server-rounds": num_rounds, "target": target or None}
     flat = dict(options or {}) | {key: value for key, value in given.items() if value is not None}
     if isinstance(data, Mapping):
         flat |= together(data, flat, site or "site")
@@ -126,13 +122,14 @@ def run(
 
 
 def together(tables: Mapping[str, pd.DataFrame], flat: FlatConfig, site: str = "site") -> dict[str, Value]:
-    """The keys that make one data set of tables, each of them a site; ``site`` is the column that says which.
-
-    Raises:
-        DataError: naming every problem of every table.
-    """
+    """The keys that make one data set of tables, each of them a site; ``site`` is the column that says which."""
+    if taken := [name for name, table in tables.items() if site in table]:
+        raise ConfigError(f"the tables of {', '.join(taken)} have a column {site!r}: name another with `site`")
+    joined = pd.concat([table.assign(**{site: str(name)}) for name, table in tables.items()], ignore_index=True)
+    # Numbers at one site and text at another, as decimal commas are, can be no column of a file.
+    joined = joined.astype({name: "str" for name in joined if joined[name].dtype == object})
     name = "-".join(map(str, tables)) if len(tables) < 5 else f"{len(tables)}-sites"
-    path = _kept(_joined(tables, site), flat, re.sub(r"[^\w-]", "", name)[:60] or "sites").resolve()
+    path = _kept(joined, flat, re.sub(r"[^\w-]", "", name)[:60] or "sites").resolve()
     keys: dict[str, Value] = {"dataset": str(path), "partitioner": "natural", "partition.column": site}
     config = parse_config({**flat, **keys})
     try:
@@ -147,15 +144,6 @@ def together(tables: Mapping[str, pd.DataFrame], flat: FlatConfig, site: str = "
 def print_round(row: Mapping[str, float], total: int) -> None:
     """An observer for ``on_round``: one line that is written over, in a terminal and in a notebook."""
     print(f"\rround {row['round']:.0f} of at most {total}  {figures_of(row)}", end="", flush=True)
-
-
-def _joined(tables: Mapping[str, pd.DataFrame], column: str) -> pd.DataFrame:
-    """The tables of all sites as one, with the column that names the site of a row."""
-    if taken := [name for name, table in tables.items() if column in table]:
-        raise ConfigError(f"the tables of {', '.join(taken)} have a column {column!r}: name another with `site`")
-    joined = pd.concat([table.assign(**{column: str(name)}) for name, table in tables.items()], ignore_index=True)
-    # Numbers at one site and text at another, as decimal commas are, can be no column of a file.
-    return joined.astype({name: "str" for name in joined if joined[name].dtype == object})
 
 
 def _kept(table: pd.DataFrame, flat: Mapping[str, Value], name: str = "table") -> Path:

@@ -138,11 +138,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, config: RunConfig) -> RunFolder:
-        """Make the folder of a new run, or with ``resume`` enter the one named ``name``, and write ``config.toml``.
-
-        Raises:
-            RunError: when the folder exists without ``resume``, or ``resume`` finds no run or one configured otherwise.
-        """
+        """Make the folder of a new run, or with ``resume`` enter the one named ``name``, and write ``config.toml``."""
         path = Path(config.output_dir) / config.run_name()
         try:
             if config.resume:
@@ -202,19 +198,15 @@ class RunFolder:
     def write_predictions(self, by_site: Mapping[str, NamedArrays], input_names: Sequence[str] = ()) -> None:
         """Write ``predictions.csv``: a row per held-out row; columns ``site``, the prediction, and ``input.<name>``.
 
-        Args:
-            by_site: site → its ``prediction.*`` arrays, as in the evaluation reply; nothing is written for no site.
-            input_names: names of the encoded input columns, for ``prediction.input`` [n, D].
+        ``by_site`` has the ``prediction.*`` arrays of each site's evaluation reply; without a site nothing is written.
         """
         tables = []
         for site, arrays in by_site.items():
-            found = {
-                name: arrays[f"prediction.{name}"] for name in PREDICTION_COLUMNS if f"prediction.{name}" in arrays
-            }
-            if "prediction.input" in arrays:
-                names = (f"input.{name}" for name in input_names)
-                found |= dict(zip(names, arrays["prediction.input"].T, strict=True))
-            tables.append(pd.DataFrame({"site": site, **found}))
+            given = {name.removeprefix("prediction."): array for name, array in arrays.items()}
+            columns = {name: given[name] for name in PREDICTION_COLUMNS if name in given}
+            if "input" in given:
+                columns |= zip((f"input.{name}" for name in input_names), given["input"].T, strict=True)
+            tables.append(pd.DataFrame({"site": site, **columns}))
         if tables:
             write_bytes(self.path / "predictions.csv", pd.concat(tables).to_csv(index=False).encode())
 
@@ -236,11 +228,7 @@ class RunFolder:
                 old.unlink()
 
     def restore(self) -> Snapshot | None:
-        """The last complete round, with the history cut back to it; None where no round was completed.
-
-        Raises:
-            RunError: when the checkpoint is damaged or belongs to another configuration.
-        """
+        """The last complete round, with the history cut back to it; None where no round was completed."""
         folder = self.path / "checkpoint"
         if not (folder / "checkpoint.json").exists():
             return None
@@ -280,11 +268,7 @@ class RunFolder:
 
 
 def read_run(path: Path) -> RunData:
-    """Read a finished run.
-
-    Raises:
-        RunError: naming the folder or file that is missing or unreadable.
-    """
+    """Read a finished run."""
     if not path.is_dir():
         raise RunError(f"{path} is not the folder of a run")
     if not (path / "metrics.json").exists():
@@ -304,11 +288,7 @@ def read_run(path: Path) -> RunData:
 
 
 def read_posterior(path: Path) -> Posterior:
-    """Read the posterior of a run, to predict from.
-
-    Raises:
-        RunError: when a file is missing or the two disagree.
-    """
+    """Read the posterior of a run, to predict from."""
     content, arrays = read_json(path / "posterior.json"), read_arrays(path / "posterior.safetensors")
     described = content.pop("arrays", {})
     shapes = {name: tuple(item.get("shape", ())) for name, item in described.items()}
@@ -321,10 +301,12 @@ def read_posterior(path: Path) -> Posterior:
     for reason, names in odd.items():
         if names:
             raise DamagedError(f"{path / 'posterior.safetensors'}: {reason}: {', '.join(sorted(names))}")
-    coordinates, meanings = (
-        {name: item[part] for name, item in described.items()} for part in ("coordinates", "meaning")
+    return Posterior(
+        arrays={name: arrays[name] for name in described},
+        coordinates={name: item["coordinates"] for name, item in described.items()},
+        meanings={name: item["meaning"] for name, item in described.items()},
+        **content,
     )
-    return Posterior(arrays=arrays, coordinates=coordinates, meanings=meanings, **content)
 
 
 def _hash(path: Path) -> str:
@@ -336,11 +318,7 @@ def _hash_of(facts: Facts) -> str:
 
 
 def _require_sealed(path: Path) -> None:
-    """Refuse files that were changed after the run wrote them; a run of before there were hashes has none.
-
-    Raises:
-        DamagedError: naming the files.
-    """
+    """Refuse files that were changed after the run wrote them; a run of before there were hashes has none."""
     if not (path / SEALS).exists():
         return
     hashes = read_json(path / SEALS)
@@ -351,11 +329,7 @@ def _require_sealed(path: Path) -> None:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Keep others from writing into the folder of a run; the lock goes with the process, however that ends.
-
-    Raises:
-        RunError: another process writes into the folder; naming it.
-    """
+    """Keep others from writing into the folder of a run; the lock goes with the process, however that ends."""
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -11,26 +12,31 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedgp_flower.run.artefacts import RunData, RunMetrics
-from fedgp_flower.run.figures import axes_of, label_text, series_style
-from fedgp_flower.run.summary import arms, cell, data_name, figure_columns, is_classification, number, title_of
+from fedgp_flower.run.figures import FEDERATED, LOCAL, POOLED, axes_of, label_text
+from fedgp_flower.run.summary import (
+    arms,
+    cell,
+    data_name,
+    figure_columns,
+    is_classification,
+    number,
+    target_of,
+    title_of,
+)
 from fedgp_flower.typing import Facts
 
 SAME = 1e-6
 """Relative difference of two means or standard deviations that is no more than rounding."""
 MOST = 5
 """Differences that are named."""
-
-
-def target_of(run: RunData) -> str:
-    """Name of a run's target; empty where neither posterior nor configuration tells it."""
-    saved = run.posterior.schema["target"]["name"] if run.posterior is not None else ""
-    return str(saved or run.config.get("target") or "")
+COLOURS, MARKS = (FEDERATED, LOCAL, "#6b7a2a", "#8a4f9e", POOLED, "#2a8a86"), ("o-", "s--", "^-.", "D:", "v-", "P--")
+"""Of the runs in a figure: told apart without colours, too."""
 
 
 def unlike(runs: Sequence[RunData]) -> list[str]:
     """Why the figures of runs must not be compared: other kinds of task, other targets."""
     kinds = {"classes" if is_classification(run.metrics) else "numbers" for run in runs}
-    targets = sorted({target for run in runs if (target := target_of(run))})
+    targets = sorted({target_of(run) for run in runs} - {"the target"})
     said = ["some predict classes and some numbers"] if len(kinds) > 1 else []
     return said + ([f"their targets differ: {', '.join(f'`{t}`' for t in targets)}"] if len(targets) > 1 else [])
 
@@ -118,10 +124,10 @@ def cost_figure(runs: Sequence[RunData]) -> Figure:
     """Held-out NLL against exchanges, megabytes and seconds, a line for each run."""
     figure, axes = axes_of(3, width=11.0, height=3.4)
     titles = {"exchanges": "exchanges", "megabytes": "megabytes sent, both ways", "seconds": "seconds"}
-    for position, run in enumerate(runs):
-        rows, style = spent(run), series_style(position)
+    for run, colour, mark in zip(runs, itertools.cycle(COLOURS), itertools.cycle(MARKS), strict=False):
+        rows = spent(run)
         for ax, name in zip(axes, titles, strict=True):
-            ax.plot(rows[name], rows["nll"], ms=4, lw=1.6, label=label_text(run.path.name), **style)
+            ax.plot(rows[name], rows["nll"], mark, color=colour, ms=4, lw=1.6, label=label_text(run.path.name))
     for ax, label in zip(axes, titles.values(), strict=True):
         ax.set(xlabel=label, xlim=(0, 1.04 * max(ax.get_xlim()[1], 1e-9)))
         ax.margins(y=0.15)

@@ -14,7 +14,6 @@ from scipy.special import ndtr, ndtri
 from fedgp_flower.agreement import Column
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.to_gpytorch import only
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.predict import Exportable, Predictor
 from fedgp_flower.typing import Array
@@ -76,12 +75,6 @@ def relevances(run: RunData) -> list[Relevance]:
     return found
 
 
-def ranges_of(run: RunData) -> dict[str, tuple[float, float]]:
-    """Column of numbers → the standardised values between which about 95 % of the rows lie, where that is known."""
-    columns = run.metrics.data.get("columns", ())
-    return {column["name"]: (column["range"][0], column["range"][1]) for column in columns if "range" in column}
-
-
 def effects(posterior: Predictor) -> list[Effect]:
     """The columns that move the outcome farthest; none where the posterior is no single Gaussian process.
 
@@ -91,26 +84,26 @@ def effects(posterior: Predictor) -> list[Effect]:
     if not isinstance(posterior.standardised, Exportable) or not posterior.run.config.get("standardise", True):
         return []
     try:
-        model, _ = only(posterior.draws())
+        model = posterior.to_gpytorch().model
     except RunError:  # not a single Gaussian process
         return []
     agreed, found = posterior.preparation, []
-    points = model.variational_strategy.inducing_points.detach().numpy()
+    points = model.inducing_points.detach().numpy()
     ends = np.stack([points.min(axis=0).clip(-REACH, 0.0), points.max(axis=0).clip(0.0, REACH)])
-    known = ranges_of(posterior.run)
+    # Standardised values between which about 95 % of the rows lie, where that is known.
+    known = {column["name"]: column.get("range") for column in posterior.run.metrics.data.get("columns", ())}
     for name, inputs, column in _columns(agreed):
-        low, high = known.get(name, ends[:, inputs[0]])
+        low, high = known.get(name) or ends[:, inputs[0]]
         levels, shown, moved = _path(agreed, inputs, column, low, high)
-        if len(shown):
-            x = np.zeros((len(shown), len(agreed.names)))
-            x[:, inputs] = moved
-            with torch.no_grad():
-                f = model(torch.from_numpy(x))
-            median, lower, upper = _outcome(
-                posterior, f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy()
-            )
-            days = re.fullmatch(r"days\((.+)\)", name)
-            found.append(Effect(days[1] if days else name, levels, shown, median, lower, upper, dates=bool(days)))
+        if len(shown) == 0:
+            continue
+        x = np.zeros((len(shown), len(agreed.names)))
+        x[:, inputs] = moved
+        with torch.no_grad():
+            f = model(torch.from_numpy(x))
+        median, low, high = _outcome(posterior, f.mean.numpy() + ndtri([[0.5], [0.025], [0.975]]) * f.stddev.numpy())
+        days = re.fullmatch(r"days\((.+)\)", name)
+        found.append(Effect(days[1] if days else name, levels, shown, median, low, high, bool(days)))
     return sorted(found, key=lambda effect: -float(np.ptp(effect.median)))[:MOST]
 
 
@@ -136,10 +129,8 @@ def _path(
 
 def _columns(agreed: Preparation) -> Iterator[tuple[str, list[int], Column]]:
     """Name and inputs of each column that is moved; sine and cosine of a date together, as the month."""
-    starts, start = {}, 0
-    for column in agreed.columns:
-        starts[column.name] = start
-        start += len(column.names)
+    widths = [len(column.names) for column in agreed.columns]
+    starts = dict(zip((column.name for column in agreed.columns), np.cumsum([0, *widths]).tolist(), strict=False))
     for column in agreed.columns:
         part = re.fullmatch(r"(sine|cosine)\((.+)\)", column.name)
         pair = [f"{way}({part[2]})" for way in ("sine", "cosine")] if part else []

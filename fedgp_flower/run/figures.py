@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -15,23 +15,22 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from scipy.stats import binom
 
+from fedgp_flower.data.standardisation import read_inputs
+from fedgp_flower.errors import RunError
 from fedgp_flower.run.summary import Arm, number
 from fedgp_flower.scores import central
 from fedgp_flower.typing import Array
 
 if TYPE_CHECKING:
     from fedgp_flower.run.dependence import Effect, Relevance
-
-Predictor = Callable[[Array], tuple[Array, Array]]
-"""Inputs in original units [n, D] → mean and sd of a noisy observation, in the units of the target [n], [n]."""
+    from fedgp_flower.run.predict import Predictor
 
 FEDERATED, LOCAL, POOLED, BAND, MISS = "#1f5f99", "#c8691c", "#3d3d3d", "#bcd3e8", "#b3261e"
-LINEAR = ("#6b7a2a", "-.")
 STYLES = {
     "local-only": (LOCAL, "--"),
     "pooled": (POOLED, ":"),
-    "linear regression": LINEAR,
-    "logistic regression": LINEAR,
+    "linear regression": ("#6b7a2a", "-."),
+    "logistic regression": ("#6b7a2a", "-."),
 }
 """Baselines that are drawn beside the rounds of a run."""
 Z95 = 1.959963984540054
@@ -46,35 +45,31 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> 
 
     Where a history counts visits of sites, the unit that schedules compare by, these are the abscissa.
     """
-    wanted = ("objective", "bound", "elbo", "loss", "nll", "rmse", "accuracy")
-    series = {name: column for name in wanted if (column := _column(history, name))}
-    if not series or len(history) < 2:
-        return None
-    if "objective" in series:  # the bound is the same, of all rows
-        series.pop("bound", None)
     names = {
         "objective": "training objective (nats per row)",
-        "nll": "held-out NLL (nats per row)",
-        "rmse": f"held-out RMSE ({units})",
-        "accuracy": "held-out accuracy",
+        "test_nll": "held-out NLL (nats per row)",
+        "test_rmse": f"held-out RMSE ({units})",
+        "test_accuracy": "held-out accuracy",
     }
+    shown = [name for name in names if name in history and history[name].notna().any()]
+    if not shown or len(history) < 2:
+        return None
     unit, label = ("visits", "communications (visits of a site)") if "visits" in history else ("round", "round")
-    history = history.assign(abscissa=history[unit].ffill().fillna(0.0))
-    figure, axes = axes_of(len(series), height=2.9)
-    last = max(float(history["abscissa"].max()), 1.0)  # also where a figure was evaluated once
-    for ax, (name, column) in zip(axes, series.items(), strict=True):
-        rows = history[["abscissa", column]].dropna()
-        style = "o-" if len(rows) <= 30 else "-"
-        ax.plot(rows["abscissa"], rows[column], style, color=FEDERATED, ms=3.5, lw=1.6, label="federated")
-        levels = {arm.name: number(arm.figures.get(name)) for arm in baselines}
+    abscissa = history[unit].ffill().fillna(0.0)
+    figure, axes = axes_of(len(shown), height=2.9)
+    last = max(float(abscissa.max()), 1.0)  # also where a figure was evaluated once
+    for ax, name in zip(axes, shown, strict=True):
+        values = history[name].dropna()
+        style = "o-" if len(values) <= 30 else "-"
+        ax.plot(abscissa[values.index], values, style, color=FEDERATED, ms=3.5, lw=1.6, label="federated")
+        levels = {arm.name: number(arm.figures.get(name.removeprefix("test_"))) for arm in baselines}
         for arm, level in levels.items():
             if math.isfinite(level):
                 colour, dash = STYLES[arm]
                 ax.axhline(level, color=colour, ls=dash, lw=1.5, label=arm)
-        _frame_late_rounds(ax, rows[column].to_numpy(dtype=float), list(levels.values()))
-        ax.set_xlim(-0.03 * last, 1.03 * last)
+        _frame_late_rounds(ax, values.to_numpy(dtype=float), list(levels.values()))
+        ax.set(xlabel=label, ylabel=names[name], xlim=(-0.03 * last, 1.03 * last))
         ax.ticklabel_format(axis="y", useOffset=False)
-        ax.set(xlabel=label, ylabel=names.get(name, f"training {name}"))
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     handles, labels = axes[-1].get_legend_handles_labels()
     if len(labels) > 1:
@@ -82,21 +77,12 @@ def convergence(history: pd.DataFrame, baselines: Sequence[Arm], units: str) -> 
     return figure
 
 
-def curve(
-    rows: pd.DataFrame | None,
-    predictor: Predictor,
-    span: tuple[float, float],
-    names: tuple[str, str],
-    counts: bool = False,
-) -> Figure:
-    """Predictive mean and 95 % band of a noisy observation along one input, with held-out points."""
+def curve(rows: pd.DataFrame | None, predictor: Predictor, x: Array, names: Sequence[str]) -> Figure:
+    """Predictive mean and 95 % band of a noisy observation at values x [n] of one input, with held-out points."""
     figure, (ax,) = axes_of(1, width=7.6, height=3.6)
-    x = np.linspace(*span, 400)
-    mean, sd = predictor(x[:, None])
-    known = getattr(predictor, "quantiles", None)
-    ends = central(mean, sd, counts) if known is None else known(x[:, None], (0.025, 0.975))
+    ends = predictor.quantiles(x[:, None], (0.025, 0.975))
     ax.fill_between(x, *ends, color=BAND, alpha=0.7, lw=0, label="95 % interval")
-    ax.plot(x, mean, color=FEDERATED, lw=1.8, label="mean")
+    ax.plot(x, predictor(x[:, None])[0], color=FEDERATED, lw=1.8, label="mean")
     if rows is not None:
         some = subsample(rows)
         ax.plot(some[f"input.{names[0]}"], some["target"], "o", color=POOLED, ms=2.6, alpha=0.75, label="held-out rows")
@@ -105,17 +91,61 @@ def curve(
     return figure
 
 
+def draw_curves(predictors: Mapping[str, Predictor], source: Path, picture: Path) -> None:
+    """Draw a panel for each site along the one input of a table's rows: mean, 95 % band and the rows of the site.
+
+    Grey are training rows, red held-out ones.
+    """
+    agreed = next(iter(predictors.values())).preparation
+    if len(agreed.names) != 1 or agreed.target.levels:
+        raise RunError(f"a picture needs one input and a target of numbers; inputs are {', '.join(agreed.names)}")
+    frame = read_inputs(source, agreed).sort_values(agreed.features[0])
+    width, height = min(3, len(predictors)), math.ceil(len(predictors) / 3)
+    figure = Figure(figsize=(1.6 + 2.6 * width, 0.5 + 2.3 * height), dpi=DPI, layout="constrained")
+    panels = figure.subplots(height, width, squeeze=False).ravel()
+    for ax, (site, predictor) in zip(panels, predictors.items(), strict=False):
+        table = predictor.predict(frame)
+        x = predictor.inputs(frame)[:, 0].numpy() * agreed.input_scale + agreed.input_mean
+        ax.fill_between(x, table["q2.5"], table["q97.5"], color=BAND, alpha=0.7, lw=0)
+        ax.plot(x, table["mean"], color=FEDERATED, lw=1.6)
+        if predictor.site is not None:
+            rows = predictor.site.encode(agreed)
+            for inputs, y, colour in ((rows.x, rows.y, "#888888"), (rows.x_test, rows.y_test, MISS)):
+                original = inputs[:, 0] * agreed.input_scale + agreed.input_mean
+                ax.plot(original, y * agreed.target_scale + agreed.target_mean, ".", color=colour, ms=2.5)
+        ax.set_title(site, fontsize=8)
+        ax.tick_params(labelsize=7)
+    for ax in panels[len(predictors) :]:
+        ax.set_visible(False)
+    figure.supxlabel(agreed.names[0], fontsize=8)
+    figure.supylabel(agreed.target.name, fontsize=8)
+    try:
+        figure.savefig(picture)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{picture} cannot be written: {error}") from None
+
+
 def parity(rows: pd.DataFrame, target: str, counts: bool = False) -> Figure:
     """Observed against predicted, and residuals, with 95 % intervals: a dot off its bar is a miss."""
-    figure, (ax, residuals) = axes_of(2, width=8.6, height=4.0)
+    figure, axes = axes_of(2, width=8.6, height=4.0)
     some = subsample(rows)
-    _draw_intervals(ax, some, some["mean"], counts)
-    ax.legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper left")
-    ax.axline((float(some["mean"].mean()),) * 2, slope=1, color=POOLED, lw=0.9, zorder=1)
-    ax.set(xlabel=f"predicted {label_text(target)}", ylabel=f"observed {label_text(target)}")
-    _draw_intervals(residuals, some, some["mean"], counts, some["mean"])
-    residuals.axhline(0, color=POOLED, lw=0.9, zorder=1)
-    residuals.set(xlabel=f"predicted {label_text(target)}", ylabel="residual: observed − predicted")
+    given = {str(name): column.to_numpy() for name, column in some.items()}
+    mean, observed = given["mean"], given["target"]
+    # Ends are kept where the moments do not tell them.
+    low, high = (given["low"], given["high"]) if "low" in given else central(mean, given["sd"], counts)
+    inside = (observed >= low) & (observed <= high)
+    for ax, less in zip(axes, (0 * mean, mean), strict=True):
+        ax.vlines(mean, low - less, high - less, color=BAND, lw=1.6, zorder=0.5, label="95 % interval")
+        for hit, mark, colour, size in ((True, "o", FEDERATED, 3.2), (False, "^", MISS, 4.2)):
+            shown = inside == hit
+            label = "inside" if hit else "outside"
+            ax.plot(mean[shown], (observed - less)[shown], mark, color=colour, ms=size, label=label)
+        ax.set_xlabel(f"predicted {label_text(target)}")
+    axes[0].legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper left")
+    axes[0].axline((float(mean.mean()),) * 2, slope=1, color=POOLED, lw=0.9, zorder=1)
+    axes[0].set_ylabel(f"observed {label_text(target)}")
+    axes[1].axhline(0, color=POOLED, lw=0.9, zorder=1)
+    axes[1].set_ylabel("residual: observed − predicted")
     return figure
 
 
@@ -127,11 +157,10 @@ def surface(rows: pd.DataFrame | None, predictor: Predictor, spans: Array, names
     figure, axes = axes_of(2, width=8.6, height=3.7)
     sides = [np.linspace(low, high, 90) for low, high in spans.tolist()]
     grid = np.stack([g.ravel() for g in np.meshgrid(*sides)], axis=1)
-    labels = (f"mean of {label_text(names[2])}", f"sd of {label_text(names[2])}")
-    for ax, values, colours, label in zip(axes, predictor(grid), ("viridis", "Blues"), labels, strict=True):
+    for ax, values, colours, what in zip(axes, predictor(grid), ("viridis", "Blues"), ("mean", "sd"), strict=True):
         image = values.reshape(90, 90)
-        mesh = ax.pcolormesh(sides[0], sides[1], image, cmap=colours, shading="nearest", rasterized=True)
-        figure.colorbar(mesh, ax=ax, label=label)
+        mesh = ax.pcolormesh(*sides, image, cmap=colours, shading="nearest", rasterized=True)
+        figure.colorbar(mesh, ax=ax, label=f"{what} of {label_text(names[2])}")
         ax.set(xlabel=label_text(names[0]), ylabel=label_text(names[1]), xlim=spans[0], ylim=spans[1])
         ax.grid(visible=False)
     if rows is not None:
@@ -147,27 +176,21 @@ def calibration(pit: Sequence[int], coverage_95: float) -> Figure:
     """Share of rows inside central intervals against the nominal level; PIT histogram; both with 95 % chance bands."""
     counts = np.asarray(pit)
     n, half = int(counts.sum()), len(counts) // 2
-    figure, axes = axes_of(2, width=8.6, height=3.6)
-    nominal = np.linspace(0, 1, 201)
-    low, high = _chance(n, nominal)
-    axes[0].fill_between(100 * nominal, 100 * low / n, 100 * high / n, color="#e3e3e3", lw=0, label="chance, 95 %")
-    axes[0].plot([0, 100], [0, 100], color=POOLED, lw=0.9)
-    levels = [j / half for j in range(half + 1)]
-    observed = [counts[half - j : half + j].sum() / n for j in range(half + 1)]
-    levels, observed = [*levels[:-1], 0.95, 1.0], [*observed[:-1], coverage_95, 1.0]
-    axes[0].plot(
-        100 * np.array(levels), 100 * np.array(observed), "o-", color=FEDERATED, ms=4, lw=1.4, label="observed"
-    )
-    axes[0].set(xlabel="nominal coverage of central interval (%)", ylabel="held-out rows inside (%)", aspect="equal")
-    axes[0].legend(fontsize=8, frameon=False, loc="upper left")
-    edges = np.linspace(0, 1, len(counts) + 1)
-    low, high = _chance(n, np.array([1 / len(counts)]))
-    axes[1].axhspan(float(low[0]), float(high[0]), color="#e3e3e3", lw=0)
-    for limit in (float(low[0]), float(high[0])):
-        axes[1].axhline(limit, color="#8a8a8a", lw=0.8, ls="--", zorder=3)
-    axes[1].axhline(n / len(counts), color=POOLED, lw=0.9)
-    axes[1].bar(edges[:-1], counts, np.diff(edges), align="edge", color=FEDERATED, alpha=0.75, ec="white", lw=0.6)
-    axes[1].set(xlabel="predictive probability of a smaller value (PIT)", ylabel="held-out rows", xlim=(0, 1))
+    figure, (ax, histogram) = axes_of(2, width=8.6, height=3.6)
+    low, high = 100 * _chance(n, np.linspace(0, 1, 201)) / n
+    ax.fill_between(np.linspace(0, 100, 201), low, high, color="#e3e3e3", lw=0, label="chance, 95 %")
+    inside = [counts[half - j : half + j].sum() / n for j in range(half)]
+    levels = np.array([*(np.arange(half) / half), 0.95, 1.0])
+    _against_diagonal(ax, levels, np.array([*inside, coverage_95, 1.0]))
+    ax.set(xlabel="nominal coverage of central interval (%)", ylabel="held-out rows inside (%)")
+    ax.legend(fontsize=8, frameon=False, loc="upper left")
+    limits = _chance(n, np.array(1 / len(counts)))
+    histogram.axhspan(*limits, color="#e3e3e3", lw=0)
+    for limit in limits:
+        histogram.axhline(limit, color="#8a8a8a", lw=0.8, ls="--", zorder=3)
+    histogram.axhline(n / len(counts), color=POOLED, lw=0.9)
+    _bars(histogram, counts, np.linspace(0, 1, len(counts) + 1))
+    histogram.set_xlabel("predictive probability of a smaller value (PIT)")
     return figure
 
 
@@ -176,17 +199,33 @@ def reliability(table: Sequence[Sequence[float]]) -> Figure:
     bins = np.asarray(table, dtype=float)
     count, predicted, seen = bins[bins[:, 0] > 0].T
     p = predicted / count
-    figure, axes = axes_of(2, width=8.6, height=3.6)
-    low, high = _chance(count, p)
-    axes[0].vlines(100 * p, 100 * low / count, 100 * high / count, color="#d0d0d0", lw=7, label="chance, 95 %")
-    axes[0].plot([0, 100], [0, 100], color=POOLED, lw=0.9)
-    axes[0].plot(100 * p, 100 * seen / count, "o-", color=FEDERATED, ms=4, lw=1.4, label="observed")
-    axes[0].set(xlabel="predicted probability (%)", ylabel="observed frequency (%)", aspect="equal")
-    axes[0].legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper left")
-    edges = np.linspace(0, 100, len(bins) + 1)
-    axes[1].bar(edges[:-1], bins[:, 0], np.diff(edges), align="edge", color=FEDERATED, alpha=0.75, ec="white", lw=0.6)
-    axes[1].set(xlabel="predicted probability (%)", ylabel="held-out rows", xlim=(0, 100))
+    figure, (ax, histogram) = axes_of(2, width=8.6, height=3.6)
+    low, high = 100 * _chance(count, p) / count
+    ax.vlines(100 * p, low, high, color="#d0d0d0", lw=7, label="chance, 95 %")
+    _against_diagonal(ax, p, seen / count)
+    ax.set(xlabel="predicted probability (%)", ylabel="observed frequency (%)")
+    ax.legend(fontsize=8, framealpha=0.85, edgecolor="none", loc="upper left")
+    _bars(histogram, bins[:, 0], np.linspace(0, 100, len(bins) + 1))
+    histogram.set_xlabel("predicted probability (%)")
     return figure
+
+
+def _chance(n: int | Array, p: Array) -> Array:
+    """Ends of the central 95 % range of Bin(n, p), elementwise."""
+    return np.stack([binom.ppf(0.025, n, p), binom.ppf(0.975, n, p)])
+
+
+def _against_diagonal(ax: Axes, promised: Array, observed: Array) -> None:
+    """Shares that were observed against shares that were promised, both in per cent."""
+    ax.plot([0, 100], [0, 100], color=POOLED, lw=0.9)
+    ax.plot(100 * promised, 100 * observed, "o-", color=FEDERATED, ms=4, lw=1.4, label="observed")
+    ax.set_aspect("equal")
+
+
+def _bars(ax: Axes, counts: Array, edges: Array) -> None:
+    """A histogram of held-out rows."""
+    ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=FEDERATED, alpha=0.75, ec="white", lw=0.6)
+    ax.set(ylabel="held-out rows", xlim=(edges[0], edges[-1]))
 
 
 def confusion(counts: Array) -> Figure:
@@ -213,26 +252,35 @@ def probabilities(rows: pd.DataFrame, levels: Sequence[str]) -> Figure:
     for label, colour in ((0, LOCAL), (1, FEDERATED)):
         share = 100 * rows.loc[rows["target"] == label, "probability"].to_numpy(dtype=float)
         name = f"observed {label_text(levels[label])} ({len(share):,} rows)"
-        ax.stairs(np.histogram(share, edges)[0], edges, fill=True, color=colour, alpha=0.4)
-        ax.stairs(np.histogram(share, edges)[0], edges, color=colour, lw=1.4, label=name)
+        counts = np.histogram(share, edges)[0]
+        ax.stairs(counts, edges, fill=True, color=colour, alpha=0.4)
+        ax.stairs(counts, edges, color=colour, lw=1.4, label=name)
     ax.set(xlabel=f"predicted probability of {label_text(levels[1])} (%)", ylabel="held-out rows", xlim=(0, 100))
     ax.legend(fontsize=8, frameon=False)
     return figure
 
 
-def sites(federated: Sequence[Mapping[str, Any]], local: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """NLL per site, federated beside local-only: a dot plot, or for more than 40 sites one against the other."""
-    frame = pd.DataFrame({"federated": _nll(federated), "local-only": _nll(local)}, index=list(_nll(federated)))
-    frame = frame.astype(float).dropna(subset=["federated"])
-    if frame.empty:
+def sites(federated: Mapping[str, float], local: Mapping[str, float]) -> Figure | None:
+    """NLL of each site, federated beside local-only: a dot plot, or for more than 40 sites one against the other."""
+    frame = pd.DataFrame({"federated": federated, "local-only": local}, index=list(federated), dtype=float)
+    frame = frame.dropna(subset=["federated"])
+    both = frame.dropna()
+    if len(frame) == 0 or (len(frame) > 40 and len(both) == 0):
         return None
     if len(frame) > 40:
-        return _sites_scatter(frame.dropna()) if frame["local-only"].notna().any() else None
+        figure, (ax,) = axes_of(1, width=4.8, height=4.6)
+        low, high = float(both.to_numpy().min()), float(both.to_numpy().max())
+        limits = (low - 0.05 * (high - low) - 0.01, high + 0.05 * (high - low) + 0.01)
+        ax.plot(limits, limits, color=POOLED, lw=0.9)
+        ax.plot(both["local-only"], both["federated"], "o", color=FEDERATED, ms=3.4, alpha=0.6)
+        ax.set(xlabel="local-only NLL (nats per row)", ylabel="federated NLL (nats per row)", xlim=limits, ylim=limits)
+        ax.set_title("a dot is a site; below the line federated is better", fontsize=8, color="#666666", loc="left")
+        return figure
     figure, (ax,) = axes_of(1, width=6.2, height=1.1 + 0.26 * len(frame))
     y = np.arange(len(frame))
     ax.hlines(y, frame["federated"], frame["local-only"].fillna(frame["federated"]), color="#c9c9c9", lw=1.6, zorder=1)
     ax.plot(frame["federated"], y, "o", color=FEDERATED, ms=6, label="federated")
-    if frame["local-only"].notna().any():
+    if len(both):
         ax.plot(frame["local-only"], y, "o", color=LOCAL, ms=6, mfc="white", mew=1.5, label="local-only", zorder=1.5)
         ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     ax.set_yticks(y, [label_text(str(site)) for site in frame.index])
@@ -243,7 +291,9 @@ def sites(federated: Sequence[Mapping[str, Any]], local: Sequence[Mapping[str, A
 def effects(found: Sequence[Effect], target: str) -> Figure:
     """The outcome along one column a panel, all on one scale; levels of text as points with bars."""
     columns = min(3, len(found))
-    figure, axes = axes_of(columns, height=2.6 * math.ceil(len(found) / columns), rows=math.ceil(len(found) / columns))
+    rows = math.ceil(len(found) / columns)
+    figure, axes = axes_of(columns, height=2.6 * rows, rows=rows)
+    limits = (min(effect.low.min() for effect in found), max(effect.high.max() for effect in found))
     for ax in axes[len(found) :]:
         ax.set_visible(False)
     for ax, effect in zip(axes, found, strict=False):
@@ -261,7 +311,7 @@ def effects(found: Sequence[Effect], target: str) -> Figure:
             if effect.dates:
                 ax.xaxis.set_major_locator(AutoDateLocator(minticks=2, maxticks=5))
                 ax.xaxis.set_major_formatter(ConciseDateFormatter(ax.xaxis.get_major_locator()))
-        ax.set(xlabel=label_text(effect.name), ylim=(min(e.low.min() for e in found), max(e.high.max() for e in found)))
+        ax.set(xlabel=label_text(effect.name), ylim=limits)
     for ax in axes[::columns]:
         ax.set_ylabel(label_text(target))
     return figure
@@ -325,49 +375,6 @@ def subsample(rows: pd.DataFrame) -> pd.DataFrame:
     return rows if len(rows) <= MAX_POINTS else rows.sample(MAX_POINTS, random_state=0)
 
 
-def _chance(n: int | Array, p: Array) -> tuple[Array, Array]:
-    """Central 95 % range of Bin(n, p), elementwise."""
-    return np.asarray(binom.ppf(0.025, n, p)), np.asarray(binom.ppf(0.975, n, p))
-
-
-def _draw_intervals(
-    ax: Axes, rows: pd.DataFrame, x: pd.Series[float], counts: bool, less: pd.Series[float] | float = 0.0
-) -> None:
-    """Rows with their intervals, all ``less`` something."""
-    kept = "low" in rows  # ends are kept where the moments do not tell them
-    first, second = (rows[name].to_numpy(dtype=float) for name in (("low", "high") if kept else ("mean", "sd")))
-    low, high = (first, second) if kept else central(first, second, counts)
-    inside = (rows["target"] >= low) & (rows["target"] <= high)
-    y = rows["target"] - less
-    ax.vlines(x, low - less, high - less, color=BAND, lw=1.6, zorder=0.5, label="95 % interval")
-    for some, mark, colour, size, label in (
-        (inside, "o", FEDERATED, 3.2, "inside"),
-        (~inside, "^", MISS, 4.2, "outside"),
-    ):
-        ax.plot(x[some], y[some], mark, color=colour, ms=size, label=label)
-
-
-def _sites_scatter(frame: pd.DataFrame) -> Figure:
-    figure, (ax,) = axes_of(1, width=4.8, height=4.6)
-    low, high = float(frame.to_numpy().min()), float(frame.to_numpy().max())
-    limits = (low - 0.05 * (high - low) - 0.01, high + 0.05 * (high - low) + 0.01)
-    ax.plot(limits, limits, color=POOLED, lw=0.9)
-    ax.plot(frame["local-only"], frame["federated"], "o", color=FEDERATED, ms=3.4, alpha=0.6)
-    ax.set(xlabel="local-only NLL (nats per row)", ylabel="federated NLL (nats per row)", xlim=limits, ylim=limits)
-    ax.set_title("a dot is a site; below the line federated is better", fontsize=8, color="#666666", loc="left")
-    return figure
-
-
-def _nll(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    return {str(row["site"]): number(row.get("nll")) for row in rows}
-
-
-def _column(history: pd.DataFrame, name: str) -> str | None:
-    """The first column called ``name``, or ending in it after a separator, that holds numbers."""
-    matches = (str(column) for column in history.columns if re.split(r"[./_-]", str(column))[-1] == name)
-    return next((column for column in matches if history[column].notna().any()), None)
-
-
 def _frame_late_rounds(ax: Axes, values: Array, levels: Sequence[float]) -> None:
     """Where the first tenth of the rounds would flatten the rest, frame the rest and say so."""
     late = values[len(values) // 10 :]
@@ -383,16 +390,6 @@ def label_text(label: str) -> str:
     """A label from data: no mathematics mode, one line, not too long."""
     line = " ".join(label.split())
     return (line if len(line) <= 28 else f"{line[:27]}…").replace("$", r"\$")
-
-
-COLOURS = (FEDERATED, LOCAL, "#6b7a2a", "#8a4f9e", POOLED, "#2a8a86")
-MARKS = ("o-", "s--", "^-.", "D:", "v-", "P--")
-
-
-def series_style(position: int) -> dict[str, Any]:
-    """Colour, mark and dash of a series: told apart without colours, too."""
-    mark = MARKS[position % len(MARKS)]
-    return {"color": COLOURS[position % len(COLOURS)], "marker": mark[0], "ls": mark[1:]}
 
 
 def axes_of(count: int, width: float = 8.6, height: float = 3.0, rows: int = 1) -> tuple[Figure, list[Axes]]:

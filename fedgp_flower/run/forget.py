@@ -5,16 +5,13 @@ A method says how by the entries ``forget`` and ``forgotten`` of its row in the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from fedgp_flower.config import RunConfig
 from fedgp_flower.errors import RunError
 from fedgp_flower.files import write_json
 from fedgp_flower.options import Value
@@ -23,6 +20,7 @@ from fedgp_flower.run.artefacts import RunData, RunFolder, read_run
 from fedgp_flower.run.predict import row_of
 from fedgp_flower.run.registry import METHODS, load, parse_config
 from fedgp_flower.run.report import write_report
+from fedgp_flower.typing import Facts, Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +28,25 @@ class Continuation:
     """What the in-process engine needs to go on: a configuration with ``resume``, and the nodes that remain."""
 
     flat: dict[str, Value]
-    nodes: list[dict[str, Any]]
+    nodes: list[Json]
 
 
 def prepare(run: Path, site: str, *, rounds: int, name: str) -> Continuation:
     """Write the folder of the new run: the old one's history and checkpoint, without the site.
 
     The pooled baseline is left out: it would learn from the rows of all sites, the forgotten one among them.
-
-    Args:
-        run: Folder of a finished run over simulated sites, of a method that can forget.
-        site: Id or label of the site to forget.
-        rounds: Rounds of training after that, to let what the other sites said settle.
-        name: Name of the new folder, beside the old one.
-
-    Raises:
-        RunError: the run is of another method or of real sites, or too few sites would remain.
-        NumericsError: it has no such site, or what remains would be no density.
+    ``site`` is an id or a label; ``rounds`` more of training let what the other sites said settle.
     """
     data = read_run(run)
     if not row_of(data).forget:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.forget)
         raise RunError(f"{run} is a run of {data.metrics.method!r}; only a run of {able} can go on without a site")
     old = parse_config(data.config)
-    saved = _checkpoint(run, old)
+    saved = RunFolder(run, old.digest()).restore()
+    if saved is None:
+        raise RunError(f"{run} has no checkpoint to go on from")
+    if not saved.facts["preparation"]["simulated"]:
+        raise RunError("the sites of this run are real machines: start a run over those that remain")
     labels: Mapping[str, str] = saved.facts["preparation"]["labels"]
     chosen = next((key for key, label in labels.items() if site in {key, label}), site)
     left: Snapshot = load(row_of(data).forget)(saved, chosen)
@@ -108,34 +101,24 @@ def record(before: Path, after: Path, site: str, rounds: int) -> None:
     write_report(after)
 
 
-def _checkpoint(run: Path, config: RunConfig) -> Snapshot:
-    saved = RunFolder(run, config.digest()).restore()
-    if saved is None:
-        raise RunError(f"{run} has no checkpoint to go on from")
-    if not saved.facts["preparation"]["simulated"]:
-        raise RunError("the sites of this run are real machines: start a run over those that remain")
-    return saved
-
-
-def _figures(rows: Iterable[Mapping[str, Any]], sites: set[str]) -> dict[str, float]:
+def _figures(rows: Iterable[Facts], sites: set[str]) -> dict[str, float]:
     """Figures over the held-out rows of some sites, from those of each: means over rows, RMSE through its square."""
-    scored = [row for row in rows if str(row["site"]) in sites and row["num_examples"]]
-    counts = [int(row["num_examples"]) for row in scored]
-    facts = {"site", "label", "num_examples", "training_rows"}
-    names = [name for name in (scored[0] if scored else ()) if name not in facts]
-    figures = {}
-    for name in names:
-        power = 2.0 if name == "rmse" else 1.0
-        values = np.array([math.nan if row[name] is None else float(row[name]) for row in scored])
-        figures[name] = float(np.average(values**power, weights=counts) ** (1.0 / power))
-    return figures
+    table = pd.DataFrame([row for row in rows if str(row["site"]) in sites and row["num_examples"]])
+    names = [name for name in table if name not in {"site", "label", "num_examples", "training_rows"}]
+    powers = {name: 2.0 if name == "rmse" else 1.0 for name in names}
+    return {
+        str(name): float(np.average(table[name].astype(float) ** power, weights=table["num_examples"]) ** (1 / power))
+        for name, power in powers.items()
+    }
 
 
 def _shift(old: RunData, new: RunData, sites: set[str]) -> dict[str, float]:
     """How far predictions of the remaining sites' held-out rows moved; empty where a run kept none."""
-    tables = [_predictions(data, sites) for data in (old, new)]
-    before, after = tables
-    if before is None or after is None or len(before) != len(after):
+    if old.predictions is None or new.predictions is None:
+        return {}
+    tables = (rows[rows["site"].isin(sites)] for rows in (old.predictions, new.predictions))
+    before, after = (rows.sort_values("site", kind="stable").reset_index(drop=True) for rows in tables)
+    if len(before) != len(after):
         return {}
     if "probability" in before:
         change = (after["probability"] - before["probability"]).abs()
@@ -143,10 +126,3 @@ def _shift(old: RunData, new: RunData, sites: set[str]) -> dict[str, float]:
     steps = (after["mean"] - before["mean"]) / before["sd"]
     ratio = np.log(after["sd"] / before["sd"])
     return {"rms_shift_in_sd": float(np.sqrt((steps**2).mean())), "sd_ratio": float(np.exp(ratio.mean()))}
-
-
-def _predictions(data: RunData, sites: set[str]) -> pd.DataFrame | None:
-    if data.predictions is None:
-        return None
-    some = data.predictions[data.predictions["site"].isin(sites)]
-    return some.sort_values("site", kind="stable").reset_index(drop=True)

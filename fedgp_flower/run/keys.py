@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
+import json
 import re
-import textwrap
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, get_args
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic.fields import FieldInfo
-
-from fedgp_flower.config import CoreConfig, defaults
-from fedgp_flower.options import Basic, Section, Value
+from fedgp_flower.config import CoreConfig
+from fedgp_flower.options import BASIC, Section, meanings
 from fedgp_flower.run.registry import option_classes
+from fedgp_flower.typing import Json
 
-SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
-KINDS: Mapping[object, str] = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}
+SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`"}
 
 
 class Key(NamedTuple):
@@ -31,30 +26,13 @@ class Key(NamedTuple):
     basic: bool
 
 
-def docstrings(section: type[Section]) -> dict[str, str]:
-    """The docstring below each field of a section and of the sections that it extends."""
-    found: dict[str, str] = {}
-    for parent in reversed([parent for parent in section.__mro__ if issubclass(parent, Section)]):
-        tree = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0]
-        assert isinstance(tree, ast.ClassDef)
-        for field, below in itertools.pairwise(tree.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-                words = " ".join(str(ast.literal_eval(below.value)).replace("``", "`").split())
-                found[field.target.id] = words.replace("|", "\\|")
-    return found
-
-
 def reference() -> list[Key]:
     """Every key of a run, those of tables after the others."""
     classes = option_classes().values()
-    known = defaults(classes)
-    sections = {"": CoreConfig} | {f"{section.table}.": section for section in classes if section.table}
-    keys = {}
-    for prefix, section in sections.items():
-        for name, field, words in _fields(section, prefix):
-            basic = any(isinstance(mark, Basic) for mark in field.metadata)
-            keys[name] = Key(name, _written(known[name]), _allowed(field), words, basic)
+    keys = {key.name: key for key in _keys(CoreConfig, "")}
     for section in classes:
+        for key in _keys(section, f"{section.table}.") if section.table else ():
+            keys.setdefault(key.name, key)
         for name, meaning in section.variants.items():
             key = keys[f"{section.table}.{section.variant_key}"]
             if f"`{name}`: " not in key.meaning:
@@ -62,35 +40,27 @@ def reference() -> list[Key]:
     return list(keys.values())
 
 
-def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo, str]]:
-    words, tables = docstrings(section), {}
+def _keys(section: type[Section], prefix: str) -> Iterator[Key]:
+    words, tables = meanings(section), {}
+    schema = section.model_json_schema()["properties"]
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            tables[name] = field.annotation
+        alias = str(field.alias)
+        if isinstance(field.default, Section):
+            tables[name] = type(field.default)
         elif not field.exclude:
-            yield f"{prefix}{field.alias}", field, words.get(name, "")
+            meaning = words.get(name, "").replace("|", "\\|")
+            default, allowed = f"`{json.dumps(field.default, ensure_ascii=False)}`", _allowed(schema[alias])
+            yield Key(f"{prefix}{alias}", default, allowed, meaning, BASIC in field.metadata)
     for name, table in tables.items():
-        yield from _fields(table, f"{prefix}{name}.")
+        yield from _keys(table, f"{prefix}{name}.")
 
 
-def _allowed(field: FieldInfo) -> str:
-    """Type and range of a field."""
-    if choices := get_args(field.annotation):
-        return ", ".join(f"`{choice}`" for choice in choices)
-    limits = [
-        f"{sign} {getattr(limit, name):g}"
-        for limit in field.metadata
-        for kind, (name, sign) in SIGNS.items()
-        if isinstance(limit, kind)
-    ]
-    return " ".join([KINDS[field.annotation], ", ".join(limits)]).strip()
-
-
-def _written(value: Value) -> str:
-    """A default as TOML has it."""
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+def _allowed(schema: Json) -> str:
+    """Type and range of a key."""
+    if "enum" in schema:
+        return ", ".join(f"`{choice}`" for choice in schema["enum"])
+    limits = [f"{sign} {schema[name]:g}" for name, sign in SIGNS.items() if name in schema]
+    return " ".join([KINDS[schema["type"]], ", ".join(limits)]).strip()
 
 
 def basic_keys() -> str:

@@ -21,6 +21,7 @@ from fedgp_flower.outcome import Observer
 from fedgp_flower.privacy import audit
 from fedgp_flower.run.in_process import InProcessGrid
 from fedgp_flower.run.registry import BUILT_IN, METHODS, load, parse_config, strategy_class
+from fedgp_flower.typing import Facts, Node
 
 SCORES = (
     "of held-out rows: count, sums of squared and absolute errors, of NLL and of CRPS, counts inside intervals, a"
@@ -71,13 +72,11 @@ def _content(kind: str, answer: Any) -> str:
     only = SIMULATED if kind in SIMULATION_KINDS else ""
     if is_message(answer.__base__) and kind_of(answer.__base__):
         return f"{only}what `{kind_of(answer.__base__)}` holds"
-    fields = [f"`{name}` {_lengths(shape)}{words}" for name, shape, words in table(answer)]
-    said = "; ".join(fields).replace("|", "\\|")
-    return f"{only}{said}"
-
-
-def _lengths(shape: str) -> str:
-    return f"{shape} " if re.fullmatch(r"\[\w+(, \w+)*\]", shape) else ""
+    known = re.compile(r"\[\w+(, \w+)*\]")
+    fields = (
+        f"`{name}` {f'{shape} ' if known.fullmatch(shape) else ''}{words}" for name, shape, words in table(answer)
+    )
+    return only + "; ".join(fields).replace("|", "\\|")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class Trial:
 
     def lines(self) -> Iterator[str]:
         """What it sent, kind by kind."""
-        kinds: dict[str, list[Mapping[str, Any]]] = {}
+        kinds: dict[str, list[Facts]] = {}
         declared = dict(answers(self.method))
         for line in self.log.lines:
             kinds.setdefault(line["kind"], []).append(line)
@@ -106,10 +105,10 @@ class Trial:
             masked = ", masked" if any(line["masked"] for line in sent) else ""
             yield f"{kind}: {len(sent)} × {size} bytes{masked}" if sent else f"{kind}: refused"
             latest = sent[-1] if sent else lines[-1]
-            words = {name.removesuffix(".*"): said for name, _, said in table(declared[kind])} if declared[kind] else {}
+            words = table(declared[kind]) if declared[kind] else ()
             for name, array in latest["arrays"].items():
-                meaning = next((said for field, said in words.items() if f"{name}.".startswith(f"{field}.")), "")
-                yield f"    {name} {array['shape']} {meaning}".rstrip()
+                meaning = (said for field, _, said in words if f"{name}.".startswith(f"{field.removesuffix('.*')}."))
+                yield f"    {name} {array['shape']} {next(meaning, '')}".rstrip()
             if latest["numbers"]:
                 yield f"    numbers: {', '.join(latest['numbers'])}"
             if latest["texts"]:
@@ -119,7 +118,7 @@ class Trial:
         yield f"{tried}, beside {self.copies} sites with the same rows: {self.ending}"
 
 
-def _decided(lines: list[Mapping[str, Any]]) -> Iterator[str]:
+def _decided(lines: list[Facts]) -> Iterator[str]:
     """What the rules said, each once."""
     said: dict[str, list[str]] = {}
     for rule in (rule for line in lines for rule in line["rules"]):
@@ -131,14 +130,8 @@ def _decided(lines: list[Mapping[str, Any]]) -> Iterator[str]:
     yield from dict.fromkeys(f"refused: {line['refused']}" for line in lines if line["refused"])
 
 
-def try_out(flat: FlatConfig, node: Mapping[str, Any], rounds: int) -> Trial:
-    """Let a site answer a run of a few rounds, without network, and read its audit log.
-
-    Args:
-        flat: Keys of the run configuration.
-        node: Node configuration of the site.
-        rounds: Most rounds to try.
-    """
+def try_out(flat: FlatConfig, node: Node, rounds: int) -> Trial:
+    """Let a site with this node configuration answer a run of a few rounds, without network; read its audit log."""
     planned = parse_config(flat).num_server_rounds
     config = parse_config({**flat, "num-server-rounds": min(rounds, planned), "wait-seconds": 1.0})
     copies = max(config.min_sites, config.sites, config.privacy.min_sites * config.privacy.secure_aggregation) - 1

@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
+from gpytorch.models import GP
 from pydantic import ValidationError
 from scipy.special import ndtri
 
@@ -33,8 +34,7 @@ from fedgp_flower.data.standardisation import (
 )
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
-from fedgp_flower.gp.models import WhitenedGP
-from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly, only
+from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
@@ -59,12 +59,8 @@ class Exportable(Protocol):
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and sd of a noisy observation, standardised."""
 
-    def export(self) -> Sequence[tuple[WhitenedGP, Likelihood]]:
-        """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts.
-
-        Raises:
-            RunError: as configured, the posterior is no Gaussian process.
-        """
+    def export(self) -> Sequence[tuple[GP, Likelihood]]:
+        """Model and likelihood of GPyTorch for every component; ``likelihood(model(x))`` is what it predicts."""
 
 
 SavedModel: TypeAlias = Callable[[Posterior, tuple[str, ...]], Standardised]
@@ -87,26 +83,20 @@ class Predictor:
 
     def __repr__(self) -> str:
         """One line; what it is made of fills pages."""
-        columns = ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
         where = f" at {self.site.label}" if self.site else ""
-        return f"<Predictor of {self.preparation.target.name}{where} from {columns}; {self.run.path}>"
+        return f"<Predictor of {self.preparation.target.name}{where} from {self._columns()}; {self.run.path}>"
+
+    def _columns(self) -> str:
+        return ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
 
     @staticmethod
     def of_run(run: Path) -> Predictor:
-        """Read the posterior of a run.
-
-        Raises:
-            RunError: if the run saved none, as a personal method does.
-        """
+        """The posterior in a run's folder; see :meth:`of`."""
         return Predictor.of(read_run(run))
 
     @staticmethod
     def of(run: RunData) -> Predictor:
-        """The posterior of a run that was read.
-
-        Raises:
-            RunError: if the run saved none.
-        """
+        """The posterior of a run that was read."""
         reason = why_no_posterior(run)
         if run.posterior is None or reason:
             raise RunError(f"{run.path} has no posterior to predict from: {reason}. Run a method that saves one")
@@ -126,16 +116,8 @@ class Predictor:
     ) -> Predictor:
         """Predict at a site that took part, as it predicted its held-out rows; nothing is sent.
 
-        Args:
-            run: Folder of a finished run of a method whose sites keep something.
-            site: Id or label of the site.
-            data: The site's table, read as in training; a simulated site needs none.
-            state_dir: What its node configuration names; a simulated site has its folder in the run's.
-            policy: What its node configuration names: rare levels are merged as in training.
-
-        Raises:
-            RunError: the run is of another method, or the site's state is missing or about other rows.
-            DataError: the site's rows cannot be used.
+        ``site`` is its id or label. A simulated site needs no more; of a real one name the table, read as in training,
+        and the ``state-dir`` and the ``policy`` of its node.
         """
         read = read_run(run)
         node = _node(read, site, data) | ({} if policy is None else {"policy": str(policy)})
@@ -156,17 +138,7 @@ class Predictor:
 
     @staticmethod
     def joined(run: Path, name: str, data: Path) -> Predictor:
-        """Predict at a site that took no part: it fits what it alone knows to all rows of its table; nothing is sent.
-
-        Args:
-            run: Folder of a finished run; what its sites share stays as it is.
-            name: Name of the new site.
-            data: Its table, read as in training, but none of its rows is held out.
-
-        Raises:
-            RunError: a site of this name took part, or the method cannot do it.
-            DataError: the rows cannot be used.
-        """
+        """Predict at a site that took no part: it fits what it alone knows to all its rows and sends nothing."""
         read = read_run(run)
         if any(name in pair for pair in read.metrics.labels.items()):
             raise RunError(
@@ -180,11 +152,7 @@ class Predictor:
 
     @staticmethod
     def of_all(run: Path) -> dict[str, Predictor]:
-        """What predicts without the name of a site: the posterior, else every simulated site by its label.
-
-        Raises:
-            RunError: the run saved no posterior, and no simulated site has what it takes.
-        """
+        """What predicts without the name of a site: the posterior, else every simulated site by its label."""
         read = read_run(run)
         simulated = all(site.isdecimal() for site in read.metrics.labels)
         if not why_no_posterior(read) or not row_of(read).at_site or not simulated:
@@ -193,22 +161,26 @@ class Predictor:
 
     def __call__(self, inputs: Array) -> tuple[Array, Array]:
         """Mean and standard deviation, both [N], at encoded inputs [N, D] in original units."""
-        agreed = self.preparation
-        moments = self._modelled(*self.standardised((inputs - agreed.input_mean) / agreed.input_scale))
-        return moments if agreed.transform is None else transformed_moments(*moments, agreed.transform)
+        return self._moments(*self._standardised_at(inputs))
 
     def quantiles(self, inputs: Array, levels: Sequence[float]) -> Array:
         """Quantiles of a noisy observation [levels, N] at encoded inputs [N, D] in original units."""
-        agreed = self.preparation
-        return self._quantiles(self.standardised((inputs - agreed.input_mean) / agreed.input_scale), levels)
+        return self._quantiles(*self._standardised_at(inputs), levels)
+
+    def _standardised_at(self, inputs: Array) -> tuple[Array, Array]:
+        return self.standardised((inputs - self.preparation.input_mean) / self.preparation.input_scale)
 
     def _modelled(self, mean: Array, sd: Array) -> tuple[Array, Array]:
         """Moments of the target, or of what a transformation makes of it, without standardisation."""
         agreed = self.preparation
         return mean * agreed.target_scale + agreed.target_mean, sd * agreed.target_scale
 
-    def _quantiles(self, standardised: tuple[Array, Array], levels: Sequence[float]) -> Array:
-        mean, sd = self._modelled(*standardised)
+    def _moments(self, mean: Array, sd: Array) -> tuple[Array, Array]:
+        moments, transform = self._modelled(mean, sd), self.preparation.transform
+        return moments if transform is None else transformed_moments(*moments, transform)
+
+    def _quantiles(self, mean: Array, sd: Array, levels: Sequence[float]) -> Array:
+        mean, sd = self._modelled(mean, sd)
         if self.saved.likelihood == "poisson":
             return count_quantiles(mean, sd, levels)
         if self.preparation.transform is not None:
@@ -220,9 +192,7 @@ class Predictor:
 
         For a target of classes: the probability of each. With ``missing`` = drop, NaN for a row with a missing cell.
 
-        Args:
-            frame: Columns as the sites had them; others are not looked at.
-            site: Id or label of a simulated site, to predict as :meth:`at_site` does; a real one needs that method.
+        With the id or label of a simulated site it predicts as :meth:`at_site` does; a real one needs that method.
         """
         if site is not None:
             return Predictor.at_site(self.run.path, site).predict(frame)
@@ -239,12 +209,9 @@ class Predictor:
             classes = mean if mean.ndim == 2 else np.stack([1 - mean, mean], axis=1)
             levels = agreed.target.levels or [str(index) for index in range(classes.shape[1])]
             return pd.DataFrame(classes, columns=[f"probability of {level}" for level in levels])
-        values = self._quantiles((mean, sd), QUANTILES)
-        mean, sd = self._modelled(mean, sd)
-        if agreed.transform is not None:
-            mean, sd = transformed_moments(mean, sd, agreed.transform)
-        quantiles = {f"q{100 * level:g}": row for level, row in zip(QUANTILES, values, strict=True)}
-        return pd.DataFrame({"mean": mean, "sd": sd, **quantiles})
+        names = ("mean", "sd", *(f"q{100 * level:g}" for level in QUANTILES))
+        values = (*self._moments(mean, sd), *self._quantiles(mean, sd, QUANTILES))
+        return pd.DataFrame(dict(zip(names, values, strict=True)))
 
     def inputs(self, frame: pd.DataFrame) -> Rows:
         """Rows of a table as a model of :meth:`to_gpytorch` takes them: encoded and standardised, float64 [N, D]."""
@@ -255,12 +222,7 @@ class Predictor:
 
         A class or a count has no units: f is then what the likelihood takes, a probit or the logarithm of a rate.
 
-        Args:
-            frame: As for :meth:`predict`.
-            noise: Of noisy observations, where noise is Gaussian.
-
-        Raises:
-            RunError: as for :meth:`to_gpytorch_draws`, or nothing has a normal distribution in these units.
+        With ``noise`` that of observations, where noise is Gaussian.
         """
         if self.preparation.transform is not None:
             name = self.preparation.transform.name
@@ -275,14 +237,8 @@ class Predictor:
     def sample(self, frame: pd.DataFrame, count: int = 1, *, noise: bool = True, seed: int = 0) -> Array:
         """Joint draws at the rows of a table in original units, [count, N], over all draws of a mixture.
 
-        Args:
-            frame: As for :meth:`predict`.
-            count: How many.
-            noise: Of observations, of classes 0 and 1; else of f, as in :meth:`distribution`.
-            seed: The same seed gives the same draws.
-
-        Raises:
-            RunError: as for :meth:`to_gpytorch_draws`.
+        With ``noise`` of observations, of classes 0 and 1; else of f, as in :meth:`distribution`.
+        The same seed gives the same draws.
         """
         draws, inputs, found = self.draws(), self.inputs(frame), []
         generator = torch.Generator().manual_seed(seed)
@@ -302,19 +258,14 @@ class Predictor:
 
         Both are in evaluation mode and in standardised coordinates: :meth:`inputs` leads there from a table,
         ``transforms`` from encoded inputs and back to original units.
-
-        Raises:
-            RunError: as for :meth:`to_gpytorch_draws`, or the prediction is a mixture over draws of inducing points and
-                hyperparameters, which is no single model.
         """
-        return Exported(*only(self.draws()), Transforms.of(self.saved.arrays))
+        [first, *others] = self.to_gpytorch_draws()
+        if others:
+            raise RunError(f"no single model of GPyTorch predicts as {1 + len(others)} draws do: `to_gpytorch_draws()`")
+        return first
 
     def to_botorch(self) -> FederatedModel:
-        """A model of BoTorch; see :class:`fedgp_flower.run.to_botorch.FederatedModel`. Needs the extra ``botorch``.
-
-        Raises:
-            RunError: as for :meth:`to_gpytorch`, or BoTorch is not installed.
-        """
+        """A model of BoTorch; see :class:`fedgp_flower.run.to_botorch.FederatedModel`. Needs the extra ``botorch``."""
         try:
             from fedgp_flower.run.to_botorch import FederatedModel  # noqa: PLC0415  optional
         except ModuleNotFoundError as error:
@@ -322,20 +273,12 @@ class Predictor:
         return FederatedModel(self.to_gpytorch())
 
     def to_gpytorch_draws(self) -> tuple[Exported, ...]:
-        """The components of the mixture that predicts, all of the same weight; one where nothing is drawn.
-
-        Raises:
-            RunError: what predicts is no Gaussian process with inducing points.
-        """
+        """The components of the mixture that predicts, all of the same weight; one where nothing is drawn."""
         transforms = Transforms.of(self.saved.arrays)
         return tuple(Exported(model, likelihood, transforms) for model, likelihood in self.draws())
 
-    def draws(self) -> Sequence[tuple[WhitenedGP, Likelihood]]:
-        """What :meth:`to_gpytorch_draws` is made of.
-
-        Raises:
-            RunError: what predicts is no Gaussian process with inducing points.
-        """
+    def draws(self) -> Sequence[tuple[GP, Likelihood]]:
+        """What :meth:`to_gpytorch_draws` is made of."""
         if not isinstance(self.standardised, Exportable):
             raise RunError(
                 f"{self.run.path} is a run of {self.saved.method!r}; what predicts here is no sparse Gaussian"
@@ -345,8 +288,7 @@ class Predictor:
 
     def _encoded(self, frame: pd.DataFrame, *, whole: bool = True) -> Array:
         if not isinstance(frame, pd.DataFrame):
-            columns = ", ".join(dict.fromkeys(source(name, ()) for name in self.preparation.features))
-            raise DataError(f"expected a DataFrame with the columns {columns}; got {type(frame).__name__}")
+            raise DataError(f"expected a DataFrame with the columns {self._columns()}; got {type(frame).__name__}")
         encoded = encode_inputs(typed_inputs(frame, self.preparation, "the table"), self.preparation)
         if whole and np.isnan(encoded).any():
             raise DataError("the table has missing cells, and with `missing` = 'drop' nothing stands for them")
@@ -354,11 +296,7 @@ class Predictor:
 
 
 def row_of(run: RunData) -> Method:
-    """The registry row of a run's method.
-
-    Raises:
-        RunError: if no package that is installed brings the method.
-    """
+    """The registry row of a run's method."""
     name = run.metrics.method
     if name not in METHODS:
         raise RunError(f"{run.path} is a run of {name!r}, which is not installed; install the package that brings it")
@@ -381,18 +319,13 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
 
     Columns that are no inputs, such as ids, come first, as they are written. Several sites, by name, follow each other
     in the CSV, whose first column is then the site. Of columns with one name the table's is called ``input.NAME``.
-
-    Raises:
-        RunError: if the CSV cannot be written.
-        DataError: naming the file, column and row that cannot be used.
     """
     preparation = next(iter(predictors.values())).preparation
     frame = read_inputs(source, preparation)
-    others = no_inputs(source, preparation)
     tables = {site: predictor.predict(frame) for site, predictor in predictors.items()}
     taken = {"site", *next(iter(tables.values()))}
-    named = others.rename(columns={name: f"input.{name}" for name in taken.intersection(others)})
-    beside = {site: pd.concat([named, table], axis=1) for site, table in tables.items()}
+    others = no_inputs(source, preparation).rename(columns=lambda name: f"input.{name}" if name in taken else name)
+    beside = {site: pd.concat([others, table], axis=1) for site, table in tables.items()}
     together = pd.concat(beside, names=["site"]).reset_index(level="site")
     if len(tables) == 1:
         del together["site"]
@@ -404,11 +337,7 @@ def predict_file(predictors: Mapping[str, Predictor], source: Path, output: Path
 
 
 def _at_node(read: RunData, config: RunConfig, rows: RawSite, arrays: NamedArrays) -> Predictor | None:
-    """What predicts with a site's rows and what it keeps; None where that does not fit.
-
-    Raises:
-        RunError: sites of the method keep nothing to predict with.
-    """
+    """What predicts with a site's rows and what it keeps; None where that does not fit."""
     reference = row_of(read).at_site
     if read.posterior is None or not reference:
         able = ", ".join(repr(name) for name, method in METHODS.items() if method.at_site)

@@ -215,11 +215,7 @@ load = pkgutil.resolve_name
 
 
 class Registry(Mapping[str, Method]):
-    """Rows by name: those built in, then those of installed packages, which are read when a row is first asked for.
-
-    Raises:
-        ConfigError: for an entry point that cannot be loaded, is no :class:`Method`, or takes a name that is taken.
-    """
+    """Rows by name: those built in, then those of installed packages, which are read when a row is first asked for."""
 
     @cached_property
     def _rows(self) -> dict[str, Method]:

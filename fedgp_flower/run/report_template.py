@@ -57,7 +57,7 @@ TEMPLATE = """<!DOCTYPE html>
 {%- if metrics.failures %}
 <p class="warning">{{ failed }}</p>
 {%- endif %}
-<div class="wide"><table><thead><tr><th></th>
+<div class="wide"><table><thead><tr>
 {%- for name in headline.titles %}<th>{{ name }}</th>{% endfor %}</tr></thead>
 <tbody>{% for row in headline.rows %}<tr{% if loop.first %} class="this"{% endif %}><td>{{ row[0] }}</td>
 {%- for value in row[1:] %}<td>{{ value }}</td>{% endfor %}</tr>{% endfor %}</tbody></table></div>
@@ -105,19 +105,20 @@ TEMPLATE = """<!DOCTYPE html>
 {%- if metrics.failures | length > failure_limit %}
 <p class="note">The first {{ failure_limit }} of {{ metrics.failures | length }} failures; all are in metrics.json.</p>
 {%- endif %}{% else %}<p>No site failed.</p>{% endif %}
-{% if repairs %}<table><thead><tr><th>numerical repair</th><th>times</th></tr></thead><tbody>
-{%- for name, value in repairs %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</tbody></table>
+{% if metrics.repairs %}<table><thead><tr><th>numerical repair</th><th>times</th></tr></thead><tbody>
+{%- for name, value in metrics.repairs | dictsort %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}
+</tbody></table>
 {% else %}<p>No numerical repair was needed.</p>{% endif %}
 
-{% if posterior %}<h2>Saved posterior</h2><p><code>{{ posterior.equation }}</code></p>
+{% if run.posterior %}<h2>Saved posterior</h2><p><code>{{ run.posterior.equation }}</code></p>
 <details><summary>Its arrays</summary><div class="wide"><table class="mono"><tbody>
-{%- for name, array in posterior.arrays.items() %}<tr><td>{{ name }}</td><td>{{ array.shape | join(" × ") }}</td>
-<td>{{ posterior.coordinates[name] }}</td><td>{{ posterior.meanings[name] }}</td></tr>{% endfor %}
+{%- for name, array in run.posterior.arrays.items() %}<tr><td>{{ name }}</td><td>{{ array.shape | join(" × ") }}</td>
+<td>{{ run.posterior.coordinates[name] }}</td><td>{{ run.posterior.meanings[name] }}</td></tr>{% endfor %}
 </tbody></table></div></details>{% endif %}
 
 <h2>Configuration</h2>
-<details><summary>{{ config | length }} resolved keys</summary><table class="mono"><tbody>
-{%- for key, value in config.items() %}<tr><td>{{ key }}</td><td>{{ value }}</td></tr>{% endfor %}
+<details><summary>{{ run.config | length }} resolved keys</summary><table class="mono"><tbody>
+{%- for key, value in run.config.items() %}<tr><td>{{ key }}</td><td>{{ value }}</td></tr>{% endfor %}
 </tbody></table></details>
 </main></body></html>
 """

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pandas as pd
 from scipy.special import stdtrit
 from scipy.stats import binom
 
 from fedgp_flower.data.tables import SUFFIXES, table_stem
-from fedgp_flower.run.artefacts import RunMetrics
+from fedgp_flower.run.artefacts import RunData, RunMetrics
 from fedgp_flower.run.registry import METHODS
+from fedgp_flower.typing import Facts
 
 REGRESSION_COLUMNS = ("rmse", "r2", "nll", "crps", "coverage_95")
 CLASSIFICATION_COLUMNS = ("accuracy", "auc", "nll", "brier", "brier_skill", "calibration_slope")
@@ -44,8 +43,8 @@ class Arm:
     """One way of training: this run, or a baseline on the same held-out rows."""
 
     name: str
-    figures: Mapping[str, Any]
-    per_site: Sequence[Mapping[str, Any]]
+    figures: Facts
+    per_site: Sequence[Facts]
     together: int = 0
     """Held-out rows of all sites, where none has separate figures: under masks."""
 
@@ -82,7 +81,7 @@ def figure_columns(metrics: RunMetrics) -> tuple[str, ...]:
     return CLASSIFICATION_COLUMNS if is_classification(metrics) else REGRESSION_COLUMNS
 
 
-def rivals(metrics: RunMetrics) -> dict[str, Mapping[str, Any]]:
+def rivals(metrics: RunMetrics) -> dict[str, Facts]:
     """The baselines that the run computed, by the name of their arm, the plainest first."""
     classes = is_classification(metrics)
     named = {
@@ -105,12 +104,17 @@ def arms(metrics: RunMetrics) -> list[Arm]:
     ]
 
 
-def headline(metrics: RunMetrics) -> pd.DataFrame:
-    """A row per arm; columns the test figures in original units that some arm has, and ``rows``."""
+def headline(metrics: RunMetrics) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows of the table: a row per arm; the test figures in original units that some arm has, and rows."""
     every = arms(metrics)
     columns = [name for name in figure_columns(metrics) if any(name in arm.figures for arm in every)]
-    table = {arm.name: [*(number(arm.figures.get(name)) for name in columns), arm.rows] for arm in every}
-    return pd.DataFrame.from_dict(table, orient="index", columns=[*columns, "rows"])
+    rows = [[arm.name, *(cell(c, arm.figures.get(c)) for c in columns), cell("rows", arm.rows)] for arm in every]
+    return ["", *map(title_of, (*columns, "rows"))], rows
+
+
+def beside(metrics: RunMetrics) -> list[list[str]]:
+    """A row of text for every baseline: its name and the difference of the NLL; see :func:`against`."""
+    return [[name, *more] for name, more in zip(rivals(metrics), against(metrics), strict=True)]
 
 
 def expected_coverage(rows: int, level: float) -> tuple[float, float]:
@@ -118,7 +122,7 @@ def expected_coverage(rows: int, level: float) -> tuple[float, float]:
     return float(binom.ppf(0.025, rows, level)) / rows, float(binom.ppf(0.975, rows, level)) / rows
 
 
-def paired_difference(metrics: RunMetrics, figure: str, rival: Mapping[str, Any]) -> Difference:
+def paired_difference(metrics: RunMetrics, figure: str, rival: Facts) -> Difference:
     """Federated minus baseline mean of ``figure`` over the sites both scored, weighted by held-out rows.
 
     With w_k the share of rows and d_k the difference at site k, D = Σ w_k d_k and, sites taken as independent,
@@ -144,22 +148,14 @@ def paired_difference(metrics: RunMetrics, figure: str, rival: Mapping[str, Any]
     return Difference(mean, mean - half, mean + half, k, lower_at)
 
 
-JUDGED = (
-    "worse than",
-    "better than",
-    "about as good as",
-    *("with a higher NLL than", "with a lower NLL than"),
-)
-"""How a run did against a baseline, in the order of the sentence: bad news comes first. The last two are for a
-difference without an interval."""
-
-
 def judged(difference: Difference) -> str:
-    """The entry of :data:`JUDGED` for a difference of the NLL."""
-    worse, better, alike, higher, lower = JUDGED
+    """How a run did against a baseline, by its NLL."""
     if not math.isfinite(difference.low):
-        return lower if difference.mean < 0 else higher
-    return better if difference.high < 0 else worse if difference.low > 0 else alike
+        return "with a lower NLL than" if difference.mean < 0 else "with a higher NLL than"
+    return "better than" if difference.high < 0 else "worse than" if difference.low > 0 else "about as good as"
+
+
+BAD_NEWS_FIRST = ("worse than", "better than", "about as good as", "with a higher NLL than", "with a lower NLL than")
 
 
 def verdict(metrics: RunMetrics) -> str:
@@ -174,7 +170,7 @@ def verdict(metrics: RunMetrics) -> str:
             groups.setdefault(judged(difference), []).append(_called(name, metrics))
     if not groups:
         return f"{metrics.method} has a held-out NLL of {show(nll)} nats per row; no baseline was computed."
-    said = [f"{words} {_listed(groups[words])}" for words in JUDGED if words in groups]
+    said = [f"{words} {_listed(groups[words])}" for words in BAD_NEWS_FIRST if words in groups]
     sites = max(difference.sites for difference in differences.values())
     how = {
         0: "; without figures of sites there is no interval",
@@ -218,51 +214,36 @@ def against(metrics: RunMetrics) -> list[tuple[str, str]]:
 def calibration_verdict(metrics: RunMetrics) -> str:
     """One sentence on whether the 95 % intervals, or the probabilities of classes, hold what they promise."""
     if is_classification(metrics):
-        return _slope_verdict(metrics)
+        slope, error = (number(metrics.test.get(f"calibration_slope{part}")) for part in ("", "_se"))
+        low, high = slope - 1.96 * error, slope + 1.96 * error
+        found = f"The slope of its calibration is {show(slope)} (95 % interval {show(low)} to {show(high)})"
+        extreme, cautious = (f"1: its probabilities are too {word}" for word in ("extreme", "cautious"))
+        judgement = f", below {extreme}" if high < 1 else f", above {cautious}" if low > 1 else "; 1 is right"
+        return f"{found}{judgement}." if math.isfinite(slope + error) else ""
     observed, rows = number(metrics.test.get("coverage_95")), arms(metrics)[0].rows
     if not math.isfinite(observed) or rows == 0:
         return ""
     low, high = expected_coverage(rows, 0.95)
-    share = f"Its 95 % intervals hold {percent(observed)} of {rows:,} held-out rows"
     chance = f"the {percent(low)} to {percent(high)} that chance alone allows"
-    if observed < low:
-        return f"{share}, below {chance}: the intervals are too narrow."
-    if observed > high:
-        return f"{share}, above {chance}: the intervals are too wide."
-    return f"{share}, within {chance}."
-
-
-def _slope_verdict(metrics: RunMetrics) -> str:
-    slope, error = (number(metrics.test.get(f"calibration_slope{part}")) for part in ("", "_se"))
-    if not math.isfinite(slope + error):
-        return ""
-    low, high = slope - 1.96 * error, slope + 1.96 * error
-    said = f"The slope of its calibration is {show(slope)} (95 % interval {show(low)} to {show(high)})"
-    if high < 1:
-        return f"{said}, below 1: its probabilities are too extreme."
-    if low > 1:
-        return f"{said}, above 1: its probabilities are too cautious."
-    return f"{said}; 1 is right."
+    narrow, wide = (f"{chance}: the intervals are too {word}" for word in ("narrow", "wide"))
+    judgement = f"below {narrow}" if observed < low else f"above {wide}" if observed > high else f"within {chance}"
+    return f"Its 95 % intervals hold {percent(observed)} of {rows:,} held-out rows, {judgement}."
 
 
 def convergence_verdict(metrics: RunMetrics) -> str:
     """One sentence on whether training had ended by itself; empty where the method cannot tell."""
-    if metrics.converged is None:
-        return ""
-    if metrics.converged:
-        return f"Training had converged after {metrics.rounds} rounds."
+    if metrics.converged is not False:
+        return f"Training had converged after {metrics.rounds} rounds." if metrics.converged else ""
     names = ("latest_gain_per_row", "promised_rise", "forecast_rise", "forecast_exchanges")
     gained, promised, rise, exchanges = (number(metrics.method_details.get(name)) for name in names)
     more = f"; the latest gained {_short(gained)} nats a row" if math.isfinite(gained) else ""
     more = f"; the next step promised {_short(promised)} nats of the bound" if math.isfinite(promised) else more
     if math.isfinite(rise):
         more += f", and {exchanges:.0f} more exchanges would raise the bound by about {_short(rise)} nats"
-    rising = number(metrics.method_details.get("rise_per_round"))
+    rising, after = number(metrics.method_details.get("rise_per_round")), f"after {metrics.rounds} rounds"
     if rising > 0:
-        return (
-            f"Training stopped after {metrics.rounds} rounds, still rising by {_short(rising)} nats a row in a round."
-        )
-    return f"Training ended after {metrics.rounds} rounds, before it had converged{more}."
+        return f"Training stopped {after}, still rising by {_short(rising)} nats a row in a round."
+    return f"Training ended {after}, before it had converged{more}."
 
 
 def sentences(metrics: RunMetrics) -> list[str]:
@@ -271,15 +252,15 @@ def sentences(metrics: RunMetrics) -> list[str]:
     return [words if words.endswith(".") else f"{words}." for words in said if words]
 
 
+def target_of(run: RunData) -> str:
+    """Name of a run's target."""
+    saved = run.posterior.schema["target"]["name"] if run.posterior is not None else ""
+    return str(saved or run.config.get("target") or "the target")
+
+
 def data_name(dataset: str) -> str:
     """What a data set is called: of a file its name, without folders and endings."""
     return table_stem(Path(dataset)) if Path(dataset).is_absolute() or dataset.endswith(SUFFIXES) else dataset
-
-
-def text_rows(frame: pd.DataFrame) -> list[list[str]]:
-    """A frame of figures as rows of text, the name of each first."""
-    columns = [str(column) for column in frame.columns]
-    return [[str(name), *map(cell, columns, row)] for name, *row in frame.astype(object).itertuples(name=None)]
 
 
 def title_of(column: str) -> str:
@@ -287,7 +268,7 @@ def title_of(column: str) -> str:
     return TITLES.get(column, column.replace("_", " "))
 
 
-def cell(column: str, value: Any) -> str:
+def cell(column: str, value: str | float | None) -> str:
     """A figure as text: percentages for shares, four digits otherwise, a dash for what is not known."""
     if isinstance(value, str):
         return value
@@ -298,7 +279,7 @@ def cell(column: str, value: Any) -> str:
     return show(number(value))
 
 
-def number(value: Any) -> float:
+def number(value: float | None) -> float:
     """A figure from JSON, where null stands for what is not a finite number."""
     return math.nan if value is None else float(value)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from fedgp_flower.run.artefacts import read_run
-from fedgp_flower.run.summary import against, data_name, headline, rivals, sentences, text_rows, title_of
+from fedgp_flower.run.summary import beside, data_name, headline, sentences
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", numbers: bool = False) -> Table:
@@ -26,21 +25,15 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = 
     return shown
 
 
-def figures_table(frame: pd.DataFrame, title: str = "") -> Table:
-    """A frame of figures as a table, a row for each of its rows."""
-    titles = ["", *(title_of(str(column)) for column in frame.columns)]
-    return table(titles, text_rows(frame), title=title, numbers=True)
-
-
 def show_result(folder: Path) -> None:
     """Print the closing table of a finished run, where its files are, and what it says in words, the verdict last."""
     metrics = read_run(folder).metrics
     counts = f"{metrics.sites} sites, {metrics.rounds} rounds, {len(metrics.failures)} failures"
     console = Console(soft_wrap=True)
-    console.print(figures_table(headline(metrics), f"{metrics.method} on {data_name(metrics.dataset)}: {counts}"))
-    beside = [[name, *more] for name, more in zip(rivals(metrics), against(metrics), strict=True)]
-    if beside:
-        console.print(table(["", "NLL, difference", "95 % interval over sites"], beside, numbers=True))
+    title = f"{metrics.method} on {data_name(metrics.dataset)}: {counts}"
+    console.print(table(*headline(metrics), title=title, numbers=True))
+    if differences := beside(metrics):
+        console.print(table(["", "NLL, difference", "95 % interval over sites"], differences, numbers=True))
     verdict, *others = sentences(metrics)
     for sentence in others:
         console.print(sentence, markup=False)

@@ -15,11 +15,7 @@ from fedgp_flower.run.registry import default_config, option_classes, parse_conf
 
 
 def read_config(path: Path) -> dict[str, Value]:
-    """The flat keys of a TOML file, whose tables may be nested.
-
-    Raises:
-        ConfigError: when there is no such file, or it is not TOML.
-    """
+    """The flat keys of a TOML file, whose tables may be nested."""
     try:
         return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -38,9 +34,6 @@ def complete_config(given: FlatConfig, folder: Path, source: str = "") -> dict[s
 
     The ServerApp and the sites run elsewhere than ``folder``, so a relative path would mean another place to them.
     ``source`` is part of that name; otherwise the data set is.
-
-    Raises:
-        ConfigError: naming every wrong key, before anything is started.
     """
     config = parse_config(given)
     out = dict(given) | {"output-dir": str(folder / config.output_dir)}

@@ -50,7 +50,7 @@ def keys(method: str, rounds: int, sites: int, folder: str) -> dict[str, Any]:
 
 def watched(method: str, rounds: int, sites: int, *, ray: bool = False) -> Row:
     """A run, and the memory of this process after its rounds."""
-    from fedgp_flower.deploy.launch import simulate
+    from fedgp_flower.deploy.submission import simulate
     from fedgp_flower.run.in_process import run_in_process
 
     memory: list[float] = []

@@ -2,7 +2,8 @@
 
 Five units, the right half of the first one's curve hidden, which is what is predicted; noise variance .01. `exact`:
 rounds that take the best q(g) from sums; `natural`: 60 rounds of 20 local steps on batches of 50 rows, pseudo-gradients
-in natural parameters. Mean squared error against noisy held-out values and coverage of 95 % intervals.
+in natural parameters, with a first rate of .02: 20 steps of Adam then change a logarithm by about .4 at most. Mean
+squared error against noisy held-out values and coverage of 95 % intervals.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ SIGNALS: dict[str, Any] = {
     "model.num-inducing": 30,
 }
 EXACT: dict[str, Any] = {"method": "fedmgp-exact", "num-server-rounds": 20}
-NATURAL: dict[str, Any] = {"method": "fedmgp", "num-server-rounds": 60, "optimizer.batch-size": 50}
+NATURAL: dict[str, Any] = {
+    "method": "fedmgp",
+    "num-server-rounds": 60,
+    "optimizer.batch-size": 50,
+    "optimizer.learning-rate": 0.02,
+}
 ARMS = {"exact": EXACT, "natural": NATURAL}
 
 

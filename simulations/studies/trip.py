@@ -103,12 +103,11 @@ def imports(turns: int) -> Iterator[Row]:
 
 def node_seconds(token: str) -> float:
     """Processor seconds so far of all SuperNodes and what they started."""
-    from fedgp_flower.deploy.processes import belonging, snapshot
+    from fedgp_flower.deploy.processes import family
 
     total = 0.0
-    for pid in belonging(snapshot(token), {}):
+    for one in family(token):
         with suppress(psutil.NoSuchProcess):
-            one = psutil.Process(pid)
             if any("flower-supernode" in " ".join(other.cmdline()) for other in (one, *one.parents())):
                 total += sum(one.cpu_times()[:4])
     return total

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
@@ -37,7 +37,6 @@ ROWS_PER_INPUT = 3
 BARE = "bare"
 """Number in a description that says nothing of rows."""
 UNMASKABLE = "its numbers are not finite or too large for masks; write such a column in larger units"
-FACTS = ("schema", "labels", "rows", "simulated", "training_target", "columns", "dropped")
 ARRAYS = ("input.mean", "input.scale", "target.mean", "target.scale")
 
 
@@ -96,6 +95,10 @@ class Enrolment:
         """D, the number of encoded inputs."""
         return len(self.arrays["input.mean"])
 
+    def sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Lengths of an answer's dimensions: those that every answer may name, and those of a question."""
+        return {"D": self.num_inputs, "P": 1 + self.num_inputs, **known}
+
     @property
     def data(self) -> Facts:
         """What ``metrics.json`` says of the training rows."""
@@ -121,14 +124,14 @@ class Enrolment:
 
     def facts(self) -> Json:
         """What a checkpoint keeps besides the arrays."""
-        return {name: getattr(self, name) for name in FACTS} | {"names": list(self.names)}
+        return {name: value for name, value in asdict(self).items() if name not in ("arrays", "sums")}
 
     @staticmethod
     def from_snapshot(snapshot: Snapshot) -> Enrolment:
         """The inverse of :meth:`facts` and of the arrays in a checkpoint."""
-        facts = dict(snapshot.facts["preparation"])
-        names = tuple(facts.pop("names"))
-        return Enrolment({name: snapshot.arrays[name] for name in ARRAYS}, names=names, **facts)
+        facts = snapshot.facts["preparation"]
+        arrays = {name: snapshot.arrays[name] for name in ARRAYS}
+        return Enrolment(arrays, **{**facts, "names": tuple(facts["names"])})
 
 
 def agreed(
@@ -187,14 +190,13 @@ def agreed(
 def meet(network: Network, config: RunConfig) -> dict[str, Answer]:
     """Wait for the sites and hear their descriptions; none says anything of its rows, or all do."""
     described = _gather(network, config)
+    open_sites = {site: answer for site, answer in described.items() if not answer.number(BARE)}
+    if not open_sites:
+        return described
+    for site in sorted(described.keys() - open_sites.keys()):
+        dismiss(network, site, "it describes its columns under masks alone, and other sites have no trust file")
     network.require(config.min_sites)
-    hidden = [site for site, answer in described.items() if answer.number(BARE)]
-    if len(hidden) < len(described):
-        for site in hidden:
-            dismiss(network, site, "it describes its columns under masks alone, and other sites have no trust file")
-            del described[site]
-        network.require(config.min_sites)
-    return described
+    return open_sites
 
 
 def from_totals(
@@ -223,21 +225,9 @@ def _of_all(summed: Summed[A], network: Network, sites: tuple[str, ...] | None =
     return summed.total
 
 
-def agree_again(
-    network: Network, config: RunConfig, described: Mapping[str, Answer], contradicted: Mapping[str, str]
-) -> Enrolment:
-    """Leave out sites whose answers contradict their descriptions, and what they described with them."""
-    for site, reason in contradicted.items():
-        dismiss(network, site, reason)
-    network.require(config.min_sites)
-    logger.warning("standardisation is agreed again without %s", ", ".join(contradicted))
-    return agreed(network, config, described)
-
-
 def meet_again(network: Network, config: RunConfig, saved: Enrolment) -> None:
     """Hear the sites of a run that is resumed; what they had agreed on stays as it was."""
     described = _gather(network, config)
-    network.require(config.min_sites)
     changed = [site for site, answer in described.items() if saved.rows.get(site) != answer.num_examples]
     if saved.simulated and changed:
         raise RunError(
@@ -256,6 +246,7 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
         wanted = config.sites or partitions or config.min_sites
         known = bool(config.sites or partitions or not described)  # else more sites may be on their way
         if len(network.heard if known else described) >= wanted:
+            network.require(config.min_sites)
             return described
         if time.monotonic() > deadline:
             if len(described) >= config.min_sites:
@@ -272,10 +263,10 @@ def _gather(network: Network, config: RunConfig) -> dict[str, Answer]:
 def _introduced(network: Network) -> dict[str, Answer]:
     """Descriptions by nodes never heard of."""
     described = network.introduce("query.describe")
-    for site in [site for site, answer in described.items() if not {"schema", "label"} <= set(answer.texts)]:
+    whole = {site: answer for site, answer in described.items() if {"schema", "label"} <= set(answer.texts)}
+    for site in sorted(described.keys() - whole.keys()):
         dismiss(network, site, "its description lacks a schema or a label: other version of the app")
-        del described[site]
-    return described
+    return whole
 
 
 def greet(network: Network, met: Enrolment) -> None:
@@ -302,10 +293,9 @@ def reunite(network: Network, met: Enrolment, sites: Iterable[str]) -> None:
 
 def _welcome(network: Network, met: Enrolment, described: Mapping[str, Answer]) -> None:
     for site, answer in described.items():
-        if _columns(answer.texts["schema"]) != _columns(met.schema):
-            dismiss(network, site, "its columns are not those the other sites agreed on")
-            continue
         try:
+            if _columns(answer.texts["schema"]) != _columns(met.schema):
+                raise ProtocolError("its columns are not those the other sites agreed on")
             met.sums[site] = encoded_sums(_description(answer), met.schema)
         except ProtocolError as error:
             dismiss(network, site, str(error))
@@ -358,8 +348,7 @@ def transformed(met: Enrolment, family: type[Transform], sites: tuple[str, ...])
 
 def chosen(sums: TargetMoments, centres: np.ndarray) -> tuple[int, float, float]:
     """Position of the best power, and mean and standard deviation of t there."""
-    rows = float(sums.count)
-    offset = sums.first / rows
+    rows, offset = float(sums.count), sums.first / sums.count
     variance = sums.second / rows - offset**2
     with np.errstate(divide="ignore", invalid="ignore"):
         likelihood = np.where(variance > 0, -rows / 2 * np.log(variance) + sums.slopes, -np.inf)

@@ -8,18 +8,14 @@ method's table has a field of that name.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import inspect
-import itertools
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from fedgp_flower.config import CoreConfig, RunConfig, parse
-from fedgp_flower.options import MethodOptions, Section, Value
+from fedgp_flower.options import MethodOptions, Section, Value, meanings
 
 IN_A_PROGRAM: Mapping[str, Value] = {
     "baselines.linear": False,
@@ -40,48 +36,28 @@ class Keyword:
     """A keyword argument: its key in the configuration, its default, and what it is."""
 
     key: str
-    default: Any
+    default: object
     meaning: str
 
 
 @cache
 def keys(options: type[MethodOptions]) -> dict[str, Keyword]:
     """The keywords for a method's table and the shared sections."""
+    tables: list[tuple[str, type[Section]]] = [("", CoreConfig)]
+    tables += [(section.table, section) for section in (options, options.shared) if section and section.table]
+    shared = {n: info.default for n, info in CoreConfig.model_fields.items() if isinstance(info.default, Section)}
+    tables += [(name, type(section)) for name, section in shared.items() if name not in NOT_FOR_A_STRATEGY]
     found: dict[str, Keyword] = {}
-    sections = [section for section in (options, options.shared) if section is not None and section.table]
-    tables: list[tuple[str, type[Section]]] = [(section.table, section) for section in sections]
-    for name, info in CoreConfig.model_fields.items():
-        if isinstance(info.default, Section):
-            tables.append((name, type(info.default)))
-        elif name not in NOT_FOR_A_STRATEGY:
-            found[name] = _keyword("", name, CoreConfig)
     for table, section in tables:
         for name, info in section.model_fields.items():
-            if not info.exclude and not (table in NOT_FOR_A_STRATEGY and table != options.table):
-                spelling = f"{table}_{name}" if name in found else name
-                found[spelling] = _keyword(f"{table}.", name, section)
+            if not info.exclude and (table or name not in NOT_FOR_A_STRATEGY | shared.keys()):
+                key = f"{table}.{name}".removeprefix(".").replace("_", "-")
+                default, meaning = IN_A_PROGRAM.get(key, info.default), meanings(section).get(name, "")
+                found[f"{table}_{name}" if name in found else name] = Keyword(key, default, meaning)
     return found
 
 
-def _keyword(prefix: str, name: str, section: type[Section]) -> Keyword:
-    key = prefix + name.replace("_", "-")
-    return Keyword(key, IN_A_PROGRAM.get(key, section.model_fields[name].default), meanings(section).get(name, ""))
-
-
-@cache
-def meanings(section: type[Section]) -> dict[str, str]:
-    """The docstrings below the fields of a section: read from the source, which takes a site longer than its answer."""
-    bases = [meanings(base) for base in section.__bases__ if issubclass(base, Section)]
-    found = {name: text for base in bases for name, text in base.items()}
-    [tree] = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    for field, below in itertools.pairwise(getattr(tree, "body", ())):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                found[name] = inspect.cleandoc(text)
-    return found
-
-
-def configured(method: str, options: type[MethodOptions], given: Mapping[str, Any]) -> RunConfig:
+def configured(method: str, options: type[MethodOptions], given: Mapping[str, Value | None]) -> RunConfig:
     """The configuration that the keyword arguments ``given`` stand for."""
     known = keys(options)
     flat: dict[str, Value] = {"method": method, **IN_A_PROGRAM}
@@ -105,6 +81,5 @@ def documented(doc: str | None, options: type[MethodOptions]) -> str:
     """The docstring of a Strategy with a section of its keywords, from the docstrings of the fields they stand for."""
     lines = [inspect.cleandoc(doc or ""), "", "Args:"]
     for name, keyword in keys(options).items():
-        meaning = " ".join(f"{keyword.meaning} (`{keyword.key}`, default {keyword.default!r})".split())
-        lines.append(f"    {name}: {meaning}")
+        lines.append(f"    {name}: {keyword.meaning} (`{keyword.key}`, default {keyword.default!r})")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from scipy.special import ndtr
@@ -21,10 +21,8 @@ from fedgp_flower.gp.sums import INPUT_EDGES
 from fedgp_flower.messages import add, encode
 from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Nothing, Shape
-from fedgp_flower.typing import Array, NamedArrays
-from strategies.server.questions import Asking, Each, Question, Refuse, Roster, Summed, Total
-
-A = TypeVar("A")
+from fedgp_flower.typing import Array, Json, NamedArrays
+from strategies.server.questions import Asking, Each, Refuse, Roster, Summed, Total
 
 
 def shapes_of_inputs(roster: Roster) -> Asking[Mapping[str, Shape]]:
@@ -40,25 +38,23 @@ def shapes_of_inputs(roster: Roster) -> Asking[Mapping[str, Shape]]:
         start = {name: np.asarray(array / count) for name, array in summed.total.start.items()}
         return {"all": replace(summed.total, start=start)}
     answers: dict[str, Shape] = yield Each(Shape, {site: Nothing() for site in roster.sites}, retries=1)
-    answers = yield from usual_answers(answers, "its arrays are not those that most sites send")
+    layouts = {site: frozenset((n, a.shape) for n, a in encode(answer).items()) for site, answer in answers.items()}
+    usual = Counter(layouts.values()).most_common(1)
+    for site in [site for site, found in layouts.items() if found != usual[0][0]]:
+        yield Refuse(site, "its arrays are not those that most sites send")
+        del answers[site]
     if not answers:
         raise RunError("no site answered where its inputs lie; see the failures above")
     return answers
 
 
-def usual_answers(answers: Mapping[str, A], reason: str) -> Asking[dict[str, A]]:
-    """Answers with the names and shapes that most sites send; the others are refused, for the reason given."""
-    layouts = {site: frozenset((n, a.shape) for n, a in encode(answer).items()) for site, answer in answers.items()}
-    usual = Counter(layouts.values()).most_common(1)
-    odd = [site for site, layout in layouts.items() if layout != usual[0][0]]
-    for site in odd:
-        yield Refuse(site, reason)
-    return {site: answer for site, answer in answers.items() if site not in odd}
+def note_ranges(answer: type, reply: Any, columns: Sequence[Json]) -> None:
+    """If an answer is of shapes, note from it the standardised ``range`` of each numeric column.
 
-
-def note_ranges(question: Question, reply: Any, columns: Sequence[dict[str, Any]]) -> None:
-    """If a question was for shapes, note the standardised ``range`` of each numeric column from its answer."""
-    if not isinstance(question, Each | Total) or question.answer is not Shape:
+    It is where about 95 % of rows lie: from the upper edge of the bin with the 2.5 % quantile to the lower edge of that
+    with the 97.5 % quantile, so that some rows lie at both ends or beyond them.
+    """
+    if answer is not Shape:
         return
     shapes = [reply.total] if isinstance(reply, Summed) else reply.values()
     sent = [shape.histogram for shape in shapes if shape and shape.histogram.shape[1] == len(INPUT_EDGES) - 1]
@@ -70,10 +66,7 @@ def note_ranges(question: Question, reply: Any, columns: Sequence[dict[str, Any]
 
 
 def middle(counts: Array) -> list[float]:
-    """Where about 95 % of rows lie by their counts in bins [B]; some rows lie at both ends or beyond them.
-
-    From the upper edge of the bin with the 2.5 % quantile to the lower edge of that with the 97.5 % quantile.
-    """
+    """Where about 95 % of rows lie by their counts in bins [B]."""
     reached = np.cumsum(counts) / counts.sum()
     low, high = (int((reached >= level).argmax()) for level in (0.025, 0.975))
     return [float(INPUT_EDGES[low + 1]), float(INPUT_EDGES[high])]
@@ -107,13 +100,9 @@ def copula_points(count: int, histogram: Array, products: Array, rng: np.random.
     sobol = qmc.Sobol(len(histogram), rng=rng)
     engine = qmc.MultivariateNormalQMC(np.zeros(len(histogram)), engine=sobol, inv_transform=True)
     normal = engine.random(2 ** int(np.ceil(np.log2(max(count, 1)))))[:count]
-    return _to_marginals(normal @ np.linalg.cholesky(correlation).T, histogram)
-
-
-def _to_marginals(normal: Array, histogram: Array) -> Array:
-    """Each column through the quantile function of its histogram, linear within a bin."""
+    normal = normal @ np.linalg.cholesky(correlation).T
     columns = []
-    for column, counts in zip(ndtr(normal).T, histogram, strict=True):
+    for column, counts in zip(ndtr(normal).T, histogram, strict=True):  # the quantile function, linear within a bin
         cumulative = np.concatenate([[0.0], np.cumsum(counts) / counts.sum()])
         keep = np.concatenate([[True], np.diff(cumulative) > 0]) | np.concatenate([np.diff(cumulative) > 0, [True]])
         columns.append(np.interp(column, cumulative[keep], INPUT_EDGES[keep]))

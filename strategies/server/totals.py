@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +21,10 @@ from fedgp_flower.errors import ProtocolError, RunError
 from fedgp_flower.messages import Layout, decode, encode, kind_of, layout, refusal_of
 from fedgp_flower.privacy import masks
 from fedgp_flower.privacy.keys import Member
-from fedgp_flower.privacy.questions import MaskedQuestion, content_digest, length, unflat, written_members
-from fedgp_flower.records import numpy_arrays
+from fedgp_flower.privacy.questions import MaskedQuestion, content_digest, length, unflat
+from fedgp_flower.records import numpy_arrays, settings_of
 from fedgp_flower.shared_messages import Described
+from fedgp_flower.typing import Facts, Json
 from strategies.server.network import Expected, Network
 from strategies.server.questions import Summed, Total
 
@@ -47,17 +48,13 @@ class MaskedContract(Expected):
     @property
     def settings(self) -> dict[str, str]:
         """What a message carries besides the request."""
-        asked = {
-            "number": self.question.number,
-            "sites": list(self.question.sites),
-            "layout": self.question.layout,
-        }
+        question = self.question
+        asked = {"number": question.number, "sites": list(question.sites), "layout": question.layout}
         return {REQUEST: json.dumps(asked)}
 
     def refusal(self, reply: Message) -> str | None:
         """Why a reply cannot be used, or None."""
-        said = reply.content.config_records["config"]
-        if said.get(ANSWERS) != self.question.digest:
+        if settings_of(reply).get(ANSWERS) != self.question.digest:
             return "it answers another question, or a roster or scales that it alone was shown"
         try:
             arrays = numpy_arrays(reply.content.array_records["arrays"])
@@ -72,13 +69,7 @@ class MaskedContract(Expected):
 
     def layout(self, reply: Message) -> Layout:
         """The layout of the question, or the one the reply names."""
-        if self.question.layout is not None:
-            return self.question.layout
-        return list(json.loads(str(reply.content.config_records["config"][LAYOUT])))
-
-    def words(self, reply: Message) -> masks.Words:
-        """The masked summand."""
-        return numpy_arrays(reply.content.array_records["arrays"])[WORDS]
+        return self.question.layout or list(json.loads(str(settings_of(reply)[LAYOUT])))
 
 
 @dataclass(slots=True)
@@ -99,10 +90,8 @@ class Masking:
     @staticmethod
     def enrol(network: Network, configuration: str, least: int, simulated: bool) -> Masking:
         """Ask every site for its key of the run."""
-        settings = {"configuration": configuration}
-        answers = network.ask(KEYS, settings, retries=1)
         masking = Masking(network, {}, least, simulated)
-        for site, said in answers.items():
+        for site, said in network.ask(KEYS, {"configuration": configuration}, retries=1).items():
             if {"key", "signature"} <= set(said.texts):
                 masking.members[site] = Member(site, said.texts["key"], said.texts["signature"])
                 masking.number = max(masking.number, int(said.number("latest-question")) + 1)
@@ -111,7 +100,7 @@ class Masking:
         masking.require(masking.members)
         return masking
 
-    def require(self, sites: Mapping[str, Any] | Sequence[str]) -> None:
+    def require(self, sites: Collection[str]) -> None:
         """Raise RunError where a total would be of too few sites."""
         if len(sites) < self.least:
             raise RunError(
@@ -124,23 +113,17 @@ class Masking:
         """Those of the sites that have a key and were never silent."""
         return [site for site in sites if site in self.members and site not in self.left_out]
 
-    @property
-    def text(self) -> str:
-        """The keys of all sites, for the context of every message."""
-        return written_members(list(self.members.values()))
-
     def open(self, total: Total[Any], sites: Sequence[str], sizes: Mapping[str, int]) -> MaskedContract:
         """A question under a new number."""
         roster = sorted(self.taking_part(sites))
         self.require(roster)
-        network = self.network
         self.number += 1
         question = MaskedQuestion(
-            run=network.run,
-            round=network.round,
+            run=self.network.run,
+            round=self.network.round,
             number=self.number,
             kind=kind_of(total.answer),
-            content=content_digest(network.context.whole, encode(total.request)),
+            content=content_digest(self.network.context.whole, encode(total.request)),
             layout=layout(total.answer, sizes, total.request),
             members=tuple(self.members[site] for site in roster),
         )
@@ -161,7 +144,9 @@ class Masking:
     ) -> Summed[Any]:
         """The total of the replies of a whole roster, whose sites introduced themselves with so many rows."""
         sites = tuple(site for site in self.members if site in replies)
-        count, vector = masks.total(contract.words(replies[site]) for site in sites)
+        count, vector = masks.total(
+            numpy_arrays(replies[site].content.array_records["arrays"])[WORDS] for site in sites
+        )
         name = contract.total.answer.__name__
         if not 0 <= count <= len(sites):
             raise RunError(
@@ -216,11 +201,11 @@ class Masking:
             )
         return said
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """What ``metrics.json`` and a checkpoint hold."""
         return {"left_out": dict(self.left_out), "totals": self.totals, "empty_summands": self.silences}
 
-    def restore(self, facts: Mapping[str, Any]) -> None:
+    def restore(self, facts: Facts) -> None:
         """Undo :meth:`facts`."""
         self.left_out = dict(facts["left_out"])
         self.totals, self.silences = int(facts["totals"]), int(facts["empty_summands"])

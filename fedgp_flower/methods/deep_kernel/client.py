@@ -13,8 +13,14 @@ from fedgp_flower.clients.numpy_client import AveragingClient
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.gp.optimisers import ascend
 from fedgp_flower.methods.classes import Confusion
-from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, HeadRequest, Heads
-from fedgp_flower.methods.deep_kernel.model import DeepKernel, DeepPosterior, heads_of
+from fedgp_flower.methods.deep_kernel.model import (
+    DeepKernel,
+    DeepPosterior,
+    HeadPosterior,
+    HeadRequest,
+    Heads,
+    heads_of,
+)
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores
 from fedgp_flower.shared_messages import Step, Stepped
@@ -48,7 +54,8 @@ class DeepKernelClient(AveragingClient):
 
     def predict(self, request: HeadPosterior, inputs: Array) -> Prediction:
         """Personal prediction."""
-        shared = DeepPosterior.of(self.model(request.values), request)
+        mean, covariance = torch.from_numpy(request.mean), torch.from_numpy(request.covariance)
+        shared = DeepPosterior(self.model(request.values), mean, covariance, request.share)
         return Prediction(*shared.personal(*self.tensors).moments(inputs))
 
     def score(self, request: HeadPosterior) -> Scores:

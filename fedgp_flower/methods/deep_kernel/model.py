@@ -21,14 +21,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy import ndarray
 from torch import Tensor, nn
 
 from fedgp_flower.errors import DataError, ProtocolError
 from fedgp_flower.gp.linalg import cholesky
-from fedgp_flower.methods.deep_kernel.messages import HeadPosterior, Heads
+from fedgp_flower.messages import leaves, message
 from fedgp_flower.methods.deep_kernel.options import DeepKernelOptions
 from fedgp_flower.options import ModelSection
-from fedgp_flower.typing import Array, NamedArrays, Rows, Scalar, Targets
+from fedgp_flower.shared_messages import Described
+from fedgp_flower.typing import AnyShape, Array, NamedArrays, Rows, Scalar, Targets
 
 Means = Float[Tensor, "C F"]
 Covariances = Float[Tensor, "C F F"]
@@ -38,6 +40,55 @@ HIDDEN = 50
 """Units of the first dense layer."""
 CONCENTRATION = 0.01
 """α of a class that a row is not of: a small value trusts labels (Milios et al. 2018)."""
+
+
+# Messages, besides those of federated averaging.
+
+
+@message()
+class HeadRequest:
+    """At which weights, and for which shares of personal heads, sums are wanted."""
+
+    values: Mapping[str, AnyShape] = leaves("weights of the network")
+    shares: Float[ndarray, " J"] = leaves("ρ, to choose from")
+
+
+@message("query.heads", summand=True)
+class Heads:
+    """What a site's rows say of the shared head, its personal one integrated out, for each ρ."""
+
+    precision: Float[ndarray, "J C F F"] = leaves(
+        "B = (I + ρ G)⁻¹ G, G = Φᵀ D⁻¹ Φ of the features Φ of its rows", symmetric=True
+    )
+    shift: Float[ndarray, "J C F"] = leaves("b = (I + ρ G)⁻¹ Φᵀ D⁻¹ t")
+    constant: Float[ndarray, " J"] = leaves("log density of the rows where the shared head is zero")
+
+    def num_parameters(self) -> int:
+        """Entries of a head."""
+        return int(np.prod(self.shift.shape[1:]))
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def refusal(self, described: Described) -> str | None:
+        """Why these cannot be sums over rows, or None: B is positive semi-definite."""
+        del described
+        size = max(float(np.abs(self.precision).max()), 1e-300)
+        scaled = self.precision / size  # units first: a liar's numbers may be huge
+        if np.linalg.eigvalsh(scaled).min() < -1e-6:
+            return "`precision` is that of no rows: it is not positive semi-definite"
+        return None
+
+
+@message()
+class HeadPosterior:
+    """Weights of the network, and the shared head of all rows."""
+
+    values: Mapping[str, AnyShape] = leaves("weights of the network")
+    mean: Float[ndarray, "C F"] = leaves("E w_c")
+    covariance: Float[ndarray, "C F F"] = leaves("Cov w_c", symmetric=True)
+    share: float = leaves("ρ, personal heads' share of the prior variance")
+
+
+# What sites compute.
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +158,7 @@ def dense(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
 
 
 def convolutional(inputs: int, options: DeepKernelOptions) -> nn.Sequential:
-    """For square images row by row: twice 3 × 3 filters at every second pixel, then a layer, all rectified.
-
-    Raises:
-        DataError: the inputs are no square.
-    """
+    """For square images row by row: twice 3 × 3 filters at every second pixel, then a layer, all rectified."""
     side, channels = math.isqrt(inputs), (8, 16)
     if side**2 != inputs or not inputs:
         raise DataError(f"`deep.network` = 'convolutional' needs square images; a row has {inputs} inputs")
@@ -155,11 +202,7 @@ class Classes(nn.Module):
         self.register_buffer("noise", drawn, persistent=False)
 
     def values(self, targets: Targets) -> tuple[Float[Tensor, "C N"], Float[Tensor, "C N"]]:
-        """Values of f for all classes, and the variances of their noise.
-
-        Raises:
-            DataError: a target is not the number of a class.
-        """
+        """Values of f for all classes, and the variances of their noise."""
         if not torch.isin(targets, torch.arange(self.classes)).all():
             raise DataError(f"targets must be whole numbers below `deep.classes` = {self.classes}")
         alpha = CONCENTRATION + nn.functional.one_hot(targets.long(), self.classes).double().mT
@@ -199,11 +242,7 @@ class DeepKernel(nn.Module):
         return {name: p.detach().numpy().copy() for name, p in self.named_parameters()}
 
     def load(self, values: Mapping[str, np.ndarray]) -> DeepKernel:
-        """This model with other weights.
-
-        Raises:
-            ProtocolError: names or shapes are not those of this model.
-        """
+        """This model with other weights."""
         parameters = dict(self.named_parameters())
         expected, got = ({n: tuple(v.shape) for n, v in these.items()} for these in (parameters, values))
         if expected != got:
@@ -222,11 +261,6 @@ class DeepPosterior:
     covariance: Covariances
     share: float
     """ρ."""
-
-    @staticmethod
-    def of(model: DeepKernel, sent: HeadPosterior) -> DeepPosterior:
-        """From a message."""
-        return DeepPosterior(model, torch.from_numpy(sent.mean), torch.from_numpy(sent.covariance), sent.share)
 
     @torch.no_grad()
     def personal(self, inputs: Rows, targets: Targets) -> DeepPosterior:

@@ -19,17 +19,10 @@ from fedgp_flower.data.sites import RawSite, SiteData, load_all_sites
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import NumericsError
 from fedgp_flower.messages import decode, encode
+from fedgp_flower.methods.fedmgp import latents as shared
 from fedgp_flower.methods.fedmgp import messages, model, unit
 from fedgp_flower.methods.fedmgp.joining import MOST_ROWS, predict_joining
-from fedgp_flower.methods.fedmgp.latents import (
-    PRECISION,
-    SCALES,
-    LatentFunctions,
-    LatentPosterior,
-    Move,
-    from_parameters,
-    posterior,
-)
+from fedgp_flower.methods.fedmgp.latents import LatentFunctions, LatentPosterior, Move, posterior
 from fedgp_flower.methods.fedmgp.messages import FirstStatistics, Known, View
 from fedgp_flower.methods.fedmgp.options import FedMGPOptions
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState
@@ -53,7 +46,10 @@ class FedMGPClient(SiteClient):
 
     def data(self, latents: LatentFunctions) -> UnitData:
         """The rows as seen from the pseudo-inputs, with targets that a regression can start from."""
-        return UnitData.build(self.rows.x, model.regression_targets(self.likelihood, self.rows.y), latents.inducing)
+        y = self.rows.y
+        if self.likelihood in ("poisson", "bernoulli"):
+            y = np.log(y + 0.5) if self.likelihood == "poisson" else 2 * y - 1
+        return UnitData.build(self.rows.x, y, latents.inducing)
 
     @property
     def memory(self) -> UnitState | None:
@@ -91,7 +87,7 @@ class FedMGPClient(SiteClient):
     def train(self, request: messages.Broadcast) -> messages.PseudoGradient:
         """Local steps of Algorithm 2 on (θ, φ_m)."""
         theta = request.parameters
-        latents, q = from_parameters(theta, request.inducing, self.config.model.jitter)
+        latents, q = shared.from_parameters(theta, request.inducing, self.config.model.jitter)
         memory, data = self.memory, self.data(latents)
         if memory is None:
             before = unit.fit_alone(data, latents, q)
@@ -100,7 +96,7 @@ class FedMGPClient(SiteClient):
         steps = unit.LocalSteps(
             self.options.local_steps, request.learning_rate, self.options.natural_step, request.share, self.batches()
         )
-        if PRECISION in theta:
+        if shared.PRECISION in theta:
             after, phi = unit.natural_steps(theta, data, latents, before, steps)
             fit = unit.statistics(data, latents, phi).expected(q)
         else:
@@ -111,7 +107,7 @@ class FedMGPClient(SiteClient):
                 fit = float(gp.expected_log_likelihood(*self.tensors).sum())
         if not np.isfinite(fit):
             raise NumericsError("local steps diverged: the fit is not finite. Lower `optimizer.learning-rate`.")
-        self.remember(UnitState(before, phi, np.exp(after[SCALES])), request.known)
+        self.remember(UnitState(before, phi, np.exp(after[shared.SCALES])), request.known)
         update = {name: theta[name] - array for name, array in after.items()}
         return messages.PseudoGradient(update, fit, float(self.num_examples))
 
@@ -140,7 +136,9 @@ class FedMGPClient(SiteClient):
     def predict(self, request: View, inputs: Array) -> Prediction:
         """Personalised prediction of an observation (paper, Eq. 16); for classes, of the label."""
         mean, variance, phi = self.function(request, inputs)
-        return Prediction(*model.moments(self.likelihood, mean, variance, phi))
+        point, learned = model.observed(self.likelihood, phi)
+        first, second = point.moments(torch.from_numpy(mean), torch.from_numpy(variance), learned)
+        return Prediction(first.numpy(), second.numpy())
 
     def score(self, request: View) -> Scores:
         """Scores of held-out rows in original units."""

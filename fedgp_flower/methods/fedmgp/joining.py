@@ -13,7 +13,6 @@ input.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import logsumexp
@@ -40,82 +39,57 @@ LEAST = 1e-6
 """Nodes of less weight, relative to the heaviest, are left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Smoothed:
-    """What a smoothing R makes of q(u) at some rows x, and at others where f is wanted."""
-
-    mean: Array  # [N]  A m, in the eigenvectors of B
-    y: Array  # [N]  likewise
-    values: Array  # [N]  eigenvalues of B
-    ahead: Array  # [N']  A m
-    spread: Array  # [N']  diagonal of B
-    across: Array  # [N', N]  A' V Aᵀ in the eigenvectors of B
-
-    def grid(self, deviations: Array, variance: float) -> tuple[Array, Array]:
-        """Amplitudes s [S, T] around the best at each σ [S], and log p(y, s | R, σ) + log of their distance."""
-        noise = np.square(deviations)[:, None]
-        level = np.full((len(deviations), 1), variance / AMPLITUDES)  # s²
-        for _ in range(3):
-            weights = 1 / (level * self.values + noise)
-            precision = (weights * self.mean**2).sum(1, keepdims=True) + 1 / variance
-            best = (weights * self.mean * self.y).sum(1, keepdims=True) / precision
-            level = best**2 + 1 / precision
-        sd = 1 / np.sqrt(precision)
-        s = best + sd * np.linspace(-6, 6, NODES)
-        total = s[..., None] ** 2 * self.values + noise[..., None]  # [S, T, N]
-        fit = -0.5 * (np.log(total) + np.square(self.y - s[..., None] * self.mean) / total).sum(-1)
-        return s, fit - 0.5 * s**2 / variance + np.log(sd)
-
-    def predicted(self, s: Array, noise: Array) -> tuple[Array, Array]:
-        """Mean and variance of f [H, N'] given s, σ² [H] and the rows."""
-        s, noise = s[:, None], noise[:, None]
-        total = s**2 * self.values + noise
-        mean = s * self.ahead + s**2 * ((self.y - s * self.mean) / total) @ self.across.T
-        return mean, s**2 * self.spread - s**4 * (1 / total) @ np.square(self.across).T
-
-
-def smoothed(
-    rows: tuple[Array, Array], x: Array, latents: LatentFunctions, q: LatentPosterior, rho: Array
-) -> list[Smoothed]:
-    """For each ρ; ``rows`` are x [N, 1] and y [N]."""
-    (seen, y), scale, height, [factor] = rows, latents.scales[0], float(latents.amplitudes[0]), latents.whitening()
-    gaps, found = squared_gaps(np.concatenate([seen, x]), latents.inducing), []
-    for width in rho:
-        both = feature(gaps, scale, height, factor, scale * math.expm1(width) / 2)
-        left, (A, ahead) = np.maximum(height**2 - np.square(both).sum(1), 0), np.split(both, [len(y)])
-        values, vectors = np.linalg.eigh(A @ q.covariance @ A.T + np.diag(left[: len(y)]))
-        across = ahead @ q.covariance
-        spread, turned = (across * ahead).sum(1) + left[len(y) :], across @ A.T @ vectors
-        parts = vectors.T @ (A @ q.mean), vectors.T @ y, np.maximum(values, 0), ahead @ q.mean, spread, turned
-        found.append(Smoothed(*parts))
-    return found
-
-
 def predict_joining(
-    rows: tuple[Array, Array], x: Array, latents: LatentFunctions, posterior: LatentPosterior
+    rows: tuple[Array, Array], x: Array, latents: LatentFunctions, q: LatentPosterior
 ) -> tuple[Array, Array, float]:
     """Mean and variance of f at ``x`` [N', 1] given q(u) and the unit's ``rows``, and the mean of σ²."""
-    power = float(np.mean(rows[1] ** 2))
-    variance, centre = AMPLITUDES * power / float(latents.amplitudes[0]) ** 2, 0.5 * math.log(START_NOISE * power)
+    (seen, y), scale, height, [factor] = rows, latents.scales[0], float(latents.amplitudes[0]), latents.whitening()
+    gaps, N, power = squared_gaps(np.concatenate([seen, x]), latents.inducing), len(y), float(np.mean(y**2))
+    variance, centre = AMPLITUDES * power / height**2, 0.5 * math.log(START_NOISE * power)
     rho, log_sd = middles(0.0, WIDEST), middles(centre - 3 * SPREAD, centre + 3 * SPREAD)
     for _ in range(PASSES):
-        parts = smoothed(rows, x, latents, posterior, rho)
-        found = [part.grid(np.exp(log_sd), variance) for part in parts]
-        s, weights = (np.stack(part) for part in zip(*found, strict=True))  # [R, S, T]
+        K = np.stack([feature(gaps, scale, height, factor, scale * math.expm1(width) / 2) for width in rho])
+        KV, left = K @ q.covariance, np.maximum(height**2 - np.square(K).sum(2), 0)  # [R, N + N', J], [R, N + N']
+        B = KV[:, :N] @ K[:, :N].transpose(0, 2, 1) + left[:, :N, None] * np.eye(N)
+        values, vectors = np.linalg.eigh(B)
+        values, f = np.maximum(values, 0), K @ q.mean  # f for s = 1
+        turned_f, turned_y = (f[:, None, :N] @ vectors)[:, 0], y @ vectors  # [R, N]
+        noise = np.exp(2 * log_sd)[:, None]
+        s, weights = amplitudes(turned_f[:, None], turned_y[:, None], values[:, None], noise, variance)
         weights = weights - 0.5 * np.square((log_sd - centre) / SPREAD)[:, None] - DECAY * rho[:, None, None]
         weights = np.exp(weights - logsumexp(weights))
-        noise = np.exp(2 * np.broadcast_to(log_sd[:, None], s.shape[1:]))
         rho = drawn_together(rho, weights.sum((1, 2)), 0.0, WIDEST)
         log_sd = drawn_together(log_sd, weights.sum((0, 2)))
-    mean, square, level = np.zeros(len(x)), np.zeros(len(x)), 0.0
+    mean, square = np.zeros(len(x)), np.zeros(len(x))
     kept = np.where(weights > LEAST * weights.max(), weights, 0)
     kept /= kept.sum()
-    for part, amplitudes, share in zip(parts, s, kept, strict=True):
+    spread = (KV * K).sum(2) + left  # the diagonal of B
+    for r, share in enumerate(kept):
         heavy = share > 0
-        means, around = part.predicted(amplitudes[heavy], noise[heavy])
+        a, level = s[r][heavy][:, None], np.broadcast_to(noise, share.shape)[heavy][:, None]  # [H, 1]
+        across, total = KV[r, N:] @ K[r, :N].T @ vectors[r], a**2 * values[r] + level
+        means = a * f[r, N:] + a**2 * ((turned_y[r] - a * turned_f[r]) / total) @ across.T  # given s, σ² and the rows
+        around = a**2 * spread[r, N:] - a**4 * (1 / total) @ np.square(across).T
         mean, square = mean + share[heavy] @ means, square + share[heavy] @ (around + means**2)
-        level += float(share[heavy] @ noise[heavy])
-    return mean, square - mean**2, level
+    return mean, square - mean**2, float(kept.sum((0, 2)) @ noise[:, 0])
+
+
+def amplitudes(f: Array, y: Array, values: Array, noise: Array, variance: float) -> tuple[Array, Array]:
+    """Amplitudes s [R, S, T] around the best at each R and σ² [S, 1], and log p(y, s | R, σ) + log of their distance.
+
+    ``f`` for s = 1 and ``y`` are in the eigenvectors of B, ``values`` its eigenvalues, all [R, 1, N].
+    """
+    level = np.asarray(variance / AMPLITUDES)  # s²
+    for _ in range(3):
+        weights = 1 / (level * values + noise)
+        precision = (weights * f**2).sum(2, keepdims=True) + 1 / variance
+        best = (weights * f * y).sum(2, keepdims=True) / precision
+        level = best**2 + 1 / precision
+    sd = 1 / np.sqrt(precision)
+    s = best + sd * np.linspace(-6, 6, NODES)
+    total = s[..., None] ** 2 * values[:, :, None] + noise[..., None]  # [R, S, T, N]
+    fit = -0.5 * (np.log(total) + np.square(y[:, :, None] - s[..., None] * f[:, :, None]) / total).sum(3)
+    return s, fit - 0.5 * s**2 / variance + np.log(sd)
 
 
 def drawn_together(nodes: Array, weights: Array, low: float = -math.inf, high: float = math.inf) -> Array:

@@ -2,8 +2,6 @@
 
 Latent functions are whitened, g_i = L_i u_i with u_i ~ N(0, I), so the sums of all units add up to a precision
 I + Σ_m G_m that is never smaller than the identity. Each is a message, or a part of one; nothing here sees data.
-
-Reference: Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024).
 """
 
 from __future__ import annotations
@@ -176,9 +174,6 @@ def from_natural(precision: Array, shift: Array) -> tuple[Array, Array]:
 
 # The best q(u) from sums over units.
 
-_LOG_SCALE_BOUND = 2.0
-"""Largest change of a logarithm of an amplitude in one step."""
-
 
 def posterior(total: UnitStatistics) -> LatentPosterior:
     """Optimal q(u): V = (I + ΣG)⁻¹, m = V Σb."""
@@ -221,7 +216,7 @@ def best_scales(total: UnitStatistics, num_latents: int) -> tuple[float, Array]:
         moments = (q.mean**2 + np.diag(q.covariance)).reshape(num_latents, -1)
         return -pooled_bound(trial), moments.shape[1] - 2 * trial.slack - moments.sum(axis=1)
 
-    start, bounds = np.zeros(num_latents), [(-_LOG_SCALE_BOUND, _LOG_SCALE_BOUND)] * num_latents
+    start, bounds = np.zeros(num_latents), [(-2.0, 2.0)] * num_latents  # how far a logarithm moves in one step
     limits = {"maxiter": 50, "ftol": 1e-12, "gtol": 1e-7}
     best = minimize(negative, start, jac=True, method="L-BFGS-B", bounds=bounds, options=limits)
     value = negative(start)[0]

@@ -2,8 +2,6 @@
 
 The units share θ = {S, q(u)}; the unit alone knows φ_m = {R_m, s_m, likelihood}. q is whitened, g_i = L_i u_i, and
 q(u) is a product of B Gaussians of K numbers each: of I latent functions, or one joint Gaussian.
-
-Reference: Chung and Al Kontar, Federated multi-output Gaussian processes, Technometrics 66 (2024), Eqs. 11-16, Alg. 2.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from gpytorch.variational import CholeskyVariationalDistribution
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from fedgp_flower.errors import NumericsError, ProtocolError
+from fedgp_flower.errors import NumericsError
 from fedgp_flower.gp.convolved import ConvolvedKernel, smoothed_covariance
 from fedgp_flower.gp.likelihoods import LearnedLikelihood, PointLikelihood, build_point_likelihood, gaussian_likelihood
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
@@ -33,8 +31,7 @@ from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters
 from fedgp_flower.typing import Array, NamedArrays
 
 Kind = Literal["gaussian", "bernoulli", "poisson", "student-t"]
-SHARED = ("kernel.raw_scales", "variational.")
-"""How names of parameters that travel begin."""
+SHARED = ("kernel.raw_scales", "variational.")  # how names of parameters that travel begin
 
 
 class MultiOutputGP(GP):
@@ -50,14 +47,11 @@ class MultiOutputGP(GP):
         self.register_buffer("inducing", torch.tensor(latents.inducing))  # a copy: a message may be read-only
         amplitudes = torch.from_numpy(parameters.amplitudes * latents.amplitudes)
         self.kernel = ConvolvedKernel(torch.tensor(latents.scales), torch.tensor(parameters.smoothing), amplitudes)
-        self.likelihood: GaussianLikelihood | LearnedLikelihood = (
-            gaussian_likelihood(parameters.noise)
-            if likelihood == "gaussian"
-            else LearnedLikelihood(*observed(likelihood, parameters))
-        )
+        self.likelihood: GaussianLikelihood | LearnedLikelihood = gaussian_likelihood(parameters.noise)
+        if likelihood != "gaussian":
+            self.likelihood = LearnedLikelihood(*observed(likelihood, parameters))
         self.jitter, shape = latents.jitter, torch.Size([groups])
-        size = latents.size // groups
-        self.variational = CholeskyVariationalDistribution(size, batch_shape=shape, mean_init_std=0).double()
+        self.variational = CholeskyVariationalDistribution(latents.size // groups, shape, mean_init_std=0).double()
 
     @staticmethod
     @torch.no_grad()
@@ -77,15 +71,12 @@ class MultiOutputGP(GP):
         rows = whitened(latent, cross, variance=ones, jitter=self.jitter, of="C_gg")  # L⁻¹ C_gf, [I, J, N]
         features = rows.reshape(*self.variational.variational_mean.shape, len(x))  # [B, K, N]
         mean = torch.einsum("bkn,bk->n", features, self.variational.variational_mean)
-        spread = (self._factor().mT @ features).flatten(0, 1)  # [B·K, N]
+        spread = (self.variational.chol_variational_covar.tril().mT @ features).flatten(0, 1)  # [B·K, N]
         flat = features.flatten(0, 1)
         if self.training:
             variance = self.kernel.prior_variance().sum() - flat.square().sum(0) + spread.square().sum(0)
             return MultivariateNormal(mean, DiagLinearOperator(variance))
         return MultivariateNormal(mean, self.kernel(x).to_dense() - flat.mT @ flat + spread.mT @ spread)
-
-    def _factor(self) -> Tensor:
-        return self.variational.chol_variational_covar.tril()
 
     def expected_log_likelihood(self, x: Tensor, y: Tensor) -> Tensor:
         """E_q log p(y_n | f_n) of each row.  [N]."""
@@ -93,7 +84,7 @@ class MultiOutputGP(GP):
 
     def kl(self) -> Tensor:
         """KL(q(g) ‖ p(g)) = ½ Σ_b [‖T_b‖² + ‖m_b‖² − K − log |T_b T_bᵀ|]."""
-        T, m = self._factor(), self.variational.variational_mean
+        T, m = self.variational.chol_variational_covar.tril(), self.variational.variational_mean
         log_det = T.diagonal(dim1=-2, dim2=-1).square().log().sum()
         return torch.as_tensor(0.5 * (T.square().sum() + m.square().sum() - m.numel() - log_det))
 
@@ -117,8 +108,6 @@ class MultiOutputGP(GP):
     @torch.no_grad()
     def load(self, arrays: Mapping[str, Array]) -> None:
         """Overwrite θ."""
-        if set(self.shared) != set(arrays):
-            raise ProtocolError(f"parameters {sorted(arrays)} received, expected {sorted(self.shared)}")
         for name, p in self.shared.items():
             p.copy_(torch.as_tensor(arrays[name]))
 
@@ -127,7 +116,7 @@ class MultiOutputGP(GP):
         smoothing, amplitudes = (p.detach().numpy().copy() for p in (self.kernel.smoothing, self.kernel.amplitudes))
         if isinstance(self.likelihood, GaussianLikelihood):
             return UnitParameters(smoothing, amplitudes, float(self.likelihood.noise.detach()))
-        return UnitParameters(smoothing, amplitudes, 1.0, tuple(self.likelihood.own.tolist()))
+        return UnitParameters(smoothing, amplitudes, 1.0, tuple(self.likelihood.hyper.tolist()))
 
 
 def fit_personal(
@@ -144,19 +133,6 @@ def observed(kind: Kind, parameters: UnitParameters) -> tuple[PointLikelihood, T
     point = build_point_likelihood(kind, noise=parameters.noise)
     trained = torch.tensor(parameters.likelihood, dtype=torch.float64)
     return point, trained if len(trained) else point.initial
-
-
-def regression_targets(kind: Kind, y: Array) -> Array:
-    """Where a regression starts the model: numbers as they are, a class as ±1, a count as log(y + ½)."""
-    return np.log(y + 0.5) if kind == "poisson" else 2 * y - 1 if kind == "bernoulli" else y
-
-
-@torch.no_grad()
-def moments(kind: Kind, mean: Array, variance: Array, parameters: UnitParameters) -> tuple[Array, Array]:
-    """Mean and variance of an observation where f ~ N(mean, variance), each [N]."""
-    point, learned = observed(kind, parameters)
-    first, second = point.moments(torch.from_numpy(mean), torch.from_numpy(variance), learned)
-    return first.numpy(), second.numpy()
 
 
 def factor_steps(model: MultiOutputGP, x: Tensor, y: Tensor, steps: unit.LocalSteps) -> NamedArrays:
@@ -202,17 +178,13 @@ def fit_pooled(
 ) -> tuple[LatentFunctions, LatentPosterior, list[UnitParameters], float]:
     """The multi-output GP with the highest bound by L-BFGS over log S, log R, s and log σ², and that bound."""
     rows, W = [(torch.from_numpy(x), torch.from_numpy(y)) for x, y in units], torch.from_numpy(latents.inducing)
-    start = (
-        np.log(latents.scales),
-        np.log([p.smoothing for p in phi]),
-        np.stack([p.amplitudes * latents.amplitudes for p in phi]),
-        np.log([p.noise for p in phi]),
-    )
-    learned = [torch.tensor(values, requires_grad=True) for values in start]
+    start = np.log(latents.scales), np.log([p.smoothing for p in phi]), np.log([p.noise for p in phi])
+    gains = np.stack([p.amplitudes * latents.amplitudes for p in phi])
+    learned = [torch.tensor(values, requires_grad=True) for values in (*start, gains)]
 
     def sums() -> tuple[Tensor, Tensor, Tensor]:
         """Factor of P = I + Σ AᵀA/σ², Σ Aᵀy/σ², and the rest of the bound, with rows A = [s_i L_i⁻¹c_i]ᵀ."""
-        log_s, log_r, amplitudes, log_noise = learned
+        log_s, log_r, log_noise, amplitudes = learned
         scales, none = log_s.exp(), torch.zeros_like(log_s)
         latent = smoothed_covariance(W, W, scales, none, none)
         L = kernel_cholesky(latent, variance=latent.new_ones(len(latent)), jitter=latents.jitter, of="C_gg")
@@ -231,13 +203,13 @@ def fit_pooled(
         z = torch.linalg.solve_triangular(factor, b[:, None], upper=False)
         return torch.as_tensor(local + 0.5 * z.square().sum() - factor.diagonal().log().sum())
 
-    bounds = [LOGARITHM, LOGARITHM, FREE, LOGARITHM]
+    bounds = [LOGARITHM, LOGARITHM, LOGARITHM, FREE]
     value = maximise(bound, learned, max_evaluations=max_evaluations, bounds=bounds).value
     with torch.no_grad():
         factor, b, _ = sums()
         V = torch.cholesky_inverse(factor)  # the inverse is the answer here
         q = LatentPosterior((V @ b).numpy(), V.numpy())
-        scales, smoothing, amplitudes, noise = (values.numpy() for values in learned)
-        fitted = LatentFunctions(latents.inducing, np.exp(scales), np.ones(len(scales)), latents.jitter)
-        parts = zip(np.exp(smoothing), amplitudes, np.exp(noise).tolist(), strict=True)
+        scales, smoothing, noise = (values.exp().numpy() for values in learned[:3])
+        fitted = LatentFunctions(latents.inducing, scales, np.ones(len(scales)), latents.jitter)
+        parts = zip(smoothing, learned[3].numpy(), noise.tolist(), strict=True)
         return fitted, q, [UnitParameters(*part) for part in parts], value

@@ -31,9 +31,6 @@ def best_lead(starts: Mapping[str, UnitStatistics]) -> str:
 
     Its score is the median over k of the better log evidence of b_m + b_k and b_m − b_k, so that a minority of bad
     sites cannot become lead by agreeing with one another.
-
-    Raises:
-        ProtocolError: no site sent statistics that data can produce.
     """
     starts = {site: start for site, start in starts.items() if semidefinite(start)}
     valid, same = _gains(starts)
@@ -45,7 +42,7 @@ def best_lead(starts: Mapping[str, UnitStatistics]) -> str:
 def sharing(usable: Mapping[str, UnitStatistics]) -> tuple[str, ...]:
     """Units that share g with most others: the median over k of log p(m, k share g) − log p(they do not) is positive.
 
-    A single unit stays; one that can be compared with nobody does not.
+    A single unit stays; one of several that can be compared with nobody does not.
     """
     valid, gains = _gains(usable)
     return tuple(s for s, middle in zip(valid, _medians(gains), strict=True) if middle > 0 or len(usable) == 1)

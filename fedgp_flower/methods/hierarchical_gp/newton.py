@@ -19,6 +19,8 @@ from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, symmetric
 from fedgp_flower.methods.family import GlobalPosterior
+from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
+from fedgp_flower.methods.sfvi.structured import PredictiveMoments
 from fedgp_flower.typing import Scalar, Square, Vector
 
 
@@ -33,10 +35,6 @@ class Sums:
     def expected(self, q_global: GlobalPosterior) -> Scalar:
         """J = E log p(y, z | Z_G) under q(Z_G) = N(m, S): c − ½ tr[(S + mmᵀ)P] + mᵀp."""
         return self.constant - 0.5 * (second_moment(q_global) * self.precision).sum() + q_global.mean @ self.shift
-
-    def detached(self) -> Sums:
-        """The same without a graph."""
-        return Sums(self.precision.detach(), self.shift.detach(), self.constant.detach())
 
     def flat(self) -> Float[Tensor, " Q"]:
         """Lower entries of P row by row, then p, then c."""
@@ -61,11 +59,7 @@ def second_moment(q_global: GlobalPosterior) -> Square:
 
 
 def posterior(precision: Square, shift: Vector) -> tuple[GlobalPosterior, Square]:
-    """q(Z_G) = N(m, S) from P and p, and the Cholesky factor of I + P.
-
-    Raises:
-        NumericsError: I + P is not positive definite.
-    """
+    """q(Z_G) = N(m, S) from P and p, and the Cholesky factor of I + P."""
     factor = cholesky(torch.eye(len(shift)).to(shift) + precision, of="precision of q(Z_G)")
     mean = torch.cholesky_solve(shift[:, None], factor)[:, 0]
     covariance = symmetric(torch.cholesky_inverse(factor))  # the inverse is the answer here
@@ -85,7 +79,7 @@ def transported(
     return symmetric(turn.mT @ precision @ turn), turn.mT @ shift
 
 
-def expansion(sums: Sums, slopes: Float[Tensor, "T Q"], curvature: Float[Tensor, "T T"]) -> Expansion:
+def expansion(total: ExpansionShare) -> Expansion:
     """Value, exact gradient and Hessian of F from sums over sites.
 
     With u_i = ∂_i p − ∂_i P m,
@@ -95,6 +89,10 @@ def expansion(sums: Sums, slopes: Float[Tensor, "T Q"], curvature: Float[Tensor,
     ``slopes`` has a row like :meth:`Sums.flat` for each entry of θ, along which sites move their z_k. ``curvature`` is
     ΣJ″ at fixed q(Z_G); sites take it at the q(Z_G) they were sent, so that it is exact where that has settled.
     """
+    precision, shift, constant, slopes, curvature = (
+        torch.tensor(part) for part in (total.precision, total.shift, total.constant, total.slopes, total.curvature)
+    )
+    sums = Sums(precision, shift, constant)
     q_global, factor = posterior(sums.precision, sums.shift)
     mean, size = q_global.mean, len(sums.shift)
     rows, columns = torch.tril_indices(size, size)
@@ -126,19 +124,6 @@ def newton_step(
     return step, float(gradient @ step + 0.5 * step @ hessian @ step)
 
 
-@dataclass(frozen=True, slots=True)
-class Derivatives:
-    """Sums at the mode of z_k, their derivatives by θ, flat as in :meth:`Sums.flat`, and J″."""
-
-    sums: Sums
-    slopes: Float[Tensor, "T Q"]
-    curvature: Float[Tensor, "T T"]
-    squares: Float[Tensor, " W"]
-    """z_k² at the mode, for the widths of priors."""
-    known: Float[Tensor, " W"]
-    """1 − var z_k by Laplace's approximation."""
-
-
 def flattened(tensors: tuple[Tensor, ...]) -> Tensor:
     """The tensors as one vector."""
     return torch.cat([tensor.flatten() for tensor in tensors])
@@ -158,3 +143,28 @@ def jacobian(values: Float[Tensor, " Q"], leaves: list[Tensor]) -> Float[Tensor,
     probe = torch.zeros_like(values, requires_grad=True)
     pulled = flattened(torch.autograd.grad(values, leaves, probe, create_graph=True, materialize_grads=True))
     return rows_of_jacobian(pulled, [probe])
+
+
+def second_order(sums: Sums, value: Scalar, leaves: list[Tensor]) -> tuple[Float[Tensor, "T Q"], Float[Tensor, "T T"]]:
+    """Derivatives of sums, flat as in :meth:`Sums.flat`, and second derivatives of a value."""
+    slopes = jacobian(sums.flat(), leaves)
+    gradient = flattened(torch.autograd.grad(value, leaves, create_graph=True))
+    return slopes.detach(), rows_of_jacobian(gradient, leaves).detach()
+
+
+def share_of(
+    sums: Sums, slopes: Float[Tensor, "T Q"], curvature: Float[Tensor, "T T"], offset: Vector, known: Vector, rows: int
+) -> ExpansionShare:
+    """What a site sends: its sums at the mode ``offset`` of z_k, total derivatives by θ, and J″.
+
+    ``known`` is 1 − var z_k by Laplace's approximation.
+    """
+    count = slopes.new_tensor(float(rows))
+    parts = (sums.precision, sums.shift, sums.constant, slopes, curvature, count, offset.square(), known)
+    return ExpansionShare(*(part.detach().numpy() for part in parts))
+
+
+def averaged(shares: Vector, means: Float[Tensor, "J n"], variances: Float[Tensor, "J n"]) -> PredictiveMoments:
+    """Mean and variance of a mixture."""
+    centre = shares @ means
+    return PredictiveMoments(centre, shares @ (variances + (means - centre).square()))

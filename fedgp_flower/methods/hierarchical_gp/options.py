@@ -31,9 +31,7 @@ class HierarchicalOptions(MethodOptions):
                 f"`model.likelihood` = {core.model.likelihood!r}: hierarchical-gp needs 'gaussian'; take `method` = "
                 "'sfvi', which learns the same model by gradients"
             )
-        if core.optimizer.batch_size:
-            raise ConfigError("`optimizer.batch-size`: hierarchical-gp takes all rows of a site; set it to 0")
-        if unread := core.optimizer.unread("batch_size"):
-            raise ConfigError(f"{unread}: hierarchical-gp takes Newton steps and reads none of them")
+        if unread := core.optimizer.unread():
+            raise ConfigError(f"{unread}: hierarchical-gp takes Newton steps on all rows and reads none of them")
         if core.device == "cuda" or core.precision != "float64":
             raise ConfigError("`device`, `precision`: hierarchical-gp computes on the CPU in float64")

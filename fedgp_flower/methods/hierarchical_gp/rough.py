@@ -29,22 +29,24 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy import ndarray
 from scipy.stats import t as student
 from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky, kernel_cholesky
 from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.methods.hierarchical_gp.messages import Calibration
+from fedgp_flower.methods.hierarchical_gp.messages import Calibration, ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
-    Derivatives,
     Sums,
-    flattened,
+    averaged,
     jacobian,
     posterior,
-    rows_of_jacobian,
     second_moment,
+    second_order,
+    share_of,
 )
-from fedgp_flower.typing import Array, Targets
+from fedgp_flower.methods.sfvi.structured import PredictiveMoments
+from fedgp_flower.typing import Array, Square, Targets, Vector
 
 Theta: TypeAlias = Mapping[str, Tensor]
 """θ by name: logarithms, and of π logits."""
@@ -80,6 +82,17 @@ def first_theta() -> dict[str, Tensor]:
     return theta | {"roughness": torch.zeros(len(ROUGHNESS), dtype=torch.float64)}
 
 
+def theta_of(values: Mapping[str, ndarray]) -> dict[str, Tensor]:
+    """θ of a message, without its prefix."""
+    theta = {name.removeprefix("theta."): array for name, array in values.items() if name.startswith("theta.")}
+    return {name: torch.tensor(array) for name, array in theta.items()}
+
+
+def placed(inputs: Array, points: Array) -> Float[Tensor, " N"]:
+    """Inputs [N, 1] as shares of the range of the pseudo-inputs [J, 1]."""
+    return torch.from_numpy((inputs[:, 0] - points.min()) / np.ptp(points))
+
+
 def matern32(x: Float[Tensor, " N"], other: Float[Tensor, " K"], log_lengthscale: Tensor) -> Float[Tensor, "N K"]:
     """(1 + √3 r) e^{−√3 r} with r = |x − x'| / ℓ."""
     scaled = math.sqrt(3) * (x[:, None] - other).abs() / log_lengthscale.exp()
@@ -101,10 +114,6 @@ class Weighing:
     shift: Float[Tensor, "H J"]
     constant: Float[Tensor, " H"]
     """Log N(y | 0, Σ_h) + log π_h."""
-
-    def responsibilities(self, q: GlobalPosterior) -> Float[Tensor, " H"]:
-        """The weights r_h."""
-        return self.evidence(q).softmax(0)
 
     def evidence(self, q: GlobalPosterior) -> Float[Tensor, " H"]:
         """The sum log π_h + ℓ_h."""
@@ -145,16 +154,21 @@ class RoughDeviation:
 
         so that no derivative goes through a factor.
         """
+
+        def smooth(entries: list[Tensor]) -> Float[Tensor, "N N"]:
+            theta = dict(zip(NOISY, entries, strict=True))
+            return _smooth(theta, self.x, self.x) + self._noise(theta)
+
         entries = [self.theta[name] for name in NOISY]
         here = [value.detach().requires_grad_() for value in entries]
-        still = self._of_every_roughness(here)
+        still = smooth(here)
         parts = jacobian(still.flatten(), here).unflatten(1, still.shape)  # ∂_iΣ [T, N, N]
         with torch.no_grad():
             factor = self._factor()
             inverse = torch.cholesky_inverse(factor)  # for traces alone
             scaled = inverse[:, None] @ parts
             curvature = torch.einsum("hinm,hjmn->hij", scaled, scaled)
-        change = self._of_every_roughness(entries) - still.detach()
+        change = smooth(entries) - still.detach()
         step = torch.cat(entries) - torch.cat(here).detach()
         rows = self._rows()
         solved = torch.cholesky_solve(rows.expand(len(factor), -1, -1), factor)
@@ -164,33 +178,28 @@ class RoughDeviation:
         rise = (inverse * change).sum((1, 2)) - 0.5 * torch.einsum("i,hij,j->h", step, curvature, step)
         return self._weighed(products, log_determinant + rise)
 
-    def derivatives(self, q: GlobalPosterior) -> Derivatives:
+    def derivatives(self, q_global: GlobalPosterior) -> ExpansionShare:
         """Sums, their total derivatives by θ in the order of its names, and J″ with J = log Σ_h π_h e^{ℓ_h}."""
         names = sorted(self.theta)
         leaves = [self.theta[name].detach().clone().requires_grad_() for name in names]
         weighing = replace(self, theta=dict(zip(names, leaves, strict=True))).expanded()
-        sums = weighing.sums(q)
-        slopes = jacobian(sums.flat(), leaves)
-        gradient = flattened(torch.autograd.grad(weighing.evidence(q).logsumexp(0), leaves, create_graph=True))
-        curvature = rows_of_jacobian(gradient, leaves)
+        sums, value = weighing.sums(q_global), weighing.evidence(q_global).logsumexp(0)
         none = self.y.new_zeros(0)
-        return Derivatives(sums.detached(), slopes.detach(), curvature.detach(), none, none)
+        return share_of(sums, *second_order(sums, value, leaves), none, none, len(self.y))
 
     @torch.no_grad()
-    def predict(self, x: Float[Tensor, " K"], q: GlobalPosterior) -> tuple[Tensor, Tensor]:
+    def predict(self, x: Float[Tensor, " K"], q: GlobalPosterior) -> PredictiveMoments:
         """Mean and variance of an observation, mixed over the roughness.
 
         With A = Σ_h⁻¹k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀVw + σ².
         """
-        r, factor = self.weighing().responsibilities(q), self._factor()
+        r, factor = self.weighing().evidence(q).softmax(0), self._factor()
         across, prior = self._covariances(self.x, x), self._covariances(x, x).diagonal(dim1=1, dim2=2)
         gain = torch.cholesky_solve(across, factor)  # A [H, N, K]
         left = self._features(x) - self._features(self.x) @ gain  # w [H, J, K]
         means = torch.einsum("hnk,n->hk", gain, self.y) + torch.einsum("hjk,j->hk", left, q.mean)
         spread = prior - (across * gain).sum(1) + (q.factor().mT @ left).square().sum(1)
-        mean = r @ means
-        variance = r @ (spread + (means - mean).square()) + (2 * self.theta["noise"]).exp()
-        return mean, variance
+        return averaged(r, means, spread + (2 * self.theta["noise"]).exp())
 
     @torch.no_grad()
     def trend(self, x: Float[Tensor, " K"], q: GlobalPosterior) -> Float[Tensor, " K"]:
@@ -220,15 +229,13 @@ class RoughDeviation:
         walk = torch.minimum(x.clamp(min=0)[:, None], other.clamp(min=0))
         return _smooth(self.theta, x, other) + rough * walk
 
-    def _of_every_roughness(self, entries: list[Tensor]) -> Float[Tensor, "N N"]:
-        """Σ_h without its roughness."""
-        theta = dict(zip(NOISY, entries, strict=True))
-        return _smooth(theta, self.x, self.x) + (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
+    def _noise(self, theta: Theta) -> Float[Tensor, "N N"]:
+        """σ² I of the rows."""
+        return (2 * theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
 
     def _factor(self) -> Float[Tensor, "H N N"]:
         """Cholesky factors of Σ_h."""
-        noise = (2 * self.theta["noise"]).exp() * torch.eye(len(self.x)).to(self.x)
-        whole = self._covariances(self.x, self.x) + noise
+        whole = self._covariances(self.x, self.x) + self._noise(self.theta)
         return cholesky(whole, of="covariance of a unit's rows")
 
 
@@ -238,26 +245,22 @@ def _smooth(theta: Theta, x: Tensor, other: Tensor) -> Float[Tensor, "N K"]:
     return smooth + (2 * theta["level"]).exp() + (2 * theta["slope"]).exp() * x[:, None] * other
 
 
-def calibration(unit: RoughDeviation, q: GlobalPosterior, total: Sums) -> Calibration:
-    """The histograms of one unit, with q(u) from all the others."""
+def calibration(unit: RoughDeviation, q: GlobalPosterior, precision: Square, shift: Vector) -> Calibration:
+    """The histograms of one unit, with q(u) from all the others; ``precision`` and ``shift`` are the total P and p."""
     share = unit.weighing().sums(q)
-    others = Sums(total.precision - share.precision, total.shift - share.shift, share.constant)
+    precision, shift = precision - share.precision, shift - share.shift
     rows = np.zeros((len(CUTS), len(EDGES) + 1))
     for c, cut in enumerate(CUTS):
         seen = unit.x <= float(cut)
         if LEAST_SEEN <= int(seen.sum()) < len(seen):
-            rows[c] = _histogram(unit, seen, others)
+            part = replace(unit, x=unit.x[seen], y=unit.y[seen])
+            first = part.weighing().sums(posterior(precision, shift)[0])
+            both = posterior(precision + first.precision, shift + first.shift)[0]
+            mean, variance = part.predict(unit.x[~seen], both)
+            z = ((unit.y[~seen] - mean).abs() / variance.sqrt()).numpy()
+            rows[c] = np.bincount(np.searchsorted(EDGES, z), minlength=len(EDGES) + 1)
     hidden = rows.sum(axis=1)
     return Calibration(rows / np.maximum(hidden, 1)[:, None], hidden)
-
-
-def _histogram(unit: RoughDeviation, seen: Tensor, others: Sums) -> Array:
-    part = replace(unit, x=unit.x[seen], y=unit.y[seen])
-    first = part.weighing().sums(posterior(others.precision, others.shift)[0])
-    q = posterior(others.precision + first.precision, others.shift + first.shift)[0]
-    mean, variance = part.predict(unit.x[~seen], q)
-    z = ((unit.y[~seen] - mean).abs() / variance.sqrt()).numpy()
-    return np.bincount(np.searchsorted(EDGES, z), minlength=len(EDGES) + 1).astype(np.float64)
 
 
 def factors(total: Calibration) -> Array:

@@ -15,35 +15,32 @@ by the bound of Titsias.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from copy import copy, deepcopy
 from itertools import product
 
 import numpy as np
 import torch
 from gpytorch import settings
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedgp_flower.gp.linalg import cholesky
 from fedgp_flower.methods.family import GlobalPosterior
+from fedgp_flower.methods.hierarchical_gp.messages import ExpansionShare
 from fedgp_flower.methods.hierarchical_gp.newton import (
-    Derivatives,
     Sums,
-    flattened,
-    jacobian,
+    averaged,
     newton_step,
     rows_of_jacobian,
+    second_order,
+    share_of,
 )
-from fedgp_flower.methods.sfvi.gp import HierarchicalModel, farthest_points, linear_terms
+from fedgp_flower.methods.sfvi.gp import AMPLITUDE, LENGTHSCALE, NOISE, HierarchicalModel, farthest_points
 from fedgp_flower.methods.sfvi.structured import PredictiveMoments
 from fedgp_flower.options import ModelSection
-from fedgp_flower.typing import Rows, Scalar, Targets
+from fedgp_flower.typing import Array, Rows, Scalar, Targets
 
-NOISE, AMPLITUDE, LENGTHSCALE = range(3)
-WIDTHS = "log_width"
+WIDTHS = "theta.log_width"
 """Name of log w among the parameters."""
 FIRST_WIDTHS = (0.5, 0.5, 0.3)
 """w of noise, amplitude and lengthscale at the start."""
@@ -56,48 +53,17 @@ NODES = {0: 1, 1: 7, 2: 5, 3: 3}
 """Of the Gauss–Hermite rule along each entry of z_k, by how many there are."""
 
 
-class ShapedGP(HierarchicalModel):
-    """The hierarchical GP whose sites differ in the shape of their deviation.
-
-    ``widths`` are the initial w of noise, amplitude and lengthscale; where 0 all sites are the same.
-    """
-
-    def __init__(self, section: ModelSection, inputs: Rows, widths: Sequence[float] = FIRST_WIDTHS) -> None:
-        super().__init__(section, inputs)
-        self.varied = [which for which, width in enumerate(widths) if width > 0]
-        if self.varied:
-            start = inputs.new_tensor([widths[which] for which in self.varied])
-            self.log_width = nn.Parameter(start.log())  # WIDTHS
-
-    def shape(self, offset: Float[Tensor, " W"]) -> Float[Tensor, 3]:
-        """What noise, amplitude and lengthscale are multiplied by at a z_k."""
-        whole = offset.new_zeros(3)
-        if self.varied:
-            whole = whole.index_add(0, torch.tensor(self.varied), self.log_width.exp() * offset)
-        return whole.exp()
-
-    def width(self, which: int) -> float:
-        """A w, 0 where sites do not differ."""
-        return float(self.log_width.detach()[self.varied.index(which)].exp()) if which in self.varied else 0.0
-
-    @property
-    def noise_spread(self) -> float:
-        """The width w of noise."""
-        return self.width(NOISE)
-
-    @property
-    def deviation_factor(self) -> float:
-        """E exp(2 w₂ z₂)."""
-        return math.exp(2 * self.width(AMPLITUDE) ** 2)
+def shaped_gp(section: ModelSection, points: Array) -> HierarchicalModel:
+    """The hierarchical GP whose sites differ in the shape of their deviation, at its initial θ."""
+    return HierarchicalModel(section, torch.as_tensor(points), widths=FIRST_WIDTHS)
 
 
 class Dense:
     """R = s² I + K."""
 
     def __init__(self, noise: Scalar, covariance: Float[Tensor, "N N"]) -> None:
-        self.factor = cholesky(
-            covariance + noise * torch.eye(len(covariance)).to(covariance), of="covariance of a site's rows"
-        )
+        whole = covariance + noise * torch.eye(len(covariance)).to(covariance)
+        self.factor = cholesky(whole, of="covariance of a site's rows")
         self.log_det = 2 * self.factor.diagonal().log().sum()
 
     def inner(self, left: Float[Tensor, "A N"], right: Float[Tensor, "B N"]) -> Float[Tensor, "A B"]:
@@ -106,79 +72,73 @@ class Dense:
         return a.mT @ b
 
 
-class LowRank:
+class LowRank(Dense):
     """R = s² I + UᵀU, by D = I + UUᵀ / s²."""
 
     def __init__(self, noise: Scalar, weights: Float[Tensor, "W N"]) -> None:
+        super().__init__(noise.new_ones(()), weights @ weights.mT / noise)
         self.weights, self.noise = weights, noise
-        inner = torch.eye(len(weights)).to(weights) + weights @ weights.mT / noise
-        self.factor = cholesky(inner, of="I + UUᵀ/s² of a site's rows")
-        self.log_det = weights.shape[1] * noise.log() + 2 * self.factor.diagonal().log().sum()
+        self.log_det = weights.shape[1] * noise.log() + self.log_det
 
     def inner(self, left: Float[Tensor, "A N"], right: Float[Tensor, "B N"]) -> Float[Tensor, "A B"]:
         """Left R⁻¹ rightᵀ."""
-        a, b = (
-            torch.linalg.solve_triangular(self.factor, self.weights @ rows.mT / self.noise, upper=False)
-            for rows in (left, right)
-        )
-        return left @ right.mT / self.noise - a.mT @ b
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Features and covariance of the rows of a site at a θ and a z_k."""
-
-    shared: Float[Tensor, "M N"]
-    covariance: Dense | LowRank
-    """R_k."""
-    noise: Scalar
-    """s_k²."""
-    left_over: Scalar
-    """Variance that inducing values leave open, summed over rows."""
+        solved = super().inner(left @ self.weights.mT / self.noise, right @ self.weights.mT / self.noise)
+        return left @ right.mT / self.noise - solved
 
 
 class SmoothDeviation:
     """The rows of a site, features [N, D] and targets [N], under a model with Gaussian noise that holds θ."""
 
-    def __init__(self, model: ShapedGP, features: Rows, targets: Targets) -> None:
+    def __init__(self, model: HierarchicalModel, features: Rows, targets: Targets) -> None:
         self.model, self.features, self.targets = model, features, targets
-        self.dense = len(features) <= DENSE_ROWS
-        self.width = len(model.varied)
-
-    @cached_property
-    def anchors(self) -> Rows:
+        self.dense, self.width = len(features) <= DENSE_ROWS, len(model.varied)
+        self.anchors = features if self.dense else farthest_points(features, DENSE_ROWS)
         """Inputs that the deviation of a large site rests on."""
-        return farthest_points(self.features, DENSE_ROWS)
 
-    def parts(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Parts:
-        """At the model's θ; traced, because GPyTorch's faster kernels of one lengthscale have no second derivative."""
+    def shape(self, offset: Float[Tensor, " W"]) -> Float[Tensor, 3]:
+        """What noise, amplitude and lengthscale are multiplied by at a z_k."""
+        whole = offset.new_zeros(3)
+        if self.width:
+            whole = whole.index_add(0, torch.tensor(self.model.varied), self.model.log_width.exp() * offset)
+        return whole.exp()
+
+    def parts(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor]) -> tuple[Dense, Scalar, Scalar]:
+        """R_k and the noise s_k² at a z_k, and the variance that inducing values leave open, summed over rows.
+
+        Traced, because GPyTorch's faster kernels of one lengthscale have no second derivative.
+        """
         with settings.trace_mode():
-            shape, (shared, left_over) = self.model.shape(offset), known or self._shared(self.features)
+            shape, left_over = self.shape(offset), known[1].sum()
             noise = self.model.log_noise.exp() * shape[NOISE].square()
             if self.dense:
-                covariance: Dense | LowRank = Dense(noise, self._covariance(self.features, self.features, shape))
-                return Parts(shared, covariance, noise, left_over.sum())
+                return Dense(noise, self._covariance(self.features, self.features, shape)), noise, left_over
             weights, open_deviation = self._weights(self.features, shape)
-            return Parts(shared, LowRank(noise, weights), noise, left_over.sum() + open_deviation.sum())
+            return LowRank(noise, weights), noise, left_over + open_deviation.sum()
+
+    def shared(self) -> tuple[Tensor, Tensor]:
+        """Φ of the rows and what it leaves open, which do not depend on z_k."""
+        with settings.trace_mode():
+            return self.model.shared(self.features)
 
     def sums(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Sums:
-        """P_k, p_k and c_k at a z_k; ``known`` is Φ and what it leaves open, which do not depend on z_k."""
-        parts = self.parts(offset, known)
-        rows = torch.cat([parts.shared, self.targets[None]])
-        products = parts.covariance.inner(rows, rows)
-        fit = parts.covariance.log_det + products[-1, -1] + len(self.targets) * math.log(2 * math.pi)
-        constant = -0.5 * (fit + parts.left_over / parts.noise + offset.square().sum())
+        """P_k, p_k and c_k at a z_k; ``known`` is :meth:`shared`."""
+        known = known or self.shared()
+        covariance, noise, left_over = self.parts(offset, known)
+        rows = torch.cat([known[0], self.targets[None]])
+        products = covariance.inner(rows, rows)
+        fit = covariance.log_det + products[-1, -1] + len(self.targets) * math.log(2 * math.pi)
+        constant = -0.5 * (fit + left_over / noise + offset.square().sum())
         return Sums(products[:-1, :-1], products[:-1, -1], constant)
 
     def mode(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
         """The z_k that maximises J_k at a q(Z_G), and H = −J_k″ there; found anew each time: nothing is kept."""
-        with torch.no_grad():
-            known = self._shared(self.features)
+        fixed = copy(self)
+        fixed.model = deepcopy(self.model).requires_grad_(False)  # no graph of θ is needed
+        known = fixed.model.shared(self.features)
 
         def expanded(offset: Tensor) -> tuple[float, Tensor, Tensor]:
             offset = offset.detach().requires_grad_()
-            with held(self.model):
-                value = self.sums(offset, known).expected(q_global)
+            value = fixed.sums(offset, known).expected(q_global)
             [slope] = torch.autograd.grad(value, offset, create_graph=True)
             return float(value.detach()), slope.detach(), rows_of_jacobian(slope, [offset])
 
@@ -197,57 +157,49 @@ class SmoothDeviation:
                 break
         return offset, -curvature
 
-    def derivatives(self, q_global: GlobalPosterior) -> Derivatives:
+    def derivatives(self, q_global: GlobalPosterior) -> ExpansionShare:
         """Sums at the mode, and *total* derivatives by θ without w: z_k follows θ by T = H⁻¹ J_zθ."""
         offset, precision = self.mode(q_global)
         offset.requires_grad_()
-        leaves = [*(value for name, value in sorted(self.model.theta().items()) if name != WIDTHS), offset]
+        theta = [value for name, value in sorted(self.model.theta().items()) if name != WIDTHS]
         sums = self.sums(offset)
-        slopes = jacobian(sums.flat(), leaves)
-        gradient = flattened(torch.autograd.grad(sums.expected(q_global), leaves, create_graph=True))
-        hessian = rows_of_jacobian(gradient, leaves)
+        slopes, hessian = second_order(sums, sums.expected(q_global), [*theta, offset])
         size = len(slopes) - self.width
         factor = cholesky(precision, of="curvature of a site's shape")
         follow = torch.cholesky_solve(hessian[size:, :size], factor)
         total = slopes[:size] + follow.mT @ slopes[size:]
         curvature = hessian[:size, :size] + hessian[:size, size:] @ follow
         variance = torch.linalg.solve_triangular(factor, torch.eye(self.width).to(factor), upper=False).square().sum(0)
-        return Derivatives(sums.detached(), total, curvature, offset.detach().square(), 1 - variance)
+        return share_of(sums, total, curvature, offset.detach(), 1 - variance, len(self.targets))
 
     @torch.no_grad()
     def predict(self, features: Rows, q_global: GlobalPosterior) -> PredictiveMoments:
-        """Mean and variance of a noisy observation, averaged over z_k."""
-        offsets, shares = self.mixture(q_global)
-        here, there, found = self._shared(self.features), self._shared(features), []
-        for offset in offsets:
-            parts = self.parts(offset, here)
-            mean, variance = self.function(features, offset, q_global, parts, there)
-            found.append(torch.stack([mean, variance + parts.noise]))
-        means, variances = torch.stack(found, 1)
-        centre = shares @ means
-        return PredictiveMoments(centre, shares @ variances + shares @ (means - centre).square())
+        """Mean and variance of a noisy observation, averaged over z_k.
 
+        At each, with A = R⁻¹ k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, and variance
+        k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²) + s_k².
+        """
+        offsets, shares = self.mixture(q_global)
+        here, (there, left_over), means, variances = (
+            self.model.shared(self.features),
+            self.model.shared(features),
+            [],
+            [],
+        )
+        for offset in offsets:
+            covariance, noise, _ = self.parts(offset, here)
+            cross, prior = self._cross(features, self.shape(offset))
+            weight = there - covariance.inner(here[0], cross)
+            explained = covariance.inner(cross, cross).diagonal()
+            means.append(covariance.inner(cross, self.targets[None])[:, 0] + q_global.mean @ weight)
+            spread = (q_global.factor().mT @ weight).square().sum(0)
+            variances.append(prior - explained + spread + left_over + noise)
+        return averaged(shares, torch.stack(means), torch.stack(variances))
+
+    @torch.no_grad()
     def trend(self, features: Rows, q_global: GlobalPosterior) -> Float[Tensor, " n"]:
         """Mean of the shared trend."""
-        return self.model.trend_moments(features, q_global)[0]
-
-    def function(
-        self,
-        features: Rows,
-        offset: Float[Tensor, " W"],
-        q_global: GlobalPosterior,
-        parts: Parts,
-        there: tuple[Tensor, Tensor],
-    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """Mean and variance of f at a z_k, given the parts of the site's rows and the features of these.
-
-        With A = R⁻¹ k_* and w = φ_* − ΦA: mean Aᵀy + wᵀm, variance k_** − k_*ᵀA + wᵀSw + (k_G − |φ_GP|²).
-        """
-        (shared, left_over), (cross, prior) = there, self._cross(features, self.model.shape(offset))
-        weight = shared - parts.covariance.inner(parts.shared, cross)
-        left = prior - parts.covariance.inner(cross, cross).diagonal()
-        mean = parts.covariance.inner(cross, self.targets[None])[:, 0] + q_global.mean @ weight
-        return mean, left + (q_global.factor().mT @ weight).square().sum(0) + left_over
+        return q_global.mean @ self.model.shared(features)[0]
 
     @torch.no_grad()
     def mixture(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, "J W"], Float[Tensor, " J"]]:
@@ -262,49 +214,27 @@ class SmoothDeviation:
         log_weight = torch.tensor([*product(np.log(weights), repeat=self.width)], dtype=torch.float64).sum(-1)
         scale = cholesky(precision, of="curvature of a site's shape")
         offsets = mode + torch.linalg.solve_triangular(scale.mT, grid.mT, upper=True).mT
-        known = self._shared(self.features)
+        known = self.model.shared(self.features)
         value = torch.stack([self.sums(offset, known).expected(q_global) for offset in offsets])
         return offsets, (log_weight + value + 0.5 * grid.square().sum(-1)).softmax(0)
-
-    def _shared(self, features: Rows) -> tuple[Tensor, Tensor]:
-        """Φ [M, N], and what the shared inducing values leave open [N]."""
-        values, left_over = self.model.project(self.model.trend, self.model.inputs, features)
-        return torch.cat([values, linear_terms(features)]), left_over
-
-    def _slopes(self, features: Rows) -> Tensor:
-        """τ ∘ X̃ [D + 1, N]."""
-        return self.model.log_site_slope.exp()[:, None] * linear_terms(features)
 
     def _covariance(self, left: Rows, right: Float[Tensor, "K D"], shape: Float[Tensor, 3]) -> Tensor:
         """Of d_k between rows."""
         size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
         curved: Tensor = size.square() * self.model.deviation(left / stretch, right / stretch).to_dense()
-        return curved + self._slopes(left).mT @ self._slopes(right)
+        return curved + self.model.slopes(left).mT @ self.model.slopes(right)
 
     def _weights(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
         """U [W, N], and what it leaves open of the deviation [N]."""
         size, stretch = shape[AMPLITUDE], shape[LENGTHSCALE]
         values, left_over = self.model.project(self.model.deviation, self.anchors / stretch, features / stretch)
-        return torch.cat([size * values, self._slopes(features)]), size.square() * left_over
+        return torch.cat([size * values, self.model.slopes(features)]), size.square() * left_over
 
     def _cross(self, features: Rows, shape: Float[Tensor, 3]) -> tuple[Tensor, Tensor]:
         """Covariance of d_k at new rows with that at the site's [n, N], and its prior variance [n]."""
         if self.dense:
             curved = self.model.deviation(features / shape[LENGTHSCALE], diag=True)
-            prior = shape[AMPLITUDE].square() * curved + self._slopes(features).square().sum(0)
+            prior = shape[AMPLITUDE].square() * curved + self.model.slopes(features).square().sum(0)
             return self._covariance(features, self.features, shape), prior
         (here, left_over), (there, _) = self._weights(features, shape), self._weights(self.features, shape)
         return here.mT @ there, here.square().sum(0) + left_over
-
-
-@contextmanager
-def held(model: torch.nn.Module) -> Iterator[None]:
-    """Parameters as constants: what is differentiated by z_k alone needs no graph of them."""
-    learned = [value for value in model.parameters() if value.requires_grad]
-    for value in learned:
-        value.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for value in learned:
-            value.requires_grad_(True)

@@ -11,14 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from fedgp_flower.files import read_json
-from fedgp_flower.methods.pvi.model import ALPHA
-from fedgp_flower.methods.pvi.saved import names_of
+from fedgp_flower.methods.pvi.model import ALPHA, SparseModel
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.figures import DPI, FEDERATED, Z95, label_text
 from fedgp_flower.run.report import Panel, html_table
 from fedgp_flower.run.summary import cell, number, show, title_of
-from fedgp_flower.typing import NamedArrays
+from fedgp_flower.typing import Array, NamedArrays
 
 STRENGTHS = {
     "rows": "training rows",
@@ -46,7 +45,9 @@ def panels(run: RunData) -> list[Panel]:
     sections: list[Panel] = []
     if "hyper.mean" in arrays:  # else Z and β are those that sums agreed on
         section = ModelSection.model_validate({n: run.posterior.model[n] for n in ("kernel", "ard", "likelihood")})
-        figure = hyperparameters(arrays, called(names_of(section, len(run.posterior.inputs)), run.posterior.inputs))
+        figure = hyperparameters(
+            arrays, called(SparseModel(section, len(run.posterior.inputs)).names, run.posterior.inputs)
+        )
         sections.append(Panel("Posterior of the hyperparameters", figure, HYPER_CAPTION))
     if (run.path / "forgotten.json").exists():
         sections.insert(0, forgetting(read_json(run.path / "forgotten.json")))
@@ -68,17 +69,24 @@ def called(names: Sequence[str], inputs: Sequence[str]) -> list[str]:
     return [f"{p[1]} of {inputs[int(p[2]) - 1]}" if p else name for name, p in zip(names, parts, strict=True)]
 
 
+def intervals(low: Array, centre: Array, high: Array, names: Sequence[str], label: str) -> Figure:
+    """A line per quantity, from ``low`` to ``high`` around a point."""
+    figure = Figure(figsize=(5.6, 0.8 + 0.24 * len(centre)), dpi=DPI, layout="constrained")
+    axes, rows = figure.subplots(), np.arange(len(centre))[::-1]
+    axes.hlines(rows, low, high, color=FEDERATED, linewidth=2)
+    axes.plot(centre, rows, "o", color=FEDERATED, markersize=4)
+    axes.set(xlabel=label, yticks=rows, yticklabels=names)
+    return figure
+
+
 def hyperparameters(arrays: NamedArrays, names: Sequence[str]) -> Figure:
     """Log-normal 95 % intervals of every hyperparameter."""
     mean = np.asarray(arrays["hyper.mean"])
-    scale = np.asarray(arrays.get("hyper.scale", np.zeros_like(mean)))
-    figure = Figure(figsize=(5.6, 0.8 + 0.24 * len(mean)), dpi=DPI, layout="constrained")
-    axes = figure.subplots()
-    rows = np.arange(len(mean))[::-1]
-    axes.hlines(rows, np.exp(mean - Z95 * scale), np.exp(mean + Z95 * scale), color=FEDERATED, linewidth=2)
-    axes.plot(np.exp(mean), rows, "o", color=FEDERATED, markersize=4)
-    labels = [label_text(name) for name in names]
-    axes.set(xscale="log", xlabel="value in standardised units", yticks=rows, yticklabels=labels)
+    spread = Z95 * np.asarray(arrays.get("hyper.scale", np.zeros_like(mean)))
+    low, centre, high = (np.exp(mean + by) for by in (-spread, 0.0, spread))
+    figure = intervals(low, centre, high, [label_text(name) for name in names], "value in standardised units")
+    axes = figure.axes[0]
+    axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())

@@ -19,7 +19,6 @@ softmax(z), and τ² = (1 − 1/W)/α stands in for Dirichlet(α) (Srivastava an
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -29,9 +28,18 @@ from torch import Tensor, nn
 
 from fedgp_flower.errors import DataError
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
-from fedgp_flower.methods.sfvi.classes import Classifier, standard_normal
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import IndexVector, ModelInputs, ReportTable, SiteRows
+from fedgp_flower.methods.sfvi.structured import (
+    Classes,
+    IndexVector,
+    ModelInputs,
+    ReportTable,
+    SampledModel,
+    Shared,
+    SiteRows,
+    Units,
+    standard_normal,
+)
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
 
@@ -45,50 +53,45 @@ SHOWN = 10
 """Words of a topic in a report."""
 
 
-class AmortisedModel(Classifier):
-    """V features, W latents, H entries of the code, C classes; every row is a unit."""
+class AmortisedModel(SampledModel):
+    """V features, W latents, H entries of the code, C classes; every row is a unit.
 
-    prior_variance: float
-    """τ²."""
+    ``counts``: features are counts of words and latents are topics; otherwise features lie between 0 and 1.
+    """
 
-    def __init__(self, num_inputs: int, width: int, options: SFVIOptions, *, binary: bool) -> None:
-        """``width`` is H; the encoder gets its weights before the networks of a subclass."""
-        size = (num_inputs + options.classes) * (width + 1)
-        super().__init__(torch.zeros(size, dtype=torch.float64), classes=options.classes, binary=binary)
-        self.num_inputs, self.latents, self.width = num_inputs, options.latents, width
+    def __init__(self, num_inputs: int, options: SFVIOptions, *, counts: bool, binary: bool) -> None:
+        width = options.latents if counts else options.hidden
+        self.layers = num_inputs + options.classes, width + 1
+        super().__init__(torch.zeros(math.prod(self.layers), dtype=torch.float64))
+        self.observed, self.binary, self.counts = Classes(binary), binary, counts
+        self.num_inputs, self.latents = num_inputs, options.latents
+        self.prior_variance = (1 - 1 / self.latents) / CONCENTRATION if counts else 1.0
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(START)
             first, last = nn.Linear(num_inputs, options.hidden), nn.Linear(options.hidden, 2 * self.latents)
             self.encoder = nn.Sequential(first, nn.Softplus(), last)
-            self.finish(last)
+            if not counts:
+                self.decoder = nn.Linear(self.latents, width)
+        if counts:  # documents start far apart, each in few topics: in the middle topics would stay alike
+            with torch.no_grad():
+                last.weight[: self.latents] *= APART
+                last.bias[self.latents :] -= 1.0
         self.double()
 
     @classmethod
     def configured(
         cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
     ) -> AmortisedModel:
-        """A code of as many entries as there are hidden units."""
-        return cls(num_inputs, options.hidden, options, binary=section.likelihood == "bernoulli")
+        """A code of as many entries as there are hidden units, or topics."""
+        counts, binary = options.model == "prodlda", section.likelihood == "bernoulli"
+        return cls(num_inputs, options, counts=counts, binary=binary)
 
-    @abstractmethod
-    def finish(self, last: nn.Linear) -> None:
-        """Build other networks, or change the ``last`` layer of the encoder."""
-
-    @abstractmethod
     def seen(self, features: Rows) -> Rows:
-        """Features as the encoder has them.
-
-        Raises:
-            DataError: these are no features of the model.
-        """
-
-    @abstractmethod
-    def code(self, z: Float[Tensor, "*S N W"]) -> Float[Tensor, "*S N H"]:
-        """What the output layer is applied to."""
-
-    @abstractmethod
-    def log_features(self, features: Rows, outputs: Float[Tensor, "*S N V"]) -> Float[Tensor, "*S N"]:
-        """The log density log p(x_n | o_n)."""
+        """Features as the encoder has them: logarithms of counts have the same length for all documents with words."""
+        if not bool((features >= 0).all()) or not (self.counts or bool((features <= 1).all())):
+            name, words = ("prodlda", "counts of words") if self.counts else ("vae", "features between 0 and 1")
+            raise DataError(f"`sfvi.model` = {name!r} takes {words} as they are: set `standardise` false")
+        return LENGTH * nn.functional.normalize(features.log1p(), dim=-1) if self.counts else features
 
     def prepare(self, features: Rows, targets: Targets, groups: IndexVector | None = None, *, key: int = 0) -> SiteRows:
         """Every row is a unit."""
@@ -99,13 +102,13 @@ class AmortisedModel(Classifier):
     def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
         """New rows, whose q the encoder makes."""
         count = len(rows.features)
-        yield torch.ones(count, dtype=torch.bool), self.prepare(rows.features, rows.features.new_zeros(count)), False
+        yield torch.arange(count), self.prepare(rows.features, rows.features.new_zeros(count)), False
 
     def local_width(self, site: SiteRows) -> int:
         """That of ε."""
         return self.latents
 
-    def initial_local(self, site: SiteRows, *, scale: float, coupled: bool, triangular: bool) -> LocalPosterior:
+    def initial_local(self, site: SiteRows, *, scale: float, whole: bool) -> LocalPosterior:
         """N(0, I), now and later."""
         zero = torch.zeros(len(site.keys), self.latents, dtype=torch.float64)
         return LocalPosterior(zero, zero, None, None, fixed=True)
@@ -115,98 +118,40 @@ class AmortisedModel(Classifier):
         mean, log_scale = self.encoder(self.seen(features)).chunk(2, -1)
         return mean, log_scale
 
-    def log_local(
-        self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
-    ) -> Float[Tensor, "*S U"]:
+    def log_local(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S U"]:
         """The row's bound given ε and Z_G, + log N(ε | 0, I), which q takes away again."""
         bound = self.bound(site, z_global, z_local) + self.log_likelihood(site, z_global, z_local)
         return bound + standard_normal(z_local)
 
-    def bound(
-        self, site: SiteRows, z_global: Float[Tensor, "*S M"], noise: Float[Tensor, "*S N W"]
-    ) -> Float[Tensor, "*S N"]:
-        """The bound log p(x_n | z_n, Z_G) − KL of the features alone, without classes."""
+    def bound(self, site: SiteRows, z_global: Shared, noise: Units) -> Float[Tensor, "*S N"]:
+        """The bound log p(x_n | z_n, Z_G) − KL of the features alone, without classes.
+
+        Features have Σ_v x log σ(o) + (1 − x) log σ(−o); counts Σ_v x_v log softmax(o)_v, without the multinomial
+        coefficient.
+        """
         mean, log_scale = self.encoded(site.features)
         outputs = self._outputs(site, z_global, noise)[..., : self.num_inputs]
         squares = ((2 * log_scale).exp() + mean.square()) / self.prior_variance
         divergence = 0.5 * (squares - 1 + math.log(self.prior_variance)).sum(-1) - log_scale.sum(-1)
-        return self.log_features(site.features, outputs) - divergence
+        if self.counts:
+            return (site.features * outputs.log_softmax(-1)).sum(-1) - divergence
+        return (site.features * outputs - nn.functional.softplus(outputs)).sum(-1) - divergence
 
-    def logits(self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]) -> Tensor:
-        """Of the classes."""
+    def function(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S N C"]:
+        """Logits of the classes."""
         return self._outputs(site, z_global, z_local)[..., self.num_inputs :]
 
     def _outputs(self, site: SiteRows, z_global: Tensor, noise: Tensor) -> Tensor:
-        """The outputs o [*S, N, V + C]."""
+        """The outputs o [*S, N, V + C]: Z_G as a matrix [V + C, H + 1] times the code of z and a constant."""
         mean, log_scale = self.encoded(site.features)
-        weights = self.layer(z_global)
-        return self.code(mean + log_scale.exp() * noise) @ weights[..., :-1].mT + weights[..., None, :, -1]
-
-    def layer(self, z_global: Float[Tensor, "*S M"]) -> Float[Tensor, "*S O H1"]:
-        """Z_G as a matrix [V + C, H + 1]; the last column is a constant."""
-        return z_global.unflatten(-1, (self.num_inputs + self.num_classes, self.width + 1))
-
-
-class Autoencoder(AmortisedModel):
-    """Features between 0 and 1."""
-
-    prior_variance = 1.0
-
-    def finish(self, last: nn.Linear) -> None:
-        """The first layer of the decoder."""
-        self.decoder = nn.Linear(self.latents, self.width)
-
-    def seen(self, features: Rows) -> Rows:
-        """As they are."""
-        if len(features) and not bool(((features >= 0) & (features <= 1)).all()):
-            raise DataError("`sfvi.model` = 'vae' takes features between 0 and 1 as they are: set `standardise` false")
-        return features
-
-    def code(self, z: Float[Tensor, "*S N W"]) -> Float[Tensor, "*S N H"]:
-        """A rectified layer."""
-        return torch.relu(self.decoder(z))
-
-    def log_features(self, features: Rows, outputs: Float[Tensor, "*S N V"]) -> Float[Tensor, "*S N"]:
-        """Σ_v x log σ(o) + (1 − x) log σ(−o)."""
-        return (features * outputs - nn.functional.softplus(outputs)).sum(-1)
-
-
-class TopicModel(AmortisedModel):
-    """Counts of words; a latent is a topic."""
-
-    @classmethod
-    def configured(
-        cls, options: SFVIOptions, section: ModelSection, num_inputs: int, inputs: Rows | None = None
-    ) -> TopicModel:
-        """A code of as many entries as there are topics."""
-        return cls(num_inputs, options.latents, options, binary=section.likelihood == "bernoulli")
-
-    def finish(self, last: nn.Linear) -> None:
-        """Documents start far apart, each in few topics, or all would stay in the middle, where topics are alike.
-
-        τ² is that of the Laplace approximation to Dirichlet(α) in the coordinates of a softmax.
-        """
-        self.prior_variance = (1 - 1 / self.latents) / CONCENTRATION
-        with torch.no_grad():
-            last.weight[: self.latents] *= APART
-            last.bias[self.latents :] -= 1.0
-
-    def seen(self, features: Rows) -> Rows:
-        """Logarithms of counts, of the same length for all documents; one without words is 0."""
-        if len(features) and not bool((features >= 0).all()):
-            raise DataError("`sfvi.model` = 'prodlda' takes counts of words as they are: set `standardise` false")
-        return LENGTH * nn.functional.normalize(features.log1p(), dim=-1)
-
-    def code(self, z: Float[Tensor, "*S N W"]) -> Float[Tensor, "*S N H"]:
-        """Shares of the topics."""
-        return z.softmax(-1)
-
-    def log_features(self, features: Rows, outputs: Float[Tensor, "*S N V"]) -> Float[Tensor, "*S N"]:
-        """Σ_v x_v log softmax(o)_v, without the multinomial coefficient."""
-        return (features * outputs.log_softmax(-1)).sum(-1)
+        z, weights = mean + log_scale.exp() * noise, z_global.unflatten(-1, self.layers)
+        code = z.softmax(-1) if self.counts else torch.relu(self.decoder(z))
+        return code @ weights[..., :-1].mT + weights[..., None, :, -1]
 
     def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
         """The first words of every topic."""
+        if not self.counts:
+            return []
         count = min(SHOWN, len(names))
         caption = f"The {count} words that each topic makes likeliest, beyond what the background does."
         rows = [(str(k + 1), ", ".join(words[:count])) for k, words in enumerate(self.topics(q_global.mean, names))]
@@ -214,5 +159,5 @@ class TopicModel(AmortisedModel):
 
     def topics(self, mean: Float[Tensor, " M"], names: Sequence[str]) -> list[list[str]]:
         """All words by how much each topic makes them likelier than the background does, most first."""
-        weights = self.layer(mean)[: self.num_inputs, :-1]
+        weights = mean.unflatten(-1, self.layers)[: self.num_inputs, :-1]
         return [[names[int(v)] for v in column.argsort(descending=True)] for column in weights.mT]

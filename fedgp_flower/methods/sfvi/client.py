@@ -14,25 +14,27 @@ from numpy import ndarray
 from fedgp_flower.clients.numpy_client import SiteClient
 from fedgp_flower.data.sites import SiteData
 from fedgp_flower.data.standardisation import Preparation
-from fedgp_flower.errors import NumericsError
+from fedgp_flower.errors import DataError, NumericsError
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode, encode
 from fedgp_flower.methods.classes import Confusion
-from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, initial_global, named, on_the_wire
+from fedgp_flower.methods.family import LOCAL, GlobalPosterior, LocalPosterior, initial_global, named, on_the_wire
 from fedgp_flower.methods.sfvi.gp import farthest_points
 from fedgp_flower.methods.sfvi.learner import (
     Learner,
     LocalState,
+    RoundMemory,
+    SiteMemory,
     initial_local,
-    model_and_rows,
+    model_at,
     rows_of,
+    scaled,
     site_number,
     step_local,
 )
-from fedgp_flower.methods.sfvi.memory import RoundMemory, SiteMemory, scaled
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
-from fedgp_flower.methods.sfvi.structured import SiteRows, StructuredModel, configured
+from fedgp_flower.methods.sfvi.structured import ModelInputs, StructuredModel, configured
 from fedgp_flower.scores import Prediction, Scores, bernoulli_scores, class_scores, count_scores
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
@@ -46,9 +48,10 @@ class SFVIClient(SiteClient):
         learner, q_global = self.learner(request.values), GlobalPosterior.of(request.values)
         q_local, moments, fresh = self.begin(learner, q_global)
         noise = None if request.noise is None else torch.from_numpy(request.noise)
-        share = learner.gradient(q_global, q_local, noise, self.setting.round)
-        q_local, moments = step_local(q_local, share, moments, request.learning_rate)
-        answer = GradientShare(on_the_wire(share.theta, share.eta), share.value, int(fresh))
+        value, slopes = learner.gradient(q_global, q_local, noise, self.setting.round)
+        q_local, moments = step_local(q_local, slopes, moments, request.learning_rate)
+        shared = {name: slope for name, slope in slopes.items() if not name.startswith(LOCAL)}
+        answer = GradientShare(on_the_wire(shared), value, int(fresh))
         self.remember(learner, (q_global, q_local, moments), answer, averaged=False)
         return answer
 
@@ -60,7 +63,7 @@ class SFVIClient(SiteClient):
         start, rates = (q_global, q_local, scaled(moments, ratio)), [request.learning_rate] * steps
         end, value = learner.local_steps(start, ratio, first_step=self.setting.round * steps, rates=rates)
         q_global, q_local, moments = end
-        answer = LocalEnd(on_the_wire(learner.model.theta(), named(q_global)), value, fresh)
+        answer = LocalEnd(on_the_wire(learner.model.theta() | named(q_global)), value, fresh)
         self.remember(learner, (q_global, q_local, scaled(moments, 1 / ratio)), answer, averaged=True)
         return answer
 
@@ -100,11 +103,6 @@ class SFVIClient(SiteClient):
         """The table ``sfvi.*``."""
         return cast(SFVIOptions, self.config.options)
 
-    @property
-    def plain(self) -> bool:
-        """Whether the comparisons of all methods will do: a Gaussian likelihood and a Gaussian process."""
-        return self.options.model == "gp" and self.config.model.likelihood == "gaussian"
-
     @cached_property
     def memory(self) -> SiteMemory:
         """What this site keeps of the run."""
@@ -119,13 +117,19 @@ class SFVIClient(SiteClient):
 
     def learner(self, values: Mapping[str, ndarray]) -> Learner:
         """The model at given parameters, over this site's rows."""
-        model, site = model_and_rows(self.config, self.preparation, self.site, {**values, **self.setting.constants})
-        return self.learner_of(model, site, self.seed)
+        rows = rows_of(self.preparation, self.rows.x, self.options)
+        arrays = {**values, **self.setting.constants}
+        model = model_at(self.options, self.config.model, rows.features.shape[1], arrays)
+        return self.learner_of(model, rows, self.rows.y, self.seed)
 
-    def learner_of(self, model: StructuredModel, site: SiteRows, seed: int) -> Learner:
+    def learner_of(self, model: StructuredModel, rows: ModelInputs, targets: Array, seed: int) -> Learner:
         """A learner of a model and rows."""
-        options = self.options
-        return Learner(model, site, seed, site_number(self.site.site), options.samples, options.weighted_draws)
+        options, key = self.options, site_number(self.site.site)
+        if options.row.classes and not np.isin(targets, np.arange(options.classes)).all():
+            raise DataError(f"targets must be whole numbers below `sfvi.classes` = {options.classes}")
+        site = model.prepare(rows.features, torch.from_numpy(targets), rows.groups, key=key)
+        samples = 0 if options.row.known_expectations else options.samples
+        return Learner(model, site, seed, key, samples, options.weighted_draws)
 
     def begin(
         self, learner: Learner, q_global: GlobalPosterior
@@ -146,11 +150,7 @@ class SFVIClient(SiteClient):
         return *learner.caught_up(q_global, start, rates), True
 
     def remember(self, learner: Learner, end: LocalState, answer: GradientShare | LocalEnd, *, averaged: bool) -> None:
-        """Keep where the steps of this round led; a repeated round replaces what its first attempt left.
-
-        Raises:
-            NumericsError: for steps that led to numbers that are not finite; what was kept before stays.
-        """
+        """Keep where the steps of this round led; a repeated round replaces what its first attempt left."""
         memory = RoundMemory.of(self.setting.round, learner.site, end, averaged=averaged)
         if not all(np.isfinite(array).all() for array in (*encode(memory).values(), *encode(answer).values())):
             raise NumericsError(
@@ -160,10 +160,12 @@ class SFVIClient(SiteClient):
         self.state.replace(encode(SiteMemory(memory, self.memory.at(memory.round), seed)))
 
     def posterior(self, values: Mapping[str, ndarray]) -> tuple[Learner, GlobalPosterior, LocalPosterior | None]:
-        """What predicts at given θ and η_G: the model and its rows, q(Z_G), and the local posterior if any."""
-        learner, q_global = self.learner(values), GlobalPosterior.of(values)
+        """The learner, q(Z_G), and q(Z_Lk | Z_G): None if the site has not trained, or has other rows now."""
+        learner, q_global, memory = self.learner(values), GlobalPosterior.of(values), self.memory.latest
         start = initial_local(learner.model, learner.site, self.options)
-        return learner, q_global, self.memory.posterior(learner.site, start, q_global.mean, self.setting.round)
+        if memory is None or not memory.fits(learner.site, start):
+            return learner, q_global, None
+        return learner, q_global, memory.read_around(start, q_global.mean, self.setting.round)
 
     def scores(
         self, learner: Learner, q_global: GlobalPosterior, q_local: LocalPosterior | None, data: SiteData
@@ -183,18 +185,15 @@ class SFVIClient(SiteClient):
 
     def alone(self, data: SiteData, pooled: bool) -> Scores:
         """Fit the model to these rows as if there were no others, by the run's schedule, and score."""
-        if self.plain:
-            return super().alone(data, pooled)
         options, section = self.options, self.config.model
+        if options.model == "gp" and section.likelihood == "gaussian":  # a sparse GP is the comparison then
+            return super().alone(data, pooled)
         rows = rows_of(self.preparation, data.x, options)
         points = farthest_points(rows.features, section.num_inducing) if options.row.inducing else None
         model = configured(options, section, rows.features.shape[1], points)
-        site = model.prepare(rows.features, torch.from_numpy(data.y), rows.groups, key=site_number(self.site.site))
-        learner = self.learner_of(model, site, self.config.seed)
-        q_global = initial_global(
-            model.global_size, scale=options.initial_scale, triangular=options.structure == "full"
-        )
-        start = (q_global, initial_local(model, site, options), AdamState[torch.Tensor]())
+        learner, full = self.learner_of(model, rows, data.y, self.config.seed), options.structure == "full"
+        q_global = initial_global(model.global_size, scale=options.initial_scale, triangular=full)
+        start = (q_global, initial_local(model, learner.site, options), AdamState[torch.Tensor]())
         rates = options.rates(self.config.num_server_rounds)
         (q_global, q_local, _), _ = learner.local_steps(start, 1.0, first_step=0, rates=rates)
         return self.scores(learner, q_global, q_local, data)

@@ -10,19 +10,22 @@ both kernels, log τ and log σ². Counts and binary targets have no ζ.
 from __future__ import annotations
 
 import math
-from copy import deepcopy
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from gpytorch.kernels import Kernel, ScaleKernel
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import Likelihood
+from gpytorch.models import GP
 from jaxtyping import Float
+from linear_operator import to_linear_operator
+from linear_operator.operators import MatmulLinearOperator
 from torch import Tensor, nn
 
 from fedgp_flower.gp.kernels import build_kernel
 from fedgp_flower.gp.likelihoods import NONE, Noise, build_point_likelihood, gaussian_likelihood
-from fedgp_flower.gp.models import WhitenedGP, WhitenedPosterior, whitened
+from fedgp_flower.gp.models import whitened
 from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ClosedFormModel, IndexVector, PredictiveMoments, SiteRows
@@ -33,31 +36,36 @@ QUADRATURE_NODES = 32
 """Error below 1e-9 for standard deviations of f up to 3."""
 DEVIATION = 0.3
 """Initial prior variance of a site's deviation, relative to ``model.outputscale``."""
-
-
 SITE_INDUCING = 20
 """Inducing inputs of a site's deviation h_k."""
 NOISE_SPREAD = 0.5
 """Prior standard deviation s_ζ of a site's log noise offset."""
 SITE_SLOPE = 0.3
 """Initial standard deviation τ of a site's intercept and slopes."""
+NOISE, AMPLITUDE, LENGTHSCALE = range(3)
+"""What sites of ``hierarchical-gp`` differ in."""
 
 
-class HierarchicalModel(ClosedFormModel):
-    """Shared trend + site deviation, with closed-form or quadrature expectations.
+class HierarchicalModel(ClosedFormModel, GP):
+    """Shared trend + site deviation, with closed-form or quadrature expectations; ``model(x)`` is f at a new site.
 
     The shared inducing inputs Z travel, so they must not be rows of a site. ``noise_spread`` = 0 gives all sites the
-    same noise.
+    same noise. With ``widths``, w of noise, amplitude and lengthscale at the start, sites differ in the shape of their
+    deviation, as in ``hierarchical-gp``; where one is 0 all sites are the same.
     """
 
     inputs: Tensor
     site_inducing = SITE_INDUCING
+    q_global: GlobalPosterior
+    """What ``model(x)`` predicts with."""
 
-    def __init__(self, section: ModelSection, inputs: Rows, noise_spread: float = NOISE_SPREAD) -> None:
+    def __init__(
+        self, section: ModelSection, inputs: Rows, noise_spread: float = NOISE_SPREAD, widths: Sequence[float] = ()
+    ) -> None:
         size = inputs.shape[1] + 1
         super().__init__(torch.zeros(len(inputs) + size, dtype=torch.float64))
         self.jitter, self.gaussian = section.jitter, section.likelihood == "gaussian"
-        self.likelihood = build_point_likelihood(section.likelihood, nodes=QUADRATURE_NODES)
+        self.observed = build_point_likelihood(section.likelihood, nodes=QUADRATURE_NODES)
         self.spread = noise_spread if self.gaussian else 0.0
         self.trend = build_kernel(section, size - 1)
         self.register_buffer("inputs", inputs.clone())
@@ -66,6 +74,11 @@ class HierarchicalModel(ClosedFormModel):
         self.log_site_slope = nn.Parameter(inputs.new_full((size,), math.log(SITE_SLOPE)))
         if self.gaussian:
             self.log_noise = nn.Parameter(torch.tensor(math.log(section.noise), dtype=torch.float64))
+        self.shaped = len(widths) > 0
+        given = {which: width for which, width in enumerate(widths) if width > 0}
+        self.varied = list(given)
+        if given:
+            self.log_width = nn.Parameter(inputs.new_tensor(list(given.values())).log())
 
     @classmethod
     def configured(
@@ -84,15 +97,19 @@ class HierarchicalModel(ClosedFormModel):
         """1 where a site has a noise offset ζ_k, the last of its latents."""
         return int(self.spread > 0)
 
+    def width(self, which: int) -> float:
+        """A w, 0 where sites do not differ."""
+        return float(self.log_width.detach()[self.varied.index(which)].exp()) if which in self.varied else 0.0
+
     @property
     def noise_spread(self) -> float:
         """s_ζ, prior standard deviation of a site's log noise offset."""
-        return self.spread
+        return self.width(NOISE) if self.shaped else self.spread
 
     @property
     def deviation_factor(self) -> float:
-        """Prior variance of a new site's deviation over that of k_L."""
-        return 1.0
+        """Prior variance of a new site's deviation over that of k_L: E exp(2 w₂ z₂)."""
+        return math.exp(2 * self.width(AMPLITUDE) ** 2)
 
     def local_width(self, site: SiteRows) -> int:
         """Whitened inducing values, intercept and slopes, noise offset."""
@@ -101,31 +118,23 @@ class HierarchicalModel(ClosedFormModel):
     def expected_log_local(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
         """Σ_n E_q log p(y_n | f_n, ζ) + E_q log N(Z_L | 0, I); the first by quadrature for Bernoulli."""
         mean, variance, noise = self._moments(site, q_global, q_local)
-        rows = self.likelihood.expected_with(site.targets, mean, variance, noise)
+        rows = self.observed.expected_with(site.targets, mean, variance, noise)
         second = q_local.mean.square().sum() + q_local.factor().square().sum()
         if q_local.coupling is not None:
             second = second + q_global.mixed(q_local.coupling).square().sum()
         return rows.sum() - 0.5 * second - 0.5 * q_local.mean.numel() * math.log(2 * math.pi)
 
+    @torch.no_grad()
     def latent(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None
     ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         """Mean and variance of f at ``site.features``; without ``q_local``, of g plus a deviation from its prior."""
-        with torch.no_grad():
-            mean, variance, _ = self._moments(site, q_global, q_local)
-        return mean, variance
+        return self._moments(site, q_global, q_local)[:2]
 
+    @torch.no_grad()
     def predict(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None) -> PredictiveMoments:
         """Mean and variance of a noisy observation, with the offset ζ integrated out."""
-        with torch.no_grad():
-            return PredictiveMoments(*self.likelihood.moments_with(*self._moments(site, q_global, q_local)))
-
-    def trend_moments(self, features: Rows, q_global: GlobalPosterior) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the shared trend g alone."""
-        with torch.no_grad():
-            shared, left_over = self.project(self.trend, self.inputs, features)
-            weights = torch.cat([shared, linear_terms(features)])
-            return q_global.mean @ weights, left_over + q_global.mixed(weights.mT).square().sum(-1)
+        return PredictiveMoments(*self.observed.moments_with(*self._moments(site, q_global, q_local)))
 
     def _moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None
@@ -133,13 +142,12 @@ class HierarchicalModel(ClosedFormModel):
         """Moments of f and ζ under q, and their covariance, through the weights they have on ε_G and ε_L."""
         if q_local is None:
             return self._new_site(site, q_global)
-        basis, local_factor = self._basis(site), q_local.factor()[0]
-        mean = q_global.mean @ basis.shared + q_local.mean[0] @ basis.local
-        weights = basis.shared.mT
+        (shared, local, left_over), local_factor = self._basis(site), q_local.factor()[0]
+        mean, weights = q_global.mean @ shared + q_local.mean[0] @ local, shared.mT
         if q_local.coupling is not None:
-            weights = weights + basis.local.mT @ q_local.coupling[0]
-        on_global, on_local = q_global.mixed(weights), basis.local.mT @ local_factor  # [N, M], [N, W]
-        variance = basis.left_over + on_global.square().sum(-1) + on_local.square().sum(-1)
+            weights = weights + local.mT @ q_local.coupling[0]
+        on_global, on_local = q_global.mixed(weights), local.mT @ local_factor  # [N, M], [N, W]
+        variance = left_over + on_global.square().sum(-1) + on_local.square().sum(-1)
         if not self.offsets:
             zero = mean.new_zeros(())
             return mean, variance, self._noise(zero, zero, zero)
@@ -151,11 +159,12 @@ class HierarchicalModel(ClosedFormModel):
 
     def _new_site(self, site: SiteRows, q_global: GlobalPosterior) -> tuple[Tensor, Tensor, Noise]:
         """Moments where h and ζ have their priors."""
-        mean, variance = self.trend_moments(site.features, q_global)
+        shared, left_over = self.shared(site.features)
+        mean, variance = q_global.mean @ shared, left_over + q_global.mixed(shared.mT).square().sum(-1)
+        variance = variance + self.deviation_factor * self.deviation(site.features, diag=True)
         zero = mean.new_zeros(())
-        linear = (self.log_site_slope.exp()[:, None] * linear_terms(site.features)).square().sum(0)
-        variance = variance + self.deviation_factor * self.deviation(site.features, diag=True) + linear
-        return mean, variance, self._noise(zero, zero + float(self.offsets), zero)
+        noise = self._noise(zero, zero + float(self.offsets), zero)
+        return mean, variance + self.slopes(site.features).square().sum(0), noise
 
     def _noise(self, mean: Tensor, variance: Tensor, covariance: Tensor) -> Noise:
         """ζ = s_ζ Z in units of log σ."""
@@ -163,30 +172,60 @@ class HierarchicalModel(ClosedFormModel):
         spread = self.noise_spread
         return Noise(log_noise, spread * mean, spread**2 * variance, spread * covariance)
 
-    def _basis(self, site: SiteRows) -> Basis:
-        linear = linear_terms(site.features)
-        shared, left_over = self.project(self.trend, self.inputs, site.features)
+    def _basis(self, site: SiteRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights of f on Z_G [M, N] and on Z_L [W, N], and what the inducing values leave open [N]."""
+        shared, left_over = self.shared(site.features)
         values, left_deviation = self.project(self.deviation, site.anchors, site.features)
-        none = linear.new_zeros(self.offsets, len(site.features))
-        local = torch.cat([values, self.log_site_slope.exp()[:, None] * linear, none])
-        return Basis(torch.cat([shared, linear]), local, left_over + left_deviation)
+        none = values.new_zeros(self.offsets, len(site.features))
+        return shared, torch.cat([values, self.slopes(site.features), none]), left_over + left_deviation
 
-    def project(self, kernel: Kernel, inputs: Float[Tensor, "M D"], features: Rows) -> tuple[Tensor, Tensor]:
-        """L⁻¹K_zx [M, N] and the conditional variance k(x, x) − ‖L⁻¹K_zx‖² [N]."""
-        both, count = torch.cat([inputs, features]), len(inputs)
+    def shared(self, features: Float[Tensor, "*B N D"]) -> tuple[Tensor, Tensor]:
+        """Weights Φ [*B, M, N] of g(x) on Z_G, and what the shared inducing values leave open [*B, N]."""
+        values, left_over = self.project(self.trend, self.inputs.expand(*features.shape[:-2], -1, -1), features)
+        return torch.cat([values, linear_terms(features)], -2), left_over
+
+    def slopes(self, features: Float[Tensor, "*B N D"]) -> Tensor:
+        """τ ∘ X̃ [*B, D + 1, N]."""
+        return self.log_site_slope.exp()[:, None] * linear_terms(features)
+
+    def project(
+        self, kernel: Kernel, inputs: Float[Tensor, "*B M D"], features: Float[Tensor, "*B N D"]
+    ) -> tuple[Tensor, Tensor]:
+        """L⁻¹K_zx [*B, M, N] and the conditional variance k(x, x) − ‖L⁻¹K_zx‖² [*B, N]."""
+        both, count = torch.cat([inputs, features], -2), inputs.shape[-2]
         across, prior = kernel(inputs, both).to_dense(), kernel(both, diag=True)
-        variance, jitter = prior[:count].mean(), self.jitter
-        weights = whitened(across[:, :count], across[:, count:], variance=variance, jitter=jitter)
-        return weights, prior[count:] - weights.square().sum(0)
+        variance, jitter = prior[..., :count].mean(-1), self.jitter
+        weights = whitened(across[..., :count], across[..., count:], variance=variance, jitter=jitter)
+        return weights, prior[..., count:] - weights.square().sum(-2)
 
+    # As a model of GPyTorch, in evaluation mode and standardised coordinates.
 
-@dataclass(frozen=True, slots=True)
-class Basis:
-    """f = sharedᵀ Z_G + localᵀ Z_L + what the inducing values leave open."""
+    @property
+    def inducing_points(self) -> Tensor:
+        """Z, under the name that sparse GPs have for it."""
+        return self.inputs
 
-    shared: Float[Tensor, "M N"]
-    local: Float[Tensor, "W N"]
-    left_over: Float[Tensor, " N"]
+    def hold(self, q_global: GlobalPosterior) -> HierarchicalModel:
+        """Predict by this q(Z_G)."""
+        self.q_global = q_global
+        return self.eval()
+
+    def forward(self, inputs: Float[Tensor, "*B N D"]) -> MultivariateNormal:
+        """F at a site that nobody has seen: the trend, and a deviation from its prior."""
+        weights, _ = self.shared(inputs)
+        values = weights[..., : len(self.inputs), :]
+        known = torch.cat([self.q_global.mixed(weights.mT).mT, self.slopes(inputs)], -2)
+        finite = MatmulLinearOperator(torch.cat([known, values], -2).mT, torch.cat([known, -values], -2))
+        curved = self.trend(inputs) + self.deviation(inputs) * inputs.new_tensor(self.deviation_factor)
+        return MultivariateNormal(self.q_global.mean @ weights, curved + to_linear_operator(finite))
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """That of an observation at a site that nobody has seen; the variance of Gaussian noise is E σ² e^{2ζ}."""
+        if not self.gaussian:
+            return self.observed.to_gpytorch(NONE).eval()
+        noise = float((self.log_noise + 2 * self.noise_spread**2).exp())
+        return gaussian_likelihood(noise).requires_grad_(False).eval()
 
 
 def linear_terms(features: Float[Tensor, "*B N D"]) -> Tensor:
@@ -203,58 +242,3 @@ def farthest_points(features: Rows, count: int) -> Float[Tensor, "C D"]:
         chosen.append(int(distance.argmax()))
         distance = torch.minimum(distance, (features - features[chosen[-1]]).square().sum(-1))
     return features[chosen]
-
-
-# The posterior as a model of GPyTorch.
-
-
-class LinearTerms(Kernel):
-    """Covariance Σ_i s_i² φ_i(x) φ_i(x') of a linear function with φ(x) = (1, x) and independent weights N(0, s_i²)."""
-
-    def __init__(self, scales: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("scales", scales)
-
-    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **_: Any) -> Tensor:
-        """The covariance."""
-        left, right = (self.scales * torch.cat([torch.ones_like(x[..., :1]), x], -1) for x in (x1, x2))
-        return (left * right).sum(-1) if diag else left @ right.mT
-
-
-class SharedTrend(WhitenedGP):
-    """The trend g with q(Z_G) of its whitened inducing values and linear terms, plus a deviation from its prior."""
-
-    def __init__(
-        self, trend: Kernel, kernel: Kernel, inputs: Rows, posterior: WhitenedPosterior, jitter: float
-    ) -> None:
-        super().__init__(kernel, inputs, jitter)
-        self.trend = trend
-        self.hold(posterior).requires_grad_(False)
-
-    def project(self, inducing_points: Tensor, inputs: Tensor, kernel: Kernel | None = None) -> Tensor:
-        """The weights of g(x) on Z_G."""
-        values = super().project(inducing_points, inputs, kernel or self.trend)
-        return torch.cat([values, linear_terms(inputs)], -2)
-
-
-@torch.no_grad()
-def export(
-    model: HierarchicalModel, q_global: GlobalPosterior, *, deviation: bool = True
-) -> tuple[WhitenedGP, Likelihood]:
-    """Model and likelihood of a new site, in evaluation mode and standardised coordinates.
-
-    f includes h_k from its prior; without ``deviation`` it is the trend g.
-    """
-    trend, width = deepcopy(model.trend), model.inputs.shape[1] + 1
-    kernel = trend + LinearTerms(torch.ones(width, dtype=torch.float64))
-    if deviation:
-        scaled = ScaleKernel(deepcopy(model.deviation)).to(q_global.mean)
-        scaled.outputscale = q_global.mean.new_tensor(model.deviation_factor)  # a float would pass through float32
-        kernel = kernel + scaled + LinearTerms(model.log_site_slope.exp())
-    factor = q_global.factor()
-    posterior = WhitenedPosterior(q_global.mean, factor @ factor.mT)
-    exported = SharedTrend(trend, kernel, model.inputs, posterior, model.jitter)
-    if not model.gaussian:
-        return exported, model.likelihood.to_gpytorch(NONE).eval()
-    noise = float((model.log_noise + 2 * model.noise_spread**2).exp())  # E σ² e^{2ζ}
-    return exported, gaussian_likelihood(noise).requires_grad_(False).eval()

@@ -13,18 +13,21 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from fedgp_flower.messages import leaves, message
-from fedgp_flower.shared_messages import Described, count_parameters, dwarfing
-from fedgp_flower.typing import AnyShape
+from fedgp_flower.shared_messages import MOVE, Described, count_parameters, dwarfing
+from fedgp_flower.typing import AnyShape, NamedArrays
 
-MOVE = 100.0
-"""Farthest that local steps take a parameter in one round; coefficients have their units."""
 SCALE = "q.log_scale"
 
 
-def _counted(values: Mapping[str, ndarray]) -> int:
-    """Entries of θ, and the length of Z_G."""
-    scales = (SCALE, "q.lower")
-    return count_parameters({name: array for name, array in values.items() if name not in scales})
+class _Values:
+    """Arrays under the names of θ and η_G."""
+
+    values: Mapping[str, ndarray]
+
+    def num_parameters(self) -> int:
+        """Entries of θ, and the length of Z_G."""
+        scales = (SCALE, "q.lower")
+        return count_parameters({name: array for name, array in self.values.items() if name not in scales})
 
 
 @message()
@@ -37,7 +40,7 @@ class GradientRequest:
 
 
 @message("train.gradient", summand=True)
-class GradientShare:
+class GradientShare(_Values):
     """The site's term of the bound at the server's parameters and its gradient; the server needs the sum over sites."""
 
     values: Mapping[str, AnyShape] = leaves(
@@ -45,10 +48,6 @@ class GradientShare:
     )
     objective: float = leaves("the term itself")
     fresh: int = leaves("1 where the site had no memory of earlier rounds and caught up")
-
-    def num_parameters(self) -> int:
-        """Entries of θ and Z_G."""
-        return _counted(self.values)
 
     @staticmethod
     def outliers(answers: Mapping[str, GradientShare], rows: Mapping[str, int]) -> dict[str, str]:
@@ -67,33 +66,26 @@ class LocalStepsRequest:
     values: Mapping[str, AnyShape] = leaves("θ and η_G")
     learning_rate: float = leaves("of the steps")
     total_rows: float = leaves("N, the rows of all sites that the site stands in for")
+    reach: float = leaves("farthest that an honest site's steps lead from here", default=MOVE)
 
 
 @message("train.average")
-class LocalEnd:
+class LocalEnd(_Values):
     """θ and η_G after a site's local steps. The server needs each: a barycentre is no sum."""
 
-    values: Mapping[str, AnyShape] = leaves("θ and η_G", as_sent=True, within=MOVE)
+    values: Mapping[str, AnyShape] = leaves("θ and η_G", as_sent=True, within="reach")
     objective: float = leaves("what the site takes for the bound of all rows, mean over its steps")
     fresh: bool = leaves("whether the site had no memory of earlier rounds and caught up")
 
-    def num_parameters(self) -> int:
-        """Entries of θ and Z_G."""
-        return _counted(self.values)
-
 
 @message("train.average_sum", summand=True)
-class LocalEndSum:
+class LocalEndSum(_Values):
     """The summand of the average of :class:`LocalEnd`: of diagonal Gaussians the barycentre is the mean of μ and σ."""
 
     values: Mapping[str, AnyShape] = leaves("w θ and w μ_G, and under `q.log_scale` w σ_G", as_sent=True)
     weight: Float[ndarray, ""] = leaves("w, the rows of the site")
     objective: Float[ndarray, ""] = leaves("w times what the site takes for the bound of all rows")
     fresh: int = leaves("1 where the site had no memory of earlier rounds and caught up")
-
-    def num_parameters(self) -> int:
-        """Entries of θ and Z_G."""
-        return _counted(self.values)
 
     @staticmethod
     def of(end: LocalEnd, weight: float) -> LocalEndSum:
@@ -102,10 +94,10 @@ class LocalEndSum:
         values = {name: np.asarray(weight * array) for name, array in natural.items()}
         return LocalEndSum(values, np.array(weight), np.array(weight * end.objective), int(end.fresh))
 
-    def mean(self) -> LocalEnd:
-        """The average that a total is of."""
+    def mean(self) -> NamedArrays:
+        """The θ and η_G that a total is of."""
         values = {name: np.asarray(array / self.weight) for name, array in self.values.items()}
-        return LocalEnd(values | {SCALE: np.log(values[SCALE])}, float(self.objective / self.weight), self.fresh > 0)
+        return values | {SCALE: np.log(values[SCALE])}
 
     def refusal(self, described: Described) -> str | None:
         """Why this is no weighted Gaussian, or None."""

@@ -4,7 +4,7 @@
 
 with z_ij the features that have random slopes, y Gaussian (standard deviation e^{−ς}), Bernoulli (logit) or Poisson
 (log). Z_G = (β₀, β, ω), and ς where y is Gaussian. With a random intercept alone and two classes it is the model of
-Hassan et al. (2023), ReportTable S3.1. Units are the groups that share effects, so L_k couples the effects of one unit.
+Hassan et al. (2023), Section S3.1. Units are the groups that share effects, so L_k couples the effects of one unit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from torch import Tensor
 from fedgp_flower.gp.likelihoods import canonical_likelihood
 from fedgp_flower.methods.family import GlobalPosterior
 from fedgp_flower.methods.sfvi.options import SFVIOptions
-from fedgp_flower.methods.sfvi.structured import IndexVector, ModelInputs, ReportTable, SampledModel, SiteRows
+from fedgp_flower.methods.sfvi.structured import (
+    IndexVector,
+    ModelInputs,
+    ReportTable,
+    SampledModel,
+    Shared,
+    SiteRows,
+    Units,
+)
 from fedgp_flower.options import ModelSection
 from fedgp_flower.typing import Rows, Targets
 
@@ -33,12 +41,7 @@ class MixedModel(SampledModel):
     """θ is empty: everything has a prior. ``num_slopes`` is Q; the last Q columns of the features are z, beside x."""
 
     def __init__(
-        self,
-        num_inputs: int,
-        num_slopes: int = 0,
-        *,
-        likelihood: str = "bernoulli",
-        prior_scale: float = PRIOR_SCALE,
+        self, num_inputs: int, num_slopes: int = 0, *, likelihood: str = "bernoulli", prior_scale: float = PRIOR_SCALE
     ) -> None:
         self.width, self.fixed = 1 + num_slopes, 1 + num_inputs
         size = self.fixed + self.width + (likelihood == "gaussian")
@@ -64,60 +67,40 @@ class MixedModel(SampledModel):
         unit = torch.searchsorted(site.keys, rows.groups).clamp(max=len(site.keys) - 1)
         known = (site.keys[unit] == rows.groups) & trained
         if known.any():
-            yield known, site.at(rows.features[known], unit[known]), True
+            yield known.nonzero()[:, 0], site.at(rows.features[known], unit[known]), True
         if not known.all():
             features, groups = rows.features[~known], rows.groups[~known]
-            yield ~known, self.prepare(features, features.new_zeros(len(features)), groups), False
+            yield (~known).nonzero()[:, 0], self.prepare(features, features.new_zeros(len(features)), groups), False
 
     def sections(self, q_global: GlobalPosterior, names: Sequence[str]) -> list[ReportTable]:
         """Fixed effects, and the standard deviations of random effects and noise."""
         caption = (
             "Median and 95 % interval under q, for standardised inputs and target, on the scale where effects add."
         )
-        rows: list[tuple[str | float, ...]] = []
-        sds = q_global.factor().square().sum(1).sqrt()
-        for (words, is_scale), mean, sd in zip(self.entries(names), q_global.mean.tolist(), sds.tolist(), strict=False):
-            low, high = mean - Z95 * sd, mean + Z95 * sd
-            ends = [math.exp(-value) for value in (mean, high, low)] if is_scale else [mean, low, high]
-            rows.append((words, *ends))
-        return [ReportTable("Effects", ("effect", "median", "2.5 %", "97.5 %"), rows, caption)]
+        reach = Z95 * q_global.factor().square().sum(1).sqrt()
+        ends = torch.stack([q_global.mean, q_global.mean - reach, q_global.mean + reach], 1)
+        ends[self.fixed :] = (-ends[self.fixed :, [0, 2, 1]]).exp()  # logarithms of precisions
+        rows = zip(self.entries(names), ends.tolist(), strict=True)
+        head = ("effect", "median", "2.5 %", "97.5 %")
+        return [ReportTable("Effects", head, [(words, *values) for words, values in rows], caption)]
 
-    def entries(self, names: Sequence[str]) -> list[tuple[str, bool]]:
-        """What each entry of Z_G is, and whether it is −log of a scale."""
+    def entries(self, names: Sequence[str]) -> list[str]:
+        """What each entry of Z_G is."""
         fixed, slopes = names[: self.fixed - 1], names[self.fixed - 1 :]
-        means = [("intercept", False), *((name, False) for name in fixed)]
         spreads = ["intercept of a unit, sd", *(f"slope of a unit in {name}, sd" for name in slopes), "noise, sd"]
-        return means + [(words, True) for words in spreads[: self.global_size - self.fixed]]
+        return ["intercept", *fixed, *spreads[: self.global_size - self.fixed]]
 
     def local_width(self, site: SiteRows) -> int:
         """An intercept, and the slopes."""
         return self.width
 
-    def log_local(
-        self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
-    ) -> Float[Tensor, "*S U"]:
-        """Σ_j log p(y_ij | β, b_i) + log N(Z_i | 0, I)."""
-        rows = self.observed.log_density(site.targets, self.link(site, z_global, z_local), self._hyper(z_global))
-        prior = -0.5 * z_local.square() - 0.5 * math.log(2 * math.pi)
-        return prior.sum(-1).index_add(-1, site.unit, rows)
-
-    def observation(
-        self, site: SiteRows, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]
-    ) -> tuple[Tensor, Tensor]:
-        """Mean and variance of y given all effects."""
-        link = self.link(site, z_global, z_local)
-        return self.observed.moments(link, torch.zeros_like(link), self._hyper(z_global))
-
-    def link(self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]) -> Tensor:
-        """The linear predictor [*S, N]."""
-        effects = z_local * (-self._omega(z_global)).exp()
+    def function(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S N"]:
+        """The linear predictor."""
+        effects = z_local * (-z_global[..., None, self.fixed : self.fixed + self.width]).exp()
         fixed = z_global[..., :1] + z_global[..., 1 : self.fixed] @ site.features[:, : self.fixed - 1].mT
         unit = effects.index_select(-2, site.unit)  # [*S, N, W]
         return fixed + unit[..., 0] + (unit[..., 1:] * site.features[:, self.fixed - 1 :]).sum(-1)
 
-    def _omega(self, z_global: Tensor) -> Float[Tensor, "*S 1 W"]:
-        return z_global[..., None, self.fixed : self.fixed + self.width]
-
-    def _hyper(self, z_global: Tensor) -> Float[Tensor, "*S R"]:
+    def hyper(self, z_global: Shared) -> Float[Tensor, "*S R"]:
         """Log standard deviation of Gaussian noise; nothing otherwise."""
         return -z_global[..., self.fixed + self.width :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -70,14 +70,13 @@ class CommonKeys(MethodOptions):
 
     def check(self, core: CoreConfig) -> None:
         """A likelihood the model has, whole batches, and the keys a model cannot do without."""
-        row, likelihood = self.row, core.model.likelihood
-        if likelihood not in row.likelihoods:
-            allowed = " or ".join(repr(name) for name in row.likelihoods)
+        likelihood = core.model.likelihood
+        if likelihood not in self.row.likelihoods:
+            allowed = " or ".join(repr(name) for name in self.row.likelihoods)
             raise ConfigError(f"`model.likelihood` = {likelihood!r}: `sfvi.model` = {self.model!r} needs {allowed}")
-        if core.optimizer.batch_size:
-            raise ConfigError("`optimizer.batch-size`: sfvi takes all rows of a site; set it to 0")
-        if unread := core.optimizer.unread("batch_size"):
-            raise ConfigError(f"{unread}: sfvi takes steps of Adam; see `sfvi.learning-rate` and `sfvi.local-steps`")
+        if unread := core.optimizer.unread():
+            keys = "`sfvi.learning-rate` and `sfvi.local-steps`"
+            raise ConfigError(f"{unread}: sfvi takes steps of Adam on all rows of a site; see {keys}")
         if core.device == "cuda" or core.precision != "float64":
             raise ConfigError("`device`, `precision`: sfvi computes on the CPU in float64; its sites have little to do")
         self._check_model(core)
@@ -124,11 +123,7 @@ class CommonKeys(MethodOptions):
         return 1 if self.row.mean_field else self.importance_samples
 
     def columns(self, names: Sequence[str]) -> list[int]:
-        """The columns a model sees, of all inputs by name: not the one that names units; those with slopes twice.
-
-        Raises:
-            DataError: a column is not there.
-        """
+        """The columns a model sees, of all inputs by name: not the one that names units; those with slopes twice."""
         for key, wanted in (("unit-column", (self.unit_column,)), ("random-slopes", self.slopes)):
             if missing := [name for name in wanted if name and name not in names]:
                 known = ", ".join(names)
@@ -154,18 +149,13 @@ class CommonKeys(MethodOptions):
         ]
 
 
-if TYPE_CHECKING:
+SECTIONS = sections_of(MODELS.values(), CommonKeys.model_fields)
 
-    class SFVIOptions(CommonKeys):
-        """The table ``sfvi.*``."""
 
-else:
-    SECTIONS = sections_of(MODELS.values(), CommonKeys.model_fields)
+class SFVIOptions(*SECTIONS, CommonKeys):  # type: ignore[misc]
+    """The table ``sfvi.*``, with the keys of installed models."""
 
-    class SFVIOptions(*SECTIONS, CommonKeys):
-        """The table ``sfvi.*``, with the keys of installed models."""
-
-        foreign: ClassVar[frozenset[str]] = frozenset(name for section in SECTIONS for name in section.model_fields)
+    foreign: ClassVar[frozenset[str]] = frozenset(name for section in SECTIONS for name in section.model_fields)
 
 
 class SFVIAvgOptions(SFVIOptions):

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from gpytorch.likelihoods import Likelihood
+from gpytorch.models import GP
 
+from fedgp_flower.clients.numpy_client import Setting, SiteClient
+from fedgp_flower.clients.state import SiteState
 from fedgp_flower.config import RunConfig
 from fedgp_flower.data.sites import RawSite
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.models import WhitenedGP
-from fedgp_flower.messages import decode
 from fedgp_flower.methods.family import GlobalPosterior
-from fedgp_flower.methods.sfvi.gp import HierarchicalModel, export
-from fedgp_flower.methods.sfvi.learner import initial_local, model_and_rows, model_at, rows_of
-from fedgp_flower.methods.sfvi.memory import SiteMemory
-from fedgp_flower.methods.sfvi.options import SFVIOptions
+from fedgp_flower.methods.sfvi.client import SFVIClient
+from fedgp_flower.methods.sfvi.gp import HierarchicalModel
+from fedgp_flower.methods.sfvi.learner import model_at
+from fedgp_flower.methods.sfvi.options import SHARED, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, SiteRows, StructuredModel
 from fedgp_flower.options import ModelSection
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.run.artefacts import RunData
+from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import Array, NamedArrays
 
+C = TypeVar("C", bound=SiteClient)
 Predict: TypeAlias = Callable[[Array], tuple[Array, Array]]
 
 
@@ -50,16 +54,13 @@ class NewSite:
         mean, variance = self.model.moments(nobody, self.q_global, None, rows, link=False)
         return mean.numpy(), variance.sqrt().numpy()
 
-    def export(self) -> list[tuple[WhitenedGP, Likelihood]]:
-        """The one model and likelihood of GPyTorch.
-
-        Raises:
-            RunError: the model is no Gaussian process.
-        """
+    def export(self) -> list[tuple[GP, Likelihood]]:
+        """The same model of GPyTorch, and its likelihood."""
         if not isinstance(self.model, HierarchicalModel):
             name = type(self.model).__name__
             raise RunError(f"{name} is no Gaussian process; with `sfvi.model` = 'gp' it is. Use `predict`")
-        return [export(self.model, self.q_global)]
+        model = deepcopy(self.model).hold(self.q_global).requires_grad_(False)
+        return [(model, model.likelihood)]
 
 
 def saved_model(saved: Posterior, names: tuple[str, ...]) -> NewSite:
@@ -75,18 +76,24 @@ def site_model(run: RunData, config: RunConfig, site: RawSite, state: NamedArray
     """The same with the local posterior of a site; None where its state is about other rows or another run."""
     if run.posterior is None or not state:
         return None
-    options = cast(SFVIOptions, config.options)
+    client, arrays = at_site(SFVIClient, run, config, site, state)
+    return None if client.posterior(arrays)[2] is None else predictor(client, Parameters(arrays))
+
+
+def at_site(kind: type[C], run: RunData, config: RunConfig, site: RawSite, state: NamedArrays) -> tuple[C, NamedArrays]:
+    """A client with the rows and the state of a site as a run left it, and the arrays of the run's posterior."""
+    assert run.posterior is not None
     arrays = {name: np.array(array) for name, array in run.posterior.arrays.items()}
-    preparation = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
-    model, rows = model_and_rows(config, preparation, site, arrays)
-    q_global, start = GlobalPosterior.of(arrays), initial_local(model, rows, options)
-    q_local = decode(SiteMemory, state).posterior(rows, start, q_global.mean, run.metrics.rounds)
-    if q_local is None:
-        return None
+    agreed = Preparation.from_wire(arrays, json.dumps(run.posterior.schema))
+    constants = {name: array for name, array in arrays.items() if name == SHARED}
+    return kind(Setting(config, site, SiteState("", arrays=state), agreed, run.metrics.rounds, constants)), arrays
+
+
+def predictor(client: SiteClient, request: Any) -> Predict:
+    """Mean and sd of a noisy observation at standardised inputs [N, D], as the client predicts it."""
 
     def predict(inputs: Array) -> tuple[Array, Array]:
-        new = rows_of(preparation, inputs, options)
-        mean, variance = model.moments(rows, q_global, q_local, new, link=False)
-        return mean.numpy(), variance.sqrt().numpy()
+        found = client.predict(request, inputs)
+        return found.mean, np.sqrt(found.variance)
 
     return predict

@@ -54,8 +54,19 @@ _CLASSES = ModelRow(
     likelihoods=("gaussian", "bernoulli"),
     classes=True,
 )
-_NETWORK = replace(_CLASSES, reads=("classes", "hidden"), mean_field=True)
-_AMORTISED = replace(_NETWORK, reads=("classes", "hidden", "latents"))
+_NETWORK = replace(
+    _CLASSES,
+    model=f"{_HERE}.classes:PersonalNetwork",
+    summary="a Bayesian neural network with other weights at every site, Section 4.1",
+    reads=("classes", "hidden"),
+    mean_field=True,
+)
+_AMORTISED = replace(
+    _NETWORK,
+    model=f"{_HERE}.amortised:AmortisedModel",
+    summary="an autoencoder, one encoder for all sites",
+    reads=("classes", "hidden", "latents"),
+)
 BUILT_IN: dict[str, ModelRow] = {
     "gp": ModelRow(
         f"{_HERE}.gp:HierarchicalModel",
@@ -72,33 +83,15 @@ BUILT_IN: dict[str, ModelRow] = {
         likelihoods=_FAMILY,
     ),
     "multinomial": _CLASSES,
-    "hierarchical-bnn": replace(
-        _NETWORK,
-        model=f"{_HERE}.classes:HierarchicalNetwork",
-        summary="a Bayesian neural network with other weights at every site, Section 4.1",
-    ),
-    "fedpop": replace(
-        _NETWORK,
-        model=f"{_HERE}.classes:FedPop",
-        summary="a Bayesian neural network with another last layer at every site, Section 4.1",
-    ),
-    "vae": replace(
-        _AMORTISED,
-        model=f"{_HERE}.amortised:Autoencoder",
-        summary="an autoencoder, one encoder for all sites",
-    ),
-    "prodlda": replace(
-        _AMORTISED, model=f"{_HERE}.amortised:TopicModel", summary="topics of counts of words, likewise"
-    ),
+    "hierarchical-bnn": _NETWORK,
+    "fedpop": replace(_NETWORK, summary="a Bayesian neural network with another last layer at every site, Section 4.1"),
+    "vae": _AMORTISED,
+    "prodlda": replace(_AMORTISED, summary="topics of counts of words, likewise"),
 }
 
 
 def installed(known: Mapping[str, ModelRow]) -> dict[str, ModelRow]:
-    """The rows of installed packages.
-
-    Raises:
-        ConfigError: an entry is no row, or has the name of another.
-    """
+    """The rows of installed packages."""
     found: dict[str, ModelRow] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         row = entry.load()
@@ -110,11 +103,7 @@ def installed(known: Mapping[str, ModelRow]) -> dict[str, ModelRow]:
 
 
 def sections_of(rows: Iterable[ModelRow], fields: Iterable[str]) -> list[type[Section]]:
-    """The sections of keys that installed models add to ``fields``.
-
-    Raises:
-        ConfigError: two sections have a field of one name.
-    """
+    """The sections of keys that installed models add to ``fields``."""
     sections, taken = list(dict.fromkeys(row.keys for row in rows if row.keys is not Section)), set(fields)
     for section in sections:
         if twice := taken & set(section.model_fields):

@@ -7,10 +7,11 @@ there.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from fedgp_flower.errors import ProtocolError
 from fedgp_flower.gp.kernels import wire_name
-from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, initial_local, unit_noise
+from fedgp_flower.gp.likelihoods import PointLikelihood
+from fedgp_flower.methods.family import GlobalPosterior, LocalPosterior, held, initial_local, unit_noise
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import load
 from fedgp_flower.typing import Rows, Scalar, Targets
@@ -27,7 +29,13 @@ from fedgp_flower.typing import Rows, Scalar, Targets
 if TYPE_CHECKING:  # a model in one file with its row is imported by the options
     from fedgp_flower.methods.sfvi.options import SFVIOptions
 
-IndexVector = Int64[Tensor, " N"]
+IndexVector: TypeAlias = Int64[Tensor, " N"]
+Shared: TypeAlias = Float[Tensor, "*S M"]
+"""Draws of Z_G."""
+Units: TypeAlias = Float[Tensor, "*S U W"]
+"""Draws of the latents of units."""
+Draws: TypeAlias = tuple[Float[Tensor, "S M"], Float[Tensor, "*R U W"]]
+"""Standard normal noise of Z_G, and of the latents of units for each."""
 PREDICTION_DRAWS, PREDICTION_SEED = 200, 20
 """Draws in a prediction: the Monte Carlo error of a mean is then 7 % of the predictive sd. They are always the same, so
 that a prediction is a function of the posterior alone."""
@@ -89,10 +97,8 @@ class StructuredModel(nn.Module, ABC):
     def __init__(self, fixed_log_scale: Float[Tensor, " M"], block: Int64[Tensor, " M"] | None = None) -> None:
         super().__init__()
         self.register_buffer("fixed_log_scale", fixed_log_scale)
-        if block is None:
-            self.register_buffer("block", torch.zeros(0, dtype=torch.int64))
-        else:
-            self.register_buffer("block", block)
+        self.register_buffer("block", torch.zeros(0, dtype=torch.int64) if block is None else block)
+        if block is not None:
             self.prior_log_scales = nn.Parameter(torch.zeros(int(block.max()) + 1, dtype=torch.float64))
 
     @classmethod
@@ -122,12 +128,15 @@ class StructuredModel(nn.Module, ABC):
     def local_width(self, site: SiteRows) -> int:
         """W, the number of latents of a unit; may differ from site to site."""
 
-    def initial_local(self, site: SiteRows, *, scale: float, coupled: bool, triangular: bool) -> LocalPosterior:
-        """N(0, scale² I) over the latents of a site."""
-        size = self.local_width(site)
-        return initial_local(
-            len(site.keys), size, self.global_size, scale=scale, coupled=coupled, triangular=triangular
-        )
+    def initial_local(self, site: SiteRows, *, scale: float, whole: bool) -> LocalPosterior:
+        """N(0, scale² I) over the latents of a site; diagonal and uncoupled from Z_G unless it is ``whole``."""
+        return initial_local(len(site.keys), self.local_width(site), self.global_size, scale=scale, whole=whole)
+
+    @abstractmethod
+    def site_term(
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
+    ) -> Scalar:
+        """E log p_θ(y_k, Z_Lk | Z_G) − E log q(Z_Lk | Z_G); ``noise`` is needed where expectations are not known."""
 
     @abstractmethod
     def moments(
@@ -142,24 +151,20 @@ class StructuredModel(nn.Module, ABC):
         """Tables of a report that say what Z_G is, given the model's columns; nothing to say here."""
         return []
 
-    def theta(self) -> dict[str, nn.Parameter]:
+    def theta(self) -> dict[str, Tensor]:
         """The parameters that are learned, by the names they have in messages."""
-        return {wire_name(name): value for name, value in self.named_parameters() if value.requires_grad}
+        return {f"theta.{wire_name(name)}": value for name, value in self.named_parameters() if value.requires_grad}
 
-    def load_theta(self, values: Mapping[str, Tensor]) -> None:
-        """Take θ from a message.
-
-        Raises:
-            ProtocolError: if names or shapes are not those of this model.
-        """
+    def load_theta(self, values: Mapping[str, Tensor | np.ndarray]) -> None:
+        """Take θ from among the arrays of a message."""
         theta = self.theta()
-        expected = {name: tuple(value.shape) for name, value in theta.items()}
-        got = {name: tuple(value.shape) for name, value in values.items()}
+        given = {name: torch.as_tensor(value) for name, value in values.items() if name.startswith("theta.")}
+        expected, got = ({name: tuple(value.shape) for name, value in part.items()} for part in (theta, given))
         if expected != got:
             raise ProtocolError(f"model parameters: expected {expected}, got {got}. Is `model.*` the same everywhere?")
         with torch.no_grad():
             for name, parameter in theta.items():
-                parameter.copy_(values[name])
+                parameter.copy_(given[name])
 
 
 def configured(
@@ -170,62 +175,14 @@ def configured(
     return model.configured(options, section, num_inputs, inputs)
 
 
-class SampledModel(StructuredModel):
-    """A model whose expectations are averages over draws of its latents."""
-
-    def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
-        """Rows to predict at: which they are, as the model has them, and whether the site's posterior is about them.
-
-        ``trained`` says whether the site has a posterior at all.
-        """
-        yield torch.ones(len(rows.features), dtype=torch.bool), site.at(rows.features), trained
-
-    def moments(
-        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
-    ) -> PredictiveMoments:
-        """Over draws; a unit that the site has no rows of has its latents from the prior."""
-        parts: list[tuple[Tensor, PredictiveMoments]] = []
-        noise = np.random.default_rng(PREDICTION_SEED).standard_normal((PREDICTION_DRAWS, self.global_size))
-        for chosen, data, known in self.located(site, rows, trained=q_local is not None):
-            noise_local = unit_noise(PREDICTION_SEED, 0, data.keys, (PREDICTION_DRAWS,), self.local_width(data))
-            draws = {"noise_global": torch.from_numpy(noise), "noise_local": noise_local}
-            parts.append(
-                (chosen, predict_by_draws(self, data, q_global, q_local if known else None, **draws, link=link))
-            )
-        if len(parts) == 1:
-            return parts[0][1]
-        joined = rows.features.new_empty(2, len(rows.features))
-        for chosen, part in parts:
-            joined[:, chosen] = torch.stack(part)
-        return PredictiveMoments(*joined)
-
-    @abstractmethod
-    def log_local(
-        self, site: SiteRows, z_global: Float[Tensor, "*S M"], z_local: Float[Tensor, "*S U W"]
-    ) -> Float[Tensor, "*S U"]:
-        """The log density log p_θ(y_u, Z_Lu | Z_G) of every unit."""
-
-    def draw_local(self, z_global: Float[Tensor, "*S M"], noise: Float[Tensor, "*S U W"]) -> Float[Tensor, "*S U W"]:
-        """Z_L | Z_G from its prior, for a site that has no posterior: N(0, I), unless it depends on Z_G."""
-        return noise
-
-    @abstractmethod
-    def observation(
-        self, site: SiteRows, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]
-    ) -> tuple[Tensor, Tensor]:
-        """Mean and variance of an observation at every row given the latents, [S, N] or [S, N, C]."""
-
-    @abstractmethod
-    def link(self, site: SiteRows, z_global: Float[Tensor, "S M"], z_local: Float[Tensor, "S U W"]) -> Tensor:
-        """What an observation depends on, on the scale where effects add up: [S, N] or [S, N, C]."""
-
-
 class ClosedFormModel(StructuredModel):
     """A model whose expected local part is known, so that a site needs no draws and its gradients have no noise."""
 
-    @abstractmethod
-    def expected_log_local(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
-        """E_q log p_θ(y_k, Z_Lk | Z_G), summed over units."""
+    def site_term(
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
+    ) -> Scalar:
+        """Without draws."""
+        return self.expected_log_local(site, q_global, q_local) + q_local.entropy()
 
     def moments(
         self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
@@ -233,6 +190,10 @@ class ClosedFormModel(StructuredModel):
         """Without draws."""
         where = (site.at(rows.features), q_global, q_local)
         return PredictiveMoments(*self.latent(*where)) if link else self.predict(*where)
+
+    @abstractmethod
+    def expected_log_local(self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior) -> Scalar:
+        """E_q log p_θ(y_k, Z_Lk | Z_G), summed over units."""
 
     @abstractmethod
     def latent(
@@ -245,29 +206,122 @@ class ClosedFormModel(StructuredModel):
         """Prediction at ``site.features``; without ``q_local``, for a new site."""
 
 
-def predict_by_draws(
-    model: SampledModel,
-    site: SiteRows,
-    q_global: GlobalPosterior,
-    q_local: LocalPosterior | None,
-    *,
-    noise_global: Float[Tensor, "S M"],
-    noise_local: Float[Tensor, "S U W"],
-    link: bool = False,
-) -> PredictiveMoments:
-    """The mixture over draws: its mean, and variance E var + var E.
+class Classes:
+    """Observations are classes 0 … C−1: P(y = c) ∝ exp(f_c). Of two, the prediction is of the second one alone."""
 
-    Without ``q_local`` the site is new: its latents come from their prior given Z_G. With ``link`` the prediction is on
-    the scale of the link function instead of that of an observation. Noise is standard normal.
-    """
-    with torch.no_grad():
-        z_global = q_global.transform(noise_global)
-        if q_local is None:
-            z_local = model.draw_local(z_global, noise_local)
-        else:
-            z_local = q_local.transform(z_global, q_global.mean, noise_local)
+    def __init__(self, binary: bool) -> None:
+        self.binary = binary
+
+    def log_density(self, targets: Targets, logits: Float[Tensor, "*S N C"], hyper: Tensor) -> Float[Tensor, "*S N"]:
+        """The log probability of every target's class."""
+        log_class = logits.log_softmax(-1)
+        return log_class.gather(-1, targets.long().expand(log_class.shape[:-1])[..., None])[..., 0]
+
+    def moments(self, logits: Float[Tensor, "*S N C"], variance: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
+        """Class probabilities p, and p (1 − p)."""
+        every = logits.softmax(-1)
+        probability = every[..., 1] if self.binary else every
+        return probability, probability * (1 - probability)
+
+
+class SampledModel(StructuredModel):
+    """A model whose expectations are averages over draws of its latents, with rows independent given all latents."""
+
+    observed: PointLikelihood | Classes
+    """The density of a row given :meth:`function`."""
+    binary = False
+    """Whether it is about two classes."""
+
+    @abstractmethod
+    def function(self, site: SiteRows, z_global: Shared, z_local: Units) -> Tensor:
+        """What every row depends on: a linear predictor [*S, N], or the logits of classes [*S, N, C]."""
+
+    def hyper(self, z_global: Shared) -> Float[Tensor, "*S R"]:
+        """What else ``observed`` depends on."""
+        return z_global[..., :0]
+
+    def log_likelihood(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S U"]:
+        """Σ_i log p(y_i | Z_G, Z_L), by unit."""
+        function = self.function(site, z_global, z_local)
+        rows = self.observed.log_density(site.targets, function, self.hyper(z_global))
+        return rows.new_zeros(*rows.shape[:-1], len(site.keys)).index_add(-1, site.unit, rows)
+
+    def log_local(self, site: SiteRows, z_global: Shared, z_local: Units) -> Float[Tensor, "*S U"]:
+        """The log density log p_θ(y_u, Z_Lu | Z_G) of every unit, with Z_L ~ N(0, I)."""
+        return self.log_likelihood(site, z_global, z_local) + standard_normal(z_local)
+
+    def observation(self, site: SiteRows, z_global: Shared, z_local: Units) -> tuple[Tensor, Tensor]:
+        """Mean and variance of an observation at every row given the latents, [S, N] or [S, N, C]."""
+        function = self.function(site, z_global, z_local)
+        return self.observed.moments(function, torch.zeros_like(function), self.hyper(z_global))
+
+    def link(self, site: SiteRows, z_global: Shared, z_local: Units) -> Tensor:
+        """The function on the scale where effects add up; of two classes the log odds of the second."""
+        function = self.function(site, z_global, z_local)
+        return function[..., 1] - function[..., 0] if self.binary else function
+
+    def site_term(
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior, noise: Draws | None
+    ) -> Scalar:
+        """The average over S draws of Z_G, with R draws of every unit's latents for each.
+
+        R = 1: log p(y_u, Z_Lu | Z_G) − log q(Z_Lu | Z_G) with the parameters inside log q held constant (sticking the
+        landing, Roeder et al. 2017). R > 1: Σ_u log 1/R Σ_r p/q, which needs the units to be independent given Z_G and
+        is nearer to Σ_u log p(y_u | Z_G); its gradient is the plain reparametrised one.
+        """
+        assert noise is not None
+        draws, z_global = len(noise[1]), q_global.transform(noise[0])
+        z_local = q_local.transform(z_global, q_global.mean, noise[1])
+        inside, centre = (held(q_local), q_global.mean.detach()) if draws == 1 else (q_local, q_global.mean)
+        log_p = self.log_local(site, z_global.expand(draws, *z_global.shape), z_local)
+        log_weight = log_p - inside.log_density(z_local, z_global, centre)  # [R, S, U]
+        return (log_weight.logsumexp(0) - math.log(draws)).sum(-1).mean()
+
+    def located(self, site: SiteRows, rows: ModelInputs, *, trained: bool) -> Iterator[tuple[Tensor, SiteRows, bool]]:
+        """Rows to predict at: which they are, as the model has them, and whether the site's posterior is about them.
+
+        ``trained`` says whether the site has a posterior at all.
+        """
+        yield torch.arange(len(rows.features)), site.at(rows.features), trained
+
+    def moments(
+        self, site: SiteRows, q_global: GlobalPosterior, q_local: LocalPosterior | None, rows: ModelInputs, link: bool
+    ) -> PredictiveMoments:
+        """Over draws; a unit that the site has no rows of has its latents from the prior."""
+        draw, places, parts = np.random.default_rng(PREDICTION_SEED), [], []
+        noise = torch.from_numpy(draw.standard_normal((PREDICTION_DRAWS, self.global_size)))
+        for chosen, data, known in self.located(site, rows, trained=q_local is not None):
+            of_units = unit_noise(PREDICTION_SEED, 0, data.keys, (PREDICTION_DRAWS,), self.local_width(data))
+            places.append(chosen)
+            parts.append(self.mixture(data, q_global, q_local if known else None, (noise, of_units), link))
+        if not parts:
+            return PredictiveMoments(*rows.features.new_empty(2, 0))
+        order = torch.cat(places).argsort()
+        return PredictiveMoments(*(torch.cat(part)[order] for part in zip(*parts, strict=True)))
+
+    @torch.no_grad()
+    def mixture(
+        self,
+        site: SiteRows,
+        q_global: GlobalPosterior,
+        q_local: LocalPosterior | None,
+        noise: Draws,
+        link: bool = False,
+    ) -> PredictiveMoments:
+        """The mixture over standard normal draws: its mean, and variance E var + var E.
+
+        Without ``q_local`` the site is new, with latents from their prior N(0, I).
+        """
+        z_global, z_local = q_global.transform(noise[0]), noise[1]
+        if q_local is not None:
+            z_local = q_local.transform(z_global, q_global.mean, z_local)
         if link:
-            values = model.link(site, z_global, z_local)
+            values = self.link(site, z_global, z_local)
             return PredictiveMoments(values.mean(0), values.var(0, correction=0))
-        mean, variance = model.observation(site, z_global, z_local)
+        mean, variance = self.observation(site, z_global, z_local)
         return PredictiveMoments(mean.mean(0), variance.mean(0) + mean.var(0, correction=0))
+
+
+def standard_normal(z: Units) -> Float[Tensor, "*S U"]:
+    """Log N(z | 0, I) by unit."""
+    return -0.5 * z.square().sum(-1) - 0.5 * z.shape[-1] * math.log(2 * math.pi)

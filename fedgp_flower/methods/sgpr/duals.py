@@ -30,17 +30,8 @@ class Duals:
     precision: Square  # B  [M, M]
     shift: Vector  # b  [M]
 
-    @staticmethod
-    def nothing(size: int) -> Duals:
-        """Of no rows."""
-        return Duals(torch.zeros(size, size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64))
-
     def factor(self) -> Square:
-        """C with C Cᵀ = I + B.
-
-        Raises:
-            NumericsError: if I + B is not positive definite.
-        """
+        """C with C Cᵀ = I + B."""
         return cholesky(torch.eye(len(self.shift)).to(self.precision) + self.precision, of="I + B")
 
     def least(self) -> float:
@@ -70,12 +61,7 @@ def carried(duals: Duals, old: LatentGP, new: LatentGP, factor: Square) -> Duals
 
     f(Z₀) = c + k(Z₀, Z) L⁻ᵀ v at its conditional mean, so that v₀ = R v + δ with R = L₀⁻¹ k(Z₀, Z) L⁻ᵀ and
     δ = L₀⁻¹ 1 (c − c₀): B = Rᵀ B₀ R, b = Rᵀ (b₀ − B₀ δ). Nothing changes where the parameters do not.
-
-    Args:
-        duals: (B₀, b₀) at the old parameters.
-        old: Model at these.
-        new: Model at the new ones.
-        factor: L of the new model.
+    ``duals`` are (B₀, b₀) at ``old``, and ``factor`` is L of ``new``.
     """
     points = old.inducing_points.detach()
     with torch.no_grad():

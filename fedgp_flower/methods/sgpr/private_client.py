@@ -28,11 +28,7 @@ class PrivateSGPRClient(SparseClient):
     """Noise as the configuration says; the latest release, and how many there were, stand in the site's state."""
 
     def asked(self, kind: str, arrays: NamedArrays, numbers: Mapping[str, Any]) -> Any:
-        """As usual, of few kinds.
-
-        Raises:
-            ProtocolError: the kind would tell of rows and is not paid for.
-        """
+        """As usual, of few kinds."""
         if (kind.partition(".")[2] or kind) not in ANSWERED:
             raise ProtocolError(f"`privacy.epsilon` is set: `{kind}` would tell more of rows than is accounted for")
         return super().asked(kind, arrays, numbers)
@@ -42,9 +38,6 @@ class PrivateSGPRClient(SparseClient):
 
         Who did not get a release asks for it again and gets the same one, which tells nothing more: where it has all of
         its noise. A part of it would tell more, since the total may have been of others.
-
-        Raises:
-            ProtocolError: the budget is spent.
         """
         budget, asked = Budget.of(self.config), np.frombuffer(bytes.fromhex(content_digest("", encode(request))), "u1")
         kept = dict(self.state.arrays)
