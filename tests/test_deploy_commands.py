@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import shlex
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cryptography import x509
 from faults import waves
 
@@ -21,8 +21,7 @@ from fedgp_flower.deploy import doctor, machines
 from fedgp_flower.deploy.credentials import Authority
 from fedgp_flower.deploy.machines import Coordinator, SiteFolder
 from fedgp_flower.deploy.submission import Flower
-from fedgp_flower.deploy.wrapped import guarded
-from fedgp_flower.errors import ConfigError, PolicyError
+from fedgp_flower.errors import ConfigError
 
 HOST, APP = "superlink.example.org", "ab" * 32
 PAGE = Path(__file__).parents[1] / "docs" / "deploy.md"
@@ -62,10 +61,15 @@ def test_what_init_and_join_make(both: tuple[Coordinator, SiteFolder], tmp_path:
     assert variables["FEDGP_APP"] == APP
     assert variables["PATH"].startswith(str(folder / "bin"))
     assert (folder / "ca.crt").read_bytes() == (coordinator.folder / "ca.crt").read_bytes()
-    for secret in (coordinator.folder / "ca.key", folder / "north", folder / "site-key"):
+    for secret in (tmp_path / "coordinator-authority" / "ca.key", folder / "north", folder / "site-key"):
         assert secret.stat().st_mode & 0o777 == 0o600
     for machine, name in ((coordinator.folder, "superlink"), (folder, "site-north")):
         assert "Restart=always" in (machine / f"fedgp-{name}.service").read_text()
+        [(service, content)] = yaml.safe_load((machine / "compose.yaml").read_text())["services"].items()
+        assert service == name
+        assert f"{machine}:{machine}" in content["volumes"]
+        copied = re.findall(r"/fedgp/([\w.]+)", (machine / "Dockerfile").read_text())
+        assert all((Path(content["build"]) / file).is_file() for file in ("pyproject.toml", *copied))
     said = capsys.readouterr().out
     assert f"ok      table: {tmp_path / 'north.csv'}: 40 rows, 2 inputs" in said
     assert f"PROBLEM SuperLink: {HOST}:8000 cannot be reached" in said
@@ -78,7 +82,7 @@ def test_a_service_file_is_valid_in_a_folder_with_a_space(tmp_path: Path) -> Non
     """By systemd's check, where it is installed."""
     folder = tmp_path / "my 100% lab"
     folder.mkdir()
-    machines.write_unit(folder, "superlink", "deploy", "serve", "--folder", str(folder))
+    machines.write_units(folder, "superlink", ["deploy", "serve", "--folder", str(folder)])
     [line] = re.findall(r"ExecStart=(.*)", (folder / "fedgp-superlink.service").read_text())
     assert shlex.split(line)[-1].replace("%%", "%") == str(folder)
     if shutil.which("systemd-analyze"):
@@ -175,12 +179,3 @@ def test_the_doctor_names_what_is_wrong(both: tuple[Coordinator, SiteFolder]) ->
     with pytest.raises(SystemExit) as end:
         cli.main(["doctor", "north"])
     assert end.value.code == 2
-
-
-def test_a_site_unpacks_no_other_app() -> None:
-    unpacked: list[bytes] = []
-    pinned = guarded(lambda content, **options: unpacked.append(content), hashlib.sha256(b"app").hexdigest())
-    pinned(b"app", skip_prompt=True)
-    with pytest.raises(PolicyError, match="fedgp site approve"):
-        pinned(b"other", skip_prompt=True)
-    assert unpacked == [b"app"]

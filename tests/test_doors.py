@@ -134,7 +134,7 @@ def test_a_service_reads_its_files_alone(invitation: Path, tmp_path: Path) -> No
     data = tmp_path / "100% of my rows.csv"
     data.write_bytes(Path("north.csv").read_bytes())
     site = SiteFolder.join(invitation, None, {"data": data})
-    words, variables, _ = site.command(9000)
+    words, _, variables = site.command(9000)
     assert parse_config_args([words[words.index("--node-config") + 1]])["data-path"] == str(data)
     assert variables["FEDGP_APP"] == APP
     unit = (site.folder / "fedgp-site-north.service").read_text()

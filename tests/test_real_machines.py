@@ -21,6 +21,7 @@ import pytest
 from faults import waves
 from test_deploy_commands import HOST, blocks
 
+from fedgp_flower.deploy.processes import free_ports
 from fedgp_flower.files import read_arrays
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.user_config import complete_config, parse_assignments
@@ -74,15 +75,15 @@ class Federation:
 
     def set_up(self, serve: Mapping[str, str]) -> None:
         """All that comes before a run; ``serve``: another line for a machine's server than that of the page."""
-        self.typed("coordinator", f"{COORDINATOR[0]} --port {self.port}")
+        self.typed("coordinator", f"{COORDINATOR[0]} --port {self.port} --control {free_ports(1)[0]}")
         self.begun("coordinator", serve.get("coordinator", COORDINATOR[1]))
+        awaited(lambda: "PROBLEM" not in self.asked("coordinator", "fedgp deploy doctor").stdout)
         for site in SITES:
             folder = self.root / site
             waves(40, len(site)).to_csv(folder / f"{site}.csv", index=False)
             shutil.copy(self.root / "coordinator" / "coordinator" / "invitations" / f"{site}.toml", folder)
             self.typed(site, SITE[0])
             shutil.copy(folder / site / f"{site}.pub", self.root / "coordinator")
-        awaited(lambda: "PROBLEM" not in self.asked("coordinator", "fedgp deploy doctor").stdout)
         self.typed("coordinator", RUN[0])
         for site in SITES:
             self.begun(site, serve.get(site, SITE[1]))
@@ -221,7 +222,12 @@ def test_one_kill_of_each_kind(federation: Federation) -> None:
     before = rounds()
     print(f"{round_after(before):5.0f} s more until it has taken part again, and the round ends")
     before = rounds()
-    kill("fedgp_flower.deploy.wrapped clientapp", "north")
+    awaited(
+        lambda: [child for parent in federation.processes("wrapped superexec", "north") for child in parent.children()]
+    )
+    for parent in federation.processes("wrapped superexec", "north"):
+        for child in parent.children():
+            child.kill()
     print(f"{round_after(before):5.0f} s from the ClientApp's death to the round's end: its SuperNode starts another")
     kill("flwr-serverapp")
     print(f"{awaited(lambda: launcher.poll() is not None):5.0f} s from the ServerApp's death to the launcher's words")

@@ -73,7 +73,7 @@ def register(
             key, name = str(path.resolve()), path.stem
             answer = flower.json("supernode", "register", key, flower.connection, "--name", name)
             coordinator.keep({**coordinator.sites, name: int(answer["node-id"])})
-            fingerprint = machines.short_hash(path.read_bytes().strip())
+            fingerprint = machines.fingerprint_of(path)
             print(f"{name} is registered as node {answer['node-id']}; fingerprint of its key: {fingerprint}")
 
 
@@ -170,7 +170,7 @@ def join(
     if missing := [str(path) for path in given.values() if path is not None and not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(missing)}")
     site = machines.SiteFolder.join(invitation, folder, {name: path for name, path in given.items() if path})
-    authority = machines.short_hash((site.folder / "ca.crt").read_bytes())
+    authority = machines.fingerprint_of(site.folder / "ca.crt")
     print(f"this site trusts the SuperLink {site.facts['superlink']} with a certificate of the authority {authority},")
     print(f"and runs the one app {site.facts['app']}: compare both with what the coordinator reads out")
     findings = checks.of_site(site)

@@ -87,6 +87,11 @@ ENTRYPOINT ["fedgp"]
 """Built in the root of the project."""
 
 
+def fingerprint_of(file: Path) -> str:
+    """A key or a certificate in short, to be read out over the telephone."""
+    return short_hash(file.read_bytes().strip())
+
+
 @cache
 def app_fingerprint() -> str:
     """SHA-256 of the bundle that this installation sends to sites."""
@@ -212,7 +217,7 @@ class SiteFolder:
     @property
     def fingerprint(self) -> str:
         """That key in short."""
-        return short_hash(self.public.read_bytes().strip())
+        return fingerprint_of(self.public)
 
     @property
     def node_config(self) -> dict[str, Value]:
@@ -253,9 +258,7 @@ def write_units(folder: Path, name: str, words: Sequence[str], files: Sequence[P
     project = Path(__file__).resolve().parents[2]
     command = shlex.join([sys.executable, "-m", "fedgp_flower.cli", *words]).replace("%", "%%")
     readable = " ".join(_unit_path(path.resolve()) for path in (project, Path(sys.prefix), *files))
-    unit = UNIT.format(
-        name=name, user=getpass.getuser(), command=command, folder=_unit_path(folder), readable=readable
-    )
+    unit = UNIT.format(name=name, user=getpass.getuser(), command=command, folder=_unit_path(folder), readable=readable)
     (folder / f"fedgp-{name}.service").write_text(unit)
     volumes = [f"{folder}:{folder}", *(f"{path.resolve()}:{path.resolve()}:ro" for path in files)]
     service = {"build": str(project), "command": list(words), "restart": "always", "network_mode": "host"}

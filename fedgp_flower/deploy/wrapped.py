@@ -65,7 +65,7 @@ def superlink() -> None:
         bound = [uvicorn.Config(app, *address).bind_socket() for address in ((host, port), public)]
         server.run(sockets=bound)
 
-    flower_superlink.uvicorn = SimpleNamespace(run=run)
+    vars(flower_superlink)["uvicorn"] = SimpleNamespace(run=run)
     vars(sql_corestate)["OBJECT_PUSH_SESSION_TTL_SECONDS"] = UPLOAD
     flower_superlink.flower_superlink()
 
