@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from faults import FaultyGrid, arrays, configured, texts
+from faults import FaultyGrid, arrays, configured, each, texts
 from flwr.app import Message, RecordDict
 
 from fedgp_flower.errors import FedGPError
@@ -17,7 +17,7 @@ from fedgp_flower.errors import FedGPError
 _CLASSES = {"dataset": "breast-cancer", "model__likelihood": "bernoulli", "features": "mean radius,mean texture"}
 _CLASSES |= {"sfvi__classes": 2, "sfvi__hidden": 3}
 METHODS: dict[str, dict[str, Any]] = {
-    "sgpr": {"method": "sgpr", "sgpr__exchanges": 8},
+    "sgpr": {"method": "sgpr", "sgpr__exchanges": 4},
     "fsgp": {"method": "fsgp"},
     "svgp": {"method": "svgp", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
@@ -40,13 +40,13 @@ METHODS: dict[str, dict[str, Any]] = {
     | {"features": "mean radius,mean texture", "bnn__classes": 2, "bnn__hidden": 4, "pvi__steps": 5},
     "deep-kernel": {"method": "deep-kernel", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture", "deep__local_steps": 3},
-    "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 8, "privacy__secure_aggregation": True},
+    "sgpr, masked": {"method": "sgpr", "sgpr__exchanges": 4, "privacy__secure_aggregation": True},
     "sgpr-private": {
         "method": "sgpr-private",
         "privacy__epsilon": 1.0,
         "privacy__ranges": '{"x": [-1, 7], "y": [-2, 2]}',
     },
-    "pvi sums": {"method": "pvi", "pvi__exchanges": 6},
+    "pvi sums": {"method": "pvi", "pvi__exchanges": 4},
     "pvi sums, asynchronous": {"method": "pvi", "pvi__exchanges": 6, "pvi__schedule": "asynchronous"},
     "pvi classes": {"method": "pvi", "dataset": "breast-cancer", "model__likelihood": "bernoulli"}
     | {"features": "mean radius,mean texture"},
@@ -72,10 +72,6 @@ def scaled(reply: Message, size: float) -> Message | None:
     return arrays(lambda own: {n: a * size if a.dtype.kind == "f" else a for n, a in own.items()})(reply)
 
 
-def shifted(reply: Message, size: float) -> Message | None:
-    return arrays(lambda own: {n: a + size if a.dtype.kind == "f" else a for n, a in own.items()})(reply)
-
-
 def one_entry(reply: Message, size: float) -> Message | None:
 
     def change(own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -87,19 +83,14 @@ def one_entry(reply: Message, size: float) -> Message | None:
     return arrays(change)(reply)
 
 
-def misshapen(reply: Message, size: float) -> Message | None:
-    del size
-    return arrays(lambda own: {n: a[None] for n, a in own.items()})(reply)
-
-
 SPOILS: Mapping[str, Spoil] = {
     "drop": lambda reply, size: None,
     "scale": scaled,
     "flip": lambda reply, size: scaled(reply, -1.0),
-    "shift": shifted,
+    "shift": lambda reply, size: each(lambda array: array + size if array.dtype.kind == "f" else array)(reply),
     "entry": one_entry,
     "nan": lambda reply, size: one_entry(reply, np.nan),
-    "shape": misshapen,
+    "shape": lambda reply, size: each(lambda array: array[None])(reply),
     "schema": lambda reply, size: texts(schema_version=9)(reply),
     "garbage": lambda reply, size: texts(schema="{", label="?")(reply),
 }
