@@ -207,12 +207,13 @@ class CoreConfig(Section):
             )
         if self.resume and not self.name:
             raise ValueError("`resume` needs `name`, the name of the run to go on with")
-        if self.transform.target != "none" and not self.standardise:
-            raise ValueError(f"`transform.target` = '{self.transform.target}' needs `standardise` = true")
-        if self.transform.target != "none" and self.model.likelihood != "gaussian":
+        transform, likelihood = self.transform.target, self.model.likelihood
+        if transform != "none" and not self.standardise:
+            raise ValueError(f"`transform.target` = '{transform}' needs `standardise` = true")
+        if transform != "none" and likelihood != "gaussian":
             raise ValueError(
-                f"`transform.target` = '{self.transform.target}' makes a Gaussian model of a number; with"
-                f" `model.likelihood` = '{self.model.likelihood}' it must be 'none'"
+                f"`transform.target` = '{transform}' makes a Gaussian model of a number; with"
+                f" `model.likelihood` = '{likelihood}' it must be 'none'"
             )
         return self
 
@@ -242,17 +243,13 @@ class CoreConfig(Section):
     def require_whole_batches(self) -> None:
         """Raise ConfigError where a batch size is set."""
         if self.optimizer.batch_size:
-            raise ConfigError(
-                f"`optimizer.batch-size`: `method` = {self.method!r} takes all rows of a site; set it to 0"
-            )
+            raise ConfigError(f"`optimizer.batch-size`: `method` = {self.method!r} takes all rows; set it to 0")
 
     def require_gaussian(self) -> None:
         """Raise ConfigError for another likelihood than the Gaussian one."""
+        likelihood = f"`model.likelihood` = {self.model.likelihood!r}"
         if self.model.likelihood != "gaussian":
-            raise ConfigError(
-                f"`model.likelihood` = {self.model.likelihood!r}: `method` = {self.method!r} needs 'gaussian'; take"
-                " 'svgp'"
-            )
+            raise ConfigError(f"{likelihood}: `method` = {self.method!r} needs 'gaussian'; take 'svgp'")
 
     def require_accounted(self, options: MethodOptions) -> None:
         """Raise ConfigError where anything is told that is not paid for from the budget of privacy."""

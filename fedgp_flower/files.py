@@ -31,7 +31,11 @@ def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
             os.fsync(file.fileno())
         Path(name).chmod(mode)
         os.replace(name, path)
-        _flush_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except BaseException as error:
         if name:
             Path(name).unlink(missing_ok=True)
@@ -94,11 +98,3 @@ def read_bytes(path: Path) -> bytes:
         raise DamagedError(f"{path.name} is missing from {path.parent}") from None
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -37,11 +37,7 @@ def execute(
 ) -> Path:
     """Run the configured method over a Grid and return the folder of the run.
 
-    Args:
-        grid: Where the sites are.
-        flat: The run configuration.
-        progress: Called with every row of the history.
-        opened: Called with the folder before any site is asked.
+    ``progress`` is called with every row of the history, ``opened`` with the folder before any site is asked.
     """
     config = parse_config(flat)
     folder = RunFolder.open(config)

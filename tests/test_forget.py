@@ -51,6 +51,8 @@ def text(page: Path) -> str:
 def test_both_figures_are_over_the_rows_of_the_sites_that_remain(tmp_path: Path) -> None:
     run = execute(tmp_path)
     left, record = forgotten(run, "1")
+    assert read_run(run).metrics.pooled is not None
+    assert read_run(left).metrics.pooled is None  # it would learn from the forgotten rows
     for when, folder in (("before", run), ("after", left)):
         expected = over_rows(folder, ["0", "2"])
         found = record[f"test_{when}"]
@@ -64,13 +66,11 @@ def test_both_figures_are_over_the_rows_of_the_sites_that_remain(tmp_path: Path)
     assert record["predictions"]["rms_shift_in_sd"] > 0
     assert all(value > 0 for value in record["divergence"].values())
     assert record["divergence"].keys() == {"inducing", "hyper"}
-
-
-def test_no_baseline_learns_from_the_forgotten_rows(tmp_path: Path) -> None:
-    run = execute(tmp_path)
-    assert read_run(run).metrics.pooled is not None
-    left, _ = forgotten(run, "1", rounds=0)
-    assert read_run(left).metrics.pooled is None
+    page = text(left / "report.html")
+    assert "What forgetting changed" not in text(run / "report.html")
+    assert f"the same {record['test_rows']:,} held-out rows" in page
+    for when in ("before", "after"):
+        assert f"{record[f'test_{when}']['nll']:#.4g}".replace("-", "−") in page
 
 
 def test_a_conjugate_run_depends_on_the_site_no_more(tmp_path: Path) -> None:
@@ -95,18 +95,6 @@ def test_too_few_sites_are_refused_before_a_folder_is_made(tmp_path: Path) -> No
     assert not (tmp_path / "left").exists()
 
 
-def test_the_report_says_what_was_forgotten(tmp_path: Path) -> None:
-    run = execute(tmp_path)
-    left, record = forgotten(run, "1")
-    page = text(left / "report.html")
-    assert "What forgetting changed" in page
-    assert "What forgetting changed" not in text(run / "report.html")
-    assert f"the same {record['test_rows']:,} held-out rows" in page
-    for when in ("before", "after"):
-        assert f"{record[f'test_{when}']['nll']:#.4g}".replace("-", "−") in page
-    assert "factors of other sites, fitted beside the site's" in page
-
-
 def test_the_report_shows_factors_free_energy_and_visits(tmp_path: Path) -> None:
     run = execute(tmp_path, num_server_rounds=4)
     content = read_run(run)
@@ -122,17 +110,6 @@ def test_the_report_shows_factors_free_energy_and_visits(tmp_path: Path) -> None
     energy = re.sub(r"[\s]+", " ", re.sub(r"<[^>]+>", " ", str(panels["Free energy"].body)))
     assert f"free energy {parts['total']:#.4g}".replace("-", "−") in energy
     assert f"q(β) from its prior {-parts['kl_hyper']:#.4g}".replace("-", "−", 1) in energy
-
-
-def test_convergence_is_drawn_against_visits(tmp_path: Path) -> None:
-    run = execute(tmp_path, num_server_rounds=2, pvi__schedule="synchronous", baselines__local_only=True)
-    history = read_run(run).history
-    figure = figures.convergence(history, [], "m")
-    assert figure is not None
-    ax = next(ax for ax in figure.axes if "NLL" in ax.get_ylabel())
-    assert ax.get_xlabel() == "communications (visits of a site)"
-    np.testing.assert_allclose(ax.lines[0].get_xdata(), [SITES, 2 * SITES])
-    np.testing.assert_allclose(ax.lines[0].get_ydata(), history["test_nll"])
 
 
 def test_a_round_without_a_visit_stays_where_the_last_one_was() -> None:

@@ -17,7 +17,6 @@ from fedgp_flower.run.artefacts import read_run
 from fedgp_flower.run.in_process import run_in_process
 from fedgp_flower.run.predict import QUANTILES, Predictor, predict_file
 from fedgp_flower.run.registry import METHODS, parse_config
-from fedgp_flower.run.report import write_report
 from fedgp_flower.run.user_config import read_config
 
 BASE = {"baselines.local-only": False, "baselines.pooled": False, "evaluate-every": 0, "model.num-inducing": 7}
@@ -121,20 +120,6 @@ def test_the_equation_written_beside_the_posterior_is_the_prediction(mixed):
     assert np.corrcoef(mean, new["outcome"])[0, 1] > 0.8  # a prediction of something
 
 
-def test_the_description_names_every_array_and_its_shape(mixed):
-    arrays = load_file(mixed / "posterior.safetensors")
-    facts = json.loads((mixed / "posterior.json").read_text())
-    assert {name: tuple(own["shape"]) for name, own in facts["arrays"].items()} == {
-        name: array.shape for name, array in arrays.items()
-    }
-    m, d = BASE["model.num-inducing"], 6
-    shapes = {"inducing.locations": (m, d), "inducing.mean": (m,), "inducing.covariance": (m, m), "input.mean": (d,)}
-    shapes |= {"input.scale": (d,), "target.mean": (), "target.scale": (), "kernel.outputscale": ()}
-    assert shapes.items() <= {name: array.shape for name, array in arrays.items()}.items()
-    assert (arrays["kernel.lengthscale"].size, arrays["likelihood.noise"].size) == (d, 1)
-    assert all(own["meaning"] and own["coordinates"] for own in facts["arrays"].values())
-
-
 def test_columns_may_come_in_another_order_and_unknown_levels_are_counted(mixed, tmp_path):
     new = table(20)
     new.loc[[3, 7], "clinic"] = "east"
@@ -154,4 +139,3 @@ def test_a_method_without_a_shared_posterior_says_so(method, tmp_path):
     with pytest.raises(RunError, match=rf"no posterior to predict from.*`method` = '{method}'") as caught:
         Predictor.of_run(run)
     assert METHODS[method].why_no_posterior in str(caught.value)
-    assert write_report(run).is_file()

@@ -198,19 +198,15 @@ class RunFolder:
     def write_predictions(self, by_site: Mapping[str, NamedArrays], input_names: Sequence[str] = ()) -> None:
         """Write ``predictions.csv``: a row per held-out row; columns ``site``, the prediction, and ``input.<name>``.
 
-        Args:
-            by_site: site → its ``prediction.*`` arrays, as in the evaluation reply; nothing is written for no site.
-            input_names: names of the encoded input columns, for ``prediction.input`` [n, D].
+        ``by_site`` has the ``prediction.*`` arrays of each site's evaluation reply; without a site nothing is written.
         """
         tables = []
         for site, arrays in by_site.items():
-            found = {
-                name: arrays[f"prediction.{name}"] for name in PREDICTION_COLUMNS if f"prediction.{name}" in arrays
-            }
-            if "prediction.input" in arrays:
-                names = (f"input.{name}" for name in input_names)
-                found |= dict(zip(names, arrays["prediction.input"].T, strict=True))
-            tables.append(pd.DataFrame({"site": site, **found}))
+            given = {name.removeprefix("prediction."): array for name, array in arrays.items()}
+            columns = {name: given[name] for name in PREDICTION_COLUMNS if name in given}
+            if "input" in given:
+                columns |= zip((f"input.{name}" for name in input_names), given["input"].T, strict=True)
+            tables.append(pd.DataFrame({"site": site, **columns}))
         if tables:
             write_bytes(self.path / "predictions.csv", pd.concat(tables).to_csv(index=False).encode())
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -15,13 +14,14 @@ from fedgp_flower.config import CoreConfig
 from fedgp_flower.data.sites import RawSite, load_site, natural_sites, simulated_nodes, site_of_table
 from fedgp_flower.data.tables import table_stem
 from fedgp_flower.errors import DataError
+from fedgp_flower.typing import Json
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
     """What a run would know of some tables before it trains."""
 
-    data: dict[str, Any]
+    data: Json
     """As in ``metrics.json``; empty where no table can be used."""
     problems: tuple[str, ...]
     """Why tables cannot be used, and what to do."""

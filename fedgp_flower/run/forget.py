@@ -35,12 +35,7 @@ def prepare(run: Path, site: str, *, rounds: int, name: str) -> Continuation:
     """Write the folder of the new run: the old one's history and checkpoint, without the site.
 
     The pooled baseline is left out: it would learn from the rows of all sites, the forgotten one among them.
-
-    Args:
-        run: Folder of a finished run over simulated sites, of a method that can forget.
-        site: Id or label of the site to forget.
-        rounds: Rounds of training after that, to let what the other sites said settle.
-        name: Name of the new folder, beside the old one.
+    ``site`` is an id or a label; ``rounds`` more of training let what the other sites said settle.
     """
     data = read_run(run)
     if not row_of(data).forget:

@@ -33,11 +33,7 @@ NODE_OFFSET = 1000
 def run_in_process(flat: FlatConfig, sites: int = 0, nodes: Sequence[Node] = (), progress: Progress = silent) -> Path:
     """Run a configuration over an in-process Grid; returns the run's folder.
 
-    Args:
-        flat: Keys of the run configuration.
-        sites: Number of simulated sites; 0 takes every natural group.
-        nodes: Node configurations, if they are not those of ``sites`` simulated ones.
-        progress: Called with every row of the history.
+    The nodes are those of simulated ``sites``, 0 takes every natural group, unless ``nodes`` gives configurations.
     """
     logging.getLogger("flwr").setLevel(logging.WARNING)  # it logs every round
     config = parse_config(flat)
@@ -93,20 +89,16 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Accept messages; they are answered when pulled."""
-        ids = []
-        for message in messages:
-            message_id = uuid.uuid4().hex
+        pushed = {uuid.uuid4().hex: message for message in messages}
+        for message_id, message in pushed.items():
             message.metadata.__dict__["_message_id"] = message_id
-            self._pending[message_id] = message
-            ids.append(message_id)
-        return ids
+        self._pending |= pushed
+        return list(pushed)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Answer the oldest of the messages asked for."""
-        for message_id in message_ids:
-            if message_id in self._pending:
-                return [self.answer(self._pending.pop(message_id))]
-        return []
+        waiting = [message_id for message_id in message_ids if message_id in self._pending]
+        return [self.answer(self._pending.pop(message_id)) for message_id in waiting[:1]]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Answer all messages; nothing is ever late in one process."""

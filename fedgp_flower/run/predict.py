@@ -116,16 +116,8 @@ class Predictor:
     ) -> Predictor:
         """Predict at a site that took part, as it predicted its held-out rows; nothing is sent.
 
-        Args:
-            run: Folder of a finished run of a method whose sites keep something.
-            site: Id or label of the site.
-            data: The site's table, read as in training; a simulated site needs none.
-            state_dir: What its node configuration names; a simulated site has its folder in the run's.
-            policy: What its node configuration names: rare levels are merged as in training.
-
-        Raises:
-            RunError: the run is of another method, or the site's state is missing or about other rows.
-            DataError: the site's rows cannot be used.
+        ``site`` is its id or label. A simulated site needs no more; of a real one name the table, read as in training,
+        and the ``state-dir`` and the ``policy`` of its node.
         """
         read = read_run(run)
         node = _node(read, site, data) | ({} if policy is None else {"policy": str(policy)})
@@ -146,13 +138,7 @@ class Predictor:
 
     @staticmethod
     def joined(run: Path, name: str, data: Path) -> Predictor:
-        """Predict at a site that took no part: it fits what it alone knows to all rows of its table; nothing is sent.
-
-        Args:
-            run: Folder of a finished run; what its sites share stays as it is.
-            name: Name of the new site.
-            data: Its table, read as in training, but none of its rows is held out.
-        """
+        """Predict at a site that took no part: it fits what it alone knows to all its rows and sends nothing."""
         read = read_run(run)
         if any(name in pair for pair in read.metrics.labels.items()):
             raise RunError(
@@ -206,9 +192,7 @@ class Predictor:
 
         For a target of classes: the probability of each. With ``missing`` = drop, NaN for a row with a missing cell.
 
-        Args:
-            frame: Columns as the sites had them; others are not looked at.
-            site: Id or label of a simulated site, to predict as :meth:`at_site` does; a real one needs that method.
+        With the id or label of a simulated site it predicts as :meth:`at_site` does; a real one needs that method.
         """
         if site is not None:
             return Predictor.at_site(self.run.path, site).predict(frame)

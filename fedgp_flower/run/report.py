@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import math
 import re
 import warnings
@@ -91,20 +92,18 @@ def write_report(run_folder: Path) -> Path:
 def write_page(run: RunData, predictor: Predictor | None = None, panels: Sequence[Panel] = ()) -> Path:
     """Write the page and its pictures.
 
-    Args:
-        run: What was read of the run's folder, which the page goes into.
-        predictor: Draws the curve over one input, or the map over two. Without it the held-out rows alone are shown.
-        panels: sections of the method.
+    The predictor draws the curve over one input, or the map over two; without it the held-out rows alone are shown.
     """
     plots = run.path / "plots"
     plots.mkdir(exist_ok=True)
     metrics, target, units = run.metrics, target_of(run), f"units of {target_of(run)}"
+    failing = len({str(row["site"]) for row in metrics.failures})
     lines = [arm for arm in arms(metrics)[1:] if arm.name in figures.STYLES]
     with warnings.catch_warnings():
         # Labels come from data; a script without a glyph in the font shows as a box and must not end the run.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        history, sites = figures.convergence(run.history, lines, units), [_nll(metrics, metrics.per_site)]
-        sites += [_nll(metrics, (metrics.local_only or {}).get("per_site", ()))]
+        history = figures.convergence(run.history, lines, units)
+        sites = (_nll(metrics, rows) for rows in (metrics.per_site, (metrics.local_only or {}).get("per_site", ())))
         pictures = {
             "calibration": _calibration(metrics),
             "convergence": _picture("convergence", history, "Figures after each round."),
@@ -121,13 +120,12 @@ def write_page(run: RunData, predictor: Predictor | None = None, panels: Sequenc
         title=f"{data_name(metrics.dataset)}: {target} by {metrics.method}",
         facts=_facts(run),
         verdicts=[_said(sentence) for sentence in sentences(metrics)],
-        failed=_failed(metrics),
+        failed=f"{_many(len(metrics.failures), 'failure')} at {_many(failing, 'site')}; see the list below.",
         headline=_headline(metrics, units),
         predictions=predictions,
         site_table=_site_table(metrics),
-        data={"lines": overview_lines(metrics.data), "titles": OVERVIEW_TITLES, "rows": overview_rows(metrics.data)}
-        if metrics.data
-        else None,
+        data=metrics.data
+        and {"lines": overview_lines(metrics.data), "titles": OVERVIEW_TITLES, "rows": overview_rows(metrics.data)},
         totals=_totals(metrics),
         extra=extra,
         style=Markup(STYLE),  # noqa: S704
@@ -174,11 +172,11 @@ def _relevance(run: RunData) -> list[Panel]:
 
 def _with_contents(page: str) -> str:
     """The page with a link to every chapter in the place of ``<nav></nav>``."""
-    before, *chapters = page.split("<h2>")
-    titles = [chapter.partition("</h2>")[0] for chapter in chapters]
+    titles = re.findall(r"<h2>(.*?)</h2>", page)
     links = " · ".join(f'<a href="#chapter-{number}">{title}</a>' for number, title in enumerate(titles))
-    body = "".join(f'<h2 id="chapter-{number}">{chapter}' for number, chapter in enumerate(chapters))
-    return before.replace("<nav></nav>", f"<nav>{links}</nav>") + body
+    numbers = itertools.count()
+    body = re.sub("<h2>", lambda found: f'<h2 id="chapter-{next(numbers)}">', page)
+    return body.replace("<nav></nav>", f"<nav>{links}</nav>")
 
 
 def _said(sentence: str) -> Markup:
@@ -198,11 +196,6 @@ def _facts(run: RunData) -> str:
 
 def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _failed(metrics: RunMetrics) -> str:
-    sites = {str(row["site"]) for row in metrics.failures}
-    return f"{_many(len(metrics.failures), 'failure')} at {_many(len(sites), 'site')}; see the list below."
 
 
 def _headline(metrics: RunMetrics, units: str) -> Json:
