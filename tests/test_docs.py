@@ -19,9 +19,10 @@ import typer
 
 from fedgp_flower.cli import app
 from fedgp_flower.config import RunConfig
+from fedgp_flower.options import meanings
 from fedgp_flower.privacy.policy import Policy
 from fedgp_flower.run import figures
-from fedgp_flower.run.keys import docstrings, reference
+from fedgp_flower.run.keys import reference
 from fedgp_flower.run.leaves import page as leaving
 from fedgp_flower.run.registry import METHODS, default_config, option_classes, parse_config
 from fedgp_flower.run.user_config import parse_assignments, read_config
@@ -171,7 +172,7 @@ def test_the_documents_say_of_every_message_what_leaves_a_site():
 def test_every_rule_of_a_policy_is_documented_with_its_default():
     text = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
     told = {row["key"]: (row["default"], row["meaning"]) for row in RULE.finditer(text)}
-    words = docstrings(Policy)
+    words = meanings(Policy)
     expected = {own.alias: (own.default, words[name]) for name, own in Policy.model_fields.items()}
     assert told == {key: (json.dumps(default), said) for key, (default, said) in expected.items()}
 
