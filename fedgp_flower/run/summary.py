@@ -18,8 +18,6 @@ from fedgp_flower.typing import Facts
 
 REGRESSION_COLUMNS = ("rmse", "r2", "nll", "crps", "coverage_95")
 CLASSIFICATION_COLUMNS = ("accuracy", "auc", "nll", "brier", "brier_skill", "calibration_slope")
-BASELINES = ("local-only", "pooled")
-"""Baselines that are methods, too."""
 PERCENTAGES = ("accuracy", "coverage_50", "coverage_90", "coverage_95")
 
 TITLES = {
