@@ -1,18 +1,14 @@
 """A shared trend and a deviation of each site or unit, in closed form: Newton steps on θ, one exchange a step.
 
 At fixed θ the structured posterior of Hassan, Salomone and Mengersen (2023) is known. A site integrates its deviation
-out and sends sums. From their total the server has the bound F, its exact gradient and its Hessian
-(:mod:`fedgp_flower.methods.hierarchical_gp.newton`); it needs no site's summand. Sites have ``smooth`` deviations
-(:mod:`~fedgp_flower.methods.hierarchical_gp.smooth`), units along one input have ``rough`` ones
-(:mod:`~fedgp_flower.methods.hierarchical_gp.rough`).
+out and sends sums; from their total the server has the bound F, its exact gradient and its Hessian
+(:mod:`fedgp_flower.methods.hierarchical_gp.newton`). Deviations are ``smooth`` at sites and ``rough`` at units along
+one input: see the modules of these names.
 
 Every logarithm of θ has a weak normal prior, whose mode is where a run starts and whose standard deviations are the
 units of a step. The size of smooth deviations, the amplitude of k_L and the sds τ of intercepts and slopes, has an
-exponential prior besides, which penalises leaving the model without deviations (Simpson et al., *Penalising model
-component complexity*, 2017): it exceeds its first value with probability .05.
-
-After the last step each unit with a rough deviation says how well the other units and its first rows predict the rest
-of it, and a summed histogram widens the bands beyond a unit's last row.
+exponential prior besides (Simpson et al., *Penalising model component complexity*, 2017): it exceeds its first value
+with probability .05. After the last step, units with rough deviations calibrate their bands.
 """
 
 from __future__ import annotations
@@ -48,7 +44,6 @@ from fedgp_flower.methods.hierarchical_gp.options import HierarchicalOptions
 from fedgp_flower.methods.hierarchical_gp.smooth import WIDTHS, shaped_gp
 from fedgp_flower.methods.sfvi.gp import NOISE, HierarchicalModel
 from fedgp_flower.methods.sfvi.options import SHARED
-from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters, Shape
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies.server.enrolment import Enrolment
@@ -125,11 +120,8 @@ class NewtonState:
     @property
     def theta(self) -> NamedArrays:
         """The best θ that steps move."""
-        return {
-            name: array
-            for name, array in self.parameters.items()
-            if name.startswith("theta.") and name not in self.widths
-        }
+        theta = {name: array for name, array in self.parameters.items() if name.startswith("theta.")}
+        return {name: array for name, array in theta.items() if name not in self.widths}
 
 
 FactorAt: TypeAlias = Callable[[Mapping[str, ndarray]], torch.Tensor]
@@ -204,12 +196,8 @@ def log_prior(state: NewtonState) -> tuple[float, torch.Tensor, torch.Tensor]:
 def with_prior(state: NewtonState, total: ExpansionShare) -> Expansion:
     """F + log p(θ) to second order around the trial point, by θ in prior standard deviations."""
     found, scale, (value, slope, bend) = expansion(total), torch.from_numpy(state.scale), log_prior(state)
-    return replace(
-        found,
-        value=found.value + value,
-        gradient=scale * found.gradient + slope,
-        hessian=scale[:, None] * found.hessian * scale + torch.diag(bend),
-    )
+    hessian = scale[:, None] * found.hessian * scale + torch.diag(bend)
+    return Expansion(found.value + value, scale * found.gradient + slope, hessian, found.q_global)
 
 
 def next_radius(state: NewtonState, value: float, before: float) -> float:
@@ -252,10 +240,8 @@ def first_state(
     widths = {name: theta.pop(name) for name in (WIDTHS,) if name in theta}
     scales, powers = ({n: np.full(array.shape, prior(n)[k]) for n, array in theta.items()} for k in (0, 1))
     mode, eta = pack(theta), on_the_wire(named(initial_global(size, scale=1.0, triangular=True)))
-    parameters, shared = {**theta, **widths, **eta}, {SHARED: points}
-    return NewtonState(
-        parameters, shared, mode, pack(scales), pack(powers), mode, eta, widths, next(iter(widths.values()), None)
-    )
+    fixed = {**theta, **widths, **eta}, {SHARED: points}, mode, pack(scales), pack(powers)
+    return NewtonState(*fixed, mode, eta, widths, next(iter(widths.values()), None))
 
 
 def smooth_start(theta: NamedArrays, points: Array, size: int) -> NewtonState:
@@ -266,17 +252,11 @@ def smooth_start(theta: NamedArrays, points: Array, size: int) -> NewtonState:
 
 
 def pseudo_inputs(shapes: Mapping[str, Shape], count: int) -> Array:
-    """An even grid [J, 1] from the first to the last bin of the one input that holds a row, and beyond by the margin.
-
-    Raises:
-        RunError: there are several inputs, or fewer than three points.
-    """
+    """An even grid [J, 1] over the bins of the one input that hold rows, and beyond by the margin."""
     histogram = np.sum([shape.histogram for shape in shapes.values()], axis=0)
     if len(histogram) > 1:
-        raise RunError(
-            f"`hierarchical.deviation` = 'rough' needs one input, here are {len(histogram)}: pick one with `features`, "
-            "or take 'smooth'"
-        )
+        here = f"needs one input, here are {len(histogram)}: pick one with `features`, or take 'smooth'"
+        raise RunError(f"`hierarchical.deviation` = 'rough' {here}")
     if count < LEAST_POINTS:
         raise RunError(f"`model.num-inducing` = {count}: 'rough' deviations need {LEAST_POINTS} points or more")
     filled = np.flatnonzero(histogram[0])
@@ -371,12 +351,6 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         """Whether another step would promise less than the tolerance."""
         return state.value is not None and state.rise < TOLERANCE[self.options.deviation]
 
-    def predictive(self, state: NewtonState, roster: Roster) -> Asking[Predicted]:
-        """θ, q(Z_G) and the factors; a site adds its deviation."""
-        yield from ()
-        view = HierarchicalView(state.parameters, state.factors)
-        return Predicted(view, self._saved(state), self._facts(state))
-
     def constants(self, state: NewtonState) -> NamedArrays:
         """The shared inducing inputs."""
         return dict(state.shared)
@@ -395,16 +369,18 @@ class HierarchicalGP(FederatedStrategy[NewtonState]):
         widths = {name: given[name] for name in state.widths}
         return replace(state, trial=pack(state.theta), asked=eta, widths=widths)
 
-    def _saved(self, state: NewtonState) -> Posterior:
-        """What predicts for a new site, or with the rows of a unit."""
-        arrays = {**state.parameters, **state.shared}
-        arrays |= {} if state.factors is None else {"factors": state.factors}
+    def predictive(self, state: NewtonState, roster: Roster) -> Asking[Predicted]:
+        """θ, q(Z_G) and the factors; a site adds its deviation."""
+        yield from ()
+        view, arrays = HierarchicalView(state.parameters, state.factors), {**state.parameters, **state.shared}
         section = self.config.model.model_dump(by_alias=True)
         model = {"family": "hierarchical", "model": section, "deviation": self.options.deviation}
         if not self.options.rough:
-            return saved(arrays, SMOOTH_EQUATION, model)
+            return Predicted(view, saved(arrays, SMOOTH_EQUATION, model), self._facts(state))
+        arrays |= {} if state.factors is None else {"factors": state.factors}
         meaning = "widths of bands beyond the last row, by cut, over normal ones"
-        return saved(arrays, ROUGH_EQUATION, {**model, "why_no_posterior": NEEDS_A_UNIT}, factors=meaning)
+        kept = saved(arrays, ROUGH_EQUATION, {**model, "why_no_posterior": NEEDS_A_UNIT}, factors=meaning)
+        return Predicted(view, kept, self._facts(state))
 
     def _facts(self, state: NewtonState) -> dict[str, Any]:
         """The bound in nats, what the next step would promise, and the hyperparameters."""

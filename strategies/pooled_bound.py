@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -65,6 +66,20 @@ EQUATION = (
     "With L Lᵀ = k(Z, Z) + jitter · k(z, z) · I and a = L⁻¹ k(Z, x): y(x) ~ N(aᵀm, k(x, x) − aᵀa + aᵀS a + σ²), "
     "x and y standardised by input.mean, input.scale, target.mean, target.scale."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What stays the same during a run that maximises a bound."""
+
+    model: ModelSection
+    seed: int = 0
+    exchanges: int = 20
+    """Most exchanges with every site, those before training among them."""
+    target: Mapping[str, float] = field(default_factory=dict)
+    """Statistics of the training target: ``share`` of the second class, ``mean`` of counts."""
+    small_sites: str = "warn"
+    """The policy for sites with few rows: ``warn``, ``cap`` or ``masks``."""
 
 
 # How many inducing points sites bear, and what their sums reveal.

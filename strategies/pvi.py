@@ -266,7 +266,7 @@ class PVI(FederatedStrategy[PVIState]):
         if self.options is not self.table or not self.table.agrees:  # models of weights have other options
             return None
         preparation = self.preparation
-        return Agreement.of(self.config, preparation.num_inputs, preparation.training_target, self.table.exchanges)
+        return Agreement.of(self.config, preparation.training_target, self.table.exchanges)
 
     def initialise(self, roster: Roster) -> Asking[PVIState]:
         """The first Z from federated statistics, the same for all sites; nothing is known of the function yet."""

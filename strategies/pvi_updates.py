@@ -38,7 +38,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape
 from strategies import sgpr, svgp
-from strategies.pooled_bound import CANDIDATES, LOCATIONS, ROWS_PER_POINT, noise_of, saved, told_by_total
+from strategies.pooled_bound import CANDIDATES, LOCATIONS, ROWS_PER_POINT, Problem, noise_of, saved, told_by_total
 from strategies.server.questions import Asking, Figures, Roster
 
 FIRST_SCALE = 0.1
@@ -261,16 +261,16 @@ def product(state: PVIState) -> PooledPosterior:
 class Agreement:
     """Rounds that agree on Z and β: of :mod:`strategies.sgpr` with Gaussian noise, else of :mod:`strategies.svgp`."""
 
-    exact: sgpr.Problem | None
-    latent: svgp.LatentProblem
+    exact: Problem | None
+    latent: Problem
 
     @staticmethod
-    def of(config: RunConfig, num_inputs: int, target: Mapping[str, float], exchanges: int) -> Agreement:
+    def of(config: RunConfig, target: Mapping[str, float], exchanges: int) -> Agreement:
         """At most so many exchanges, each site's first visit among them; 0 is as many as those methods have."""
         exact = None
         if config.model.likelihood == "gaussian":
-            exact = sgpr.Problem(config.model, num_inputs, config.seed, max((exchanges or sgpr.USUAL) - 1, 1))
-        latent = svgp.LatentProblem(config.model, config.seed, max((exchanges or svgp.USUAL) - 1, 1), target)
+            exact = Problem(config.model, config.seed, max((exchanges or sgpr.USUAL) - 1, 1))
+        latent = Problem(config.model, config.seed, max((exchanges or svgp.USUAL) - 1, 1), target)
         return Agreement(exact, latent)
 
     def start(self, roster: Roster) -> Asking[PVIState]:

@@ -218,7 +218,13 @@ class StructuredVI(FederatedStrategy[SFVIState]):
     def predictive(self, state: SFVIState, roster: Roster) -> Asking[Predicted]:
         """θ and q(Z_G); a site adds the shared inputs, which it was sent once, and its local posterior."""
         yield from ()
-        return Predicted(Parameters(state.parameters), self._saved(state), self._facts(state))
+        section = self.config.model.model_dump(by_alias=True)
+        model = {"family": "structured", "model": section, "structure": self.options.model_dump(by_alias=True)}
+        posterior = saved({**state.parameters, **state.shared}, EQUATION, model)
+        facts = {"bound": state.bound, "fresh_starts": state.fresh or None, "spread": dict(state.spread) or None}
+        known = {name: fact for name, fact in facts.items() if fact is not None}
+        shared = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
+        return Predicted(Parameters(state.parameters), posterior, shared | known)
 
     def constants(self, state: SFVIState) -> NamedArrays:
         """The shared inducing inputs."""
@@ -261,18 +267,6 @@ class StructuredVI(FederatedStrategy[SFVIState]):
         predicted = yield from self.predictive(state, roster)
         summed = yield Total(Confusion, predicted.request)
         return {} if summed.total is None else {"confusion": summed.total.counts.tolist()}
-
-    def _saved(self, state: SFVIState) -> Posterior:
-        """What predicts for a new site: θ, q(Z_G) and the shared inputs."""
-        section = self.config.model.model_dump(by_alias=True)
-        model = {"family": "structured", "model": section, "structure": self.options.model_dump(by_alias=True)}
-        return saved({**state.parameters, **state.shared}, EQUATION, model)
-
-    def _facts(self, state: SFVIState) -> dict[str, Any]:
-        """The bound at the end, and how far apart the sites were at the latest average."""
-        facts = {"bound": state.bound, "fresh_starts": state.fresh or None, "spread": dict(state.spread) or None}
-        shared = {"shared_latents": len(state.prior.fixed), "relevance": lengthscale_facts(state.parameters, None)}
-        return shared | {name: fact for name, fact in facts.items() if fact is not None}
 
 
 def saved(arrays: NamedArrays, equation: str, model: Mapping[str, Any], **meanings: str) -> Posterior:

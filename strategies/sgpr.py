@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 from jaxtyping import Float
@@ -28,11 +28,10 @@ from fedgp_flower.gp.sums import PENALTY, SparseSums, prior
 from fedgp_flower.messages import encode, message
 from fedgp_flower.methods.sgpr.messages import Anchors, PooledPosterior, Sketch
 from fedgp_flower.methods.sgpr.options import SGPROptions
-from fedgp_flower.options import ModelSection
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
-from strategies.pooled_bound import LOCATIONS, LOG_NOISE, folded, lengthscales, objective, sums_at
+from strategies.pooled_bound import LOCATIONS, LOG_NOISE, Problem, folded, lengthscales, objective, sums_at
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total, lengthscale_facts
 from strategies.server.shapes import points_like_inputs, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -57,19 +56,6 @@ USUAL = 20
 """Exchanges where the configuration leaves them to the method."""
 TOLERANCE = 1e-6
 """The ascent ends where a line search gains less than this per row, relative to the size of the bound."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What stays the same during a run."""
-
-    model: ModelSection
-    num_inputs: int
-    seed: int = 0
-    exchanges: int = USUAL
-    """Most exchanges with every site, those before training among them."""
-    small_sites: str = "warn"
-    """The policy for sites with few rows: ``warn``, ``cap`` or ``masks``."""
 
 
 @message()
@@ -160,9 +146,10 @@ def chain_at(values: Mapping[str, ndarray], totals: SparseSums | None = None) ->
 
 def start(problem: Problem, roster: Roster) -> Asking[SGPRState]:
     """Two chains, from a sketch of all rows around points that lie where inputs do."""
-    section, num_inputs, seed = problem.model, problem.num_inputs, problem.seed
+    section, seed = problem.model, problem.seed
     shapes = yield from shapes_of_inputs(roster)
     anchors = points_like_inputs(shapes, SLOTS, np.random.default_rng([seed, *b"anchors"]))
+    num_inputs = anchors.shape[1]
     model = pooled_bound.empty_model(section, num_inputs)
     sizes = {"C": SLOTS, "H": sum(array.size for array in model.values())}
     summed: Summed[Sketch] = yield Total(Sketch, Anchors(anchors), sizes=sizes)
@@ -328,9 +315,8 @@ class SGPR(FederatedStrategy[SGPRState]):
     @property
     def problem(self) -> Problem:
         """What stays the same during a run."""
-        config, options = self.config, self.options
-        exchanges = options.exchanges or USUAL
-        return Problem(config.model, self.preparation.num_inputs, config.seed, exchanges, options.small_sites)
+        exchanges = self.options.exchanges or USUAL
+        return Problem(self.config.model, self.config.seed, exchanges, small_sites=self.options.small_sites)
 
     def initialise(self, roster: Roster) -> Asking[SGPRState]:
         """Two chains."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from fedgp_flower.outcome import Posterior
 from fedgp_flower.shared_messages import Parameters
 from fedgp_flower.typing import AnyShape, Array, NamedArrays
 from strategies import pooled_bound
-from strategies.pooled_bound import LOCATIONS, SMOOTHED, progress, told_by_total
+from strategies.pooled_bound import LOCATIONS, SMOOTHED, Problem, progress, told_by_total
 from strategies.server.questions import Asking, Figures, Predicted, Roster, Summed, Total
 from strategies.server.shapes import initial_locations, shapes_of_inputs
 from strategies.server.strategy import FederatedStrategy
@@ -60,18 +60,6 @@ EQUATION = (
     "y(x) ~ ∫ p(y | f) df with p(y = 1) = Φ(f), a Poisson rate eᶠ, or Student-t noise; x standardised by input.mean "
     "and input.scale, Student-t targets by target.mean and target.scale."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LatentProblem:
-    """What stays the same during a run."""
-
-    model: ModelSection
-    seed: int = 0
-    exchanges: int = USUAL
-    """Most exchanges with every site, those before training among them."""
-    target: Mapping[str, float] = field(default_factory=dict)
-    """Statistics of the training target: ``share`` of the second class, ``mean`` of counts."""
 
 
 @message()
@@ -116,7 +104,7 @@ def at(values: Mapping[str, ndarray]) -> SVGPState:
     return SVGPState(values, *zeros, None, nothing, nothing, np.empty(0), 0.0, 0, 0, (), BEFORE)
 
 
-def start(problem: LatentProblem, roster: Roster) -> Asking[SVGPState]:
+def start(problem: Problem, roster: Roster) -> Asking[SVGPState]:
     """Inducing points from federated statistics, c from the mean of the target, the rest from the configuration."""
     model = problem.model
     locations = initial_locations((yield from shapes_of_inputs(roster)), model, problem.seed)
@@ -130,7 +118,7 @@ def start(problem: LatentProblem, roster: Roster) -> Asking[SVGPState]:
     return at(values)
 
 
-def one_round(problem: LatentProblem, state: SVGPState, roster: Roster) -> Asking[tuple[SVGPState, Figures]]:
+def one_round(problem: Problem, state: SVGPState, roster: Roster) -> Asking[tuple[SVGPState, Figures]]:
     """One exchange: evaluate the trial that the state implies; take it, or take it back."""
     model, state = problem.model, replace(state, exchanges=state.exchanges + 1)
     old, duals, point = LatentGP.from_arrays(model, state.values), improved(state), trial(state, model)
@@ -208,7 +196,7 @@ def units(values: Mapping[str, ndarray], model: ModelSection) -> Array:
     return pack({n: np.full_like(a, unit if n == "inducing.locations" else 1.0) for n, a in values.items()})
 
 
-def finished(problem: LatentProblem, state: SVGPState) -> bool:
+def finished(problem: Problem, state: SVGPState) -> bool:
     """Whether nothing is gained any more, or the exchanges are used up."""
     return converged(state) or state.exchanges >= problem.exchanges
 
@@ -245,12 +233,12 @@ class SVGP(FederatedStrategy[SVGPState]):
     options: SVGPOptions
 
     @property
-    def problem(self) -> LatentProblem:
+    def problem(self) -> Problem:
         """What stays the same during a run, with the jitter that sites use: they whiten as the server does."""
         model, exchanges = self.config.model, self.options.exchanges or USUAL
         if self.config.precision == "float32":
             model = model.model_copy(update={"jitter": max(model.jitter, FLOAT32_JITTER)})
-        return LatentProblem(model, self.config.seed, exchanges, self.preparation.training_target)
+        return Problem(model, self.config.seed, exchanges, self.preparation.training_target)
 
     def initialise(self, roster: Roster) -> Asking[SVGPState]:
         """Before the first evaluation."""

@@ -70,9 +70,9 @@ class DrawnGP(HierarchicalModel, SampledModel):
 
     def _given(self, site, z_global, z_local):
         """Mean and variance of f, and the noise; what is open of f is what the inducing values leave open."""
-        basis, own = self._basis(site), z_local[..., 0, :]
+        (shared, local, left_over), own = self._basis(site), z_local[..., 0, :]
         offset, zero = (own[..., -1:] if self.offsets else own.new_zeros(1)), own.new_zeros(())
-        return z_global @ basis.shared + own @ basis.local, basis.left_over, self._noise(offset, zero, zero)
+        return z_global @ shared + own @ local, left_over, self._noise(offset, zero, zero)
 
 
 def shaped_gp(*, inputs, widths=(0.5, 0.4, 0.3), jitter=1e-8):

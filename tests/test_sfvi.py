@@ -25,13 +25,12 @@ from faults import (
     run,
     waves,
 )
-from scipy.special import ndtr
 
 from fedgp_flower.clients.state import ARRAYS
 from fedgp_flower.errors import ConfigError
 from fedgp_flower.gp.optimisers import AdamState
 from fedgp_flower.messages import decode
-from fedgp_flower.methods.sfvi.memory import RoundMemory, SiteMemory
+from fedgp_flower.methods.sfvi.learner import RoundMemory, SiteMemory
 from fedgp_flower.run.registry import parse_config
 from strategies.sfvi import plus, server_term
 from strategies.sfvi_avg import move_limit
@@ -256,17 +255,3 @@ def test_no_gradient_carries_adam_beyond_its_limit() -> None:
 def test_combinations_that_make_no_sense(flat: Mapping[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word.replace(".", r"\.")):
         parse_config({"method": "sfvi", **flat})
-
-
-def test_classes_with_a_hierarchical_gp(tmp_path: Path) -> None:
-    """Two sites whose classes differ in frequency: better than knowing the frequencies of both together."""
-    draw, frames = np.random.default_rng(0), {}
-    for name, shift in (("a", 0.8), ("b", -0.8)):
-        x = draw.uniform(-1.7, 1.7, (120, 2))
-        chance = ndtr(2.0 * x[:, 0] + shift)
-        y = np.where(draw.uniform(size=120) < chance, "yes", "no")
-        frames[name] = pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1], "y": y})
-    flat = tiny(num_server_rounds=25, model__likelihood="bernoulli", sfvi__learning_rate=0.1)
-    strategy = run(FaultyGrid(flat, csv_nodes(tmp_path, frames)))
-    assert strategy.evaluation["test"]["nll"] < np.log(2) - 0.15
-    assert not blamed(strategy)

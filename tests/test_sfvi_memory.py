@@ -125,16 +125,6 @@ def test_new_rows_are_predicted_at_a_real_site_from_its_own_files(tmp_path: Path
         Predictor.at_site(folder, "a")
 
 
-def test_the_baseline_takes_the_steps_and_rates_of_the_run() -> None:
-    own = parse_config(tiny(num_server_rounds=4, sfvi__warm_start_rounds=1, sfvi__local_steps=3)).options
-    rates = own.rates(4)
-    assert len(rates) == 3 + 3
-    assert rates[:5] == pytest.approx([0.03] * 5)
-    assert rates[-1] == pytest.approx(0.03 * 0.01**0.5)
-    average = parse_config(tiny(method="sfvi-avg", sfvi__local_steps=3)).options
-    assert average.rates(2) == pytest.approx([0.03] * 6)
-
-
 def test_deviations_along_one_input(tmp_path: Path) -> None:
     told = tiny(partitioner="blocks", output_dir=str(tmp_path), name="run", keep_predictions=True)
     folder = server_app.execute(FaultyGrid(told, 3), told, lambda row, total: None)

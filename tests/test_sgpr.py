@@ -25,6 +25,7 @@ from fedgp_flower.run.registry import parse_config
 from strategies import sgpr
 from strategies.pooled_bound import (
     LOCATIONS,
+    Problem,
     candidates,
     inducing_points,
     known_lengthscales,
@@ -34,7 +35,7 @@ from strategies.pooled_bound import (
     told_by_total,
 )
 from strategies.server.questions import Roster, Summed, drive
-from strategies.sgpr import Problem, SGPRState, chain_at, differentiate, evaluate, one_round
+from strategies.sgpr import SGPRState, chain_at, differentiate, evaluate, one_round
 
 D, P = 2, 7
 
@@ -102,7 +103,7 @@ class Site(SGPRClient):
 
 
 def problem(kernel: str = "rbf") -> Problem:
-    return Problem(ModelSection(kernel=kernel), D)
+    return Problem(ModelSection(kernel=kernel))
 
 
 def federation(parts: list[int], kernel: str = "rbf") -> dict[str, Site]:

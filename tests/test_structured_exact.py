@@ -125,9 +125,9 @@ def conjugate_problem(generator):
     sites = gp_sites(model, generator, num_inducing=2)
     with torch.no_grad():
         bases = [model._basis(site) for site in sites]
-    designs = [(basis.shared.numpy(), basis.local.numpy()) for basis in bases]
+    designs = [(shared.numpy(), local.numpy()) for shared, local, _ in bases]
     q_global, q_local, evidence = linear_gaussian_posterior(designs, [site.targets.numpy() for site in sites], 0.2)
-    left_open = sum(float(basis.left_over.sum()) for basis in bases) / (2 * 0.2)
+    left_open = sum(float(left.sum()) for _, _, left in bases) / (2 * 0.2)
     return model, sites, q_global, q_local, evidence - left_open
 
 

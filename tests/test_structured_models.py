@@ -160,7 +160,7 @@ def test_gp_with_every_row_inducing_predicts_like_the_exact_hierarchical_gp(gene
     sites = gp_sites(model, generator, num_inducing=20)
     with torch.no_grad():
         bases = [model._basis(site) for site in sites]
-    designs = [(basis.shared.numpy(), basis.local.numpy()) for basis in bases]
+    designs = [(shared.numpy(), local.numpy()) for shared, local, _ in bases]
     q_global, q_local, _ = linear_gaussian_posterior(designs, [site.targets.numpy() for site in sites], 0.2)
     tests = torch.tensor([[-2.7], [0.05], [1.3]], dtype=torch.float64)
     answers = exact_hierarchical_gp(model, sites, tests, 0.2)

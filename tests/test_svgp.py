@@ -22,8 +22,9 @@ from fedgp_flower.methods.sgpr.messages import PooledPosterior
 from fedgp_flower.options import ModelSection
 from fedgp_flower.run.registry import parse_config, strategy_class
 from fedgp_flower.shared_messages import Described
+from strategies.pooled_bound import Problem
 from strategies.server.questions import Roster, drive
-from strategies.svgp import SVGP, LatentProblem, at, improved, one_round, taken_back, trial
+from strategies.svgp import SVGP, at, improved, one_round, taken_back, trial
 
 KINDS = ("bernoulli", "poisson", "student-t")
 INDUCING = 7
@@ -156,7 +157,7 @@ def roster(sites: dict[str, Site]) -> Roster:
 def rounds(sites: dict[str, Site], likelihood: str, number: int) -> Any:
     state = at(latent(likelihood).to_arrays())
     for _ in range(number):
-        state, _ = drive(one_round(LatentProblem(section(likelihood)), state, roster(sites)), sites)
+        state, _ = drive(one_round(Problem(exchanges=60, model=section(likelihood)), state, roster(sites)), sites)
     return state
 
 
@@ -178,7 +179,7 @@ def test_the_bound_rises_until_its_slope_is_small(likelihood: str) -> None:
     sites = dealt(likelihood, 60)
     state, bounds = at(latent(likelihood).to_arrays()), []
     for _ in range(40):
-        state, figures = drive(one_round(LatentProblem(section(likelihood)), state, roster(sites)), sites)
+        state, figures = drive(one_round(Problem(exchanges=60, model=section(likelihood)), state, roster(sites)), sites)
         bounds.append(figures["objective"])
     assert (np.diff(bounds) >= 0).all()
     assert bounds[-1] > bounds[2] + 0.01
@@ -189,7 +190,7 @@ def test_a_trial_that_loses_is_taken_back_with_half_the_steps() -> None:
     likelihood = "poisson"
     sites, state = dealt(likelihood, 30, 30), rounds(dealt(likelihood, 30, 30), likelihood, 5)
     proud = replace(state, objectives=np.append(state.objectives[:-1], 1e9))
-    back, figures = drive(one_round(LatentProblem(section(likelihood)), proud, roster(sites)), sites)
+    back, figures = drive(one_round(Problem(exchanges=60, model=section(likelihood)), proud, roster(sites)), sites)
     assert figures["objective"] == 1e9
     assert back.halvings == 1
     model = section(likelihood)

@@ -59,11 +59,7 @@ def second_moment(q_global: GlobalPosterior) -> Square:
 
 
 def posterior(precision: Square, shift: Vector) -> tuple[GlobalPosterior, Square]:
-    """q(Z_G) = N(m, S) from P and p, and the Cholesky factor of I + P.
-
-    Raises:
-        NumericsError: I + P is not positive definite.
-    """
+    """q(Z_G) = N(m, S) from P and p, and the Cholesky factor of I + P."""
     factor = cholesky(torch.eye(len(shift)).to(shift) + precision, of="precision of q(Z_G)")
     mean = torch.cholesky_solve(shift[:, None], factor)[:, 0]
     covariance = symmetric(torch.cholesky_inverse(factor))  # the inverse is the answer here

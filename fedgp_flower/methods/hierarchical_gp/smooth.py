@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from copy import copy, deepcopy
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -87,19 +86,6 @@ class LowRank(Dense):
         return left @ right.mT / self.noise - solved
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Features and covariance of the rows of a site at a θ and a z_k."""
-
-    shared: Float[Tensor, "M N"]
-    covariance: Dense
-    """R_k."""
-    noise: Scalar
-    """s_k²."""
-    left_over: Scalar
-    """Variance that inducing values leave open, summed over rows."""
-
-
 class SmoothDeviation:
     """The rows of a site, features [N, D] and targets [N], under a model with Gaussian noise that holds θ."""
 
@@ -116,24 +102,32 @@ class SmoothDeviation:
             whole = whole.index_add(0, torch.tensor(self.model.varied), self.model.log_width.exp() * offset)
         return whole.exp()
 
-    def parts(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Parts:
-        """At the model's θ; traced, because GPyTorch's faster kernels of one lengthscale have no second derivative."""
+    def parts(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor]) -> tuple[Dense, Scalar, Scalar]:
+        """R_k and the noise s_k² at a z_k, and the variance that inducing values leave open, summed over rows.
+
+        Traced, because GPyTorch's faster kernels of one lengthscale have no second derivative.
+        """
         with settings.trace_mode():
-            shape, (shared, left_over) = self.shape(offset), known or self.model.shared(self.features)
+            shape, left_over = self.shape(offset), known[1].sum()
             noise = self.model.log_noise.exp() * shape[NOISE].square()
             if self.dense:
-                covariance = Dense(noise, self._covariance(self.features, self.features, shape))
-                return Parts(shared, covariance, noise, left_over.sum())
+                return Dense(noise, self._covariance(self.features, self.features, shape)), noise, left_over
             weights, open_deviation = self._weights(self.features, shape)
-            return Parts(shared, LowRank(noise, weights), noise, left_over.sum() + open_deviation.sum())
+            return LowRank(noise, weights), noise, left_over + open_deviation.sum()
+
+    def shared(self) -> tuple[Tensor, Tensor]:
+        """Φ of the rows and what it leaves open, which do not depend on z_k."""
+        with settings.trace_mode():
+            return self.model.shared(self.features)
 
     def sums(self, offset: Float[Tensor, " W"], known: tuple[Tensor, Tensor] | None = None) -> Sums:
-        """P_k, p_k and c_k at a z_k; ``known`` is Φ and what it leaves open, which do not depend on z_k."""
-        parts = self.parts(offset, known)
-        rows = torch.cat([parts.shared, self.targets[None]])
-        products = parts.covariance.inner(rows, rows)
-        fit = parts.covariance.log_det + products[-1, -1] + len(self.targets) * math.log(2 * math.pi)
-        constant = -0.5 * (fit + parts.left_over / parts.noise + offset.square().sum())
+        """P_k, p_k and c_k at a z_k; ``known`` is :meth:`shared`."""
+        known = known or self.shared()
+        covariance, noise, left_over = self.parts(offset, known)
+        rows = torch.cat([known[0], self.targets[None]])
+        products = covariance.inner(rows, rows)
+        fit = covariance.log_det + products[-1, -1] + len(self.targets) * math.log(2 * math.pi)
+        constant = -0.5 * (fit + left_over / noise + offset.square().sum())
         return Sums(products[:-1, :-1], products[:-1, -1], constant)
 
     def mode(self, q_global: GlobalPosterior) -> tuple[Float[Tensor, " W"], Float[Tensor, "W W"]]:
@@ -193,13 +187,13 @@ class SmoothDeviation:
             [],
         )
         for offset in offsets:
-            parts = self.parts(offset, here)
+            covariance, noise, _ = self.parts(offset, here)
             cross, prior = self._cross(features, self.shape(offset))
-            weight = there - parts.covariance.inner(parts.shared, cross)
-            explained = parts.covariance.inner(cross, cross).diagonal()
-            means.append(parts.covariance.inner(cross, self.targets[None])[:, 0] + q_global.mean @ weight)
+            weight = there - covariance.inner(here[0], cross)
+            explained = covariance.inner(cross, cross).diagonal()
+            means.append(covariance.inner(cross, self.targets[None])[:, 0] + q_global.mean @ weight)
             spread = (q_global.factor().mT @ weight).square().sum(0)
-            variances.append(prior - explained + spread + left_over + parts.noise)
+            variances.append(prior - explained + spread + left_over + noise)
         return averaged(shares, torch.stack(means), torch.stack(variances))
 
     @torch.no_grad()

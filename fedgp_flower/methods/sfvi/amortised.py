@@ -87,11 +87,7 @@ class AmortisedModel(SampledModel):
         return cls(num_inputs, options, counts=counts, binary=binary)
 
     def seen(self, features: Rows) -> Rows:
-        """Features as the encoder has them: logarithms of counts have the same length for all documents with words.
-
-        Raises:
-            DataError: these are no features of the model.
-        """
+        """Features as the encoder has them: logarithms of counts have the same length for all documents with words."""
         if not bool((features >= 0).all()) or not (self.counts or bool((features <= 1).all())):
             name, words = ("prodlda", "counts of words") if self.counts else ("vae", "features between 0 and 1")
             raise DataError(f"`sfvi.model` = {name!r} takes {words} as they are: set `standardise` false")

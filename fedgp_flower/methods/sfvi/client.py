@@ -23,13 +23,15 @@ from fedgp_flower.methods.sfvi.gp import farthest_points
 from fedgp_flower.methods.sfvi.learner import (
     Learner,
     LocalState,
+    RoundMemory,
+    SiteMemory,
     initial_local,
     model_at,
     rows_of,
+    scaled,
     site_number,
     step_local,
 )
-from fedgp_flower.methods.sfvi.memory import RoundMemory, SiteMemory, scaled
 from fedgp_flower.methods.sfvi.messages import GradientRequest, GradientShare, LocalEnd, LocalEndSum, LocalStepsRequest
 from fedgp_flower.methods.sfvi.options import CATCH_UP_STEPS, SFVIOptions
 from fedgp_flower.methods.sfvi.structured import ModelInputs, StructuredModel, configured
@@ -121,11 +123,7 @@ class SFVIClient(SiteClient):
         return self.learner_of(model, rows, self.rows.y, self.seed)
 
     def learner_of(self, model: StructuredModel, rows: ModelInputs, targets: Array, seed: int) -> Learner:
-        """A learner of a model and rows.
-
-        Raises:
-            DataError: a target is not the number of a class.
-        """
+        """A learner of a model and rows."""
         options, key = self.options, site_number(self.site.site)
         if options.row.classes and not np.isin(targets, np.arange(options.classes)).all():
             raise DataError(f"targets must be whole numbers below `sfvi.classes` = {options.classes}")
@@ -152,11 +150,7 @@ class SFVIClient(SiteClient):
         return *learner.caught_up(q_global, start, rates), True
 
     def remember(self, learner: Learner, end: LocalState, answer: GradientShare | LocalEnd, *, averaged: bool) -> None:
-        """Keep where the steps of this round led; a repeated round replaces what its first attempt left.
-
-        Raises:
-            NumericsError: for steps that led to numbers that are not finite; what was kept before stays.
-        """
+        """Keep where the steps of this round led; a repeated round replaces what its first attempt left."""
         memory = RoundMemory.of(self.setting.round, learner.site, end, averaged=averaged)
         if not all(np.isfinite(array).all() for array in (*encode(memory).values(), *encode(answer).values())):
             raise NumericsError(

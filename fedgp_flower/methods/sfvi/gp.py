@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -60,11 +60,7 @@ class HierarchicalModel(ClosedFormModel, GP):
     """What ``model(x)`` predicts with."""
 
     def __init__(
-        self,
-        section: ModelSection,
-        inputs: Rows,
-        noise_spread: float = NOISE_SPREAD,
-        widths: Sequence[float] | None = None,
+        self, section: ModelSection, inputs: Rows, noise_spread: float = NOISE_SPREAD, widths: Sequence[float] = ()
     ) -> None:
         size = inputs.shape[1] + 1
         super().__init__(torch.zeros(len(inputs) + size, dtype=torch.float64))
@@ -78,10 +74,11 @@ class HierarchicalModel(ClosedFormModel, GP):
         self.log_site_slope = nn.Parameter(inputs.new_full((size,), math.log(SITE_SLOPE)))
         if self.gaussian:
             self.log_noise = nn.Parameter(torch.tensor(math.log(section.noise), dtype=torch.float64))
-        self.shaped, given = widths is not None, widths or ()
-        self.varied = [which for which, width in enumerate(given) if width > 0]
-        if self.varied:
-            self.log_width = nn.Parameter(inputs.new_tensor([given[which] for which in self.varied]).log())
+        self.shaped = len(widths) > 0
+        given = {which: width for which, width in enumerate(widths) if width > 0}
+        self.varied = list(given)
+        if given:
+            self.log_width = nn.Parameter(inputs.new_tensor(list(given.values())).log())
 
     @classmethod
     def configured(
@@ -145,13 +142,12 @@ class HierarchicalModel(ClosedFormModel, GP):
         """Moments of f and ζ under q, and their covariance, through the weights they have on ε_G and ε_L."""
         if q_local is None:
             return self._new_site(site, q_global)
-        basis, local_factor = self._basis(site), q_local.factor()[0]
-        mean = q_global.mean @ basis.shared + q_local.mean[0] @ basis.local
-        weights = basis.shared.mT
+        (shared, local, left_over), local_factor = self._basis(site), q_local.factor()[0]
+        mean, weights = q_global.mean @ shared + q_local.mean[0] @ local, shared.mT
         if q_local.coupling is not None:
-            weights = weights + basis.local.mT @ q_local.coupling[0]
-        on_global, on_local = q_global.mixed(weights), basis.local.mT @ local_factor  # [N, M], [N, W]
-        variance = basis.left_over + on_global.square().sum(-1) + on_local.square().sum(-1)
+            weights = weights + local.mT @ q_local.coupling[0]
+        on_global, on_local = q_global.mixed(weights), local.mT @ local_factor  # [N, M], [N, W]
+        variance = left_over + on_global.square().sum(-1) + on_local.square().sum(-1)
         if not self.offsets:
             zero = mean.new_zeros(())
             return mean, variance, self._noise(zero, zero, zero)
@@ -176,11 +172,12 @@ class HierarchicalModel(ClosedFormModel, GP):
         spread = self.noise_spread
         return Noise(log_noise, spread * mean, spread**2 * variance, spread * covariance)
 
-    def _basis(self, site: SiteRows) -> Basis:
+    def _basis(self, site: SiteRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights of f on Z_G [M, N] and on Z_L [W, N], and what the inducing values leave open [N]."""
         shared, left_over = self.shared(site.features)
         values, left_deviation = self.project(self.deviation, site.anchors, site.features)
         none = values.new_zeros(self.offsets, len(site.features))
-        return Basis(shared, torch.cat([values, self.slopes(site.features), none]), left_over + left_deviation)
+        return shared, torch.cat([values, self.slopes(site.features), none]), left_over + left_deviation
 
     def shared(self, features: Float[Tensor, "*B N D"]) -> tuple[Tensor, Tensor]:
         """Weights Φ [*B, M, N] of g(x) on Z_G, and what the shared inducing values leave open [*B, N]."""
@@ -229,15 +226,6 @@ class HierarchicalModel(ClosedFormModel, GP):
             return self.observed.to_gpytorch(NONE).eval()
         noise = float((self.log_noise + 2 * self.noise_spread**2).exp())
         return gaussian_likelihood(noise).requires_grad_(False).eval()
-
-
-@dataclass(frozen=True, slots=True)
-class Basis:
-    """f = sharedᵀ Z_G + localᵀ Z_L + what the inducing values leave open."""
-
-    shared: Float[Tensor, "M N"]
-    local: Float[Tensor, "W N"]
-    left_over: Float[Tensor, " N"]
 
 
 def linear_terms(features: Float[Tensor, "*B N D"]) -> Tensor:

@@ -123,11 +123,7 @@ class CommonKeys(MethodOptions):
         return 1 if self.row.mean_field else self.importance_samples
 
     def columns(self, names: Sequence[str]) -> list[int]:
-        """The columns a model sees, of all inputs by name: not the one that names units; those with slopes twice.
-
-        Raises:
-            DataError: a column is not there.
-        """
+        """The columns a model sees, of all inputs by name: not the one that names units; those with slopes twice."""
         for key, wanted in (("unit-column", (self.unit_column,)), ("random-slopes", self.slopes)):
             if missing := [name for name in wanted if name and name not in names]:
                 known = ", ".join(names)

@@ -21,29 +21,25 @@ def panels(run: RunData) -> list[Panel]:
     """What the saved posterior and the predictions of a run show."""
     if run.posterior is None:
         return []
-    sections = tables(run.posterior) if "structure" in run.posterior.model else []
-    rows = run.predictions
-    if rows is not None and "deviation" in rows:
-        columns = [str(name) for name in rows.columns if str(name).startswith("input.")] or ["trend"]
+    sections = []
+    if "structure" in run.posterior.model:
+        new = saved_model(run.posterior, tuple(run.posterior.inputs))
+        names = [run.posterior.inputs[index] for index in new.columns]
+        for title, head, rows, caption in new.model.sections(new.q_global, names):
+            cells = [tuple(cell if isinstance(cell, str) else show(cell) for cell in row) for row in rows]
+            sections.append(Panel(title, html_table(head, cells), caption))
+    told = run.predictions
+    if told is not None and "deviation" in told:
+        columns = [str(name) for name in told.columns if str(name).startswith("input.")] or ["trend"]
         caption = (
             "The prediction of a simulated site at its held-out rows minus the shared trend: the posterior mean of its "
             "deviation. A real site shows it to nobody."
         )
-        sections.append(Panel("Deviations", deviations(rows, columns, scale_of(run.posterior)), caption))
+        sections.append(Panel("Deviations", deviations(told, columns, scale_of(run.posterior)), caption))
     if counts := run.metrics.method_details.get("confusion"):
         caption = "Held-out rows of all sites. Cells that are too small to leave a site are left out."
         sections.append(Panel("Confusion of classes", confusion(np.array(counts)), caption))
     return sections
-
-
-def tables(posterior: Posterior) -> list[Panel]:
-    """Tables that the model makes of its shared latents."""
-    saved, found = saved_model(posterior, tuple(posterior.inputs)), []
-    names = [posterior.inputs[index] for index in saved.columns]
-    for title, head, rows, caption in saved.model.sections(saved.q_global, names):
-        cells = [tuple(cell if isinstance(cell, str) else show(cell) for cell in row) for row in rows]
-        found.append(Panel(title, html_table(head, cells), caption))
-    return found
 
 
 def scale_of(posterior: Posterior) -> str:

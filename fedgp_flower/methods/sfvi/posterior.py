@@ -55,11 +55,7 @@ class NewSite:
         return mean.numpy(), variance.sqrt().numpy()
 
     def export(self) -> list[tuple[GP, Likelihood]]:
-        """The same model of GPyTorch, and its likelihood.
-
-        Raises:
-            RunError: the model is no Gaussian process.
-        """
+        """The same model of GPyTorch, and its likelihood."""
         if not isinstance(self.model, HierarchicalModel):
             name = type(self.model).__name__
             raise RunError(f"{name} is no Gaussian process; with `sfvi.model` = 'gp' it is. Use `predict`")

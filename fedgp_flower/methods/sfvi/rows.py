@@ -91,11 +91,7 @@ BUILT_IN: dict[str, ModelRow] = {
 
 
 def installed(known: Mapping[str, ModelRow]) -> dict[str, ModelRow]:
-    """The rows of installed packages.
-
-    Raises:
-        ConfigError: an entry is no row, or has the name of another.
-    """
+    """The rows of installed packages."""
     found: dict[str, ModelRow] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         row = entry.load()
@@ -107,11 +103,7 @@ def installed(known: Mapping[str, ModelRow]) -> dict[str, ModelRow]:
 
 
 def sections_of(rows: Iterable[ModelRow], fields: Iterable[str]) -> list[type[Section]]:
-    """The sections of keys that installed models add to ``fields``.
-
-    Raises:
-        ConfigError: two sections have a field of one name.
-    """
+    """The sections of keys that installed models add to ``fields``."""
     sections, taken = list(dict.fromkeys(row.keys for row in rows if row.keys is not Section)), set(fields)
     for section in sections:
         if twice := taken & set(section.model_fields):

@@ -156,11 +156,7 @@ class StructuredModel(nn.Module, ABC):
         return {f"theta.{wire_name(name)}": value for name, value in self.named_parameters() if value.requires_grad}
 
     def load_theta(self, values: Mapping[str, Tensor | np.ndarray]) -> None:
-        """Take θ from among the arrays of a message.
-
-        Raises:
-            ProtocolError: if names or shapes are not those of this model.
-        """
+        """Take θ from among the arrays of a message."""
         theta = self.theta()
         given = {name: torch.as_tensor(value) for name, value in values.items() if name.startswith("theta.")}
         expected, got = ({name: tuple(value.shape) for name, value in part.items()} for part in (theta, given))
