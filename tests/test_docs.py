@@ -122,11 +122,10 @@ def test_documented_fedgp_commands_exist(words):
 
 def test_documented_make_targets_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    for words in named("make"):
-        plain = [word for word in words if "=" not in word]
-        assert set(plain) <= set(targets)
-        for arguments in (word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")):
-            parse_config(parse_assignments(shlex.split(arguments)))
+    words = [word for words in named("make") for word in words]
+    assert {word for word in words if "=" not in word} <= set(targets)
+    for arguments in (word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")):
+        parse_config(parse_assignments(shlex.split(arguments)))
 
 
 def test_documented_flwr_runs_name_keys_that_exist():
