@@ -12,7 +12,7 @@ import torch
 from fedgp_flower.errors import NumericsError, ProtocolError
 from fedgp_flower.gp.convolved import smoothed_covariance
 from fedgp_flower.gp.sums import INPUT_EDGES, input_shape
-from fedgp_flower.messages import add, is_summand
+from fedgp_flower.messages import add
 from fedgp_flower.methods.fedmgp.latents import (
     LatentFunctions,
     LatentPosterior,
@@ -24,7 +24,6 @@ from fedgp_flower.methods.fedmgp.latents import (
     posterior,
     spacing,
 )
-from fedgp_flower.methods.fedmgp.messages import Directions, FirstLook, FirstStatistics, TrialMoves, TrialStatistics
 from fedgp_flower.methods.fedmgp.model import MultiOutputGP, fit_pooled
 from fedgp_flower.methods.fedmgp.unit import (
     UnitData,
@@ -39,12 +38,10 @@ from fedgp_flower.methods.fedmgp.unit import (
 )
 from fedgp_flower.run.registry import parse_config
 from fedgp_flower.shared_messages import Shape
-from strategies import fedmgp_exact
 from strategies.fedmgp_exact import ExactState, merge, trial_moves
-from strategies.fedmgp_shared import EVERYONE, first_inducing
-from strategies.server.questions import Roster, Total, drive
+from strategies.fedmgp_shared import first_inducing
+from strategies.server.questions import Roster
 
-ROWS = dict.fromkeys("012", 50)
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
@@ -292,19 +289,13 @@ def test_merge_does_not_depend_on_the_order_and_checks_replies() -> None:
     np.testing.assert_allclose(only.bound, max(best_scales(r, 1)[0] for r in replies["1"]))
 
 
-def test_trial_moves_take_turns_and_steps_adapt() -> None:
+def test_trial_moves_take_turns() -> None:
     state = start(grid(2), (1.0, 3.0))
     np.testing.assert_allclose(state.latents.scales, np.outer([1.0, 9.0], spacing(grid(2)) ** 2))
-    touched = []
-    for r in range(4):
-        moves = trial_moves(replace(state, round=r))
-        assert moves[0].stretch == 1
-        assert not np.any(moves[0].offset)
-        assert len(moves) == 6
-        moving = np.argwhere(np.any([m.offset != 0 for m in moves], axis=0))
-        assert len(moving) == 1
-        touched.append(tuple(moving[0]))
-    assert sorted(touched) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    rounds = [trial_moves(replace(state, round=r)) for r in range(4)]
+    assert all(len(moves) == 6 and moves[0].stretch == 1 and not moves[0].offset.any() for moves in rounds)
+    touched = [np.argwhere(np.any([move.offset != 0 for move in moves], axis=0)).tolist() for moves in rounds]
+    assert sorted(touched) == [[[0, 0]], [[0, 1]], [[1, 0]], [[1, 1]]]
 
 
 def placed(x: np.ndarray) -> np.ndarray:
@@ -332,57 +323,3 @@ def test_pseudo_inputs_cover_the_inputs_and_a_little_more() -> None:
     assert np.ptp(two[:, 0]) > 1.7 * np.ptp(two[:, 1])
     many = np.repeat(x, 4, axis=1)
     assert placed(many).shape == (9, 4)
-
-
-class Unit:
-    """A unit that knows no Flower."""
-
-    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
-        self.x, self.y, self.memory, self.round = x, y, None, 0
-
-    def data(self, latents: LatentFunctions) -> UnitData:
-        return UnitData.build(self.x, self.y, latents.inducing)
-
-    def first(self, request: FirstLook) -> FirstStatistics:
-        data, latents = self.data(request.latents), request.latents
-        found = statistics(data, latents, starting_parameters(data, latents))
-        away = request.direction is not None and posterior(found).mean @ request.direction < 0
-        return FirstStatistics(replace(found, shift=-found.shift) if away else found)
-
-    def directions(self, request: LatentFunctions) -> Directions:
-        mean = posterior(self.first(FirstLook(request)).statistics).mean
-        return Directions(np.outer(mean, mean))
-
-    def exact(self, request: TrialMoves) -> TrialStatistics:
-        self.round += 1
-        sent = request.view
-        data = self.data(sent.latents)
-        phi = None if self.memory is None else self.memory.agreed(data, sent.known)
-        state, answers = respond(data, sent.latents, sent.posterior, request.moves, phi)
-        self.memory = replace(state, round=self.round, based_on=sent.known.report)
-        return TrialStatistics.of(answers)
-
-
-def exact_rounds(*, totals: bool) -> tuple[list[ExactState], dict]:
-    """States after each exact round, and the units."""
-    sites = {str(index): Unit(*rows) for index, rows in enumerate(signals(1, num_units=3))}
-    config = parse_config({"method": "fedmgp-exact"})
-    states = [drive(fedmgp_exact.first_state(grid(1), Roster(ROWS, tuple(sites), (), 0), config), sites)]
-    for number in range(1, 6):
-        here = Roster(ROWS, tuple(sites), (), number, totals)
-        states.append(drive(fedmgp_exact.one_round(states[-1], here, config, ROWS), sites)[0])
-    return states, sites
-
-
-def test_rounds_of_the_sum_alone_are_rounds_of_the_individuals() -> None:
-    """With all units present; the server then asks nothing but totals, and keeps nothing of one unit."""
-    (summed, _), (individual, _) = exact_rounds(totals=True), exact_rounds(totals=False)
-    for one, other in zip(summed, individual, strict=True):
-        np.testing.assert_allclose(one.posterior.mean, other.posterior.mean, rtol=1e-7, atol=1e-9)
-    assert list(summed[-1].reports) == [EVERYONE]
-    assert summed[-1].counted == ("0", "1", "2")
-    config = parse_config({"method": "fedmgp-exact"})
-    question = next(fedmgp_exact.one_round(summed[-1], Roster(ROWS, tuple("012"), (), 6, True), config, ROWS))
-    assert isinstance(question, Total)
-    assert is_summand(question.answer)
-    assert question.request.view.known.report == 5

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -22,7 +24,9 @@ from fedgp_flower.messages import add, decode
 from fedgp_flower.methods.fedmgp.latents import pooled_bound, posterior
 from fedgp_flower.methods.fedmgp.unit import UnitData, UnitParameters, UnitState, predict, statistics
 from fedgp_flower.run.registry import parse_config
-from strategies.fedmgp_shared import SharedLatents
+from strategies.fedmgp_shared import EVERYONE, SharedLatents
+from strategies.server.questions import Roster
+from strategies.server.strategy import FederatedStrategy
 
 UNITS = ("a", "b", "c", "d")
 
@@ -223,14 +227,21 @@ def test_a_unit_that_joins_late_takes_part_and_one_that_comes_after_fits_alone(t
     assert known(grid, strategy, "d")[0] is None
 
 
-def test_a_collapse_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Units of pure noise: nothing of their signal comes from g."""
-    draw = np.random.default_rng(3)
-    frames = {unit: wave(1).assign(y=draw.standard_normal(40)) for unit in UNITS}
-    strategy = run(FaultyGrid(keys(fedmgp__start_multiple=12.0, num_server_rounds=3), csv_nodes(tmp_path, frames)))
-    with caplog.at_level("WARNING", logger="fedgp"):
-        assert strategy.details()["collapsed"]
-    assert "collapsed" in caplog.text
+@pytest.mark.parametrize("method", ["fedmgp-exact", "fedmgp"])
+def test_rounds_of_the_sum_alone_are_rounds_of_the_individuals(tmp_path: Path, method: str) -> None:
+    """With all units present, as under masks; the server then keeps nothing of one unit."""
+    flat, whole, objectives = keys(method=method, fedmgp__local_steps=3), FederatedStrategy.roster, []
+    for totals in (False, True):
+
+        def roster(strategy: Any, totals: bool = totals) -> Roster:
+            return replace(whole(strategy), totals_only=totals and strategy.round > 0)
+
+        with mock.patch.object(FederatedStrategy, "roster", roster):
+            recorder = Recorder()
+            strategy = run(FaultyGrid(flat, nodes(tmp_path)), recorder)
+        objectives.append([row["objective"] for row in recorder.rows])
+    np.testing.assert_allclose(*objectives, rtol=1e-7)
+    assert list(strategy.current.reports) == [EVERYONE]
 
 
 def test_one_unit_cannot_end_a_run_with_its_first_look(tmp_path: Path) -> None:

@@ -9,11 +9,9 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from cryptography.hazmat.primitives import serialization
 
 from fedgp_flower.cli import main
 from fedgp_flower.deploy import machines
-from fedgp_flower.deploy.credentials import create_node_key
 from fedgp_flower.deploy.demo import join_sites
 from fedgp_flower.deploy.machines import Coordinator
 from fedgp_flower.deploy.processes import Processes, free_ports
@@ -71,16 +69,6 @@ def test_flower_reports_a_superlink_that_does_not_answer(
     assert end.value.code == 1
     assert "`flwr run" in capsys.readouterr().err
     assert (tmp_path / "config.toml").is_file()
-
-
-def test_a_node_key_is_private_and_matches_its_public_half(tmp_path: Path) -> None:
-    public = create_node_key(tmp_path / "site" / "node-key")
-    assert (tmp_path / "site" / "node-key").stat().st_mode & 0o777 == 0o600
-    key = serialization.load_ssh_private_key((tmp_path / "site" / "node-key").read_bytes(), None)
-    line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    assert public.read_bytes() == line
-    with pytest.raises(FileExistsError):
-        create_node_key(tmp_path / "site" / "node-key")
 
 
 @pytest.fixture

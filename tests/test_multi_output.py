@@ -125,8 +125,7 @@ def test_bound_is_below_the_evidence_of_the_exact_multi_output_gp(num_latents: i
     assert pooled_bound(add(parts)) < evidence
     everywhere = np.vstack([u[0] for u in units]) if not convolved else np.linspace(-2.5, 2.5, 80)[:, None]
     dense = LatentFunctions(everywhere, latents.scales, latents.amplitudes, jitter=1e-11)
-    parts = told(dense, units, phi)
-    tight = pooled_bound(add(parts))
+    tight = pooled_bound(add(told(dense, units, phi)))
     # LMC: W = X makes f a function of g(W). A convolution also needs g between the rows, so W is a fine grid there.
     assert tight == pytest.approx(evidence, abs=1e-5)
     assert tight <= evidence + 1e-7
@@ -135,8 +134,7 @@ def test_bound_is_below_the_evidence_of_the_exact_multi_output_gp(num_latents: i
 def test_prediction_is_the_exact_posterior_when_the_bound_is_tight() -> None:
     latents, units, phi = problem(2, 1, convolved=False)
     dense = LatentFunctions(np.vstack([u[0] for u in units]), latents.scales, latents.amplitudes, jitter=1e-11)
-    parts = told(dense, units, phi)
-    q = posterior(add(parts))
+    q = posterior(add(told(dense, units, phi)))
     x = np.linspace(-1, 1, 6)[:, None]
     mean, variance = predict(x, dense, q, phi[1])
     joint = dense_outputs(latents, [*units, (x, x[:, 0])], [*phi, phi[1]])
@@ -156,8 +154,7 @@ def test_prediction_is_the_exact_posterior_when_the_bound_is_tight() -> None:
 def test_the_model_of_gpytorch_predicts_what_the_fast_path_does(num_latents: int, dims: int) -> None:
     """With a joint q(u), in training and in prediction; and the model gives back the unit's parameters."""
     latents, units, phi = problem(num_latents, dims)
-    parts = told(latents, units, phi)
-    q = posterior(add(parts))
+    q = posterior(add(told(latents, units, phi)))
     model, x = MultiOutputGP.of(latents, q, phi[0]), torch.from_numpy(units[0][0])
     mean, variance = predict(units[0][0], latents, q, phi[0])
     with torch.no_grad():
@@ -175,8 +172,7 @@ def test_the_model_of_gpytorch_predicts_what_the_fast_path_does(num_latents: int
 def test_joint_q_becomes_the_best_factorised_one() -> None:
     """Of all products over latent functions, the one that keeps the conditional precisions has the highest bound."""
     latents, units, phi = problem(2, 1)
-    parts = told(latents, units, phi)
-    q = posterior(add(parts))
+    q = posterior(add(told(latents, units, phi)))
     models = [product(latents, q, p) for p in phi]
 
     def elbo() -> torch.Tensor:
@@ -201,9 +197,7 @@ def test_one_site_one_step_is_a_plain_adam_step() -> None:
     """M = 1, p = 1, E = 1: θ and φ are what Adam makes of the negative bound, written out here."""
     latents, units, phi = problem(2, 1)
     best = posterior(told(latents, units, phi)[0])
-    q = LatentPosterior(
-        best.mean + 0.1, best.covariance + 0.05 * np.eye(14)
-    )  # at the best q Adam would scale up rounding
+    q = LatentPosterior(best.mean + 0.1, best.covariance + 0.05 * np.eye(14))  # at the best Adam scales up rounding
     x, y = map(torch.from_numpy, units[0])
     federated, plain = (product(latents, q, phi[0]) for _ in range(2))
     after = factor_steps(federated, x, y, local(1, 0.05))

@@ -1,4 +1,4 @@
-"""The page docs/deploy.md to the letter, over loopback; one kill of each kind; a slow wire."""
+"""The page docs/deploy.md to the letter, over loopback; one kill of each kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,19 +72,14 @@ class Federation:
         self.background.append(process)
         return process
 
-    def set_up(self, serve: Mapping[str, str], ports: Mapping[str, int] | None = None) -> None:
-        """All that comes before a run; ``serve``: another line for a machine's server than that of the page.
-
-        ``ports``: through which a site reaches the SuperLink, where it is another one.
-        """
+    def set_up(self, serve: Mapping[str, str]) -> None:
+        """All that comes before a run; ``serve``: another line for a machine's server than that of the page."""
         self.typed("coordinator", f"{COORDINATOR[0]} --port {self.port}")
         self.begun("coordinator", serve.get("coordinator", COORDINATOR[1]))
         for site in SITES:
             folder = self.root / site
             waves(40, len(site)).to_csv(folder / f"{site}.csv", index=False)
-            invitation = (self.root / "coordinator" / "coordinator" / "invitations" / f"{site}.toml").read_text()
-            port = (ports or {}).get(site, self.port)
-            (folder / f"{site}.toml").write_text(invitation.replace(f":{self.port}", f":{port}"))
+            shutil.copy(self.root / "coordinator" / "coordinator" / "invitations" / f"{site}.toml", folder)
             self.typed(site, SITE[0])
             shutil.copy(folder / site / f"{site}.pub", self.root / "coordinator")
         awaited(lambda: "PROBLEM" not in self.asked("coordinator", "fedgp deploy doctor").stdout)
@@ -178,66 +172,6 @@ words, *rest = machines.SiteFolder.read(Path("south")).command()
 machines.become(([words[0], str(Path("dying.py").resolve()), *words[4:]], *rest))
 """
 AGAIN = "while true; do {}; sleep 2; done"
-
-
-class SlowWire:
-    """Carries the bytes between a site and a SuperLink: few a second each way, none while it is ``held``."""
-
-    BYTES = 50_000
-    """A second."""
-
-    def __init__(self, port: int) -> None:
-        """``port``: the SuperLink's."""
-        self.superlink = port
-        self.open = threading.Event()
-        self.open.set()
-        self.server = socket.socket()
-        self.server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        self.server.bind(("0.0.0.0", 0))
-        self.server.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with self.server, contextlib.suppress(OSError):
-            while True:
-                near, _ = self.server.accept()
-                with contextlib.ExitStack() as stack:
-                    stack.enter_context(near)  # closed if there is no SuperLink
-                    far = socket.create_connection(("127.0.0.1", self.superlink))
-                    stack.pop_all()
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
-
-    def close(self) -> None:
-        """No more connections."""
-        with contextlib.suppress(OSError):
-            self.server.shutdown(socket.SHUT_RDWR)
-
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError), source, sink:
-            while piece := source.recv(4096):
-                time.sleep(len(piece) / self.BYTES)
-                self.open.wait()
-                sink.sendall(piece)
-
-
-def test_a_slow_wire_that_is_held_for_a_while_loses_nothing(federation: Federation) -> None:
-    """A site reads and writes 50 kB a second; then nothing passes until it is missed: a late reply is not counted."""
-    wire = SlowWire(federation.port)
-    federation.set_up({}, {"south": wire.server.getsockname()[1]})
-    keys = ["num-server-rounds=5", "method=fsgp", "evaluate-every=0", *TINY, "name=slow"]
-    folder = federation.root / "coordinator" / "coordinator" / "results" / "slow"
-    log = federation.root / "coordinator" / f"{len(federation.background)}.log"
-    launcher = federation.begun("coordinator", " ".join([RUN[1], *keys, "round.incomplete=repeat"]))
-    history = folder / "history.csv"
-    awaited(lambda: history.exists() and len(history.read_text().splitlines()) > 1)
-    wire.open.clear()
-    awaited(lambda: "is repeated: south missed it" in log.read_text())
-    wire.open.set()
-    awaited(lambda: launcher.poll() is not None)
-    wire.close()
-    assert launcher.returncode == 0, log.read_text()
-    assert_undisturbed(federation.root, keys, folder)
 
 
 def assert_undisturbed(root: Path, keys: Sequence[str], folder: Path) -> None:

@@ -114,7 +114,6 @@ class SiteApp(ClientApp):
         shared = shared_of(message, context)
         if shared is None:
             return Outgoing({}, {"num-examples": 0}, {LACKS: True})
-        guard.require_shared()
         text = guard.given.get(CONFIGURATION) or shared.get(CONFIGURATION)
         config = _parsed(self.parse, str(text) if text else json.dumps(context.run_config, sort_keys=True))
         method = self.client_of(config)

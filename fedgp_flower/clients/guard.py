@@ -84,11 +84,12 @@ class Guard:
 
     # Before the rows.
 
-    def require_shared(self) -> None:
-        """Refuse a question under masks that is understood by anything but the context, which its masks are bound to.
+    def admit(self, config: RunConfig, answer: object) -> None:
+        """Refuse what the owner's policy does not allow, and an ``answer`` of this class where masks are wanted.
 
-        A site that were told of other settings, or of no scales, would add another summand or none, under masks that
-        cancel: from that total and the one before follows what it adds.
+        A question under masks is understood by the context alone, which its masks are bound to. A site that were told
+        of other settings, or of no scales, would add another summand or none, under masks that cancel: from that total
+        and the one before follows what it adds.
         """
         if self.masked and (SHARED not in self.given or CONFIGURATION in self.given):
             found = "brings a configuration" if CONFIGURATION in self.given else "names no context"
@@ -96,12 +97,8 @@ class Guard:
                 "a question under masks is understood by the context that all sites share, and by nothing beside it;"
                 f" this one {found}"
             )
-
-    def admit(self, config: RunConfig, answer: object) -> None:
-        """Refuse what the owner's policy does not allow, and an ``answer`` of this class where masks are wanted."""
         node = self.context.node_config
-        self.rules.read(node)
-        self.rules.admit(config, self.run, self.round, str(node.get("state-dir") or ""))
+        self.rules.read(node).admit(config, self.run, self.round, str(node.get("state-dir") or ""))
         wanted = config.privacy.secure_aggregation or node.get("trust")
         if wanted and not self.masked and self.kind not in {DESCRIBE, KEYS} and not is_public(answer):
             raise ProtocolError(

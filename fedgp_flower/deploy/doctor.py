@@ -18,6 +18,7 @@ from fedgp_flower.errors import FedGPError, RunError
 from fedgp_flower.run.check import check
 from fedgp_flower.run.registry import parse_config
 
+PACKAGES = ("fedgp-flower", "flwr", "torch")
 LEAST_SPACE = 1 << 30
 """Bytes of disk that a run needs."""
 SOON = datetime.timedelta(days=30)
@@ -56,7 +57,7 @@ def of_coordinator(coordinator: Coordinator) -> list[Finding]:
 
 def _machine(folder: Path, superlink: str, secrets: Sequence[Path]) -> list[Finding]:
     return [
-        _checked("versions", _versions),
+        Finding("versions", ", ".join(f"{name} {version(name)}" for name in PACKAGES), True),
         _checked("keys", lambda: _secret(secrets)),
         _checked("disk", lambda: _space(folder)),
         _checked("SuperLink", lambda: _reachable(superlink, folder / "ca.crt")),
@@ -68,10 +69,6 @@ def _checked(what: str, check: Callable[[], str]) -> Finding:
         return Finding(what, check(), True)
     except (FedGPError, OSError) as error:
         return Finding(what, str(error), False)
-
-
-def _versions() -> str:
-    return ", ".join(f"{name} {version(name)}" for name in ("fedgp-flower", "flwr", "torch"))
 
 
 def _table(path: Path) -> str:

@@ -16,7 +16,7 @@ import tomllib
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from importlib.metadata import distribution, metadata, version
+from importlib.metadata import distribution, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -84,17 +84,14 @@ def write_app(folder: Path) -> Path:
     """The installed packages as a Flower app, as `flwr build` and the Hub want it: licence, README, Python and TOML."""
     if folder.exists() and not (folder / PACKAGES[0] / "server_app.py").is_file():
         raise RunError(f"{folder} exists and is no copy of this app; name another folder")
-    known = metadata("fedgp-flower")
     shutil.rmtree(folder, ignore_errors=True)
     for package in PACKAGES:
         shutil.copytree(str(files(package)), folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    licences = [path for path in distribution("fedgp-flower").files or () if path.name == "LICENSE"]
-    for path in licences[:1]:
+    installed = distribution("fedgp-flower")
+    for path in [path for path in installed.files or () if path.name == "LICENSE"][:1]:
         shutil.copy(str(path.locate()), folder / "LICENSE")
-    (folder / "README.md").write_text(str(known.get_payload()), encoding="utf-8")  # type: ignore[attr-defined]
-    needs = [word for word in known.get_all("Requires-Dist") or () if "extra ==" not in word]
-    project: dict[str, Any] = {"name": known["Name"], "version": known["Version"], "description": known["Summary"]}
-    project |= {"license": {"file": "LICENSE"}, "dependencies": needs}
+    known = installed.metadata.json
+    (folder / "README.md").write_text(str(known["description"]), encoding="utf-8")
     app = {
         "publisher": "fedgp",
         "fab-format-version": 1,
@@ -102,6 +99,13 @@ def write_app(folder: Path) -> Path:
         "fab-include": ["fedgp_flower/**/*.py", "fedgp_flower/**/*.json", "strategies/**/*.py", "LICENSE"],
         "components": {"serverapp": "fedgp_flower.server_app:app", "clientapp": "fedgp_flower.client_app:app"},
         "config": nest(default_config()),
+    }
+    project = {
+        "name": known["name"],
+        "version": known["version"],
+        "description": known["summary"],
+        "license": {"file": "LICENSE"},
+        "dependencies": [word for word in known["requires_dist"] if "extra ==" not in word],
     }
     written = tomli_w.dumps({"project": project, "tool": {"flwr": {"app": app}}})
     (folder / "pyproject.toml").write_text(written, encoding="utf-8")

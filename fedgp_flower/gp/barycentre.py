@@ -43,10 +43,6 @@ def barycentre(
 
     is sought from F = chol(Σ wₖ Sₖ) by the steps of :func:`_newton`, and by F ← F' where such a step leads farther
     away. The iteration ends at ‖F⁻¹(F' − F)‖ ≤ ``tolerance``, which sees every direction alike.
-
-    Raises:
-        NumericsError: if shapes disagree, a value is not finite, a weight is negative, a factor is singular, or the
-            iteration does not converge.
     """
     weights = _normalised(means, factors, weights)
     mean = weights @ means
@@ -61,10 +57,8 @@ def barycentre(
         if tried is None or not tried.residual < now.residual:
             tried = _at(now.mapped, factors, weights)
         now = tried
-    raise NumericsError(
-        f"barycentre of {len(means)} Gaussians did not converge: whitened gap {now.residual:.1e} after "
-        f"{max_iterations} steps, wanted {tolerance:.1e}. Raise the tolerance, or use diagonal factors."
-    )
+    gap = f"whitened gap {now.residual:.1e} after {max_iterations} steps, wanted {tolerance:.1e}"
+    raise NumericsError(f"barycentre of {len(means)} Gaussians did not converge: {gap}. Use diagonal factors.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +114,7 @@ def _newton(now: _Point, weights: Array) -> Array:
 
 
 def wasserstein_distance(mean: Array, factor: Array, other_mean: Array, other_factor: Array) -> float:
-    """W₂ between two Gaussians given by factors of the same kind.
-
-    W₂² = ‖m − m'‖² + ‖F − L' polar(L'ᵀF)‖²: the second term is the least Frobenius distance between factors of the
-    two covariances, a sum of squares and so free of the cancellation in tr S + tr S' − 2 tr (S^½ S' S^½)^½.
-    """
+    """W₂ between two Gaussians given by factors of the same kind: W₂² = ‖m − m'‖² + ‖F − L' polar(L'ᵀF)‖²."""
     nearest = other_factor
     if factor.ndim == 2:
         left, _, right = np.linalg.svd(other_factor.T @ factor)

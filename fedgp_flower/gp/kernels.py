@@ -11,7 +11,7 @@ Another package brings a kernel under a name, by an entry point of the group ``f
     def rational_quadratic(num_inputs: int, ard: bool) -> gpytorch.kernels.Kernel:
         return gpytorch.kernels.RQKernel(ard_num_dims=num_inputs if ard else None)
 
-It is used like the others, as in ``rational_quadratic + linear``; every site of a run needs the package.
+Every site of a run needs the package.
 """
 
 from __future__ import annotations

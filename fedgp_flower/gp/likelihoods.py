@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeAlias
 
 import gpytorch
 import numpy as np
@@ -33,6 +34,8 @@ WEAK = 0.01
 NONE = torch.zeros(0, dtype=torch.float64)
 """Parameters of a likelihood without any."""
 
+Slopes: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class Noise:
@@ -45,11 +48,7 @@ class Noise:
 
 
 class PointLikelihood(ABC):
-    """A likelihood that factorises over rows. Samples S, rows N, parameters R; any leading shape broadcasts alike.
-
-    Args:
-        nodes: Of the quadrature.
-    """
+    """A likelihood that factorises over rows. Samples S, rows N, parameters R; any leading shape broadcasts alike."""
 
     initial: Float[Tensor, " R"] = NONE
     """Parameters at the start, in logarithms."""
@@ -67,10 +66,7 @@ class PointLikelihood(ABC):
         """The same model as a likelihood of GPyTorch."""
 
     def as_function(self, targets: Float[Tensor, " N"]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-        """Values of f that targets, or averages of them, suggest, and the precision of each: where factors start.
-
-        Labels and real values with outliers are no values of f; taken as such, but weak, they only break the symmetry.
-        """
+        """Values of f that targets suggest, and the precision of each: where factors start; here weak."""
         return targets, torch.full_like(targets, WEAK)
 
     def expected(
@@ -80,9 +76,7 @@ class PointLikelihood(ABC):
         function, weights = self._at_nodes(mean, variance)
         return (weights * self.log_density(targets, function, hyper)).sum(0)
 
-    def slopes(
-        self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Float[Tensor, " R"]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def slopes(self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
         """Σ E log p(y | f) with f ~ N(m, s), α = ∂/∂m and β = −2 ∂/∂s [N], and the derivative by the parameters [R].
 
         They are those of the number that :meth:`expected` computes, also where that is quadrature.
@@ -96,10 +90,7 @@ class PointLikelihood(ABC):
     def log_predictive(
         self, targets: Float[Tensor, " N"], mean: Tensor, variance: Tensor, hyper: Float[Tensor, "*S R"]
     ) -> Tensor:
-        """Log predictive density log ∫ p(y | f) N(f; mean, variance) df.
-
-        Summed in logarithms: far from every node the density is small, but not zero.
-        """
+        """Log ∫ p(y | f) N(f; mean, variance) df, in logarithms: far from every node it is small, but not zero."""
         function, weights = self._at_nodes(mean, variance)
         return torch.logsumexp(self.log_density(targets, function, hyper) + weights.log(), 0)
 
@@ -182,9 +173,7 @@ class Probit(PointLikelihood):
         """GPyTorch's Bernoulli likelihood."""
         return _float64(BernoulliLikelihood(), self)
 
-    def slopes(
-        self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def slopes(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
         """In closed form, also where f is wide."""
         sign = 2.0 * targets.double() - 1.0
         value, alpha, beta = expected_log_probit(sign * mean.double(), variance.double())
@@ -372,20 +361,14 @@ def expected_softplus(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, T
 
         E log(1 + eᶠ) = Σ pᵢ [m Φ(z) + tᵢ φ(z)],   E σ(f) = Σ pᵢ Φ(z),   E σ′(f) = Σ pᵢ φ(z)/tᵢ.
     """
-    m, v, (squares, weight, normal) = mean.reshape(-1), variance.reshape(-1), _rule()
+    m, v, (width, weight) = mean.reshape(-1), variance.reshape(-1), logistic_mixture()
+    squares, normal = width.square()[:, None], torch.stack([weight, weight * width.square()]) / math.sqrt(2 * math.pi)
     scale = (v + squares).rsqrt()  # 1 / tᵢ
     z = scale * m
     below = weight @ torch.special.ndtr(z)
     slope, rest = normal @ ((-0.5 * z.square()).exp() * scale)  # of φ(z) / tᵢ, and tᵢ² = v + wᵢ²
     value = m * below + v * slope + rest
     return value.view_as(mean), below.view_as(mean), slope.view_as(mean)
-
-
-@cache
-def _rule() -> tuple[Tensor, Tensor, Tensor]:
-    """wᵢ² [NODES, 1], pᵢ [NODES], and the rows pᵢ / √(2π) and pᵢ wᵢ² / √(2π)."""
-    width, weight = logistic_mixture()
-    return width.square()[:, None], weight, torch.stack([weight, weight * width.square()]) / math.sqrt(2 * math.pi)
 
 
 class Logit(PointLikelihood):
@@ -399,9 +382,7 @@ class Logit(PointLikelihood):
         """−E log(1 + e^{−(2y − 1) f})."""
         return -expected_softplus((1.0 - 2.0 * targets) * mean, variance)[0]
 
-    def slopes(
-        self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def slopes(self, targets: Tensor, mean: Tensor, variance: Tensor, hyper: Tensor) -> Slopes:
         """In closed form: α = y − E σ(f), β = E σ′(f)."""
         sign = 1.0 - 2.0 * targets
         value, share, density = expected_softplus(sign * mean, variance)

@@ -44,10 +44,7 @@ def counting_repairs() -> Iterator[Counter[str]]:
 
 
 def cholesky(matrix: Tensor, *, of: str, hint: str = "") -> Tensor:
-    """Lower Cholesky factor of a matrix [..., M, M] that must be positive definite.
-
-    Raises:
-        NumericsError: if it is not positive definite or not finite; says ``of`` what, and a ``hint``.
+    """Lower Cholesky factor of a matrix [..., M, M]; one that is not positive definite is an error with a ``hint``.
 
     >>> cholesky(torch.tensor([[4.0, 2.0], [2.0, 5.0]]), of="an example")
     tensor([[2., 0.],
@@ -63,17 +60,13 @@ def kernel_cholesky(matrix: Tensor, *, variance: Tensor, jitter: float, of: str 
     """L with L Lᵀ = K + jitter · variance · I, where more jitter is added, and counted, only if that fails.
 
     K is [..., M, M], its prior variance [...], and a repair is counted under the name ``of``.
-
-    Raises:
-        NumericsError: if no reasonable jitter makes it positive definite.
     """
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     stabilised = matrix + (jitter * variance)[..., None, None] * eye
     factor, info = torch.linalg.cholesky_ex(stabilised)
     if bool((info == 0).all()):
         return factor
-    counter = _repairs.get()
-    if counter is not None:
+    if (counter := _repairs.get()) is not None:
         counter[of] += 1
     try:
         with warnings.catch_warnings():

@@ -97,11 +97,7 @@ def ascend(
     steps: int,
     learning_rate: float,
 ) -> float:
-    """Take some steps uphill; returns the objective before the last step, of L-BFGS the last one.
-
-    Raises:
-        NumericsError: if a parameter is not finite afterwards: a diverged step is never sent.
-    """
+    """Take some steps uphill; returns the objective before the last step, of L-BFGS the last one."""
     if name == "lbfgs":
         return maximise(objective, parameters, max_evaluations=steps).value
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
@@ -140,11 +136,7 @@ class AdamSettings:
 
 
 def adam(objective: Callable[[], Tensor], parameters: Sequence[Tensor], settings: AdamSettings, num_rows: int) -> Trace:
-    """Maximise in place a noisy objective that draws new samples at every call; a sum over ``num_rows`` rows.
-
-    Raises:
-        NumericsError: the objective is not finite.
-    """
+    """Maximise in place a noisy objective that draws new samples at every call; a sum over ``num_rows`` rows."""
     optimiser = torch.optim.Adam(parameters, lr=settings.learning_rate, maximize=True)
     values: list[float] = []
     remaining = settings.steps
@@ -177,19 +169,9 @@ def maximise(
 ) -> Trace:
     """L-BFGS-B on torch parameters, in place: they hold the best point afterwards.
 
-    A trial point at which a matrix is not positive definite, or the value not finite, counts as very bad, so that the
-    line search steps back.
-
-    Args:
-        objective: The same function at every call, of the parameters' current data: samples must be fixed.
-        parameters: Leaves with ``requires_grad``.
-        max_evaluations: Budget of value-and-gradient evaluations.
-        bounds: Of the entries of each parameter, as :data:`LOGARITHM` or :data:`FREE`; default all free.
-        tolerance: Relative change of the value at which it stops.
-        gradient_tolerance: Largest entry of the projected gradient at which it stops.
-
-    Raises:
-        NumericsError: the starting point is not admissible.
+    The objective reads the parameters' current data; its samples must be fixed. A trial point at which a matrix is not
+    positive definite, or the value not finite, counts as very bad, so that the line search steps back; at the start it
+    is an error. It stops at a relative change of the value, or an entry of the projected gradient, below tolerance.
     """
     from scipy.optimize import minimize  # noqa: PLC0415  a site that only answers with sums does without it
 

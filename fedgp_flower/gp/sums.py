@@ -13,7 +13,7 @@ References:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -79,9 +79,8 @@ class Adjoints:
 
     def same(self, other: Adjoints) -> bool:
         """Whether what rows are multiplied by is the same."""
-        if self is other:
-            return True
-        return np.array_equal(self.gram, other.gram) and np.array_equal(self.projection, other.projection)
+        pairs = ((self.gram, other.gram), (self.projection, other.projection))
+        return self is other or all(np.array_equal(*pair) for pair in pairs)
 
 
 @dataclass(frozen=True)
@@ -197,20 +196,12 @@ def profiled(sums: SparseSums) -> Profile:
 
 def scaled(sums: SparseSums, amplitude: float) -> SparseSums:
     """The sums of the kernel a·k from those of k: A and c by a, b by √a."""
-    return SparseSums(
-        sums.gram * amplitude,
-        sums.projection * math.sqrt(amplitude),
-        sums.target_squares,
-        np.asarray(sums.prior_variance * amplitude),
-        sums.count,
-    )
+    gram, projection = sums.gram * amplitude, sums.projection * math.sqrt(amplitude)
+    return replace(sums, gram=gram, projection=projection, prior_variance=np.asarray(sums.prior_variance * amplitude))
 
 
 def prior(name: str, num_inputs: int) -> tuple[float, float]:
-    """Mean and standard deviation of the logarithm of a hyperparameter, by its wire name.
-
-    log ℓ ~ N(½ log D + .3, 1), log a ~ N(1, 1.5²), log σ² ~ N(−4, 2²), of a standardised target; others N(0, 1).
-    """
+    """Of the logarithm: log ℓ ~ N(½ log D + .3, 1), log a ~ N(1, 1.5²), log σ² ~ N(−4, 2²), others N(0, 1)."""
     if "lengthscale" in name:
         return 0.5 * math.log(num_inputs) + 0.3, 1.0
     if "noise" in name:
@@ -226,4 +217,4 @@ def restricted(sums: SparseSums, factor: Tensor, kept: Indices, new_factor: Tens
     """
     turned = torch.linalg.solve_triangular(new_factor, factor[torch.from_numpy(kept)], upper=False)
     gram, projection = turned @ torch.as_tensor(sums.gram) @ turned.mT, turned @ torch.as_tensor(sums.projection)
-    return SparseSums(symmetric(gram).numpy(), projection.numpy(), sums.target_squares, sums.prior_variance, sums.count)
+    return replace(sums, gram=symmetric(gram).numpy(), projection=projection.numpy())

@@ -1,7 +1,4 @@
-"""Posteriors as models of GPyTorch: the transforms to original units, and the moments of several draws.
-
-Models are in evaluation mode and in standardised coordinates, so that ``likelihood(model(x))`` is the prediction.
-"""
+"""Posteriors as models of GPyTorch: the transforms to original units, and the moments of several draws."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from jaxtyping import Float
 from linear_operator import to_linear_operator
 from torch import Tensor
 
-from fedgp_flower.errors import RunError
 from fedgp_flower.typing import Array, NamedArrays
 
 
@@ -69,14 +65,3 @@ def evenly(parts: Sequence[MultivariateNormal]) -> MultivariateNormal:
     apart = means - means.mean(0)
     covariance = (within + apart.mT @ apart) / len(parts)
     return MultivariateNormal(means.mean(0), to_linear_operator(covariance))  # may be singular: not yet factorised
-
-
-def only(draws: Sequence[tuple[GP, Likelihood]]) -> tuple[GP, Likelihood]:
-    """The one model and likelihood.
-
-    Raises:
-        RunError: there are several draws.
-    """
-    if len(draws) > 1:
-        raise RunError(f"no single model of GPyTorch predicts what {len(draws)} draws predict: `to_gpytorch_draws()`")
-    return draws[0]

@@ -221,14 +221,8 @@ def _absorb(state: NDArray[np.uint64], word: NDArray[np.uint64]) -> NDArray[np.u
 def unit_lower(packed: Float[Tensor, "*B T"], size: int) -> Float[Tensor, "*B M M"]:
     """Unit lower triangular L from its strictly lower entries, row by row."""
     rows, columns = torch.tril_indices(size, size, offset=-1, device=packed.device)
-    eye = torch.eye(size, dtype=packed.dtype, device=packed.device).expand(*packed.shape[:-1], size, size)
-    return eye.index_put(_batched(packed, rows, columns), packed)
-
-
-def _batched(packed: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-    if packed.ndim == 1:
-        return rows, columns
-    return torch.arange(len(packed), device=packed.device)[:, None], rows[None], columns[None]
+    eye = torch.eye(size, dtype=packed.dtype, device=packed.device).flatten().expand(*packed.shape[:-1], size * size)
+    return eye.index_add(-1, rows * size + columns, packed).unflatten(-1, (size, size))
 
 
 def _factor(log_scale: Tensor, lower: Tensor | None) -> Tensor:

@@ -14,7 +14,6 @@ from scipy.special import ndtr, ndtri
 from fedgp_flower.agreement import Column
 from fedgp_flower.data.standardisation import Preparation
 from fedgp_flower.errors import RunError
-from fedgp_flower.gp.to_gpytorch import only
 from fedgp_flower.run.artefacts import RunData
 from fedgp_flower.run.predict import Exportable, Predictor
 from fedgp_flower.typing import Array
@@ -85,7 +84,7 @@ def effects(posterior: Predictor) -> list[Effect]:
     if not isinstance(posterior.standardised, Exportable) or not posterior.run.config.get("standardise", True):
         return []
     try:
-        model, _ = only(posterior.draws())
+        model = posterior.to_gpytorch().model
     except RunError:  # not a single Gaussian process
         return []
     agreed, found = posterior.preparation, []

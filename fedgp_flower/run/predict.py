@@ -34,7 +34,7 @@ from fedgp_flower.data.standardisation import (
 )
 from fedgp_flower.errors import DamagedError, DataError, RunError
 from fedgp_flower.files import read_arrays, reading
-from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly, only
+from fedgp_flower.gp.to_gpytorch import Exported, Transforms, evenly
 from fedgp_flower.options import Value
 from fedgp_flower.outcome import Posterior
 from fedgp_flower.privacy.policy import Rules
@@ -259,7 +259,10 @@ class Predictor:
         Both are in evaluation mode and in standardised coordinates: :meth:`inputs` leads there from a table,
         ``transforms`` from encoded inputs and back to original units.
         """
-        return Exported(*only(self.draws()), Transforms.of(self.saved.arrays))
+        [first, *others] = self.to_gpytorch_draws()
+        if others:
+            raise RunError(f"no single model of GPyTorch predicts as {1 + len(others)} draws do: `to_gpytorch_draws()`")
+        return first
 
     def to_botorch(self) -> FederatedModel:
         """A model of BoTorch; see :class:`fedgp_flower.run.to_botorch.FederatedModel`. Needs the extra ``botorch``."""
